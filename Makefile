@@ -1,0 +1,47 @@
+# Every target sets up what it needs; nothing is done twice.
+SHELL := /bin/bash
+PYTHON ?= python3
+BIN := .venv/bin
+SETUP := .venv/.installed
+N ?= 1000
+
+.PHONY: help demo test test-fast check kills coverage protos lock clean
+
+help:  ## Show the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(SETUP): requirements/lock.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/lock.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+demo: $(SETUP)  ## Train a small model by GEPO with samplers 64 versions behind; ends with a report
+	$(BIN)/heterorl demo
+
+test: $(SETUP)  ## Run all tests with coverage
+	$(BIN)/pytest -n 2 --cov --cov-report= -q
+	$(BIN)/coverage report --skip-covered --fail-under=90 | tail -n 40
+
+test-fast: $(SETUP)  ## Run the tests that start no processes
+	$(BIN)/pytest -n 2 -q -m "not slow"
+
+check: $(SETUP)  ## Lint, types, import layers, protos
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	PYTHONPATH=.:protos/gen $(BIN)/lint-imports
+	cd protos && ../$(BIN)/buf lint && ../$(BIN)/buf breaking --against baseline.binpb
+
+kills: $(SETUP)  ## Kill real processes N times during a run and account for every group
+	$(BIN)/python -m tests.faults.kills --kills $(N) --out runs/kills
+
+protos: $(SETUP)  ## Generate the stubs
+	$(BIN)/python protos/generate.py
+
+lock: $(SETUP)  ## Write the exact versions of the current environment
+	(echo "# Exact versions of everything that tests and demo run with; made by 'make lock'."; \
+	 $(BIN)/pip freeze --exclude-editable | sed 's/^torch==.*/torch==2.13.0/') > requirements/lock.txt
+
+clean:  ## Remove what the targets made
+	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*

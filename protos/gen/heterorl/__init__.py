@@ -1,0 +1,1 @@
+"""Generated from protos/heterorl; do not edit."""

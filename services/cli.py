@@ -1,0 +1,149 @@
+"""The one command `heterorl`. Imports what a subcommand needs when it runs, so that `--help` is instant."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from services.common.config import Config, explain, load, read_tables
+from services.common.errors import HeterorlError
+
+app = typer.Typer(
+    name="heterorl",
+    help="Train language models by reinforcement learning across sites that are joined only by the Internet.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+
+Service = Literal["coordinator", "learner", "sampler"]
+ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="TOML file of the service.")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override one key: `--set section.key=value`.")]
+LogOption = Annotated[str, typer.Option("--log", help="`console` for people, `json` for machines.")]
+
+_SCHEMAS: dict[str, tuple[str, str]] = {
+    "coordinator": ("services.coordinator.config", "CoordinatorConfig"),
+    "learner": ("services.learner.config", "LearnerConfig"),
+    "sampler": ("services.sampler.config", "SamplerConfig"),
+}
+
+
+def _schema(service: str) -> type[Config]:
+    module, name = _SCHEMAS[service]
+    schema: type[Config] = getattr(importlib.import_module(module), name)
+    return schema
+
+
+def _serve(service: str, config: Path | None, overrides: list[str] | None, log: str) -> None:
+    from services.common import logs
+
+    logs.configure(style="json" if log == "json" else "console")
+    loaded: Any = load(_schema(service), config, overrides or ())
+    module = importlib.import_module(f"services.{service}.app")
+    raise typer.Exit(asyncio.run(module.main(loaded)))
+
+
+@app.command()
+def coordinator(config: ConfigOption = None, set_: SetOption = None, log: LogOption = "console") -> None:
+    """Run the coordinator: versions policies, brokers weights, queues groups. One per run, needs no GPU."""
+    _serve("coordinator", config, set_, log)
+
+
+@app.command()
+def learner(config: ConfigOption = None, set_: SetOption = None, log: LogOption = "console") -> None:
+    """Run the learner: streams whole groups, takes optimizer steps, publishes versions."""
+    _serve("learner", config, set_, log)
+
+
+@app.command()
+def sampler(config: ConfigOption = None, set_: SetOption = None, log: LogOption = "console") -> None:
+    """Run a sampler: pulls weights, generates, scores and pushes groups. As many as you like, at any site."""
+    _serve("sampler", config, set_, log)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Where configurations, logs, report and model go.")] = Path("runs/demo"),
+    tiny: Annotated[bool, typer.Option("--tiny", help="A minute instead of five, for tests.")] = False,
+    algorithm: Annotated[str, typer.Option(help="`gepo`, `gspo` or `grpo`.")] = "gepo",
+    seed: Annotated[int, typer.Option(help="Seed of model, task and sampling.")] = 0,
+) -> None:
+    """Watch a small model improve by GEPO while its samplers are 64 versions behind, on this machine."""
+    from services.demo.run import DemoOptions, run_demo
+
+    raise typer.Exit(run_demo(DemoOptions(out=out, tiny=tiny, algorithm=algorithm, seed=seed)))
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Option(help="A learner's checkpoint directory or its state directory.")],
+    model_dir: Annotated[Path, typer.Option(help="The model that the run started from (config, tokenizer).")],
+    out: Annotated[Path, typer.Option(help="Directory to write.")],
+) -> None:
+    """Write a trained model as a Hugging Face directory (safetensors, config, tokenizer)."""
+    from services.learner.export import export_model
+
+    export_model(model_dir=model_dir, source=checkpoint, out_dir=out)
+    Console().print(f"model written to {out}")
+
+
+@app.command()
+def status(
+    address: Annotated[str, typer.Argument(help="host:port of the coordinator.")],
+    json_: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+) -> None:
+    """Show a run: versions, queue, ledger, sites."""
+    from services.common.rpc.client import CoordinatorClient
+    from services.common.rpc.retry import RetryPolicy
+    from services.common.types import RunStatus
+    from services.status import status_json, status_tables
+
+    async def ask() -> RunStatus:
+        async with CoordinatorClient(address, policy=RetryPolicy(budget_s=5.0)) as client:
+            return await client.get_status()
+
+    answer = asyncio.run(ask())
+    if json_:
+        typer.echo(json.dumps(status_json(answer), indent=2))
+    else:
+        Console().print(*status_tables(answer))
+
+
+@app.command("check-config")
+def check_config(service: Service, config: ConfigOption = None, set_: SetOption = None) -> None:
+    """Check a configuration without starting anything; names every wrong key."""
+    load(_schema(service), config, set_ or ())
+    Console().print(f"{service} configuration is valid")
+
+
+@app.command("print-config")
+def print_config(service: Service, config: ConfigOption = None, set_: SetOption = None) -> None:
+    """Show every key of a configuration, its value, and where the value comes from."""
+    loaded = load(_schema(service), config, set_ or ())
+    _, sources = read_tables(config, set_ or ())
+    table = Table("key", "value", "source", title=f"{service} configuration")
+    for row in explain(loaded, sources):
+        table.add_row(row.key, json.dumps(row.value), row.source)
+    Console().print(table)
+
+
+def main() -> None:
+    """Run the command line; a typed error becomes one line and exit code 2."""
+    try:
+        app()
+    except HeterorlError as error:
+        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

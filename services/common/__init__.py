@@ -1,0 +1,1 @@
+"""What two services need: domain types, errors, wire conversion, configuration, clocks, metrics."""

@@ -1,0 +1,180 @@
+"""The coordinator as its callers see it, in domain types: one Protocol, two implementations.
+
+`services.coordinator.core.Coordinator` implements it directly (tests, simulation); `services.common.rpc.client`
+implements it over gRPC. Every method raises a `RemoteError` of services.common.errors. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.common.types import (
+    Contract,
+    Digest,
+    Group,
+    GroupId,
+    LeaseGrant,
+    PayloadRef,
+    PublishRequest,
+    PushOutcome,
+    QueuedGroup,
+    RunStatus,
+    SiteId,
+    StepReport,
+    WorkAssignment,
+)
+
+
+class PlanKind(enum.Enum):
+    """How a sampler gets from what it has to what it wants."""
+
+    SAME = "same"
+    DELTA = "delta"
+    CHAIN = "chain"
+    SNAPSHOT = "snapshot"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullPlan:
+    """Payloads to apply in order (a snapshot, if any, comes first) and the manifests they lead to.
+
+    `manifests[i]` is the exact manifest bytes of the version that `payloads[i]` leads to; for SAME both are empty.
+    """
+
+    kind: PlanKind
+    target_version: int
+    payloads: tuple[PayloadRef, ...]
+    manifests: tuple[bytes, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadUpdate:
+    """A version became readable `age_s` seconds ago; -1 means that none is published yet."""
+
+    version: int
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkGrant:
+    """Assignments, or none with the reason and when to ask again."""
+
+    assignments: tuple[WorkAssignment, ...]
+    reason: str
+    retry_after_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registration:
+    """A sampler introduces itself. `max_delay_versions` is the largest version lag its delay model can cause."""
+
+    site: SiteId
+    incarnation: str
+    contract: Contract
+    engine: str
+    dtype: str
+    max_delay_versions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegisterAnswer:
+    """What the run tells a new sampler. `next_sequence` is 1 + the highest sequence known of this incarnation."""
+
+    run_id: str
+    head_version: int
+    next_sequence: int
+    max_staleness_versions: int
+
+
+class Command(enum.Enum):
+    """What a heartbeat's answer asks of a node."""
+
+    DRAIN = "drain"
+    STOP = "stop"
+    REGISTER = "register"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """What a sampler reports every few seconds."""
+
+    site: SiteId
+    incarnation: str
+    policy_version: int
+    state_root: str
+    tokens_per_s: float
+    outbox_groups: int
+
+
+class CoordinatorApi(Protocol):
+    """All that a learner, a sampler or an operator can ask of a coordinator."""
+
+    # policy: the learner's side
+    async def acquire_lease(self, *, holder: str, contract: Contract, request_id: str) -> LeaseGrant: ...
+
+    async def renew_lease(self, *, epoch: int) -> LeaseGrant: ...
+
+    async def release_lease(self, *, epoch: int) -> None: ...
+
+    async def query_upload(self, *, digest: Digest) -> int:
+        """Bytes of this payload that are already durable (its full size once complete)."""
+        ...
+
+    async def upload_payload(
+        self, *, epoch: int, digest: Digest, num_bytes: int, offset: int, frames: AsyncIterator[bytes]
+    ) -> int:
+        """Append frames (at most 1 MiB each) from `offset`; returns the bytes now durable."""
+        ...
+
+    async def publish_version(self, request: PublishRequest) -> int: ...
+
+    async def get_step(self, *, step_id: str) -> int | None:
+        """The version that this step id became, or None."""
+        ...
+
+    # policy: everybody's side
+    def watch_head(self, *, after_version: int) -> AsyncIterator[HeadUpdate]:
+        """Yield the newest head whenever it is greater than the last one yielded (intermediate ones may be skipped)."""
+        ...
+
+    async def get_manifest(self, *, version: int) -> bytes: ...
+
+    async def plan_pull(self, *, have_version: int, have_root: str, want_version: int) -> PullPlan:
+        """Plan from (have_version, have_root), or from nothing when have_version is -1; want_version -1 is the head."""
+        ...
+
+    def read_payload(self, *, digest: Digest, offset: int) -> AsyncIterator[bytes]: ...
+
+    # rollouts
+    async def lease_work(
+        self, *, site: SiteId, incarnation: str, max_groups: int, policy_version: int
+    ) -> WorkGrant: ...
+
+    async def abandon_work(self, *, site: SiteId, incarnation: str, assignments: Sequence[int]) -> None: ...
+
+    async def push_groups(self, groups: Sequence[Group]) -> list[PushOutcome]: ...
+
+    def stream_groups(
+        self, *, epoch: int, held: Sequence[GroupId], credits: AsyncIterator[int]
+    ) -> AsyncIterator[QueuedGroup]:
+        """Lease complete groups oldest first, one per credit; leased groups that are not `held` return to the queue."""
+        ...
+
+    async def abandon_groups(self, *, epoch: int, ids: Sequence[GroupId], reason: str) -> None:
+        """Drop leased groups that can never be trained on (counted as learner_abandoned)."""
+        ...
+
+    # run
+    async def register(self, registration: Registration) -> RegisterAnswer: ...
+
+    async def heartbeat(self, beat: Heartbeat) -> tuple[Command, ...]: ...
+
+    async def get_status(self) -> RunStatus: ...
+
+    async def list_steps(self, *, after_step: int, limit: int) -> tuple[StepReport, ...]: ...
+
+    async def drain(self, *, reason: str) -> None: ...

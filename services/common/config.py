@@ -1,0 +1,109 @@
+"""Configuration: one TOML file per service, checked by pydantic, unknown keys refused with their path.
+
+Precedence: `--set a.b=value` beats the file, the file beats the default; nothing else is read.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from services.common.errors import ConfigError
+
+
+class Config(BaseModel):
+    """Base of every configuration section: frozen, no unknown keys, docstrings under fields are the reference."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+
+ConfigT = TypeVar("ConfigT", bound=Config)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """One key of a loaded configuration: its dotted path, its value and where the value came from."""
+
+    key: str
+    value: object
+    source: str
+
+
+def parse_override(text: str) -> tuple[list[str], Any]:
+    """Split `a.b=value`; the value is read as TOML and, failing that, as a plain string."""
+    path, separator, raw = text.partition("=")
+    if not separator or not path.strip():
+        raise ConfigError(text, "is not of the form key.path=value")
+    try:
+        value = tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = raw
+    return path.strip().split("."), value
+
+
+def read_tables(path: Path | None, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Merge file and overrides into one table; the second value maps dotted keys to `file` or `--set`."""
+    table: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    if path is not None:
+        try:
+            table = tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError("--config", f"cannot read {path}: {error.strerror}") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError("--config", f"{path} is not TOML: {error}") from error
+        sources.update({key: str(path) for key in flatten(table)})
+    for text in overrides:
+        keys, value = parse_override(text)
+        section = table
+        for key in keys[:-1]:
+            section = section.setdefault(key, {})
+            if not isinstance(section, dict):
+                raise ConfigError(".".join(keys), f"{key} is a value, not a section")
+        section[keys[-1]] = value
+        sources[".".join(keys)] = "--set"
+    return table, sources
+
+
+def load(schema: type[ConfigT], path: Path | None, overrides: Sequence[str] = ()) -> ConfigT:
+    """Read, merge and check a configuration.
+
+    Raises:
+        ConfigError: a file cannot be read, a key is unknown, or a value is out of bounds; names the key path.
+    """
+    table, _ = read_tables(path, overrides)
+    try:
+        return schema.model_validate(table)
+    except ValidationError as error:
+        raise config_error(error) from error
+
+
+def config_error(error: ValidationError) -> ConfigError:
+    """Turn pydantic's report into one typed error that names every wrong key."""
+    first, *rest = error.errors()
+    key = ".".join(str(part) for part in first["loc"])
+    problem = "unknown key" if first["type"] == "extra_forbidden" else first["msg"]
+    others = "".join(f"; {'.'.join(str(p) for p in other['loc'])}: {other['msg']}" for other in rest)
+    return ConfigError(key, problem + others, action="heterorl print-config SERVICE lists every key")
+
+
+def flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Map dotted keys to leaf values."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def explain(config: Config, sources: dict[str, str]) -> list[Resolved]:
+    """List every key of a loaded configuration with the place its value came from."""
+    flat = flatten(config.model_dump(mode="json"))
+    return [Resolved(key=key, value=value, source=sources.get(key, "default")) for key, value in flat.items()]

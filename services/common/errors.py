@@ -1,0 +1,217 @@
+"""The exception tree. Each class carries fields, writes its own message and says what to do next.
+
+    HeterorlError
+      OperatorError           the person running us must change something
+        ConfigError             a key, value or file
+        PortInUse  DiskFull  DependencyMissing
+      RemoteError             an answer of a peer, one per ErrorReason (services/common/rpc maps it to a status)
+        InvalidRequest  ContractMismatch  UnknownVersion  UnknownPayload  DigestMismatch  StaleEpoch  LeaseHeld
+        ParentNotHead  StepConflict  GroupNotAvailable  PayloadMissing  TooStale  QuotaExceeded  Draining
+        NotRegistered  RunFinished  StoreFull  Unreachable
+      CorruptData             bytes that fail their own checks: quarantined, never served, never applied
+        MalformedPayload  LimitExceeded  StateMismatch  CorruptStore
+      RewardError             a verifier failed; never a zero reward
+
+`ValueError` and `assert` are for our own mistakes.
+"""
+
+from __future__ import annotations
+
+
+class HeterorlError(Exception):
+    """Base of all errors of this project; `action` tells the reader's next move."""
+
+    action: str = ""
+
+    def __init__(self, message: str, *, action: str | None = None) -> None:
+        super().__init__(message)
+        if action is not None:
+            self.action = action
+
+    def __str__(self) -> str:
+        message = super().__str__()
+        return f"{message} ({self.action})" if self.action else message
+
+
+class OperatorError(HeterorlError):
+    """Something that the person running this process must change."""
+
+
+class ConfigError(OperatorError):
+    """A configuration key, value or file is wrong; `key` is its dotted path."""
+
+    def __init__(self, key: str, problem: str, *, action: str | None = None) -> None:
+        self.key = key
+        super().__init__(f"{key}: {problem}", action=action)
+
+
+class PortInUse(OperatorError):
+    """The address to listen on is taken."""
+
+    def __init__(self, key: str, address: str) -> None:
+        self.key = key
+        super().__init__(f"{key}: {address} is already in use", action="stop the other process or choose another port")
+
+
+class DiskFull(OperatorError):
+    """The disk under `path` is full."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(f"no space left under {path}", action="free space, then retry: nothing acknowledged is lost")
+
+
+class DependencyMissing(OperatorError):
+    """An optional package is not installed."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(f"{package} is not installed", action=f"pip install 'heterorl[{extra}]'")
+
+
+class RemoteError(HeterorlError):
+    """A typed refusal by a peer. `retry_after_s` is set on those worth repeating; 0 means do not repeat as is."""
+
+    retry_after_s: float = 0.0
+
+    def __init__(self, message: str, *, action: str | None = None, retry_after_s: float = 0.0) -> None:
+        super().__init__(message, action=action)
+        self.retry_after_s = retry_after_s
+
+
+class InvalidRequest(RemoteError):
+    """A field of the request is outside its bounds."""
+
+    action = "correct the named field; the same request will be refused again"
+
+
+class ContractMismatch(RemoteError):
+    """A node disagrees with the run's contract (tokenizer, template, layout, task, sampling semantics)."""
+
+    action = "give this node the run's model, tokenizer, task and sampling settings"
+
+
+class UnknownVersion(RemoteError):
+    """The version does not exist in this run."""
+
+    action = "ask for the head and pull that"
+
+
+class UnknownPayload(RemoteError):
+    """No payload with that digest is stored."""
+
+    action = "plan the pull again"
+
+
+class DigestMismatch(RemoteError):
+    """Content does not hash to the digest stated for it."""
+
+    action = "send the content again from its source"
+
+
+class StaleEpoch(RemoteError):
+    """The caller's learner lease was superseded: none of its effects is accepted."""
+
+    action = "stop, discard unpublished work, and acquire a new lease"
+
+
+class LeaseHeld(RemoteError):
+    """Another learner holds the lease."""
+
+    action = "wait for the other learner to stop or for its lease to expire"
+
+
+class ParentNotHead(RemoteError):
+    """Compare-and-set failed: the stated parent is not the newest version."""
+
+    action = "read the head and resume from its checkpoint"
+
+
+class StepConflict(RemoteError):
+    """The step id was already used with other content."""
+
+    action = "use a new step id for new content"
+
+
+class GroupNotAvailable(RemoteError):
+    """A group to be consumed is not leased by this epoch nor pending, or became too stale."""
+
+    action = "discard the step and take new groups"
+
+
+class PayloadMissing(RemoteError):
+    """A manifest names a payload that was not uploaded completely."""
+
+    action = "upload the payload, then publish again with the same step id"
+
+
+class TooStale(RemoteError):
+    """The caller's policy is too far behind to be given work."""
+
+    action = "pull newer weights"
+
+
+class QuotaExceeded(RemoteError):
+    """A bound on bytes, credits or requests is reached."""
+
+    action = "wait for the stated delay, then repeat"
+
+
+class Draining(RemoteError):
+    """The service is shutting down or the run drains."""
+
+    action = "finish what is held, then reconnect"
+
+
+class NotRegistered(RemoteError):
+    """The coordinator does not know this (site, incarnation)."""
+
+    action = "register, then repeat"
+
+
+class RunFinished(RemoteError):
+    """The run has reached its configured end."""
+
+    action = "stop"
+
+
+class StoreFull(RemoteError):
+    """The coordinator's disk is full."""
+
+    action = "free space on the coordinator; repeat after the stated delay"
+
+
+class Unreachable(RemoteError):
+    """The peer did not answer within the retry budget."""
+
+    action = "check the address and the network; the caller keeps its work and goes on trying"
+
+
+class CorruptData(HeterorlError):
+    """Bytes that fail their own checks."""
+
+
+class MalformedPayload(CorruptData):
+    """A payload object or frame breaks its format."""
+
+    action = "fetch it again; if it repeats, the publisher is broken"
+
+
+class LimitExceeded(CorruptData):
+    """A stated size is over its limit; nothing was allocated for it."""
+
+    action = "refuse the sender or raise the named limit"
+
+
+class StateMismatch(CorruptData):
+    """Recomputed weights differ from the manifest; they are not used."""
+
+    action = "fall back to a snapshot"
+
+
+class CorruptStore(CorruptData):
+    """The durable store fails its integrity check."""
+
+    action = "restore the data directory from a backup"
+
+
+class RewardError(HeterorlError):
+    """A verifier crashed or timed out: the group is abandoned and counted, never given a zero reward."""

@@ -1,0 +1,59 @@
+"""What a run asks of an engine that generates: one Protocol, whatever stands behind it.
+
+Guarantees of every engine: log-probs are those of the policy that drew the token, in the semantics of the contract,
+float32, the end-of-sequence token included; the result of a prompt depends on its seed and the weights alone, not on
+what else is in the batch; nothing computed with one version (key-value cache) serves another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.common.types import FinishReason, Float32Array, Int32Array, VersionSpan
+from services.common.weights.arena import Arena, Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Completion:
+    """One completion: token_ids int32 [T] (end-of-sequence included), logprobs float32 [T], spans over [0, T)."""
+
+    token_ids: Int32Array
+    logprobs: Float32Array
+    finish_reason: FinishReason
+    spans: tuple[VersionSpan, ...]
+
+
+class Engine(Protocol):
+    """Weights and a sampler of tokens. Called from one thread at a time, never from the event loop."""
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of the weights it takes."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """Name and version, for the contract and for people."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """Data type of the computation."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """Version of the loaded weights; -1 before the first `load`."""
+        ...
+
+    def load(self, arena: Arena, version: int) -> None:
+        """Swap the weights, between two calls of `generate`."""
+        ...
+
+    def generate(
+        self, prompts: Sequence[Int32Array], *, seeds: Sequence[int], num_per_prompt: int
+    ) -> list[list[Completion]]:
+        """Draw `num_per_prompt` completions of each prompt."""
+        ...

@@ -1,0 +1,145 @@
+"""The reference engine: transformers with a key-value cache, any causal language model, CPU or one GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.common.errors import ConfigError
+from services.common.generation.draw import draw, gumbel
+from services.common.generation.engine import Completion
+from services.common.types import FinishReason, Int32Array, SamplingSemantics, VersionSpan
+from services.common.weights import tensors
+from services.common.weights.arena import Arena, Dtype, Layout
+
+_COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class HfEngine:
+    """Implements services.common.generation.engine.Engine."""
+
+    def __init__(
+        self,
+        *,
+        model_dir: str,
+        published_dtype: Dtype,
+        compute_dtype: str,
+        device: str,
+        sampling: SamplingSemantics,
+        batch_rows: int,
+        eos_token_id: int,
+    ) -> None:
+        from transformers import AutoModelForCausalLM, __version__
+
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=_COMPUTE[compute_dtype])
+        except (OSError, ValueError) as error:
+            raise ConfigError("model_dir", f"cannot load {model_dir}: {error}") from error
+        self._model: Any = model.to(device).eval()
+        self._layout = tensors.layout_of(self._model, published_dtype)
+        self._sampling = sampling
+        self._batch_rows = batch_rows
+        self._eos = eos_token_id
+        self._device = torch.device(device)
+        self._version = -1
+        self._is_generating = False
+        self.name = f"hf-{__version__}"
+        self.dtype = compute_dtype
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of the weights it takes."""
+        return self._layout
+
+    @property
+    def version(self) -> int:
+        """Version of the loaded weights; -1 before the first `load`."""
+        return self._version
+
+    def load(self, arena: Arena, version: int) -> None:
+        """Swap the weights, between two calls of `generate`."""
+        assert not self._is_generating, "weights are swapped between generation batches"
+        tensors.load(arena, self._model)
+        self._version = version
+
+    def generate(
+        self, prompts: Sequence[Int32Array], *, seeds: Sequence[int], num_per_prompt: int
+    ) -> list[list[Completion]]:
+        """Draw completions, as many whole prompts at once as fit into `batch_rows`."""
+        per_batch = max(1, self._batch_rows // num_per_prompt)
+        self._is_generating = True
+        try:
+            result: list[list[Completion]] = []
+            for start in range(0, len(prompts), per_batch):
+                part = slice(start, start + per_batch)
+                rows = self._generate_batch(prompts[part], seeds[part], num_per_prompt)
+                result += [rows[first : first + num_per_prompt] for first in range(0, len(rows), num_per_prompt)]
+            return result
+        finally:
+            self._is_generating = False
+
+    @torch.inference_mode()
+    def _generate_batch(
+        self, prompts: Sequence[Int32Array], seeds: Sequence[int], num_per_prompt: int
+    ) -> list[Completion]:
+        input_ids, attention = _left_padded(prompts, num_per_prompt, self._device)
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        num_rows, vocab = len(input_ids), self._model.config.vocab_size
+        limit = self._sampling.max_new_tokens
+        tokens = np.zeros((num_rows, limit), np.int32)
+        logprobs = np.zeros((num_rows, limit), np.float32)
+        lengths = np.full(num_rows, limit)
+        is_done = np.zeros(num_rows, bool)
+        position = attention.cumsum(1).clamp(min=1) - 1
+        cache: Any = None
+        for column in range(limit):
+            output = self._model(
+                input_ids=input_ids,
+                attention_mask=attention,
+                position_ids=position,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            cache = output.past_key_values
+            # Noise is drawn for every row at every step: a group's stream never depends on who has finished.
+            noise = torch.cat([gumbel((num_per_prompt, vocab), generator) for generator in generators])
+            drawn, drawn_logprobs = draw(output.logits[:, -1], noise.to(self._device), self._sampling)
+            tokens[:, column] = drawn.cpu().numpy()
+            logprobs[:, column] = drawn_logprobs.cpu().numpy()
+            ended = (tokens[:, column] == self._eos) & ~is_done
+            lengths[ended] = column + 1
+            is_done |= ended
+            if is_done.all():
+                break
+            input_ids = drawn[:, None]
+            attention = torch.cat([attention, attention.new_ones(num_rows, 1)], 1)
+            position = position[:, -1:] + 1
+        return [self._completion(tokens[row, :end], logprobs[row, :end]) for row, end in enumerate(lengths)]
+
+    def _completion(self, tokens: Int32Array, logprobs: Any) -> Completion:
+        is_ended = bool(tokens[-1] == self._eos)
+        return Completion(
+            token_ids=tokens.copy(),
+            logprobs=logprobs.copy(),
+            finish_reason=FinishReason.EOS if is_ended else FinishReason.LENGTH,
+            spans=(VersionSpan(version=self._version, start=0, end=len(tokens)),),
+        )
+
+
+def _left_padded(prompts: Sequence[Int32Array], repeat: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Token ids and attention, every prompt `repeat` times; padding on the left, so that all rows end together."""
+    width = max(prompt.size for prompt in prompts)
+    input_ids = np.zeros((len(prompts), width), np.int64)
+    attention = np.zeros((len(prompts), width), np.int64)
+    for row, prompt in enumerate(prompts):
+        input_ids[row, width - prompt.size :] = prompt
+        attention[row, width - prompt.size :] = 1
+    return (
+        torch.from_numpy(input_ids).to(device).repeat_interleave(repeat, 0),
+        torch.from_numpy(attention).to(device).repeat_interleave(repeat, 0),
+    )

@@ -1,0 +1,1 @@
+"""Transport: servers, channels, interceptors and retries over grpc.aio."""

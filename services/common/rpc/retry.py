@@ -1,0 +1,54 @@
+"""Repeating calls that may have been lost: full jitter, a budget, the server's own delay, never a new key."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import grpc.aio
+
+from services.common.clock import Clock
+from services.common.errors import QuotaExceeded, RemoteError, StoreFull, Unreachable
+from services.common.rpc.status import from_rpc_error
+
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryPolicy:
+    """How long to go on: waits are drawn from [0, min(cap_s, base_s * 2^n)] until budget_s is spent."""
+
+    base_s: float = 0.1
+    cap_s: float = 5.0
+    budget_s: float = 30.0
+
+
+async def call(
+    attempt: Callable[[], Awaitable[ResultT]], *, name: str, policy: RetryPolicy, clock: Clock, rng: random.Random
+) -> ResultT:
+    """Run `attempt` until it answers; the closure must reuse one idempotency key.
+
+    Raises:
+        RemoteError: the peer's typed refusal, at once unless it is an overload that names a delay.
+        Unreachable: the transport kept failing for `budget_s`.
+    """
+    started = clock.monotonic()
+    num_failures = 0
+    while True:
+        try:
+            return await attempt()
+        except grpc.aio.AioRpcError as error:
+            typed = from_rpc_error(error)
+            if typed is not None and not (isinstance(typed, QuotaExceeded | StoreFull) and typed.retry_after_s > 0):
+                raise typed from error
+            cause: RemoteError | None = typed if isinstance(typed, RemoteError) else None
+            problem = f"{error.code().name}: {error.details()}"
+        wait_s = rng.uniform(0.0, min(policy.cap_s, policy.base_s * 2**num_failures))
+        if cause is not None:
+            wait_s += cause.retry_after_s
+        num_failures += 1
+        if clock.monotonic() - started + wait_s > policy.budget_s:
+            raise cause or Unreachable(f"{name}: no answer in {policy.budget_s:g} s, last {problem}", retry_after_s=1.0)
+        await clock.sleep(wait_s)

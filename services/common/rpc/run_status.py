@@ -1,0 +1,74 @@
+"""The state of a run <-> its message."""
+
+from __future__ import annotations
+
+from heterorl.v1 import run_pb2
+
+from services.common.rpc.messages import reason_from_pb, reason_to_pb, report_from_pb, report_to_pb
+from services.common.types import LedgerCounts, RunStatus, SiteId, SiteStatus
+
+
+def status_to_pb(value: RunStatus) -> run_pb2.GetStatusResponse:
+    """Convert the state of a run."""
+    ledger = value.ledger
+    return run_pb2.GetStatusResponse(
+        run_id=value.run_id,
+        head_version=value.head_version,
+        epoch=value.epoch,
+        learner=value.learner,
+        is_draining=value.is_draining,
+        uptime_s=value.uptime_s,
+        acked=ledger.acked,
+        pending=ledger.pending,
+        leased=ledger.leased,
+        consumed=ledger.consumed,
+        dropped=[
+            run_pb2.DropCount(reason=reason_to_pb(reason), count=count) for reason, count in ledger.dropped.items()
+        ],
+        bytes_full=value.bytes_full,
+        bytes_last=value.bytes_last,
+        changed_fraction=value.changed_fraction,
+        sites=[
+            run_pb2.SiteStatus(**{name: getattr(site, name) for name in SiteStatus.__slots__}) for site in value.sites
+        ],
+        last_report=report_to_pb(value.last_report) if value.last_report else None,
+    )
+
+
+def status_from_pb(message: run_pb2.GetStatusResponse) -> RunStatus:
+    """Convert the state of a run."""
+    reasons = ((reason_from_pb(entry.reason), entry.count) for entry in message.dropped)
+    dropped = {reason: count for reason, count in reasons if reason is not None}
+    return RunStatus(
+        run_id=message.run_id,
+        head_version=message.head_version,
+        epoch=message.epoch,
+        learner=message.learner,
+        is_draining=message.is_draining,
+        uptime_s=message.uptime_s,
+        ledger=LedgerCounts(
+            acked=message.acked,
+            pending=message.pending,
+            leased=message.leased,
+            consumed=message.consumed,
+            dropped=dropped,
+        ),
+        bytes_full=message.bytes_full,
+        bytes_last=message.bytes_last,
+        changed_fraction=message.changed_fraction,
+        sites=tuple(
+            SiteStatus(
+                site=SiteId(site.site),
+                incarnation=site.incarnation,
+                policy_version=site.policy_version,
+                state_root=site.state_root,
+                last_seen_s=site.last_seen_s,
+                groups_accepted=site.groups_accepted,
+                groups_dropped=site.groups_dropped,
+                tokens_per_s=site.tokens_per_s,
+                work_leased=site.work_leased,
+            )
+            for site in message.sites
+        ),
+        last_report=report_from_pb(message.last_report) if message.HasField("last_report") else None,
+    )

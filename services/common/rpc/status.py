@@ -1,0 +1,88 @@
+"""The one table between typed errors and gRPC statuses, used by both ends; details travel as ErrorDetail."""
+
+from __future__ import annotations
+
+import grpc
+import grpc.aio
+from google.protobuf import any_pb2
+from google.rpc import status_pb2
+from grpc_status import rpc_status
+from heterorl.v1 import errors_pb2
+
+from services.common import errors
+from services.common.errors import HeterorlError, RemoteError
+
+_R = errors_pb2.ErrorReason
+
+TABLE: dict[type[RemoteError], tuple[errors_pb2.ErrorReason.ValueType, grpc.StatusCode]] = {
+    errors.InvalidRequest: (_R.ERROR_REASON_INVALID_REQUEST, grpc.StatusCode.INVALID_ARGUMENT),
+    errors.ContractMismatch: (_R.ERROR_REASON_CONTRACT_MISMATCH, grpc.StatusCode.FAILED_PRECONDITION),
+    errors.UnknownVersion: (_R.ERROR_REASON_UNKNOWN_VERSION, grpc.StatusCode.NOT_FOUND),
+    errors.UnknownPayload: (_R.ERROR_REASON_UNKNOWN_PAYLOAD, grpc.StatusCode.NOT_FOUND),
+    errors.DigestMismatch: (_R.ERROR_REASON_DIGEST_MISMATCH, grpc.StatusCode.DATA_LOSS),
+    errors.StaleEpoch: (_R.ERROR_REASON_STALE_EPOCH, grpc.StatusCode.ABORTED),
+    errors.LeaseHeld: (_R.ERROR_REASON_LEASE_HELD, grpc.StatusCode.FAILED_PRECONDITION),
+    errors.ParentNotHead: (_R.ERROR_REASON_PARENT_NOT_HEAD, grpc.StatusCode.FAILED_PRECONDITION),
+    errors.StepConflict: (_R.ERROR_REASON_STEP_CONFLICT, grpc.StatusCode.ALREADY_EXISTS),
+    errors.GroupNotAvailable: (_R.ERROR_REASON_GROUP_NOT_AVAILABLE, grpc.StatusCode.FAILED_PRECONDITION),
+    errors.PayloadMissing: (_R.ERROR_REASON_PAYLOAD_MISSING, grpc.StatusCode.FAILED_PRECONDITION),
+    errors.TooStale: (_R.ERROR_REASON_TOO_STALE, grpc.StatusCode.FAILED_PRECONDITION),
+    errors.QuotaExceeded: (_R.ERROR_REASON_QUOTA_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    errors.Draining: (_R.ERROR_REASON_DRAINING, grpc.StatusCode.UNAVAILABLE),
+    errors.NotRegistered: (_R.ERROR_REASON_NOT_REGISTERED, grpc.StatusCode.FAILED_PRECONDITION),
+    errors.RunFinished: (_R.ERROR_REASON_RUN_FINISHED, grpc.StatusCode.FAILED_PRECONDITION),
+    errors.StoreFull: (_R.ERROR_REASON_STORE_FULL, grpc.StatusCode.RESOURCE_EXHAUSTED),
+}
+_CLASS_OF = {reason: error for error, (reason, _) in TABLE.items()}
+
+RETRYABLE_CODES = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
+"""Codes of the transport itself: the request may or may not have had its effect."""
+
+
+def reason_of(error: HeterorlError) -> str:
+    """Name of an error in metrics and logs: bounded, lower case."""
+    entry = TABLE.get(type(error)) if isinstance(error, RemoteError) else None
+    if entry is None:
+        return "internal"
+    return errors_pb2.ErrorReason.Name(entry[0]).removeprefix("ERROR_REASON_").lower()
+
+
+def to_status(error: HeterorlError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]:
+    """Turn a typed error into (code, message, trailing metadata)."""
+    reason, code = (
+        TABLE.get(type(error), (_R.ERROR_REASON_UNSPECIFIED, grpc.StatusCode.INTERNAL))
+        if isinstance(error, RemoteError)
+        else (_R.ERROR_REASON_UNSPECIFIED, grpc.StatusCode.INTERNAL)
+    )
+    message = Exception.__str__(error)
+    detail = errors_pb2.ErrorDetail(
+        reason=reason, action=error.action, retry_after_s=error.retry_after_s if isinstance(error, RemoteError) else 0.0
+    )
+    packed = any_pb2.Any()
+    packed.Pack(detail)
+    status = rpc_status.to_status(status_pb2.Status(code=code.value[0], message=message, details=[packed]))
+    return code, message, tuple(status.trailing_metadata)
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError) -> HeterorlError | None:
+    """Turn a failed call into the typed error that the server raised; None for a failure of the transport."""
+    try:
+        # rpc_status reads only code(), details() and trailing_metadata(), which the aio error has too.
+        status = rpc_status.from_call(error)
+    except ValueError:
+        status = None
+    for packed in status.details if status is not None else ():
+        detail = errors_pb2.ErrorDetail()
+        if packed.Is(detail.DESCRIPTOR) and packed.Unpack(detail):
+            error_class = _CLASS_OF.get(detail.reason)
+            if error_class is not None:
+                return error_class(
+                    error.details() or "", action=detail.action or None, retry_after_s=detail.retry_after_s
+                )
+    if error.code() in RETRYABLE_CODES:
+        return None
+    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return errors.QuotaExceeded(
+            error.details() or "message over the size limit", action="send less at once; the limit is the peer's"
+        )
+    return RemoteError(f"{error.code().name}: {error.details()}", action="see the coordinator's log")

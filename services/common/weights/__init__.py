@@ -1,0 +1,1 @@
+"""Weights as exact integers: arena, codec, payload objects, manifests and pull plans."""

@@ -1,0 +1,183 @@
+"""All tensors of a model in one flat integer arena per element width, cut into chunks regardless of tensor borders.
+
+Guarantees: equal tensor tables have equal layout ids; a tensor is a view into the arena, so applying a delta to a
+chunk changes tensors in place; tied tensors exist once. Never interprets a value: everything is an exact integer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import blake3
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from services.common.types import Digest
+
+Dtype = Literal["bf16", "fp16", "fp32"]
+IntArray = npt.NDArray[np.signedinteger[Any]]
+
+WIDTH: dict[Dtype, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
+CHUNK_ELEMENTS = 4 << 20
+_INTEGER: dict[int, type[np.int16] | type[np.int32]] = {2: np.int16, 4: np.int32}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One tensor of a model; `alias_of` names the tensor whose storage it shares, or is empty.
+
+    Example: TensorSpec(name="lm_head.weight", dtype="bf16", shape=(32000, 64), alias_of="model.embed_tokens.weight")
+    """
+
+    name: str
+    dtype: Dtype
+    shape: tuple[int, ...]
+    alias_of: str = ""
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements of the tensor."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """A run of elements of one width: [start, stop) in that width's array."""
+
+    width: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The canonical tensor table of a model and where each tensor lies."""
+
+    specs: tuple[TensorSpec, ...]
+    offsets: dict[str, int]
+    lengths: dict[int, int]
+    chunks: tuple[Chunk, ...]
+    layout_id: Digest
+
+    @classmethod
+    def build(cls, specs: Iterable[TensorSpec], *, chunk_elements: int = CHUNK_ELEMENTS) -> Layout:
+        """Sort, check and place tensors.
+
+        Raises:
+            ValueError: a name is repeated, or an alias names a missing, aliased or differently shaped tensor.
+        """
+        table = tuple(sorted(specs, key=lambda spec: spec.name))
+        by_name = {spec.name: spec for spec in table}
+        if len(by_name) != len(table):
+            raise ValueError("tensor names repeat")
+        offsets: dict[str, int] = {}
+        lengths = {2: 0, 4: 0}
+        for spec in table:
+            if spec.alias_of:
+                target = by_name.get(spec.alias_of)
+                if target is None or target.alias_of or (target.shape, target.dtype) != (spec.shape, spec.dtype):
+                    raise ValueError(f"{spec.name} cannot be an alias of {spec.alias_of}")
+                continue
+            width = WIDTH[spec.dtype]
+            offsets[spec.name] = lengths[width]
+            lengths[width] += spec.num_elements
+        chunks = tuple(
+            Chunk(width=width, start=start, stop=min(start + chunk_elements, length))
+            for width, length in lengths.items()
+            for start in range(0, length, chunk_elements)
+        )
+        return cls(
+            specs=table,
+            offsets=offsets,
+            lengths=lengths,
+            chunks=chunks,
+            layout_id=_layout_id(table, offsets, chunk_elements),
+        )
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of all tensors, aliases counted once."""
+        return sum(self.lengths.values())
+
+    @property
+    def full_bytes(self) -> int:
+        """Size of the state, bytes."""
+        return sum(width * length for width, length in self.lengths.items())
+
+    def spec(self, name: str) -> TensorSpec:
+        """The tensor's own spec, aliases resolved."""
+        found = next(spec for spec in self.specs if spec.name == name)
+        return self.spec(found.alias_of) if found.alias_of else found
+
+
+class Arena:
+    """The bits of one state of a model; zero at first."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self._arrays: dict[int, IntArray] = {
+            width: np.zeros(length, _INTEGER[width]) for width, length in layout.lengths.items()
+        }
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks of all widths."""
+        return len(self.layout.chunks)
+
+    def view(self, name: str) -> IntArray:
+        """The tensor's integers in its shape; a view, so writes reach the arena."""
+        spec = self.layout.spec(name)
+        start = self.layout.offsets[spec.name]
+        return self._arrays[WIDTH[spec.dtype]][start : start + spec.num_elements].reshape(spec.shape)
+
+    def chunk(self, index: int) -> IntArray:
+        """The chunk's integers, flat; a view."""
+        chunk = self.layout.chunks[index]
+        return self._arrays[chunk.width][chunk.start : chunk.stop]
+
+    def copy(self) -> Arena:
+        """An independent arena with the same bits."""
+        other = Arena(self.layout)
+        for width, array in self._arrays.items():
+            other._arrays[width][:] = array
+        return other
+
+    def digest_chunk(self, index: int) -> bytes:
+        """xxh3-128 of the chunk's little-endian bytes."""
+        return digest_integers(self.chunk(index))
+
+    def digests(self) -> tuple[bytes, ...]:
+        """Digest of every chunk, in order."""
+        return tuple(self.digest_chunk(index) for index in range(self.num_chunks))
+
+    def state_root(self) -> Digest:
+        """Identity of the state."""
+        return state_root(self.layout.layout_id, self.digests())
+
+
+def digest_integers(values: IntArray) -> bytes:
+    """xxh3-128 of an array's little-endian bytes, 16 bytes."""
+    little = np.ascontiguousarray(values).astype(values.dtype.newbyteorder("<"), copy=False)
+    return xxhash.xxh3_128_digest(little.data.cast("B") if little.size else b"")
+
+
+def state_root(layout_id: Digest, digests: Sequence[bytes]) -> Digest:
+    """blake3(layout_id || chunk digests), hex: the identity of a state."""
+    return Digest(blake3.blake3(layout_id.encode("ascii") + b"".join(digests)).hexdigest())
+
+
+def _layout_id(specs: Sequence[TensorSpec], offsets: dict[str, int], chunk_elements: int) -> Digest:
+    # Length prefixes keep two different tables from spelling the same bytes.
+    hasher = blake3.blake3(b"heterorl layout 1")
+    hasher.update(chunk_elements.to_bytes(8, "little"))
+    for spec in specs:
+        for text in (spec.name, spec.dtype, spec.alias_of):
+            data = text.encode()
+            hasher.update(len(data).to_bytes(4, "little") + data)
+        shape = [len(spec.shape), *spec.shape, offsets.get(spec.name, 0)]
+        hasher.update(b"".join(size.to_bytes(8, "little") for size in shape))
+    return Digest(hasher.hexdigest())

@@ -1,0 +1,67 @@
+"""Which payloads lead from what a sampler has to what it wants: the cheapest path by bytes.
+
+Versions are nodes, payloads are edges (a snapshot starts from nothing). Whatever edge is added, a merged delta for
+example, needs no change here.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+
+from services.common.api import PlanKind
+from services.common.errors import UnknownVersion
+from services.common.types import PayloadKind, PayloadRef
+
+NOTHING = -1
+
+
+def plan_pull(
+    into: Callable[[int], Sequence[PayloadRef]], *, have_version: int, want_version: int
+) -> tuple[PlanKind, tuple[PayloadRef, ...], str]:
+    """Choose the payloads to apply, in order, and say why.
+
+    Args:
+        into: payloads that lead to a version.
+        have_version: what the caller holds; -1 for nothing.
+        want_version: what the caller wants.
+
+    Raises:
+        UnknownVersion: no path leads to the version.
+    """
+    if have_version == want_version:
+        return PlanKind.SAME, (), f"version {want_version} is already there"
+    # Dijkstra backwards from the goal: only the versions between it and a start are visited.
+    cost = {want_version: 0}
+    via: dict[int, PayloadRef] = {}
+    heap = [(0, want_version)]
+    while heap:
+        spent, version = heapq.heappop(heap)
+        if spent > cost[version]:
+            continue
+        if version in (NOTHING, have_version):
+            return _describe(version, want_version, via, spent)
+        for payload in into(version):
+            start = NOTHING if payload.kind is PayloadKind.SNAPSHOT else payload.from_version
+            total = spent + payload.num_bytes
+            if total < cost.get(start, total + 1):
+                cost[start] = total
+                via[start] = payload
+                heapq.heappush(heap, (total, start))
+    raise UnknownVersion(f"no payloads lead to version {want_version}")
+
+
+def _describe(
+    start: int, goal: int, via: dict[int, PayloadRef], num_bytes: int
+) -> tuple[PlanKind, tuple[PayloadRef, ...], str]:
+    path: list[PayloadRef] = []
+    while start != goal:
+        path.append(via[start])
+        start = path[-1].to_version
+    if path[0].kind is PayloadKind.SNAPSHOT:
+        kind = PlanKind.SNAPSHOT
+        reason = f"snapshot of version {path[0].to_version} and {len(path) - 1} deltas, {num_bytes} bytes"
+    else:
+        kind = PlanKind.DELTA if len(path) == 1 else PlanKind.CHAIN
+        reason = f"{len(path)} deltas from version {path[0].from_version}, {num_bytes} bytes"
+    return kind, tuple(path), reason

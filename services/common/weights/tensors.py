@@ -1,0 +1,54 @@
+"""Between torch modules and arenas: the only module of the weights that imports torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from services.common.errors import StateMismatch
+from services.common.weights.arena import Arena, Dtype, Layout, TensorSpec
+
+TORCH_DTYPE: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_INTEGER = {2: torch.int16, 4: torch.int32}
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent floating-point buffers by name, tied names included."""
+    return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if tensor.is_floating_point()}
+
+
+def layout_of(model: nn.Module, dtype: Dtype) -> Layout:
+    """The layout of a model whose tensors are all published as `dtype`; tensors that share storage are aliases."""
+    first: dict[int, str] = {}
+    specs = []
+    for name, tensor in sorted(_tensors(model).items()):
+        owner = first.setdefault(tensor.data_ptr(), name) if tensor.numel() else name
+        alias = "" if owner == name else owner
+        specs.append(TensorSpec(name=name, dtype=dtype, shape=tuple(tensor.shape), alias_of=alias))
+    return Layout.build(specs)
+
+
+@torch.no_grad()
+def store(model: nn.Module, arena: Arena) -> None:
+    """Round a model's tensors to the published type and write their bits into an arena of its layout."""
+    tensors = _tensors(model)
+    for spec in arena.layout.specs:
+        if not spec.alias_of:
+            rounded = tensors[spec.name].detach().to(device="cpu", dtype=TORCH_DTYPE[spec.dtype]).contiguous()
+            arena.view(spec.name)[...] = rounded.view(_INTEGER[rounded.element_size()]).numpy()
+
+
+@torch.no_grad()
+def load(arena: Arena, model: nn.Module) -> None:
+    """Copy an arena's values into a model of any floating type; ties stay ties because each storage is written once.
+
+    Raises:
+        StateMismatch: the model has other tensors than the arena.
+    """
+    tensors = _tensors(model)
+    if set(tensors) != {spec.name for spec in arena.layout.specs}:
+        raise StateMismatch("the model has other tensors than the weights", action="check model_dir")
+    for spec in arena.layout.specs:
+        if not spec.alias_of:
+            bits = torch.from_numpy(arena.view(spec.name))
+            tensors[spec.name].copy_(bits.view(TORCH_DTYPE[spec.dtype]))

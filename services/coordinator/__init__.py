@@ -1,0 +1,1 @@
+"""The coordinator: versions policies, brokers weights, queues groups. Never imports torch."""

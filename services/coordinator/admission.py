@@ -1,0 +1,98 @@
+"""Whether a pushed group may be trained on: pure, with the reason and a sentence that names the field."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.common.types import Contract, DropReason, Group, Rollout
+
+MAX_REWARD_PARTS = 64
+MAX_NAME = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What the store knows about a group's surroundings.
+
+    `state_root` is that of the group's oldest version (None: no such version); `assignment_prompt` is the prompt of
+    its assignment (None: not this site's, or never given out); `is_answered` when the assignment has its group.
+    """
+
+    contract: Contract
+    head_version: int
+    max_staleness_versions: int
+    max_policy_age_s: float
+    policy_age_s: float
+    state_root: str | None
+    assignment_prompt: int | None
+    is_answered: bool
+
+
+def judge(group: Group, facts: Facts) -> tuple[DropReason | None, str]:
+    """Accept (None) or name the reason; the content is judged before the age, so that bad senders are seen."""
+    problem = _shape_problem(group, facts.contract)
+    if problem:
+        return DropReason.INVALID, problem
+    if group.oldest_version < 0 or facts.state_root is None:
+        return DropReason.UNKNOWN_VERSION, f"oldest_version: {group.oldest_version} does not exist"
+    newest = max(span.version for rollout in group.rollouts for span in rollout.spans)
+    if newest > facts.head_version:
+        return DropReason.UNKNOWN_VERSION, f"spans: version {newest} is newer than the head, {facts.head_version}"
+    if group.state_root != facts.state_root:
+        return DropReason.WRONG_DIGEST, f"state_root: not that of version {group.oldest_version}"
+    if facts.is_answered:
+        return DropReason.SURPLUS, f"assignment {group.assignment} has its group already"
+    if facts.assignment_prompt is None:
+        return DropReason.INVALID, f"assignment: {group.assignment} was not given to this site"
+    if facts.assignment_prompt != group.prompt_index:
+        return DropReason.INVALID, f"prompt_index: {group.prompt_index}, assigned was {facts.assignment_prompt}"
+    staleness = facts.head_version - group.oldest_version
+    if staleness > facts.max_staleness_versions:
+        return DropReason.STALE_AT_INGEST, f"{staleness} versions old; the bound is {facts.max_staleness_versions}"
+    if facts.policy_age_s > facts.max_policy_age_s:
+        return DropReason.STALE_AT_INGEST, f"{facts.policy_age_s:.0f} s old; the bound is {facts.max_policy_age_s:.0f}"
+    return None, ""
+
+
+def _shape_problem(group: Group, contract: Contract) -> str:
+    if len(group.rollouts) != contract.group_size:
+        return f"rollouts: {len(group.rollouts)}, the group size is {contract.group_size}"
+    prompt = group.prompt_token_ids
+    if prompt.size == 0 or prompt.min() < 0 or prompt.max() >= contract.vocab_size:
+        return f"prompt_token_ids: empty or outside 0..{contract.vocab_size - 1}"
+    if not math.isfinite(group.generation_s) or group.generation_s < 0:
+        return "generation_s: not a duration"
+    for number, rollout in enumerate(group.rollouts):
+        problem = _rollout_problem(rollout, contract)
+        if problem:
+            return f"rollouts[{number}].{problem}"
+    oldest = min(span.version for rollout in group.rollouts for span in rollout.spans)
+    if oldest != group.oldest_version:
+        return f"oldest_version: {group.oldest_version}, the spans say {oldest}"
+    return ""
+
+
+def _rollout_problem(rollout: Rollout, contract: Contract) -> str:
+    length, logprobs = rollout.token_ids.size, rollout.sampler_logprobs
+    if not 0 < length <= contract.sampling.max_new_tokens:
+        return f"token_ids: {length} tokens, allowed are 1..{contract.sampling.max_new_tokens}"
+    if logprobs.size != length:
+        return f"sampler_logprobs: {logprobs.size} for {length} tokens"
+    if rollout.token_ids.min() < 0 or rollout.token_ids.max() >= contract.vocab_size:
+        return f"token_ids: outside 0..{contract.vocab_size - 1}"
+    if not np.isfinite(logprobs).all() or logprobs.max() > 0:
+        return "sampler_logprobs: not all finite and at most 0"
+    parts = rollout.reward_parts
+    if not math.isfinite(rollout.reward) or not all(math.isfinite(part.value) for part in parts):
+        return "reward: not finite"
+    if len(parts) > MAX_REWARD_PARTS or any(len(part.name) > MAX_NAME for part in parts):
+        return "reward_parts: too many or too long names"
+    position = 0
+    for span in rollout.spans:
+        if span.start != position or span.end <= span.start:
+            return "spans: do not cover the tokens in order"
+        position = span.end
+    return "" if position == length else "spans: do not cover the tokens in order"

@@ -1,0 +1,53 @@
+"""Configuration of the coordinator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+
+from services.common.config import Config
+
+
+class CoordinatorConfig(Config):
+    """One coordinator serves one run."""
+
+    run_id: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    """Name of the run; part of every manifest."""
+    data_dir: Path = Path("runs/coordinator")
+    """Directory of database and payloads; the one thing to back up."""
+    listen: str = Field(default="127.0.0.1:50051", pattern=r"^.+:\d{1,5}$")
+    """host:port to serve on; port 0 lets the system choose (see the file `address` in data_dir)."""
+    metrics_port: int = Field(default=9101, ge=0, le=65535)
+    """Port of the Prometheus metrics on loopback; 0 lets the system choose."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the order of the prompts and of all sampling seeds."""
+    groups_per_version: int = Field(default=32, ge=1)
+    """Groups that one version consumes; pacing counts in it."""
+    max_staleness_versions: int = Field(default=64, ge=0)
+    """Bound on how many versions old the policy of a trained group may be."""
+    max_policy_age_s: float = Field(default=3600.0, gt=0)
+    """Bound on the age of that policy, seconds since its publication."""
+    max_outstanding_groups: int = Field(default=0, ge=0)
+    """Bound on groups that are leased to samplers, queued or leased to the learner; 0 means 4 versions' worth."""
+    site_pending_bytes: int = Field(default=256 << 20, ge=1 << 16)
+    """Bytes that one site may have in the queue."""
+    store_bytes: int = Field(default=1 << 40, ge=1 << 20)
+    """Bytes that payloads may occupy on disk."""
+    max_payload_bytes: int = Field(default=64 << 30, ge=1 << 10)
+    """Largest payload, bytes."""
+    max_message_bytes: int = Field(default=16 << 20, ge=2 << 20, le=512 << 20)
+    """Largest message, bytes; bounds a group."""
+    max_concurrent_rpcs: int = Field(default=1024, ge=8)
+    """Rpcs under way at once; more are refused with RESOURCE_EXHAUSTED."""
+    learner_lease_s: float = Field(default=10.0, gt=0)
+    """How long a silent learner keeps its lease, seconds."""
+    work_lease_s: float = Field(default=120.0, gt=0)
+    """How long a silent sampler keeps a prompt group, seconds; choose above the longest generation and transit."""
+    stop_grace_s: float = Field(default=5.0, ge=0)
+    """How long running calls may take after SIGTERM, seconds."""
+
+    @property
+    def outstanding_limit(self) -> int:
+        """Bound on outstanding groups."""
+        return self.max_outstanding_groups or 4 * self.groups_per_version

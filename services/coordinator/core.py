@@ -1,0 +1,156 @@
+"""The coordinator in domain terms: joins lease, lineage, queue and work over one store. Knows no transport.
+
+Guarantees: each mutation is one store operation, answered after its commit; waiters are woken by bells, never by
+polling; closing wakes every waiter. Must never decide anything that a pure module can.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+from dataclasses import dataclass
+
+from services.common.api import Command, Heartbeat, RegisterAnswer, Registration
+from services.common.clock import Clock
+from services.common.errors import (
+    ContractMismatch,
+    Draining,
+    InvalidRequest,
+)
+from services.common.types import (
+    RunStatus,
+    StepReport,
+)
+from services.coordinator import lineage, queue, reports, work
+from services.coordinator.bell import Bell
+from services.coordinator.blobs import BlobStore
+from services.coordinator.config import CoordinatorConfig
+from services.coordinator.database import Database, get_meta, set_meta
+from services.coordinator.policies import Policies
+from services.coordinator.rollouts import Rollouts
+from services.coordinator.sites import Sites
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Coordinator(Policies, Rollouts):
+    """Implements services.common.api.CoordinatorApi."""
+
+    @classmethod
+    async def open(cls, config: CoordinatorConfig, clock: Clock) -> Coordinator:
+        """Open the data directory; every lease found there gets a fresh term.
+
+        Raises:
+            CorruptStore: the store fails its check or belongs to another run.
+        """
+        database = await Database.open(config.data_dir / "coordinator.sqlite")
+        now = clock.monotonic()
+        try:
+            held = await database.run(lambda connection: _start(connection, config))
+        except BaseException:
+            await database.close()
+            raise
+        sites = Sites(work_lease_s=config.work_lease_s)
+        sites.restore(held, now)
+        blobs = BlobStore(config.data_dir, store_bytes=config.store_bytes, max_payload_bytes=config.max_payload_bytes)
+        return cls(
+            config=config,
+            clock=clock,
+            database=database,
+            blobs=blobs,
+            sites=sites,
+            bell=Bell(),
+            queue=queue.Queue(config=config),
+            started=now,
+            lease_expires=now + config.learner_lease_s,
+        )
+
+    @property
+    def on_fatal(self) -> asyncio.Future[None]:
+        """Resolves when the store failed and the process must end."""
+        return self.database.on_fatal
+
+    async def end_streams(self) -> None:
+        """Wake every waiter with the news of the end."""
+        self.is_closing = True
+        self.bell.ring()
+
+    async def close(self) -> None:
+        """End the streams and close the store."""
+        await self.end_streams()
+        await self.database.close()
+
+    # run
+
+    async def register(self, registration: Registration) -> RegisterAnswer:
+        """Admit a sampler that agrees with the run."""
+        bound = self.config.max_staleness_versions
+        if registration.max_delay_versions > bound:
+            raise ContractMismatch(
+                f"the delay of {registration.max_delay_versions} versions exceeds max_staleness_versions = {bound}",
+                action="raise the coordinator's max_staleness_versions or lower the sampler's delay",
+            )
+        if not registration.site or not registration.incarnation:
+            raise InvalidRequest("site and incarnation must not be empty")
+
+        def operation(connection: sqlite3.Connection) -> tuple[int, int]:
+            if not lineage.agree(connection, registration.contract, may_state=False):
+                raise Draining("no learner has stated the contract yet", action="repeat", retry_after_s=1.0)
+            known = self.sites.register(connection, registration)
+            return lineage.read_head(connection).version, known + 1
+
+        head, next_sequence = await self.database.run(operation)
+        self.sites.see(registration.site, registration.incarnation, self.clock.monotonic())
+        _LOG.info("site %s registered: engine %s, %s", registration.site, registration.engine, registration.dtype)
+        return RegisterAnswer(
+            run_id=self.config.run_id, head_version=head, next_sequence=next_sequence, max_staleness_versions=bound
+        )
+
+    async def heartbeat(self, beat: Heartbeat) -> tuple[Command, ...]:
+        """Note a sampler's state and answer with commands."""
+
+        def operation(connection: sqlite3.Connection) -> tuple[bool, bool]:
+            return self.sites.is_known(connection, beat.site, beat.incarnation), bool(get_meta(connection, "draining"))
+
+        is_known, is_draining = await self.database.run(operation)
+        if not is_known:
+            return (Command.REGISTER,)
+        self.sites.beat(beat, self.clock.monotonic())
+        return (Command.DRAIN,) if is_draining else ()
+
+    async def get_status(self) -> RunStatus:
+        """The state of the run."""
+        now = self.clock.monotonic()
+        return await self.database.run(
+            lambda connection: reports.run_status(
+                connection, config=self.config, sites=self.sites, now=now, uptime_s=now - self.started
+            )
+        )
+
+    async def list_steps(self, *, after_step: int, limit: int) -> tuple[StepReport, ...]:
+        """Step reports after a cursor."""
+        if not 1 <= limit <= 1000:
+            raise InvalidRequest(f"limit: {limit} is not in 1..1000")
+        return await self.database.run(lambda connection: reports.list_steps(connection, after_step, limit))
+
+    async def drain(self, *, reason: str) -> None:
+        """Hand out no more work until a learner acquires the lease again."""
+        await self.database.run(lambda connection: set_meta(connection, "draining", reason or "asked to"))
+        _LOG.info("draining: %s", reason)
+
+
+def _start(connection: sqlite3.Connection, config: CoordinatorConfig) -> dict[int, tuple[str, str]]:
+    run_id = get_meta(connection, "run_id")
+    if run_id is None:
+        set_meta(connection, "run_id", config.run_id)
+    elif run_id != config.run_id:
+        raise ContractMismatch(
+            f"{config.data_dir} belongs to run {run_id}, not {config.run_id}", action="choose another data_dir"
+        )
+    seed = get_meta(connection, "seed")
+    if seed is not None and seed != str(config.seed):
+        raise ContractMismatch(f"the run began with seed {seed}, not {config.seed}", action="set seed to that value")
+    set_meta(connection, "seed", str(config.seed))
+    return work.leased(connection)

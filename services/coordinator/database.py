@@ -1,0 +1,203 @@
+"""SQLite with one connection, one thread and group commit: an operation answers only after its bytes are on disk.
+
+Guarantees: operations run one after another, each wholly or not at all; those that wait together share one fsync;
+a full disk fails them with StoreFull and leaves the store as it was; any other I/O error is fatal at once, because
+an fsync that failed cannot be repeated. Never opens a second connection: SQLite before 3.51.3 can corrupt its log when
+two connections write and checkpoint at the same time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from services.common.errors import CorruptStore, StoreFull
+
+_LOG = logging.getLogger(__name__)
+ResultT = TypeVar("ResultT")
+Operation = Callable[[sqlite3.Connection], Any]
+
+SCHEMA_VERSION = 1
+MAX_BATCH = 256
+_SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE ledger (account TEXT PRIMARY KEY, count INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE versions (
+    version INTEGER PRIMARY KEY, step_id TEXT NOT NULL UNIQUE, content TEXT NOT NULL, epoch INTEGER NOT NULL,
+    manifest BLOB NOT NULL, manifest_digest TEXT NOT NULL, state_root TEXT NOT NULL, published REAL NOT NULL,
+    bytes_full INTEGER NOT NULL, bytes_last INTEGER NOT NULL, changed_fraction REAL NOT NULL,
+    is_abandoned INTEGER NOT NULL DEFAULT 0);
+CREATE TABLE payloads (
+    to_version INTEGER NOT NULL, kind TEXT NOT NULL, from_version INTEGER NOT NULL, digest TEXT NOT NULL,
+    num_bytes INTEGER NOT NULL, PRIMARY KEY (to_version, kind, from_version)) WITHOUT ROWID;
+CREATE TABLE steps (step INTEGER NOT NULL, version INTEGER NOT NULL, report BLOB NOT NULL,
+    PRIMARY KEY (step, version)) WITHOUT ROWID;
+CREATE TABLE sites (
+    site TEXT NOT NULL, incarnation TEXT NOT NULL, engine TEXT NOT NULL, dtype TEXT NOT NULL,
+    watermark INTEGER NOT NULL DEFAULT 0, accepted INTEGER NOT NULL DEFAULT 0, dropped INTEGER NOT NULL DEFAULT 0,
+    PRIMARY KEY (site, incarnation)) WITHOUT ROWID;
+CREATE TABLE beyond_watermark (
+    site TEXT NOT NULL, incarnation TEXT NOT NULL, sequence INTEGER NOT NULL,
+    PRIMARY KEY (site, incarnation, sequence)) WITHOUT ROWID;
+CREATE TABLE groups (
+    arrival INTEGER PRIMARY KEY AUTOINCREMENT, site TEXT NOT NULL, incarnation TEXT NOT NULL,
+    sequence INTEGER NOT NULL, digest TEXT NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '',
+    assignment INTEGER NOT NULL, oldest_version INTEGER NOT NULL, num_bytes INTEGER NOT NULL, arrived REAL NOT NULL,
+    version INTEGER, payload BLOB, UNIQUE (site, incarnation, sequence));
+CREATE INDEX groups_by_state ON groups (state, oldest_version, arrival);
+CREATE INDEX groups_by_version ON groups (version) WHERE version IS NOT NULL;
+CREATE TABLE work (
+    assignment INTEGER PRIMARY KEY, prompt_index INTEGER NOT NULL, seed INTEGER NOT NULL, site TEXT NOT NULL,
+    incarnation TEXT NOT NULL, is_leased INTEGER NOT NULL, holders TEXT NOT NULL);
+"""
+
+
+class Database:
+    """Runs operations on the store's thread."""
+
+    def __init__(self, connection: sqlite3.Connection, loop: asyncio.AbstractEventLoop) -> None:
+        self._connection = connection
+        self._loop = loop
+        self._operations: queue.SimpleQueue[tuple[Operation, asyncio.Future[Any]] | None] = queue.SimpleQueue()
+        self.on_fatal: asyncio.Future[None] = loop.create_future()
+        self._thread = threading.Thread(target=self._work, name="database", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    async def open(cls, path: Path) -> Database:
+        """Open or create the store and check it.
+
+        Raises:
+            CorruptStore: the file fails SQLite's check, or was written by another schema.
+        """
+        return cls(await asyncio.to_thread(_connect, path), asyncio.get_running_loop())
+
+    async def run(self, operation: Callable[[sqlite3.Connection], ResultT]) -> ResultT:
+        """Run one operation in a transaction; returns after the commit.
+
+        Raises:
+            StoreFull: the disk is full; nothing of the operation remains.
+            CorruptStore: the store failed earlier or now; the process must end.
+        """
+        if self.on_fatal.done():
+            raise CorruptStore("the store failed; the process must be restarted")
+        future: asyncio.Future[ResultT] = self._loop.create_future()
+        self._operations.put((operation, future))
+        return await future
+
+    async def close(self) -> None:
+        """Finish what is queued, fold the log into the file, close."""
+        self._operations.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    def _work(self) -> None:
+        is_open = True
+        while is_open:
+            first = self._operations.get()
+            batch = [] if first is None else [first]
+            is_open = first is not None
+            while is_open and len(batch) < MAX_BATCH and not self._operations.empty():
+                entry = self._operations.get()
+                if entry is None:
+                    is_open = False
+                else:
+                    batch.append(entry)
+            if batch:
+                self._commit(batch)
+        self._connection.close()
+
+    def _commit(self, batch: list[tuple[Operation, asyncio.Future[Any]]]) -> None:
+        results: list[tuple[Any, BaseException | None]] = []
+        connection = self._connection
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+            for operation, _ in batch:
+                results.append(_run_one(connection, operation))
+            connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            failure = self._fail(error)
+            results = [(None, failure)] * len(batch)
+        for (_, future), (result, exception) in zip(batch, results, strict=True):
+            self._loop.call_soon_threadsafe(_resolve, future, result, exception)
+
+    def _fail(self, error: sqlite3.Error) -> Exception:
+        if self._connection.in_transaction:
+            self._connection.execute("ROLLBACK")
+        if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
+            return StoreFull("the coordinator's disk is full", retry_after_s=5.0)
+        _LOG.critical("the store failed: %s", error)
+        self._loop.call_soon_threadsafe(_resolve, self.on_fatal, None, None)
+        return CorruptStore(f"the store failed: {error}")
+
+
+def _run_one(connection: sqlite3.Connection, operation: Operation) -> tuple[Any, BaseException | None]:
+    connection.execute("SAVEPOINT one")
+    try:
+        result = operation(connection)
+    except sqlite3.Error:
+        raise
+    except Exception as error:  # noqa: BLE001 - handed to the caller of run(), whose operation raised it
+        connection.execute("ROLLBACK TO one")
+        connection.execute("RELEASE one")
+        return None, error
+    connection.execute("RELEASE one")
+    return result, None
+
+
+def _resolve(future: asyncio.Future[Any], result: Any, exception: BaseException | None) -> None:
+    if future.done():
+        return
+    if exception is not None:
+        future.set_exception(exception)
+    else:
+        future.set_result(result)
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    try:
+        connection.execute("PRAGMA locking_mode=EXCLUSIVE")
+        mode = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
+        connection.execute("PRAGMA synchronous=FULL")
+        level = connection.execute("PRAGMA synchronous").fetchone()[0]
+        if (mode, level) != ("wal", 2):
+            raise CorruptStore(f"{path}: durable mode refused (journal {mode}, synchronous {level})")
+        if connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
+            raise CorruptStore(f"{path} fails SQLite's check")
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        if version == 0:
+            connection.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
+        elif version != SCHEMA_VERSION:
+            raise CorruptStore(f"{path} has schema {version}, this program needs {SCHEMA_VERSION}")
+    except sqlite3.OperationalError as error:
+        connection.close()
+        if error.sqlite_errorcode in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            raise CorruptStore(f"{path} is in use", action="stop the other coordinator") from error
+        raise CorruptStore(f"{path}: {error}") from error
+    except sqlite3.DatabaseError as error:
+        connection.close()
+        raise CorruptStore(f"{path}: {error}") from error
+    except CorruptStore:
+        connection.close()
+        raise
+    return connection
+
+
+def get_meta(connection: sqlite3.Connection, key: str) -> str | None:
+    """Read one durable setting."""
+    row = connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+    return None if row is None else str(row[0])
+
+
+def set_meta(connection: sqlite3.Connection, key: str, value: str) -> None:
+    """Write one durable setting."""
+    connection.execute(
+        "INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value", (key, value)
+    )

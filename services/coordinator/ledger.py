@@ -1,0 +1,56 @@
+"""The conservation law: acked = pending + leased + consumed + sum(dropped). Every group has exactly one account.
+
+`acked` and the final accounts are counters, moved in the transaction that moves the group; pending and leased are
+counted from the groups themselves. So the law can fail, and does when a group is lost or counted twice.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+
+from services.common.types import DropReason, LedgerCounts
+
+ACKED = "acked"
+CONSUMED = "consumed"
+
+
+def account_of(reason: DropReason) -> str:
+    """Account of groups dropped for a reason."""
+    return f"dropped/{reason.value}"
+
+
+def add(connection: sqlite3.Connection, account: str, count: int) -> None:
+    """Move `count` groups into an account (negative: out of it)."""
+    connection.execute(
+        "INSERT INTO ledger VALUES (?, ?) ON CONFLICT (account) DO UPDATE SET count = count + excluded.count",
+        (account, count),
+    )
+
+
+def counts(connection: sqlite3.Connection) -> LedgerCounts:
+    """Read all accounts."""
+    accounts = dict(connection.execute("SELECT account, count FROM ledger"))
+    waiting = {
+        state: connection.execute("SELECT count(*) FROM groups WHERE state = ?", (state,)).fetchone()[0]
+        for state in ("pending", "leased")
+    }
+    return LedgerCounts(
+        acked=accounts.get(ACKED, 0),
+        pending=waiting["pending"],
+        leased=waiting["leased"],
+        consumed=accounts.get(CONSUMED, 0),
+        dropped={reason: accounts[account_of(reason)] for reason in DropReason if accounts.get(account_of(reason))},
+    )
+
+
+def recount(connection: sqlite3.Connection) -> LedgerCounts:
+    """Count every account from the groups themselves; slower, independent of the counters."""
+    rows = connection.execute("SELECT state, reason, count(*) FROM groups GROUP BY state, reason").fetchall()
+    by_state = {state: count for state, _, count in rows if state != "dropped"}
+    return LedgerCounts(
+        acked=sum(count for _, _, count in rows),
+        pending=by_state.get("pending", 0),
+        leased=by_state.get("leased", 0),
+        consumed=by_state.get("consumed", 0),
+        dropped={DropReason(reason): count for state, reason, count in rows if state == "dropped"},
+    )

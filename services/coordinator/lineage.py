@@ -1,0 +1,254 @@
+"""The learner's lease and the chain of versions, as store operations.
+
+Guarantees: epochs only grow; a version is committed by one compare-and-set transaction that also consumes its groups,
+or not at all; versions are dense; the same step id gives the same answer. Each function runs inside one operation of
+services.coordinator.database.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import dataclass
+
+from services.common.api import PlanKind, PullPlan
+from services.common.errors import (
+    ContractMismatch,
+    InvalidRequest,
+    ParentNotHead,
+    StaleEpoch,
+    StepConflict,
+    UnknownVersion,
+)
+from services.common.types import Contract, Digest, Manifest, PayloadKind, PayloadRef, PublishRequest
+from services.common.weights.plan import plan_pull
+from services.common.wire import bytes_digest, contract_from_bytes, contract_to_bytes, manifest_digest
+from services.coordinator.database import get_meta, set_meta
+from services.coordinator.membership import Lease, contract_difference
+
+NONE = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """The newest version; `version` is -1 when there is none."""
+
+    version: int
+    manifest_digest: str
+    published: float
+
+
+def read_lease(connection: sqlite3.Connection, *, expires: float) -> Lease:
+    """The durable part of the lease, with the given expiry."""
+    return Lease(
+        epoch=int(get_meta(connection, "epoch") or 0),
+        holder=get_meta(connection, "holder") or "",
+        request_id=get_meta(connection, "lease_request_id") or "",
+        expires=expires,
+        is_released=get_meta(connection, "lease_released") != "0",
+    )
+
+
+def write_lease(connection: sqlite3.Connection, *, epoch: int, holder: str, request_id: str, is_released: bool) -> None:
+    """Make a lease durable."""
+    set_meta(connection, "epoch", str(epoch))
+    set_meta(connection, "holder", holder)
+    set_meta(connection, "lease_request_id", request_id)
+    set_meta(connection, "lease_released", "1" if is_released else "0")
+
+
+def check_epoch(connection: sqlite3.Connection, epoch: int) -> None:
+    """Fence: only the newest epoch, not released, has effects.
+
+    Raises:
+        StaleEpoch: otherwise.
+    """
+    current = int(get_meta(connection, "epoch") or 0)
+    if epoch != current:
+        raise StaleEpoch(f"epoch {epoch} was superseded by epoch {current}")
+    if get_meta(connection, "lease_released") != "0":
+        raise StaleEpoch(f"epoch {epoch} was released")
+
+
+def agree(connection: sqlite3.Connection, contract: Contract, *, may_state: bool) -> bool:
+    """Compare with the run's contract; the first learner states it. Returns False when none is stated yet.
+
+    Raises:
+        ContractMismatch: names the first setting that differs.
+    """
+    row = connection.execute("SELECT value FROM meta WHERE key = 'contract'").fetchone()
+    if row is None:
+        if may_state:
+            connection.execute("INSERT INTO meta VALUES ('contract', ?)", (contract_to_bytes(contract),))
+        return may_state
+    difference = contract_difference(contract_from_bytes(row[0]), contract)
+    if difference:
+        raise ContractMismatch(difference)
+    return True
+
+
+def read_contract(connection: sqlite3.Connection) -> Contract | None:
+    """The run's contract, once stated."""
+    row = connection.execute("SELECT value FROM meta WHERE key = 'contract'").fetchone()
+    return None if row is None else contract_from_bytes(row[0])
+
+
+def read_head(connection: sqlite3.Connection) -> Head:
+    """The newest version."""
+    row = connection.execute(
+        "SELECT version, manifest_digest, published FROM versions ORDER BY version DESC LIMIT 1"
+    ).fetchone()
+    if row is None:
+        return Head(version=NONE, manifest_digest="", published=0.0)
+    return Head(version=row[0], manifest_digest=row[1], published=row[2])
+
+
+def check_publication(
+    connection: sqlite3.Connection, request: PublishRequest, manifest: Manifest, run_id: str
+) -> int | None:
+    """Compare before set; returns the version when this step id is committed already.
+
+    Raises:
+        StaleEpoch, StepConflict, ParentNotHead, InvalidRequest, ContractMismatch: see their docstrings.
+    """
+    check_epoch(connection, request.epoch)
+    row = connection.execute("SELECT version, content FROM versions WHERE step_id = ?", (request.step_id,)).fetchone()
+    if row is not None:
+        if row[1] != _content(request):
+            raise StepConflict(f"step id {request.step_id} is version {row[0]} with other content")
+        return int(row[0])
+    head = read_head(connection)
+    if request.parent_version != head.version:
+        raise ParentNotHead(f"parent {request.parent_version} is not the head, version {head.version}")
+    contract = read_contract(connection)
+    is_rollback = request.lineage_version != request.parent_version
+    expected = {
+        "run_id": (manifest.run_id, run_id),
+        "epoch": (manifest.epoch, request.epoch),
+        "version": (manifest.version, head.version + 1),
+        "parent_version": (manifest.parent_version, request.lineage_version),
+        "parent_digest": (manifest.parent_digest, _parent_digest(connection, request.lineage_version)),
+        "layout_id": (manifest.layout_id, contract.layout_id if contract else ""),
+    }
+    for name, (stated, right) in expected.items():
+        if stated != right:
+            raise InvalidRequest(f"manifest.{name}: {stated!r}, expected {right!r}")
+    has_snapshot = any(payload.kind is PayloadKind.SNAPSHOT for payload in manifest.payloads)
+    if (head.version == NONE or is_rollback) and not has_snapshot:
+        raise InvalidRequest("manifest.payloads: this version needs a snapshot")
+    for payload in manifest.payloads:
+        start = NONE if payload.kind is PayloadKind.SNAPSHOT else request.lineage_version
+        if (payload.to_version, payload.from_version) != (manifest.version, start):
+            raise InvalidRequest(f"manifest.payloads: {payload.kind.value} does not lead to version {manifest.version}")
+    return None
+
+
+def write_version(
+    connection: sqlite3.Connection, request: PublishRequest, manifest: Manifest, *, now: float, reports: list[bytes]
+) -> None:
+    """Set: record the version, its payloads and its steps."""
+    sizes = [payload.num_bytes for payload in manifest.payloads]
+    connection.execute(
+        "INSERT INTO versions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)",
+        (
+            manifest.version,
+            request.step_id,
+            _content(request),
+            request.epoch,
+            request.manifest,
+            manifest_digest(request.manifest),
+            manifest.state_root,
+            now,
+            manifest.full_bytes,
+            min(sizes, default=0),
+            manifest.num_changed / manifest.num_elements if manifest.num_elements else 0.0,
+        ),
+    )
+    connection.executemany(
+        "INSERT INTO payloads VALUES (?, ?, ?, ?, ?)",
+        [(p.to_version, p.kind.value, p.from_version, p.digest, p.num_bytes) for p in manifest.payloads],
+    )
+    connection.executemany(
+        "INSERT OR REPLACE INTO steps VALUES (?, ?, ?)",
+        [(step.step, manifest.version, data) for step, data in zip(request.reports, reports, strict=True)],
+    )
+
+
+def abandon_versions(connection: sqlite3.Connection, request: PublishRequest) -> list[int]:
+    """Mark the versions between the lineage and the parent as abandoned; returns them."""
+    rows = connection.execute(
+        "UPDATE versions SET is_abandoned = 1"
+        " WHERE version > ? AND version <= ? AND is_abandoned = 0 RETURNING version",
+        (request.lineage_version, request.parent_version),
+    ).fetchall()
+    versions = [int(row[0]) for row in rows]
+    connection.executemany("DELETE FROM steps WHERE version = ?", [(version,) for version in versions])
+    return versions
+
+
+def version_of_step(connection: sqlite3.Connection, step_id: str) -> int | None:
+    """The version that a step id became."""
+    row = connection.execute("SELECT version FROM versions WHERE step_id = ?", (step_id,)).fetchone()
+    return None if row is None else int(row[0])
+
+
+def read_manifest(connection: sqlite3.Connection, version: int) -> bytes:
+    """Exact bytes of a manifest.
+
+    Raises:
+        UnknownVersion: no such version.
+    """
+    row = connection.execute("SELECT manifest FROM versions WHERE version = ?", (version,)).fetchone()
+    if row is None:
+        raise UnknownVersion(f"version {version} does not exist")
+    return bytes(row[0])
+
+
+def plan(connection: sqlite3.Connection, *, have_version: int, have_root: str, want_version: int) -> PullPlan:
+    """Plan a pull; what the caller claims to hold counts only when its state root is that version's.
+
+    Raises:
+        UnknownVersion: the wanted version does not exist or was abandoned.
+    """
+    want = read_head(connection).version if want_version == NONE else want_version
+    row = connection.execute("SELECT is_abandoned FROM versions WHERE version = ?", (want,)).fetchone()
+    if row is None or row[0]:
+        raise UnknownVersion(f"version {want} does not exist in the lineage")
+    start, note = have_version, ""
+    if have_version != NONE:
+        root = connection.execute("SELECT state_root FROM versions WHERE version = ?", (have_version,)).fetchone()
+        if root is None or root[0] != have_root:
+            start, note = NONE, f"; version {have_version} of the caller is not the run's"
+
+    def into(version: int) -> list[PayloadRef]:
+        rows = connection.execute(
+            "SELECT kind, from_version, to_version, digest, num_bytes FROM payloads WHERE to_version = ?", (version,)
+        )
+        return [
+            PayloadRef(kind=PayloadKind(kind), from_version=a, to_version=b, digest=Digest(digest), num_bytes=size)
+            for kind, a, b, digest, size in rows
+        ]
+
+    kind, payloads, reason = plan_pull(into, have_version=start, want_version=want)
+    return PullPlan(
+        kind=PlanKind(kind),
+        target_version=want,
+        payloads=payloads,
+        manifests=tuple(read_manifest(connection, payload.to_version) for payload in payloads),
+        reason=reason + note,
+    )
+
+
+def _parent_digest(connection: sqlite3.Connection, version: int) -> str:
+    if version == NONE:
+        return ""
+    row = connection.execute(
+        "SELECT manifest_digest FROM versions WHERE version = ? AND is_abandoned = 0", (version,)
+    ).fetchone()
+    if row is None:
+        raise UnknownVersion(f"version {version} does not exist in the lineage")
+    return str(row[0])
+
+
+def _content(request: PublishRequest) -> str:
+    ids = "".join(f"{g.site}/{g.incarnation}/{g.sequence};" for g in request.consumed)
+    return bytes_digest(f"{request.parent_version}/{request.lineage_version}/{ids}".encode() + request.manifest)

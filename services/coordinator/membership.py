@@ -1,0 +1,53 @@
+"""Who may be the run's learner: pure decisions about the lease. Safety is the epoch's; time only decides liveness."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from services.common.types import Contract
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """The newest lease. `expires` is an instant of the monotonic clock; `is_released` ends it early."""
+
+    epoch: int
+    holder: str
+    request_id: str
+    expires: float
+    is_released: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acquire:
+    """Outcome: the same epoch again, a new one, or a refusal with the time left."""
+
+    epoch: int | None
+    is_new: bool
+    wait_s: float
+
+
+def decide_acquire(now: float, lease: Lease, *, holder: str, request_id: str) -> tuple[Acquire, str]:
+    """Decide on a request for the lease; a holder may always come back, under a new epoch."""
+    if lease.request_id == request_id and not lease.is_released:
+        return Acquire(epoch=lease.epoch, is_new=False, wait_s=0.0), f"epoch {lease.epoch} was granted to this request"
+    wait_s = lease.expires - now
+    if lease.epoch and not lease.is_released and lease.holder != holder and wait_s > 0:
+        return Acquire(epoch=None, is_new=False, wait_s=wait_s), f"{lease.holder} holds the lease for {wait_s:.1f} s"
+    return Acquire(epoch=lease.epoch + 1, is_new=True, wait_s=0.0), f"epoch {lease.epoch + 1} begins for {holder}"
+
+
+def contract_difference(stated: Contract, offered: Contract) -> str:
+    """Name the first setting in which two contracts differ, with both values; empty when they agree."""
+    for entry in fields(Contract):
+        mine, theirs = getattr(stated, entry.name), getattr(offered, entry.name)
+        if entry.name == "sampling":
+            for part in fields(mine):
+                if getattr(mine, part.name) != getattr(theirs, part.name):
+                    return (
+                        f"sampling.{part.name}: the run has {getattr(mine, part.name)}, "
+                        f"this node {getattr(theirs, part.name)}"
+                    )
+        elif mine != theirs:
+            return f"{entry.name}: the run has {mine}, this node {theirs}"
+    return ""

@@ -1,0 +1,162 @@
+"""The policy half of the coordinator: lease, publication, distribution. See services.common.api for each call."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import AsyncIterator
+
+from services.common.api import HeadUpdate, PullPlan
+from services.common.errors import (
+    Draining,
+    GroupNotAvailable,
+    InvalidRequest,
+    LeaseHeld,
+    PayloadMissing,
+)
+from services.common.types import (
+    Contract,
+    Digest,
+    GroupId,
+    LeaseGrant,
+    PublishRequest,
+)
+from services.common.wire import manifest_from_bytes
+from services.coordinator import lineage, queue, reports
+from services.coordinator.database import get_meta, set_meta
+from services.coordinator.membership import decide_acquire
+from services.coordinator.node import Node
+
+_LOG = logging.getLogger(__name__)
+
+
+class Policies(Node):
+    """Versions and their weights."""
+
+    # policy: the learner's side
+
+    async def acquire_lease(self, *, holder: str, contract: Contract, request_id: str) -> LeaseGrant:
+        """Begin a new epoch; its predecessor's groups return to the queue."""
+        if not holder or not request_id:
+            raise InvalidRequest("holder and request_id must not be empty")
+        now = self.clock.monotonic()
+
+        def operation(connection: sqlite3.Connection) -> tuple[int, int, str]:
+            lease = lineage.read_lease(connection, expires=self.lease_expires)
+            decision, reason = decide_acquire(now, lease, holder=holder, request_id=request_id)
+            if decision.epoch is None:
+                raise LeaseHeld(reason, retry_after_s=decision.wait_s)
+            lineage.agree(connection, contract, may_state=True)
+            if decision.is_new:
+                lineage.write_lease(
+                    connection, epoch=decision.epoch, holder=holder, request_id=request_id, is_released=False
+                )
+                queue.return_leased(connection)
+                set_meta(connection, "num_prompts", str(contract.num_prompts))
+                set_meta(connection, "draining", "")
+            return decision.epoch, lineage.read_head(connection).version, reason
+
+        epoch, head, reason = await self.database.run(operation)
+        self.lease_expires = now + self.config.learner_lease_s
+        _LOG.info("learner %s: %s", holder, reason)
+        self.bell.ring()
+        return LeaseGrant(epoch=epoch, holder=holder, ttl_s=self.config.learner_lease_s, head_version=head)
+
+    async def renew_lease(self, *, epoch: int) -> LeaseGrant:
+        """Extend the lease, also after its expiry while nobody else took it."""
+
+        def operation(connection: sqlite3.Connection) -> tuple[str, int]:
+            lineage.check_epoch(connection, epoch)
+            return get_meta(connection, "holder") or "", lineage.read_head(connection).version
+
+        holder, head = await self.database.run(operation)
+        self.lease_expires = self.clock.monotonic() + self.config.learner_lease_s
+        return LeaseGrant(epoch=epoch, holder=holder, ttl_s=self.config.learner_lease_s, head_version=head)
+
+    async def release_lease(self, *, epoch: int) -> None:
+        """End the lease; its groups return to the queue."""
+
+        def operation(connection: sqlite3.Connection) -> None:
+            lineage.check_epoch(connection, epoch)
+            set_meta(connection, "lease_released", "1")
+            queue.return_leased(connection)
+
+        await self.database.run(operation)
+        self.bell.ring()
+
+    async def query_upload(self, *, digest: Digest) -> int:
+        """Bytes of a payload that are durable."""
+        return self.blobs.query(digest)
+
+    async def upload_payload(
+        self, *, epoch: int, digest: Digest, num_bytes: int, offset: int, frames: AsyncIterator[bytes]
+    ) -> int:
+        """Append to a payload under the epoch's fence."""
+        await self.database.run(lambda connection: lineage.check_epoch(connection, epoch))
+        return await self.blobs.append(digest=digest, num_bytes=num_bytes, offset=offset, frames=frames)
+
+    async def publish_version(self, request: PublishRequest) -> int:
+        """Commit one version and consume its groups, in one transaction."""
+        manifest = manifest_from_bytes(request.manifest)
+        for payload in manifest.payloads:
+            if self.blobs.size(payload.digest) != payload.num_bytes:
+                raise PayloadMissing(f"{payload.kind.value} {payload.digest[:12]} is not complete")
+        steps = [reports.encode(report) for report in request.reports]
+        now = self.clock.wall()
+
+        def operation(connection: sqlite3.Connection) -> tuple[int, list[GroupId], str]:
+            version = lineage.check_publication(connection, request, manifest, self.config.run_id)
+            if version is not None:
+                return version, [], ""
+            refused, why = self.queue.consume(
+                connection, request.consumed, version=manifest.version, parent=request.parent_version
+            )
+            if refused:
+                # Returned, not raised: the drops of stale groups must be committed.
+                return lineage.NONE, refused, why
+            queue.abandon_consumed(connection, lineage.abandon_versions(connection, request))
+            lineage.write_version(connection, request, manifest, now=now, reports=steps)
+            return manifest.version, [], ""
+
+        version, refused, why = await self.database.run(operation)
+        if refused:
+            self.bell.ring()
+            raise GroupNotAvailable(why)
+        _LOG.debug("version %d published", version)
+        self.bell.ring()
+        return version
+
+    async def get_step(self, *, step_id: str) -> int | None:
+        """The version that a step id became."""
+        return await self.database.run(lambda connection: lineage.version_of_step(connection, step_id))
+
+    # policy: everybody's side
+
+    async def watch_head(self, *, after_version: int) -> AsyncIterator[HeadUpdate]:
+        """Yield every head that passes the cursor, until the coordinator stops."""
+        while not self.is_closing:
+            ticket = self.bell.ticket()
+            head = await self.database.run(lineage.read_head)
+            if head.version > after_version:
+                after_version = head.version
+                yield HeadUpdate(version=head.version, age_s=max(0.0, self.clock.wall() - head.published))
+            else:
+                await ticket.wait()
+        raise Draining("the coordinator is stopping", retry_after_s=1.0)
+
+    async def get_manifest(self, *, version: int) -> bytes:
+        """Exact bytes of a manifest."""
+        return await self.database.run(lambda connection: lineage.read_manifest(connection, version))
+
+    async def plan_pull(self, *, have_version: int, have_root: str, want_version: int) -> PullPlan:
+        """Plan the cheapest way to a version."""
+        return await self.database.run(
+            lambda connection: lineage.plan(
+                connection, have_version=have_version, have_root=have_root, want_version=want_version
+            )
+        )
+
+    async def read_payload(self, *, digest: Digest, offset: int) -> AsyncIterator[bytes]:
+        """Yield frames of a payload."""
+        async for frame in self.blobs.read(digest=digest, offset=offset):
+            yield frame

@@ -1,0 +1,274 @@
+"""The durable queue of whole groups, as store operations.
+
+Guarantees: a group has exactly one account of the ledger at every commit; an id takes effect once (by watermark, never
+by time); oldest policies first; a group that became too stale is dropped, counted, and its prompt handed out again.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from services.common.errors import MalformedPayload
+from services.common.types import Contract, DropReason, Group, GroupId, PushOutcome, PushStatus, QueuedGroup
+from services.common.wire import bytes_digest, group_from_bytes, group_to_bytes
+from services.coordinator import ledger, work
+from services.coordinator.admission import Facts, judge
+from services.coordinator.config import CoordinatorConfig
+
+_WHERE_ID = "site = ? AND incarnation = ? AND sequence = ?"
+RETRY_AFTER_S = 1.0
+MAX_GAP = 100_000
+"""Sequences that may be known beyond the first missing one; more would make the memory of duplicates unbounded."""
+
+REOPENED = frozenset(
+    {
+        DropReason.STALE_AT_INGEST,
+        DropReason.STALE_AT_LEASE,
+        DropReason.STALE_AT_COMMIT,
+        DropReason.INVALID,
+        DropReason.UNKNOWN_VERSION,
+        DropReason.WRONG_DIGEST,
+        DropReason.LINEAGE_ABANDONED,
+    }
+)
+"""Drops after which the prompt is handed out again, so that no prompt is skipped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queue:
+    """Operations that share the run's bounds."""
+
+    config: CoordinatorConfig
+
+    def ingest(
+        self, connection: sqlite3.Connection, groups: Sequence[Group], *, contract: Contract, head: int, now: float
+    ) -> list[PushOutcome]:
+        """Take groups in, each with its own outcome."""
+        return [self._ingest_one(connection, group, contract=contract, head=head, now=now) for group in groups]
+
+    def _ingest_one(
+        self, connection: sqlite3.Connection, group: Group, *, contract: Contract, head: int, now: float
+    ) -> PushOutcome:
+        data = group_to_bytes(group)
+        digest = bytes_digest(data)
+        known = _is_known(connection, group.id)
+        if known:
+            return _duplicate(connection, group.id, digest)
+        busy = self._busy(connection, group.id, len(data))
+        if busy:
+            return PushOutcome(id=group.id, status=PushStatus.RETRY, message=busy, retry_after_s=RETRY_AFTER_S)
+        reason, message = judge(group, self._facts(connection, group, contract=contract, head=head, now=now))
+        connection.execute(
+            "INSERT INTO groups (site, incarnation, sequence, digest, state, reason, assignment, oldest_version,"
+            " num_bytes, arrived, payload) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                *_key(group.id),
+                digest,
+                "dropped" if reason else "pending",
+                reason.value if reason else "",
+                group.assignment,
+                group.oldest_version,
+                len(data),
+                now,
+                None if reason else data,
+            ),
+        )
+        _remember(connection, group.id)
+        ledger.add(connection, ledger.ACKED, 1)
+        site = "dropped" if reason else "accepted"
+        connection.execute(
+            f"UPDATE sites SET {site} = {site} + 1 WHERE site = ? AND incarnation = ?",
+            (group.id.site, group.id.incarnation),
+        )
+        if reason is None:
+            work.answer(connection, group.assignment)
+            return PushOutcome(id=group.id, status=PushStatus.ACCEPTED)
+        ledger.add(connection, ledger.account_of(reason), 1)
+        if reason in REOPENED:
+            work.reopen_held(connection, group.assignment, group.id)
+        return PushOutcome(id=group.id, status=PushStatus.DROPPED, reason=reason, message=message)
+
+    def _busy(self, connection: sqlite3.Connection, group_id: GroupId, num_bytes: int) -> str:
+        watermark = connection.execute(
+            "SELECT watermark FROM sites WHERE site = ? AND incarnation = ?", _key(group_id)[:2]
+        ).fetchone()[0]
+        if not 0 < group_id.sequence <= watermark + MAX_GAP:
+            return f"sequence {group_id.sequence} is too far beyond {watermark}; push the earlier groups first"
+        used = connection.execute(
+            "SELECT coalesce(sum(num_bytes), 0) FROM groups WHERE state IN ('pending', 'leased') AND site = ?",
+            (group_id.site,),
+        ).fetchone()[0]
+        if used + num_bytes > self.config.site_pending_bytes:
+            return f"the site has {used} bytes in the queue; site_pending_bytes is {self.config.site_pending_bytes}"
+        return ""
+
+    def _facts(
+        self, connection: sqlite3.Connection, group: Group, *, contract: Contract, head: int, now: float
+    ) -> Facts:
+        version = connection.execute(
+            "SELECT state_root, published FROM versions WHERE version = ? AND is_abandoned = 0", (group.oldest_version,)
+        ).fetchone()
+        prompt, is_answered = work.lookup(connection, group.assignment, group.id)
+        return Facts(
+            contract=contract,
+            head_version=head,
+            max_staleness_versions=self.config.max_staleness_versions,
+            max_policy_age_s=self.config.max_policy_age_s,
+            policy_age_s=max(0.0, now - version[1]) if version else 0.0,
+            state_root=version[0] if version else None,
+            assignment_prompt=prompt,
+            is_answered=is_answered,
+        )
+
+    def lease(self, connection: sqlite3.Connection, *, count: int, head: int, now: float) -> list[QueuedGroup]:
+        """Lease up to `count` groups to the learner, oldest policy first; drops what is too stale on the way."""
+        self._drop_stale(connection, head=head, now=now)
+        rows = connection.execute(
+            "SELECT arrival, digest, payload, arrived, published, site, incarnation, sequence FROM groups JOIN versions"
+            " ON versions.version = oldest_version WHERE state = 'pending' ORDER BY oldest_version, arrival LIMIT ?",
+            (count,),
+        ).fetchall()
+        leased: list[QueuedGroup] = []
+        for arrival, digest, data, arrived, published, *key in rows:
+            group = _verified(data, digest)
+            if group is None:
+                drop(connection, [GroupId(site=key[0], incarnation=key[1], sequence=key[2])], DropReason.INVALID)
+                continue
+            connection.execute("UPDATE groups SET state = 'leased' WHERE arrival = ?", (arrival,))
+            leased.append(
+                QueuedGroup(group=group, policy_age_s=max(0.0, now - published), queue_age_s=max(0.0, now - arrived))
+            )
+        return leased
+
+    def _drop_stale(self, connection: sqlite3.Connection, *, head: int, now: float) -> None:
+        rows = connection.execute(
+            "SELECT site, incarnation, sequence FROM groups JOIN versions ON versions.version = oldest_version"
+            " WHERE state = 'pending' AND (oldest_version < ? OR published < ?)",
+            (head - self.config.max_staleness_versions, now - self.config.max_policy_age_s),
+        ).fetchall()
+        drop(connection, [GroupId(site=a, incarnation=b, sequence=c) for a, b, c in rows], DropReason.STALE_AT_LEASE)
+
+    def consume(
+        self, connection: sqlite3.Connection, ids: Sequence[GroupId], *, version: int, parent: int
+    ) -> tuple[list[GroupId], str]:
+        """Move groups into a version; or move none, drop those too stale, and return the ones in the way."""
+        if len(set(ids)) != len(ids):
+            return list(ids), "a group is named twice"
+        missing: list[GroupId] = []
+        stale: list[GroupId] = []
+        for group_id in ids:
+            row = connection.execute(
+                f"SELECT state, oldest_version FROM groups WHERE {_WHERE_ID}",
+                _key(group_id),
+            ).fetchone()
+            if row is None or row[0] not in ("leased", "pending"):
+                missing.append(group_id)
+            elif parent - row[1] > self.config.max_staleness_versions:
+                stale.append(group_id)
+        if missing or stale:
+            drop(connection, stale, DropReason.STALE_AT_COMMIT)
+            return missing + stale, f"{len(missing)} groups are not available, {len(stale)} became too stale"
+        connection.executemany(
+            f"UPDATE groups SET state = 'consumed', version = ?, payload = NULL WHERE {_WHERE_ID}",
+            [(version, *_key(group_id)) for group_id in ids],
+        )
+        ledger.add(connection, ledger.CONSUMED, len(ids))
+        return [], ""
+
+
+def drop(connection: sqlite3.Connection, ids: Sequence[GroupId], reason: DropReason) -> None:
+    """Give pending or leased groups up for a reason; prompts are handed out again where the reason allows."""
+    for group_id in ids:
+        row = connection.execute(
+            "UPDATE groups SET state = 'dropped', reason = ?, payload = NULL WHERE state IN ('pending', 'leased')"
+            f" AND {_WHERE_ID} RETURNING assignment",
+            (reason.value, *_key(group_id)),
+        ).fetchone()
+        if row is not None:
+            ledger.add(connection, ledger.account_of(reason), 1)
+            if reason in REOPENED:
+                work.reopen(connection, row[0])
+
+
+def abandon_consumed(connection: sqlite3.Connection, versions: Sequence[int]) -> None:
+    """Groups of abandoned versions were trained on for nothing: count them, hand their prompts out again."""
+    for version in versions:
+        rows = connection.execute(
+            "UPDATE groups SET state = 'dropped', reason = ? WHERE version = ? AND state = 'consumed'"
+            " RETURNING assignment",
+            (DropReason.LINEAGE_ABANDONED.value, version),
+        ).fetchall()
+        ledger.add(connection, ledger.CONSUMED, -len(rows))
+        ledger.add(connection, ledger.account_of(DropReason.LINEAGE_ABANDONED), len(rows))
+        for (assignment,) in rows:
+            work.reopen(connection, assignment)
+
+
+def return_leased(connection: sqlite3.Connection, *, held: Iterable[GroupId] = ()) -> int:
+    """Put the learner's groups back into the queue, except those it still holds."""
+    keep = {_key(group_id) for group_id in held}
+    rows = connection.execute("SELECT site, incarnation, sequence FROM groups WHERE state = 'leased'").fetchall()
+    back = [tuple(row) for row in rows if tuple(row) not in keep]
+    connection.executemany(f"UPDATE groups SET state = 'pending' WHERE {_WHERE_ID}", back)
+    return len(back)
+
+
+def _key(group_id: GroupId) -> tuple[str, str, int]:
+    return group_id.site, group_id.incarnation, group_id.sequence
+
+
+def _verified(data: bytes, digest: str) -> Group | None:
+    if bytes_digest(data) != digest:
+        return None
+    try:
+        return group_from_bytes(data)
+    except MalformedPayload:
+        return None
+
+
+def _is_known(connection: sqlite3.Connection, group_id: GroupId) -> bool:
+    watermark = connection.execute(
+        "SELECT watermark FROM sites WHERE site = ? AND incarnation = ?", _key(group_id)[:2]
+    ).fetchone()[0]
+    if 0 < group_id.sequence <= watermark:
+        return True
+    return (
+        connection.execute(f"SELECT 1 FROM beyond_watermark WHERE {_WHERE_ID}", _key(group_id)).fetchone() is not None
+    )
+
+
+def _remember(connection: sqlite3.Connection, group_id: GroupId) -> None:
+    """Add a sequence; the watermark rises over what is dense, the rest waits beside it."""
+    connection.execute("INSERT INTO beyond_watermark VALUES (?, ?, ?)", _key(group_id))
+    site = _key(group_id)[:2]
+    (watermark,) = connection.execute("SELECT watermark FROM sites WHERE site = ? AND incarnation = ?", site).fetchone()
+    start = watermark
+    for (sequence,) in connection.execute(
+        "SELECT sequence FROM beyond_watermark WHERE site = ? AND incarnation = ? ORDER BY sequence", site
+    ):
+        if sequence != watermark + 1:
+            break
+        watermark = sequence
+    if watermark > start:
+        connection.execute(
+            "DELETE FROM beyond_watermark WHERE site = ? AND incarnation = ? AND sequence <= ?", (*site, watermark)
+        )
+        connection.execute("UPDATE sites SET watermark = ? WHERE site = ? AND incarnation = ?", (watermark, *site))
+
+
+def _duplicate(connection: sqlite3.Connection, group_id: GroupId, digest: str) -> PushOutcome:
+    row = connection.execute(
+        f"SELECT digest FROM groups WHERE {_WHERE_ID}",
+        _key(group_id),
+    ).fetchone()
+    if row is not None and row[0] != digest:
+        # Not a new group, so the ledger does not move: the first content stands.
+        return PushOutcome(
+            id=group_id,
+            status=PushStatus.DROPPED,
+            reason=DropReason.CONFLICT,
+            message="this id was pushed before with other content, which stands",
+        )
+    return PushOutcome(id=group_id, status=PushStatus.DUPLICATE, message="known already")

@@ -1,0 +1,51 @@
+"""What the coordinator shows of a run: step reports and status, as store operations that only read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sqlite3
+
+from services.common.types import RunStatus, StepReport
+from services.coordinator import ledger, lineage
+from services.coordinator.config import CoordinatorConfig
+from services.coordinator.database import get_meta
+from services.coordinator.sites import Sites
+
+
+def encode(report: StepReport) -> bytes:
+    """A step report as JSON bytes."""
+    return json.dumps(dataclasses.asdict(report)).encode()
+
+
+def list_steps(connection: sqlite3.Connection, after_step: int, limit: int) -> tuple[StepReport, ...]:
+    """Step reports after a cursor, oldest first."""
+    rows = connection.execute(
+        "SELECT report FROM steps WHERE step > ? ORDER BY step, version LIMIT ?", (after_step, limit)
+    )
+    return tuple(StepReport(**json.loads(row[0])) for row in rows)
+
+
+def run_status(
+    connection: sqlite3.Connection, *, config: CoordinatorConfig, sites: Sites, now: float, uptime_s: float
+) -> RunStatus:
+    """The state of the run."""
+    row = connection.execute(
+        "SELECT version, bytes_full, bytes_last, changed_fraction FROM versions ORDER BY version DESC LIMIT 1"
+    ).fetchone()
+    last = connection.execute("SELECT report FROM steps ORDER BY step DESC, version DESC LIMIT 1").fetchone()
+    is_held = get_meta(connection, "lease_released") == "0"
+    return RunStatus(
+        run_id=config.run_id,
+        head_version=row[0] if row else lineage.NONE,
+        epoch=int(get_meta(connection, "epoch") or 0),
+        learner=(get_meta(connection, "holder") or "") if is_held else "",
+        is_draining=bool(get_meta(connection, "draining")),
+        uptime_s=uptime_s,
+        ledger=ledger.counts(connection),
+        bytes_full=row[1] if row else 0,
+        bytes_last=row[2] if row else 0,
+        changed_fraction=row[3] if row else 0.0,
+        sites=sites.statuses(connection, now),
+        last_report=StepReport(**json.loads(last[0])) if last else None,
+    )

@@ -1,0 +1,242 @@
+"""Messages <-> domain calls of the coordinator. Decides nothing; typed errors pass through to the interceptor."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+from heterorl.v1 import policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc, run_pb2, run_pb2_grpc
+
+from services.common.api import CoordinatorApi
+from services.common.errors import InvalidRequest
+from services.common.metrics import BYTES, PUSHED_GROUPS
+from services.common.rpc import messages
+from services.common.rpc.options import FRAME_BYTES
+from services.common.rpc.run_status import status_to_pb
+from services.common.types import DropReason, Group, PushOutcome, PushStatus, SiteId
+from services.common.wire import contract_from_pb, group_from_pb, group_id_from_pb, group_to_pb
+
+PUSH_BATCH = 16
+"""Groups of one push stream that share a commit."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
+    """heterorl.v1.PolicyService."""
+
+    def __init__(self, api: CoordinatorApi) -> None:
+        self._api = api
+
+    async def AcquireLease(
+        self, request: policy_pb2.AcquireLeaseRequest, context: Context
+    ) -> policy_pb2.AcquireLeaseResponse:
+        grant = await self._api.acquire_lease(
+            holder=request.holder, contract=contract_from_pb(request.contract), request_id=request.request_id
+        )
+        return policy_pb2.AcquireLeaseResponse(
+            epoch=grant.epoch, ttl_s=grant.ttl_s, head_version=grant.head_version, holder=grant.holder
+        )
+
+    async def RenewLease(
+        self, request: policy_pb2.RenewLeaseRequest, context: Context
+    ) -> policy_pb2.RenewLeaseResponse:
+        grant = await self._api.renew_lease(epoch=request.epoch)
+        return policy_pb2.RenewLeaseResponse(
+            epoch=grant.epoch, ttl_s=grant.ttl_s, head_version=grant.head_version, holder=grant.holder
+        )
+
+    async def ReleaseLease(
+        self, request: policy_pb2.ReleaseLeaseRequest, context: Context
+    ) -> policy_pb2.ReleaseLeaseResponse:
+        await self._api.release_lease(epoch=request.epoch)
+        return policy_pb2.ReleaseLeaseResponse()
+
+    async def QueryUpload(
+        self, request: policy_pb2.QueryUploadRequest, context: Context
+    ) -> policy_pb2.QueryUploadResponse:
+        digest = messages.digest_field("digest", request.digest)
+        return policy_pb2.QueryUploadResponse(num_bytes=await self._api.query_upload(digest=digest))
+
+    async def UploadPayload(
+        self, request_iterator: AsyncIterator[policy_pb2.UploadPayloadRequest], context: Context
+    ) -> policy_pb2.UploadPayloadResponse:
+        first = await anext(request_iterator, None)
+        if first is None or first.WhichOneof("part") != "header":
+            raise InvalidRequest("upload: the first message must be the header")
+
+        async def frames() -> AsyncIterator[bytes]:
+            async for message in request_iterator:
+                if message.WhichOneof("part") != "frame" or not 0 < len(message.frame) <= FRAME_BYTES:
+                    raise InvalidRequest(f"upload: frames carry 1 to {FRAME_BYTES} bytes")
+                BYTES.labels("weights", "in").inc(len(message.frame))
+                yield message.frame
+
+        num_bytes = await self._api.upload_payload(
+            epoch=first.header.epoch,
+            digest=messages.digest_field("header.digest", first.header.digest),
+            num_bytes=first.header.num_bytes,
+            offset=first.header.offset,
+            frames=frames(),
+        )
+        return policy_pb2.UploadPayloadResponse(num_bytes=num_bytes)
+
+    async def PublishVersion(
+        self, request: policy_pb2.PublishVersionRequest, context: Context
+    ) -> policy_pb2.PublishVersionResponse:
+        version = await self._api.publish_version(messages.publish_from_pb(request))
+        return policy_pb2.PublishVersionResponse(version=version)
+
+    async def GetStep(self, request: policy_pb2.GetStepRequest, context: Context) -> policy_pb2.GetStepResponse:
+        return policy_pb2.GetStepResponse(version=await self._api.get_step(step_id=request.step_id))
+
+    async def WatchHead(
+        self, request: policy_pb2.WatchHeadRequest, context: Context
+    ) -> AsyncIterator[policy_pb2.WatchHeadResponse]:
+        async for update in self._api.watch_head(after_version=request.after_version):
+            yield policy_pb2.WatchHeadResponse(version=update.version, age_s=update.age_s)
+
+    async def GetManifest(
+        self, request: policy_pb2.GetManifestRequest, context: Context
+    ) -> policy_pb2.GetManifestResponse:
+        return policy_pb2.GetManifestResponse(manifest=await self._api.get_manifest(version=request.version))
+
+    async def PlanPull(self, request: policy_pb2.PlanPullRequest, context: Context) -> policy_pb2.PlanPullResponse:
+        plan = await self._api.plan_pull(
+            have_version=request.have_version, have_root=request.have_root, want_version=request.want_version
+        )
+        return messages.plan_to_pb(plan)
+
+    async def ReadPayload(
+        self, request: policy_pb2.ReadPayloadRequest, context: Context
+    ) -> AsyncIterator[policy_pb2.ReadPayloadResponse]:
+        digest = messages.digest_field("digest", request.digest)
+        async for frame in self._api.read_payload(digest=digest, offset=request.offset):
+            BYTES.labels("weights", "out").inc(len(frame))
+            yield policy_pb2.ReadPayloadResponse(frame=frame)
+
+
+class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
+    """heterorl.v1.RolloutService."""
+
+    def __init__(self, api: CoordinatorApi) -> None:
+        self._api = api
+
+    async def LeaseWork(self, request: rollout_pb2.LeaseWorkRequest, context: Context) -> rollout_pb2.LeaseWorkResponse:
+        grant = await self._api.lease_work(
+            site=SiteId(request.site),
+            incarnation=request.incarnation,
+            max_groups=request.max_groups,
+            policy_version=request.policy_version,
+        )
+        return messages.work_grant_to_pb(grant)
+
+    async def AbandonWork(
+        self, request: rollout_pb2.AbandonWorkRequest, context: Context
+    ) -> rollout_pb2.AbandonWorkResponse:
+        await self._api.abandon_work(
+            site=SiteId(request.site), incarnation=request.incarnation, assignments=list(request.assignments)
+        )
+        return rollout_pb2.AbandonWorkResponse()
+
+    async def PushGroups(
+        self, request_iterator: AsyncIterator[rollout_pb2.PushGroupsRequest], context: Context
+    ) -> AsyncIterator[rollout_pb2.PushGroupsResponse]:
+        # Waits for: messages from the sampler (bounded by the queue), then for their commit.
+        # Unblocked by: the reader's None at the end of the stream, or the cancellation of the call.
+        arrived: asyncio.Queue[rollout_pb2.PushGroupsRequest | None] = asyncio.Queue(PUSH_BATCH)
+
+        async def read() -> None:
+            async for message in request_iterator:
+                await arrived.put(message)
+            await arrived.put(None)
+
+        reader = asyncio.create_task(read())
+        try:
+            is_open = True
+            while is_open:
+                batch = [await arrived.get()]
+                while not arrived.empty() and len(batch) < PUSH_BATCH:
+                    batch.append(arrived.get_nowait())
+                is_open = batch[-1] is not None
+                for outcome in await self._push([message for message in batch if message is not None]):
+                    PUSHED_GROUPS.labels(outcome.status.value, outcome.reason.value if outcome.reason else "").inc()
+                    yield messages.outcome_to_pb(outcome)
+        finally:
+            reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await reader
+
+    async def _push(self, batch: list[rollout_pb2.PushGroupsRequest]) -> list[PushOutcome]:
+        """One outcome per message, in order; a group that no value can hold is refused without touching the others."""
+        outcomes: dict[int, PushOutcome] = {}
+        groups: list[tuple[int, Group]] = []
+        for position, message in enumerate(batch):
+            BYTES.labels("groups", "in").inc(message.ByteSize())
+            try:
+                groups.append((position, group_from_pb(message.group)))
+            except InvalidRequest as error:
+                outcomes[position] = PushOutcome(
+                    id=group_id_from_pb(message.group.id),
+                    status=PushStatus.DROPPED,
+                    reason=DropReason.INVALID,
+                    message=str(error),
+                )
+        answers = await self._api.push_groups([group for _, group in groups]) if groups else []
+        outcomes.update((position, answer) for (position, _), answer in zip(groups, answers, strict=True))
+        return [outcomes[position] for position in range(len(batch))]
+
+    async def StreamGroups(
+        self, request_iterator: AsyncIterator[rollout_pb2.StreamGroupsRequest], context: Context
+    ) -> AsyncIterator[rollout_pb2.StreamGroupsResponse]:
+        first = await anext(request_iterator, None)
+        if first is None:
+            raise InvalidRequest("stream: the first message must state the epoch")
+
+        async def credits() -> AsyncIterator[int]:
+            if first.credits:
+                yield first.credits
+            async for message in request_iterator:
+                yield message.credits
+
+        held = [group_id_from_pb(group_id) for group_id in first.held]
+        async for queued in self._api.stream_groups(epoch=first.epoch, held=held, credits=credits()):
+            message = rollout_pb2.StreamGroupsResponse(
+                group=group_to_pb(queued.group), policy_age_s=queued.policy_age_s, queue_age_s=queued.queue_age_s
+            )
+            BYTES.labels("groups", "out").inc(message.ByteSize())
+            yield message
+
+    async def AbandonGroups(
+        self, request: rollout_pb2.AbandonGroupsRequest, context: Context
+    ) -> rollout_pb2.AbandonGroupsResponse:
+        ids = [group_id_from_pb(group_id) for group_id in request.ids]
+        await self._api.abandon_groups(epoch=request.epoch, ids=ids, reason=request.reason)
+        return rollout_pb2.AbandonGroupsResponse()
+
+
+class RunServicer(run_pb2_grpc.RunServiceServicer):
+    """heterorl.v1.RunService."""
+
+    def __init__(self, api: CoordinatorApi) -> None:
+        self._api = api
+
+    async def Register(self, request: run_pb2.RegisterRequest, context: Context) -> run_pb2.RegisterResponse:
+        return messages.register_answer_to_pb(await self._api.register(messages.registration_from_pb(request)))
+
+    async def Heartbeat(self, request: run_pb2.HeartbeatRequest, context: Context) -> run_pb2.HeartbeatResponse:
+        return messages.commands_to_pb(await self._api.heartbeat(messages.heartbeat_from_pb(request)))
+
+    async def GetStatus(self, request: run_pb2.GetStatusRequest, context: Context) -> run_pb2.GetStatusResponse:
+        return status_to_pb(await self._api.get_status())
+
+    async def ListSteps(self, request: run_pb2.ListStepsRequest, context: Context) -> run_pb2.ListStepsResponse:
+        reports = await self._api.list_steps(after_step=request.after_step, limit=request.limit)
+        return run_pb2.ListStepsResponse(reports=[messages.report_to_pb(report) for report in reports])
+
+    async def Drain(self, request: run_pb2.DrainRequest, context: Context) -> run_pb2.DrainResponse:
+        await self._api.drain(reason=request.reason)
+        return run_pb2.DrainResponse()

@@ -1,0 +1,116 @@
+"""What is known of the samplers: durable registrations, and in memory who was seen when and whose leases run out.
+
+Times are instants of the monotonic clock and affect liveness only; after a restart every lease gets a fresh term.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.common.api import Heartbeat, Registration
+from services.common.types import SiteId, SiteStatus, WorkAssignment
+from services.coordinator.work import Handed
+
+
+@dataclass(slots=True)
+class _Seen:
+    at: float
+    policy_version: int = -1
+    state_root: str = ""
+    tokens_per_s: float = 0.0
+
+
+class Sites:
+    """Registrations, last signs of life, and deadlines of assignments."""
+
+    def __init__(self, *, work_lease_s: float) -> None:
+        self._work_lease_s = work_lease_s
+        self._seen: dict[tuple[str, str], _Seen] = {}
+        self._deadlines: dict[int, float] = {}
+
+    def restore(self, assignments: dict[int, tuple[str, str]], now: float) -> None:
+        """Give the leases of an earlier process a fresh term."""
+        self._deadlines = dict.fromkeys(assignments, now + self._work_lease_s)
+
+    def leased(self, handed: Sequence[Handed], now: float) -> tuple[WorkAssignment, ...]:
+        """Start the terms of new leases."""
+        self._deadlines.update(dict.fromkeys((entry.assignment for entry in handed), now + self._work_lease_s))
+        return tuple(
+            WorkAssignment(
+                id=entry.assignment, prompt_index=entry.prompt_index, seed=entry.seed, lease_s=self._work_lease_s
+            )
+            for entry in handed
+        )
+
+    def expired(self, now: float) -> list[int]:
+        """Assignments whose term ended; forgets them."""
+        ended = [assignment for assignment, deadline in self._deadlines.items() if deadline <= now]
+        for assignment in ended:
+            del self._deadlines[assignment]
+        return ended
+
+    def see(self, site: str, incarnation: str, now: float, *, policy_version: int | None = None) -> None:
+        """Note a sign of life."""
+        seen = self._seen.setdefault((site, incarnation), _Seen(at=now))
+        seen.at = now
+        if policy_version is not None:
+            seen.policy_version = policy_version
+
+    def beat(self, beat: Heartbeat, now: float) -> None:
+        """Note what a heartbeat says."""
+        self._seen[beat.site, beat.incarnation] = _Seen(
+            at=now,
+            policy_version=beat.policy_version,
+            state_root=beat.state_root,
+            tokens_per_s=beat.tokens_per_s,
+        )
+
+    def register(self, connection: sqlite3.Connection, registration: Registration) -> int:
+        """Make a registration durable; returns the highest sequence known of the incarnation."""
+        key = (registration.site, registration.incarnation)
+        connection.execute(
+            "INSERT INTO sites (site, incarnation, engine, dtype) VALUES (?, ?, ?, ?)"
+            " ON CONFLICT (site, incarnation) DO UPDATE SET engine = excluded.engine, dtype = excluded.dtype",
+            (*key, registration.engine, registration.dtype),
+        )
+        (highest,) = connection.execute(
+            "SELECT max(watermark, coalesce((SELECT max(sequence) FROM beyond_watermark b"
+            " WHERE b.site = sites.site AND b.incarnation = sites.incarnation), 0))"
+            " FROM sites WHERE site = ? AND incarnation = ?",
+            key,
+        ).fetchone()
+        return int(highest)
+
+    def is_known(self, connection: sqlite3.Connection, site: str, incarnation: str) -> bool:
+        """Whether the incarnation is registered."""
+        row = connection.execute("SELECT 1 FROM sites WHERE site = ? AND incarnation = ?", (site, incarnation))
+        return row.fetchone() is not None
+
+    def statuses(self, connection: sqlite3.Connection, now: float) -> tuple[SiteStatus, ...]:
+        """All sites, those never seen by this process included."""
+        leased: dict[tuple[str, str], int] = {
+            (site, incarnation): count
+            for site, incarnation, count in connection.execute(
+                "SELECT site, incarnation, count(*) FROM work WHERE is_leased = 1 GROUP BY site, incarnation"
+            )
+        }
+        rows = connection.execute("SELECT site, incarnation, accepted, dropped FROM sites ORDER BY site, incarnation")
+        statuses = []
+        for site, incarnation, accepted, dropped in rows:
+            seen = self._seen.get((site, incarnation))
+            statuses.append(
+                SiteStatus(
+                    site=SiteId(site),
+                    incarnation=incarnation,
+                    policy_version=seen.policy_version if seen else -1,
+                    state_root=seen.state_root if seen else "",
+                    last_seen_s=now - seen.at if seen else -1.0,
+                    groups_accepted=accepted,
+                    groups_dropped=dropped,
+                    tokens_per_s=seen.tokens_per_s if seen else 0.0,
+                    work_leased=leased.get((site, incarnation), 0),
+                )
+            )
+        return tuple(statuses)

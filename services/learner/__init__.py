@@ -1,0 +1,1 @@
+"""The learner: streams whole groups, runs optimizer steps, publishes versions."""

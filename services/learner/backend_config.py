@@ -1,0 +1,37 @@
+"""How the learner computes: optimizer, precision, device and micro-batches of one process."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from services.common.config import Config
+
+
+class TorchBackendConfig(Config):
+    """One process, CPU or one GPU; weights are kept in fp32 and published in a narrower type."""
+
+    kind: Literal["torch"] = "torch"
+    lr: float = Field(default=1e-6, gt=0.0, le=1.0)
+    """AdamW step size after warm-up."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW decay rates of the first and second moments, each in [0, 1)."""
+    weight_decay: float = Field(default=0.0, ge=0.0, le=1.0)
+    """AdamW decoupled weight decay, applied to every parameter."""
+    grad_clip: float = Field(default=1.0, gt=0.0)
+    """Largest norm of the whole gradient; longer gradients are scaled down to it."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Applied steps over which the step size grows linearly from lr / warmup_steps to lr."""
+    micro_batch_tokens: int = Field(default=16384, ge=1)
+    """Tokens of one forward and backward pass, padding included; a longer rollout gets a pass of its own."""
+    batching: Literal["padded", "packed"] = "padded"
+    """Rollouts of similar length side by side, or one after another in one row with block-diagonal attention."""
+    published_dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """Type of the weights that samplers receive."""
+    compute_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type of matrix products; log-probabilities are normalised in fp32 either way."""
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
+    """Where the weights live: cpu, cuda or cuda:N."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""

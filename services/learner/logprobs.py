@@ -1,0 +1,119 @@
+"""Log-probs and entropies of tokens from hidden states, without ever holding [tokens x vocabulary].
+
+Guarantees: equal to log_softmax(hidden @ weight.T / temperature) gathered at the targets, in value and gradient;
+forward and backward hold the logits of one chunk of tokens at a time (the backward pass computes them again);
+normalised in fp32 or wider. Entropies carry no gradient.
+
+Suffixes: N tokens, H hidden width, V vocabulary, C tokens of one chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from services.common.types import LogprobMode, SamplingSemantics
+
+CHUNK_LOGITS = 16 << 20
+"""Logits held at a time; 64 MiB in fp32."""
+
+
+def logit_temperature(sampling: SamplingSemantics) -> float:
+    """What logits are divided by so that learner log-probs mean what sampler log-probs mean."""
+    if sampling.logprob_mode is LogprobMode.RAW:
+        return 1.0
+    if not sampling.temperature > 0.0:
+        raise ValueError(f"temperature {sampling.temperature} has no log-probs: it must be positive")
+    return sampling.temperature
+
+
+def token_logprobs(
+    hidden_NH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    targets_N: torch.Tensor,
+    *,
+    temperature: float,
+    chunk_logits: int = CHUNK_LOGITS,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-prob of each target token, and the entropy of the distribution it was drawn from, in nats.
+
+    Args:
+        hidden_NH: last hidden states; products are computed in their type.
+        weight_VH: output embedding.
+        targets_N: int64 token ids in [0, V).
+        temperature: positive; logits are divided by it.
+        chunk_logits: logits to hold at a time; at least one token is taken.
+
+    Returns:
+        Two tensors [N] in fp32, or in float64 for float64 hidden states.
+    """
+    assert hidden_NH.dim() == weight_VH.dim() == 2
+    assert targets_N.dtype == torch.int64
+    assert targets_N.shape == hidden_NH.shape[:1]
+    chunk_tokens = max(1, chunk_logits // weight_VH.shape[0])
+    logprobs_N, entropies_N = _TokenLogprobs.apply(hidden_NH, weight_VH, targets_N, temperature, chunk_tokens)
+    return logprobs_N, entropies_N
+
+
+def _chunks(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
+    return (slice(start, min(start + chunk_tokens, num_tokens)) for start in range(0, num_tokens, chunk_tokens))
+
+
+def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperature: float) -> torch.Tensor:
+    logits_CV = hidden_CH @ weight_VH.T
+    logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+    return logits_CV if temperature == 1.0 else logits_CV.div_(temperature)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        targets_N: torch.Tensor,
+        temperature: float,
+        chunk_tokens: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
+        logprobs_N, entropies_N, lse_N = hidden_NH.new_empty((3, hidden_NH.shape[0]), dtype=dtype).unbind(0)
+        with torch.autocast(hidden_NH.device.type, enabled=False):
+            weight = weight_VH.to(hidden_NH.dtype)
+            for chunk in _chunks(hidden_NH.shape[0], chunk_tokens):
+                logits_CV = _logits(hidden_NH[chunk], weight, temperature)
+                lse_C = torch.logsumexp(logits_CV, 1)
+                lse_N[chunk] = lse_C
+                logprobs_N[chunk] = logits_CV.gather(1, targets_N[chunk, None])[:, 0] - lse_C
+                # H = lse - sum p x; in place, because the chunk's logits are the largest thing held.
+                probs_CV = torch.exp(logits_CV - lse_C[:, None])
+                entropies_N[chunk] = lse_C - probs_CV.mul_(logits_CV).sum(1)
+                del logits_CV, probs_CV
+        ctx.save_for_backward(hidden_NH, weight_VH, targets_N, lse_N)
+        ctx.temperature = temperature
+        ctx.chunk_tokens = chunk_tokens
+        ctx.mark_non_differentiable(entropies_N)
+        return logprobs_N, entropies_N
+
+    @staticmethod
+    def backward(
+        ctx: Any, *gradients: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
+        hidden_NH, weight_VH, targets_N, lse_N = ctx.saved_tensors
+        gradient_N = gradients[0] / ctx.temperature
+        hidden_gradient_NH = torch.empty_like(hidden_NH) if ctx.needs_input_grad[0] else None
+        weight_gradient_VH = torch.zeros_like(weight_VH) if ctx.needs_input_grad[1] else None
+        weight = weight_VH.to(hidden_NH.dtype)
+        for chunk in _chunks(hidden_NH.shape[0], ctx.chunk_tokens):
+            # d logprob / d logit = onehot(target) - softmax
+            slope_CV = _logits(hidden_NH[chunk], weight, ctx.temperature).sub_(lse_N[chunk, None]).exp_()
+            slope_CV.mul_(-gradient_N[chunk, None])
+            slope_CV.scatter_add_(1, targets_N[chunk, None], gradient_N[chunk, None])
+            slope_CV = slope_CV.to(hidden_NH.dtype)
+            if hidden_gradient_NH is not None:
+                torch.mm(slope_CV, weight, out=hidden_gradient_NH[chunk])
+            if weight_gradient_VH is not None:
+                weight_gradient_VH += slope_CV.T @ hidden_NH[chunk]
+            del slope_CV
+        return hidden_gradient_NH, weight_gradient_VH, None, None, None

@@ -1,0 +1,66 @@
+"""The state of a run for people (tables) and programs (JSON)."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+from rich.table import Table
+
+from services.common.types import RunStatus
+
+
+def status_json(status: RunStatus) -> dict[str, Any]:
+    """A run's state as plain JSON values; enum keys become their values."""
+
+    def plain(value: Any) -> Any:
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        if isinstance(value, dict):
+            return {plain(key): plain(entry) for key, entry in value.items()}
+        if isinstance(value, tuple | list):
+            return [plain(entry) for entry in value]
+        return value.value if isinstance(value, enum.Enum) else value
+
+    result: dict[str, Any] = plain(status)
+    result["ledger"]["is_balanced"] = status.ledger.is_balanced
+    return result
+
+
+def status_tables(status: RunStatus) -> tuple[Table, Table]:
+    """A run's state as two tables: the run, and its sites."""
+    run = Table(title=f"run {status.run_id}", show_header=False)
+    ratio = status.bytes_full / status.bytes_last if status.bytes_last else 0.0
+    ledger = status.ledger
+    dropped = ", ".join(f"{reason.value} {count}" for reason, count in ledger.dropped.items() if count) or "none"
+    rows = [
+        ("version", str(status.head_version)),
+        ("learner", f"{status.learner or 'none'} (epoch {status.epoch})"),
+        ("weights", f"{status.bytes_last:,} of {status.bytes_full:,} bytes ({ratio:.1f}x)"),
+        ("changed", f"{status.changed_fraction:.2%} of the elements"),
+        ("queue", f"{ledger.pending} pending, {ledger.leased} leased"),
+        ("trained", f"{ledger.consumed} groups"),
+        ("dropped", dropped),
+        ("ledger", "balanced" if ledger.is_balanced else f"BROKEN: {ledger}"),
+        ("uptime", f"{status.uptime_s:.0f} s" + (", draining" if status.is_draining else "")),
+    ]
+    report = status.last_report
+    if report is not None:
+        rows.insert(1, ("step", f"{report.step}: reward {report.reward_mean:.3f}, KL {report.kl:.3f}"))
+        rows.insert(2, ("staleness", f"{report.staleness_mean:.1f} mean, {report.staleness_max} max"))
+    for row in rows:
+        run.add_row(*row)
+    sites = Table("site", "version", "behind", "accepted", "dropped", "tokens/s", "leased", "seen", title="sites")
+    for site in status.sites:
+        sites.add_row(
+            site.site,
+            str(site.policy_version),
+            str(status.head_version - site.policy_version),
+            str(site.groups_accepted),
+            str(site.groups_dropped),
+            f"{site.tokens_per_s:.0f}",
+            str(site.work_leased),
+            f"{site.last_seen_s:.0f} s ago",
+        )
+    return run, sites

@@ -1,0 +1,53 @@
+"""Every typed refusal crosses the wire as itself."""
+
+import grpc
+import grpc.aio
+import pytest
+from heterorl.v1 import errors_pb2
+
+from services.common import errors
+from services.common.errors import HeterorlError, RemoteError
+from services.common.rpc.status import TABLE, from_rpc_error, reason_of, to_status
+
+LOCAL = {errors.Unreachable}
+"""Raised by the caller itself when there is no answer."""
+
+
+def _received(error: HeterorlError) -> HeterorlError | None:
+    code, message, trailers = to_status(error)
+    return from_rpc_error(
+        grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailers), details=message)
+    )
+
+
+def test_table_has_every_refusal_and_every_reason():
+    assert set(TABLE) == set(RemoteError.__subclasses__()) - LOCAL
+    reasons = {reason for reason, _ in TABLE.values()}
+    assert reasons == set(errors_pb2.ErrorReason.values()) - {errors_pb2.ERROR_REASON_UNSPECIFIED}
+
+
+@pytest.mark.parametrize("error_class", sorted(TABLE, key=lambda item: item.__name__))
+def test_refusal_keeps_type_message_action_and_delay_across_the_wire(error_class):
+    received = _received(error_class("the text", retry_after_s=2.5))
+
+    assert type(received) is error_class
+    assert str(received) == f"the text ({error_class.action})"
+    assert received.retry_after_s == 2.5
+    assert reason_of(received) != "internal"
+
+
+def test_unknown_error_is_internal_and_a_broken_link_is_not_typed():
+    internal = _received(errors.CorruptStore("row 7"))
+
+    assert type(internal) is RemoteError
+    assert "row 7" in str(internal)
+    broken = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata())
+    assert from_rpc_error(broken) is None
+
+
+def test_oversized_message_becomes_a_quota_error():
+    refused = grpc.aio.AioRpcError(
+        grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.aio.Metadata(), grpc.aio.Metadata(), details="Received message larger"
+    )
+
+    assert type(from_rpc_error(refused)) is errors.QuotaExceeded

@@ -1,0 +1,71 @@
+"""What may be imported where, and which calls are banned."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted((ROOT / "services").rglob("*.py"))
+DECISIONS = [
+    "coordinator/membership.py",
+    "coordinator/schedule.py",
+    "coordinator/ledger.py",
+    "common/weights/plan.py",
+    "common/weights/manifest.py",
+    "learner/losses.py",
+    "learner/advantages.py",
+]
+
+
+def test_coordinator_never_loads_torch():
+    code = (
+        "import sys, services.coordinator.app, services.coordinator.config, services.cli;"
+        "print(sorted(set(sys.modules) & {'torch', 'transformers', 'safetensors'}))"
+    )
+
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50, check=True
+    )
+
+    assert result.stdout.strip() == "[]"
+
+
+def _calls(tree: ast.AST) -> set[str]:
+    return {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+
+
+def _imports(tree: ast.AST) -> set[str]:
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module or "")
+    return names
+
+
+def _violations(source: str) -> set[str]:
+    tree = ast.parse(source)
+    bad = _calls(tree) & {"eval", "exec", "torch.load", "torch.save", "yaml.load", "marshal.loads", "time.sleep"}
+    bad |= _imports(tree) & {"pickle", "marshal", "shelve", "dill", "cloudpickle", "multiprocessing.connection"}
+    return bad
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_source_uses_no_unsafe_deserialisation(path):
+    assert _violations(path.read_text()) == set()
+
+
+@pytest.mark.parametrize("source", ["import pickle", "torch.load('x')", "eval('1')", "from pickle import loads"])
+def test_the_ban_finds_what_it_bans(source):
+    assert _violations(source)
+
+
+@pytest.mark.parametrize("name", DECISIONS)
+def test_decisions_read_no_clock_and_draw_no_randomness(name):
+    banned = {"time", "random", "uuid", "secrets", "threading", "asyncio", "datetime", "os"}
+
+    assert _imports(ast.parse((ROOT / "services" / name).read_text())) & banned == set()

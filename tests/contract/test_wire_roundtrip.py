@@ -1,0 +1,350 @@
+"""Protobuf <-> domain values is lossless for every value."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from heterorl.v1 import common_pb2, rollout_pb2
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.common import wire
+from services.common.api import Command, Heartbeat, PlanKind, PullPlan, RegisterAnswer, Registration, WorkGrant
+from services.common.errors import InvalidRequest, MalformedPayload
+from services.common.rpc import messages
+from services.common.rpc.run_status import status_from_pb, status_to_pb
+from services.common.types import (
+    Contract,
+    DropReason,
+    FinishReason,
+    Group,
+    GroupId,
+    LedgerCounts,
+    LogprobMode,
+    Manifest,
+    PayloadKind,
+    PayloadRef,
+    PublishRequest,
+    PushOutcome,
+    PushStatus,
+    RewardPart,
+    Rollout,
+    RunStatus,
+    SamplingSemantics,
+    SiteStatus,
+    StepReport,
+    VersionSpan,
+    WorkAssignment,
+)
+
+text = st.text(alphabet="abc-0", min_size=1, max_size=8)
+uint = st.integers(0, 2**40)
+version = st.integers(-1, 2**40)
+real = st.floats(allow_nan=False, allow_infinity=False, width=64)
+digest = st.text(alphabet="0123456789abcdef", min_size=64, max_size=64)
+group_ids = st.builds(GroupId, site=text, incarnation=text, sequence=uint)
+
+
+@st.composite
+def rollouts(draw):
+    length = draw(st.integers(0, 6))
+    ids = draw(st.lists(st.integers(0, 2**31 - 1), min_size=length, max_size=length))
+    logprobs = draw(st.lists(st.floats(width=32), min_size=length, max_size=length))
+    return Rollout(
+        token_ids=np.array(ids, np.int32),
+        sampler_logprobs=np.array(logprobs, np.float32),
+        spans=tuple(
+            draw(
+                st.lists(
+                    st.builds(VersionSpan, version=version, start=st.integers(0, 9), end=st.integers(0, 9)), max_size=2
+                )
+            )
+        ),
+        reward=draw(real),
+        reward_parts=tuple(draw(st.lists(st.builds(RewardPart, name=text, value=real), max_size=2))),
+        finish_reason=draw(st.sampled_from(FinishReason)),
+    )
+
+
+groups = st.builds(
+    Group,
+    id=group_ids,
+    assignment=uint,
+    prompt_index=uint,
+    prompt_token_ids=st.lists(st.integers(0, 999), max_size=5).map(lambda ids: np.array(ids, np.int32)),
+    rollouts=st.lists(rollouts(), max_size=3).map(tuple),
+    oldest_version=version,
+    state_root=digest,
+    generation_s=real,
+)
+sampling = st.builds(
+    SamplingSemantics,
+    temperature=real,
+    top_p=real,
+    top_k=st.integers(0, 999),
+    max_new_tokens=st.integers(0, 9999),
+    logprob_mode=st.sampled_from(LogprobMode),
+)
+contracts = st.builds(
+    Contract,
+    tokenizer_digest=digest,
+    chat_template_digest=digest,
+    task_digest=digest,
+    layout_id=digest,
+    vocab_size=st.integers(0, 2**31),
+    num_prompts=uint,
+    group_size=st.integers(0, 999),
+    sampling=sampling,
+)
+payloads = st.builds(
+    PayloadRef,
+    kind=st.sampled_from(PayloadKind),
+    from_version=version,
+    to_version=version,
+    digest=digest,
+    num_bytes=uint,
+)
+manifests = st.builds(
+    Manifest,
+    run_id=text,
+    epoch=uint,
+    version=version,
+    parent_version=version,
+    parent_digest=digest,
+    layout_id=digest,
+    chunk_digests=st.lists(st.binary(min_size=16, max_size=16), max_size=3).map(tuple),
+    state_root=digest,
+    step=uint,
+    num_changed=uint,
+    num_elements=uint,
+    full_bytes=uint,
+    payloads=st.lists(payloads, max_size=2).map(tuple),
+)
+reports = st.builds(
+    StepReport,
+    step=uint,
+    version=version,
+    loss=real,
+    reward_mean=real,
+    kl=real,
+    ess_fraction=real,
+    iw_variance=real,
+    clip_fraction=real,
+    entropy=real,
+    grad_norm=real,
+    staleness_mean=real,
+    staleness_max=uint,
+    policy_age_p50_s=real,
+    num_groups=st.integers(0, 999),
+    num_tokens=uint,
+    step_s=real,
+    is_applied=st.booleans(),
+    evaluation_accuracy=st.none() | real,
+)
+
+
+@given(groups)
+def test_group_survives_bytes_bit_for_bit(group):
+    data = wire.group_to_bytes(group)
+    back = wire.group_from_bytes(data)
+
+    assert wire.group_to_bytes(back) == data
+    assert (back.id, back.assignment, back.state_root) == (group.id, group.assignment, group.state_root)
+    for one, other in zip(back.rollouts, group.rollouts, strict=True):
+        assert one.token_ids.dtype == np.int32
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        # bit patterns: NaN must stay NaN to be refused later
+        assert one.sampler_logprobs.view(np.int32).tolist() == other.sampler_logprobs.view(np.int32).tolist()
+        assert (one.spans, one.reward, one.reward_parts, one.finish_reason) == (
+            other.spans,
+            other.reward,
+            other.reward_parts,
+            other.finish_reason,
+        )
+
+
+@given(contracts)
+def test_contract_survives_bytes(contract):
+    assert wire.contract_from_bytes(wire.contract_to_bytes(contract)) == contract
+
+
+@given(manifests)
+def test_manifest_survives_bytes_and_digest_is_of_the_bytes(manifest):
+    data = wire.manifest_to_bytes(manifest)
+
+    assert wire.manifest_from_bytes(data) == manifest
+    assert wire.manifest_digest(data) != wire.manifest_digest(data + b"\x08\x00")
+
+
+CASES = [
+    (reports, messages.report_to_pb, messages.report_from_pb),
+    (
+        st.builds(
+            PublishRequest,
+            epoch=uint,
+            step_id=text,
+            parent_version=version,
+            lineage_version=version,
+            manifest=st.binary(max_size=9),
+            consumed=st.lists(group_ids, max_size=2).map(tuple),
+            reports=st.lists(reports, max_size=2).map(tuple),
+        ),
+        messages.publish_to_pb,
+        messages.publish_from_pb,
+    ),
+    (
+        st.builds(
+            PullPlan,
+            kind=st.sampled_from(PlanKind),
+            target_version=version,
+            payloads=st.lists(payloads, max_size=2).map(tuple),
+            manifests=st.lists(st.binary(max_size=9), max_size=2).map(tuple),
+            reason=text,
+        ),
+        messages.plan_to_pb,
+        messages.plan_from_pb,
+    ),
+    (
+        st.builds(
+            WorkGrant,
+            assignments=st.lists(
+                st.builds(WorkAssignment, id=uint, prompt_index=uint, seed=st.integers(0, 2**63), lease_s=real),
+                max_size=2,
+            ).map(tuple),
+            reason=text,
+            retry_after_s=real,
+        ),
+        messages.work_grant_to_pb,
+        messages.work_grant_from_pb,
+    ),
+    (
+        st.builds(
+            Registration,
+            site=text,
+            incarnation=text,
+            contract=contracts,
+            engine=text,
+            dtype=text,
+            max_delay_versions=uint,
+        ),
+        messages.registration_to_pb,
+        messages.registration_from_pb,
+    ),
+    (
+        st.builds(RegisterAnswer, run_id=text, head_version=version, next_sequence=uint, max_staleness_versions=uint),
+        messages.register_answer_to_pb,
+        messages.register_answer_from_pb,
+    ),
+    (
+        st.builds(
+            Heartbeat,
+            site=text,
+            incarnation=text,
+            policy_version=version,
+            state_root=digest,
+            tokens_per_s=real,
+            outbox_groups=uint,
+        ),
+        messages.heartbeat_to_pb,
+        messages.heartbeat_from_pb,
+    ),
+    (st.lists(st.sampled_from(Command)).map(tuple), messages.commands_to_pb, messages.commands_from_pb),
+    (
+        st.builds(
+            PushOutcome,
+            id=group_ids,
+            status=st.sampled_from(PushStatus),
+            reason=st.none() | st.sampled_from(DropReason),
+            message=text,
+            retry_after_s=real,
+        ),
+        messages.outcome_to_pb,
+        messages.outcome_from_pb,
+    ),
+    (
+        st.builds(
+            RunStatus,
+            run_id=text,
+            head_version=version,
+            epoch=uint,
+            learner=text,
+            is_draining=st.booleans(),
+            uptime_s=real,
+            ledger=st.builds(
+                LedgerCounts,
+                acked=uint,
+                pending=uint,
+                leased=uint,
+                consumed=uint,
+                dropped=st.dictionaries(st.sampled_from(DropReason), st.integers(1, 99)),
+            ),
+            bytes_full=uint,
+            bytes_last=uint,
+            changed_fraction=real,
+            sites=st.lists(
+                st.builds(
+                    SiteStatus,
+                    site=text,
+                    incarnation=text,
+                    policy_version=version,
+                    state_root=digest,
+                    last_seen_s=real,
+                    groups_accepted=uint,
+                    groups_dropped=uint,
+                    tokens_per_s=real,
+                    work_leased=uint,
+                ),
+                max_size=2,
+            ).map(tuple),
+            last_report=st.none() | reports,
+        ),
+        status_to_pb,
+        status_from_pb,
+    ),
+]
+
+
+@pytest.mark.parametrize(("strategy", "to_pb", "from_pb"), CASES, ids=[case[1].__name__ for case in CASES])
+@given(data=st.data())
+def test_message_survives_the_wire(strategy, to_pb, from_pb, data):
+    value = data.draw(strategy)
+    message = to_pb(value)
+
+    assert from_pb(type(message).FromString(message.SerializeToString())) == value
+
+
+def test_values_that_nothing_can_hold_are_refused_with_their_field():
+    with pytest.raises(InvalidRequest, match="finish_reason"):
+        wire.group_from_pb(rollout_pb2.Group(rollouts=[rollout_pb2.Rollout()]))
+    with pytest.raises(InvalidRequest, match="logprob_mode"):
+        wire.contract_from_pb(common_pb2.Contract())
+    with pytest.raises(MalformedPayload):
+        wire.group_from_bytes(b"\xff\xff")
+    with pytest.raises(MalformedPayload):
+        wire.manifest_from_bytes(b"\xff\xff")
+    with pytest.raises(InvalidRequest, match="kind"):
+        messages.plan_from_pb(
+            type(
+                messages.plan_to_pb(
+                    PullPlan(kind=PlanKind.SAME, target_version=0, payloads=(), manifests=(), reason="")
+                )
+            )()
+        )
+
+
+def test_token_id_beyond_int32_stays_outside_every_vocabulary():
+    message = rollout_pb2.Group(rollouts=[rollout_pb2.Rollout(token_ids=[2**32 - 1], finish_reason=1)])
+
+    assert wire.group_from_pb(message).rollouts[0].token_ids.tolist() == [2**31 - 1]
+
+
+@pytest.mark.parametrize("bad", ["", "ab", "../" * 22, "A" * 64, "g" * 64])
+def test_digest_field_refuses_what_is_not_a_digest(bad):
+    with pytest.raises(InvalidRequest, match="payload"):
+        messages.digest_field("payload", bad)
+
+
+def test_reports_have_the_same_fields_on_both_sides():
+    fields = {field.name for field in dataclasses.fields(StepReport)}
+
+    assert fields == {field.name for field in common_pb2.StepReport.DESCRIPTOR.fields}

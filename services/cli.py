@@ -78,7 +78,8 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of model, task and sampling.")] = 0,
 ) -> None:
     """Watch a small model improve by GEPO while its samplers are 64 versions behind, on this machine."""
-    from services.demo.run import DemoOptions, run_demo
+    from services.demo.config import DemoOptions
+    from services.demo.run import run_demo
 
     raise typer.Exit(run_demo(DemoOptions(out=out, tiny=tiny, algorithm=algorithm, seed=seed)))
 

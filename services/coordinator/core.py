@@ -12,6 +12,7 @@ import sqlite3
 from dataclasses import dataclass
 
 from services.common.api import Command, Heartbeat, RegisterAnswer, Registration
+from services.common.bell import Bell
 from services.common.clock import Clock
 from services.common.errors import (
     ContractMismatch,
@@ -23,7 +24,6 @@ from services.common.types import (
     StepReport,
 )
 from services.coordinator import lineage, queue, reports, work
-from services.coordinator.bell import Bell
 from services.coordinator.blobs import BlobStore
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.database import Database, get_meta, set_meta

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.common.bell import Bell
 from services.common.clock import Clock
-from services.coordinator.bell import Bell
 from services.coordinator.blobs import BlobStore
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.database import Database

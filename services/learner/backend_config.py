@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from services.common.config import Config
+
+_Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class TorchBackendConfig(Config):
@@ -15,7 +17,7 @@ class TorchBackendConfig(Config):
     kind: Literal["torch"] = "torch"
     lr: float = Field(default=1e-6, gt=0.0, le=1.0)
     """AdamW step size after warm-up."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[_Decay, _Decay] = (0.9, 0.999)
     """AdamW decay rates of the first and second moments, each in [0, 1)."""
     weight_decay: float = Field(default=0.0, ge=0.0, le=1.0)
     """AdamW decoupled weight decay, applied to every parameter."""
@@ -33,5 +35,7 @@ class TorchBackendConfig(Config):
     """Type of matrix products; log-probabilities are normalised in fp32 either way."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
     """Where the weights live: cpu, cuda or cuda:N."""
+    threads: int = Field(default=0, ge=0)
+    """Threads of torch on the CPU; 0 leaves torch's choice."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""

@@ -53,8 +53,10 @@ def token_logprobs(
     assert targets_N.dtype == torch.int64
     assert targets_N.shape == hidden_NH.shape[:1]
     chunk_tokens = max(1, chunk_logits // weight_VH.shape[0])
-    logprobs_N, entropies_N = _TokenLogprobs.apply(hidden_NH, weight_VH, targets_N, temperature, chunk_tokens)
-    return logprobs_N, entropies_N
+    result: tuple[torch.Tensor, torch.Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden_NH, weight_VH, targets_N, temperature, chunk_tokens
+    )
+    return result
 
 
 def _chunks(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:

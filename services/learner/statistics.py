@@ -1,87 +1,90 @@
-"""Numbers of one optimizer step, gathered over its micro-batches: pure accumulation, no decisions."""
+"""Numbers of one optimizer step: pure functions of what its micro-batches and groups left behind.
+
+Suffixes: M importance weights, B sequences, N completion tokens.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from services.common.types import QueuedGroup, StepReport
 
 
-class StepStatistics:
-    """Accumulates over micro-batches; `report` closes the step."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MicroBatchSample:
+    """What one micro-batch measured; all on the CPU, float64, without gradient.
 
-    def __init__(self) -> None:
-        self._weights: list[Tensor] = []
-        self._num_clipped = 0
-        self._num_terms = 0
-        self._kl_sum = 0.0
-        self._entropy_sum = 0.0
-        self._num_tokens = 0
-        self._num_sequences = 0
+    `weights_M` and `is_clipped_M` are per sequence or per token, as the loss counts; `kl_B` is summed over tokens.
+    """
 
-    @torch.no_grad()
-    def add(
-        self,
-        *,
-        weights: Tensor,
-        is_clipped: Tensor,
-        learner_logprobs_BT: Tensor,
-        sampler_logprobs_BT: Tensor,
-        entropy_BT: Tensor,
-        mask_BT: Tensor,
-    ) -> None:
-        """Take in one micro-batch; weights are per sequence [B] or per token [B, T]."""
-        # A token-level method has one term per completion token; padding is none.
-        chosen = weights[mask_BT > 0] if weights.ndim == 2 else weights
-        self._weights.append(chosen.double().cpu())
-        self._num_terms += chosen.numel()
-        self._num_clipped += int(is_clipped.sum())
-        self._kl_sum += float(((sampler_logprobs_BT - learner_logprobs_BT) * mask_BT).sum())
-        self._entropy_sum += float((entropy_BT * mask_BT).sum())
-        self._num_tokens += int(mask_BT.sum())
-        self._num_sequences += len(mask_BT)
+    loss: float
+    weights_M: torch.Tensor
+    is_clipped_M: torch.Tensor
+    kl_B: torch.Tensor
+    entropies_N: torch.Tensor
 
-    def report(
-        self,
-        *,
-        step: int,
-        head_version: int,
-        loss: float,
-        grad_norm: float,
-        step_s: float,
-        is_applied: bool,
-        groups: Sequence[QueuedGroup],
-    ) -> StepReport:
-        """Close the step.
 
-        ess_fraction = (sum w)^2 / (N sum w^2); kl = mean over sequences of sum_t (log q - log p), the estimate of
-        KL(q || p) on samples of q; staleness = head version - oldest version of the group.
-        """
-        weights = torch.cat(self._weights) if self._weights else torch.ones(1, dtype=torch.float64)
-        square_sum = float((weights**2).sum())
-        staleness = [head_version - queued.group.oldest_version for queued in groups]
-        rewards = [rollout.reward for queued in groups for rollout in queued.group.rollouts]
-        tokens = max(self._num_tokens, 1)
-        return StepReport(
-            step=step,
-            version=head_version + 1,
-            loss=loss,
-            reward_mean=float(np.mean(rewards)) if rewards else 0.0,
-            kl=self._kl_sum / max(self._num_sequences, 1),
-            ess_fraction=float(weights.sum()) ** 2 / (len(weights) * square_sum) if square_sum > 0 else 0.0,
-            iw_variance=float(weights.var(correction=0)),
-            clip_fraction=self._num_clipped / max(self._num_terms, 1),
-            entropy=self._entropy_sum / tokens,
-            grad_norm=grad_norm,
-            staleness_mean=float(np.mean(staleness)) if staleness else 0.0,
-            staleness_max=max(staleness, default=0),
-            policy_age_p50_s=float(np.median([queued.policy_age_s for queued in groups])) if groups else 0.0,
-            num_groups=len(groups),
-            num_tokens=self._num_tokens,
-            step_s=step_s,
-            is_applied=is_applied,
-        )
+def ess_fraction(weights_M: torch.Tensor) -> float:
+    """Effective share of the samples, (sum w)^2 / (M sum w^2), in (0, 1]; 0 when there is no weight at all."""
+    # Scaled first: the squares of weights near e^-400 would all be 0.
+    largest = weights_M.max() if weights_M.numel() else torch.zeros(())
+    if not largest > 0:
+        return 0.0
+    scaled_M = weights_M / largest
+    return float(scaled_M.sum() ** 2 / (scaled_M.numel() * (scaled_M**2).sum()))
+
+
+def mean(values: torch.Tensor) -> float:
+    """Arithmetic mean; 0 of nothing."""
+    return float(values.double().mean()) if values.numel() else 0.0
+
+
+def build_report(
+    samples: Sequence[MicroBatchSample],
+    groups: Sequence[QueuedGroup],
+    *,
+    step: int,
+    head_version: int,
+    grad_norm: float,
+    step_s: float,
+    is_applied: bool,
+) -> StepReport:
+    """Close a step.
+
+    `version` is the one this step leads to, head_version + 1. `kl` estimates KL(q || p) of whole sequences in nats:
+    mean over rollouts of sum_t k3_t (see `losses.kl_estimates`); the plain sum of log q - log p has the same
+    expectation, can be negative and varies far more. `ess_fraction` and `iw_variance` (ddof 0) are of the weights the
+    loss used. `entropy` is a mean over tokens; staleness and policy age are over groups.
+    """
+    weights_M = _concatenate([sample.weights_M for sample in samples])
+    kl_B = _concatenate([sample.kl_B for sample in samples])
+    entropies_N = _concatenate([sample.entropies_N for sample in samples])
+    staleness = [head_version - queued.group.oldest_version for queued in groups]
+    rewards = [rollout.reward for queued in groups for rollout in queued.group.rollouts]
+    return StepReport(
+        step=step,
+        version=head_version + 1,
+        loss=sum(sample.loss for sample in samples),
+        reward_mean=float(np.mean(rewards)) if rewards else 0.0,
+        kl=mean(kl_B),
+        ess_fraction=ess_fraction(weights_M),
+        iw_variance=float(weights_M.var(correction=0)) if weights_M.numel() else 0.0,
+        clip_fraction=mean(_concatenate([sample.is_clipped_M.double() for sample in samples])),
+        entropy=mean(entropies_N),
+        grad_norm=grad_norm,
+        staleness_mean=float(np.mean(staleness)) if staleness else 0.0,
+        staleness_max=max(staleness, default=0),
+        policy_age_p50_s=float(np.median([queued.policy_age_s for queued in groups])) if groups else 0.0,
+        num_groups=len(groups),
+        num_tokens=entropies_N.numel(),
+        step_s=step_s,
+        is_applied=is_applied,
+    )
+
+
+def _concatenate(parts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)

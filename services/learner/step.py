@@ -1,125 +1,130 @@
-"""One optimizer step on whole groups, in micro-batches: forward, loss, backward, clip, update.
+"""One optimizer step over micro-batches: forward, loss, backward, then update or leave everything as it was.
 
-Guarantees: the gradient is the same however the batch is cut; a non-finite loss or gradient leaves weights and
-optimizer as they were, bit for bit, and is reported.
+Guarantees: the gradient does not depend on how the batch is split, padded or packed; a non-finite loss or gradient
+leaves weights and optimizer state bit-identical.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
-from services.common.types import LogprobMode, QueuedGroup, SamplingSemantics, StepReport
-from services.learner.backend_config import TorchBackendConfig
-from services.learner.batch import MicroBatch, collate, micro_batches, sequences_of
-from services.learner.logprobs import token_logprobs
+from services.learner.batch import Batch
 from services.learner.loss_config import LossConfig
-from services.learner.losses import LossInputs, build_loss, kl_penalty
-from services.learner.model import hidden_states, output_embedding
-from services.learner.statistics import StepStatistics
+from services.learner.loss_registry import policy_loss
+from services.learner.losses import kl_estimates, token_coefficients
+from services.learner.micro_batch import Batching, MicroBatch, collate, split
+from services.learner.model import learner_logprobs
+from services.learner.statistics import MicroBatchSample
 
 
-def train_step(
+def accumulate_gradients(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    groups: Sequence[QueuedGroup],
+    batch: Batch,
     *,
-    loss_config: LossConfig,
-    config: TorchBackendConfig,
-    sampling: SamplingSemantics,
-    head_version: int,
-    step: int,
-) -> StepReport:
-    """Take one step; see the module docstring."""
-    started = time.perf_counter()
-    sequences = sequences_of([queued.group for queued in groups], config=loss_config)
-    parameter = next(model.parameters())
-    statistics = StepStatistics()
-    optimizer.zero_grad(set_to_none=True)
-    total = 0.0
-    for members in micro_batches(sequences, max_tokens=config.micro_batch_tokens, is_packed=config.packing):
-        batch = collate(members, device=parameter.device, dtype=parameter.dtype, is_packed=config.packing)
-        loss = _loss(model, batch, loss_config=loss_config, config=config, sampling=sampling, statistics=statistics)
-        # The number of sequences of the whole step, so that micro-batches add up to the same mean.
-        loss = loss / len(sequences)
-        loss.backward()  # type: ignore[no-untyped-call]
-        total += loss.item()
-    norm = float(nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.max_grad_norm))
-    is_applied = bool(sequences) and math.isfinite(total) and math.isfinite(norm)
+    loss: LossConfig,
+    temperature: float,
+    max_new_tokens: int,
+    micro_batch_tokens: int,
+    batching: Batching,
+    autocast_dtype: torch.dtype | None = None,
+) -> list[MicroBatchSample]:
+    """Add the gradient of the whole batch's loss to `grad`, one micro-batch at a time.
+
+    Args:
+        model: causal language model; its parameters receive gradients.
+        batch: sequences and, with them, the global denominators.
+        loss: the learning rule.
+        temperature: what logits are divided by.
+        max_new_tokens: the run's limit on completion tokens.
+        micro_batch_tokens: budget of one pass, padding included.
+        batching: padded or packed.
+        autocast_dtype: type of matrix products; None for that of the weights.
+    """
+    device = next(model.parameters()).device
+    samples = []
+    for sequences in split(batch.sequences, max_tokens=micro_batch_tokens, batching=batching):
+        micro_batch = collate(sequences, batching=batching).to(device)
+        context = torch.autocast(device.type, autocast_dtype) if autocast_dtype else contextlib.nullcontext()
+        with context:
+            logprobs_N, entropies_N = learner_logprobs(model, micro_batch, temperature=temperature)
+        coefficients_BT = token_coefficients(
+            micro_batch.mask_BT,
+            aggregation=loss.aggregation,
+            num_sequences=batch.num_sequences,
+            num_tokens=batch.num_tokens,
+            max_tokens=max_new_tokens,
+        )
+        total, sample = _loss(micro_batch, logprobs_N, entropies_N, coefficients_BT, loss)
+        total.backward()  # type: ignore[no-untyped-call]
+        samples.append(sample)
+    return samples
+
+
+def apply_gradients(
+    parameters: Iterable[nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    *,
+    loss: float,
+    lr: float,
+    grad_clip: float,
+) -> tuple[bool, float]:
+    """Clip the accumulated gradient and take the step, unless loss or gradient is not finite; clears the gradient.
+
+    Returns:
+        Whether the step was taken, and the norm of the gradient before clipping.
+    """
+    owned = [parameter for parameter in parameters if parameter.grad is not None]
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in owned if parameter.grad is not None])
+    grad_norm = float(norm)
+    is_applied = bool(owned) and math.isfinite(loss) and math.isfinite(grad_norm)
     if is_applied:
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, config=config)
+        nn.utils.clip_grads_with_norm_(owned, grad_clip, norm)
+        for options in optimizer.param_groups:
+            options["lr"] = lr
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return statistics.report(
-        step=step,
-        head_version=head_version,
-        loss=total,
-        grad_norm=norm,
-        step_s=time.perf_counter() - started,
-        is_applied=is_applied,
-        groups=groups,
-    )
+    return is_applied, grad_norm
 
 
-def learning_rate(step: int, *, config: TorchBackendConfig) -> float:
-    """Constant after a linear warm-up; `step` counts from 1."""
-    options = config.optimizer
-    return options.learning_rate * min(1.0, step / options.warmup_steps if options.warmup_steps else 1.0)
+def learning_rate(*, lr: float, warmup_steps: int, applied_steps: int) -> float:
+    """Step size of the next step: lr * min(1, (applied_steps + 1) / warmup_steps)."""
+    return lr * min(1.0, (applied_steps + 1) / warmup_steps) if warmup_steps else lr
 
 
 def _loss(
-    model: nn.Module,
-    batch: MicroBatch,
-    *,
-    loss_config: LossConfig,
-    config: TorchBackendConfig,
-    sampling: SamplingSemantics,
-    statistics: StepStatistics,
-) -> torch.Tensor:
-    """Sum of the loss over the micro-batch's sequences."""
-    device_type = batch.input_ids_RS.device.type
-    with torch.autocast(device_type, dtype=torch.bfloat16, enabled=config.compute_dtype == "bf16"):
-        hidden = hidden_states(
-            model,
-            input_ids_RS=batch.input_ids_RS,
-            position_ids_RS=batch.position_ids_RS,
-            attention=batch.attention,
-        )
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    is_token = batch.mask_BT > 0
-    logprobs_N, entropy_N = token_logprobs(
-        flat[batch.sources_BT[is_token]].to(output_embedding(model).dtype),
-        output_embedding(model),
-        batch.targets_BT[is_token],
-        temperature=sampling.temperature if sampling.logprob_mode is LogprobMode.PROCESSED else 1.0,
+    micro_batch: MicroBatch,
+    logprobs_N: torch.Tensor,
+    entropies_N: torch.Tensor,
+    coefficients_BT: torch.Tensor,
+    loss: LossConfig,
+) -> tuple[torch.Tensor, MicroBatchSample]:
+    mask_BT = micro_batch.mask_BT
+    learner_logprobs_BT = torch.zeros_like(micro_batch.sampler_logprobs_BT).masked_scatter(
+        mask_BT, logprobs_N.to(torch.float64)
     )
-    learner_logprobs = torch.zeros_like(batch.mask_BT).masked_scatter(is_token, logprobs_N.to(batch.mask_BT.dtype))
-    entropy = torch.zeros_like(batch.mask_BT).masked_scatter(is_token, entropy_N.to(batch.mask_BT.dtype))
-    outputs = build_loss(loss_config)(
-        LossInputs(
-            learner_logprobs_BT=learner_logprobs,
-            sampler_logprobs_BT=batch.sampler_logprobs_BT,
-            mask_BT=batch.mask_BT,
-            advantages_B=batch.advantages_B,
-            log_expectation_B=batch.log_expectation_B,
-        )
+    terms = policy_loss(
+        loss,
+        learner_logprobs_BT=learner_logprobs_BT,
+        sampler_logprobs_BT=micro_batch.sampler_logprobs_BT,
+        log_denominators_B=micro_batch.log_denominators_B,
+        mask_BT=mask_BT,
+        advantages_B=micro_batch.advantages_B,
+        coefficients_BT=coefficients_BT,
     )
-    loss = outputs.loss
-    if loss_config.kl_coefficient:
-        loss = loss + loss_config.kl_coefficient * kl_penalty(
-            learner_logprobs, batch.sampler_logprobs_BT, batch.mask_BT
-        )
-    statistics.add(
-        weights=outputs.weights,
-        is_clipped=outputs.is_clipped,
-        learner_logprobs_BT=learner_logprobs,
-        sampler_logprobs_BT=batch.sampler_logprobs_BT,
-        entropy_BT=entropy,
-        mask_BT=batch.mask_BT,
+    total = terms.contributions_B.sum()
+    kl_BT = kl_estimates(learner_logprobs_BT, micro_batch.sampler_logprobs_BT, mask_BT)
+    if loss.kl_coefficient > 0.0:
+        total = total + loss.kl_coefficient * (coefficients_BT * kl_BT).sum()
+    sample = MicroBatchSample(
+        loss=total.item(),
+        weights_M=terms.weights[terms.is_counted].cpu(),
+        is_clipped_M=terms.is_clipped[terms.is_counted].cpu(),
+        kl_B=kl_BT.detach().sum(1).cpu(),
+        entropies_N=entropies_N.detach().double().cpu(),
     )
-    return loss
+    return total, sample

@@ -49,4 +49,4 @@ def gumbel(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
     """Standard Gumbel noise from a group's own generator."""
     # The smallest positive float keeps log(-log(u)) finite at u = 0.
     uniform = torch.rand(shape, generator=generator).clamp(min=1e-30)
-    return -torch.log(-torch.log(uniform).clamp(min=1e-30))
+    return -torch.log((-torch.log(uniform)).clamp(min=1e-30))

@@ -39,8 +39,8 @@ class HfEngine:
             model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=_COMPUTE[compute_dtype])
         except (OSError, ValueError) as error:
             raise ConfigError("model_dir", f"cannot load {model_dir}: {error}") from error
-        self._model: Any = model.to(device).eval()
-        self._layout = tensors.layout_of(self._model, published_dtype)
+        self.model: Any = model.to(device).eval()
+        self._layout = tensors.layout_of(self.model, published_dtype)
         self._sampling = sampling
         self._batch_rows = batch_rows
         self._eos = eos_token_id
@@ -48,6 +48,7 @@ class HfEngine:
         self._version = -1
         self._is_generating = False
         self.name = f"hf-{__version__}"
+        self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
         self.dtype = compute_dtype
 
     @property
@@ -63,7 +64,7 @@ class HfEngine:
     def load(self, arena: Arena, version: int) -> None:
         """Swap the weights, between two calls of `generate`."""
         assert not self._is_generating, "weights are swapped between generation batches"
-        tensors.load(arena, self._model)
+        tensors.load(arena, self.model)
         self._version = version
 
     def generate(
@@ -88,7 +89,7 @@ class HfEngine:
     ) -> list[Completion]:
         input_ids, attention = _left_padded(prompts, num_per_prompt, self._device)
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        num_rows, vocab = len(input_ids), self._model.config.vocab_size
+        num_rows, vocab = len(input_ids), self.vocab_size
         limit = self._sampling.max_new_tokens
         tokens = np.zeros((num_rows, limit), np.int32)
         logprobs = np.zeros((num_rows, limit), np.float32)
@@ -97,7 +98,7 @@ class HfEngine:
         position = attention.cumsum(1).clamp(min=1) - 1
         cache: Any = None
         for column in range(limit):
-            output = self._model(
+            output = self.model(
                 input_ids=input_ids,
                 attention_mask=attention,
                 position_ids=position,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from services.common.errors import StateMismatch
+from services.common.errors import ConfigError, StateMismatch
 from services.common.weights.arena import Arena, Dtype, Layout, TensorSpec
 
 TORCH_DTYPE: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -30,25 +30,42 @@ def layout_of(model: nn.Module, dtype: Dtype) -> Layout:
 
 @torch.no_grad()
 def store(model: nn.Module, arena: Arena) -> None:
-    """Round a model's tensors to the published type and write their bits into an arena of its layout."""
+    """Round a model's tensors to the published type and write their bits into an arena of its layout.
+
+    Raises:
+        ConfigError: a weight is not finite in the published type: it would reach every sampler.
+    """
     tensors = _tensors(model)
     for spec in arena.layout.specs:
         if not spec.alias_of:
             rounded = tensors[spec.name].detach().to(device="cpu", dtype=TORCH_DTYPE[spec.dtype]).contiguous()
+            if not rounded.isfinite().all():
+                raise ConfigError(
+                    "published_dtype", f"{spec.name} is not finite as {spec.dtype}", action="publish a wider type"
+                )
             arena.view(spec.name)[...] = rounded.view(_INTEGER[rounded.element_size()]).numpy()
 
 
 @torch.no_grad()
 def load(arena: Arena, model: nn.Module) -> None:
-    """Copy an arena's values into a model of any floating type; ties stay ties because each storage is written once.
+    """Copy an arena's values into a model of any floating type; what the arena ties is equal in the model afterwards.
 
     Raises:
-        StateMismatch: the model has other tensors than the arena.
+        StateMismatch: the model has other tensors than the arena, or ties tensors that the arena keeps apart.
     """
     tensors = _tensors(model)
-    if set(tensors) != {spec.name for spec in arena.layout.specs}:
+    # Shapes too: copying would broadcast a smaller tensor without a word.
+    if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != {
+        spec.name: spec.shape for spec in arena.layout.specs
+    }:
         raise StateMismatch("the model has other tensors than the weights", action="check model_dir")
+    written: dict[int, str] = {}
     for spec in arena.layout.specs:
-        if not spec.alias_of:
+        tensor, source = tensors[spec.name], spec.alias_of or spec.name
+        if tensor.numel() and written.setdefault(tensor.data_ptr(), source) != source:
+            raise StateMismatch(f"the model ties {spec.name}, the weights do not", action="check model_dir")
+    for spec in arena.layout.specs:
+        target = tensors[spec.alias_of or spec.name]
+        if not spec.alias_of or tensors[spec.name].data_ptr() != target.data_ptr():
             bits = torch.from_numpy(arena.view(spec.name))
             tensors[spec.name].copy_(bits.view(TORCH_DTYPE[spec.dtype]))

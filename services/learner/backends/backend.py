@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from services.common.types import QueuedGroup, StepReport
 from services.common.weights.arena import Arena, Layout
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class TrainBackend(Protocol):
@@ -18,22 +21,30 @@ class TrainBackend(Protocol):
         """Layout of the published weights."""
         ...
 
+    @property
+    def torch_model(self) -> nn.Module:
+        """The model being trained, for evaluation between steps; not to be changed."""
+        ...
+
     def train_step(self, groups: Sequence[QueuedGroup], *, head_version: int, step: int) -> StepReport:
-        """One optimizer step on whole groups; a non-finite loss or gradient changes nothing and says so."""
+        """Take one optimizer step on whole groups.
+
+        A non-finite loss or gradient leaves weights and optimizer bit-identical; `is_applied` is then False.
+        """
         ...
 
     def store(self, arena: Arena) -> None:
         """Round the masters to the published type and write their bits."""
         ...
 
-    def adopt(self, arena: Arena) -> None:
+    def load_published(self, arena: Arena) -> None:
         """Take published weights as masters and start the optimizer anew."""
         ...
 
     def save(self, directory: Path) -> None:
-        """Write weights, optimizer and random state into an empty directory; `restore` continues bit for bit."""
+        """Write weights, optimizer, random state and counters as files; making them durable is the caller's."""
         ...
 
     def restore(self, directory: Path) -> None:
-        """Read what `save` wrote."""
+        """Read what `save` wrote; the next step is then bit for bit the step after `save`."""
         ...

@@ -1,105 +1,135 @@
-"""One process, one device: fp32 masters, AdamW, weights rounded to the published type only on their way out."""
+"""One process, one device: fp32 masters, AdamW, weights rounded to the published type only on their way out.
+
+Implements services.learner.backends.backend.TrainBackend. On the CPU a run is a pure function of its inputs, its
+weights and the number of threads.
+"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from torch import nn
 
+from services.common.clock import Clock, SystemClock
+from services.common.errors import ConfigError
 from services.common.types import QueuedGroup, SamplingSemantics, StepReport
 from services.common.weights import tensors
 from services.common.weights.arena import Arena, Layout
 from services.learner.backend_config import TorchBackendConfig
+from services.learner.backends.state import read_state, write_state
+from services.learner.batch import build_batch
+from services.learner.logprobs import logit_temperature
 from services.learner.loss_config import LossConfig
-from services.learner.model import load_model
-from services.learner.step import train_step
-
-STATE_FILE = "state.safetensors"
-META_FILE = "state.json"
+from services.learner.model import check_forward, load_model
+from services.learner.statistics import build_report
+from services.learner.step import accumulate_gradients, apply_gradients, learning_rate
 
 
 class TorchBackend:
-    """Implements services.learner.backends.backend.TrainBackend."""
+    """Trains a model in this process."""
 
     def __init__(
-        self, *, model_dir: str, config: TorchBackendConfig, loss: LossConfig, sampling: SamplingSemantics
+        self,
+        *,
+        model_dir: str | Path,
+        config: TorchBackendConfig,
+        loss: LossConfig,
+        sampling: SamplingSemantics,
+        clock: Clock | None = None,
     ) -> None:
-        if config.threads:
-            torch.set_num_threads(config.threads)
+        """Load the model and check that it can be trained this way.
+
+        Raises:
+            ConfigError: the model cannot be loaded or trained in the chosen layout, or the device does not exist.
+        """
+        model = load_model(model_dir, gradient_checkpointing=config.gradient_checkpointing)
+        try:
+            self._model = model.to(config.device)
+        except (RuntimeError, AssertionError) as error:
+            raise ConfigError("backend.device", f"cannot use {config.device}: {error}") from error
+        check_forward(self._model, batching=config.batching)
         self._config = config
         self._loss = loss
         self._sampling = sampling
-        self.model = load_model(model_dir, gradient_checkpointing=config.gradient_checkpointing).to(config.device)
-        self._layout = tensors.layout_of(self.model, config.published_dtype)
+        self._clock = clock or SystemClock()
+        self._temperature = logit_temperature(sampling)
+        self._layout = tensors.layout_of(self._model, config.published_dtype)
         self._optimizer = self._new_optimizer()
+        self._applied_steps = 0
 
     @property
     def layout(self) -> Layout:
         """Layout of the published weights."""
         return self._layout
 
-    def _new_optimizer(self) -> torch.optim.AdamW:
-        options = self._config.optimizer
-        return torch.optim.AdamW(
-            self.model.parameters(),
-            lr=options.learning_rate,
-            betas=(options.beta1, options.beta2),
-            weight_decay=options.weight_decay,
-        )
+    @property
+    def torch_model(self) -> nn.Module:
+        """The model being trained, for evaluation between steps; not to be changed."""
+        return self._model
 
     def train_step(self, groups: Sequence[QueuedGroup], *, head_version: int, step: int) -> StepReport:
-        """One optimizer step on whole groups."""
-        return train_step(
-            self.model,
+        """Take one optimizer step on whole groups; see TrainBackend."""
+        started = self._clock.monotonic()
+        samples = accumulate_gradients(
+            self._model,
+            build_batch([queued.group for queued in groups], loss=self._loss),
+            loss=self._loss,
+            temperature=self._temperature,
+            max_new_tokens=self._sampling.max_new_tokens,
+            micro_batch_tokens=self._config.micro_batch_tokens,
+            batching=self._config.batching,
+            autocast_dtype=torch.bfloat16 if self._config.compute_dtype == "bf16" else None,
+        )
+        is_applied, grad_norm = apply_gradients(
+            self._model.parameters(),
             self._optimizer,
+            loss=sum(sample.loss for sample in samples),
+            lr=learning_rate(
+                lr=self._config.lr, warmup_steps=self._config.warmup_steps, applied_steps=self._applied_steps
+            ),
+            grad_clip=self._config.grad_clip,
+        )
+        self._applied_steps += is_applied
+        return build_report(
+            samples,
             groups,
-            loss_config=self._loss,
-            config=self._config,
-            sampling=self._sampling,
-            head_version=head_version,
             step=step,
+            head_version=head_version,
+            grad_norm=grad_norm,
+            step_s=self._clock.monotonic() - started,
+            is_applied=is_applied,
         )
 
     def store(self, arena: Arena) -> None:
         """Round the masters to the published type and write their bits."""
-        tensors.store(self.model, arena)
+        tensors.store(self._model, arena)
 
-    def adopt(self, arena: Arena) -> None:
-        """Take published weights as masters and start the optimizer anew."""
-        tensors.load(arena, self.model)
+    def load_published(self, arena: Arena) -> None:
+        """Take published weights as masters and start the optimizer anew: its moments belong to other weights."""
+        tensors.load(arena, self._model)
         self._optimizer = self._new_optimizer()
+        self._applied_steps = 0
 
     def save(self, directory: Path) -> None:
-        """Write masters, moments and random state; no pickle."""
-        named = dict(self.model.named_parameters())
-        state = {f"weight/{name}": tensor.detach().cpu().contiguous() for name, tensor in named.items()}
-        for name, tensor in named.items():
-            for key, value in self._optimizer.state.get(tensor, {}).items():
-                state[f"optimizer/{key}/{name}"] = value.detach().cpu().contiguous()
-        state["random/cpu"] = torch.get_rng_state()
-        save_file(state, directory / STATE_FILE)
-        meta = {"layout_id": self._layout.layout_id, "torch": torch.__version__}
-        (directory / META_FILE).write_text(json.dumps(meta), encoding="utf-8")
+        """Write weights, optimizer, random state and counters as files; making them durable is the caller's."""
+        write_state(directory, self._model, self._optimizer, applied_steps=self._applied_steps)
 
-    @torch.no_grad()
     def restore(self, directory: Path) -> None:
-        """Read what `save` wrote; a step after it is bit for bit the step after `save`."""
-        state = load_file(directory / STATE_FILE)
-        self._optimizer = self._new_optimizer()
-        for name, tensor in self.model.named_parameters():
-            tensor.copy_(state[f"weight/{name}"])
-            moments = {
-                key.split("/")[1]: value
-                for key, value in state.items()
-                if key.startswith("optimizer/") and key.partition("/")[2].partition("/")[2] == name
-            }
-            if moments:
-                # AdamW keeps its step count on the CPU whatever the device.
-                self._optimizer.state[tensor] = {
-                    key: value.clone() if key == "step" else value.to(tensor.device).clone()
-                    for key, value in moments.items()
-                }
-        torch.set_rng_state(state["random/cpu"])
+        """Read what `save` wrote; the next step is then bit for bit the step after `save`.
+
+        Raises:
+            CorruptStore: a file is missing, broken, or of another model; nothing was changed.
+        """
+        optimizer = self._new_optimizer()
+        self._applied_steps = read_state(directory, self._model, optimizer)
+        self._optimizer = optimizer
+
+    def _new_optimizer(self) -> torch.optim.AdamW:
+        return torch.optim.AdamW(
+            self._model.parameters(),
+            lr=self._config.lr,
+            betas=self._config.betas,
+            weight_decay=self._config.weight_decay,
+        )

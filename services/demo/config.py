@@ -1,0 +1,127 @@
+"""What the demonstration runs: options for people, and the regime they stand for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SITES = ("site-east", "site-west")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoOptions:
+    """Options of `heterorl demo`."""
+
+    out: Path = Path("runs/demo")
+    tiny: bool = False
+    algorithm: str = "gepo"
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regime:
+    """Where staleness matters: a learning rate at which 64 versions are far away.
+
+    At a hundredth of it all algorithms are equal, because old and new policy hardly differ.
+    """
+
+    digits: int
+    warm_start_target: float
+    max_steps: int
+    lag_versions: int
+    max_staleness_versions: int
+    groups_per_step: int
+    group_size: int
+    learning_rate: float
+    evaluate_every: int
+    num_evaluation: int
+    required_gain: float
+    time_limit_s: float
+
+
+FULL = Regime(
+    digits=3,
+    warm_start_target=0.25,
+    max_steps=300,
+    lag_versions=64,
+    max_staleness_versions=80,
+    groups_per_step=32,
+    group_size=8,
+    learning_rate=1e-3,
+    evaluate_every=10,
+    num_evaluation=256,
+    required_gain=0.20,
+    time_limit_s=600.0,
+)
+TINY = Regime(
+    digits=2,
+    warm_start_target=0.2,
+    max_steps=24,
+    lag_versions=8,
+    max_staleness_versions=16,
+    groups_per_step=8,
+    group_size=8,
+    learning_rate=1e-3,
+    evaluate_every=8,
+    num_evaluation=64,
+    required_gain=-1.0,
+    time_limit_s=120.0,
+)
+
+
+def coordinator_tables(regime: Regime, options: DemoOptions) -> dict[str, Any]:
+    """Configuration of the coordinator."""
+    return {
+        "run_id": "demo",
+        "data_dir": str(options.out / "coordinator"),
+        "listen": "127.0.0.1:0",
+        "metrics_port": 0,
+        "seed": options.seed,
+        "groups_per_version": regime.groups_per_step,
+        "max_staleness_versions": regime.max_staleness_versions,
+    }
+
+
+def learner_tables(regime: Regime, options: DemoOptions, *, address: str, model_dir: Path) -> dict[str, Any]:
+    """Configuration of the learner."""
+    return {
+        "run_id": "demo",
+        "coordinator": address,
+        "model_dir": str(model_dir),
+        "state_dir": str(options.out / "learner"),
+        "metrics_port": 0,
+        "group_size": regime.group_size,
+        "groups_per_step": regime.groups_per_step,
+        "max_steps": regime.max_steps,
+        "task": {"name": "arithmetic", "digits": regime.digits},
+        "sampling": {"max_new_tokens": regime.digits + 2},
+        "loss": {"kind": options.algorithm},
+        "backend": {"lr": regime.learning_rate, "threads": 1},
+        "evaluation": {
+            "every_versions": regime.evaluate_every,
+            "num_prompts": regime.num_evaluation,
+            "batch_rows": regime.num_evaluation,
+            "temperature": 1.0,
+            "seed": options.seed,
+        },
+    }
+
+
+def sampler_tables(regime: Regime, options: DemoOptions, *, site: str, address: str, model_dir: Path) -> dict[str, Any]:
+    """Configuration of one sampler, `lag_versions` behind."""
+    return {
+        "site": site,
+        "coordinator": address,
+        "model_dir": str(model_dir),
+        "state_dir": str(options.out / site),
+        "metrics_port": 0,
+        "group_size": regime.group_size,
+        "groups_per_batch": regime.groups_per_step // 2,
+        "seed": options.seed + SITES.index(site),
+        "heartbeat_s": 0.5,
+        "task": {"name": "arithmetic", "digits": regime.digits},
+        "sampling": {"max_new_tokens": regime.digits + 2},
+        "engine": {"kind": "hf", "threads": 1},
+        "delay": {"kind": "fixed", "semantics": "transit", "unit": "versions", "value": regime.lag_versions},
+    }

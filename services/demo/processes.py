@@ -1,0 +1,74 @@
+"""The demonstration's processes: started like any operator would, stopped by signals, their logs kept."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import tomli_w
+
+from services.common.errors import HeterorlError
+
+GRACE_S = 15.0
+TAIL_LINES = 15
+
+
+class ChildFailed(HeterorlError):
+    """A process ended before its time."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Child:
+    """One process with its log."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    file: BinaryIO
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code, or None while it runs."""
+        return self.process.poll()
+
+    def check(self) -> None:
+        """Raise when the process failed.
+
+        Raises:
+            ChildFailed: with the end of its log.
+        """
+        code = self.exit_code
+        if code not in (None, 0):
+            lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
+            raise ChildFailed(f"{self.name} ended with code {code}; its log ends:\n" + "\n".join(lines))
+
+
+def start(service: str, *, name: str, tables: dict[str, Any], directory: Path) -> Child:
+    """Write the configuration and start `heterorl SERVICE` with it."""
+    config, log = directory / "config" / f"{name}.toml", directory / "logs" / f"{name}.log"
+    for path in (config, log):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    config.write_text(tomli_w.dumps(tables), encoding="utf-8")
+    file = log.open("wb")
+    command = [sys.executable, "-m", "services", service, "--config", str(config)]
+    # A session of its own: Ctrl-C reaches the demonstration alone, which then stops the others in order.
+    process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+    return Child(name=name, process=process, log=log, file=file)
+
+
+def stop(children: Sequence[Child]) -> None:
+    """Ask processes to end, one after another; kill what does not end in time."""
+    for child in children:
+        if child.exit_code is None:
+            child.process.send_signal(signal.SIGTERM)
+        try:
+            child.process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            child.process.kill()
+            child.process.wait()
+        child.file.close()

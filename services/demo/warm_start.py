@@ -1,0 +1,148 @@
+"""A short supervised run, so that reinforcement learning has something to reinforce; cached by what it depends on.
+
+It stops at a sampled accuracy of about a quarter: enough right answers to learn from, much left to learn.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.progress import Progress
+
+from services.common.generation.hf import HfEngine
+from services.common.prompts import Prompter
+from services.common.tasks.arithmetic import ArithmeticTask
+from services.common.types import LogprobMode, SamplingSemantics
+from services.common.weights.arena import Arena
+from services.common.weights.payload import file_digest
+from services.common.weights.tensors import store
+from services.common.wire import bytes_digest
+from services.demo.tiny_model import write_tiny_model
+
+DONE = "warm_start.json"
+VERSION = 2
+_EVALUATE_EVERY = 50
+_NUM_EVALUATION = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmStart:
+    """What the warm start depends on."""
+
+    digits: int
+    seed: int
+    target: float = 0.25
+    learning_rate: float = 2e-3
+    batch_size: int = 256
+    max_steps: int = 4000
+    hidden_size: int = 64
+    num_layers: int = 2
+
+
+def warm_start(options: WarmStart, *, cache: Path) -> tuple[Path, float]:
+    """Return (model directory, accuracy on held-out prompts); trains only when the cache has no verified copy."""
+    key = bytes_digest(json.dumps([VERSION, torch.__version__, asdict(options)]).encode())[:16]
+    directory = cache / f"warm-start-{key}"
+    record = _verified(directory)
+    if record is not None:
+        return directory, float(record["accuracy"])
+    temporary = cache / f".{directory.name}.tmp"
+    for leftover in (temporary, directory):
+        if leftover.exists():
+            shutil.rmtree(leftover)
+    temporary.mkdir(parents=True)
+    write_tiny_model(temporary, seed=options.seed, hidden_size=options.hidden_size, num_layers=options.num_layers)
+    accuracy = _train(temporary, options)
+    weights = temporary / "model.safetensors"
+    (temporary / DONE).write_text(
+        json.dumps({"accuracy": accuracy, "weights": file_digest(weights), "options": asdict(options)}),
+        encoding="utf-8",
+    )
+    temporary.rename(directory)
+    return directory, accuracy
+
+
+def _verified(directory: Path) -> dict[str, Any] | None:
+    try:
+        record: dict[str, Any] = json.loads((directory / DONE).read_text(encoding="utf-8"))
+        return record if file_digest(directory / "model.safetensors") == record["weights"] else None
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _train(directory: Path, options: WarmStart) -> float:
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
+    prompter = Prompter(str(directory), use_chat_template=False)
+    task = ArithmeticTask(digits=options.digits)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.0)
+    random = np.random.default_rng(options.seed)
+    accuracy = 0.0
+    with Progress(transient=True) as progress:
+        bar = progress.add_task("supervised warm start", total=options.target)
+        for step in range(1, options.max_steps + 1):
+            for group in optimizer.param_groups:
+                group["lr"] = options.learning_rate * min(1.0, step / 100)
+            loss = _loss(model, task, prompter, random.integers(0, task.num_prompts, options.batch_size).tolist())
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            if step % _EVALUATE_EVERY == 0:
+                model.save_pretrained(directory)
+                accuracy = evaluate(directory, digits=options.digits, seed=options.seed)
+                progress.update(bar, completed=min(accuracy, options.target), description=f"warm start, step {step}")
+                if accuracy >= options.target:
+                    break
+    return accuracy
+
+
+def _loss(model: Any, task: ArithmeticTask, prompter: Prompter, indices: list[int]) -> torch.Tensor:
+    prompts = [task.prompt(index) for index in indices]
+    rows = [[*prompter.encode(prompt.text + prompt.answer).tolist(), prompter.eos_token_id] for prompt in prompts]
+    input_ids = torch.tensor(rows)
+    num_answer = len(prompts[0].answer) + 1
+    logits = model(input_ids=input_ids[:, :-1]).logits[:, -num_answer:]
+    return torch.nn.functional.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]), input_ids[:, -num_answer:].reshape(-1)
+    )
+
+
+def evaluate(directory: Path, *, digits: int, seed: int, num_prompts: int = _NUM_EVALUATION) -> float:
+    """Sampled accuracy at temperature 1 on the held-out prompts that the learner's evaluation uses."""
+    task = ArithmeticTask(digits=digits)
+    prompter = Prompter(str(directory), use_chat_template=False)
+    engine = HfEngine(
+        model_dir=str(directory),
+        published_dtype="bf16",
+        compute_dtype="fp32",
+        device="cpu",
+        sampling=SamplingSemantics(
+            temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=digits + 2, logprob_mode=LogprobMode.PROCESSED
+        ),
+        batch_rows=num_prompts,
+        eos_token_id=prompter.eos_token_id,
+    )
+    # As published: rounded to bf16, like every version of the run.
+    arena = Arena(engine.layout)
+    store(engine.model, arena)
+    engine.load(arena, 0)
+    prompts = [task.evaluation_prompt(index) for index in range(min(num_prompts, task.num_evaluation_prompts))]
+    completions = engine.generate(
+        [prompter.encode(prompt.text) for prompt in prompts],
+        seeds=[seed + number for number in range(len(prompts))],
+        num_per_prompt=1,
+    )
+    scores = [
+        math.fsum(part.value for part in task.score(prompt, prompter.decode(rows[0].token_ids)))
+        for prompt, rows in zip(prompts, completions, strict=True)
+    ]
+    return float(np.mean(scores))

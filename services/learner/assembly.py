@@ -1,0 +1,90 @@
+"""From a configuration to the parts of a learner: task, tokenizer, backend, contract, evaluator. Loads models."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from services.common.contract import build_contract
+from services.common.errors import ConfigError
+from services.common.tasks.registry import build_task
+from services.common.tasks.task import Task
+from services.common.types import Contract
+from services.learner.backends.backend import TrainBackend
+from services.learner.backends.torch import TorchBackend
+from services.learner.config import LearnerConfig
+from services.learner.evaluate import EngineGenerator, Evaluator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What `services.learner.app.run` needs beside a coordinator."""
+
+    backend: TrainBackend
+    contract: Contract
+    evaluator: Evaluator | None
+
+
+def assemble(config: LearnerConfig) -> Parts:
+    """Load the model and everything that goes with it.
+
+    Raises:
+        ConfigError: model, tokenizer or task cannot be loaded.
+    """
+    if not config.model_dir:
+        raise ConfigError("model_dir", "is not set", action="name a Hugging Face directory or hub id")
+    task = build_task(config.task)
+    tokenizer = _load_tokenizer(config.model_dir)
+    sampling = config.sampling.semantics()
+    backend = TorchBackend(model_dir=config.model_dir, config=config.backend, loss=config.loss, sampling=sampling)
+    model: Any = backend.torch_model
+    contract = build_contract(
+        tokenizer=tokenizer,
+        use_chat_template=config.use_chat_template,
+        task=task,
+        layout_id=backend.layout.layout_id,
+        vocab_size=int(model.config.vocab_size),
+        group_size=config.group_size,
+        sampling=sampling,
+    )
+    evaluator = _build_evaluator(config, task, tokenizer) if config.evaluation.every_versions else None
+    return Parts(backend=backend, contract=contract, evaluator=evaluator)
+
+
+def _load_tokenizer(model_dir: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model_dir)
+    except (OSError, ValueError) as error:
+        raise ConfigError("model_dir", f"cannot load the tokenizer of {model_dir}: {error}") from error
+
+
+def _build_evaluator(config: LearnerConfig, task: Task, tokenizer: Any) -> Evaluator:
+    from services.common.generation.hf import HfEngine
+
+    options = config.evaluation
+    sampling = config.sampling.semantics()
+    # One candidate makes every draw the most likely token; the temperature then does not matter.
+    sampling = (
+        dataclasses.replace(sampling, temperature=options.temperature, top_k=0, top_p=1.0)
+        if options.temperature
+        else dataclasses.replace(sampling, temperature=1.0, top_k=1, top_p=1.0)
+    )
+    engine = HfEngine(
+        model_dir=config.model_dir,
+        published_dtype=config.backend.published_dtype,
+        compute_dtype=config.backend.compute_dtype,
+        device=config.backend.device,
+        sampling=sampling,
+        batch_rows=options.batch_rows,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    return Evaluator(
+        task=task,
+        generator=EngineGenerator(engine, tokenizer, use_chat_template=config.use_chat_template),
+        num_prompts=options.num_prompts,
+        num_per_prompt=options.num_per_prompt,
+        seed=options.seed,
+    )

@@ -1,0 +1,105 @@
+"""Trainable state as files: safetensors for tensors, JSON for counters, no pickle.
+
+    weights.safetensors     fp32 masters by parameter name, tied ones once
+    optimizer.safetensors   `exp_avg/NAME`, `exp_avg_sq/NAME`, `step/NAME` of AdamW; `random/cpu`, `random/cuda`
+    state.json              {"format": 1, "applied_steps": n}
+
+Guarantees: read_state checks everything before it changes anything; what it restores is bit-identical.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from services.common.errors import CorruptStore
+
+WEIGHTS_FILE = "weights.safetensors"
+OPTIMIZER_FILE = "optimizer.safetensors"
+COUNTERS_FILE = "state.json"
+FORMAT = 1
+_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
+
+def write_state(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, applied_steps: int) -> None:
+    """Write the three files into an existing directory."""
+    parameters = dict(model.named_parameters())
+    weights = {name: parameter.detach().cpu().contiguous() for name, parameter in parameters.items()}
+    moments = {
+        f"{key}/{name}": optimizer.state[parameter][key].detach().cpu().contiguous()
+        for name, parameter in parameters.items()
+        if parameter in optimizer.state
+        for key in _MOMENTS
+    }
+    moments["random/cpu"] = torch.get_rng_state()
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        moments["random/cuda"] = torch.cuda.get_rng_state(device)
+    save_file(weights, directory / WEIGHTS_FILE)
+    save_file(moments, directory / OPTIMIZER_FILE)
+    counters = {"format": FORMAT, "applied_steps": applied_steps}
+    (directory / COUNTERS_FILE).write_text(json.dumps(counters), encoding="utf-8")
+
+
+@torch.no_grad()
+def read_state(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Put the state back into a model and a fresh optimizer.
+
+    Returns:
+        The number of applied steps.
+
+    Raises:
+        CorruptStore: a file is missing, broken, or of another model; nothing was changed.
+    """
+    parameters = dict(model.named_parameters())
+    try:
+        weights = load_file(directory / WEIGHTS_FILE)
+        moments = load_file(directory / OPTIMIZER_FILE)
+        counters = json.loads((directory / COUNTERS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CorruptStore(f"checkpoint {directory} cannot be read: {error}") from error
+    applied_steps = _check(directory, parameters, weights, moments, counters)
+    for name, parameter in parameters.items():
+        parameter.copy_(weights[name])
+        if f"step/{name}" in moments:
+            # AdamW keeps its count on the CPU whatever the device.
+            optimizer.state[parameter] = {
+                key: moments[f"{key}/{name}"].clone().to("cpu" if key == "step" else parameter.device)
+                for key in _MOMENTS
+            }
+    torch.set_rng_state(moments["random/cpu"])
+    device = next(model.parameters()).device
+    if device.type == "cuda" and "random/cuda" in moments:
+        torch.cuda.set_rng_state(moments["random/cuda"], device)
+    return applied_steps
+
+
+def _check(
+    directory: Path,
+    parameters: dict[str, nn.Parameter],
+    weights: dict[str, torch.Tensor],
+    moments: dict[str, torch.Tensor],
+    counters: object,
+) -> int:
+    if not isinstance(counters, dict) or counters.get("format") != FORMAT:
+        raise CorruptStore(f"checkpoint {directory}: {COUNTERS_FILE} is not of format {FORMAT}")
+    applied_steps = counters.get("applied_steps")
+    if not isinstance(applied_steps, int) or applied_steps < 0:
+        raise CorruptStore(f"checkpoint {directory}: applied_steps is not a count")
+    shapes = {name: (parameter.shape, parameter.dtype) for name, parameter in parameters.items()}
+    if {name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()} != shapes:
+        raise CorruptStore(f"checkpoint {directory}: weights of another model", action="check model_dir")
+    for name, parameter in parameters.items():
+        found = [f"{key}/{name}" in moments for key in _MOMENTS]
+        if any(found) and not all(found):
+            raise CorruptStore(f"checkpoint {directory}: part of the optimizer state of {name} is missing")
+        if all(found) and any(moments[f"{key}/{name}"].shape != parameter.shape for key in _MOMENTS[:2]):
+            raise CorruptStore(f"checkpoint {directory}: optimizer state of another model", action="check model_dir")
+    if "random/cpu" not in moments:
+        raise CorruptStore(f"checkpoint {directory}: the random state is missing")
+    return applied_steps

@@ -1,0 +1,138 @@
+"""Checkpoints on the learner's disk: all of one or none of it.
+
+    state_dir/checkpoints/v00000012/    one checkpoint, named by the version that its publication makes
+        cursor.json                     services.learner.cursor
+        published.payload               snapshot of the published weights (services.common.weights.payload)
+        backend/                        what TrainBackend.save wrote
+        DONE                            {"format": 1, "files": {relative path: blake3 of its bytes}}
+
+Guarantees: a directory of that name appears by one rename, after every byte in it is durable; a directory is a
+checkpoint only while DONE names exactly its files with their digests. Must never read a backend's files otherwise.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+
+from services.common.errors import CorruptStore, DiskFull
+from services.common.types import Digest
+from services.common.weights.arena import Arena
+from services.common.weights.payload import file_digest, write_snapshot
+from services.learner.backends.backend import TrainBackend
+from services.learner.cursor import Cursor, cursor_from_bytes, cursor_to_bytes
+
+CURSOR_FILE = "cursor.json"
+PUBLISHED_FILE = "published.payload"
+BACKEND_DIRECTORY = "backend"
+DONE_FILE = "DONE"
+FORMAT = 1
+NUM_KEPT = 2
+"""The newest may belong to a publication that is refused; the one before it is then the truth."""
+
+
+class CheckpointStore:
+    """The checkpoints under one directory. Used by one process at a time, off the event loop."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        root.mkdir(parents=True, exist_ok=True)
+
+    def write(self, cursor: Cursor, *, backend: TrainBackend, arena: Arena, snapshot: Path | None) -> Path:
+        """Write a checkpoint and drop all but the two newest.
+
+        Args:
+            cursor: the position.
+            backend: saves masters and optimizer.
+            arena: the published weights.
+            snapshot: a snapshot payload of `arena`, when there is one already.
+
+        Raises:
+            DiskFull: nothing has changed.
+        """
+        final = self._root / f"v{cursor.version:08d}"
+        temporary = self._root / f"writing-{final.name}"
+        try:
+            _remove(temporary)
+            (temporary / BACKEND_DIRECTORY).mkdir(parents=True)
+            backend.save(temporary / BACKEND_DIRECTORY)
+            if snapshot is None:
+                write_snapshot(temporary / PUBLISHED_FILE, arena)
+            else:
+                os.link(snapshot, temporary / PUBLISHED_FILE)
+            (temporary / CURSOR_FILE).write_bytes(cursor_to_bytes(cursor))
+            digests = {name: file_digest(temporary / name) for name in _files(temporary)}
+            (temporary / DONE_FILE).write_text(json.dumps({"format": FORMAT, "files": digests}), encoding="utf-8")
+            _sync_tree(temporary)
+            _remove(final)
+            temporary.rename(final)
+            _sync(self._root)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise DiskFull(str(self._root)) from error
+            raise
+        for old in self.paths()[NUM_KEPT:]:
+            _remove(old)
+        return final
+
+    def paths(self) -> list[Path]:
+        """Directories that are named as checkpoints, newest first; `read` tells whether they are valid."""
+        return sorted(self._root.glob("v[0-9]*"), reverse=True)
+
+    def backend_directory(self, path: Path) -> Path:
+        """Where the backend's files of a checkpoint are."""
+        return path / BACKEND_DIRECTORY
+
+    def discard(self, path: Path) -> None:
+        """Remove a checkpoint whose publication was refused."""
+        _remove(path)
+        _sync(self._root)
+
+
+def read_checkpoint(path: Path) -> Cursor:
+    """Check every byte of a checkpoint and return its cursor.
+
+    Raises:
+        CorruptStore: it is incomplete or changed; names the first file.
+    """
+    try:
+        done = json.loads((path / DONE_FILE).read_bytes())
+        stated = {str(name): Digest(digest) for name, digest in done["files"].items()}
+        if done["format"] != FORMAT:
+            raise CorruptStore(f"{path} has format {done['format']}, known is {FORMAT}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptStore(f"{path} was not completed: {error!r}") from error
+    present = set(_files(path)) - {DONE_FILE}
+    if present != set(stated):
+        raise CorruptStore(f"{path} has other files than it was written with: {sorted(present ^ set(stated))}")
+    for name, digest in sorted(stated.items()):
+        if file_digest(path / name) != digest:
+            raise CorruptStore(f"{path / name} was changed after it was written")
+    return cursor_from_bytes((path / CURSOR_FILE).read_bytes())
+
+
+def _files(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
+def _remove(path: Path) -> None:
+    # DONE goes first: what a crash leaves behind is then no checkpoint.
+    (path / DONE_FILE).unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _sync_tree(root: Path) -> None:
+    for path in sorted(root.rglob("*"), reverse=True):
+        _sync(path)
+    _sync(root)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,89 @@
+"""Configuration of the learner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field, model_validator
+
+from services.common.config import Config
+from services.common.contract import SamplingConfig
+from services.common.tasks.registry import TaskConfig
+from services.learner.backend_config import TorchBackendConfig
+from services.learner.loss_config import GepoConfig, LossConfig
+
+
+class EvaluationConfig(Config):
+    """Held-out accuracy while training."""
+
+    every_versions: int = Field(default=0, ge=0)
+    """Versions between evaluations; 0 is off. A version is published only after its evaluation."""
+    num_prompts: int = Field(default=64, ge=1)
+    """Held-out prompts, always the first ones."""
+    num_per_prompt: int = Field(default=1, ge=1)
+    """Completions of each."""
+    temperature: float = Field(default=0.0, ge=0)
+    """Softmax temperature; 0 takes the most likely token."""
+    batch_rows: int = Field(default=64, ge=1)
+    """Completions generated at once."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of sampled completions, the same for every version."""
+
+
+class LearnerConfig(Config):
+    """One learner trains one run; a second one may wait for its lease."""
+
+    run_id: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    """Name of the run; the coordinator's."""
+    holder: str = Field(default="learner", pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    """Name of this learner. A restart under the same name takes the lease back at once, another name waits."""
+    coordinator: str = Field(default="127.0.0.1:50051", pattern=r"^.+:\d{1,5}$")
+    """host:port of the coordinator."""
+    model_dir: str = Field(default="", max_length=4096)
+    """Hugging Face directory or hub id of the model to start from, with its tokenizer."""
+    state_dir: Path = Path("runs/learner")
+    """Directory of checkpoints and journals; keep it across restarts."""
+    task: TaskConfig = TaskConfig()
+    """Prompts and reward; the same on every node."""
+    sampling: SamplingConfig = SamplingConfig()
+    """How samplers draw tokens; the same on every node."""
+    use_chat_template: bool = False
+    """Whether prompts go through the tokenizer's chat template; the same on every node."""
+    group_size: int = Field(default=8, ge=1, le=4096)
+    """Rollouts of one prompt."""
+    groups_per_step: int = Field(default=32, ge=1)
+    """Groups of one optimizer step. Times steps_per_version it should be the coordinator's groups_per_version."""
+    steps_per_version: int = Field(default=1, ge=1)
+    """Optimizer steps between publications."""
+    max_steps: int = Field(default=1000, ge=1)
+    """Optimizer steps of the whole run, restarts included; then the run drains and the learner ends."""
+    max_rejected_steps: int = Field(default=10, ge=1)
+    """Steps in a row with a loss or gradient that is not finite, after which the learner stops."""
+    max_sequence_tokens: int = Field(default=0, ge=0)
+    """Longest prompt plus completion, tokens; groups with a longer one are abandoned and counted. 0 is no bound."""
+    prefetch_steps: int = Field(default=1, ge=1, le=64)
+    """Steps' worth of groups that wait in memory; while they wait they grow older."""
+    loss: LossConfig = GepoConfig()
+    """Algorithm, advantage, clip and KL."""
+    backend: TorchBackendConfig = TorchBackendConfig()
+    """Where and how gradients are computed."""
+    snapshot_every_versions: int = Field(default=50, ge=1)
+    """Versions between snapshots, published beside the delta; bounds what a new sampler has to fetch."""
+    checkpoint_every_versions: int = Field(default=1, ge=1)
+    """Versions between checkpoints. After a crash, versions since the last one are abandoned; 1 abandons none."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """Held-out accuracy."""
+    retry_base_s: float = Field(default=0.2, gt=0)
+    """First wait after a lost call, seconds; doubles, drawn at random below that."""
+    retry_cap_s: float = Field(default=10.0, gt=0)
+    """Longest wait between attempts, seconds; the learner goes on trying."""
+    max_message_bytes: int = Field(default=16 << 20, ge=2 << 20, le=512 << 20)
+    """Largest message, bytes; the coordinator's."""
+    metrics_port: int = Field(default=9102, ge=0, le=65535)
+    """Port of the Prometheus metrics on loopback; 0 lets the system choose."""
+
+    @model_validator(mode="after")
+    def _check_retry(self) -> LearnerConfig:
+        if self.retry_cap_s < self.retry_base_s:
+            raise ValueError("retry_cap_s is below retry_base_s")
+        return self

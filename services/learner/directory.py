@@ -1,0 +1,26 @@
+"""The learner's state directory: one process at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+from collections.abc import Iterator
+from pathlib import Path
+
+from services.common.errors import ConfigError
+
+
+@contextlib.contextmanager
+def hold_directory(path: Path) -> Iterator[Path]:
+    """Create the directory and hold its lock, which ends with the process however that ends.
+
+    Raises:
+        ConfigError: another process holds it.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    with (path / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError("state_dir", f"{path} is used by another learner", action="stop it first") from error
+        yield path

@@ -1,0 +1,119 @@
+"""Held-out accuracy of a version, generated with the weights as they are published. Runs in a thread."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from services.common.errors import RewardError
+from services.common.generation.engine import Engine
+from services.common.tasks.task import Task
+from services.common.types import Int32Array
+from services.common.weights.arena import Arena
+
+_LOG = logging.getLogger(__name__)
+
+
+class Generator(Protocol):
+    """Text in, text out, with given weights."""
+
+    def load(self, arena: Arena, version: int) -> None:
+        """Take the weights of a version."""
+        ...
+
+    def generate(self, prompts: Sequence[str], *, seeds: Sequence[int], num_per_prompt: int) -> list[list[str]]:
+        """Complete every prompt `num_per_prompt` times."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Outcome: `accuracy` is None when no completion could be scored."""
+
+    version: int
+    accuracy: float | None
+    num_prompts: int
+    num_completions: int
+    num_errors: int
+    seconds: float
+
+
+class Evaluator:
+    """Scores the first `num_prompts` held-out prompts with the same seeds every time, so that versions compare."""
+
+    def __init__(self, *, task: Task, generator: Generator, num_prompts: int, num_per_prompt: int, seed: int) -> None:
+        self._task = task
+        self._generator = generator
+        self._num_prompts = min(num_prompts, task.num_evaluation_prompts)
+        self._num_per_prompt = num_per_prompt
+        self._seed = seed
+
+    def evaluate(self, arena: Arena, version: int) -> Evaluation:
+        """Mean reward over held-out completions, which is the accuracy where rewards are 0 and 1.
+
+        A completion whose verifier fails is left out and counted: it is not a wrong answer.
+        """
+        started = time.perf_counter()
+        self._generator.load(arena, version)
+        prompts = [self._task.evaluation_prompt(index) for index in range(self._num_prompts)]
+        completions = self._generator.generate(
+            [prompt.text for prompt in prompts],
+            seeds=[self._seed + index for index in range(len(prompts))],
+            num_per_prompt=self._num_per_prompt,
+        )
+        rewards: list[float] = []
+        num_errors = 0
+        for prompt, texts in zip(prompts, completions, strict=True):
+            for text in texts:
+                try:
+                    rewards.append(sum(part.value for part in self._task.score(prompt, text)))
+                except RewardError as error:
+                    num_errors += 1
+                    _LOG.warning("held-out prompt %d could not be scored: %s", prompt.index, error)
+        return Evaluation(
+            version=version,
+            accuracy=sum(rewards) / len(rewards) if rewards else None,
+            num_prompts=len(prompts),
+            num_completions=len(rewards),
+            num_errors=num_errors,
+            seconds=time.perf_counter() - started,
+        )
+
+
+class EngineGenerator:
+    """Implements Generator with a generation engine and the run's tokenizer."""
+
+    def __init__(self, engine: Engine, tokenizer: Any, *, use_chat_template: bool) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._use_chat_template = use_chat_template
+
+    def load(self, arena: Arena, version: int) -> None:
+        """Take the weights of a version."""
+        self._engine.load(arena, version)
+
+    def generate(self, prompts: Sequence[str], *, seeds: Sequence[int], num_per_prompt: int) -> list[list[str]]:
+        """Complete every prompt."""
+        groups = self._engine.generate(
+            [self._encode(prompt) for prompt in prompts], seeds=seeds, num_per_prompt=num_per_prompt
+        )
+        return [
+            [
+                str(self._tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True))
+                for completion in group
+            ]
+            for group in groups
+        ]
+
+    def _encode(self, text: str) -> Int32Array:
+        if self._use_chat_template:
+            message = [{"role": "user", "content": text}]
+            text = str(self._tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
+        # The template writes its special tokens itself.
+        ids = self._tokenizer.encode(text, add_special_tokens=not self._use_chat_template)
+        return np.asarray(ids, np.int32)

@@ -1,0 +1,40 @@
+"""The loop that keeps an inbox filled from the coordinator, across broken links."""
+
+from __future__ import annotations
+
+import logging
+
+from services.common.api import CoordinatorApi
+from services.common.errors import RemoteError
+from services.learner.admission import Limits, judge
+from services.learner.inbox import Inbox
+from services.learner.patience import Patience, is_transient
+
+_LOG = logging.getLogger(__name__)
+
+
+async def feed(api: CoordinatorApi, inbox: Inbox, *, epoch: int, limits: Limits, patience: Patience) -> None:
+    """Stream groups until the inbox closes; every new stream names the groups that are still held.
+
+    Raises:
+        RemoteError: a refusal that waiting does not change, StaleEpoch above all.
+    """
+    while not inbox.is_closed:
+        held, credits = inbox.open_stream()
+        problem: Exception | None = None
+        try:
+            async for queued in api.stream_groups(epoch=epoch, held=held, credits=credits):
+                patience.reset()
+                reason = judge(queued.group, limits)
+                if not reason:
+                    await inbox.put(queued)
+                    continue
+                _LOG.warning("group %s is abandoned: %s", queued.group.id, reason)
+                await api.abandon_groups(epoch=epoch, ids=[queued.group.id], reason=reason)
+                await inbox.skip()
+        except (RemoteError, TimeoutError) as error:
+            if not is_transient(error):
+                raise
+            problem = error
+        if not inbox.is_closed:
+            await patience.wait(problem)

@@ -1,0 +1,59 @@
+"""The learner's lease: taken once, renewed by a task of its own, so that no long step can lose it."""
+
+from __future__ import annotations
+
+import logging
+
+from services.common.api import CoordinatorApi
+from services.common.clock import Clock
+from services.common.errors import LeaseHeld, RemoteError
+from services.common.types import Contract, LeaseGrant
+from services.learner.patience import Patience, is_transient
+
+_LOG = logging.getLogger(__name__)
+RENEWALS_PER_TERM = 3
+"""Two renewals may be lost before the lease is anybody's."""
+
+
+async def acquire(
+    api: CoordinatorApi, *, holder: str, contract: Contract, request_id: str, patience: Patience
+) -> LeaseGrant:
+    """Become the run's learner, waiting while another one is.
+
+    Args:
+        api: the coordinator.
+        holder: name of this learner.
+        contract: what this learner runs with.
+        request_id: fresh for every process, so that a repeated request is one request.
+        patience: how to wait.
+
+    Raises:
+        ContractMismatch: this learner disagrees with the run.
+    """
+    known = ""
+    while True:
+        try:
+            grant = await api.acquire_lease(holder=holder, contract=contract, request_id=request_id)
+        except (RemoteError, TimeoutError) as error:
+            if not isinstance(error, LeaseHeld) and not is_transient(error):
+                raise
+            if type(error).__name__ != known:
+                known = type(error).__name__
+                _LOG.info("waiting for the lease: %s", error)
+            await patience.wait(error)
+        else:
+            patience.reset()
+            _LOG.info("holding the lease, epoch %d, head is version %d", grant.epoch, grant.head_version)
+            return grant
+
+
+async def renew(api: CoordinatorApi, *, grant: LeaseGrant, clock: Clock, patience: Patience) -> None:
+    """Renew forever; an unreachable coordinator is waited for, since nobody else can reach it either.
+
+    Raises:
+        StaleEpoch: the lease is another learner's; every effect of this one must stop.
+    """
+    epoch, ttl_s = grant.epoch, grant.ttl_s
+    while True:
+        await clock.sleep(ttl_s / RENEWALS_PER_TERM)
+        ttl_s = (await patience.insist(lambda: api.renew_lease(epoch=epoch))).ttl_s

@@ -1,0 +1,214 @@
+"""Publishing a version, in an order that survives a crash between any two lines of it.
+
+    1 stage       weights rounded into an arena that is not the shadow
+    2 encode      delta against the shadow (or snapshot), manifest
+    3 checkpoint  masters, optimizer and this publication's key: from here on a restart can finish the work
+    4 upload      payloads by digest, resumable
+    5 commit      one compare-and-set at the coordinator; a lost answer is asked for by the key
+    6 advance     only now: shadow := arena, the head moves
+
+Guarantees: what samplers can have and what the next delta starts from are the same bits. Must never advance the shadow
+before the durable answer, nor send new content under a key whose fate is unknown.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from services.common.api import CoordinatorApi
+from services.common.errors import GroupNotAvailable, PayloadMissing, RemoteError
+from services.common.metrics import ENCODE_SECONDS, LEARNER_VERSION, PUBLISH_SECONDS
+from services.common.types import GroupId, PublishRequest, StepReport
+from services.common.weights.arena import Arena, Layout
+from services.common.wire import manifest_digest
+from services.learner.backends.backend import TrainBackend
+from services.learner.checkpoint import CheckpointStore
+from services.learner.cursor import Cursor, step_id
+from services.learner.encode import Encoded, Position, encode_version
+from services.learner.journal import Journal
+from services.learner.patience import Patience, is_transient
+from services.learner.threads import in_thread
+from services.learner.upload import upload
+
+_LOG = logging.getLogger(__name__)
+MAX_REPAIRS = 3
+"""Times that payloads are uploaded again because the coordinator says they are missing."""
+
+
+class Publisher:
+    """Turns weights into versions; holds the position of the run and the shadow."""
+
+    def __init__(
+        self,
+        api: CoordinatorApi,
+        *,
+        run_id: str,
+        epoch: int,
+        layout: Layout,
+        directory: Path,
+        store: CheckpointStore,
+        journal: Journal,
+        patience: Patience,
+        snapshot_every_versions: int,
+        checkpoint_every_versions: int,
+    ) -> None:
+        self._api = api
+        self._run_id = run_id
+        self._epoch = epoch
+        self._layout = layout
+        self._directory = directory
+        self._store = store
+        self._journal = journal
+        self._patience = patience
+        self._snapshot_every = snapshot_every_versions
+        self._checkpoint_every = checkpoint_every_versions
+        self._spare: Arena | None = None
+        self.position = Position(head_version=-1, lineage_version=-1, lineage_digest="", shadow=None)
+        directory.mkdir(parents=True, exist_ok=True)
+
+    async def stage(self, backend: TrainBackend) -> Arena:
+        """Round the masters into an arena of its own; the shadow is not touched."""
+        if self._spare is None:
+            self._spare = Arena(self._layout)
+        await in_thread(backend.store, self._spare)
+        return self._spare
+
+    async def publish(
+        self,
+        arena: Arena,
+        *,
+        step: int,
+        consumed: Sequence[GroupId] = (),
+        reports: Sequence[StepReport] = (),
+        saved_by: TrainBackend | None,
+        is_last: bool = False,
+    ) -> None:
+        """Make `arena` the next version.
+
+        Args:
+            arena: from `stage`.
+            step: optimizer steps in it.
+            consumed: every group of these steps.
+            reports: the steps since the last version.
+            saved_by: writes the checkpoint; None when a checkpoint of this publication exists already.
+            is_last: a checkpoint is due whatever the cadence.
+
+        Raises:
+            GroupNotAvailable: the steps must be undone; the position has not moved, the checkpoint is discarded.
+            ParentNotHead, StaleEpoch: this learner must stop.
+        """
+        version = self.position.head_version + 1
+        encoded = await in_thread(
+            encode_version,
+            self.position,
+            arena,
+            directory=self._directory,
+            run_id=self._run_id,
+            epoch=self._epoch,
+            step=step,
+            with_snapshot=version % self._snapshot_every == 0,
+        )
+        ENCODE_SECONDS.observe(encoded.encode_s)
+        cursor = self._cursor(encoded, consumed, reports)
+        is_rollback = cursor.lineage_version != cursor.parent_version
+        is_due = is_last or is_rollback or version % self._checkpoint_every == 0
+        checkpoint = None
+        if saved_by is not None and is_due:
+            checkpoint = await in_thread(
+                self._store.write, cursor, backend=saved_by, arena=arena, snapshot=encoded.snapshot
+            )
+        started = time.perf_counter()
+        await self._upload(encoded)
+        try:
+            await self._commit(_request(cursor, epoch=self._epoch), encoded)
+        except GroupNotAvailable:
+            if checkpoint is not None:
+                await in_thread(self._store.discard, checkpoint)
+            self._remove_files(encoded)
+            raise
+        publish_s = time.perf_counter() - started
+        self._advance(arena, encoded)
+        PUBLISH_SECONDS.observe(publish_s)
+        self._journal.note_version(encoded.manifest, reports, encode_s=encoded.encode_s, publish_s=publish_s)
+        _LOG.info(
+            "version %d is published: step %d, %d of %d values changed, %d bytes",
+            version,
+            step,
+            encoded.manifest.num_changed,
+            encoded.manifest.num_elements,
+            sum(payload.num_bytes for payload in encoded.manifest.payloads),
+        )
+
+    def _cursor(self, encoded: Encoded, consumed: Sequence[GroupId], reports: Sequence[StepReport]) -> Cursor:
+        manifest = encoded.manifest
+        parent = self.position.head_version
+        key = step_id(run_id=self._run_id, parent_version=parent, step=manifest.step, state_root=manifest.state_root)
+        return Cursor(
+            run_id=self._run_id,
+            step=manifest.step,
+            step_id=key,
+            version=manifest.version,
+            parent_version=parent,
+            lineage_version=self.position.lineage_version,
+            state_root=manifest.state_root,
+            manifest=encoded.manifest_bytes,
+            consumed=tuple(consumed),
+            reports=tuple(reports),
+        )
+
+    async def _upload(self, encoded: Encoded) -> None:
+        for payload, path in encoded.files:
+            await upload(self._api, payload, path, epoch=self._epoch, patience=self._patience)
+
+    async def _commit(self, request: PublishRequest, encoded: Encoded) -> None:
+        num_repairs = 0
+        while True:
+            try:
+                await self._api.publish_version(request)
+            except PayloadMissing:
+                num_repairs += 1
+                if num_repairs > MAX_REPAIRS:
+                    raise
+                await self._upload(encoded)
+            except (RemoteError, TimeoutError) as error:
+                if not is_transient(error):
+                    raise
+                # The answer may be lost while the version is there: ask before anything else.
+                known = await self._patience.insist(lambda: self._api.get_step(step_id=request.step_id))
+                if known is not None:
+                    return
+                await self._patience.wait(error)
+            else:
+                return
+
+    def _advance(self, arena: Arena, encoded: Encoded) -> None:
+        old = self.position.shadow
+        # The old shadow becomes the next staging arena: two arenas, however many versions.
+        self._spare = old if old is not None and old.layout.layout_id == self._layout.layout_id else None
+        self.position = Position(
+            head_version=encoded.manifest.version,
+            lineage_version=encoded.manifest.version,
+            lineage_digest=manifest_digest(encoded.manifest_bytes),
+            shadow=arena,
+        )
+        LEARNER_VERSION.set(encoded.manifest.version)
+        self._remove_files(encoded)
+
+    def _remove_files(self, encoded: Encoded) -> None:
+        for _, path in encoded.files:
+            path.unlink(missing_ok=True)
+
+
+def _request(cursor: Cursor, *, epoch: int) -> PublishRequest:
+    return PublishRequest(
+        epoch=epoch,
+        step_id=cursor.step_id,
+        parent_version=cursor.parent_version,
+        lineage_version=cursor.lineage_version,
+        manifest=cursor.manifest,
+        consumed=cursor.consumed,
+        reports=cursor.reports,
+    )

@@ -1,0 +1,232 @@
+"""Where to go on: from the checkpoints on disk and what the coordinator has committed.
+
+The same path serves a fresh start, a restart after any crash, and a step that the coordinator refused. Afterwards the
+backend holds the weights of the head, the publisher's position is the coordinator's, and its shadow is what samplers
+have. The shadow is a restored checkpoint whose state root is the head's, or is rebuilt from the coordinator.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.common.api import CoordinatorApi
+from services.common.errors import (
+    ConfigError,
+    CorruptData,
+    CorruptStore,
+    GroupNotAvailable,
+    OperatorError,
+    UnknownVersion,
+)
+from services.common.weights.arena import Arena
+from services.common.wire import manifest_digest, manifest_from_bytes
+from services.learner.backends.backend import TrainBackend
+from services.learner.checkpoint import CheckpointStore, read_checkpoint
+from services.learner.cursor import Cursor
+from services.learner.encode import Position
+from services.learner.journal import Journal
+from services.learner.patience import Patience
+from services.learner.publish import Publisher
+from services.learner.pull import pull_state
+from services.learner.threads import in_thread
+
+_LOG = logging.getLogger(__name__)
+
+
+class Action(enum.Enum):
+    """What to do with a checkpoint."""
+
+    CONTINUE = "continue"
+    REPUBLISH = "republish"
+    ROLL_BACK = "roll_back"
+    SKIP = "skip"
+
+
+def decide(
+    cursor: Cursor, *, head_version: int, committed_version: int | None, is_in_lineage: bool
+) -> tuple[Action, str]:
+    """Judge a checkpoint by the fate of its publication.
+
+    Args:
+        cursor: the checkpoint's.
+        head_version: newest version.
+        committed_version: what the publication became; None when it was never committed. Under the newest epoch this
+            answer is final: an older epoch's publication can no longer arrive.
+        is_in_lineage: whether that version can still be pulled, so was not abandoned.
+    """
+    if committed_version is None:
+        if cursor.parent_version == head_version:
+            return Action.REPUBLISH, f"its publication after version {head_version} was never committed"
+        return Action.SKIP, f"it follows version {cursor.parent_version}, the head is version {head_version}"
+    if committed_version == head_version:
+        return Action.CONTINUE, f"it is the head, version {head_version}"
+    if is_in_lineage:
+        return Action.ROLL_BACK, f"it is version {committed_version}, the head is version {head_version}"
+    return Action.SKIP, f"version {committed_version} was abandoned"
+
+
+@dataclass(slots=True, kw_only=True)
+class Resumption:
+    """Brings backend, publisher and coordinator to the same version."""
+
+    api: CoordinatorApi
+    backend: TrainBackend
+    publisher: Publisher
+    store: CheckpointStore
+    journal: Journal
+    patience: Patience
+    run_id: str
+    epoch: int
+    directory: Path
+
+    async def run(self) -> int:
+        """Return the number of optimizer steps in the weights.
+
+        Raises:
+            OperatorError: the state directory belongs to another run, or the coordinator lost this run.
+        """
+        head = (await self.patience.insist(lambda: self.api.renew_lease(epoch=self.epoch))).head_version
+        paths = await in_thread(self.store.paths)
+        for path in paths:
+            step = await self._try(path, head)
+            if step is not None:
+                return step
+        if head == -1:
+            if paths:
+                raise OperatorError(
+                    f"{self.directory} has checkpoints of run {self.run_id}, the coordinator has no version of it",
+                    action="restore the coordinator's data_dir, or choose another state_dir to start anew",
+                )
+            return await self._start()
+        return await self._adopt(head)
+
+    async def _try(self, path: Path, head: int) -> int | None:
+        try:
+            cursor = await in_thread(read_checkpoint, path)
+        except CorruptStore as error:
+            _LOG.warning("%s", error)
+            return None
+        if cursor.run_id != self.run_id:
+            raise ConfigError("state_dir", f"{path} belongs to run {cursor.run_id}, not {self.run_id}")
+        committed = await self.patience.insist(lambda: self.api.get_step(step_id=cursor.step_id))
+        action, reason = decide(
+            cursor,
+            head_version=head,
+            committed_version=committed,
+            is_in_lineage=committed is not None and await self._can_pull(committed),
+        )
+        _LOG.info("checkpoint %s: %s, %s", path.name, action.value, reason)
+        if action is Action.SKIP:
+            return None
+        try:
+            arena = await self._restore(path, cursor)
+        except CorruptData as error:
+            _LOG.warning("%s cannot be restored: %s", path, error)
+            return None
+        if action is Action.CONTINUE:
+            return await self._continue(cursor, arena, head)
+        if action is Action.REPUBLISH:
+            return await self._republish(path, cursor, arena)
+        assert committed is not None, "only a committed version is rolled back to"
+        return await self._roll_back(cursor, committed, head)
+
+    async def _can_pull(self, version: int) -> bool:
+        try:
+            await self.patience.insist(lambda: self.api.plan_pull(have_version=-1, have_root="", want_version=version))
+        except UnknownVersion:
+            return False
+        return True
+
+    async def _restore(self, path: Path, cursor: Cursor) -> Arena:
+        await in_thread(self.backend.restore, self.store.backend_directory(path))
+        arena = Arena(self.backend.layout)
+        await in_thread(self.backend.store, arena)
+        root = await in_thread(arena.state_root)
+        if root != cursor.state_root:
+            raise CorruptStore(f"{path} restores to state {root[:12]}, not to {cursor.state_root[:12]}")
+        return arena
+
+    async def _digest(self, version: int) -> str:
+        if version == -1:
+            return ""
+        return manifest_digest(await self.patience.insist(lambda: self.api.get_manifest(version=version)))
+
+    async def _continue(self, cursor: Cursor, arena: Arena, head: int) -> int:
+        data = await self.patience.insist(lambda: self.api.get_manifest(version=head))
+        self.publisher.position = Position(
+            head_version=head, lineage_version=head, lineage_digest=manifest_digest(data), shadow=arena
+        )
+        if self.journal.last_version < head:
+            self.journal.note_version(manifest_from_bytes(data), cursor.reports)
+        return cursor.step
+
+    async def _republish(self, path: Path, cursor: Cursor, arena: Arena) -> int | None:
+        is_rollback = cursor.lineage_version != cursor.parent_version
+        shadow = None if is_rollback or cursor.parent_version == -1 else await self._pull(cursor.parent_version)
+        self.publisher.position = Position(
+            head_version=cursor.parent_version,
+            lineage_version=cursor.lineage_version,
+            lineage_digest=await self._digest(cursor.lineage_version),
+            shadow=shadow,
+        )
+        try:
+            await self.publisher.publish(
+                arena, step=cursor.step, consumed=cursor.consumed, reports=cursor.reports, saved_by=None
+            )
+        except GroupNotAvailable as error:
+            _LOG.warning("checkpoint %s is discarded: %s", path.name, error)
+            await in_thread(self.store.discard, path)
+            return None
+        return cursor.step
+
+    async def _roll_back(self, cursor: Cursor, committed: int, head: int) -> int:
+        _LOG.warning(
+            "ROLLING BACK from version %d to version %d, the newest that has a usable checkpoint: versions %d to %d are"
+            " abandoned and their groups handed out again",
+            head,
+            committed,
+            committed + 1,
+            head,
+        )
+        self.publisher.position = Position(
+            head_version=head,
+            lineage_version=committed,
+            lineage_digest=await self._digest(committed),
+            shadow=None,
+        )
+        # At once, without a step: samplers are to leave the abandoned versions now.
+        staged = await self.publisher.stage(self.backend)
+        await self.publisher.publish(staged, step=cursor.step, saved_by=self.backend)
+        return cursor.step
+
+    async def _start(self) -> int:
+        _LOG.info("run %s begins", self.run_id)
+        self.publisher.position = Position(head_version=-1, lineage_version=-1, lineage_digest="", shadow=None)
+        staged = await self.publisher.stage(self.backend)
+        await self.publisher.publish(staged, step=0, saved_by=self.backend)
+        return 0
+
+    async def _adopt(self, head: int) -> int:
+        _LOG.warning(
+            "NO USABLE CHECKPOINT for version %d: its published weights become the masters, the optimizer starts anew",
+            head,
+        )
+        data = await self.patience.insist(lambda: self.api.get_manifest(version=head))
+        arena = await self._pull(head)
+        await in_thread(self.backend.load_published, arena)
+        self.publisher.position = Position(
+            head_version=head, lineage_version=head, lineage_digest=manifest_digest(data), shadow=arena
+        )
+        return manifest_from_bytes(data).step
+
+    async def _pull(self, version: int) -> Arena:
+        return await pull_state(
+            self.api,
+            layout=self.backend.layout,
+            version=version,
+            directory=self.directory,
+            patience=self.patience,
+        )

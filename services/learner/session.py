@@ -1,0 +1,131 @@
+"""Training from one position on: take whole groups, step, publish; until the end, or until a step is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import logging
+from dataclasses import dataclass
+
+from services.common.api import CoordinatorApi
+from services.common.errors import GroupNotAvailable, OperatorError
+from services.common.metrics import EVALUATION_ACCURACY
+from services.common.types import GroupId, QueuedGroup, StepReport
+from services.common.weights.arena import Arena
+from services.learner.backends.backend import TrainBackend
+from services.learner.config import LearnerConfig
+from services.learner.evaluate import Evaluator
+from services.learner.inbox import Inbox
+from services.learner.journal import Journal
+from services.learner.observe import observe_step
+from services.learner.patience import Patience
+from services.learner.publish import Publisher
+from services.learner.threads import in_thread
+
+_LOG = logging.getLogger(__name__)
+
+
+class Outcome(enum.Enum):
+    """How a session ended."""
+
+    FINISHED = "finished"
+    REFUSED = "refused"
+    """The coordinator did not accept the groups of a version: masters hold steps that must be undone."""
+    CLOSED = "closed"
+
+
+@dataclass(slots=True, kw_only=True)
+class Session:
+    """The training loop between two resumptions."""
+
+    config: LearnerConfig
+    api: CoordinatorApi
+    backend: TrainBackend
+    publisher: Publisher
+    inbox: Inbox
+    journal: Journal
+    patience: Patience
+    evaluator: Evaluator | None
+    epoch: int
+    step: int
+    num_rejected: int = 0
+
+    async def run(self) -> Outcome:
+        """Train until `max_steps`, a refusal, or the end of the inbox."""
+        if self.step == 0 and self._is_evaluation_due(self.publisher.position.head_version):
+            # The baseline; version 0 is out already, so no sampler waits for it.
+            shadow = self.publisher.position.shadow
+            assert shadow is not None, "a published version leaves its shadow"
+            await self._evaluate(shadow, self.publisher.position.head_version)
+        while self.step < self.config.max_steps:
+            trained = await self._train_version()
+            if trained is None:
+                return Outcome.CLOSED
+            reports, consumed = trained
+            arena = await self.publisher.stage(self.backend)
+            version = self.publisher.position.head_version + 1
+            if self._is_evaluation_due(version):
+                accuracy = await self._evaluate(arena, version)
+                reports[-1] = dataclasses.replace(reports[-1], evaluation_accuracy=accuracy)
+            try:
+                await self.publisher.publish(
+                    arena,
+                    step=self.step,
+                    consumed=consumed,
+                    reports=reports,
+                    saved_by=self.backend,
+                    is_last=self.step >= self.config.max_steps,
+                )
+            except GroupNotAvailable as error:
+                _LOG.warning("steps since version %d are undone: %s", version - 1, error)
+                return Outcome.REFUSED
+            self.inbox.settle(consumed)
+        return Outcome.FINISHED
+
+    async def _train_version(self) -> tuple[list[StepReport], list[GroupId]] | None:
+        """Take the steps of one version; None when the inbox closed."""
+        reports: list[StepReport] = []
+        consumed: list[GroupId] = []
+        while len(reports) < self.config.steps_per_version and self.step < self.config.max_steps:
+            groups = await self.inbox.take(self.config.groups_per_step)
+            if not groups:
+                return None
+            head = self.publisher.position.head_version
+            report = await in_thread(self.backend.train_step, groups, head_version=head, step=self.step + 1)
+            observe_step(report, groups, head_version=head)
+            if not report.is_applied:
+                await self._reject(report, groups)
+                continue
+            self.num_rejected = 0
+            self.step += 1
+            reports.append(report)
+            consumed += [queued.group.id for queued in groups]
+        return reports, consumed
+
+    async def _reject(self, report: StepReport, groups: list[QueuedGroup]) -> None:
+        """Give up groups that made a loss or gradient that is not finite; they would do so again."""
+        ids = [queued.group.id for queued in groups]
+        reason = f"step {report.step} was not finite: loss {report.loss}, gradient norm {report.grad_norm}"
+        _LOG.warning("%d groups are abandoned: %s", len(ids), reason)
+        self.journal.note_rejected_step(report)
+        await self.patience.insist(lambda: self.api.abandon_groups(epoch=self.epoch, ids=ids, reason=reason))
+        self.inbox.settle(ids)
+        self.num_rejected += 1
+        if self.num_rejected >= self.config.max_rejected_steps:
+            raise OperatorError(
+                f"{self.num_rejected} steps in a row were not finite; the last version is sound",
+                action="lower backend.lr, or look at the rewards",
+            )
+
+    def _is_evaluation_due(self, version: int) -> bool:
+        every = self.config.evaluation.every_versions
+        return self.evaluator is not None and every > 0 and version % every == 0
+
+    async def _evaluate(self, arena: Arena, version: int) -> float | None:
+        assert self.evaluator is not None, "asked only when one is due"
+        evaluation = await in_thread(self.evaluator.evaluate, arena, version)
+        self.journal.note_evaluation(dataclasses.asdict(evaluation))
+        if evaluation.accuracy is not None:
+            EVALUATION_ACCURACY.set(evaluation.accuracy)
+            _LOG.info("version %d: held-out accuracy %.3f", version, evaluation.accuracy)
+        return evaluation.accuracy

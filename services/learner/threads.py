@@ -1,0 +1,28 @@
+"""Heavy work beside the event loop: one thread at a time, and never left running behind its caller's back."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+ArgumentsT = ParamSpec("ArgumentsT")
+ResultT = TypeVar("ResultT")
+
+
+async def in_thread(
+    function: Callable[ArgumentsT, ResultT], *args: ArgumentsT.args, **kwargs: ArgumentsT.kwargs
+) -> ResultT:
+    """Run a function in a thread; a cancelled caller still waits for its end.
+
+    A thread cannot be stopped. Were it left alone, its caller's successor would touch the same weights beside it.
+    """
+    work = asyncio.ensure_future(asyncio.to_thread(functools.partial(function, *args, **kwargs)))
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait([work])
+        if not work.cancelled():
+            work.exception()
+        raise

@@ -1,0 +1,55 @@
+"""Sending a payload: what the coordinator has is asked first, so that no byte is sent twice after a broken link."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from services.common.api import CoordinatorApi
+from services.common.errors import DigestMismatch, RemoteError
+from services.common.metrics import BYTES
+from services.common.types import PayloadRef
+from services.learner.patience import Patience, is_transient
+
+FRAME_BYTES = 1 << 20
+MAX_MISMATCHES = 3
+"""Complete uploads of which the coordinator says that the bytes are others; then the disk is to blame."""
+
+
+async def upload(api: CoordinatorApi, payload: PayloadRef, path: Path, *, epoch: int, patience: Patience) -> None:
+    """Upload until every byte is durable at the coordinator.
+
+    Raises:
+        StaleEpoch: the lease is lost.
+        DigestMismatch: the file does not have the digest that it was named with.
+    """
+    num_mismatches = 0
+    while True:
+        durable = await patience.insist(lambda: api.query_upload(digest=payload.digest))
+        if durable >= payload.num_bytes:
+            return
+        try:
+            await api.upload_payload(
+                epoch=epoch,
+                digest=payload.digest,
+                num_bytes=payload.num_bytes,
+                offset=durable,
+                frames=_frames(path, durable, payload),
+            )
+        except DigestMismatch:
+            num_mismatches += 1
+            if num_mismatches == MAX_MISMATCHES:
+                raise
+        except (RemoteError, TimeoutError) as error:
+            if not is_transient(error):
+                raise
+            await patience.wait(error)
+
+
+async def _frames(path: Path, offset: int, payload: PayloadRef) -> AsyncIterator[bytes]:
+    with path.open("rb") as file:
+        file.seek(offset)
+        while frame := await asyncio.to_thread(file.read, FRAME_BYTES):
+            BYTES.labels(payload.kind.value, "sent").inc(len(frame))
+            yield frame

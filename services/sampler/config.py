@@ -1,0 +1,65 @@
+"""Configuration of a sampler."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from services.common.config import Config
+from services.common.contract import SamplingConfig
+from services.common.tasks.registry import TaskConfig
+from services.common.weights.arena import Dtype
+from services.sampler.delay import DelayConfig, NoDelay
+
+
+class HfEngineConfig(Config):
+    """transformers, on the CPU or one GPU."""
+
+    kind: Literal["hf"] = "hf"
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
+    """Where the weights live: cpu, cuda or cuda:N."""
+    compute_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type of the matrix products; log-probs are float32 either way."""
+    batch_rows: int = Field(default=256, ge=1)
+    """Completions generated at once."""
+    threads: int = Field(default=0, ge=0)
+    """Threads of torch on the CPU; 0 leaves torch's choice."""
+
+
+class SamplerConfig(Config):
+    """One sampler at one site."""
+
+    site: str = Field(default="site-1", pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    """Name of the site; unique among the run's samplers."""
+    coordinator: str = Field(default="127.0.0.1:50051", pattern=r"^.+:\d{1,5}$")
+    """host:port of the coordinator."""
+    model_dir: str = ""
+    """Hugging Face directory or hub id that the run starts from: configuration, tokenizer and layout come from it."""
+    state_dir: Path = Path("runs/sampler")
+    """Directory of the outbox and of weights being fetched; each sampler needs its own."""
+    metrics_port: int = Field(default=9103, ge=0, le=65535)
+    """Port of the Prometheus metrics on loopback; 0 lets the system choose."""
+    published_dtype: Dtype = "bf16"
+    """Type that the learner publishes: bf16, fp16 or fp32."""
+    engine: HfEngineConfig = HfEngineConfig()
+    """Engine that generates."""
+    task: TaskConfig = TaskConfig()
+    """Prompts and reward; the same on every node."""
+    sampling: SamplingConfig = SamplingConfig()
+    """How tokens are drawn; the same on every node."""
+    use_chat_template: bool = False
+    """Send prompts through the tokenizer's chat template; the same on every node."""
+    group_size: int = Field(default=8, ge=2)
+    """Rollouts of one prompt."""
+    groups_per_batch: int = Field(default=16, ge=1)
+    """Groups generated between two chances to swap the weights."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of this sampler's delays."""
+    delay: DelayConfig = NoDelay()
+    """Delay added to the link's own; `kind` is none, fixed or lognormal."""
+    heartbeat_s: float = Field(default=2.0, gt=0)
+    """Seconds between two heartbeats."""
+    outbox_bytes: int = Field(default=1 << 30, ge=1 << 16)
+    """Bytes of undelivered groups at which generation pauses."""

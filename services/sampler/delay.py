@@ -1,0 +1,166 @@
+"""How far behind a sampler is made to be: delay models for experiments and for what a real link does not do itself.
+
+Two meanings. `transit`: every version becomes visible D after its publication, every group arrives D after its
+generation. `refresh_interval` (the paper's): when a drawn interval D has passed, the newest version is taken; groups
+are not held. D is drawn per version, per group or per interval, from the sampler's own seed and that number alone.
+
+D counts seconds (divided by `time_scale`, so that 1800 s can be shown in a minute) or versions. In versions, only
+weights are held: a group held for versions that only groups can produce would wait for itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from statistics import NormalDist
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from services.common.config import Config
+
+_Z = NormalDist().inv_cdf(0.9975)
+"""A two-sided 99.5 % interval reaches so many standard deviations."""
+
+
+class _Delay(Config):
+    semantics: Literal["transit", "refresh_interval"] = "transit"
+    """`transit`: versions and groups arrive late; `refresh_interval`: the newest version is taken every so often."""
+    unit: Literal["seconds", "versions"] = "seconds"
+    """What the delay counts."""
+    time_scale: float = Field(default=1.0, gt=0)
+    """Seconds of delay shown as one second; 30 shows 1800 s in a minute."""
+
+
+class NoDelay(Config):
+    """The link's own delay and no other."""
+
+    kind: Literal["none"] = "none"
+
+
+class FixedDelay(_Delay):
+    """Always the same delay."""
+
+    kind: Literal["fixed"] = "fixed"
+    value: float = Field(ge=0)
+    """Delay, in the unit."""
+
+
+class LognormalDelay(_Delay):
+    """exp(N(mu, sigma)), cut to an interval that holds 99.5 % of it; 60 to 1920 s gives mu 5.8272, sigma 0.6173."""
+
+    kind: Literal["lognormal"] = "lognormal"
+    low: float = Field(gt=0)
+    """Lower end of the interval, in the unit."""
+    high: float = Field(gt=0)
+    """Upper end of the interval, in the unit."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> LognormalDelay:
+        if self.low >= self.high:
+            raise ValueError("low must be below high")
+        return self
+
+    @property
+    def mu(self) -> float:
+        """Mean of the logarithm."""
+        return (math.log(self.low) + math.log(self.high)) / 2
+
+    @property
+    def sigma(self) -> float:
+        """Deviation of the logarithm."""
+        return (math.log(self.high) - math.log(self.low)) / (2 * _Z)
+
+
+DelayConfig = Annotated[NoDelay | FixedDelay | LognormalDelay, Field(discriminator="kind")]
+
+
+def draw(config: FixedDelay | LognormalDelay, *, seed: int, stream: str, index: int) -> float:
+    """The delay number `index` of a stream, in the config's unit; a function of its arguments alone."""
+    if isinstance(config, FixedDelay):
+        return config.value
+    digest = hashlib.blake2b(f"{seed}/{stream}/{index}".encode(), digest_size=8).digest()
+    uniform = (int.from_bytes(digest, "little") + 0.5) / 2**64
+    value = math.exp(config.mu + config.sigma * NormalDist().inv_cdf(uniform))
+    return min(max(value, config.low), config.high)
+
+
+def max_delay_versions(config: DelayConfig) -> int:
+    """The largest version lag that the delay itself causes; 0 where it counts seconds."""
+    if isinstance(config, NoDelay) or config.unit == "seconds":
+        return 0
+    return math.ceil(config.value if isinstance(config, FixedDelay) else config.high)
+
+
+def group_delay_s(config: DelayConfig, *, seed: int, sequence: int) -> float:
+    """How long a group is held before it is pushed, real seconds."""
+    if isinstance(config, NoDelay) or config.semantics != "transit" or config.unit != "seconds":
+        return 0.0
+    return draw(config, seed=seed, stream="group", index=sequence) / config.time_scale
+
+
+class Visibility:
+    """Which version a sampler may use at an instant; fed with the heads it hears of."""
+
+    def __init__(self, config: DelayConfig, *, seed: int) -> None:
+        self._config = config
+        self._seed = seed
+        self._head = -1
+        self._seen: dict[int, float] = {}
+        self._refreshes = 0
+        self._last_refresh: tuple[int, float] | None = None
+
+    def see(self, version: int, now: float) -> None:
+        """Note that `version` is the head since `now` (monotonic seconds)."""
+        if version > self._head:
+            self._head = version
+            self._seen[version] = now
+
+    def target(self, now: float, *, current: int) -> tuple[int, float | None]:
+        """The version to use and the instant at which the answer may change by time alone (None: only by a new head).
+
+        The first version is taken at once: a sampler that joins starts from what it can get.
+        """
+        config = self._config
+        if self._head < 0 or isinstance(config, NoDelay):
+            return self._head, None
+        if config.semantics == "refresh_interval":
+            return self._refreshed(config, now, current)
+        if config.unit == "versions":
+            return self._transit_versions(config, current), None
+        return self._transit_seconds(config, now, current)
+
+    def _transit_versions(self, config: FixedDelay | LognormalDelay, current: int) -> int:
+        reach = max_delay_versions(config)
+        for version in range(self._head, max(current, self._head - reach, 0), -1):
+            if self._head - version >= draw(config, seed=self._seed, stream="version", index=version):
+                return version
+        return max(current, self._head - reach, 0)
+
+    def _transit_seconds(
+        self, config: FixedDelay | LognormalDelay, now: float, current: int
+    ) -> tuple[int, float | None]:
+        if current < 0:
+            return self._head, None
+        arrivals = {
+            version: seen + draw(config, seed=self._seed, stream="version", index=version) / config.time_scale
+            for version, seen in self._seen.items()
+            if version > current
+        }
+        self._seen = {version: self._seen[version] for version in arrivals}
+        arrived = [version for version, at in arrivals.items() if at <= now]
+        waiting = [at for at in arrivals.values() if at > now]
+        return max(arrived, default=current), min(waiting, default=None)
+
+    def _refreshed(self, config: FixedDelay | LognormalDelay, now: float, current: int) -> tuple[int, float | None]:
+        if current < 0 or self._last_refresh is None:
+            self._last_refresh = (self._head, now)
+            return self._head, None
+        version, at = self._last_refresh
+        interval = draw(config, seed=self._seed, stream="interval", index=self._refreshes)
+        due = at + interval / config.time_scale if config.unit == "seconds" else None
+        if (due is not None and now >= due) or (due is None and self._head >= version + max(1.0, interval)):
+            self._refreshes += 1
+            self._last_refresh = (self._head, now)
+            return self._head, None
+        return version, due

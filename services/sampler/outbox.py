@@ -1,0 +1,145 @@
+"""The durable spool of groups between generation and acknowledgement.
+
+Guarantees: a group is on disk before its assignment is forgotten, and stays until a terminal outcome; sequences are
+dense within an incarnation, which lives and dies with the spool; one process owns a spool. Blocking; call from threads.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import sqlite3
+import threading
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from services.common.errors import ConfigError, CorruptStore, DiskFull
+from services.common.types import Group
+from services.common.wire import group_from_bytes, group_to_bytes
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS groups (
+    sequence INTEGER PRIMARY KEY, release REAL NOT NULL, num_bytes INTEGER NOT NULL, payload BLOB NOT NULL);
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """How full the outbox is."""
+
+    num_groups: int
+    num_bytes: int
+
+
+class Outbox:
+    """SQLite spool in one directory."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._lock_file = _lock(directory / "lock")
+        self._mutex = threading.Lock()
+        path = directory / "outbox.sqlite"
+        try:
+            self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            self._connection.execute("PRAGMA journal_mode=WAL")
+            self._connection.execute("PRAGMA synchronous=FULL")
+            self._connection.executescript(_SCHEMA)
+        except sqlite3.DatabaseError as error:
+            raise CorruptStore(
+                f"{path}: {error}", action="move it away; its groups are lost, a new one begins"
+            ) from error
+        self.incarnation = self._meta("incarnation", uuid.uuid4().hex[:16])
+        self._next = int(self._meta("next_sequence", "1"))
+
+    @property
+    def next_sequence(self) -> int:
+        """Sequence of the next group."""
+        return self._next
+
+    def skip_to(self, sequence: int) -> None:
+        """Never use a sequence below `sequence` (the coordinator knows of them)."""
+        if sequence > self._next:
+            self._write("UPDATE meta SET value = ? WHERE key = 'next_sequence'", [(str(sequence),)])
+            self._next = sequence
+
+    def put(self, groups: Sequence[Group], *, release: Sequence[float]) -> None:
+        """Spool groups whose sequences continue from `next_sequence`; durable when it returns.
+
+        Raises:
+            DiskFull: nothing was spooled.
+        """
+        first = self._next
+        assert [group.id.sequence for group in groups] == list(range(first, first + len(groups))), "sequences are dense"
+        rows = []
+        for group, at in zip(groups, release, strict=True):
+            data = group_to_bytes(group)
+            rows.append((group.id.sequence, at, len(data), data))
+        with self._mutex:
+            try:
+                self._connection.execute("BEGIN IMMEDIATE")
+                self._connection.executemany("INSERT INTO groups VALUES (?, ?, ?, ?)", rows)
+                self._connection.execute(
+                    "UPDATE meta SET value = ? WHERE key = 'next_sequence'", (str(first + len(groups)),)
+                )
+                self._connection.execute("COMMIT")
+            except sqlite3.OperationalError as error:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
+                    raise DiskFull("the sampler's state_dir") from error
+                raise
+        self._next = first + len(groups)
+
+    def due(self, now: float, *, limit: int) -> tuple[list[Group], float | None]:
+        """Groups to push now, oldest first, and the instant at which the next one is due."""
+        with self._mutex:
+            rows = self._connection.execute(
+                "SELECT payload FROM groups WHERE release <= ? ORDER BY sequence LIMIT ?", (now, limit)
+            ).fetchall()
+            later = self._connection.execute("SELECT min(release) FROM groups WHERE release > ?", (now,)).fetchone()
+        return [group_from_bytes(row[0]) for row in rows], later[0]
+
+    def release_all(self) -> None:
+        """Hold nothing back any longer."""
+        self._write("UPDATE groups SET release = ?", [(0.0,)])
+
+    def delete(self, sequences: Sequence[int]) -> None:
+        """Forget groups with a terminal outcome."""
+        self._write("DELETE FROM groups WHERE sequence = ?", [(sequence,) for sequence in sequences])
+
+    def level(self) -> Level:
+        """How full the outbox is."""
+        with self._mutex:
+            row = self._connection.execute("SELECT count(*), coalesce(sum(num_bytes), 0) FROM groups").fetchone()
+        return Level(num_groups=row[0], num_bytes=row[1])
+
+    def close(self) -> None:
+        """Close the spool and let go of it."""
+        with self._mutex:
+            self._connection.close()
+        self._lock_file.close()
+
+    def _meta(self, key: str, default: str) -> str:
+        self._write("INSERT OR IGNORE INTO meta VALUES (?, ?)", [(key, default)])
+        row = self._connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+        return str(row[0])
+
+    def _write(self, statement: str, rows: Sequence[tuple[object, ...]]) -> None:
+        with self._mutex:
+            self._connection.execute("BEGIN IMMEDIATE")
+            self._connection.executemany(statement, rows)
+            self._connection.execute("COMMIT")
+
+
+def _lock(path: Path) -> BinaryIO:
+    file = path.open("wb")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        action = "stop the other process or give each sampler its own state_dir"
+        raise ConfigError("state_dir", f"another sampler uses {path.parent}", action=action) from error
+    return file

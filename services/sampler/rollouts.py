@@ -1,0 +1,86 @@
+"""Assignments -> groups: tokenise, generate, decode, score. Blocking; called from a thread.
+
+Guarantees: a group's rollouts come from one version, stamped token by token; a verifier that fails gives no group
+and no zero reward.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.common.errors import RewardError
+from services.common.generation.engine import Completion, Engine
+from services.common.prompts import Prompter
+from services.common.tasks.task import Prompt, Task
+from services.common.types import Digest, Group, GroupId, Rollout, SiteId, WorkAssignment
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Groups made from a batch of assignments, and the assignments that gave none."""
+
+    groups: tuple[Group, ...]
+    failed: tuple[int, ...]
+    num_tokens: int
+    generation_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutMaker:
+    """Everything that generation needs and that does not change during a run."""
+
+    engine: Engine
+    task: Task
+    prompter: Prompter
+    site: SiteId
+    incarnation: str
+    group_size: int
+
+    def make(self, work: Sequence[WorkAssignment], *, state_root: Digest, first_sequence: int) -> Batch:
+        """Generate one group per assignment with the loaded weights."""
+        prompts = [self.task.prompt(assignment.prompt_index) for assignment in work]
+        encoded = [self.prompter.encode(prompt.text) for prompt in prompts]
+        started = time.perf_counter()
+        completions = self.engine.generate(
+            encoded, seeds=[assignment.seed for assignment in work], num_per_prompt=self.group_size
+        )
+        generation_s = time.perf_counter() - started
+        groups: list[Group] = []
+        failed: list[int] = []
+        for assignment, prompt, ids, members in zip(work, prompts, encoded, completions, strict=True):
+            try:
+                rollouts = tuple(self._rollout(prompt, completion) for completion in members)
+            except RewardError as error:
+                _LOG.warning("assignment %d gives no group: %s", assignment.id, error)
+                failed.append(assignment.id)
+                continue
+            groups.append(
+                Group(
+                    id=GroupId(site=self.site, incarnation=self.incarnation, sequence=first_sequence + len(groups)),
+                    assignment=assignment.id,
+                    prompt_index=assignment.prompt_index,
+                    prompt_token_ids=ids,
+                    rollouts=rollouts,
+                    oldest_version=min(span.version for rollout in rollouts for span in rollout.spans),
+                    state_root=state_root,
+                    generation_s=generation_s,
+                )
+            )
+        num_tokens = sum(completion.token_ids.size for members in completions for completion in members)
+        return Batch(groups=tuple(groups), failed=tuple(failed), num_tokens=num_tokens, generation_s=generation_s)
+
+    def _rollout(self, prompt: Prompt, completion: Completion) -> Rollout:
+        parts = self.task.score(prompt, self.prompter.decode(completion.token_ids))
+        return Rollout(
+            token_ids=completion.token_ids,
+            sampler_logprobs=completion.logprobs,
+            spans=completion.spans,
+            reward=sum(part.value for part in parts),
+            reward_parts=parts,
+            finish_reason=completion.finish_reason,
+        )

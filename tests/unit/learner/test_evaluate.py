@@ -1,0 +1,202 @@
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from services.common.errors import ConfigError, RewardError
+from services.common.tasks.arithmetic import ArithmeticTask
+from services.common.types import RewardPart
+from services.common.weights import tensors
+from services.common.weights.arena import Arena
+from services.learner.assembly import assemble
+from services.learner.config import LearnerConfig
+from services.learner.evaluate import EngineGenerator, Evaluator
+from tests.support.learner_world import LAYOUT, NumpyBackend, fill, learn, learner_config, open_coordinator, rows
+from tests.support.training import tiny_model
+
+
+class Answering:
+    """Generator that answers the first `num_right` prompts rightly; notes the states that it was given."""
+
+    def __init__(self, task, num_right):
+        self.right = {task.evaluation_prompt(index).text: task.evaluation_prompt(index).answer for index in range(50)}
+        self.num_right, self.roots, self.seeds = num_right, [], []
+
+    def load(self, arena, version):
+        self.roots.append((version, arena.state_root()))
+
+    def generate(self, prompts, *, seeds, num_per_prompt):
+        self.seeds.append(list(seeds))
+        return [
+            [self.right[prompt] if index < self.num_right else "?"] * num_per_prompt
+            for index, prompt in enumerate(prompts)
+        ]
+
+
+def test_accuracy_is_the_share_of_right_completions():
+    task = ArithmeticTask(digits=2)
+    evaluator = Evaluator(task=task, generator=Answering(task, 3), num_prompts=4, num_per_prompt=2, seed=5)
+
+    evaluation = evaluator.evaluate(Arena(LAYOUT), 7)
+
+    # 3 of 4 prompts, each twice.
+    assert (evaluation.version, evaluation.accuracy, evaluation.num_completions) == (7, 0.75, 8)
+
+
+def test_versions_are_evaluated_with_the_same_seeds():
+    task = ArithmeticTask(digits=2)
+    generator = Answering(task, 3)
+    evaluator = Evaluator(task=task, generator=generator, num_prompts=3, num_per_prompt=1, seed=5)
+
+    evaluator.evaluate(Arena(LAYOUT), 1)
+    evaluator.evaluate(Arena(LAYOUT), 2)
+
+    assert generator.seeds == [[5, 6, 7], [5, 6, 7]]
+
+
+def test_failed_verifier_is_counted_and_is_no_wrong_answer():
+    class Failing(ArithmeticTask):
+        def score(self, prompt, completion):
+            if completion == "?":
+                raise RewardError("it crashed")
+            return (RewardPart(name="correct", value=1.0),)
+
+    task = Failing(digits=2)
+
+    evaluation = Evaluator(
+        task=task, generator=Answering(task, 3), num_prompts=4, num_per_prompt=1, seed=0
+    ).evaluate(Arena(LAYOUT), 0)  # fmt: skip
+
+    assert (evaluation.accuracy, evaluation.num_errors) == (1.0, 1)
+
+
+def test_accuracy_is_absent_when_nothing_could_be_scored():
+    class Failing(ArithmeticTask):
+        def score(self, prompt, completion):
+            raise RewardError("it crashed")
+
+    task = Failing(digits=2)
+    evaluator = Evaluator(task=task, generator=Answering(task, 3), num_prompts=4, num_per_prompt=1, seed=0)
+
+    assert evaluator.evaluate(Arena(LAYOUT), 0).accuracy is None
+
+
+async def test_learner_evaluates_the_published_weights_at_its_cadence(tmp_path):
+    core = await open_coordinator(tmp_path)
+    task = ArithmeticTask(digits=2)
+    generator = Answering(task, 1)
+    evaluator = Evaluator(task=task, generator=generator, num_prompts=2, num_per_prompt=1, seed=0)
+    config = learner_config(tmp_path, evaluation={"every_versions": 2})
+
+    await asyncio.gather(learn(config, core, evaluator=evaluator), fill(core, 6))
+
+    versions = {row["version"]: row["state_root"] for row in rows(config.state_dir / "versions.jsonl")}
+    assert generator.roots == [(0, versions[0]), (2, versions[2])]
+    reports = await core.list_steps(after_step=0, limit=10)
+    assert [report.evaluation_accuracy for report in reports] == [None, 0.5, None]
+    assert [row["accuracy"] for row in rows(config.state_dir / "evaluations.jsonl")] == [0.5, 0.5]
+    await core.close()
+
+
+async def test_resumed_learner_does_not_evaluate_the_baseline_again(tmp_path):
+    core = await open_coordinator(tmp_path)
+    task = ArithmeticTask(digits=2)
+    config = learner_config(tmp_path, evaluation={"every_versions": 100})
+    evaluators = [
+        Evaluator(task=task, generator=Answering(task, 1), num_prompts=1, num_per_prompt=1, seed=0) for _ in range(2)
+    ]
+    await asyncio.gather(learn(config, core, evaluator=evaluators[0]), fill(core, 6))
+
+    await learn(config, core, NumpyBackend(), evaluator=evaluators[1])
+
+    assert [row["version"] for row in rows(config.state_dir / "evaluations.jsonl")] == [0]
+    await core.close()
+
+
+def _write_model(directory, *, with_template=False):
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    tiny_model().save_pretrained(directory)
+    vocabulary = {"<eos>": 0, **{token: number for number, token in enumerate("0123456789+=", start=1)}}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    if with_template:
+        fast.chat_template = "{{ messages[0]['content'] }}="
+    fast.save_pretrained(directory)
+    return directory
+
+
+def _config(directory, **changes):
+    values = {
+        "model_dir": str(directory),
+        "state_dir": directory / "state",
+        "task": {"digits": 2},
+        "sampling": {"max_new_tokens": 4},
+        "group_size": 2,
+        "evaluation": {"every_versions": 1, "num_prompts": 4, "num_per_prompt": 2},
+    }
+    return LearnerConfig(**{**values, **changes})
+
+
+def test_learner_is_assembled_from_its_configuration(tmp_path):
+    parts = assemble(_config(_write_model(tmp_path / "model")))
+
+    assert parts.contract.layout_id == parts.backend.layout.layout_id
+    assert (parts.contract.vocab_size, parts.contract.group_size) == (50, 2)
+    assert parts.contract.num_prompts == ArithmeticTask(digits=2).num_prompts
+    arena = Arena(parts.backend.layout)
+    parts.backend.store(arena)
+    evaluation = parts.evaluator.evaluate(arena, 0)
+    assert evaluation.num_completions == 8
+    assert 0 <= evaluation.accuracy <= 1
+
+
+def test_greedy_evaluation_takes_the_most_likely_token(tmp_path):
+    directory = _write_model(tmp_path / "model")
+    parts = assemble(_config(directory, evaluation={"every_versions": 1, "num_prompts": 1, "num_per_prompt": 3}))
+    arena = Arena(parts.backend.layout)
+    parts.backend.store(arena)
+    generator = parts.evaluator._generator
+    generator.load(arena, 0)
+
+    [texts] = generator.generate(["12+34="], seeds=[3], num_per_prompt=3)
+
+    # Reference: argmax of the model's own logits, one token at a time.
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    tensors.load(arena, model)
+    ids = [2, 3, 11, 4, 5, 12]
+    for _ in range(4):
+        with torch.no_grad():
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        if ids[-1] == 0:
+            break
+    tokens = dict(enumerate("0123456789+=", start=1))
+    expected = "".join(tokens.get(number, "") for number in ids[6:])
+    assert texts == [expected] * 3
+
+
+def test_generator_applies_the_chat_template(tmp_path):
+    class Recording:
+        def generate(self, prompts, *, seeds, num_per_prompt):
+            self.prompts = prompts
+            return []
+
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(_write_model(tmp_path / "model", with_template=True))
+    engine = Recording()
+
+    EngineGenerator(engine, tokenizer, use_chat_template=True).generate(["1+1"], seeds=[0], num_per_prompt=1)
+
+    # "1+1" through the template "...=": ids of 1 + 1 =
+    assert np.array_equal(engine.prompts[0], [2, 11, 2, 12])
+
+
+@pytest.mark.parametrize("model_dir", ["", "nowhere/at/all"])
+def test_learner_refuses_a_model_that_is_not_there(tmp_path, model_dir):
+    with pytest.raises(ConfigError, match="model_dir"):
+        assemble(LearnerConfig(model_dir=model_dir and str(tmp_path / model_dir)))

@@ -1,0 +1,67 @@
+"""Killed and resumed with a real model: the same bits as without."""
+
+import asyncio
+
+import pytest
+
+from services.learner.backend_config import TorchBackendConfig
+from services.learner.backends.torch import TorchBackend
+from services.learner.loss_config import GepoConfig
+from tests.support.learner_world import (
+    FragileApi,
+    Killed,
+    fill,
+    head_root,
+    learn,
+    learner_config,
+    make_contract,
+    open_coordinator,
+)
+from tests.support.training import SAMPLING, tiny_model
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    tiny_model().save_pretrained(directory)
+    return directory
+
+
+def _backend(model_dir):
+    config = TorchBackendConfig(lr=1e-2)
+    return TorchBackend(model_dir=model_dir, config=config, loss=GepoConfig(), sampling=SAMPLING)
+
+
+@pytest.mark.parametrize(
+    "kills",
+    [
+        [],
+        [("die_before", "query_upload")],
+        [("die_after", "upload_payload"), ("die_before", "publish_version")],
+        [("die_after", "publish_version"), ("die_after", "publish_version")],
+    ],
+    ids=lambda kills: "+".join(f"{when}:{method}" for when, method in kills) or "none",
+)
+async def test_torch_run_ends_with_the_same_weights_when_killed_and_resumed(tmp_path, model_dir, kills):
+    reference = await open_coordinator(tmp_path / "reference")
+    contract = make_contract(_backend(model_dir).layout)
+    await asyncio.gather(
+        learn(learner_config(tmp_path / "reference"), reference, _backend(model_dir), contract=contract),
+        fill(reference, 6, contract=contract),
+    )
+    core = await open_coordinator(tmp_path)
+    config = learner_config(tmp_path)
+    filling = asyncio.create_task(fill(core, 6, contract=contract))
+    for number, (when, method) in enumerate(kills):
+        # The second call of the first life is that of version 1; later lives resume before they train.
+        api = FragileApi(core, **{when: (method, 2 if number == 0 else 1)})
+        with pytest.raises(Killed):
+            await learn(config, api, _backend(model_dir), contract=contract)
+
+    result = await learn(config, core, _backend(model_dir), contract=contract)
+
+    await filling
+    assert result.is_finished
+    assert await head_root(core) == await head_root(reference)
+    await reference.close()
+    await core.close()

@@ -1,0 +1,202 @@
+"""One step: the same gradient however the batch is laid out, and nothing at all when a number is not finite."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.common.errors import ConfigError
+from services.learner.batch import build_batch
+from services.learner.loss_config import GepoConfig, GrpoConfig, GspoConfig
+from services.learner.model import check_forward
+from services.learner.step import accumulate_gradients, apply_gradients, learning_rate
+from tests.support.training import is_identical, random_groups, tiny_model, weights
+
+LOSSES = {
+    "gepo": GepoConfig(),
+    "gspo": GspoConfig(aggregation="max_length"),
+    "grpo": GrpoConfig(aggregation="token_mean"),
+}
+
+
+def _gradients(model, groups, loss, *, micro_batch_tokens, batching="padded", temperature=0.9):
+    model.zero_grad(set_to_none=True)
+    samples = accumulate_gradients(
+        model,
+        build_batch([queued.group for queued in groups], loss=loss),
+        loss=loss,
+        temperature=temperature,
+        max_new_tokens=16,
+        micro_batch_tokens=micro_batch_tokens,
+        batching=batching,
+    )
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    return sum(sample.loss for sample in samples), gradients, len(samples)
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
+@pytest.mark.parametrize("family", ["Qwen3", "Llama"])
+@pytest.mark.parametrize(
+    ("batching", "micro_batch_tokens"), [("padded", 1), ("padded", 60), ("packed", 45), ("packed", 9999)]
+)
+def test_gradient_does_not_depend_on_split_padding_or_packing(loss, family, batching, micro_batch_tokens):
+    model = tiny_model(dtype=torch.float64, family=family)
+    groups = random_groups(4, seed=2)
+
+    value, gradients, _ = _gradients(model, groups, loss, micro_batch_tokens=9999)
+    other_value, other_gradients, num_parts = _gradients(
+        model, groups, loss, micro_batch_tokens=micro_batch_tokens, batching=batching
+    )
+
+    assert (num_parts > 1) == (micro_batch_tokens < 9999)
+    assert other_value == pytest.approx(value, abs=1e-12)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(other_gradients[name], gradient, rtol=0, atol=1e-12)
+        assert gradient.abs().max() > 1e-6
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    seed=st.integers(0, 1000), micro_batch_tokens=st.integers(1, 200), batching=st.sampled_from(["padded", "packed"])
+)
+def test_loss_does_not_depend_on_the_layout_for_any_groups(seed, micro_batch_tokens, batching):
+    model = tiny_model(dtype=torch.float64)
+    groups = random_groups(3, group_size=3, seed=seed)
+
+    value, _, _ = _gradients(model, groups, GepoConfig(), micro_batch_tokens=9999)
+    other, _, _ = _gradients(model, groups, GepoConfig(), micro_batch_tokens=micro_batch_tokens, batching=batching)
+
+    assert other == pytest.approx(value, abs=1e-12)
+
+
+def test_loss_is_that_of_plain_log_softmax():
+    # A slow reference: one forward pass per rollout with the model's own logits, losses written out.
+    model = tiny_model(dtype=torch.float64)
+    groups = [queued.group for queued in random_groups(2, seed=5)]
+    total = 0.0
+    for group in groups:
+        means = np.array([member.sampler_logprobs.astype(np.float64).mean() for member in group.rollouts])
+        expectation = (np.exp(means) ** 2).sum() / np.exp(means).sum()
+        rewards = np.array([member.reward for member in group.rollouts])
+        for member, reward in zip(group.rollouts, rewards, strict=True):
+            ids = torch.from_numpy(np.concatenate([group.prompt_token_ids, member.token_ids]).astype(np.int64))[None]
+            logprobs = torch.log_softmax(model(ids).logits[0] / 0.9, -1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
+            learner = logprobs[group.prompt_token_ids.size - 1 :].detach().numpy()
+            weight, advantage = np.exp(learner.mean()) / expectation, reward - rewards.mean()
+            log_ratio = learner - member.sampler_logprobs
+            total -= min(weight * advantage, np.clip(weight, 0.8, 1.2) * advantage)
+            total += 0.005 * (np.exp(log_ratio) - 1 - log_ratio).mean()
+
+    value, _, _ = _gradients(model, random_groups(2, seed=5), GepoConfig(), micro_batch_tokens=40)
+
+    assert value == pytest.approx(total / 8, abs=1e-12)
+
+
+def _apply(model, optimizer, loss, **changes):
+    return apply_gradients(model.parameters(), optimizer, **{"loss": loss, "lr": 0.1, "grad_clip": 1.0, **changes})
+
+
+def _after_one_step():
+    model = tiny_model()
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+    loss, _, _ = _gradients(model, random_groups(seed=1), GepoConfig(), micro_batch_tokens=99)
+    assert _apply(model, optimizer, loss)[0]
+    return model, optimizer
+
+
+def _moments(optimizer):
+    return {
+        f"{number}/{key}": value.clone()
+        for number, state in enumerate(optimizer.state.values())
+        for key, value in state.items()
+    }
+
+
+@pytest.mark.parametrize(("loss", "gradient"), [(float("nan"), 1.0), (1.0, float("nan")), (1.0, float("inf"))])
+def test_step_changes_nothing_when_a_number_is_not_finite(loss, gradient):
+    model, optimizer = _after_one_step()
+    before, moments = weights(model), _moments(optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    next(model.parameters()).grad.view(-1)[0] = gradient
+
+    is_applied, _ = _apply(model, optimizer, loss)
+
+    assert not is_applied
+    assert is_identical(weights(model), before)
+    assert is_identical(_moments(optimizer), moments)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_step_is_not_applied_without_any_gradient():
+    model, optimizer = _after_one_step()
+    before = weights(model)
+
+    is_applied, norm = _apply(model, optimizer, 0.0)
+
+    assert not is_applied
+    assert norm == 0.0
+    assert is_identical(weights(model), before)
+
+
+def test_step_scales_a_long_gradient_down_and_reports_its_length():
+    # Adam is blind to scale on its first step, so plain gradient descent shows the clipped length.
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([3.0, 4.0])
+
+    is_applied, norm = apply_gradients(
+        [parameter], torch.optim.SGD([parameter], lr=1.0), loss=0.0, lr=1.0, grad_clip=1.0
+    )
+
+    assert is_applied
+    assert norm == 5.0
+    assert parameter.tolist() == pytest.approx([-0.6, -0.8], abs=1e-5)
+
+
+def test_learning_rate_grows_linearly_then_stays():
+    rates = [learning_rate(lr=0.8, warmup_steps=4, applied_steps=applied) for applied in range(6)]
+
+    assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.8, 0.8])
+    assert learning_rate(lr=0.8, warmup_steps=0, applied_steps=0) == 0.8
+
+
+@pytest.mark.parametrize("batching", ["padded", "packed"])
+@pytest.mark.parametrize("family", ["Qwen3", "Llama"])
+def test_check_accepts_models_whose_sequences_stay_apart(family, batching):
+    check_forward(tiny_model(family=family), batching=batching)
+
+
+def test_check_refuses_a_model_that_mixes_packed_sequences(monkeypatch):
+    model = tiny_model()
+    forward = model.base_model.forward
+    # Positions that run on make neighbours look like one sequence.
+    monkeypatch.setattr(model.base_model, "forward", lambda **inputs: forward(**{**inputs, "position_ids": None}))
+
+    with pytest.raises(ConfigError, match="packed layout differ"):
+        check_forward(model, batching="packed")
+
+
+def test_check_refuses_a_model_that_changes_its_logits():
+    model = tiny_model(is_tied=False)
+    model.lm_head.bias = torch.nn.Parameter(torch.linspace(0.0, 1.0, 50))
+
+    with pytest.raises(ConfigError, match="padded layout differ"):
+        check_forward(model, batching="padded")
+
+
+def test_gradient_ignores_nothing_of_a_group_with_equal_rewards_but_its_advantage():
+    # Such groups stay in the denominator, so the others' gradient does not depend on how many of them came along.
+    model = tiny_model(dtype=torch.float64)
+    loss = GepoConfig(kl_coefficient=0.0)
+    varied, flat = random_groups(2, seed=6)
+    members = tuple(dataclasses.replace(member, reward=1.0) for member in flat.group.rollouts)
+    flat = dataclasses.replace(flat, group=dataclasses.replace(flat.group, rollouts=members))
+
+    _, alone, _ = _gradients(model, [varied], loss, micro_batch_tokens=99)
+    _, together, _ = _gradients(model, [varied, flat], loss, micro_batch_tokens=99)
+
+    for name, gradient in alone.items():
+        torch.testing.assert_close(2.0 * together[name], gradient, rtol=0, atol=1e-12)

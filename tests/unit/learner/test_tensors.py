@@ -1,0 +1,119 @@
+"""Models in and out of arenas."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from services.common.errors import ConfigError, StateMismatch
+from services.common.weights import tensors
+from services.common.weights.arena import Arena
+from tests.support.training import is_identical, tiny_model, weights
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_loaded_weights_are_the_stored_ones_rounded_once(dtype, is_tied):
+    source, target = tiny_model(seed=1, is_tied=is_tied), tiny_model(seed=2, is_tied=is_tied)
+    arena = Arena(tensors.layout_of(source, dtype))
+
+    tensors.store(source, arena)
+    tensors.load(arena, target)
+
+    rounded = {name: value.to(DTYPES[dtype]).float() for name, value in weights(source).items()}
+    assert is_identical(weights(target), rounded)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_store_after_load_gives_the_same_bits(dtype):
+    model = tiny_model(seed=1)
+    layout = tensors.layout_of(model, dtype)
+    one, other = Arena(layout), Arena(layout)
+
+    tensors.store(model, one)
+    tensors.load(one, model)
+    tensors.store(model, other)
+
+    assert one.digests() == other.digests()
+
+
+def test_arena_holds_the_bit_pattern_of_the_published_type():
+    layer = nn.Linear(2, 1, bias=False)
+    nn.init.constant_(layer.weight, 1.0)
+    arena = Arena(tensors.layout_of(layer, "bf16"))
+
+    tensors.store(layer, arena)
+
+    assert arena.view("weight").tolist() == [[0x3F80, 0x3F80]]
+
+
+def test_tied_weights_take_no_space_and_stay_tied():
+    tied, untied = tiny_model(), tiny_model(is_tied=False)
+    layout = tensors.layout_of(tied, "bf16")
+    arena = Arena(layout)
+
+    tensors.store(tied, arena)
+    tensors.load(arena, tied)
+
+    assert tensors.layout_of(untied, "bf16").num_elements - layout.num_elements == 50 * 32
+    assert [spec.alias_of for spec in layout.specs if spec.alias_of] == ["lm_head.weight"]
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+
+
+def test_layout_does_not_depend_on_the_type_of_the_model():
+    assert (
+        tensors.layout_of(tiny_model(), "bf16").layout_id
+        == tensors.layout_of(tiny_model(dtype=torch.bfloat16), "bf16").layout_id
+    )
+
+
+def test_weights_tied_in_the_arena_reach_both_tensors_of_an_untied_model():
+    tied, untied = tiny_model(seed=1), tiny_model(seed=2, is_tied=False)
+    arena = Arena(tensors.layout_of(tied, "fp32"))
+
+    tensors.store(tied, arena)
+    tensors.load(arena, untied)
+
+    assert torch.equal(untied.lm_head.weight, tied.lm_head.weight)
+    assert torch.equal(untied.model.embed_tokens.weight, tied.lm_head.weight)
+
+
+def test_weights_kept_apart_are_refused_by_a_model_that_ties_them():
+    arena = Arena(tensors.layout_of(tiny_model(is_tied=False), "fp32"))
+    model = tiny_model(seed=3)
+    before = weights(model)
+
+    with pytest.raises(StateMismatch, match="ties"):
+        tensors.load(arena, model)
+
+    assert is_identical(weights(model), before)
+
+
+def test_tensor_of_another_shape_is_refused_rather_than_broadcast():
+    arena = Arena(tensors.layout_of(nn.Linear(1, 1, bias=False), "fp32"))
+
+    with pytest.raises(StateMismatch):
+        tensors.load(arena, nn.Linear(3, 2, bias=False))
+
+
+@pytest.mark.parametrize(("dtype", "value"), [("fp16", 1e6), ("bf16", float("nan")), ("fp32", float("inf"))])
+def test_weight_that_is_not_finite_in_the_published_type_is_never_published(dtype, value):
+    layer = nn.Linear(2, 2)
+    arena = Arena(tensors.layout_of(layer, dtype))
+    nn.init.constant_(layer.weight, value)
+
+    with pytest.raises(ConfigError, match="weight is not finite"):
+        tensors.store(layer, arena)
+
+
+def test_persistent_buffers_travel_and_counters_do_not():
+    norm = nn.BatchNorm1d(3)
+    arena = Arena(tensors.layout_of(norm, "fp32"))
+    norm.running_mean.fill_(2.5)
+
+    tensors.store(norm, arena)
+
+    assert np.array_equal(arena.view("running_mean").view(np.float32), np.full(3, 2.5, np.float32))
+    assert "num_batches_tracked" not in {spec.name for spec in arena.layout.specs}

@@ -1,0 +1,255 @@
+"""The torch backend as the learner uses it: steps, publication, checkpoints."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from services.common.errors import ConfigError, CorruptStore
+from services.common.weights.arena import Arena
+from services.learner.backend_config import TorchBackendConfig
+from services.learner.backends.backend import TrainBackend
+from services.learner.backends.state import COUNTERS_FILE, OPTIMIZER_FILE, WEIGHTS_FILE
+from services.learner.backends.torch import TorchBackend
+from services.learner.loss_config import GepoConfig
+from tests.support.training import SAMPLING, is_identical, queued, random_groups, tiny_model, weights
+
+CONFIG = TorchBackendConfig(lr=1e-3, warmup_steps=4, micro_batch_tokens=64, weight_decay=0.01)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    tiny_model().save_pretrained(directory)
+    return directory
+
+
+def _backend(model_dir, *, config=CONFIG, loss=None) -> TrainBackend:
+    return TorchBackend(model_dir=model_dir, config=config, loss=loss or GepoConfig(), sampling=SAMPLING)
+
+
+def _train(backend, first, last):
+    return [backend.train_step(random_groups(seed=step), head_version=step, step=step) for step in range(first, last)]
+
+
+def _numbers(reports):
+    return [dataclasses.replace(report, step_s=0.0) for report in reports]
+
+
+def test_step_moves_weights_and_reports_finite_numbers(model_dir):
+    backend = _backend(model_dir)
+    before = weights(backend.torch_model)
+
+    report = backend.train_step(random_groups(version=3), head_version=7, step=1)
+
+    assert report.is_applied
+    assert not is_identical(weights(backend.torch_model), before)
+    assert (report.step, report.version, report.staleness_max, report.num_groups) == (1, 8, 4, 4)
+    numbers = dataclasses.asdict(report)
+    del numbers["evaluation_accuracy"]
+    assert np.isfinite(list(numbers.values())).all()
+    assert report.kl > 0.0
+    assert 0.0 < report.ess_fraction <= 1.0
+    assert 0.0 < report.entropy < np.log(50)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_step_on_a_logprob_that_is_not_finite_changes_nothing(model_dir, bad):
+    backend = _backend(model_dir)
+    _train(backend, 0, 2)
+    before, published = weights(backend.torch_model), Arena(backend.layout)
+    backend.store(published)
+    groups = random_groups(seed=9)
+    groups[0].group.rollouts[0].sampler_logprobs[0] = bad
+
+    report = backend.train_step(groups, head_version=2, step=3)
+
+    after = Arena(backend.layout)
+    backend.store(after)
+    assert not report.is_applied
+    assert is_identical(weights(backend.torch_model), before)
+    assert after.digests() == published.digests()
+
+
+def test_skipped_step_leaves_no_trace_in_later_ones(model_dir):
+    clean, disturbed = _backend(model_dir), _backend(model_dir)
+    bad = random_groups(seed=9)
+    bad[0].group.rollouts[0].sampler_logprobs[0] = float("nan")
+
+    _train(clean, 0, 3)
+    _train(disturbed, 0, 2)
+    disturbed.train_step(bad, head_version=2, step=2)
+    _train(disturbed, 2, 3)
+
+    assert is_identical(weights(clean.torch_model), weights(disturbed.torch_model))
+
+
+def test_step_on_no_groups_changes_nothing(model_dir):
+    backend = _backend(model_dir)
+    before = weights(backend.torch_model)
+
+    report = backend.train_step([], head_version=0, step=1)
+
+    assert not report.is_applied
+    assert is_identical(weights(backend.torch_model), before)
+
+
+def test_same_inputs_give_the_same_bits(model_dir):
+    one, other = _backend(model_dir), _backend(model_dir)
+
+    assert _numbers(_train(one, 0, 3)) == _numbers(_train(other, 0, 3))
+    assert is_identical(weights(one.torch_model), weights(other.torch_model))
+
+
+def test_run_restored_from_a_checkpoint_continues_bit_for_bit(model_dir, tmp_path):
+    straight, stopped, resumed = _backend(model_dir), _backend(model_dir), _backend(model_dir)
+
+    # The checkpoint is inside the warm-up, so a lost step count would show.
+    expected = _train(straight, 0, 6)
+    _train(stopped, 0, 2)
+    stopped.save(tmp_path)
+    expected_draw = torch.rand(3)
+    _train(resumed, 7, 9)
+    resumed.restore(tmp_path)
+    draw = torch.rand(3)
+    actual = _train(resumed, 2, 6)
+
+    assert _numbers(actual) == _numbers(expected[2:])
+    assert is_identical(weights(straight.torch_model), weights(resumed.torch_model))
+    assert torch.equal(draw, expected_draw)
+
+
+def test_checkpoint_before_the_first_step_restores(model_dir, tmp_path):
+    straight, resumed = _backend(model_dir), _backend(model_dir)
+    straight.save(tmp_path)
+    _train(resumed, 0, 2)
+
+    resumed.restore(tmp_path)
+    _train(straight, 0, 2)
+    _train(resumed, 0, 2)
+
+    assert is_identical(weights(straight.torch_model), weights(resumed.torch_model))
+
+
+def _truncate(path):
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def _lose_moment(path):
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path)
+    del tensors[next(name for name in tensors if name.startswith("exp_avg/"))]
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        (WEIGHTS_FILE, lambda path: path.unlink()),
+        (WEIGHTS_FILE, _truncate),
+        (OPTIMIZER_FILE, _truncate),
+        (OPTIMIZER_FILE, _lose_moment),
+        (COUNTERS_FILE, lambda path: path.write_text("{")),
+        (COUNTERS_FILE, lambda path: path.write_text(json.dumps({"format": 99, "applied_steps": 1}))),
+        (COUNTERS_FILE, lambda path: path.write_text(json.dumps({"format": 1, "applied_steps": -1}))),
+    ],
+)
+def test_damaged_checkpoint_is_refused_and_changes_nothing(model_dir, tmp_path, name, damage):
+    backend = _backend(model_dir)
+    _train(backend, 0, 1)
+    backend.save(tmp_path)
+    damage(tmp_path / name)
+    _train(backend, 1, 2)
+    before = weights(backend.torch_model)
+
+    with pytest.raises(CorruptStore):
+        backend.restore(tmp_path)
+
+    assert is_identical(weights(backend.torch_model), before)
+
+
+def test_checkpoint_of_another_model_is_refused(model_dir, tmp_path):
+    other_dir, saved = tmp_path / "other", tmp_path / "saved"
+    saved.mkdir()
+    tiny_model(is_tied=False).save_pretrained(other_dir)
+    _backend(other_dir).save(saved)
+
+    with pytest.raises(CorruptStore, match="another model"):
+        _backend(model_dir).restore(saved)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_published_weights_load_into_another_learner_with_a_fresh_optimizer(model_dir, dtype):
+    config = CONFIG.model_copy(update={"published_dtype": dtype})
+    publisher, taker, fresh = (_backend(model_dir, config=config) for _ in range(3))
+    _train(publisher, 0, 2)
+    _train(taker, 5, 7)
+    arena, copy = Arena(publisher.layout), Arena(publisher.layout)
+    publisher.store(arena)
+
+    taker.load_published(arena)
+    fresh.load_published(arena)
+    taker.store(copy)
+
+    assert copy.digests() == arena.digests()
+    assert _numbers(_train(taker, 0, 2)) == _numbers(_train(fresh, 0, 2))
+
+
+def test_gradient_checkpointing_gives_the_same_weights(model_dir):
+    plain = _backend(model_dir)
+    saving = _backend(model_dir, config=CONFIG.model_copy(update={"gradient_checkpointing": True}))
+
+    _train(plain, 0, 2)
+    _train(saving, 0, 2)
+
+    assert saving.torch_model.base_model.layers[0].gradient_checkpointing
+    assert is_identical(weights(plain.torch_model), weights(saving.torch_model))
+
+
+def test_packed_and_padded_learners_agree(model_dir):
+    padded = _backend(model_dir)
+    packed = _backend(model_dir, config=CONFIG.model_copy(update={"batching": "packed"}))
+
+    [one], [other] = _train(padded, 0, 1), _train(packed, 0, 1)
+
+    # fp32: sums in another order
+    assert other.loss == pytest.approx(one.loss, abs=1e-5)
+    assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
+
+
+def test_bf16_products_train_fp32_masters(model_dir):
+    backend = _backend(model_dir, config=CONFIG.model_copy(update={"compute_dtype": "bf16"}))
+    exact = _backend(model_dir)
+
+    [report], [reference] = _train(backend, 0, 1), _train(exact, 0, 1)
+
+    assert report.is_applied
+    assert {parameter.dtype for parameter in backend.torch_model.parameters()} == {torch.float32}
+    assert report.entropy == pytest.approx(reference.entropy, rel=0.02)
+
+
+def test_steps_on_one_rewarded_token_make_it_likelier(model_dir):
+    from tests.support.training import group, rollout
+
+    backend = _backend(model_dir, config=TorchBackendConfig(lr=3e-3), loss=GepoConfig(kl_coefficient=0.0))
+    prompt = torch.tensor([[1, 2, 3]])
+
+    def logprobs():
+        with torch.no_grad():
+            return torch.log_softmax(backend.torch_model(prompt).logits[0, -1], -1)
+
+    first = logprobs()
+    for step in range(20):
+        now = logprobs().tolist()
+        members = [rollout([token], [now[token]], float(token == 7)) for token in (7, 8, 9, 10)]
+        backend.train_step([queued(group(members))], head_version=step, step=step)
+
+    assert logprobs()[7] > first[7] + 0.5
+
+
+def test_missing_model_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="model_dir"):
+        _backend(tmp_path / "nothing")

@@ -54,7 +54,7 @@ def start(service: str, *, name: str, tables: dict[str, Any], directory: Path) -
     for path in (config, log):
         path.parent.mkdir(parents=True, exist_ok=True)
     config.write_text(tomli_w.dumps(tables), encoding="utf-8")
-    file = log.open("wb")
+    file = log.open("ab")
     command = [sys.executable, "-m", "services", service, "--config", str(config)]
     # A session of its own: Ctrl-C reaches the demonstration alone, which then stops the others in order.
     process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)

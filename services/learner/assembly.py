@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from services.common.contract import build_contract
 from services.common.errors import ConfigError
 from services.common.tasks.registry import build_task
@@ -34,6 +36,8 @@ def assemble(config: LearnerConfig) -> Parts:
     """
     if not config.model_dir:
         raise ConfigError("model_dir", "is not set", action="name a Hugging Face directory or hub id")
+    if config.backend.threads:
+        torch.set_num_threads(config.backend.threads)
     task = build_task(config.task)
     tokenizer = _load_tokenizer(config.model_dir)
     sampling = config.sampling.semantics()

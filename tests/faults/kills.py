@@ -1,0 +1,96 @@
+"""SIGKILL random processes of a real run at random instants, then account for everything that was acknowledged.
+
+python -m tests.faults.kills --kills 1000 --out runs/kills
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from services.common.rpc.client import CoordinatorClient
+from services.common.rpc.retry import RetryPolicy
+from tests.support.cluster import Cluster, account
+from tests.support.witness import Witness, contract_of
+
+SAMPLERS = ["site-a", "site-b"]
+WEIGHTS = {"coordinator": 5, "learner": 2, "site-a": 1, "site-b": 1}
+"""The coordinator is back in a second, the others load torch first: killed as often, they would never get to work."""
+
+
+async def campaign(cluster: Cluster, *, kills: int, seed: int, pause_s: tuple[float, float]) -> dict[str, Any]:
+    """Run, kill, finish, account."""
+    chooser = random.Random(seed)
+    contract = contract_of(cluster.model_dir, digits=1, max_new_tokens=3, group_size=2)
+    killed = dict.fromkeys(WEIGHTS, 0)
+    recoveries: list[float] = []
+    for name in ("coordinator", "learner", *SAMPLERS):
+        cluster.start(name)
+    async with CoordinatorClient(cluster.address, policy=RetryPolicy(budget_s=2.0, cap_s=0.2)) as client:
+        witness = Witness(client, contract, seed=seed)
+        try:
+            await cluster.until(client, lambda status: status.head_version >= 2, timeout_s=120)
+            pushing = asyncio.create_task(witness.run())
+            with Progress(transient=True) as progress:
+                bar = progress.add_task("kills", total=kills)
+                for number in range(kills):
+                    # Every process once, then at random.
+                    names = list(WEIGHTS)
+                    chosen = chooser.choices(names, list(WEIGHTS.values()))[0]
+                    name = names[number] if number < len(names) else chosen
+                    await asyncio.sleep(chooser.uniform(*pause_s))
+                    cluster.kill(name)
+                    killed[name] += 1
+                    started = time.monotonic()
+                    cluster.start(name)
+                    if name == "coordinator":
+                        await cluster.until(client, lambda status: True, timeout_s=30)
+                        recoveries.append(time.monotonic() - started)
+                    progress.advance(bar)
+            head = (await cluster.until(client, lambda status: True, timeout_s=30)).head_version
+            await cluster.until(client, lambda status: status.head_version >= head + 5, timeout_s=180)
+            pushing.cancel()
+            await asyncio.wait([pushing])
+        finally:
+            cluster.stop()
+    result = account(cluster, witness.acknowledged, SAMPLERS)
+    return {
+        "kills": kills,
+        "seed": seed,
+        "killed": killed,
+        "coordinator_restart_s_max": round(max(recoveries, default=0.0), 2),
+        **result,
+    }
+
+
+def is_kept(summary: dict[str, Any]) -> bool:
+    """Whether every promise was kept."""
+    return not summary["lost"] and not summary["duplicated"] and summary["ledger_balanced"] and summary["dense"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--kills", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("runs/kills"))
+    options = parser.parse_args()
+    shutil.rmtree(options.out, ignore_errors=True)
+    options.out.mkdir(parents=True)
+    cluster = Cluster(options.out, seed=options.seed)
+    summary = asyncio.run(campaign(cluster, kills=options.kills, seed=options.seed, pause_s=(0.3, 2.0)))
+    (options.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    Console().print(summary)
+    return 0 if is_kept(summary) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,20 @@
+"""Promises of durability under SIGKILL, on real processes (T10, T11: nothing skipped, nothing trained twice)."""
+
+import json
+
+import pytest
+
+from tests.faults.kills import campaign, is_kept
+from tests.support.cluster import Cluster
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_nothing_acknowledged_is_lost_or_doubled_when_processes_are_killed(tmp_path, record_property):
+    summary = await campaign(Cluster(tmp_path), kills=30, seed=11, pause_s=(0.1, 1.5))
+
+    record_property("kills", json.dumps(summary))
+    assert is_kept(summary), summary
+    assert summary["acknowledged"] > 50, summary
+    assert summary["coordinator_restart_s_max"] < 5.0, summary
+    assert min(summary["killed"].values()) >= 1, summary

@@ -1,0 +1,142 @@
+"""A whole run as operating system processes on loopback, to be killed, stopped and looked into."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import sqlite3
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from services.common.types import GroupId, RunStatus
+from services.demo.processes import Child, start, stop
+from services.demo.tiny_model import write_tiny_model
+
+RUN = {"task": {"name": "arithmetic", "digits": 1}, "sampling": {"max_new_tokens": 3}, "group_size": 2}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class Cluster:
+    """Configurations and processes of one run; `children` are those alive or just killed, by name."""
+
+    directory: Path
+    seed: int = 0
+    coordinator: dict[str, Any] = field(default_factory=dict)
+    learner: dict[str, Any] = field(default_factory=dict)
+    sampler: dict[str, Any] = field(default_factory=dict)
+    children: dict[str, Child] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.address = f"127.0.0.1:{free_port()}"
+        self.model_dir = write_tiny_model(self.directory / "model", seed=self.seed, hidden_size=32, num_layers=1)
+
+    def tables(self, name: str) -> tuple[str, dict[str, Any]]:
+        if name == "coordinator":
+            own = {
+                "run_id": "kills", "data_dir": str(self.directory / "coordinator"), "listen": self.address,
+                "metrics_port": 0, "groups_per_version": 4, "learner_lease_s": 3.0, "work_lease_s": 10.0,
+                "max_staleness_versions": 1000, "stop_grace_s": 1.0,
+            }  # fmt: skip
+            return "coordinator", {**own, **self.coordinator}
+        base = {**RUN, "coordinator": self.address, "model_dir": str(self.model_dir), "metrics_port": 0}
+        if name.startswith("learner"):
+            own = {
+                "run_id": "kills", "holder": name, "state_dir": str(self.directory / name), "groups_per_step": 4,
+                "max_steps": 1_000_000, "snapshot_every_versions": 20, "retry_cap_s": 1.0,
+                "backend": {"lr": 1e-3, "threads": 1},
+            }  # fmt: skip
+            return "learner", {**base, **own, **self.learner}
+        own = {
+            "site": name, "state_dir": str(self.directory / name), "groups_per_batch": 4, "heartbeat_s": 0.5,
+            "engine": {"kind": "hf", "threads": 1},
+        }  # fmt: skip
+        return "sampler", {**base, **own, **self.sampler}
+
+    def start(self, name: str) -> Child:
+        service, tables = self.tables(name)
+        self.children[name] = start(service, name=name, tables=tables, directory=self.directory)
+        return self.children[name]
+
+    def kill(self, name: str) -> None:
+        child = self.children[name]
+        child.process.send_signal(signal.SIGKILL)
+        child.process.wait()
+        child.file.close()
+
+    def stop(self) -> None:
+        """End samplers, then learners, then the coordinator, by SIGTERM."""
+        order = sorted(self.children, key=lambda name: (name == "coordinator", name.startswith("learner")))
+        stop([self.children[name] for name in order])
+
+    async def until(self, client: Any, condition: Any, *, timeout_s: float) -> RunStatus:
+        """Wait until the run's status satisfies `condition`."""
+        async with asyncio.timeout(timeout_s):
+            while True:
+                try:
+                    status = await client.get_status()
+                    if condition(status):
+                        return status
+                except Exception as error:  # noqa: BLE001 - the coordinator may just be dead
+                    last = error
+                    assert last
+                await asyncio.sleep(0.1)
+
+    def database(self) -> sqlite3.Connection:
+        """The store of a coordinator that has ended."""
+        return sqlite3.connect(self.directory / "coordinator" / "coordinator.sqlite")
+
+    def outbox_sequences(self, site: str) -> tuple[str, set[int], int]:
+        """(incarnation, sequences still in the outbox, next sequence) of a sampler that has ended."""
+        with sqlite3.connect(self.directory / site / "outbox.sqlite") as connection:
+            meta = dict(connection.execute("SELECT key, value FROM meta"))
+            rows = {row[0] for row in connection.execute("SELECT sequence FROM groups")}
+        connection.close()
+        return meta["incarnation"], rows, int(meta["next_sequence"])
+
+    def published(self, learner: str = "learner") -> list[dict[str, Any]]:
+        """The learner's own record of acknowledged versions."""
+        path = self.directory / learner / "versions.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def account(cluster: Cluster, acknowledged: set[GroupId], samplers: list[str]) -> dict[str, Any]:
+    """Compare independent records with the store: what was acknowledged and is not there, what had two effects."""
+    from services.coordinator import ledger
+
+    connection = cluster.database()
+    rows = connection.execute("SELECT site, incarnation, sequence, state, assignment FROM groups").fetchall()
+    known = {GroupId(site=site, incarnation=incarnation, sequence=sequence) for site, incarnation, sequence, *_ in rows}
+    lost = [group_id for group_id in acknowledged if group_id not in known]
+    for site in samplers:
+        incarnation, spooled, following = cluster.outbox_sequences(site)
+        mine = {group_id.sequence for group_id in known if (group_id.site, group_id.incarnation) == (site, incarnation)}
+        lost += [
+            GroupId(site=site, incarnation=incarnation, sequence=sequence)
+            for sequence in range(1, following)
+            if sequence not in mine | spooled
+        ]
+    consumed = Counter(assignment for *_, state, assignment in rows if state == "consumed")
+    versions = dict(connection.execute("SELECT version, state_root FROM versions"))
+    lost_versions = [entry for entry in cluster.published() if versions.get(entry["version"]) != entry["state_root"]]
+    counted, recounted = ledger.counts(connection), ledger.recount(connection)
+    connection.close()
+    return {
+        "acknowledged": len(acknowledged),
+        "groups": len(rows),
+        "versions": len(versions),
+        "lost": len(lost) + len(lost_versions),
+        "duplicated": sum(count - 1 for count in consumed.values()),
+        "ledger_balanced": counted.is_balanced and counted == recounted,
+        "dense": sorted(versions) == list(range(len(versions))),
+    }

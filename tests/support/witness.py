@@ -1,0 +1,126 @@
+"""A site of the test's own: leases work, pushes valid groups, and writes down every acknowledgement it got."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import numpy as np
+
+from services.common.api import Registration
+from services.common.contract import SamplingConfig, build_contract
+from services.common.errors import HeterorlError, NotRegistered
+from services.common.prompts import Prompter
+from services.common.rpc.client import CoordinatorClient
+from services.common.tasks.arithmetic import ArithmeticTask
+from services.common.types import (
+    Contract,
+    Digest,
+    FinishReason,
+    Group,
+    GroupId,
+    PushStatus,
+    Rollout,
+    SiteId,
+    VersionSpan,
+    WorkAssignment,
+)  # fmt: skip
+from services.common.weights.tensors import layout_of
+from services.common.wire import manifest_from_bytes
+
+
+def contract_of(model_dir: Path, *, digits: int, max_new_tokens: int, group_size: int) -> Contract:
+    from transformers import AutoModelForCausalLM
+
+    prompter = Prompter(str(model_dir), use_chat_template=False)
+    layout = layout_of(AutoModelForCausalLM.from_pretrained(str(model_dir)), "bf16")
+    return build_contract(
+        tokenizer=prompter.tokenizer,
+        use_chat_template=False,
+        task=ArithmeticTask(digits=digits),
+        layout_id=layout.layout_id,
+        vocab_size=len(prompter.tokenizer),
+        group_size=group_size,
+        sampling=SamplingConfig(max_new_tokens=max_new_tokens).semantics(),
+    )
+
+
+class Witness:
+    """Pushes until told to stop; `acknowledged` holds the ids of all terminal outcomes."""
+
+    def __init__(self, client: CoordinatorClient, contract: Contract, *, seed: int) -> None:
+        self._client = client
+        self._contract = contract
+        self._random = random.Random(seed)
+        self._site, self._incarnation = SiteId("witness"), f"seed-{seed}"
+        self._sequence = 0
+        self.acknowledged: set[GroupId] = set()
+
+    async def run(self) -> None:
+        while True:
+            try:
+                await self._register()
+                await self._push()
+            except HeterorlError:
+                await asyncio.sleep(0.2)
+
+    async def _register(self) -> None:
+        await self._client.register(
+            Registration(
+                site=self._site,
+                incarnation=self._incarnation,
+                contract=self._contract,
+                engine="witness",
+                dtype="none",
+                max_delay_versions=0,
+            )
+        )
+
+    async def _push(self) -> None:
+        while True:
+            head = (await self._client.get_status()).head_version
+            root = manifest_from_bytes(await self._client.get_manifest(version=head)).state_root
+            grant = await self._client.lease_work(
+                site=self._site, incarnation=self._incarnation, max_groups=2, policy_version=head
+            )
+            groups = []
+            for work in grant.assignments:
+                self._sequence += 1
+                groups.append(self._group(work, head, root))
+            while groups:
+                try:
+                    outcomes = await self._client.push_groups(groups)
+                except NotRegistered:
+                    await self._register()
+                    continue
+                except HeterorlError:
+                    await asyncio.sleep(0.2)
+                    continue
+                self.acknowledged |= {o.id for o in outcomes if o.status is not PushStatus.RETRY}
+                groups = [group for group in groups if group.id not in self.acknowledged]
+            await asyncio.sleep(0.05)
+
+    def _group(self, work: WorkAssignment, version: int, root: Digest) -> Group:
+        length = self._random.randint(1, self._contract.sampling.max_new_tokens)
+
+        def rollout() -> Rollout:
+            return Rollout(
+                token_ids=np.array([self._random.randrange(2, 10) for _ in range(length)], np.int32),
+                sampler_logprobs=np.full(length, -2.0, np.float32),
+                spans=(VersionSpan(version=version, start=0, end=length),),
+                reward=float(self._random.random() < 0.5),
+                reward_parts=(),
+                finish_reason=FinishReason.LENGTH,
+            )
+
+        return Group(
+            id=GroupId(site=self._site, incarnation=self._incarnation, sequence=self._sequence),
+            assignment=work.id,
+            prompt_index=work.prompt_index,
+            prompt_token_ids=np.array([2, 3, 4], np.int32),
+            rollouts=tuple(rollout() for _ in range(self._contract.group_size)),
+            oldest_version=version,
+            state_root=root,
+            generation_s=0.0,
+        )

@@ -6,9 +6,11 @@ by time); oldest policies first; a group that became too stale is dropped, count
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from services.common.errors import MalformedPayload
 from services.common.types import Contract, DropReason, Group, GroupId, PushOutcome, PushStatus, QueuedGroup
@@ -19,6 +21,7 @@ from services.coordinator.config import CoordinatorConfig
 
 _WHERE_ID = "site = ? AND incarnation = ? AND sequence = ?"
 RETRY_AFTER_S = 1.0
+_LOG = logging.getLogger(__name__)
 MAX_GAP = 100_000
 """Sequences that may be known beyond the first missing one; more would make the memory of duplicates unbounded."""
 
@@ -125,22 +128,26 @@ class Queue:
     def lease(self, connection: sqlite3.Connection, *, count: int, head: int, now: float) -> list[QueuedGroup]:
         """Lease up to `count` groups to the learner, oldest policy first; drops what is too stale on the way."""
         self._drop_stale(connection, head=head, now=now)
-        rows = connection.execute(
+        leased: list[QueuedGroup] = []
+        # Again while damaged groups leave room: whoever waits is woken by arrivals only.
+        while rows := self._oldest(connection, count - len(leased)):
+            for arrival, digest, data, arrived, published, *key in rows:
+                group = _verified(data, digest)
+                if group is None:
+                    _LOG.critical("group %s fails its digest and is not trained on", key)
+                    drop(connection, [GroupId(site=key[0], incarnation=key[1], sequence=key[2])], DropReason.INVALID)
+                    continue
+                connection.execute("UPDATE groups SET state = 'leased' WHERE arrival = ?", (arrival,))
+                age, waited = max(0.0, now - published), max(0.0, now - arrived)
+                leased.append(QueuedGroup(group=group, policy_age_s=age, queue_age_s=waited))
+        return leased
+
+    def _oldest(self, connection: sqlite3.Connection, count: int) -> list[tuple[Any, ...]]:
+        return connection.execute(
             "SELECT arrival, digest, payload, arrived, published, site, incarnation, sequence FROM groups JOIN versions"
             " ON versions.version = oldest_version WHERE state = 'pending' ORDER BY oldest_version, arrival LIMIT ?",
             (count,),
         ).fetchall()
-        leased: list[QueuedGroup] = []
-        for arrival, digest, data, arrived, published, *key in rows:
-            group = _verified(data, digest)
-            if group is None:
-                drop(connection, [GroupId(site=key[0], incarnation=key[1], sequence=key[2])], DropReason.INVALID)
-                continue
-            connection.execute("UPDATE groups SET state = 'leased' WHERE arrival = ?", (arrival,))
-            leased.append(
-                QueuedGroup(group=group, policy_age_s=max(0.0, now - published), queue_age_s=max(0.0, now - arrived))
-            )
-        return leased
 
     def _drop_stale(self, connection: sqlite3.Connection, *, head: int, now: float) -> None:
         rows = connection.execute(

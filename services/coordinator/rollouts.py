@@ -123,13 +123,16 @@ class Rollouts(Node):
         await self.database.run(begin)
         counter = asyncio.create_task(count_credits())
         try:
-            while is_open and not self.is_closing:
+            while not self.is_closing:
                 ticket = self.bell.ticket()
-                leased = await self.database.run(self._lease_groups(epoch, balance))
+                asked = balance
+                leased = await self.database.run(self._lease_groups(epoch, asked))
                 balance -= len(leased)
                 for group in leased:
                     yield group
-                if not leased:
+                if not leased and not is_open and asked == balance:
+                    return
+                if not leased and asked == balance:
                     await ticket.wait()
         finally:
             counter.cancel()

@@ -54,14 +54,9 @@ def encode_version(
     started = time.perf_counter()
     version = position.head_version + 1
     shadow = position.shadow
-    can_delta = (
-        shadow is not None
-        and shadow.layout.layout_id == arena.layout.layout_id
-        and position.lineage_version == position.head_version
-    )
     files: list[tuple[PayloadRef, Path]] = []
     infos: list[PayloadInfo] = []
-    if can_delta and shadow is not None:
+    if shadow is not None and shadow.layout.layout_id == arena.layout.layout_id:
         path = directory / f"v{version:08d}.delta"
         infos.append(write_delta(path, shadow, arena))
         files.append((_ref(infos[-1], PayloadKind.DELTA, position.lineage_version, version), path))

@@ -126,7 +126,7 @@ def token_ratio_loss(
     return LossTerms(
         contributions_B=-(coefficients_BT * objective_BT).sum(1),
         weights=ratios_BT,
-        is_clipped=is_clipped_BT & mask_BT,
+        is_clipped=is_clipped_BT,
         is_counted=mask_BT,
     )
 

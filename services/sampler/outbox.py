@@ -48,9 +48,10 @@ class Outbox:
             self._connection.execute("PRAGMA synchronous=FULL")
             self._connection.executescript(_SCHEMA)
         except sqlite3.DatabaseError as error:
-            raise CorruptStore(
-                f"{path}: {error}", action="move it away; its groups are lost, a new one begins"
-            ) from error
+            self._connection.close()
+            self._lock_file.close()
+            action = "move it away; its groups are lost, a new one begins"
+            raise CorruptStore(f"{path}: {error}", action=action) from error
         self.incarnation = self._meta("incarnation", uuid.uuid4().hex[:16])
         self._next = int(self._meta("next_sequence", "1"))
 

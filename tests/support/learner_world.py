@@ -200,6 +200,7 @@ class FragileApi:
     fail_after: dict[tuple[str, int], Exception] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
     answers: list[str] = field(default_factory=list)
+    held: list[list[int]] = field(default_factory=list)
     is_dead: bool = False
     answered: asyncio.Condition = field(default_factory=asyncio.Condition)
 
@@ -231,6 +232,8 @@ class FragileApi:
     def _streaming(self, name: str, method: Any) -> Any:
         async def stream(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
             self._enter(name)
+            if name == "stream_groups":
+                self.held.append([group_id.sequence for group_id in kwargs["held"]])
             async for item in method(*args, **kwargs):
                 number = self._enter(f"{name}.item")
                 yield item

@@ -48,7 +48,7 @@ class HfEngine:
         self._version = -1
         self._is_generating = False
         self.name = f"hf-{__version__}"
-        self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
+        self.vocab_size = int(model.config.vocab_size)
         self.dtype = compute_dtype
 
     @property

@@ -91,8 +91,8 @@ def apply_payload(path: Path, staging: Arena, *, expected_from_root: str | None)
     with path.open("rb") as file:
         if os.fstat(file.fileno()).st_size < len(MAGIC) + _U32.size:
             raise MalformedPayload("a payload is shorter than its head")
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as data:
-            _apply(data, staging, expected_from_root)
+        # Not closed by hand: an error's traceback may still hold views into it.
+        _apply(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)), staging, expected_from_root)
 
 
 def _apply(data: memoryview, staging: Arena, expected_from_root: str | None) -> None:

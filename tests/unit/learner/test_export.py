@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from services.common.errors import ConfigError, CorruptStore
+from services.common.errors import ConfigError, CorruptStore, StateMismatch
 from services.common.weights import tensors
 from services.common.weights.arena import Arena
 from services.learner.backend_config import TorchBackendConfig
@@ -28,7 +28,7 @@ def _write_base(directory, *, is_tied=True, seed=0):
     return directory
 
 
-def _checkpoint(state_dir, base, *, dtype="bf16", scale=1.5):
+def _checkpoint(state_dir, base, *, dtype="bf16", scale=1.5, published=None):
     """A checkpoint of the base model with all its weights scaled; returns its published arena."""
     config = TorchBackendConfig(published_dtype=dtype)
     backend = TorchBackend(model_dir=base, config=config, loss=GepoConfig(), sampling=SAMPLING)
@@ -55,7 +55,7 @@ def _checkpoint(state_dir, base, *, dtype="bf16", scale=1.5):
         reports=(),
     )
     store = CheckpointStore(state_dir / "checkpoints")
-    path = store.write(cursor, backend=backend, arena=arena, snapshot=encoded.snapshot)
+    path = store.write(cursor, backend=backend, arena=published or arena, snapshot=None)
     return path, arena
 
 
@@ -121,4 +121,13 @@ def test_export_says_so_when_there_is_no_checkpoint(tmp_path):
     base = _write_base(tmp_path / "base")
 
     with pytest.raises(CorruptStore, match="no valid checkpoint"):
+        export_model(model_dir=base, source=tmp_path / "state", out_dir=tmp_path / "out")
+
+
+def test_export_refuses_weights_that_the_manifest_does_not_name(tmp_path):
+    base = _write_base(tmp_path / "base")
+    _, other = _checkpoint(tmp_path / "other", base, scale=2.0)
+    _checkpoint(tmp_path / "state", base, published=other)
+
+    with pytest.raises(StateMismatch):
         export_model(model_dir=base, source=tmp_path / "state", out_dir=tmp_path / "out")

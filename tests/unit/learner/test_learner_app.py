@@ -418,3 +418,38 @@ async def test_step_is_undone_when_its_groups_are_refused(coordinator, tmp_path)
     for first, second in ((1, 2), (4, 5)):
         reference.train_step([queued(first), queued(second)], head_version=0, step=1)
     assert (backend.weights == reference.weights).all()
+
+
+async def test_last_version_has_a_checkpoint_whatever_the_cadence(coordinator, tmp_path):
+    config = learner_config(tmp_path, checkpoint_every_versions=100)
+
+    await asyncio.gather(learn(config, coordinator), fill(coordinator, QUEUE))
+
+    names = sorted(path.name for path in (config.state_dir / "checkpoints").iterdir())
+    assert names == ["v00000000", "v00000003"]
+    # So a longer run goes on from it, and no version is abandoned.
+    assert (await learn(config, coordinator)).version == 3
+
+
+@pytest.mark.parametrize("not_finite", [set(), {1}])
+async def test_stream_names_only_what_is_still_open_when_it_is_opened_again(coordinator, tmp_path, not_finite):
+    api = FragileApi(coordinator, fail_after={("stream_groups.item", 5): Unreachable("cut")})
+    backend = NumpyBackend()
+    backend.not_finite_steps = not_finite
+
+    await asyncio.gather(learn(learner_config(tmp_path, max_steps=2), api, backend), fill(coordinator, QUEUE))
+
+    # Group 5 comes when 3 and 4 are taken, and those are taken when 1 and 2 are consumed (or given up).
+    assert api.held[0] == []
+    assert not {1, 2} & set(api.held[1])
+    assert 5 in api.held[1]
+
+
+async def test_steps_that_are_not_finite_are_counted_in_a_row(coordinator, tmp_path):
+    backend = NumpyBackend()
+    backend.not_finite_steps = {1, 3}
+    config = learner_config(tmp_path, max_steps=2, max_rejected_steps=2)
+
+    result, _ = await asyncio.gather(learn(config, coordinator, backend), fill(coordinator, 8))
+
+    assert result.is_finished

@@ -17,14 +17,16 @@ from services.common.errors import (
     StaleEpoch,
     Unreachable,
 )
+from services.common.types import LeaseGrant
 from services.learner.admission import Limits, judge
 from services.learner.config import LearnerConfig
 from services.learner.directory import hold_directory
 from services.learner.feed import feed
 from services.learner.inbox import Inbox
+from services.learner.lease import acquire
 from services.learner.patience import Patience, is_transient
 from services.learner.threads import in_thread
-from tests.support.learner_world import GROUP_SIZE, VOCAB, make_group, queued
+from tests.support.learner_world import GROUP_SIZE, VOCAB, make_contract, make_group, queued
 
 LIMITS = Limits(group_size=GROUP_SIZE, vocab_size=VOCAB, max_sequence_tokens=0)
 
@@ -135,8 +137,8 @@ async def test_insist_repeats_until_answered():
     assert await patience().insist(call) == 7
 
 
-def _with(group, **changes):
-    return dataclasses.replace(group, **changes)
+def _with(value, **changes):
+    return dataclasses.replace(value, **changes)
 
 
 def test_group_is_admitted_when_it_has_no_advantage():
@@ -211,11 +213,12 @@ async def test_feed_ends_when_the_epoch_is_over():
 
 
 def test_state_directory_has_one_holder_at_a_time(tmp_path):
-    with hold_directory(tmp_path / "a"), pytest.raises(ConfigError, match="another learner"):
-        with hold_directory(tmp_path / "a"):
-            pass
+    path = tmp_path / "a"
 
-    with hold_directory(tmp_path / "a"):
+    with hold_directory(path), pytest.raises(ConfigError, match="another learner"), hold_directory(path):
+        pass
+
+    with hold_directory(path):
         pass
 
 
@@ -223,3 +226,20 @@ def test_learner_configuration_has_defaults_and_refuses_a_cap_below_the_base():
     assert LearnerConfig().loss.kind == "gepo"
     with pytest.raises(ValueError, match="retry_cap_s"):
         LearnerConfig(retry_base_s=2.0, retry_cap_s=1.0)
+
+
+async def test_lease_is_waited_for_also_when_its_holder_names_no_end():
+    class Holding:
+        def __init__(self):
+            grant = LeaseGrant(epoch=2, holder="a", ttl_s=9.0, head_version=-1)
+            self.answers = [LeaseHeld("another holds it"), grant]
+
+        async def acquire_lease(self, *, holder, contract, request_id):
+            answer = self.answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    grant = await acquire(Holding(), holder="a", contract=make_contract(), request_id="r", patience=patience())
+
+    assert grant.epoch == 2

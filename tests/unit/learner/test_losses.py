@@ -130,6 +130,16 @@ def test_loss_ignores_what_stands_in_padding(loss):
     assert garbage.grad.isfinite().all()
 
 
+def test_row_without_tokens_is_not_clipped_even_where_its_weight_would_be():
+    # Its mean log-prob is 0, so under a denominator of e^-5 its weight would be 148.
+    mask_BT = torch.tensor([[True], [False]])
+    zeros, ones = torch.zeros(2, 1, dtype=F64), torch.ones(2, dtype=F64)
+
+    terms = _sequence_loss(zeros, zeros, mask_BT, ones, torch.full((2,), -5.0, dtype=F64))
+
+    assert terms.is_clipped.tolist() == [True, False]
+
+
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
 def test_row_without_tokens_contributes_nothing_and_is_not_counted(loss):
     learner, sampler, mask_BT, advantages = _case(8, [5, 2, 4])

@@ -1,6 +1,7 @@
 """Publication and resumption, piece by piece, against a real coordinator in this process."""
 
 import asyncio
+import dataclasses
 import random
 
 import pytest
@@ -15,13 +16,16 @@ from services.common.errors import (
     OperatorError,
     PayloadMissing,
     StaleEpoch,
+    StateMismatch,
     StoreFull,
     Unreachable,
 )
 from services.common.types import GroupId, PayloadKind, SiteId
+from services.common.weights.arena import Arena, Layout, TensorSpec
 from services.common.weights.payload import apply_payload
-from services.common.wire import manifest_from_bytes
+from services.common.wire import manifest_from_bytes, manifest_to_bytes
 from services.learner.checkpoint import CheckpointStore
+from services.learner.encode import Position, encode_version
 from services.learner.journal import Journal
 from services.learner.patience import Patience
 from services.learner.publish import Publisher
@@ -441,3 +445,79 @@ async def test_pull_refuses_bytes_of_another_digest(coordinator, tmp_path):
 
     with pytest.raises(MalformedPayload, match="another digest"):
         await pull_state(Flipping(coordinator), layout=LAYOUT, version=0, directory=tmp_path, patience=world.patience)
+
+
+async def test_rollback_has_a_checkpoint_whatever_the_cadence(coordinator, tmp_path):
+    world = await World.open(coordinator, tmp_path, checkpoint_every_versions=5)
+    await world.resume()
+    for _ in range(2):
+        await world.advance()
+
+    again = await World.open(coordinator, tmp_path, checkpoint_every_versions=5)
+    await again.resume()
+
+    # Version 3 is version 0 again; without its checkpoint every restart would roll back once more.
+    assert [path.name for path in again.store.paths()] == ["v00000003", "v00000000"]
+
+
+async def test_pending_checkpoint_is_discarded_when_it_is_refused_at_resumption(coordinator, tmp_path):
+    fragile = FragileApi(coordinator, die_before=("publish_version", 2))
+    world = await World.open(coordinator, tmp_path, api=fragile)
+    await world.resume()
+    missing = GroupId(site=SiteId("nowhere"), incarnation="a", sequence=1)
+    with pytest.raises(Killed):
+        await world.advance(consumed=[missing])
+
+    again = await World.open(coordinator, tmp_path)
+
+    assert await again.resume() == 0
+    assert [path.name for path in again.store.paths()] == ["v00000000"]
+
+
+async def test_checkpoint_of_an_abandoned_version_is_not_used(coordinator, tmp_path):
+    world = await World.open(coordinator, tmp_path)
+    await world.resume()
+    for _ in range(3):
+        await world.advance()
+    third = world.store.paths()[0]
+    third.rename(tmp_path / "aside")
+    # Rolls back to version 2 and publishes version 4; then version 3's checkpoint comes back from a backup.
+    again = await World.open(coordinator, tmp_path)
+    await again.resume()
+    again.store.discard(again.store.paths()[0])
+    (tmp_path / "aside").rename(third)
+
+    last = await World.open(coordinator, tmp_path)
+
+    assert await last.resume() == 2
+    assert (await coordinator.get_status()).head_version == 5
+
+
+async def test_pull_refuses_a_state_that_its_manifest_does_not_name(coordinator, tmp_path):
+    world = await World.open(coordinator, tmp_path)
+    await world.resume()
+
+    class Lying(FragileApi):
+        def __getattr__(self, name):
+            if name != "plan_pull":
+                return super().__getattr__(name)
+
+            async def plan_pull(**wanted):
+                plan = await coordinator.plan_pull(**wanted)
+                manifest = manifest_from_bytes(plan.manifests[0])
+                lie = dataclasses.replace(manifest, chunk_digests=manifest.chunk_digests[::-1])
+                return dataclasses.replace(plan, manifests=(manifest_to_bytes(lie),))
+
+            return plan_pull
+
+    with pytest.raises(StateMismatch):
+        await pull_state(Lying(coordinator), layout=LAYOUT, version=0, directory=tmp_path, patience=world.patience)
+
+
+async def test_new_layout_is_published_as_a_snapshot(tmp_path):
+    old, new = Arena(LAYOUT), Arena(Layout.build([TensorSpec(name="a", dtype="bf16", shape=(4,))]))
+    position = Position(head_version=3, lineage_version=3, lineage_digest="0" * 64, shadow=old)
+
+    encoded = encode_version(position, new, directory=tmp_path, run_id="run", epoch=1, step=1, with_snapshot=False)
+
+    assert [payload.kind for payload in encoded.manifest.payloads] == [PayloadKind.SNAPSHOT]

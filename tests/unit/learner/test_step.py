@@ -148,7 +148,7 @@ def test_step_scales_a_long_gradient_down_and_reports_its_length():
     parameter.grad = torch.tensor([3.0, 4.0])
 
     is_applied, norm = apply_gradients(
-        [parameter], torch.optim.SGD([parameter], lr=1.0), loss=0.0, lr=1.0, grad_clip=1.0
+        [parameter], torch.optim.SGD([parameter], lr=9.0), loss=0.0, lr=1.0, grad_clip=1.0
     )
 
     assert is_applied

@@ -209,6 +209,35 @@ def test_gradient_checkpointing_gives_the_same_weights(model_dir):
     assert is_identical(weights(plain.torch_model), weights(saving.torch_model))
 
 
+def test_dropout_of_the_model_is_off(tmp_path):
+    model = tiny_model()
+    model.config.attention_dropout = 0.5
+    model.save_pretrained(tmp_path)
+    # Checkpointing puts the model into training mode, where dropout would act.
+    backend = _backend(tmp_path, config=CONFIG.model_copy(update={"gradient_checkpointing": True}))
+    ids = torch.arange(12)[None]
+
+    assert backend.torch_model.training
+    assert torch.equal(backend.torch_model(ids).logits, backend.torch_model(ids).logits)
+
+
+def test_warm_up_takes_smaller_steps_first(model_dir, tmp_path):
+    def learner(**changes):
+        return _backend(model_dir, config=CONFIG.model_copy(update=changes))
+
+    warming = learner(lr=2e-3, warmup_steps=2)
+    half, full = learner(lr=1e-3, warmup_steps=0), learner(lr=2e-3, warmup_steps=0)
+
+    _train(warming, 0, 2)
+    # The moments do not depend on the step size: half of it for the first step, all of it for the second.
+    _train(half, 0, 1)
+    half.save(tmp_path)
+    full.restore(tmp_path)
+    _train(full, 1, 2)
+
+    assert is_identical(weights(warming.torch_model), weights(full.torch_model))
+
+
 def test_packed_and_padded_learners_agree(model_dir):
     padded = _backend(model_dir)
     packed = _backend(model_dir, config=CONFIG.model_copy(update={"batching": "packed"}))

@@ -1,0 +1,230 @@
+"""The coordinator behind a real server, asked by the real client: both implementations of the Protocol agree."""
+
+import asyncio
+import dataclasses
+import socket
+
+import grpc.aio
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from heterorl.v1 import policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc, run_pb2_grpc
+
+from services.common import errors
+from services.common.api import Command, Heartbeat, PlanKind
+from services.common.clock import SystemClock
+from services.common.errors import PortInUse
+from services.common.rpc.client import CoordinatorClient
+from services.common.rpc.retry import RetryPolicy
+from services.common.rpc.server import Server
+from services.common.types import DropReason, PushStatus
+from services.coordinator.config import CoordinatorConfig
+from services.coordinator.core import Coordinator
+from services.coordinator.servicer import PolicyServicer, RolloutServicer, RunServicer
+from tests.support.run import CONTRACT, INCARNATION, SITE, Run, rollout
+
+QUICK = RetryPolicy(budget_s=0.5, base_s=0.01, cap_s=0.05)
+
+
+class Served:
+    """A coordinator on a port of loopback, and a client of it."""
+
+    def __init__(self, directory):
+        self.config = CoordinatorConfig(data_dir=directory / "data", groups_per_version=2, max_message_bytes=2 << 20)
+
+    async def __aenter__(self):
+        self.core = await Coordinator.open(self.config, SystemClock())
+        self.server = Server(max_message_bytes=self.config.max_message_bytes, max_concurrent_rpcs=64)
+        policy_pb2_grpc.add_PolicyServiceServicer_to_server(PolicyServicer(self.core), self.server.grpc)
+        rollout_pb2_grpc.add_RolloutServiceServicer_to_server(RolloutServicer(self.core), self.server.grpc)
+        run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(self.core), self.server.grpc)
+        self.port = await self.server.start("127.0.0.1:0")
+        self.client = CoordinatorClient(f"127.0.0.1:{self.port}", policy=QUICK)
+        return self
+
+    async def __aexit__(self, *exception):
+        await self.client.close()
+        await self.core.end_streams()
+        await self.server.stop(0.2)
+        await self.core.close()
+
+
+@pytest.fixture
+async def served(tmp_path):
+    async with Served(tmp_path) as served:
+        yield served
+
+
+@pytest.fixture
+async def run(served, tmp_path):
+    run = Run(served.client, tmp_path)
+    await run.begin()
+    await run.publish()
+    await run.register()
+    return run
+
+
+async def stream(client, run, count, *, held=()):
+    async def credits():
+        yield count
+        await asyncio.Event().wait()
+
+    groups = []
+    groups_stream = client.stream_groups(epoch=run.epoch, held=held, credits=credits())
+    async for queued in groups_stream:
+        groups.append(queued)
+        if len(groups) == count:
+            break
+    await groups_stream.aclose()
+    return groups
+
+
+async def test_whole_life_of_a_group_over_the_wire(served, run):
+    client = served.client
+    ids = await run.push(3)
+    received = await stream(client, run, 2)
+    await run.publish(consumed=ids[:2])
+    await client.abandon_groups(epoch=run.epoch, ids=ids[2:], reason="test")
+    (work,) = await run.lease(1)
+    await client.abandon_work(site=SITE, incarnation=INCARNATION, assignments=[work.id])
+
+    assert [queued.group.id for queued in received] == ids[:2]
+    assert received[0].group.rollouts[0].sampler_logprobs.dtype == np.float32
+    status = await client.get_status()
+    assert (status.ledger.consumed, status.ledger.dropped) == (2, {DropReason.LEARNER_ABANDONED: 1})
+    assert status.ledger.is_balanced
+    assert (await client.renew_lease(epoch=run.epoch)).head_version == 1
+    assert [report.step for report in await client.list_steps(after_step=0, limit=5)] == [1]
+    assert await client.get_step(step_id=f"step-{run.epoch}-1") == 1
+    assert await client.get_step(step_id="x") is None
+    beat = Heartbeat(
+        site=SITE, incarnation=INCARNATION, policy_version=1, state_root="", tokens_per_s=1, outbox_groups=0
+    )
+    assert await client.heartbeat(beat) == ()
+    await client.drain(reason="done")
+    assert await client.heartbeat(beat) == (Command.DRAIN,)
+    await client.release_lease(epoch=run.epoch)
+
+
+async def test_payloads_and_heads_stream_over_the_wire(served, run):
+    client = served.client
+    await run.publish()
+    plan = await client.plan_pull(have_version=0, have_root=run.roots[0], want_version=-1)
+    data = b"".join([frame async for frame in client.read_payload(digest=plan.payloads[0].digest, offset=0)])
+
+    assert plan.kind is PlanKind.DELTA
+    assert len(data) == plan.payloads[0].num_bytes
+    assert await client.query_upload(digest=plan.payloads[0].digest) == len(data)
+    watch = client.watch_head(after_version=-1)
+    assert (await anext(watch)).version == 1
+    await watch.aclose()
+
+
+async def test_typed_refusals_arrive_typed(served, run):
+    client = served.client
+    with pytest.raises(errors.LeaseHeld) as held:
+        await client.acquire_lease(holder="other", contract=CONTRACT, request_id="x")
+    assert held.value.retry_after_s > 0
+    with pytest.raises(errors.StaleEpoch):
+        await client.renew_lease(epoch=99)
+    with pytest.raises(errors.StaleEpoch):
+        await stream(client, dataclasses.make_dataclass("Old", [("epoch", int)])(99), 1)
+    with pytest.raises(errors.UnknownVersion):
+        await client.get_manifest(version=99)
+    with pytest.raises(errors.InvalidRequest, match="digest"):
+        await client.query_upload(digest="../../etc/passwd")
+    with pytest.raises(errors.UnknownPayload):
+        await anext(client.read_payload(digest="0" * 64, offset=0))
+    with pytest.raises(errors.ContractMismatch, match="vocab_size"):
+        await client.register(run.registration(contract=dataclasses.replace(CONTRACT, vocab_size=21)))
+    with pytest.raises(errors.DigestMismatch):
+        await run.upload(b"content", "1" * 64)
+    with pytest.raises(errors.ParentNotHead):
+        await run.publish(parent_version=7)
+
+
+async def test_one_bad_group_in_a_stream_disturbs_no_other(served, run):
+    work = await run.lease(3)
+    groups = [run.group(one) for one in work]
+    groups[1] = dataclasses.replace(groups[1], rollouts=(rollout(0),))
+
+    outcomes = await served.client.push_groups(groups)
+
+    assert [outcome.status for outcome in outcomes] == [PushStatus.ACCEPTED, PushStatus.DROPPED, PushStatus.ACCEPTED]
+    assert "group size" in outcomes[1].message
+
+
+async def test_messages_that_no_value_can_hold_are_refused_one_by_one(served, run):
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{served.port}") as channel:
+        rollouts = rollout_pb2_grpc.RolloutServiceStub(channel)
+        policy = policy_pb2_grpc.PolicyServiceStub(channel)
+        bad = rollout_pb2.PushGroupsRequest(group=rollout_pb2.Group(rollouts=[rollout_pb2.Rollout()]))
+        answers = [answer async for answer in rollouts.PushGroups(iter_of(bad, bad))]
+        assert [answer.status for answer in answers] == [rollout_pb2.PUSH_STATUS_DROPPED] * 2
+        headless = policy_pb2.UploadPayloadRequest(frame=b"x")
+        with pytest.raises(grpc.aio.AioRpcError, match="header"):
+            await policy.UploadPayload(iter_of(headless))
+        header = policy_pb2.UploadPayloadRequest(
+            header=policy_pb2.UploadHeader(epoch=run.epoch, digest="3" * 64, num_bytes=5)
+        )
+        with pytest.raises(grpc.aio.AioRpcError, match="frames carry"):
+            await policy.UploadPayload(iter_of(header, header))
+        with pytest.raises(grpc.aio.AioRpcError, match="state the epoch"):
+            async for _ in rollouts.StreamGroups(iter_of()):
+                pass
+        with pytest.raises(grpc.aio.AioRpcError, match="not a manifest"):
+            await policy.PublishVersion(policy_pb2.PublishVersionRequest(epoch=run.epoch, manifest=b"\xff"))
+
+
+async def iter_of(*messages):
+    for message in messages:
+        yield message
+
+
+async def test_oversized_group_is_refused_before_parsing(served, run):
+    # T14: the limit is 2 MiB; a million tokens are about 7 MB.
+    (work,) = await run.lease(1)
+    ids = np.full(1_000_000, 5, np.int32)
+    huge = rollout(0, token_ids=ids, sampler_logprobs=np.full(ids.size, -1, np.float32))
+
+    with pytest.raises(errors.QuotaExceeded):
+        await served.client.push_groups([run.group(work, rollouts=(huge, huge))])
+    assert (await served.client.get_status()).ledger.acked == 0
+
+
+async def test_client_gives_up_after_its_budget_and_names_the_call(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    async with CoordinatorClient(f"127.0.0.1:{port}", policy=QUICK) as client:
+        with pytest.raises(errors.Unreachable, match="GetStatus: no answer"):
+            await client.get_status()
+        with pytest.raises(errors.Unreachable, match="WatchHead"):
+            await anext(client.watch_head(after_version=0))
+
+
+async def test_client_rides_through_a_restart_of_the_coordinator(tmp_path):
+    async with Served(tmp_path) as served:
+        run = Run(served.client, tmp_path)
+        await run.begin()
+        port = served.port
+    patient = CoordinatorClient(f"127.0.0.1:{port}", policy=RetryPolicy(budget_s=20))
+    asking = asyncio.create_task(patient.get_status())
+    core = await Coordinator.open(served.config, SystemClock())
+    server = Server(max_message_bytes=2 << 20, max_concurrent_rpcs=8)
+    run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core), server.grpc)
+    await server.start(f"127.0.0.1:{port}")
+
+    assert (await asking).epoch == run.epoch
+
+    await patient.close()
+    await server.stop(0)
+    await core.close()
+
+
+async def test_health_says_serving_and_a_taken_port_is_a_typed_error(served):
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{served.port}") as channel:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    with pytest.raises(PortInUse, match="listen"):
+        await Server(max_message_bytes=2 << 20, max_concurrent_rpcs=8).start(f"127.0.0.1:{served.port}")

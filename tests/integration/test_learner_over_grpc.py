@@ -1,0 +1,45 @@
+"""The learner through gRPC: credits, uploads and commits over a real server on a free port."""
+
+import asyncio
+
+import pytest
+from heterorl.v1 import policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
+
+from services.common.rpc.client import CoordinatorClient
+from services.common.rpc.server import Server
+from services.coordinator.servicer import PolicyServicer, RolloutServicer, RunServicer
+from tests.support.learner_world import FragileApi, Killed, fill, head_root, learn, learner_config, open_coordinator
+
+
+@pytest.fixture
+async def served(tmp_path):
+    core = await open_coordinator(tmp_path)
+    server = Server(max_message_bytes=16 << 20, max_concurrent_rpcs=64)
+    policy_pb2_grpc.add_PolicyServiceServicer_to_server(PolicyServicer(core), server.grpc)
+    rollout_pb2_grpc.add_RolloutServiceServicer_to_server(RolloutServicer(core), server.grpc)
+    run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core), server.grpc)
+    port = await server.start("127.0.0.1:0")
+    async with CoordinatorClient(f"127.0.0.1:{port}") as client:
+        yield core, client
+        await core.end_streams()
+    await server.stop(1.0)
+    await core.close()
+
+
+async def test_learner_trains_over_grpc_and_survives_a_kill(served, tmp_path):
+    core, client = served
+    config = learner_config(tmp_path)
+    filling = asyncio.create_task(fill(client, 6))
+
+    with pytest.raises(Killed):
+        await learn(config, FragileApi(client, die_after=("publish_version", 3)))
+    result = await learn(config, client)
+
+    await filling
+    status = await client.get_status()
+    assert (result.step, result.version, result.is_finished) == (3, 3, True)
+    assert (status.ledger.consumed, status.ledger.pending, status.ledger.leased) == (6, 0, 0)
+    reference = await open_coordinator(tmp_path / "reference")
+    await asyncio.gather(learn(learner_config(tmp_path / "reference"), reference), fill(reference, 6))
+    assert await head_root(core) == await head_root(reference)
+    await reference.close()

@@ -1,0 +1,30 @@
+"""A clock that moves only when told."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class ManualClock:
+    """Implements services.common.clock.Clock; sleepers wake when `advance` passes their instant."""
+
+    def __init__(self, now: float = 1000.0) -> None:
+        self._now = now
+        self._sleepers: list[tuple[float, asyncio.Future[None]]] = []
+
+    def wall(self) -> float:
+        return 1_700_000_000.0 + self._now
+
+    def monotonic(self) -> float:
+        return self._now
+
+    async def sleep(self, seconds: float) -> None:
+        future = asyncio.get_running_loop().create_future()
+        self._sleepers.append((self._now + seconds, future))
+        await future
+
+    def advance(self, seconds: float) -> None:
+        self._now += seconds
+        for at, future in self._sleepers:
+            if at <= self._now and not future.done():
+                future.set_result(None)

@@ -1,0 +1,60 @@
+"""Prompts in an order that the run's seed decides, paced so that none is too stale when trained."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.coordinator.schedule import Load, Pace, decide_grant, permute, prompt_of, seed_of
+
+
+@given(st.integers(1, 300), st.text(max_size=5))
+def test_permutation_is_a_bijection(size, key):
+    assert sorted(permute(index, size=size, key=key) for index in range(size)) == list(range(size))
+
+
+def test_every_prompt_comes_once_per_pass_in_another_order():
+    passes = [[prompt_of(100 * number + i, num_prompts=100, seed=3) for i in range(100)] for number in range(3)]
+
+    assert all(sorted(one) == list(range(100)) for one in passes)
+    assert passes[0] != passes[1] != passes[2]
+    assert passes[0] != [prompt_of(i, num_prompts=100, seed=4) for i in range(100)]
+
+
+def test_sampling_seeds_are_63_bit_and_differ():
+    seeds = {seed_of(number, seed=0) for number in range(1000)}
+
+    assert len(seeds) == 1000
+    assert max(seeds) < 2**63
+    assert seed_of(0, seed=0) != seed_of(0, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("head", "version", "outstanding", "wanted", "granted"),
+    [
+        (0, 0, 0, 5, 5),
+        (10, 10, 0, 100, 64),  # by the limit
+        (10, 5, 0, 100, 36),  # (8 - 5 + 1) * 9
+        (10, 2, 8, 100, 1),  # the last place of the last version
+        (10, 2, 9, 100, 0),
+        (10, 1, 0, 100, 0),  # too old
+    ],
+)
+def test_grants_follow_the_two_bounds(head, version, outstanding, wanted, granted):
+    pace = Pace(groups_per_version=9, max_staleness_versions=8, outstanding_limit=64)
+    load = Load(head_version=head, policy_version=version, outstanding=outstanding)
+
+    number, reason = decide_grant(load, pace, wanted=wanted)
+
+    assert number == granted
+    assert reason
+
+
+@given(st.integers(0, 50), st.integers(0, 50), st.integers(0, 200), st.integers(1, 9), st.integers(0, 9))
+def test_no_granted_group_can_be_too_stale_when_trained_in_order(head, lag, outstanding, per_version, bound):
+    version = max(0, head - lag)
+    pace = Pace(groups_per_version=per_version, max_staleness_versions=bound, outstanding_limit=1000)
+
+    granted, _ = decide_grant(Load(head_version=head, policy_version=version, outstanding=outstanding), pace, wanted=50)
+
+    for ahead in range(outstanding, outstanding + granted):
+        assert head + ahead // per_version - version <= bound

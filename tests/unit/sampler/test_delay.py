@@ -1,0 +1,127 @@
+"""Delay models: exact numbers of the reference, and what a sampler may see when."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
+
+from services.sampler.delay import (
+    DelayConfig,
+    FixedDelay,
+    LognormalDelay,
+    NoDelay,
+    Visibility,
+    draw,
+    group_delay_s,
+    max_delay_versions,
+)  # fmt: skip
+
+LOGNORMAL = LognormalDelay(low=60, high=1920)
+
+
+def test_lognormal_interval_gives_the_references_parameters():
+    assert LOGNORMAL.mu == pytest.approx(5.827212514, abs=1e-9)
+    assert LOGNORMAL.sigma == pytest.approx(0.617330640, abs=1e-9)
+
+
+def test_lognormal_draws_have_their_distribution_and_stay_in_the_interval():
+    values = sorted(draw(LOGNORMAL, seed=1, stream="version", index=index) for index in range(4000))
+
+    assert values[0] >= 60
+    assert values[-1] <= 1920
+    # median exp(mu) = 339.4; the standard error of the log's median is 1.2533 * 0.617 / sqrt(4000) = 0.0122
+    assert math.log(values[2000]) == pytest.approx(LOGNORMAL.mu, abs=5 * 0.0122)
+
+
+def test_draws_differ_between_samplers_and_repeat_for_one():
+    ours = [draw(LOGNORMAL, seed=1, stream="version", index=index) for index in range(20)]
+    theirs = [draw(LOGNORMAL, seed=2, stream="version", index=index) for index in range(20)]
+
+    assert ours == [draw(LOGNORMAL, seed=1, stream="version", index=index) for index in range(20)]
+    assert ours != theirs
+
+
+def test_transit_in_versions_shows_exactly_the_version_so_many_back():
+    visible = Visibility(FixedDelay(unit="versions", value=64), seed=0)
+    assert visible.target(0, current=-1) == (-1, None)
+    seen, current = [], -1
+    for head in range(200):
+        visible.see(head, float(head))
+        current, _ = visible.target(float(head), current=current)
+        seen.append(head - current)
+
+    assert seen[64:] == [64] * 136
+    assert seen[:64] == list(range(64))
+
+
+def test_transit_in_seconds_shows_each_version_when_it_has_arrived():
+    visible = Visibility(FixedDelay(value=1800, time_scale=30), seed=0)
+    visible.see(0, 0.0)
+    assert visible.target(0.0, current=-1) == (0, None)
+    visible.see(1, 10.0)
+    visible.see(2, 20.0)
+
+    assert visible.target(30.0, current=0) == (0, 70.0)
+    assert visible.target(70.0, current=0) == (1, 80.0)
+    assert visible.target(80.0, current=1) == (2, None)
+
+
+def test_refresh_in_seconds_takes_the_newest_when_the_interval_is_over():
+    visible = Visibility(FixedDelay(semantics="refresh_interval", value=60), seed=0)
+    visible.see(0, 0.0)
+    assert visible.target(0.0, current=-1) == (0, None)
+    visible.see(5, 30.0)
+
+    assert visible.target(59.0, current=0) == (0, 60.0)
+    assert visible.target(60.0, current=0) == (5, None)
+
+
+def test_refresh_in_versions_saw_tooths():
+    visible = Visibility(FixedDelay(semantics="refresh_interval", unit="versions", value=4), seed=0)
+    lags, current = [], -1
+    for head in range(12):
+        visible.see(head, 0.0)
+        current, _ = visible.target(0.0, current=current)
+        lags.append(head - current)
+
+    assert lags == [0, 1, 2, 3] * 3
+
+
+@given(st.lists(st.integers(0, 3), max_size=60), st.integers(0, 99))
+def test_lognormal_transit_in_versions_never_goes_back_nor_beyond_its_bound(steps, seed):
+    config = LognormalDelay(unit="versions", low=2, high=9)
+    visible, head, current = Visibility(config, seed=seed), 0, -1
+    for step in steps:
+        head += step
+        visible.see(head, 0.0)
+        target, _ = visible.target(0.0, current=current)
+        assert current <= target <= head
+        assert head - target <= max_delay_versions(config) == 9
+        current = target
+
+
+def test_no_delay_is_the_head():
+    visible = Visibility(NoDelay(), seed=0)
+    visible.see(7, 0.0)
+
+    assert visible.target(0.0, current=3) == (7, None)
+    assert group_delay_s(NoDelay(), seed=0, sequence=1) == 0
+
+
+def test_groups_are_held_in_transit_by_seconds_only():
+    assert group_delay_s(FixedDelay(value=60, time_scale=2), seed=0, sequence=1) == 30
+    assert group_delay_s(FixedDelay(value=60, unit="versions"), seed=0, sequence=1) == 0
+    assert group_delay_s(FixedDelay(value=60, semantics="refresh_interval"), seed=0, sequence=1) == 0
+    assert max_delay_versions(FixedDelay(value=60)) == max_delay_versions(NoDelay()) == 0
+    assert max_delay_versions(FixedDelay(value=64, unit="versions")) == 64
+
+
+@pytest.mark.parametrize(
+    "table",
+    [{"kind": "weibul"}, {"kind": "fixed"}, {"kind": "fixed", "value": -1}, {"kind": "lognormal", "low": 5, "high": 5}],
+)
+def test_impossible_delays_are_refused(table):
+    with pytest.raises(ValidationError):
+        TypeAdapter(DelayConfig).validate_python(table)

@@ -1,0 +1,113 @@
+"""The command line and its configurations, as people meet them."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from services.cli import app, main
+from services.common.config import load, parse_override
+from services.common.errors import ConfigError
+from services.common.types import DropReason, LedgerCounts, RunStatus, SiteStatus
+from services.coordinator.config import CoordinatorConfig
+from services.status import status_json, status_tables
+from tests.support.run import REPORT
+
+COMMANDS = ["coordinator", "learner", "sampler", "demo", "export", "status", "check-config", "print-config"]
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_help_names_every_command_and_nothing_else():
+    output = invoke("--help").output
+
+    assert [command.name or command.callback.__name__ for command in app.registered_commands] == COMMANDS
+    assert all(command in output for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command):
+    result = invoke(command, "--help")
+
+    assert result.exit_code == 0
+    assert len(result.output.splitlines()) > 5
+
+
+@pytest.mark.parametrize("service", ["coordinator", "learner", "sampler"])
+def test_default_configuration_is_valid_and_shows_where_values_come_from(service, tmp_path):
+    path = tmp_path / "c.toml"
+    path.write_text("metrics_port = 0\n")
+
+    assert invoke("check-config", service, "--config", str(path)).exit_code == 0
+    result = invoke("print-config", service, "--config", str(path), "--set", "metrics_port=7")
+    assert "--set" in result.output
+    assert "default" in result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "message"),
+    [
+        ("colour = 1", [], "colour: unknown key"),
+        ("seed = -1", [], "seed"),
+        ("", ["seed=x"], "seed"),
+        ("", ["nothing"], "key.path=value"),
+        ("", ["seed.deep=1", "seed=1"], ""),
+        ("seed = 1", ["seed.deep=1"], "not a section"),
+        ("not toml", [], "not TOML"),
+    ],
+)
+def test_wrong_configuration_names_the_key(tmp_path, text, overrides, message):
+    path = tmp_path / "c.toml"
+    path.write_text(text)
+
+    if message:
+        with pytest.raises(ConfigError, match=message):
+            load(CoordinatorConfig, path, overrides)
+    else:
+        assert load(CoordinatorConfig, path, overrides).seed == 1
+    with pytest.raises(ConfigError, match="cannot read"):
+        load(CoordinatorConfig, tmp_path / "missing.toml")
+
+
+def test_overrides_are_toml_values_or_plain_text():
+    assert parse_override("a.b=3") == (["a", "b"], 3)
+    assert parse_override("a=true") == (["a"], True)
+    assert parse_override("a=plain text") == (["a"], "plain text")
+
+
+def test_typed_error_is_one_line_and_exit_code_2(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["heterorl", "check-config", "coordinator", "--set", "colour=1"])
+
+    with pytest.raises(SystemExit) as end:
+        main()
+
+    assert end.value.code == 2
+    assert "colour: unknown key" in capsys.readouterr().err
+
+
+def test_module_runs_as_a_program():
+    result = subprocess.run([sys.executable, "-m", "services", "--help"], capture_output=True, timeout=50, check=True)
+
+    assert b"heterorl" in result.stdout.lower() or b"Train language models" in result.stdout
+
+
+def test_status_is_shown_to_people_and_programs():
+    site = SiteStatus(
+        site="eu", incarnation="i", policy_version=3, state_root="", last_seen_s=1.0, groups_accepted=5,
+        groups_dropped=1, tokens_per_s=10.0, work_leased=2,
+    )  # fmt: skip
+    ledger = LedgerCounts(acked=6, pending=1, leased=1, consumed=3, dropped={DropReason.SURPLUS: 1})
+    status = RunStatus(
+        run_id="r", head_version=4, epoch=1, learner="l", is_draining=True, uptime_s=9.0, ledger=ledger, bytes_full=100,
+        bytes_last=10, changed_fraction=0.1, sites=(site,), last_report=REPORT,
+    )  # fmt: skip
+
+    shown = status_json(status)
+    assert shown["ledger"]["dropped"] == {"surplus": 1}
+    assert shown["ledger"]["is_balanced"] is True
+    assert json.loads(json.dumps(shown))["sites"][0]["site"] == "eu"
+    assert [table.row_count for table in status_tables(status)] == [11, 1]

@@ -1,0 +1,149 @@
+"""The reference engine: log-probs of the policy that drew, whatever else is in the batch."""
+
+import numpy as np
+import pytest
+import torch
+
+from services.common.errors import ConfigError
+from services.common.generation.draw import draw, gumbel, truncated
+from services.common.generation.hf import HfEngine
+from services.common.prompts import Prompter
+from services.common.types import FinishReason, LogprobMode, SamplingSemantics, VersionSpan
+from services.common.weights.arena import Arena
+from services.common.weights.tensors import store
+from services.demo.tiny_model import write_tiny_model
+
+
+def semantics(**changes):
+    values = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_new_tokens": 6, "logprob_mode": LogprobMode.PROCESSED}
+    return SamplingSemantics(**{**values, **changes})
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model"), seed=0, hidden_size=32, num_layers=2)
+
+
+def engine_of(model_dir, **changes):
+    sampling = semantics(**changes)
+    return HfEngine(
+        model_dir=str(model_dir), published_dtype="fp32", compute_dtype="fp32", device="cpu", sampling=sampling,
+        batch_rows=8, eos_token_id=1,
+    )  # fmt: skip
+
+
+PROMPTS = [np.array(ids, np.int32) for ids in ([2, 3, 12, 4], [5], [6, 7, 8, 9, 10, 12, 2], [3, 3])]
+
+
+@pytest.mark.parametrize("changes", [{}, {"temperature": 0.6}, {"temperature": 0.6, "logprob_mode": LogprobMode.RAW}])
+def test_logprobs_equal_a_full_float32_forward(model_dir, changes):
+    engine = engine_of(model_dir, **changes)
+
+    for ids, rows in zip(PROMPTS, engine.generate(PROMPTS, seeds=[1, 2, 3, 4], num_per_prompt=3), strict=True):
+        for row in rows:
+            whole = torch.tensor([[*ids.tolist(), *row.token_ids.tolist()]])
+            with torch.no_grad():
+                logits = engine.model(input_ids=whole).logits[0, ids.size - 1 : -1]
+            if changes.get("logprob_mode") is not LogprobMode.RAW:
+                logits = logits / changes.get("temperature", 1.0)
+            expected = logits.log_softmax(-1).gather(1, whole[0, ids.size :, None])[:, 0].numpy()
+            assert row.logprobs.dtype == np.float32
+            np.testing.assert_allclose(row.logprobs, expected, atol=1e-4)
+
+
+def test_result_of_a_prompt_depends_on_its_seed_and_not_on_its_neighbours(model_dir):
+    engine = engine_of(model_dir)
+    together = engine.generate(PROMPTS, seeds=[1, 2, 3, 4], num_per_prompt=2)
+    alone = [
+        engine.generate([ids], seeds=[seed], num_per_prompt=2)[0]
+        for ids, seed in zip(PROMPTS, (1, 2, 3, 4), strict=True)
+    ]
+    other = engine.generate(PROMPTS, seeds=[5, 6, 7, 8], num_per_prompt=2)
+
+    def ids(groups):
+        return [[row.token_ids.tolist() for row in rows] for rows in groups]
+
+    assert ids(together) == ids(alone)
+    assert ids(together) != ids(other)
+
+
+def test_completions_end_with_the_end_token_or_at_the_limit_and_carry_their_version(model_dir):
+    engine = engine_of(model_dir)
+    assert engine.version == -1
+    arena = Arena(engine.layout)
+    store(engine.model, arena)
+    engine.load(arena, 7)
+    rows = [row for rows in engine.generate(PROMPTS * 8, seeds=range(32), num_per_prompt=4) for row in rows]
+
+    ended = [row for row in rows if row.finish_reason is FinishReason.EOS]
+    assert 0 < len(ended) < len(rows)
+    assert all(row.token_ids[-1] == 1 and (row.token_ids[:-1] != 1).all() for row in ended)
+    assert all(len(row.token_ids) == 6 for row in rows if row.finish_reason is FinishReason.LENGTH)
+    assert all(row.spans == (VersionSpan(version=7, start=0, end=len(row.token_ids)),) for row in rows)
+    assert all((row.logprobs <= 0).all() and len(row.logprobs) == len(row.token_ids) for row in rows)
+
+
+def test_loaded_weights_are_the_ones_that_generate(model_dir):
+    # T9: nothing computed with the old weights serves the new ones.
+    engine = engine_of(model_dir)
+    before = engine.generate(PROMPTS, seeds=[1] * 4, num_per_prompt=2)
+    arena = Arena(engine.layout)
+    store(engine.model, arena)
+    for spec in arena.layout.specs:
+        if not spec.alias_of and "norm" not in spec.name:
+            arena.view(spec.name).view(np.float32)[...] *= 0.5
+    engine.load(arena, 1)
+    fresh = engine_of(model_dir)
+    fresh.load(arena, 1)
+
+    after = engine.generate(PROMPTS, seeds=[1] * 4, num_per_prompt=2)
+    expected = fresh.generate(PROMPTS, seeds=[1] * 4, num_per_prompt=2)
+
+    assert [[r.logprobs.tolist() for r in g] for g in after] == [[r.logprobs.tolist() for r in g] for g in expected]
+    assert [[r.logprobs.tolist() for r in g] for g in after] != [[r.logprobs.tolist() for r in g] for g in before]
+
+
+def test_draws_follow_the_softmax():
+    logits = torch.log(torch.tensor([0.1, 0.2, 0.3, 0.4])).repeat(20_000, 1)
+    tokens, logprobs = draw(logits, gumbel((20_000, 4), torch.Generator().manual_seed(0)), semantics())
+
+    shares = torch.bincount(tokens, minlength=4) / 20_000
+    # 5 standard errors of a share of 0.4 in 20000 draws: 0.0173
+    torch.testing.assert_close(shares, torch.tensor([0.1, 0.2, 0.3, 0.4]), atol=0.0173, rtol=0)
+    torch.testing.assert_close(logprobs.exp(), torch.tensor([0.1, 0.2, 0.3, 0.4])[tokens])
+
+
+def test_truncation_limits_the_draw_and_not_the_logprob():
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
+
+    assert torch.isfinite(truncated(logits, semantics(top_k=2))).tolist() == [[True, True, False, False]]
+    assert torch.isfinite(truncated(logits, semantics(top_p=0.7))).tolist() == [[True, True, False, False]]
+    assert torch.isfinite(truncated(logits, semantics(top_p=0.01))).tolist() == [[True, False, False, False]]
+    tokens, logprobs = draw(logits, torch.zeros(1, 4), semantics(top_k=1))
+    assert tokens.tolist() == [0]
+    assert logprobs.exp().item() == pytest.approx(0.5)
+
+
+def test_noise_is_finite_for_any_draw():
+    noise = gumbel((1000, 50), torch.Generator().manual_seed(0))
+
+    assert torch.isfinite(noise).all()
+
+
+def test_missing_model_is_a_configuration_error(tmp_path):
+    with pytest.raises(ConfigError, match="model_dir"):
+        engine_of(tmp_path)
+    with pytest.raises(ConfigError, match="tokenizer"):
+        Prompter(str(tmp_path), use_chat_template=False)
+
+
+def test_prompter_is_lossless_and_needs_a_template_to_use_one(model_dir):
+    prompter = Prompter(str(model_dir), use_chat_template=False)
+
+    assert prompter.decode(prompter.encode("12+34=640")) == "12+34=640"
+    assert prompter.eos_token_id == 1
+    with pytest.raises(ConfigError, match="chat template"):
+        Prompter(str(model_dir), use_chat_template=True)
+    prompter.tokenizer.chat_template = "{% for m in messages %}({{ m['content'] }}){% endfor %}="
+    prompter.use_chat_template = True
+    assert prompter.decode(prompter.encode("12")) == "(12)="

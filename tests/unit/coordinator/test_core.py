@@ -490,11 +490,11 @@ async def test_stream_returns_what_is_not_held_and_keeps_what_is(core, run):
 
 
 async def test_stream_ends_with_its_credits_and_with_the_coordinator(core, run):
-    await run.push(1)
+    ids = await run.push(1)
     received = [queued async for queued in core.stream_groups(epoch=run.epoch, held=(), credits=credits_of(5))]
     assert len(received) == 1
 
-    waiting = asyncio.create_task(anext(core.stream_groups(epoch=run.epoch, held=(), credits=_for_ever())))
+    waiting = asyncio.create_task(anext(core.stream_groups(epoch=run.epoch, held=ids, credits=_for_ever())))
     watch = asyncio.create_task(anext(core.watch_head(after_version=99)))
     await asyncio.sleep(0.05)
     await core.end_streams()

@@ -1,0 +1,122 @@
+"""Getting a version: resumed, verified, never half done, and healed by a snapshot."""
+
+import asyncio
+
+import pytest
+
+from services.common.errors import CorruptData, StateMismatch, UnknownVersion
+from services.common.pull import Puller
+from services.coordinator.config import CoordinatorConfig
+from services.coordinator.core import Coordinator
+from tests.support.clock import ManualClock
+from tests.support.run import LAYOUT, Run
+
+
+class Flaky:
+    """A coordinator whose payload streams can be cut or damaged."""
+
+    def __init__(self, core):
+        self._core = core
+        self.damage = {}
+        self.cut_after = None
+        self.offsets = []
+
+    def __getattr__(self, name):
+        return getattr(self._core, name)
+
+    async def read_payload(self, *, digest, offset):
+        self.offsets.append(offset)
+        async for frame in self._core.read_payload(digest=digest, offset=offset):
+            data = bytearray(frame)
+            if self.damage.get(digest):
+                self.damage[digest] -= 1
+                data[len(data) // 2] ^= 1
+            if self.cut_after is not None:
+                cut, self.cut_after = self.cut_after, None
+                yield bytes(data[:cut])
+                return
+            yield bytes(data)
+
+
+@pytest.fixture
+async def world(tmp_path):
+    clock = ManualClock()
+    core = await Coordinator.open(CoordinatorConfig(data_dir=tmp_path / "data"), clock)
+    run = Run(core, tmp_path)
+    await run.begin()
+    for _ in range(4):
+        await run.publish()
+    api = Flaky(core)
+    yield api, run, Puller(api=api, spool=tmp_path / "spool", layout=LAYOUT, clock=clock), clock, tmp_path
+    await core.close()
+
+
+async def test_pull_reaches_the_head_from_nothing_and_from_any_version(world):
+    _api, run, puller, _, tmp_path = world
+    old = await puller.pull(held=None, want_version=1)
+    new = await puller.pull(held=old, want_version=-1)
+
+    assert (old.version, new.version) == (1, 3)
+    assert new.arena.state_root() == run.roots[3] == new.manifest.state_root
+    assert old.arena.state_root() == run.roots[1], "the held state is not touched"
+    assert await puller.pull(held=new, want_version=3) is new
+    assert list((tmp_path / "spool").iterdir()) == []
+    with pytest.raises(UnknownVersion):
+        await puller.pull(held=None, want_version=9)
+
+
+async def test_broken_download_goes_on_from_the_bytes_on_disk(world):
+    api, run, puller, clock, _ = world
+    api.cut_after = 100
+    pulling = asyncio.create_task(puller.pull(held=None, want_version=0))
+    while not pulling.done():
+        await asyncio.sleep(0.01)
+        clock.advance(1.0)
+
+    assert (await pulling).manifest.state_root == run.roots[0]
+    assert api.offsets == [0, 100]
+
+
+async def test_damaged_delta_is_thrown_away_and_the_version_built_from_a_snapshot(world):
+    # T1, T3: a failed apply neither blocks the next version nor leaves a trace.
+    api, run, puller, _, _ = world
+    held = await puller.pull(held=None, want_version=2)
+    delta = (await api.plan_pull(have_version=2, have_root=run.roots[2], want_version=3)).payloads[0]
+    api.damage[delta.digest] = 1
+
+    pulled = await puller.pull(held=held, want_version=3)
+
+    assert pulled.manifest.state_root == run.roots[3]
+    assert held.arena.state_root() == run.roots[2]
+
+
+async def test_damage_that_repeats_is_an_error_and_not_a_state(world):
+    api, _, puller, _, _ = world
+    snapshot = (await api.plan_pull(have_version=-1, have_root="", want_version=0)).payloads[0]
+    api.damage[snapshot.digest] = 99
+
+    with pytest.raises(CorruptData):
+        await puller.pull(held=None, want_version=0)
+
+
+async def test_leftovers_of_an_earlier_process_are_checked_before_use(world):
+    api, run, puller, _, tmp_path = world
+    snapshot = (await api.plan_pull(have_version=-1, have_root="", want_version=0)).payloads[0]
+    (tmp_path / "spool" / snapshot.digest).write_bytes(b"x" * snapshot.num_bytes)
+    with pytest.raises(CorruptData):
+        await puller.pull(held=None, want_version=0)
+    (tmp_path / "spool" / snapshot.digest).write_bytes(b"x" * (snapshot.num_bytes + 1))
+    with pytest.raises(CorruptData):
+        await puller.pull(held=None, want_version=0)
+
+    assert (await puller.pull(held=None, want_version=0)).manifest.state_root == run.roots[0]
+
+
+async def test_another_layout_is_refused_before_anything_is_applied(world, tmp_path):
+    from services.common.weights.arena import Layout, TensorSpec
+
+    api, _, _, clock, _ = world
+    other = Layout.build([TensorSpec(name="w", dtype="fp16", shape=(40,))], chunk_elements=16)
+
+    with pytest.raises(StateMismatch, match="layout"):
+        await Puller(api=api, spool=tmp_path / "o", layout=other, clock=clock).pull(held=None, want_version=0)

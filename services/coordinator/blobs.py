@@ -15,10 +15,9 @@ from collections import defaultdict
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import blake3
-
 from services.common.errors import DigestMismatch, InvalidRequest, QuotaExceeded, StoreFull, UnknownPayload
 from services.common.types import Digest
+from services.common.weights.payload import file_digest
 
 FRAME_BYTES = 1 << 20
 
@@ -74,6 +73,17 @@ class BlobStore:
                 await asyncio.to_thread(self._complete, digest)
             return written
 
+    async def ensure(self, *, digest: Digest, num_bytes: int) -> bool:
+        """Whether the payload is complete; names an upload that was cut between its last byte and its name.
+
+        Raises:
+            DigestMismatch: the bytes were all there and wrong; the upload starts again.
+        """
+        async with self._locks[digest]:
+            if self.size(digest) is None and self.query(digest) == num_bytes:
+                await asyncio.to_thread(self._complete, digest)
+            return self.size(digest) == num_bytes
+
     async def _write(self, digest: Digest, *, offset: int, num_bytes: int, frames: AsyncIterator[bytes]) -> int:
         path = self._partial / digest
         file = await asyncio.to_thread(path.open, "r+b" if path.exists() else "w+b")
@@ -93,12 +103,11 @@ class BlobStore:
 
     def _complete(self, digest: Digest) -> None:
         partial = self._partial / digest
-        hasher = blake3.blake3()
-        hasher.update_mmap(partial)
-        if hasher.hexdigest() != digest:
+        found = file_digest(partial)
+        if found != digest:
             self._used -= partial.stat().st_size
             partial.unlink()
-            raise DigestMismatch(f"the content of payload {digest[:12]} has digest {hasher.hexdigest()[:12]}")
+            raise DigestMismatch(f"the content of payload {digest[:12]} has digest {found[:12]}")
         target = self._path(digest)
         target.parent.mkdir(exist_ok=True)
         partial.replace(target)

@@ -99,7 +99,7 @@ class Policies(Node):
         """Commit one version and consume its groups, in one transaction."""
         manifest = manifest_from_bytes(request.manifest)
         for payload in manifest.payloads:
-            if self.blobs.size(payload.digest) != payload.num_bytes:
+            if not await self.blobs.ensure(digest=payload.digest, num_bytes=payload.num_bytes):
                 raise PayloadMissing(f"{payload.kind.value} {payload.digest[:12]} is not complete")
         steps = [reports.encode(report) for report in request.reports]
         now = self.clock.wall()

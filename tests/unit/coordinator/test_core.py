@@ -653,3 +653,24 @@ async def test_failing_operation_undoes_itself_and_not_its_neighbours(core, run)
     assert "good" in keys
     assert "bad" not in keys
     assert LAYOUT.num_elements == 40
+
+
+async def test_upload_cut_between_its_last_byte_and_its_name_is_published(core, run, tmp_path):
+    # T6: complete means that all bytes are durable and right, whatever was interrupted on the way there.
+    request = await run.prepare()
+    (payload,) = manifest_from_bytes(request.manifest).payloads
+    named = tmp_path / "data" / "blobs" / payload.digest[:2] / payload.digest
+    partial = tmp_path / "data" / "partial" / payload.digest
+    good = named.read_bytes()
+    named.unlink()
+    partial.write_bytes(bytes(len(good)))
+    with pytest.raises(DigestMismatch):
+        await core.publish_version(request)
+    assert await core.query_upload(digest=payload.digest) == 0
+    partial.write_bytes(good[:-1])
+    with pytest.raises(PayloadMissing):
+        await core.publish_version(request)
+    partial.write_bytes(good)
+
+    assert await core.publish_version(request) == 1
+    assert named.read_bytes() == good

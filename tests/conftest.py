@@ -1,6 +1,11 @@
 """Settings that every test shares."""
 
 import pytest
+from hypothesis import settings
+
+# Examples are judged by what they show, never by how long a shared machine took over them.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -52,6 +52,11 @@ class Chunk:
     start: int
     stop: int
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the chunk in memory, bytes."""
+        return self.width * (self.stop - self.start)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
@@ -62,14 +67,22 @@ class Layout:
     lengths: dict[int, int]
     chunks: tuple[Chunk, ...]
     layout_id: Digest
+    by_name: dict[str, TensorSpec]
 
     @classmethod
     def build(cls, specs: Iterable[TensorSpec], *, chunk_elements: int = CHUNK_ELEMENTS) -> Layout:
         """Sort, check and place tensors.
 
+        Args:
+            specs: one for each tensor, in any order.
+            chunk_elements: length of all chunks but the last of a width, at least 1.
+
         Raises:
-            ValueError: a name is repeated, or an alias names a missing, aliased or differently shaped tensor.
+            ValueError: a name is repeated, a dtype is unknown, a size is impossible, or an alias names a missing,
+                aliased or differently shaped tensor.
         """
+        if chunk_elements < 1:
+            raise ValueError(f"a chunk cannot have {chunk_elements} elements")
         table = tuple(sorted(specs, key=lambda spec: spec.name))
         by_name = {spec.name: spec for spec in table}
         if len(by_name) != len(table):
@@ -77,6 +90,8 @@ class Layout:
         offsets: dict[str, int] = {}
         lengths = {2: 0, 4: 0}
         for spec in table:
+            if spec.dtype not in WIDTH or min(spec.shape, default=0) < 0:
+                raise ValueError(f"{spec.name} cannot be {spec.dtype} of shape {spec.shape}")
             if spec.alias_of:
                 target = by_name.get(spec.alias_of)
                 if target is None or target.alias_of or (target.shape, target.dtype) != (spec.shape, spec.dtype):
@@ -96,6 +111,7 @@ class Layout:
             lengths=lengths,
             chunks=chunks,
             layout_id=_layout_id(table, offsets, chunk_elements),
+            by_name=by_name,
         )
 
     @property
@@ -109,9 +125,13 @@ class Layout:
         return sum(width * length for width, length in self.lengths.items())
 
     def spec(self, name: str) -> TensorSpec:
-        """The tensor's own spec, aliases resolved."""
-        found = next(spec for spec in self.specs if spec.name == name)
-        return self.spec(found.alias_of) if found.alias_of else found
+        """Spec of the tensor that owns the storage: its own, or that of the tensor it is an alias of.
+
+        Raises:
+            KeyError: there is no such tensor.
+        """
+        found = self.by_name[name]
+        return self.by_name[found.alias_of] if found.alias_of else found
 
 
 class Arena:
@@ -162,7 +182,7 @@ class Arena:
 def digest_integers(values: IntArray) -> bytes:
     """xxh3-128 of an array's little-endian bytes, 16 bytes."""
     little = np.ascontiguousarray(values).astype(values.dtype.newbyteorder("<"), copy=False)
-    return xxhash.xxh3_128_digest(little.data.cast("B") if little.size else b"")
+    return xxhash.xxh3_128_digest(little.view(np.uint8).data)
 
 
 def state_root(layout_id: Digest, digests: Sequence[bytes]) -> Digest:

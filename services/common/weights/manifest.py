@@ -7,6 +7,8 @@ from services.common.types import Manifest, PayloadRef
 from services.common.weights.arena import Arena, state_root
 from services.common.weights.payload import PayloadInfo
 
+NO_VERSION = -1
+
 
 def build_manifest(
     *,
@@ -38,18 +40,31 @@ def build_manifest(
     )
 
 
-def verify_child(*, parent: Manifest, parent_digest: str, child: Manifest) -> None:
+def verify_child(*, parent: Manifest | None, parent_digest: str, child: Manifest) -> None:
     """Check that `child` follows `parent` in the lineage.
 
+    Args:
+        parent: what the child is to follow; None when it is to be the first version.
+        parent_digest: digest of the parent's manifest bytes; empty when there is no parent.
+        child: the manifest to check.
+
     Raises:
-        StateMismatch: another run, layout, parent digest, or an order that goes back.
+        StateMismatch: another run, layout, parent or parent digest, or an order that goes back.
     """
+    if child.parent_digest != parent_digest:
+        raise StateMismatch(f"version {child.version} names another parent manifest")
+    if parent is None:
+        if child.parent_version != NO_VERSION:
+            raise StateMismatch(f"version {child.version} follows version {child.parent_version}, not nothing")
+        return
     if child.run_id != parent.run_id:
         raise StateMismatch(f"version {child.version} belongs to run {child.run_id}, not {parent.run_id}")
-    if child.parent_version != parent.version or child.parent_digest != parent_digest:
+    if child.parent_version != parent.version:
         raise StateMismatch(f"version {child.version} does not name version {parent.version} as its parent")
     if child.version <= parent.version or child.epoch < parent.epoch:
         raise StateMismatch(f"version {child.version} goes back in the lineage")
+    if child.layout_id != parent.layout_id:
+        raise StateMismatch(f"version {child.version} has another layout than version {parent.version}")
 
 
 def verify_state(manifest: Manifest, arena: Arena) -> None:

@@ -1,24 +1,32 @@
 """A payload: one file that rebuilds a state, or leads from one state to the next.
 
-    8   magic b"HRLW0001"
-    4   u32 size of the header, then the header:
-          32  layout id          32  state root it starts from (zeros: a snapshot)     32  state root it leads to
-           4  u32 number of chunks
-          per chunk: u32 method, u64 bytes, u64 elements changed, u64 xxh3-64 of the bytes
-    8   u64 xxh3-64 of the header
-        the chunks' bytes, in order
+Layout of the file, little-endian, with n chunks:
 
-Little-endian throughout. The index stands in front, so that sizes are checked before any chunk is read. A payload is
-named by the blake3 of its bytes; a version is named by its state root, never by compressed bytes.
+         0   8  magic b"HRLW0001"
+         8   4  u32 size of the header, 100 + 20 n
+        12  32  layout id
+        44  32  state root it starts from; zeros: from nothing, a snapshot
+        76  32  state root it leads to
+       108   4  u32 n
+       112  20  for each chunk, in arena order: u32 method, u64 size of its bytes, u64 xxh3-64 of them
+112 + 20 n   8  u64 xxh3-64 of the header
+120 + 20 n      the chunks' bytes, in order, to the end of the file
+
+The index stands in front, so that every size is checked before any chunk is read. Chunks of a snapshot are coded
+without a state before them. A payload is named by the blake3 of its bytes; a version is named by its state root, never
+by compressed bytes, which may differ between builds of the compressor. Nothing here trusts a number before it has been
+held against the file's size and the receiver's own layout.
 """
 
 from __future__ import annotations
 
-import mmap
+import io
 import os
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import blake3
 import xxhash
@@ -26,19 +34,19 @@ import xxhash
 from services.common.errors import LimitExceeded, MalformedPayload, StateMismatch
 from services.common.types import Digest
 from services.common.weights.arena import Arena, Layout, state_root
-from services.common.weights.codec import Method, apply_chunk, encode_chunk
+from services.common.weights.codec import METHODS, WHOLE_METHODS, apply_chunk, encode_chunk
 
 MAGIC = b"HRLW0001"
 NO_ROOT = "0" * 64
-_RECORD = struct.Struct("<IQQQ")
+_HEAD = struct.Struct("<8sI")
 _FIXED = struct.Struct("<32s32s32sI")
-_U32 = struct.Struct("<I")
-_U64 = struct.Struct("<Q")
+_RECORD = struct.Struct("<IQQ")
+_CHECKSUM = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PayloadInfo:
-    """What was written: its name, its size, and how much of the state it changes."""
+    """What was written: its name, its size, how much of the state it changes, and the state it leads to."""
 
     digest: Digest
     num_bytes: int
@@ -52,7 +60,6 @@ class PayloadInfo:
 class _Record:
     method: int
     num_bytes: int
-    num_changed: int
     checksum: int
 
 
@@ -75,8 +82,8 @@ def write_delta(path: Path, old: Arena, new: Arena) -> PayloadInfo:
 def apply_payload(path: Path, staging: Arena, *, expected_from_root: str | None) -> None:
     """Apply a payload to a staging arena that nobody generates with.
 
-    Every check that needs no decoding happens before the first write; on any error the staging arena is to be
-    thrown away.
+    Every check that needs no decoding happens before the first write; on any error the staging arena is to be thrown
+    away. Memory: one coded chunk and the temporaries of its decoding.
 
     Args:
         path: the payload.
@@ -89,92 +96,20 @@ def apply_payload(path: Path, staging: Arena, *, expected_from_root: str | None)
         StateMismatch: the payload starts from another state or belongs to another layout.
     """
     with path.open("rb") as file:
-        if os.fstat(file.fileno()).st_size < len(MAGIC) + _U32.size:
-            raise MalformedPayload("a payload is shorter than its head")
-        # Not closed by hand: an error's traceback may still hold views into it.
-        _apply(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)), staging, expected_from_root)
-
-
-def _apply(data: memoryview, staging: Arena, expected_from_root: str | None) -> None:
-    from_root, records, position = _read_header(data, staging.layout)
-    wanted = NO_ROOT if expected_from_root is None else expected_from_root
-    if from_root != wanted:
-        raise StateMismatch(f"the payload starts from {from_root[:12]}, not from {wanted[:12]}")
-    start = position
-    for number, record in enumerate(records):
-        if xxhash.xxh3_64_intdigest(data[start : start + record.num_bytes]) != record.checksum:
-            raise MalformedPayload(f"chunk {number} fails its checksum")
-        start += record.num_bytes
-    for number, record in enumerate(records):
-        with data[position : position + record.num_bytes] as part:
-            if from_root == NO_ROOT and record.method not in (Method.PLANES, Method.RAW):
-                raise MalformedPayload(f"chunk {number} of a snapshot is coded as a difference")
-            apply_chunk(record.method, part, staging.chunk(number))
-        position += record.num_bytes
-
-
-def _read_header(data: memoryview, layout: Layout) -> tuple[str, list[_Record], int]:
-    if bytes(data[: len(MAGIC)]) != MAGIC:
-        raise MalformedPayload("not a payload")
-    (size,) = _U32.unpack_from(data, len(MAGIC))
-    begin = len(MAGIC) + _U32.size
-    if size != _FIXED.size + len(layout.chunks) * _RECORD.size:
-        raise LimitExceeded(f"a header of {size} bytes does not fit {len(layout.chunks)} chunks")
-    if begin + size + _U64.size > len(data):
-        raise MalformedPayload("the header is cut")
-    header = data[begin : begin + size]
-    if xxhash.xxh3_64_intdigest(header) != _U64.unpack_from(data, begin + size)[0]:
-        raise MalformedPayload("the header fails its checksum")
-    layout_id, from_root, _, num_chunks = _FIXED.unpack_from(header)
-    if layout_id.hex() != layout.layout_id or num_chunks != len(layout.chunks):
-        raise StateMismatch("the payload belongs to another layout")
-    records = [
-        _Record(method=method, num_bytes=num_bytes, num_changed=num_changed, checksum=checksum)
-        for method, num_bytes, num_changed, checksum in _RECORD.iter_unpack(header[_FIXED.size :])
-    ]
-    position = begin + size + _U64.size
-    if position + sum(record.num_bytes for record in records) != len(data):
-        raise MalformedPayload("the chunks do not add up to the file")
-    return from_root.hex(), records, position
-
-
-def _write(path: Path, old: Arena | None, new: Arena) -> PayloadInfo:
-    layout = new.layout
-    records: list[bytes] = []
-    num_changed = 0
-    digests = new.digests()
-    to_root = state_root(layout.layout_id, digests)
-    from_root = NO_ROOT if old is None else old.state_root()
-    header_size = _FIXED.size + len(layout.chunks) * _RECORD.size
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        # The index needs the sizes, so the chunks go first and the head last.
-        file.seek(len(MAGIC) + _U32.size + header_size + _U64.size)
-        for number in range(new.num_chunks):
-            before = None if old is None else old.chunk(number)
-            method, coded, changed = encode_chunk(before, new.chunk(number))
-            records.append(_RECORD.pack(method, len(coded), changed, xxhash.xxh3_64_intdigest(coded)))
-            num_changed += changed
-            file.write(coded)
-        fixed = _FIXED.pack(
-            bytes.fromhex(layout.layout_id), bytes.fromhex(from_root), bytes.fromhex(to_root), len(records)
-        )
-        header = fixed + b"".join(records)
-        file.seek(0)
-        file.write(MAGIC + _U32.pack(header_size) + header + _U64.pack(xxhash.xxh3_64_intdigest(header)))
-        file.flush()
-        os.fsync(file.fileno())
-    digest = file_digest(temporary)
-    num_bytes = temporary.stat().st_size
-    temporary.replace(path)
-    return PayloadInfo(
-        digest=digest,
-        num_bytes=num_bytes,
-        num_changed=num_changed,
-        num_elements=layout.num_elements,
-        to_root=to_root,
-        chunk_digests=digests,
-    )
+        from_root, records = _read_header(file, staging.layout)
+        wanted = NO_ROOT if expected_from_root is None else expected_from_root
+        if from_root != wanted:
+            raise StateMismatch(f"the payload starts from {from_root[:12]}, not from {wanted[:12]}")
+        _check_records(records, staging.layout, is_snapshot=from_root == NO_ROOT)
+        begin = file.tell()
+        if begin + sum(record.num_bytes for record in records) != os.fstat(file.fileno()).st_size:
+            raise MalformedPayload("the chunks do not add up to the file")
+        for _ in _read_chunks(file, records):
+            pass
+        file.seek(begin)
+        # Read and checked again: between the two passes the file may have changed under us.
+        for number, data in enumerate(_read_chunks(file, records)):
+            apply_chunk(records[number].method, memoryview(data), staging.chunk(number))
 
 
 def file_digest(path: Path) -> Digest:
@@ -182,3 +117,100 @@ def file_digest(path: Path) -> Digest:
     hasher = blake3.blake3()
     hasher.update_mmap(path)
     return Digest(hasher.hexdigest())
+
+
+def _read_header(file: BinaryIO, layout: Layout) -> tuple[str, list[_Record]]:
+    head = file.read(_HEAD.size)
+    if len(head) != _HEAD.size:
+        raise MalformedPayload("a payload is shorter than its head")
+    magic, size = _HEAD.unpack(head)
+    if magic != MAGIC:
+        raise MalformedPayload("not a payload")
+    # The file's own length bounds what is read, whatever the stated size.
+    if size < _FIXED.size or _HEAD.size + size + _CHECKSUM.size > os.fstat(file.fileno()).st_size:
+        raise MalformedPayload(f"a header of {size} bytes is cut")
+    header = file.read(size)
+    if _CHECKSUM.pack(xxhash.xxh3_64_intdigest(header)) != file.read(_CHECKSUM.size):
+        raise MalformedPayload("the header fails its checksum")
+    layout_id, from_root, _, num_chunks = _FIXED.unpack_from(header)
+    if layout_id.hex() != layout.layout_id:
+        raise StateMismatch(f"the payload belongs to another layout, {layout_id.hex()[:12]}")
+    if num_chunks != len(layout.chunks) or size != _FIXED.size + num_chunks * _RECORD.size:
+        raise MalformedPayload(f"a header of {size} bytes and {num_chunks} chunks, of {len(layout.chunks)}")
+    records = [
+        _Record(method=method, num_bytes=num_bytes, checksum=checksum)
+        for method, num_bytes, checksum in _RECORD.iter_unpack(header[_FIXED.size :])
+    ]
+    return from_root.hex(), records
+
+
+def _check_records(records: list[_Record], layout: Layout, *, is_snapshot: bool) -> None:
+    for number, (record, chunk) in enumerate(zip(records, layout.chunks, strict=True)):
+        if record.method not in METHODS:
+            raise MalformedPayload(f"chunk {number} is coded by an unknown method, {record.method}")
+        if is_snapshot and record.method not in WHOLE_METHODS:
+            raise MalformedPayload(f"chunk {number} of a snapshot is coded as a difference")
+        if record.num_bytes > chunk.num_bytes:
+            raise LimitExceeded(f"chunk {number} of {chunk.num_bytes} bytes is coded in {record.num_bytes}")
+
+
+def _read_chunks(file: BinaryIO, records: list[_Record]) -> Iterator[bytes]:
+    for number, record in enumerate(records):
+        data = file.read(record.num_bytes)
+        if xxhash.xxh3_64_intdigest(data) != record.checksum:
+            raise MalformedPayload(f"chunk {number} fails its checksum")
+        yield data
+
+
+def _write(path: Path, old: Arena | None, new: Arena) -> PayloadInfo:
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with temporary.open("wb") as file:
+            num_changed, to_root, digests = _write_content(file, old, new)
+            file.flush()
+            os.fsync(file.fileno())
+        digest = file_digest(temporary)
+        num_bytes = temporary.stat().st_size
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync_directory(path.parent)
+    return PayloadInfo(
+        digest=digest,
+        num_bytes=num_bytes,
+        num_changed=num_changed,
+        num_elements=new.layout.num_elements,
+        to_root=to_root,
+        chunk_digests=digests,
+    )
+
+
+def _write_content(file: io.BufferedWriter, old: Arena | None, new: Arena) -> tuple[int, Digest, tuple[bytes, ...]]:
+    layout = new.layout
+    size = _FIXED.size + len(layout.chunks) * _RECORD.size
+    records: list[bytes] = []
+    digests: list[bytes] = []
+    num_changed = 0
+    # The index needs the sizes, so the chunks go first and the header last.
+    file.seek(_HEAD.size + size + _CHECKSUM.size)
+    for number in range(new.num_chunks):
+        method, coded, changed = encode_chunk(None if old is None else old.chunk(number), new.chunk(number))
+        records.append(_RECORD.pack(method, len(coded), xxhash.xxh3_64_intdigest(coded)))
+        digests.append(new.digest_chunk(number))
+        num_changed += changed
+        file.write(coded)
+    to_root = state_root(layout.layout_id, digests)
+    roots = [layout.layout_id, NO_ROOT if old is None else old.state_root(), to_root]
+    header = _FIXED.pack(*(bytes.fromhex(root) for root in roots), len(records)) + b"".join(records)
+    file.seek(0)
+    file.write(_HEAD.pack(MAGIC, size) + header + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(header)))
+    return num_changed, to_root, tuple(digests)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

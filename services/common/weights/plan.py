@@ -1,7 +1,7 @@
 """Which payloads lead from what a sampler has to what it wants: the cheapest path by bytes.
 
 Versions are nodes, payloads are edges (a snapshot starts from nothing). Whatever edge is added, a merged delta for
-example, needs no change here.
+example, needs no change here. Pure: asks only for the payloads of versions that a cheapest path could visit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def plan_pull(
     """Choose the payloads to apply, in order, and say why.
 
     Args:
-        into: payloads that lead to a version.
+        into: payloads that lead to a version, sizes not negative; called at most once a version.
         have_version: what the caller holds; -1 for nothing.
         want_version: what the caller wants.
 

@@ -1,0 +1,127 @@
+"""Manifests state a version; children follow parents; a state is what its manifest says or is refused."""
+
+from dataclasses import replace
+
+import pytest
+
+from services.common.errors import StateMismatch
+from services.common.types import Digest, PayloadKind, PayloadRef
+from services.common.weights.manifest import build_manifest, verify_child, verify_state
+from services.common.weights.payload import write_delta, write_snapshot
+from tests.support.arenas import changed_arena, random_arena, small_layout
+
+PARENT_DIGEST = "ab" * 32
+
+
+@pytest.fixture
+def lineage(tmp_path):
+    """Two arenas and their manifests; versions 0 and 1."""
+    first = random_arena(small_layout(), seed=1)
+    second = changed_arena(first, seed=2)
+    infos = [write_snapshot(tmp_path / "s", first), write_delta(tmp_path / "d", first, second)]
+    manifests = [
+        build_manifest(
+            run_id="run",
+            epoch=3,
+            version=version,
+            parent_version=version - 1,
+            parent_digest=PARENT_DIGEST if version else "",
+            arena=arena,
+            step=10 * version,
+            info=info,
+            payloads=(
+                PayloadRef(
+                    kind=kind,
+                    from_version=version - 1,
+                    to_version=version,
+                    digest=info.digest,
+                    num_bytes=info.num_bytes,
+                ),
+            ),
+        )
+        for version, arena, info, kind in zip(
+            (0, 1), (first, second), infos, (PayloadKind.SNAPSHOT, PayloadKind.DELTA), strict=True
+        )
+    ]
+    return (first, second), manifests, infos
+
+
+def test_manifest_states_the_arena_and_what_its_payload_changed(lineage):
+    (_, second), (_, manifest), (_, info) = lineage
+
+    assert manifest.layout_id == second.layout.layout_id
+    assert manifest.chunk_digests == second.digests()
+    assert manifest.state_root == second.state_root()
+    assert (manifest.num_changed, manifest.num_elements) == (info.num_changed, 256)
+    assert manifest.full_bytes == 2 * 222 + 4 * 34
+    assert (manifest.version, manifest.parent_version, manifest.step, manifest.epoch) == (1, 0, 10, 3)
+    assert manifest.payloads[0].digest == info.digest
+
+
+def test_child_follows_its_parent_and_the_first_follows_nothing(lineage):
+    _, (first, second), _ = lineage
+
+    verify_child(parent=None, parent_digest="", child=first)
+    verify_child(parent=first, parent_digest=PARENT_DIGEST, child=second)
+    verify_child(parent=first, parent_digest=PARENT_DIGEST, child=replace(second, version=9, epoch=4))
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"parent_digest": "cd" * 32}, "parent manifest"),
+        ({"run_id": "other"}, "run other"),
+        ({"parent_version": 7}, "does not name version 0"),
+        ({"version": 0}, "goes back"),
+        ({"epoch": 2}, "goes back"),
+        ({"layout_id": Digest("00" * 32)}, "layout"),
+    ],
+)
+def test_stranger_is_no_child(lineage, changes, match):
+    _, (first, second), _ = lineage
+
+    with pytest.raises(StateMismatch, match=match):
+        verify_child(parent=first, parent_digest=PARENT_DIGEST, child=replace(second, **changes))
+
+
+@pytest.mark.parametrize("changes", [{"parent_digest": PARENT_DIGEST}, {"parent_version": 0}])
+def test_first_version_with_a_parent_is_refused(lineage, changes):
+    _, (first, _), _ = lineage
+
+    with pytest.raises(StateMismatch):
+        verify_child(parent=None, parent_digest="", child=replace(first, **changes))
+
+
+def test_state_is_what_its_manifest_says(lineage):
+    arenas, manifests, _ = lineage
+
+    for arena, manifest in zip(arenas, manifests, strict=True):
+        verify_state(manifest, arena)
+
+
+def test_any_flipped_bit_of_a_state_is_found_in_its_chunk(lineage):
+    (first, _), (manifest, _), _ = lineage
+
+    for number in range(first.num_chunks):
+        chunk = first.chunk(number)
+        for element in range(chunk.size):
+            chunk[element] ^= 1 << (element % 8)
+            with pytest.raises(StateMismatch, match=f"chunk {number} differs"):
+                verify_state(manifest, first)
+            chunk[element] ^= 1 << (element % 8)
+    verify_state(manifest, first)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"layout_id": Digest("00" * 32)}, "another layout"),
+        ({"chunk_digests": ()}, "has 0 chunks, not 6"),
+        ({"state_root": Digest("00" * 32)}, "state root"),
+    ],
+)
+def test_manifest_that_contradicts_itself_is_refused(lineage, changes, match):
+    (first, _), (manifest, _), _ = lineage
+
+    with pytest.raises(StateMismatch, match=match):
+        verify_state(replace(manifest, **changes), first)

@@ -3,7 +3,8 @@
     data_dir/blobs/ab/<digest>      complete, verified, never changed
     data_dir/partial/<digest>       an upload; its length is what `query` reports after an fsync
 
-Order of completion: verify, fsync file, rename, fsync directory.
+Order of completion: verify, fsync file, rename, fsync directory. A file whose fsync failed is removed: what the disk
+holds of it is unknown, and a second fsync would not tell.
 """
 
 from __future__ import annotations
@@ -11,15 +12,26 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import re
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import BinaryIO
 
-from services.common.errors import DigestMismatch, InvalidRequest, QuotaExceeded, StoreFull, UnknownPayload
+from services.common.errors import (
+    CorruptStore,
+    DigestMismatch,
+    InvalidRequest,
+    QuotaExceeded,
+    StoreFull,
+    UnknownPayload,
+)
 from services.common.types import Digest
 from services.common.weights.payload import file_digest
+from services.coordinator.directory import make_directory, sync_directory
 
 FRAME_BYTES = 1 << 20
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class BlobStore:
@@ -31,9 +43,16 @@ class BlobStore:
         self._store_bytes = store_bytes
         self._max_payload_bytes = max_payload_bytes
         self._locks: defaultdict[Digest, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._used = 0
+        """Bytes on disk, and those that the uploads under way may still bring."""
         for directory in (self._blobs, self._partial):
-            directory.mkdir(parents=True, exist_ok=True)
-        self._used = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+            make_directory(directory)
+            for path in directory.rglob("*"):
+                if path.is_dir():
+                    # An earlier process may have died between a rename and its fsync.
+                    sync_directory(path)
+                else:
+                    self._used += path.stat().st_size
 
     def size(self, digest: Digest) -> int | None:
         """Size of a complete payload, or None."""
@@ -43,34 +62,36 @@ class BlobStore:
     def query(self, digest: Digest) -> int:
         """Bytes of a payload that are durable."""
         size = self.size(digest)
-        if size is not None:
-            return size
-        partial = self._partial / digest
-        return partial.stat().st_size if partial.exists() else 0
+        return self._partial_size(digest) if size is None else size
 
     async def append(self, *, digest: Digest, num_bytes: int, offset: int, frames: AsyncIterator[bytes]) -> int:
         """Write frames from `offset` and complete the payload when all bytes are there; returns the durable bytes.
 
         Raises:
-            InvalidRequest: offset or size is impossible; ask `query`.
+            InvalidRequest: digest, offset or size is impossible; ask `query`.
             QuotaExceeded: the payload is larger than allowed.
             StoreFull: quota or disk is full.
             DigestMismatch: the complete content has another digest; the upload starts again.
+            CorruptStore: the disk failed; the process must end.
         """
         if not 0 < num_bytes <= self._max_payload_bytes:
             raise QuotaExceeded(f"a payload of {num_bytes} bytes; the limit is {self._max_payload_bytes}")
         async with self._locks[digest]:
             if self.size(digest) is not None:
                 return num_bytes
-            have = self.query(digest)
-            if offset > have:
+            have = self._partial_size(digest)
+            if not 0 <= offset <= have:
                 raise InvalidRequest(f"offset {offset} is beyond the {have} durable bytes", action="ask QueryUpload")
             if self._used + num_bytes - have > self._store_bytes:
                 raise StoreFull(f"payloads would exceed store_bytes = {self._store_bytes}", retry_after_s=30.0)
-            written = await self._write(digest, offset=offset, num_bytes=num_bytes, frames=frames)
-            self._used += max(0, written - have)
-            if written == num_bytes:
-                await asyncio.to_thread(self._complete, digest)
+            # Reserved before the first byte: uploads side by side share what is left.
+            self._used += num_bytes - have
+            try:
+                written = await self._write(digest, offset=offset, num_bytes=num_bytes, frames=frames)
+                if written == num_bytes:
+                    await asyncio.to_thread(self._complete, digest)
+            finally:
+                self._used -= num_bytes - self.query(digest)
             return written
 
     async def ensure(self, *, digest: Digest, num_bytes: int) -> bool:
@@ -79,40 +100,54 @@ class BlobStore:
         Raises:
             DigestMismatch: the bytes were all there and wrong; the upload starts again.
         """
+        if self.size(digest) == num_bytes:
+            return True
         async with self._locks[digest]:
-            if self.size(digest) is None and self.query(digest) == num_bytes:
-                await asyncio.to_thread(self._complete, digest)
+            if self.size(digest) is None and self._partial_size(digest) == num_bytes:
+                try:
+                    await asyncio.to_thread(self._complete, digest)
+                finally:
+                    self._used -= num_bytes - self.query(digest)
             return self.size(digest) == num_bytes
 
     async def _write(self, digest: Digest, *, offset: int, num_bytes: int, frames: AsyncIterator[bytes]) -> int:
         path = self._partial / digest
-        file = await asyncio.to_thread(path.open, "r+b" if path.exists() else "w+b")
         try:
+            file = await asyncio.to_thread(path.open, "r+b" if path.exists() else "w+b", buffering=0)
+        except OSError as error:
+            raise _typed(error) from error
+        try:
+            position = offset
             file.truncate(offset)
             file.seek(offset)
             async for frame in frames:
-                if file.tell() + len(frame) > num_bytes:
+                if position + len(frame) > num_bytes:
                     raise InvalidRequest(f"the frames exceed the stated {num_bytes} bytes")
-                await asyncio.to_thread(file.write, frame)
-            return file.tell()
-        except OSError as error:
-            raise _full(error) from error
+                await asyncio.to_thread(_write_all, file, frame)
+                position += len(frame)
+            return position
         finally:
             # Also after a broken link: what arrived is durable, so the sender goes on from here.
-            await asyncio.to_thread(_sync_and_close, file)
+            await asyncio.to_thread(_sync_and_close, file, path)
 
     def _complete(self, digest: Digest) -> None:
-        partial = self._partial / digest
+        partial, target = self._partial / digest, self._path(digest)
         found = file_digest(partial)
         if found != digest:
-            self._used -= partial.stat().st_size
             partial.unlink()
             raise DigestMismatch(f"the content of payload {digest[:12]} has digest {found[:12]}")
-        target = self._path(digest)
-        target.parent.mkdir(exist_ok=True)
-        partial.replace(target)
-        for directory in (target.parent, self._blobs, self._partial):
-            sync_directory(directory)
+        # Again, although `_write` did it: the bytes may be those of a process that died before its fsync.
+        _sync_and_close(partial.open("rb"), partial)
+        try:
+            make_directory(target.parent)
+            partial.replace(target)
+        except OSError as error:
+            raise _typed(error) from error
+        try:
+            sync_directory(target.parent)
+            sync_directory(self._partial)
+        except OSError as error:
+            raise CorruptStore(f"the disk of the payloads failed: {error}") from error
 
     async def read(self, *, digest: Digest, offset: int) -> AsyncIterator[bytes]:
         """Yield frames of at most 1 MiB from `offset` to the end.
@@ -124,7 +159,7 @@ class BlobStore:
         size = self.size(digest)
         if size is None:
             raise UnknownPayload(f"payload {digest[:12]} is not stored")
-        if offset > size:
+        if not 0 <= offset <= size:
             raise InvalidRequest(f"offset {offset} is beyond the end of {size} bytes")
         with self._path(digest).open("rb") as file:
             file.seek(offset)
@@ -132,29 +167,36 @@ class BlobStore:
                 yield frame
 
     def _path(self, digest: Digest) -> Path:
+        # The one place where a digest becomes a path: whatever else a peer writes there names no file.
+        if not _DIGEST.fullmatch(digest):
+            raise InvalidRequest("digest: not 64 lower-case hex digits")
         return self._blobs / digest[:2] / digest
 
+    def _partial_size(self, digest: Digest) -> int:
+        path = self._partial / digest
+        return path.stat().st_size if path.exists() else 0
 
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+
+def _write_all(file: BinaryIO, frame: bytes) -> None:
+    view = memoryview(frame)
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sync_and_close(file: object) -> None:
-    try:
-        file.flush()  # type: ignore[attr-defined]
-        os.fsync(file.fileno())  # type: ignore[attr-defined]
+        while view:
+            view = view[file.write(view) :]
     except OSError as error:
-        raise _full(error) from error
+        raise _typed(error) from error
+
+
+def _sync_and_close(file: BinaryIO, path: Path) -> None:
+    try:
+        os.fsync(file.fileno())
+    except OSError as error:
+        path.unlink()
+        raise _typed(error) from error
     finally:
-        file.close()  # type: ignore[attr-defined]
+        file.close()
 
 
-def _full(error: OSError) -> Exception:
+def _typed(error: OSError) -> Exception:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StoreFull("the coordinator's disk is full", retry_after_s=5.0)
-    return error
+    return CorruptStore(f"the disk of the payloads failed: {error}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from services.common.config import Config
 
@@ -24,6 +24,8 @@ class CoordinatorConfig(Config):
     """Seed of the order of the prompts and of all sampling seeds."""
     groups_per_version: int = Field(default=32, ge=1)
     """Groups that one version consumes; pacing counts in it."""
+    max_versions: int = Field(default=0, ge=0)
+    """The run ends when its head reaches this version; 0 is no end."""
     max_staleness_versions: int = Field(default=64, ge=0)
     """Bound on how many versions old the policy of a trained group may be."""
     max_policy_age_s: float = Field(default=3600.0, gt=0)
@@ -46,6 +48,16 @@ class CoordinatorConfig(Config):
     """How long a silent sampler keeps a prompt group, seconds; choose above the longest generation and transit."""
     stop_grace_s: float = Field(default=5.0, ge=0)
     """How long running calls may take after SIGTERM, seconds."""
+
+    @model_validator(mode="after")
+    def _one_group_fits(self) -> CoordinatorConfig:
+        if self.site_pending_bytes < self.max_message_bytes:
+            raise ValueError("site_pending_bytes is below max_message_bytes: the largest group would wait for ever")
+        return self
+
+    def is_finished(self, head: int) -> bool:
+        """Whether the run has reached its end."""
+        return 0 < self.max_versions <= head
 
     @property
     def outstanding_limit(self) -> int:

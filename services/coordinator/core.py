@@ -23,7 +23,7 @@ from services.common.types import (
     RunStatus,
     StepReport,
 )
-from services.coordinator import lineage, queue, reports, work
+from services.coordinator import lineage, queue, reports
 from services.coordinator.blobs import BlobStore
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.database import Database, get_meta, set_meta
@@ -48,19 +48,22 @@ class Coordinator(Policies, Rollouts):
         database = await Database.open(config.data_dir / "coordinator.sqlite")
         now = clock.monotonic()
         try:
-            held = await database.run(lambda connection: _start(connection, config))
+            await database.run(lambda connection: _start(connection, config))
+            blobs = await asyncio.to_thread(
+                BlobStore,
+                config.data_dir,
+                store_bytes=config.store_bytes,
+                max_payload_bytes=config.max_payload_bytes,
+            )
         except BaseException:
             await database.close()
             raise
-        sites = Sites(work_lease_s=config.work_lease_s)
-        sites.restore(held, now)
-        blobs = BlobStore(config.data_dir, store_bytes=config.store_bytes, max_payload_bytes=config.max_payload_bytes)
         return cls(
             config=config,
             clock=clock,
             database=database,
             blobs=blobs,
-            sites=sites,
+            sites=Sites(work_lease_s=config.work_lease_s),
             bell=Bell(),
             queue=queue.Queue(config=config),
             started=now,
@@ -111,14 +114,17 @@ class Coordinator(Policies, Rollouts):
     async def heartbeat(self, beat: Heartbeat) -> tuple[Command, ...]:
         """Note a sampler's state and answer with commands."""
 
-        def operation(connection: sqlite3.Connection) -> tuple[bool, bool]:
-            return self.sites.is_known(connection, beat.site, beat.incarnation), bool(get_meta(connection, "draining"))
+        def operation(connection: sqlite3.Connection) -> tuple[Command, ...]:
+            if not self.sites.is_known(connection, beat.site, beat.incarnation):
+                return (Command.REGISTER,)
+            if self.config.is_finished(lineage.read_head(connection).version):
+                return (Command.STOP,)
+            return (Command.DRAIN,) if get_meta(connection, "draining") else ()
 
-        is_known, is_draining = await self.database.run(operation)
-        if not is_known:
-            return (Command.REGISTER,)
-        self.sites.beat(beat, self.clock.monotonic())
-        return (Command.DRAIN,) if is_draining else ()
+        commands = await self.database.run(operation)
+        if Command.REGISTER not in commands:
+            self.sites.beat(beat, self.clock.monotonic())
+        return commands
 
     async def get_status(self) -> RunStatus:
         """The state of the run."""
@@ -141,7 +147,7 @@ class Coordinator(Policies, Rollouts):
         _LOG.info("draining: %s", reason)
 
 
-def _start(connection: sqlite3.Connection, config: CoordinatorConfig) -> dict[int, tuple[str, str]]:
+def _start(connection: sqlite3.Connection, config: CoordinatorConfig) -> None:
     run_id = get_meta(connection, "run_id")
     if run_id is None:
         set_meta(connection, "run_id", config.run_id)
@@ -153,4 +159,3 @@ def _start(connection: sqlite3.Connection, config: CoordinatorConfig) -> dict[in
     if seed is not None and seed != str(config.seed):
         raise ContractMismatch(f"the run began with seed {seed}, not {config.seed}", action="set seed to that value")
     set_meta(connection, "seed", str(config.seed))
-    return work.leased(connection)

@@ -9,6 +9,7 @@ two connections write and checkpoint at the same time.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import sqlite3
@@ -17,7 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from services.common.errors import CorruptStore, StoreFull
+from services.common.errors import CorruptStore, DiskFull, Draining, StoreFull
+from services.coordinator.directory import make_directory
 
 _LOG = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
@@ -25,6 +27,8 @@ Operation = Callable[[sqlite3.Connection], Any]
 
 SCHEMA_VERSION = 1
 MAX_BATCH = 256
+_OPERATION_ERRORS = (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.DataError, sqlite3.InterfaceError)
+"""Errors of one operation; every other error of SQLite is the store's."""
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE ledger (account TEXT PRIMARY KEY, count INTEGER NOT NULL) WITHOUT ROWID;
@@ -66,6 +70,8 @@ class Database:
         self._loop = loop
         self._operations: queue.SimpleQueue[tuple[Operation, asyncio.Future[Any]] | None] = queue.SimpleQueue()
         self.on_fatal: asyncio.Future[None] = loop.create_future()
+        self._is_failed = False
+        self._is_closed = False
         self._thread = threading.Thread(target=self._work, name="database", daemon=True)
         self._thread.start()
 
@@ -75,6 +81,7 @@ class Database:
 
         Raises:
             CorruptStore: the file fails SQLite's check, or was written by another schema.
+            DiskFull: the store cannot be opened for want of space.
         """
         return cls(await asyncio.to_thread(_connect, path), asyncio.get_running_loop())
 
@@ -84,16 +91,31 @@ class Database:
         Raises:
             StoreFull: the disk is full; nothing of the operation remains.
             CorruptStore: the store failed earlier or now; the process must end.
+            Draining: the store is closed.
         """
-        if self.on_fatal.done():
+        return await self.submit(operation)
+
+    def submit(self, operation: Callable[[sqlite3.Connection], ResultT]) -> asyncio.Future[ResultT]:
+        """Queue one operation, which runs whether or not anybody still waits for the future."""
+        if self._is_failed:
             raise CorruptStore("the store failed; the process must be restarted")
+        if self._is_closed:
+            raise Draining("the coordinator is stopping", retry_after_s=1.0)
         future: asyncio.Future[ResultT] = self._loop.create_future()
         self._operations.put((operation, future))
-        return await future
+        return future
+
+    def fail(self, problem: str) -> None:
+        """Run no operation any more: what the disk did with earlier ones is unknown. Callable from any thread."""
+        self._is_failed = True
+        _LOG.critical("the store failed: %s", problem)
+        self._tell(self.on_fatal, None, None)
 
     async def close(self) -> None:
         """Finish what is queued, fold the log into the file, close."""
-        self._operations.put(None)
+        if not self._is_closed:
+            self._is_closed = True
+            self._operations.put(None)
         await asyncio.to_thread(self._thread.join)
 
     def _work(self) -> None:
@@ -116,33 +138,43 @@ class Database:
         results: list[tuple[Any, BaseException | None]] = []
         connection = self._connection
         try:
+            if self._is_failed:
+                raise sqlite3.OperationalError("it failed earlier")
             connection.execute("BEGIN IMMEDIATE")
             for operation, _ in batch:
                 results.append(_run_one(connection, operation))
             connection.execute("COMMIT")
         except sqlite3.Error as error:
-            failure = self._fail(error)
+            failure = self._undo(error)
             results = [(None, failure)] * len(batch)
         for (_, future), (result, exception) in zip(batch, results, strict=True):
-            self._loop.call_soon_threadsafe(_resolve, future, result, exception)
+            self._tell(future, result, exception)
 
-    def _fail(self, error: sqlite3.Error) -> Exception:
-        if self._connection.in_transaction:
-            self._connection.execute("ROLLBACK")
-        if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
+    def _undo(self, error: sqlite3.Error) -> Exception:
+        is_full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+        try:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+        except sqlite3.Error as second:
+            error, is_full = second, False
+        if is_full:
             return StoreFull("the coordinator's disk is full", retry_after_s=5.0)
-        _LOG.critical("the store failed: %s", error)
-        self._loop.call_soon_threadsafe(_resolve, self.on_fatal, None, None)
+        self.fail(str(error))
         return CorruptStore(f"the store failed: {error}")
+
+    def _tell(self, future: asyncio.Future[Any], result: Any, exception: BaseException | None) -> None:
+        # A loop that closed meanwhile has nobody left who waits; the store must still be folded and closed.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(_resolve, future, result, exception)
 
 
 def _run_one(connection: sqlite3.Connection, operation: Operation) -> tuple[Any, BaseException | None]:
     connection.execute("SAVEPOINT one")
     try:
         result = operation(connection)
-    except sqlite3.Error:
-        raise
-    except Exception as error:  # noqa: BLE001 - handed to the caller of run(), whose operation raised it
+    except Exception as error:  # handed to the caller of run(), whose operation raised it
+        if isinstance(error, sqlite3.Error) and not isinstance(error, _OPERATION_ERRORS):
+            raise
         connection.execute("ROLLBACK TO one")
         connection.execute("RELEASE one")
         return None, error
@@ -160,8 +192,11 @@ def _resolve(future: asyncio.Future[Any], result: Any, exception: BaseException 
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    try:
+        make_directory(path.parent)
+        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    except (OSError, sqlite3.Error) as error:
+        raise CorruptStore(f"{path} cannot be opened: {error}", action="check data_dir and its permissions") from error
     try:
         connection.execute("PRAGMA locking_mode=EXCLUSIVE")
         mode = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
@@ -180,6 +215,8 @@ def _connect(path: Path) -> sqlite3.Connection:
         connection.close()
         if error.sqlite_errorcode in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             raise CorruptStore(f"{path} is in use", action="stop the other coordinator") from error
+        if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
+            raise DiskFull(str(path.parent)) from error
         raise CorruptStore(f"{path}: {error}") from error
     except sqlite3.DatabaseError as error:
         connection.close()

@@ -111,6 +111,8 @@ def check_publication(
         StaleEpoch, StepConflict, ParentNotHead, InvalidRequest, ContractMismatch: see their docstrings.
     """
     check_epoch(connection, request.epoch)
+    if not request.step_id:
+        raise InvalidRequest("step_id must not be empty")
     row = connection.execute("SELECT version, content FROM versions WHERE step_id = ?", (request.step_id,)).fetchone()
     if row is not None:
         if row[1] != _content(request):
@@ -135,9 +137,13 @@ def check_publication(
     has_snapshot = any(payload.kind is PayloadKind.SNAPSHOT for payload in manifest.payloads)
     if (head.version == NONE or is_rollback) and not has_snapshot:
         raise InvalidRequest("manifest.payloads: this version needs a snapshot")
+    kinds = [payload.kind for payload in manifest.payloads]
+    if not kinds or len(set(kinds)) != len(kinds):
+        raise InvalidRequest("manifest.payloads: one of each kind at most, and at least one")
     for payload in manifest.payloads:
-        start = NONE if payload.kind is PayloadKind.SNAPSHOT else request.lineage_version
-        if (payload.to_version, payload.from_version) != (manifest.version, start):
+        is_delta = payload.kind is PayloadKind.DELTA
+        start = request.lineage_version if is_delta else NONE
+        if (payload.to_version, payload.from_version) != (manifest.version, start) or (is_delta and start == NONE):
             raise InvalidRequest(f"manifest.payloads: {payload.kind.value} does not lead to version {manifest.version}")
     return None
 
@@ -191,6 +197,12 @@ def version_of_step(connection: sqlite3.Connection, step_id: str) -> int | None:
     return None if row is None else int(row[0])
 
 
+def is_in_lineage(connection: sqlite3.Connection, version: int) -> bool:
+    """Whether a version exists and was not abandoned."""
+    row = connection.execute("SELECT is_abandoned FROM versions WHERE version = ?", (version,)).fetchone()
+    return row is not None and not row[0]
+
+
 def read_manifest(connection: sqlite3.Connection, version: int) -> bytes:
     """Exact bytes of a manifest.
 
@@ -210,8 +222,7 @@ def plan(connection: sqlite3.Connection, *, have_version: int, have_root: str, w
         UnknownVersion: the wanted version does not exist or was abandoned.
     """
     want = read_head(connection).version if want_version == NONE else want_version
-    row = connection.execute("SELECT is_abandoned FROM versions WHERE version = ?", (want,)).fetchone()
-    if row is None or row[0]:
+    if not is_in_lineage(connection, want):
         raise UnknownVersion(f"version {want} does not exist in the lineage")
     start, note = have_version, ""
     if have_version != NONE:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import sqlite3
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from services.common.bell import Bell
 from services.common.clock import Clock
@@ -11,6 +15,8 @@ from services.coordinator.config import CoordinatorConfig
 from services.coordinator.database import Database
 from services.coordinator.queue import Queue
 from services.coordinator.sites import Sites
+
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(slots=True)
@@ -27,3 +33,9 @@ class Node:
     started: float
     lease_expires: float
     is_closing: bool = False
+
+    async def change(self, operation: Callable[[sqlite3.Connection], ResultT]) -> ResultT:
+        """Run an operation and wake the waiters after it, also when the caller went away meanwhile."""
+        future = self.database.submit(operation)
+        future.add_done_callback(lambda _: self.bell.ring())
+        return await asyncio.shield(future)

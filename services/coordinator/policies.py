@@ -8,11 +8,13 @@ from collections.abc import AsyncIterator
 
 from services.common.api import HeadUpdate, PullPlan
 from services.common.errors import (
+    CorruptStore,
     Draining,
     GroupNotAvailable,
     InvalidRequest,
     LeaseHeld,
     PayloadMissing,
+    RunFinished,
 )
 from services.common.types import (
     Contract,
@@ -54,23 +56,24 @@ class Policies(Node):
                 queue.return_leased(connection)
                 set_meta(connection, "num_prompts", str(contract.num_prompts))
                 set_meta(connection, "draining", "")
+            # Inside the operation: the next request for the lease, in the same commit perhaps, must see this one.
+            self.lease_expires = now + self.config.learner_lease_s
             return decision.epoch, lineage.read_head(connection).version, reason
 
-        epoch, head, reason = await self.database.run(operation)
-        self.lease_expires = now + self.config.learner_lease_s
+        epoch, head, reason = await self.change(operation)
         _LOG.info("learner %s: %s", holder, reason)
-        self.bell.ring()
         return LeaseGrant(epoch=epoch, holder=holder, ttl_s=self.config.learner_lease_s, head_version=head)
 
     async def renew_lease(self, *, epoch: int) -> LeaseGrant:
         """Extend the lease, also after its expiry while nobody else took it."""
+        now = self.clock.monotonic()
 
         def operation(connection: sqlite3.Connection) -> tuple[str, int]:
             lineage.check_epoch(connection, epoch)
+            self.lease_expires = now + self.config.learner_lease_s
             return get_meta(connection, "holder") or "", lineage.read_head(connection).version
 
         holder, head = await self.database.run(operation)
-        self.lease_expires = self.clock.monotonic() + self.config.learner_lease_s
         return LeaseGrant(epoch=epoch, holder=holder, ttl_s=self.config.learner_lease_s, head_version=head)
 
     async def release_lease(self, *, epoch: int) -> None:
@@ -81,8 +84,7 @@ class Policies(Node):
             set_meta(connection, "lease_released", "1")
             queue.return_leased(connection)
 
-        await self.database.run(operation)
-        self.bell.ring()
+        await self.change(operation)
 
     async def query_upload(self, *, digest: Digest) -> int:
         """Bytes of a payload that are durable."""
@@ -93,7 +95,11 @@ class Policies(Node):
     ) -> int:
         """Append to a payload under the epoch's fence."""
         await self.database.run(lambda connection: lineage.check_epoch(connection, epoch))
-        return await self.blobs.append(digest=digest, num_bytes=num_bytes, offset=offset, frames=frames)
+        try:
+            return await self.blobs.append(digest=digest, num_bytes=num_bytes, offset=offset, frames=frames)
+        except CorruptStore as error:
+            self.database.fail(str(error))
+            raise
 
     async def publish_version(self, request: PublishRequest) -> int:
         """Commit one version and consume its groups, in one transaction."""
@@ -108,6 +114,8 @@ class Policies(Node):
             version = lineage.check_publication(connection, request, manifest, self.config.run_id)
             if version is not None:
                 return version, [], ""
+            if self.config.is_finished(request.parent_version):
+                raise RunFinished(f"the run ends with version {self.config.max_versions}")
             refused, why = self.queue.consume(
                 connection, request.consumed, version=manifest.version, parent=request.parent_version
             )
@@ -118,12 +126,10 @@ class Policies(Node):
             lineage.write_version(connection, request, manifest, now=now, reports=steps)
             return manifest.version, [], ""
 
-        version, refused, why = await self.database.run(operation)
+        version, refused, why = await self.change(operation)
         if refused:
-            self.bell.ring()
             raise GroupNotAvailable(why)
         _LOG.debug("version %d published", version)
-        self.bell.ring()
         return version
 
     async def get_step(self, *, step_id: str) -> int | None:

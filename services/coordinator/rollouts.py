@@ -14,6 +14,7 @@ from services.common.errors import (
     Draining,
     InvalidRequest,
     NotRegistered,
+    RunFinished,
 )
 from services.common.types import (
     DropReason,
@@ -22,6 +23,7 @@ from services.common.types import (
     PushOutcome,
     QueuedGroup,
     SiteId,
+    WorkAssignment,
 )
 from services.coordinator import ledger, lineage, queue, work
 from services.coordinator.config import CoordinatorConfig
@@ -31,6 +33,7 @@ from services.coordinator.schedule import Load, Pace, decide_grant
 
 _LOG = logging.getLogger(__name__)
 RETRY_AFTER_S = 0.5
+LEASE_BATCH = 16
 
 
 class Rollouts(Node):
@@ -44,15 +47,19 @@ class Rollouts(Node):
         if not 1 <= max_groups <= 4096:
             raise InvalidRequest(f"max_groups: {max_groups} is not in 1..4096")
 
-        def operation(connection: sqlite3.Connection) -> tuple[list[work.Handed], str]:
+        def operation(connection: sqlite3.Connection) -> tuple[tuple[WorkAssignment, ...], str]:
             _check_site(connection, site, incarnation)
+            if self.config.is_finished(lineage.read_head(connection).version):
+                raise RunFinished(f"the run ended with version {self.config.max_versions}")
             if get_meta(connection, "draining"):
                 raise Draining(f"the run drains: {get_meta(connection, 'draining')}")
             head = lineage.read_head(connection).version
             contract = lineage.read_contract(connection)
             if contract is None or not 0 <= policy_version <= head:
-                return [], f"policy {policy_version} is not one of this run's versions 0..{head}"
-            work.expire(connection, self.sites.expired(now))
+                return (), f"policy {policy_version} is not one of this run's versions 0..{head}"
+            if not lineage.is_in_lineage(connection, policy_version):
+                return (), f"policy {policy_version} was abandoned; pull version {head}"
+            work.expire(connection, self.sites.expired(work.leased(connection), now))
             counts = ledger.counts(connection)
             load = Load(
                 head_version=head,
@@ -68,11 +75,10 @@ class Rollouts(Node):
                 num_prompts=contract.num_prompts,
                 seed=self.config.seed,
             )
-            return handed, reason
+            return self.sites.leased(handed, now), reason
 
-        handed, reason = await self.database.run(operation)
+        assignments, reason = await self.database.run(operation)
         self.sites.see(site, incarnation, now, policy_version=policy_version)
-        assignments = self.sites.leased(handed, now)
         return WorkGrant(assignments=assignments, reason=reason, retry_after_s=0.0 if assignments else RETRY_AFTER_S)
 
     async def abandon_work(self, *, site: SiteId, incarnation: str, assignments: Sequence[int]) -> None:
@@ -95,10 +101,9 @@ class Rollouts(Node):
             head = lineage.read_head(connection).version
             return self.queue.ingest(connection, groups, contract=contract, head=head, now=now)
 
-        outcomes = await self.database.run(operation)
+        outcomes = await self.change(operation)
         for group in groups:
             self.sites.see(group.id.site, group.id.incarnation, self.clock.monotonic())
-        self.bell.ring()
         return outcomes
 
     async def stream_groups(
@@ -114,11 +119,13 @@ class Rollouts(Node):
 
         async def count_credits() -> None:
             nonlocal balance, is_open
-            async for credit in credits:
-                balance += credit
+            try:
+                async for credit in credits:
+                    balance += credit
+                    self.bell.ring()
+            finally:
+                is_open = False
                 self.bell.ring()
-            is_open = False
-            self.bell.ring()
 
         await self.database.run(begin)
         counter = asyncio.create_task(count_credits())
@@ -130,9 +137,9 @@ class Rollouts(Node):
                 balance -= len(leased)
                 for group in leased:
                     yield group
-                if not leased and not is_open and asked == balance:
-                    return
                 if not leased and asked == balance:
+                    if not is_open:
+                        break
                     await ticket.wait()
         finally:
             counter.cancel()
@@ -142,7 +149,8 @@ class Rollouts(Node):
             raise Draining("the coordinator is stopping", retry_after_s=1.0)
 
     def _lease_groups(self, epoch: int, count: int) -> _Lease:
-        return _Lease(queue=self.queue, epoch=epoch, count=count, now=self.clock.wall())
+        # Few at a time: credits bound what the learner holds, this bounds what is in memory here.
+        return _Lease(queue=self.queue, epoch=epoch, count=min(count, LEASE_BATCH), now=self.clock.wall())
 
     async def abandon_groups(self, *, epoch: int, ids: Sequence[GroupId], reason: str) -> None:
         """Drop groups that the learner cannot train on."""

@@ -6,7 +6,7 @@ Times are instants of the monotonic clock and affect liveness only; after a rest
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from services.common.api import Heartbeat, Registration
@@ -23,16 +23,16 @@ class _Seen:
 
 
 class Sites:
-    """Registrations, last signs of life, and deadlines of assignments."""
+    """Registrations, last signs of life, and deadlines of assignments.
+
+    Deadlines are read and written by store operations only: the table of work says what is leased, and a lease whose
+    deadline this process does not know (it restarted, or an operation was undone) gets a fresh term.
+    """
 
     def __init__(self, *, work_lease_s: float) -> None:
         self._work_lease_s = work_lease_s
         self._seen: dict[tuple[str, str], _Seen] = {}
         self._deadlines: dict[int, float] = {}
-
-    def restore(self, assignments: dict[int, tuple[str, str]], now: float) -> None:
-        """Give the leases of an earlier process a fresh term."""
-        self._deadlines = dict.fromkeys(assignments, now + self._work_lease_s)
 
     def leased(self, handed: Sequence[Handed], now: float) -> tuple[WorkAssignment, ...]:
         """Start the terms of new leases."""
@@ -44,12 +44,11 @@ class Sites:
             for entry in handed
         )
 
-    def expired(self, now: float) -> list[int]:
-        """Assignments whose term ended; forgets them."""
-        ended = [assignment for assignment, deadline in self._deadlines.items() if deadline <= now]
-        for assignment in ended:
-            del self._deadlines[assignment]
-        return ended
+    def expired(self, assignments: Iterable[int], now: float) -> list[int]:
+        """Those of the leased assignments whose term ended."""
+        fresh = now + self._work_lease_s
+        self._deadlines = {assignment: self._deadlines.get(assignment, fresh) for assignment in assignments}
+        return [assignment for assignment, deadline in self._deadlines.items() if deadline <= now]
 
     def see(self, site: str, incarnation: str, now: float, *, policy_version: int | None = None) -> None:
         """Note a sign of life."""

@@ -2,7 +2,8 @@
 
 Two meanings. `transit`: every version becomes visible D after its publication, every group arrives D after its
 generation. `refresh_interval` (the paper's): when a drawn interval D has passed, the newest version is taken; groups
-are not held. D is drawn per version, per group or per interval, from the sampler's own seed and that number alone.
+are not held. Intervals follow each other from the first version on, whether or not anybody asks when one ends. D is
+drawn per version, per group or per interval, from the sampler's own seed and that number alone.
 
 D counts seconds (divided by `time_scale`, so that 1800 s can be shown in a minute) or versions. In versions, only
 weights are held: a group held for versions that only groups can produce would wait for itself.
@@ -21,6 +22,8 @@ from services.common.config import Config
 
 _Z = NormalDist().inv_cdf(0.9975)
 """A two-sided 99.5 % interval reaches so many standard deviations."""
+MIN_INTERVAL_S = 0.01
+"""Shortest refresh interval, real seconds: an interval of nothing would expire without end."""
 
 
 class _Delay(Config):
@@ -114,7 +117,8 @@ class Visibility:
         """Note that `version` is the head since `now` (monotonic seconds)."""
         if version > self._head:
             self._head = version
-            self._seen[version] = now
+            if not isinstance(self._config, NoDelay) and self._config.unit == "seconds":
+                self._seen[version] = now
 
     def target(self, now: float, *, current: int) -> tuple[int, float | None]:
         """The version to use and the instant at which the answer may change by time alone (None: only by a new head).
@@ -156,11 +160,25 @@ class Visibility:
         if current < 0 or self._last_refresh is None:
             self._last_refresh = (self._head, now)
             return self._head, None
-        version, at = self._last_refresh
-        interval = draw(config, seed=self._seed, stream="interval", index=self._refreshes)
-        due = at + interval / config.time_scale if config.unit == "seconds" else None
-        if (due is not None and now >= due) or (due is None and self._head >= version + max(1.0, interval)):
+        if config.unit == "seconds":
+            return self._refreshed_seconds(config, *self._last_refresh, now)
+        version, _ = self._last_refresh
+        if self._head >= version + max(1.0, self._interval(config)):
             self._refreshes += 1
             self._last_refresh = (self._head, now)
-            return self._head, None
-        return version, due
+        return self._last_refresh[0], None
+
+    def _refreshed_seconds(
+        self, config: FixedDelay | LognormalDelay, version: int, at: float, now: float
+    ) -> tuple[int, float | None]:
+        while (due := at + max(self._interval(config) / config.time_scale, MIN_INTERVAL_S)) <= now:
+            # What was the newest when the interval ended, not what is the newest now.
+            version = max((other for other, seen in self._seen.items() if seen <= due), default=version)
+            at = due
+            self._refreshes += 1
+            self._seen = {other: seen for other, seen in self._seen.items() if other > version}
+        self._last_refresh = (version, at)
+        return version, due if self._head > version else None
+
+    def _interval(self, config: FixedDelay | LognormalDelay) -> float:
+        return draw(config, seed=self._seed, stream="interval", index=self._refreshes)

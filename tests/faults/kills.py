@@ -28,7 +28,7 @@ WEIGHTS = {"coordinator": 5, "learner": 2, "site-a": 1, "site-b": 1}
 
 
 async def campaign(cluster: Cluster, *, kills: int, seed: int, pause_s: tuple[float, float]) -> dict[str, Any]:
-    """Run, kill, finish, account."""
+    """Run, kill, finish, account. Between two kills something is acknowledged, however slow the machine."""
     chooser = random.Random(seed)
     contract = contract_of(cluster.model_dir, digits=1, max_new_tokens=3, group_size=2)
     killed = dict.fromkeys(WEIGHTS, 0)
@@ -47,6 +47,7 @@ async def campaign(cluster: Cluster, *, kills: int, seed: int, pause_s: tuple[fl
                     names = list(WEIGHTS)
                     chosen = chooser.choices(names, list(WEIGHTS.values()))[0]
                     name = names[number] if number < len(names) else chosen
+                    await witness.reaches(len(witness.acknowledged) + 1, timeout_s=120)
                     await asyncio.sleep(chooser.uniform(*pause_s))
                     cluster.kill(name)
                     killed[name] += 1

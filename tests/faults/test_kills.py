@@ -9,13 +9,13 @@ from tests.support.cluster import Cluster
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 async def test_nothing_acknowledged_is_lost_or_doubled_when_processes_are_killed(tmp_path, record_property):
     summary = await campaign(Cluster(tmp_path), kills=30, seed=11, pause_s=(0.1, 1.5))
 
     record_property("kills", json.dumps(summary))
     assert is_kept(summary), summary
-    assert summary["acknowledged"] > 50, summary
+    assert summary["acknowledged"] >= summary["kills"], summary
     # The promise is 5 s on a machine of its own; here two suites share two cores.
     assert summary["coordinator_restart_s_max"] < 30.0, summary
     assert min(summary["killed"].values()) >= 1, summary

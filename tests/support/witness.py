@@ -56,6 +56,14 @@ class Witness:
         self._site, self._incarnation = SiteId("witness"), f"seed-{seed}"
         self._sequence = 0
         self.acknowledged: set[GroupId] = set()
+        self._progress = asyncio.Event()
+
+    async def reaches(self, count: int, *, timeout_s: float) -> None:
+        """Wait until so many groups are acknowledged."""
+        async with asyncio.timeout(timeout_s):
+            while len(self.acknowledged) < count:
+                self._progress.clear()
+                await self._progress.wait()
 
     async def run(self) -> None:
         while True:
@@ -98,6 +106,7 @@ class Witness:
                     await asyncio.sleep(0.2)
                     continue
                 self.acknowledged |= {o.id for o in outcomes if o.status is not PushStatus.RETRY}
+                self._progress.set()
                 groups = [group for group in groups if group.id not in self.acknowledged]
             await asyncio.sleep(0.05)
 

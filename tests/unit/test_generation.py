@@ -1,12 +1,15 @@
 """The reference engine: log-probs of the policy that drew, whatever else is in the batch."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from services.common.errors import ConfigError
 from services.common.generation.draw import draw, gumbel, truncated
-from services.common.generation.hf import HfEngine
+from services.common.generation.hf import HfEngine, _can_drop_rows
 from services.common.prompts import Prompter
 from services.common.types import FinishReason, LogprobMode, SamplingSemantics, VersionSpan
 from services.common.weights.arena import Arena
@@ -65,6 +68,57 @@ def test_result_of_a_prompt_depends_on_its_seed_and_not_on_its_neighbours(model_
 
     assert ids(together) == ids(alone)
     assert ids(together) != ids(other)
+
+
+def drawn_without_cache(engine, ids, seed, num_rows, limit):
+    """Slow reference: one row at a time, the whole sequence at every step, no cache and no batch."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = [gumbel((num_rows, engine.vocab_size), generator) for _ in range(limit)]
+    result = []
+    for row in range(num_rows):
+        tokens = []
+        while len(tokens) < limit and tokens[-1:] != [1]:
+            whole = torch.tensor([[*ids.tolist(), *tokens]])
+            with torch.no_grad():
+                logits = engine.model(input_ids=whole).logits[:, -1]
+            tokens.append(int((logits + noise[len(tokens)][row]).argmax()))
+        result.append(tokens)
+    return result
+
+
+def test_rows_that_ended_leave_the_batch_and_change_nothing(model_dir):
+    limit, seeds = 40, [1, 2, 3, 4]
+    engine = engine_of(model_dir, max_new_tokens=limit)
+    widths = []
+    engine.model.register_forward_pre_hook(
+        lambda module, args, kwargs: widths.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    drawn = [
+        engine.generate(PROMPTS[i : i + 2], seeds=seeds[i : i + 2], num_per_prompt=4) for i in range(0, len(PROMPTS), 2)
+    ]
+    assert widths[0] == 8
+    assert min(widths) <= 2
+
+    expected = [drawn_without_cache(engine, ids, seed, 4, limit) for ids, seed in zip(PROMPTS, seeds, strict=True)]
+    assert [[row.token_ids.tolist() for row in rows] for part in drawn for rows in part] == expected
+
+
+def test_rows_stay_in_a_cache_that_is_more_than_keys_and_values():
+    layers = [DynamicLayer(), DynamicLayer()]
+
+    assert _can_drop_rows(SimpleNamespace(layers=layers))
+    assert not _can_drop_rows(SimpleNamespace(layers=[*layers, LinearAttentionLayer()]))
+    assert not _can_drop_rows(object())
+
+
+def test_weights_are_not_swapped_while_generating(model_dir):
+    engine = engine_of(model_dir)
+    arena = Arena(engine.layout)
+    engine.model.register_forward_pre_hook(lambda module, args: engine.load(arena, 1))
+
+    with pytest.raises(AssertionError, match="between generation batches"):
+        engine.generate(PROMPTS, seeds=[1] * 4, num_per_prompt=2)
+    assert engine.version == -1
 
 
 def test_completions_end_with_the_end_token_or_at_the_limit_and_carry_their_version(model_dir):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -89,12 +90,13 @@ class HfEngine:
     ) -> list[Completion]:
         input_ids, attention = _left_padded(prompts, num_per_prompt, self._device)
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        num_rows, vocab = len(input_ids), self.vocab_size
-        limit = self._sampling.max_new_tokens
+        num_rows, limit = len(input_ids), self._sampling.max_new_tokens
         tokens = np.zeros((num_rows, limit), np.int32)
         logprobs = np.zeros((num_rows, limit), np.float32)
         lengths = np.full(num_rows, limit)
         is_done = np.zeros(num_rows, bool)
+        # The rows that are still computed; those that ended leave when they are half of them.
+        rows = np.arange(num_rows)
         position = attention.cumsum(1).clamp(min=1) - 1
         cache: Any = None
         for column in range(limit):
@@ -107,19 +109,24 @@ class HfEngine:
                 logits_to_keep=1,
             )
             cache = output.past_key_values
-            # Noise is drawn for every row at every step: a group's stream never depends on who has finished.
-            noise = torch.cat([gumbel((num_per_prompt, vocab), generator) for generator in generators])
+            noise = _noise(rows, generators, num_per_prompt, self.vocab_size)
             drawn, drawn_logprobs = draw(output.logits[:, -1], noise.to(self._device), self._sampling)
-            tokens[:, column] = drawn.cpu().numpy()
-            logprobs[:, column] = drawn_logprobs.cpu().numpy()
+            tokens[rows, column] = drawn.cpu().numpy()
+            logprobs[rows, column] = drawn_logprobs.cpu().numpy()
             ended = (tokens[:, column] == self._eos) & ~is_done
             lengths[ended] = column + 1
             is_done |= ended
             if is_done.all():
                 break
             input_ids = drawn[:, None]
-            attention = torch.cat([attention, attention.new_ones(num_rows, 1)], 1)
+            attention = torch.cat([attention, attention.new_ones(len(rows), 1)], 1)
             position = position[:, -1:] + 1
+            running = np.flatnonzero(~is_done[rows])
+            if len(running) <= len(rows) // 2 and _can_drop_rows(cache):
+                keep = torch.from_numpy(running).to(self._device)
+                cache.batch_select_indices(keep)
+                input_ids, attention, position = input_ids[keep], attention[keep], position[keep]
+                rows = rows[running]
         return [self._completion(tokens[row, :end], logprobs[row, :end]) for row, end in enumerate(lengths)]
 
     def _completion(self, tokens: Int32Array, logprobs: Any) -> Completion:
@@ -144,3 +151,23 @@ def _left_padded(prompts: Sequence[Int32Array], repeat: int, device: torch.devic
         torch.from_numpy(input_ids).to(device).repeat_interleave(repeat, 0),
         torch.from_numpy(attention).to(device).repeat_interleave(repeat, 0),
     )
+
+
+def _noise(
+    rows: npt.NDArray[np.int64], generators: Sequence[torch.Generator], num_per_prompt: int, vocab_size: int
+) -> Tensor:
+    """Gumbel noise [rows, V]: a group draws for all of its members until its last one leaves, whoever has ended."""
+    groups = rows // num_per_prompt
+    parts = []
+    for group in np.unique(groups):
+        whole = gumbel((num_per_prompt, vocab_size), generators[group])
+        members = rows[groups == group] - group * num_per_prompt
+        parts.append(whole if len(members) == num_per_prompt else whole[torch.from_numpy(members)])
+    return torch.cat(parts)
+
+
+def _can_drop_rows(cache: Any) -> bool:
+    """Whether every layer of the cache is known to be nothing but keys and values: a recurrent state would stay."""
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in getattr(cache, "layers", [None]))

@@ -1,7 +1,12 @@
-"""A file of one JSON object a line with the fields `prompt` and `answer`."""
+"""A file of one JSON object a line with the fields `prompt` and `answer`.
+
+Held out are the lines of a second file, or else the prompts whose text has the smallest digests: a prompt that occurs
+twice is on one side of the split, and adding lines moves few of the others.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Literal
@@ -13,32 +18,41 @@ from services.common.types import Digest, RewardPart
 from services.common.wire import bytes_digest
 
 MAX_LINE_BYTES = 1 << 20
+Row = tuple[str, str]
+"""Prompt and answer."""
 
 
 class JsonlTask:
-    """Implements services.common.tasks.task.Task; the last `evaluation_size` lines (at most half) are held out."""
+    """Implements services.common.tasks.task.Task; see the module docstring for what is held out."""
 
     def __init__(
-        self, *, path: Path, evaluation_size: int, match: Literal["exact", "math_verify"], verify_timeout_s: float
+        self,
+        *,
+        path: Path,
+        evaluation_path: Path | None,
+        evaluation_size: int,
+        match: Literal["exact", "math_verify"],
+        verify_timeout_s: float,
     ) -> None:
-        rows = _read(path)
-        num_held_out = min(evaluation_size, len(rows) // 2)
-        if not num_held_out:
-            raise ConfigError("task.name", f"{path} has {len(rows)} lines; at least 2 are needed")
-        self.num_evaluation_prompts = num_held_out
-        self.num_prompts = len(rows) - num_held_out
-        self._rows = rows
+        if evaluation_path is None:
+            self._training, self._held_out = _split(path, _read("task.name", path), evaluation_size)
+        else:
+            self._training = _read("task.name", path)
+            self._held_out = _read("task.evaluation_path", evaluation_path)
+            _refuse_overlap(path, self._training, evaluation_path, self._held_out)
+        self.num_prompts = len(self._training)
+        self.num_evaluation_prompts = len(self._held_out)
         self._verifier = MathVerifier(timeout_s=verify_timeout_s) if match == "math_verify" else None
-        self.digest: Digest = bytes_digest(json.dumps([match, num_held_out, rows]).encode())
+        self.digest: Digest = bytes_digest(json.dumps([match, self._training, self._held_out]).encode())
 
     def prompt(self, index: int) -> Prompt:
         """The training prompt at a position."""
-        text, answer = self._rows[index]
+        text, answer = self._training[index]
         return Prompt(index=index, text=text, answer=answer)
 
     def evaluation_prompt(self, index: int) -> Prompt:
         """The held-out prompt at a position."""
-        text, answer = self._rows[self.num_prompts + index]
+        text, answer = self._held_out[index]
         return Prompt(index=index, text=text, answer=answer)
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
@@ -54,27 +68,54 @@ class JsonlTask:
         return (RewardPart(name="correct", value=float(is_right)),)
 
 
-def _read(path: Path) -> list[tuple[str, str]]:
+def _split(path: Path, rows: list[Row], evaluation_size: int) -> tuple[list[Row], list[Row]]:
+    """Hold out `evaluation_size` different prompts, at most half of them, with every line that repeats one."""
+    ranked = sorted({text for text, _ in rows}, key=lambda text: hashlib.blake2b(text.encode()).digest())
+    held_out = set(ranked[: min(evaluation_size, len(ranked) // 2)])
+    if not held_out:
+        problem = f"{path} has {len(ranked)} different prompts; at least 2 are needed"
+        raise ConfigError("task.name", problem, action="add prompts, or name a file in task.evaluation_path")
+    return [row for row in rows if row[0] not in held_out], [row for row in rows if row[0] in held_out]
+
+
+def _refuse_overlap(path: Path, training: list[Row], evaluation_path: Path, held_out: list[Row]) -> None:
+    for key, file, rows in (("task.name", path, training), ("task.evaluation_path", evaluation_path, held_out)):
+        if not rows:
+            raise ConfigError(key, f"{file} has no prompts")
+    trained = {text for text, _ in training}
+    shared = [text for text, _ in held_out if text in trained]
+    if shared:
+        problem = f"{len(shared)} prompts of {evaluation_path} are also in {path}, the first is {shared[0][:80]!r}"
+        raise ConfigError("task.evaluation_path", problem, action="remove them from one of the files")
+
+
+def _read(key: str, path: Path) -> list[Row]:
     rows = []
     try:
         with path.open("rb") as file:
             for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
                 if len(line) > MAX_LINE_BYTES:
-                    raise ConfigError("task.name", f"{path}, line {number}: longer than {MAX_LINE_BYTES} bytes")
+                    raise ConfigError(key, f"{path}, line {number}: longer than {MAX_LINE_BYTES} bytes")
                 if line.strip():
-                    rows.append(_row(path, number, line))
+                    rows.append(_row(key, f"{path}, line {number}", line))
     except OSError as error:
-        raise ConfigError("task.name", f"cannot read {path}: {error.strerror}") from error
+        raise ConfigError(key, f"cannot read {path}: {error.strerror}") from error
     return rows
 
 
-def _row(path: Path, number: int, line: bytes) -> tuple[str, str]:
+def _row(key: str, place: str, line: bytes) -> Row:
     try:
         entry = json.loads(line)
         prompt, answer = entry["prompt"], entry["answer"]
-    except (ValueError, KeyError, TypeError) as error:
-        problem = f"{path}, line {number}: {error!r}"
-        raise ConfigError("task.name", problem, action='write {"prompt": ..., "answer": ...}') from error
-    if not isinstance(prompt, str) or not isinstance(answer, str | int | float):
-        raise ConfigError("task.name", f"{path}, line {number}: prompt must be text, answer text or a number")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(key, f"{place}: {error!r}", action='write {"prompt": ..., "answer": ...}') from error
+    # A bool is an int to Python, and no answer in a file.
+    if not isinstance(prompt, str) or not isinstance(answer, str | int | float) or isinstance(answer, bool):
+        raise ConfigError(key, f"{place}: prompt must be text, answer text or a number")
+    if not prompt:
+        raise ConfigError(key, f"{place}: prompt is empty")
+    try:
+        f"{prompt}{answer}".encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(key, f"{place}: half a surrogate pair is no text") from error
     return prompt, str(answer)

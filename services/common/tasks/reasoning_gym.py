@@ -1,7 +1,13 @@
-"""Any data set of the reasoning-gym package by name; its own verifier gives the score."""
+"""Any data set of the reasoning-gym package by name; its own verifier gives the score.
+
+A text is held out or trained on by its own digest, so that no seed and no size can show a held-out prompt in training.
+"""
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import math
 from typing import Any
 
 from services.common.errors import ConfigError, DependencyMissing, RewardError
@@ -9,57 +15,83 @@ from services.common.tasks.task import Prompt
 from services.common.types import Digest, RewardPart
 from services.common.wire import bytes_digest
 
-_EVALUATION_SEED = 1_000_003
+_SEED_STRIDE = 1_000_003
+"""Item i of a data set is made from seed + i; data sets so far apart share no item."""
+_HELD_OUT_SHARE = 4
+"""One text in so many is held out."""
+_MAX_TRIES = 200
+"""(3/4)**200 = 1e-25: without a held-out text by then, the data set has too few texts."""
+_CACHED_ENTRIES = 4096
 
 
 class ReasoningGymTask:
-    """Implements services.common.tasks.task.Task; training and held-out prompts come from different seeds."""
+    """Implements services.common.tasks.task.Task; entries on the wrong side of the split are drawn again."""
 
     def __init__(self, *, name: str, size: int, evaluation_size: int, seed: int) -> None:
         try:
             import reasoning_gym
         except ImportError as error:
             raise DependencyMissing("reasoning-gym", "sampler") from error
-        try:
-            self._training: Any = reasoning_gym.create_dataset(name, size=size, seed=seed)
-            self._held_out: Any = reasoning_gym.create_dataset(name, size=evaluation_size, seed=seed + _EVALUATION_SEED)
-        except (ValueError, KeyError, TypeError, AssertionError) as error:
-            raise ConfigError("task.name", f"reasoning_gym:{name}: {error}") from error
+        self._gym: Any = reasoning_gym
+        self._name = name
+        self._size = max(size, evaluation_size)
+        self._seed = seed
+        self._datasets: list[Any] = []
+        self._entry = functools.lru_cache(maxsize=_CACHED_ENTRIES)(self._find)
         self.num_prompts = size
         self.num_evaluation_prompts = evaluation_size
         version = getattr(reasoning_gym, "__version__", "")
-        self.digest: Digest = bytes_digest(f"reasoning_gym {version} {name} {size} {evaluation_size} {seed}".encode())
+        self.digest: Digest = bytes_digest(f"reasoning_gym 2 {version} {name} {size} {evaluation_size} {seed}".encode())
+        # A wrong name and a data set too small to be split are told at the start, not in the middle of a run.
+        self._entry(0, False)
+        self._entry(0, True)
 
     def prompt(self, index: int) -> Prompt:
         """The training prompt at a position."""
-        return _prompt(self._training, index)
+        return _prompt(index, self._entry(index, False))
 
     def evaluation_prompt(self, index: int) -> Prompt:
         """The held-out prompt at a position."""
-        return _prompt(self._held_out, index)
+        return _prompt(index, self._entry(index, True))
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
         """The data set's own score in [0, 1].
 
         Raises:
-            RewardError: the verifier raised.
+            RewardError: the verifier raised, or gave what is no number.
         """
-        entry = self._entry(prompt)
+        entry = self._entry(prompt.index, is_held_out(prompt.text))
+        if entry["question"] != prompt.text:
+            raise RewardError(f"prompt {prompt.index} is not of this data set")
         try:
-            value = float(self._training.score_answer(answer=completion.strip(), entry=entry))
+            value = float(self._dataset(0).score_answer(answer=completion.strip(), entry=entry))
         except Exception as error:
             raise RewardError(f"reasoning_gym failed on prompt {prompt.index}: {error!r}") from error
+        if not math.isfinite(value):
+            raise RewardError(f"reasoning_gym scored prompt {prompt.index} with {value}")
         return (RewardPart(name="score", value=value),)
 
-    def _entry(self, prompt: Prompt) -> Any:
-        for dataset in (self._training, self._held_out):
-            if prompt.index < len(dataset):
-                entry = dataset[prompt.index]
-                if entry["question"] == prompt.text:
-                    return entry
-        raise RewardError(f"prompt {prompt.index} is not of this data set")
+    def _find(self, index: int, held_out: bool) -> Any:
+        for attempt in range(_MAX_TRIES):
+            entry = self._dataset(attempt)[index]
+            if is_held_out(entry["question"]) is held_out:
+                return entry
+        raise ConfigError("task.name", f"reasoning_gym:{self._name} has too few different prompts to hold some out")
+
+    def _dataset(self, attempt: int) -> Any:
+        while attempt >= len(self._datasets):
+            seed = self._seed + len(self._datasets) * _SEED_STRIDE
+            try:
+                self._datasets.append(self._gym.create_dataset(self._name, size=self._size, seed=seed))
+            except (ValueError, KeyError, TypeError, AssertionError) as error:
+                raise ConfigError("task.name", f"reasoning_gym:{self._name}: {error}") from error
+        return self._datasets[attempt]
 
 
-def _prompt(dataset: Any, index: int) -> Prompt:
-    entry = dataset[index]
+def is_held_out(text: str) -> bool:
+    """Which side of the split a prompt is on: a function of its text alone."""
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()[0] % _HELD_OUT_SHARE == 0
+
+
+def _prompt(index: int, entry: Any) -> Prompt:
     return Prompt(index=index, text=entry["question"], answer=str(entry["answer"]))

@@ -32,8 +32,10 @@ class TaskConfig(Config):
     """reasoning_gym: number of training prompts."""
     evaluation_size: int = Field(default=512, ge=1)
     """reasoning_gym and jsonl: number of held-out prompts."""
+    evaluation_path: str = ""
+    """jsonl: a file of held-out prompts; empty holds out some prompts of the file itself."""
     seed: int = Field(default=0, ge=0)
-    """reasoning_gym: seed of the data set."""
+    """reasoning_gym: seed of the data set; arithmetic: which pairs come first and which are held out."""
     match: Literal["exact", "math_verify"] = "exact"
     """jsonl: how an answer is compared."""
     verify_timeout_s: float = Field(default=5.0, gt=0)
@@ -105,7 +107,7 @@ def build_task(config: TaskConfig) -> Task:
     kind, _, argument = config.name.partition(":")
     task: Task
     if kind == "arithmetic" and not argument:
-        task = ArithmeticTask(digits=config.digits)
+        task = ArithmeticTask(digits=config.digits, seed=config.seed)
     elif kind == "reasoning_gym" and argument:
         from services.common.tasks.reasoning_gym import ReasoningGymTask
 
@@ -117,6 +119,7 @@ def build_task(config: TaskConfig) -> Task:
 
         task = JsonlTask(
             path=Path(argument),
+            evaluation_path=Path(config.evaluation_path) if config.evaluation_path else None,
             evaluation_size=config.evaluation_size,
             match=config.match,
             verify_timeout_s=config.verify_timeout_s,

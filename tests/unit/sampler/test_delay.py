@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from services.sampler.delay import (
+    MIN_INTERVAL_S,
     DelayConfig,
     FixedDelay,
     LognormalDelay,
@@ -76,6 +77,60 @@ def test_refresh_in_seconds_takes_the_newest_when_the_interval_is_over():
 
     assert visible.target(59.0, current=0) == (0, 60.0)
     assert visible.target(60.0, current=0) == (5, None)
+
+
+def test_refresh_takes_what_was_newest_when_the_interval_ended_however_rarely_it_is_asked():
+    # Intervals end at 60, 120, ... 480, 540; version 5 appears at 500, so the refresh at 540 is the first to take it.
+    def after(instants):
+        visible, current = Visibility(FixedDelay(semantics="refresh_interval", value=60), seed=0), -1
+        visible.see(0, 0.0)
+        for now in instants:
+            if now == 510:
+                visible.see(5, 500.0)
+            current, wake = visible.target(now, current=current)
+        return current, wake
+
+    assert after([0, 510]) == after(range(0, 511, 10)) == (0, 540.0)
+    assert after([0, 510, 539]) == (0, 540.0)
+    assert after([0, 510, 777]) == (5, None)
+
+
+@given(st.lists(st.floats(0, 3000), min_size=1, max_size=30), st.integers(0, 99))
+def test_lognormal_refreshes_do_not_depend_on_when_they_are_asked_for(instants, seed):
+    config = LognormalDelay(semantics="refresh_interval", low=60, high=1920, time_scale=10)
+
+    def final(asked):
+        visible, current = Visibility(config, seed=seed), -1
+        visible.see(0, 0.0)
+        current, _ = visible.target(0.0, current=current)
+        for version in range(1, 60):
+            visible.see(version, version * 50.0)
+        for now in asked:
+            current, _ = visible.target(now, current=current)
+        return current
+
+    assert final([*sorted(instants), 3000.0]) == final([3000.0])
+
+
+def test_refresh_interval_of_nothing_is_the_head_after_a_moment():
+    visible = Visibility(FixedDelay(semantics="refresh_interval", value=0), seed=0)
+    visible.see(0, 0.0)
+    visible.target(0.0, current=-1)
+    visible.see(1, 4.0)
+
+    assert visible.target(4.0 + 2 * MIN_INTERVAL_S, current=0) == (1, None)
+
+
+@pytest.mark.parametrize("unit", ["seconds", "versions"])
+@pytest.mark.parametrize("semantics", ["transit", "refresh_interval"])
+def test_memory_of_heads_stays_bounded(semantics, unit):
+    visible, current = Visibility(FixedDelay(semantics=semantics, unit=unit, value=10), seed=0), -1
+    for head in range(1000):
+        visible.see(head, float(head))
+        current, _ = visible.target(float(head), current=current)
+
+    # Ten versions are on their way at any instant, and one may be due.
+    assert len(visible._seen) <= 11
 
 
 def test_refresh_in_versions_saw_tooths():

@@ -1,12 +1,17 @@
 """Prompts, held-out prompts and verifiable scores."""
 
 import json
+import os
+import resource
+import signal
+import subprocess
+import sys
 
 import pytest
 
 from services.common.errors import ConfigError, RewardError
 from services.common.tasks.arithmetic import ArithmeticTask
-from services.common.tasks.math_verify import MathVerifier
+from services.common.tasks.math_verify import _WORKER, MAX_MEMORY_BYTES, MathVerifier
 from services.common.tasks.registry import TaskConfig, build_task
 
 
@@ -32,6 +37,23 @@ def test_arithmetic_shows_every_pair_once_and_holds_some_out():
         assert int(prompt.answer[::-1]) == int(left) + int(right)
     assert task.score(training[0], training[0].answer)[0].value == 1.0
     assert task.score(training[0], training[0].answer + "1")[0].value == 0.0
+
+
+def test_arithmetic_seed_permutes_all_pairs_and_seed_zero_is_the_default():
+    plain, other = ArithmeticTask(digits=1), ArithmeticTask(digits=1, seed=3)
+
+    def texts(task):
+        training = [task.prompt(index).text for index in range(task.num_prompts)]
+        return training, [task.evaluation_prompt(index).text for index in range(task.num_evaluation_prompts)]
+
+    # 100 pairs; 100 // 19 * 19 = 95 of them are used: 90 in training, 5 held out
+    training, held_out = texts(other)
+    assert (len(training), len(held_out)) == (90, 5)
+    assert len({*training, *held_out}) == 95
+    assert texts(plain) != texts(other)
+    assert texts(plain) == texts(ArithmeticTask(digits=1, seed=0))
+    assert plain.digest == ArithmeticTask(digits=1, seed=0).digest != other.digest
+    assert build_task(TaskConfig(digits=1, seed=3)).digest == other.digest
 
 
 def test_task_digest_depends_on_its_options():
@@ -81,20 +103,92 @@ def test_reasoning_gym_datasets_work_by_name():
     assert prompt.text != held_out.text
 
 
-def lines(tmp_path, *rows):
-    path = tmp_path / "task.jsonl"
+# Coins have few different texts and additions of small numbers repeat: seeds alone keep neither apart.
+@pytest.mark.parametrize("name", ["coin_flip", "chain_sum"])
+def test_reasoning_gym_never_trains_on_a_held_out_prompt(name):
+    task = build_task(TaskConfig(name=f"reasoning_gym:{name}", size=600, evaluation_size=100))
+
+    training = {task.prompt(index).text for index in range(task.num_prompts)}
+    held_out = {task.evaluation_prompt(index).text for index in range(task.num_evaluation_prompts)}
+
+    assert training
+    assert held_out
+    assert not training & held_out
+
+
+def test_reasoning_gym_does_not_score_a_prompt_of_another_task():
+    task = build_task(TaskConfig(name="reasoning_gym:chain_sum", size=20, evaluation_size=5))
+    other = build_task(TaskConfig(name="reasoning_gym:chain_sum", size=20, evaluation_size=5, seed=9))
+
+    assert task.digest != other.digest
+    with pytest.raises(RewardError, match="not of this data set"):
+        task.score(other.prompt(0), "1")
+
+
+def lines(tmp_path, *rows, name="task.jsonl"):
+    path = tmp_path / name
     path.write_bytes(b"\n".join(row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows))
     return path
 
 
-def test_jsonl_holds_the_end_out_and_matches_exactly(tmp_path):
+def prompts_of(task):
+    training = [task.prompt(index).text for index in range(task.num_prompts)]
+    return training, [task.evaluation_prompt(index).text for index in range(task.num_evaluation_prompts)]
+
+
+def test_jsonl_holds_some_out_and_matches_exactly(tmp_path):
     path = lines(tmp_path, *({"prompt": f"p{i}", "answer": i} for i in range(6)), b"")
     task = build_task(TaskConfig(name=f"jsonl:{path}", evaluation_size=2))
 
-    assert (task.num_prompts, task.num_evaluation_prompts) == (4, 2)
-    assert task.evaluation_prompt(0).text == "p4"
-    assert task.score(task.prompt(1), " 1 ")[0].value == 1.0
-    assert task.score(task.prompt(1), "2")[0].value == 0.0
+    training, held_out = prompts_of(task)
+    assert (len(training), len(held_out)) == (4, 2)
+    assert {*training, *held_out} == {f"p{i}" for i in range(6)}
+    right = task.prompt(1).answer
+    assert task.score(task.prompt(1), f" {right} ")[0].value == 1.0
+    assert task.score(task.prompt(1), right + "0")[0].value == 0.0
+
+
+def test_jsonl_keeps_repeated_prompts_on_one_side(tmp_path):
+    path = lines(tmp_path, *({"prompt": f"p{i % 4}", "answer": i} for i in range(8)))
+    training, held_out = prompts_of(build_task(TaskConfig(name=f"jsonl:{path}", evaluation_size=2)))
+
+    assert len(training) == len(held_out) == 4
+    assert not {*training} & {*held_out}
+
+
+def test_jsonl_split_does_not_depend_on_the_order_of_lines(tmp_path):
+    rows = [{"prompt": f"p{i}", "answer": i} for i in range(20)]
+    forward = build_task(TaskConfig(name=f"jsonl:{lines(tmp_path, *rows, name='a')}", evaluation_size=5))
+    backward = build_task(TaskConfig(name=f"jsonl:{lines(tmp_path, *rows[::-1], name='b')}", evaluation_size=5))
+
+    assert {*prompts_of(forward)[1]} == {*prompts_of(backward)[1]}
+    assert forward.digest != backward.digest
+
+
+def test_jsonl_takes_held_out_prompts_from_their_own_file(tmp_path):
+    training = lines(tmp_path, {"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2})
+    held_out = lines(tmp_path, {"prompt": "c", "answer": 3}, name="held_out.jsonl")
+
+    task = build_task(TaskConfig(name=f"jsonl:{training}", evaluation_path=str(held_out)))
+
+    assert prompts_of(task) == (["a", "b"], ["c"])
+    assert task.evaluation_prompt(0).answer == "3"
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"prompt": "b", "answer": 2}], "task.evaluation_path.*1 prompts.*held_out.jsonl"),
+        ([], "task.evaluation_path.*no prompts"),
+        ([b"{"], "task.evaluation_path.*held_out.jsonl, line 1"),
+    ],
+)
+def test_wrong_evaluation_file_names_its_key(tmp_path, rows, message):
+    training = lines(tmp_path, {"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2})
+    held_out = lines(tmp_path, *rows, name="held_out.jsonl")
+
+    with pytest.raises(ConfigError, match=message):
+        build_task(TaskConfig(name=f"jsonl:{training}", evaluation_path=str(held_out)))
 
 
 @pytest.mark.parametrize(
@@ -105,6 +199,12 @@ def test_jsonl_holds_the_end_out_and_matches_exactly(tmp_path):
         ([{"prompt": "a", "answer": "b"}, b"not json"], "line 2"),
         ([{"prompt": 3, "answer": "b"}], "line 1"),
         ([b"x" * (2 << 20)], "longer than"),
+        ([b"[" * 900_000], "line 1"),
+        ([{"prompt": "a", "answer": True}], "line 1"),
+        ([{"prompt": "", "answer": "b"}], "line 1.*empty"),
+        ([b'{"prompt": "\\ud800", "answer": "b"}'], "line 1.*surrogate"),
+        ([b"\xff\xfe"], "line 1"),
+        ([{"prompt": "a", "answer": "b"}, {"prompt": "a", "answer": "c"}], "at least 2"),
     ],
 )
 def test_bad_jsonl_names_file_and_line(tmp_path, rows, message):
@@ -115,7 +215,7 @@ def test_bad_jsonl_names_file_and_line(tmp_path, rows, message):
 @pytest.mark.timeout(120)
 def test_math_verify_compares_mathematics_and_survives_what_hangs_it(tmp_path):
     # T13: a verifier that hangs is killed, and its error is not a zero reward.
-    path = lines(tmp_path, *({"prompt": "half?", "answer": "$\\frac{1}{2}$"} for _ in range(2)))
+    path = lines(tmp_path, *({"prompt": f"half{mark}", "answer": "$\\frac{1}{2}$"} for mark in "?!"))
     task = build_task(TaskConfig(name=f"jsonl:{path}", match="math_verify", verify_timeout_s=20))
     assert task.score(task.prompt(0), "it is $0.5$")[0].value == 1.0
     assert task.score(task.prompt(0), "it is $0.4$")[0].value == 0.0
@@ -128,3 +228,56 @@ def test_math_verify_compares_mathematics_and_survives_what_hangs_it(tmp_path):
         verifier.verify(answer="", completion="$2$")
     verifier.close()
     task._verifier.close()
+
+
+@pytest.fixture
+def verifier():
+    verifier = MathVerifier(timeout_s=20.0)
+    yield verifier
+    verifier.close()
+
+
+HANGS = "$9^{9^{9^{9^9}}}$ is $\\boxed{9^{9^{9^{9^9}}}}$"
+
+
+@pytest.mark.timeout(120)
+def test_math_worker_ends_by_itself_when_nobody_is_left_to_kill_it():
+    process = subprocess.Popen([sys.executable, "-c", _WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        process.stdout.readline()
+        process.stdin.write(json.dumps({"answer": "$2$", "completion": HANGS, "limit_s": 1.0}).encode() + b"\n")
+        process.stdin.flush()
+
+        # Killed by its own alarm inside one step of C; our end of the pipes stays open and says nothing.
+        assert process.wait(timeout=30) == -signal.SIGALRM
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.timeout(120)
+def test_math_worker_is_replaced_after_a_crash_and_its_memory_is_bounded(verifier):
+    assert verifier.verify(answer="$2$", completion="$2$") is True
+    first = verifier._process.pid
+    assert resource.prlimit(first, resource.RLIMIT_AS) == (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES)
+    os.kill(first, signal.SIGKILL)
+    verifier._process.wait()
+
+    assert verifier.verify(answer="$2$", completion="$3$") is False
+    assert verifier._process.pid != first
+
+
+@pytest.mark.timeout(120)
+def test_math_verify_works_in_a_process_with_many_descriptors(verifier):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip("this machine allows fewer than 2048 descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    # select() knows descriptors below 1024 only; the worker's pipes come after these.
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert verifier.verify(answer="$2$", completion="$2$") is True
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

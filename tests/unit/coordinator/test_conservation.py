@@ -1,0 +1,323 @@
+"""The coordinator against a model of plain dicts: any order of calls, restarts and jumps of time; nothing is lost."""
+
+import asyncio
+import dataclasses
+import math
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from services.common.errors import GroupNotAvailable, LeaseHeld, ParentNotHead, StaleEpoch
+from services.common.types import DropReason, GroupId, PushStatus, SiteId
+from services.coordinator import ledger
+from services.coordinator.config import CoordinatorConfig
+from services.coordinator.core import Coordinator
+from tests.support.clock import ManualClock
+from tests.support.run import CONTRACT, INCARNATION, Run
+
+SITES = ("eu-1", "us-1")
+PER_VERSION, BOUND, LIMIT = 2, 3, 9
+MAX_AGE_S, WORK_LEASE_S, LEARNER_LEASE_S = 500.0, 60.0, 10.0
+REOPENED_ELSEWHERE = {DropReason.STALE_AT_LEASE, DropReason.STALE_AT_COMMIT, DropReason.LINEAGE_ABANDONED}
+
+
+@dataclasses.dataclass
+class Work:
+    """An assignment in the model; `deadline` is None when it is open, inf until the first request after a restart."""
+
+    prompt_index: int
+    seed: int
+    site: str = ""
+    deadline: float | None = None
+    holders: set = dataclasses.field(default_factory=set)
+    is_answered: bool = False
+
+
+class Model(RuleBasedStateMachine):
+    """Each rule calls the coordinator and predicts its answer from dicts."""
+
+    def __init__(self):
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.directory = Path(tempfile.mkdtemp(prefix="conservation-"))
+        self.clock = ManualClock()
+        self.core = None
+        self.groups = {}  # GroupId -> [state, reason, oldest version, arrival, assignment]
+        self.pushed = {}  # GroupId -> Group
+        self.work = {}
+        self.published = {}
+        self.abandoned = set()
+        self.sequences = dict.fromkeys(SITES, 0)
+        self.lease_ends = 0.0
+
+    def wait(self, awaitable):
+        return self.loop.run_until_complete(asyncio.wait_for(awaitable, 20))
+
+    @initialize()
+    def begin(self):
+        self.open()
+        self.run = Run(self.core, self.directory)
+        self.wait(self.run.begin())
+        self.lease_ends = self.clock.monotonic() + LEARNER_LEASE_S
+        self.publish_now()
+        for site in SITES:
+            self.wait(self.run.register(site))
+
+    def open(self):
+        config = CoordinatorConfig(
+            data_dir=self.directory / "data",
+            groups_per_version=PER_VERSION,
+            max_staleness_versions=BOUND,
+            max_policy_age_s=MAX_AGE_S,
+            max_outstanding_groups=LIMIT,
+            work_lease_s=WORK_LEASE_S,
+            learner_lease_s=LEARNER_LEASE_S,
+        )
+        self.core = self.wait(Coordinator.open(config, self.clock))
+
+    def teardown(self):
+        if self.core is not None:
+            self.wait(self.core.close())
+        self.loop.close()
+        shutil.rmtree(self.directory)
+
+    # the model
+
+    def of(self, *states):
+        chosen = [(entry[2], entry[3], group_id) for group_id, entry in self.groups.items() if entry[0] in states]
+        return [group_id for _, _, group_id in sorted(chosen)]
+
+    def drop(self, group_id, reason):
+        entry = self.groups[group_id]
+        entry[:2] = "dropped", reason
+        if reason in REOPENED_ELSEWHERE:
+            work = self.work[entry[4]]
+            work.is_answered, work.holders, work.deadline, work.site = False, set(), None, ""
+
+    def drop_stale(self):
+        now = self.clock.wall()
+        for group_id in self.of("pending"):
+            version = self.groups[group_id][2]
+            if self.run.head - version > BOUND or now - self.published[version] > MAX_AGE_S:
+                self.drop(group_id, DropReason.STALE_AT_LEASE)
+
+    def expected_reason(self, site, assignment, version):
+        work = self.work[assignment]
+        if version in self.abandoned:
+            return DropReason.UNKNOWN_VERSION
+        if work.is_answered:
+            return DropReason.SURPLUS
+        if site not in work.holders:
+            return DropReason.INVALID
+        is_old = self.clock.wall() - self.published[version] > MAX_AGE_S
+        return DropReason.STALE_AT_INGEST if self.run.head - version > BOUND or is_old else None
+
+    def publish_now(self, **changes):
+        version = self.wait(self.run.publish(**changes))
+        self.published[version] = self.clock.wall()
+
+    # the rules
+
+    @rule(site=st.sampled_from(SITES), wanted=st.integers(1, 5), lag=st.integers(0, 5))
+    def lease_work(self, site, wanted, lag):
+        now, head = self.clock.monotonic(), self.run.head
+        version = max(0, head - lag)
+        grant = self.wait(
+            self.core.lease_work(site=SiteId(site), incarnation=INCARNATION, max_groups=wanted, policy_version=version)
+        )
+        if version in self.abandoned:
+            assert grant.assignments == ()
+            return
+        for work in self.work.values():
+            if work.deadline == math.inf:
+                work.deadline = now + WORK_LEASE_S
+            elif work.deadline is not None and work.deadline <= now:
+                work.deadline = None
+        outstanding = len(self.of("pending", "leased")) + sum(w.deadline is not None for w in self.work.values())
+        granted = 0
+        while (
+            granted < wanted
+            and outstanding + granted < LIMIT
+            and head + (outstanding + granted) // PER_VERSION - version <= BOUND
+        ):
+            granted += 1
+        unanswered = sorted(a for a, work in self.work.items() if not work.is_answered and work.deadline is None)
+        expected = (unanswered + list(range(len(self.work), len(self.work) + granted)))[:granted]
+        assert [entry.id for entry in grant.assignments] == expected, grant.reason
+        assert grant.reason
+        assert grant.assignments or grant.retry_after_s > 0
+        for entry in grant.assignments:
+            work = self.work.setdefault(entry.id, Work(prompt_index=entry.prompt_index, seed=entry.seed))
+            # The same prompt with the same seed, however often it is handed out.
+            assert (work.prompt_index, work.seed) == (entry.prompt_index, entry.seed)
+            work.site, work.deadline = site, now + WORK_LEASE_S
+            work.holders.add(site)
+
+    @precondition(lambda self: self.work)
+    @rule(site=st.sampled_from(SITES), chosen=st.integers(0, 10**6), lag=st.integers(0, 5), skip=st.booleans())
+    def push(self, site, chosen, lag, skip):
+        # Mostly recent assignments; a skipped sequence leaves a gap below the watermark's successor.
+        assignment = len(self.work) - 1 - chosen % min(len(self.work), 6)
+        version = max(0, self.run.head - lag)
+        self.sequences[site] += 2 if skip else 1
+        group_id = GroupId(site=SiteId(site), incarnation=INCARNATION, sequence=self.sequences[site])
+        work = self.work[assignment]
+        # `Run.group` reads only these two fields of an assignment.
+        given = dataclasses.make_dataclass("Given", ["id", "prompt_index"])(assignment, work.prompt_index)
+        group = self.run.group(given, version=version, id=group_id)
+        reason = self.expected_reason(site, assignment, version)
+        (outcome,) = self.wait(self.core.push_groups([group]))
+        assert (outcome.status, outcome.reason) == (
+            PushStatus.DROPPED if reason else PushStatus.ACCEPTED,
+            reason,
+        ), outcome.message
+        self.pushed[group_id] = group
+        self.groups[group_id] = ["dropped" if reason else "pending", reason, version, len(self.groups), assignment]
+        if reason is None:
+            work.is_answered, work.deadline = True, None
+        elif reason is not DropReason.SURPLUS and work.site == site:
+            work.deadline = None
+
+    @precondition(lambda self: self.pushed)
+    @rule(chosen=st.integers(0, 10**6), is_forged=st.booleans())
+    def push_again(self, chosen, is_forged):
+        group = list(self.pushed.values())[chosen % len(self.pushed)]
+        sent = dataclasses.replace(group, generation_s=group.generation_s + 1) if is_forged else group
+        (outcome,) = self.wait(self.core.push_groups([sent]))
+        expected = (PushStatus.DROPPED, DropReason.CONFLICT) if is_forged else (PushStatus.DUPLICATE, None)
+        assert (outcome.status, outcome.reason) == expected
+
+    @rule(count=st.integers(1, 4), forget=st.integers(0, 2))
+    def stream(self, count, forget):
+        held = self.of("leased")[forget:]
+        for group_id in self.of("leased")[:forget]:
+            self.groups[group_id][0] = "pending"
+        self.drop_stale()
+        expected = self.of("pending")[:count]
+
+        async def credits():
+            yield count
+
+        async def take():
+            return [q async for q in self.core.stream_groups(epoch=self.run.epoch, held=held, credits=credits())]
+
+        received = self.wait(take())
+        assert [queued.group.id for queued in received] == expected
+        for queued in received:
+            self.groups[queued.group.id][0] = "leased"
+            sent = self.pushed[queued.group.id]
+            assert queued.group.rollouts[0].token_ids.tolist() == sent.rollouts[0].token_ids.tolist()
+            assert queued.policy_age_s == self.clock.wall() - self.published[queued.group.oldest_version]
+
+    @rule(count=st.integers(0, 3))
+    def publish(self, count):
+        ids = self.of("leased", "pending")[:count]
+        stale = [group_id for group_id in ids if self.run.head - self.groups[group_id][2] > BOUND]
+        arena = self.run.arena
+        if stale:
+            with pytest.raises(GroupNotAvailable):
+                self.publish_now(consumed=ids, step_id="refused")
+            self.run.arena = arena
+            for group_id in stale:
+                self.drop(group_id, DropReason.STALE_AT_COMMIT)
+            return
+        self.publish_now(consumed=ids)
+        for group_id in ids:
+            self.groups[group_id][:2] = "consumed", self.run.head
+
+    @precondition(lambda self: self.run.head >= 1)
+    @rule(back=st.integers(1, 3))
+    def roll_back(self, back):
+        alive = [version for version in range(self.run.head) if version not in self.abandoned]
+        lineage = alive[-min(back, len(alive))]
+        lost = set(range(lineage + 1, self.run.head + 1)) - self.abandoned
+        self.publish_now(lineage_version=lineage, snapshot=True)
+        self.abandoned |= lost
+        for group_id in self.of("consumed"):
+            if self.groups[group_id][1] in lost:
+                self.drop(group_id, DropReason.LINEAGE_ABANDONED)
+
+    @rule(is_other=st.booleans())
+    def take_over(self, is_other):
+        holder = "other" if is_other else "learner"
+        is_held = self.current_holder() != holder and self.clock.monotonic() < self.lease_ends
+        request = self.wait(self.run.prepare(step_id="zombie"))
+        call = self.core.acquire_lease(holder=holder, contract=CONTRACT, request_id=f"r{self.run.epoch + 1}")
+        if is_held:
+            with pytest.raises(LeaseHeld):
+                self.wait(call)
+            return
+        old = self.run.epoch
+        self.run.epoch = self.wait(call).epoch
+        assert self.run.epoch == old + 1
+        self.lease_ends = self.clock.monotonic() + LEARNER_LEASE_S
+        for group_id in self.of("leased"):
+            self.groups[group_id][0] = "pending"
+        with pytest.raises(StaleEpoch):
+            self.wait(self.core.publish_version(request))
+
+    def current_holder(self):
+        return self.wait(self.core.get_status()).learner
+
+    @precondition(lambda self: self.of("leased"))
+    @rule()
+    def learner_abandons(self):
+        group_id = self.of("leased")[0]
+        self.wait(self.core.abandon_groups(epoch=self.run.epoch, ids=[group_id], reason="test"))
+        self.drop(group_id, DropReason.LEARNER_ABANDONED)
+
+    @rule(site=st.sampled_from(SITES), chosen=st.integers(0, 10**6))
+    def site_abandons(self, site, chosen):
+        assignment = chosen % (len(self.work) + 1)
+        self.wait(self.core.abandon_work(site=SiteId(site), incarnation=INCARNATION, assignments=[assignment]))
+        work = self.work.get(assignment)
+        if work is not None and work.site == site:
+            work.deadline = None
+
+    @rule()
+    def lost_race_for_the_head(self):
+        request = self.wait(self.run.prepare(step_id="late"))
+        with pytest.raises(ParentNotHead):
+            self.wait(self.core.publish_version(dataclasses.replace(request, parent_version=self.run.head - 1)))
+
+    @rule(seconds=st.sampled_from([1.0, 11.0, 59.0, 200.0]))
+    def time_passes(self, seconds):
+        self.clock.advance(seconds)
+
+    @rule()
+    def restart(self):
+        now = self.clock.monotonic()
+        self.wait(self.core.close())
+        self.open()
+        self.run.api = self.core
+        self.lease_ends = now + LEARNER_LEASE_S
+        for work in self.work.values():
+            work.deadline = work.deadline and math.inf
+
+    @invariant()
+    def every_group_has_one_account(self):
+        if self.core is None:
+            return
+        counts = self.wait(self.core.database.run(ledger.counts))
+        assert counts == self.wait(self.core.database.run(ledger.recount))
+        assert counts.is_balanced
+        states = [entry[0] for entry in self.groups.values()]
+        assert (counts.acked, counts.pending, counts.leased, counts.consumed) == (
+            len(states),
+            states.count("pending"),
+            states.count("leased"),
+            states.count("consumed"),
+        )
+        dropped = [entry[1] for entry in self.groups.values() if entry[0] == "dropped"]
+        assert counts.dropped == {reason: dropped.count(reason) for reason in set(dropped)}
+
+
+Model.TestCase.settings = settings(
+    max_examples=20, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestConservation = pytest.mark.timeout(300)(Model.TestCase)

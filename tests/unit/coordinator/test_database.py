@@ -1,0 +1,162 @@
+"""The store's thread: what shares a commit, what fails alone, what ends the process."""
+
+import asyncio
+import sqlite3
+import threading
+from pathlib import Path
+
+import pytest
+
+from services.common.errors import CorruptStore, Draining, InvalidRequest
+from services.coordinator.database import Database, get_meta, set_meta
+
+
+@pytest.fixture
+async def database(tmp_path):
+    database = await Database.open(tmp_path / "new" / "store.sqlite")
+    yield database
+    await database.close()
+
+
+async def test_store_is_in_its_durable_mode(database):
+    def modes(connection):
+        return [connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("journal_mode", "synchronous")]
+
+    # 2 is FULL: NORMAL loses acknowledged commits at a power cut.
+    assert await database.run(modes) == ["wal", 2]
+
+
+async def test_operations_that_wait_together_share_one_commit(database):
+    statements = []
+    await database.run(lambda connection: connection.set_trace_callback(statements.append))
+
+    await asyncio.gather(*(database.run(lambda c, n=n: set_meta(c, f"key {n}", "1")) for n in range(100)))
+
+    # The first may commit alone while the others gather.
+    assert 1 <= statements.count("COMMIT") <= 3
+    assert await database.run(lambda c: c.execute("SELECT count(*) FROM meta").fetchone()[0]) == 100
+
+
+@pytest.mark.parametrize(
+    ("mistake", "error"),
+    [
+        (lambda c: c.execute("SELECT ?", ()), sqlite3.ProgrammingError),
+        (lambda c: [c.execute("INSERT INTO meta VALUES ('twice', 1)") for _ in range(2)], sqlite3.IntegrityError),
+        (lambda c: c.execute("SELECT ?", (2**70,)), OverflowError),
+        (lambda c: c.execute("SELECT ?", (object(),)), sqlite3.ProgrammingError),
+    ],
+    ids=["bindings", "constraint", "overflow", "type"],
+)
+async def test_mistake_of_one_operation_undoes_it_and_the_store_lives_on(database, mistake, error):
+    results = await asyncio.gather(
+        database.run(lambda c: set_meta(c, "before", "1")),
+        database.run(mistake),
+        database.run(lambda c: set_meta(c, "after", "1")),
+        return_exceptions=True,
+    )
+
+    assert isinstance(results[1], error)
+    assert await database.run(lambda c: [get_meta(c, key) for key in ("before", "twice", "after")]) == ["1", None, "1"]
+    assert not database.on_fatal.done()
+
+
+async def test_nothing_commits_after_the_store_failed_not_even_what_was_queued(database, tmp_path):
+    all_are_queued = threading.Event()
+
+    def broken(connection):
+        all_are_queued.wait(10)
+        connection.execute("SELECT * FROM no_such_table")
+
+    failing = database.submit(broken)
+    queued = [database.submit(lambda c, n=n: set_meta(c, f"late {n}", "1")) for n in range(300)]
+    all_are_queued.set()
+    results = await asyncio.gather(failing, *queued, return_exceptions=True)
+
+    assert all(isinstance(result, CorruptStore) for result in results)
+    assert database.on_fatal.done()
+    with pytest.raises(CorruptStore, match="restarted"):
+        await database.run(lambda c: None)
+    await database.close()
+    again = await Database.open(tmp_path / "new" / "store.sqlite")
+    assert await again.run(lambda c: c.execute("SELECT count(*) FROM meta").fetchone()[0]) == 0
+    await again.close()
+
+
+async def test_failed_rollback_is_fatal_and_answers_everybody(database):
+    def close_behind(connection):
+        # A store that SQLite has given up on: even its rollback fails.
+        connection.close()
+        raise sqlite3.OperationalError("disk I/O error")
+
+    with pytest.raises(CorruptStore):
+        await asyncio.wait_for(database.run(close_behind), 5)
+    assert database.on_fatal.done()
+
+
+async def test_operation_runs_although_its_caller_went_away(database):
+    task = asyncio.create_task(database.run(lambda c: set_meta(c, "key", "kept")))
+    await asyncio.sleep(0)
+    task.cancel()
+
+    assert await database.run(lambda c: get_meta(c, "key")) == "kept"
+
+
+async def test_closed_store_finishes_what_is_queued_and_refuses_the_rest(database):
+    queued = [database.submit(lambda c: 7) for _ in range(600)]
+    closing = asyncio.create_task(database.close())
+    await asyncio.sleep(0)
+
+    with pytest.raises(Draining):
+        await database.run(lambda c: None)
+    await closing
+    assert await asyncio.gather(*queued) == [7] * 600
+    await database.close()
+
+
+async def test_typed_error_reaches_only_its_caller(database):
+    def refused(connection):
+        set_meta(connection, "key", "1")
+        raise InvalidRequest("no")
+
+    with pytest.raises(InvalidRequest):
+        await database.run(refused)
+    assert await database.run(lambda c: get_meta(c, "key")) is None
+
+
+async def test_store_that_cannot_be_opened_says_where(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CorruptStore, match="cannot be opened"):
+        await Database.open(tmp_path / "file" / "store.sqlite")
+    (tmp_path / "store.sqlite").mkdir()
+    with pytest.raises(CorruptStore, match="cannot be opened"):
+        await Database.open(tmp_path / "store.sqlite")
+    (tmp_path / "other.sqlite-wal").mkdir()
+    with pytest.raises(CorruptStore):
+        await Database.open(tmp_path / "other.sqlite")
+
+
+async def test_store_that_cannot_be_durable_is_refused():
+    with pytest.raises(CorruptStore, match="durable mode"):
+        await Database.open(Path(":memory:"))
+
+
+async def test_damage_of_any_page_is_found_at_the_start_or_harmless(tmp_path):
+    path = tmp_path / "store.sqlite"
+    database = await Database.open(path)
+    for number in range(300):
+        await database.run(lambda c, number=number: set_meta(c, f"key {number}", "value" * 20))
+    await database.close()
+    good = path.read_bytes()
+    found = 0
+    for page in range(len(good) // 4096):
+        # The header of the page: its kind, and where its cells begin.
+        path.write_bytes(good[: page * 4096] + b"\xa5" * 16 + good[page * 4096 + 16 :])
+        try:
+            damaged = await Database.open(path)
+        except CorruptStore:
+            found += 1
+            continue
+        # The damage was in a page that nothing uses.
+        assert await damaged.run(lambda c: c.execute("SELECT count(*) FROM meta").fetchone()[0]) == 300
+        await damaged.close()
+    assert found >= len(good) // 4096 - 1

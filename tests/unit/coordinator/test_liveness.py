@@ -1,0 +1,271 @@
+"""Nothing waits for what cannot come: callers that go away, leases that end, bounds that are reached."""
+
+import asyncio
+import dataclasses
+import time
+
+import pytest
+
+from services.common.api import Command, Heartbeat, PlanKind
+from services.common.errors import GroupNotAvailable, InvalidRequest, LeaseHeld, RunFinished, UnknownVersion
+from services.common.types import Digest, DropReason, GroupId, PayloadKind, PayloadRef, PushStatus
+from services.common.wire import bytes_digest, manifest_from_bytes, manifest_to_bytes
+from services.coordinator import ledger
+from services.coordinator.config import CoordinatorConfig
+from services.coordinator.core import Coordinator
+from services.coordinator.rollouts import LEASE_BATCH
+from tests.support.clock import ManualClock
+from tests.support.run import CONTRACT, INCARNATION, SITE, Run, credits_of
+
+
+@pytest.fixture
+def clock():
+    return ManualClock()
+
+
+@pytest.fixture
+async def begin(tmp_path, clock):
+    """Open a coordinator with changed settings and bring it to its first version."""
+    opened = []
+
+    async def start(*, publish=True, **changes):
+        values = {"data_dir": tmp_path / "data", "groups_per_version": 2, "max_staleness_versions": 3, **changes}
+        core = await Coordinator.open(CoordinatorConfig(**values), clock)
+        opened.append(core)
+        run = Run(core, tmp_path)
+        await run.begin()
+        if publish:
+            await run.publish()
+            await run.register()
+        return core, run
+
+    yield start
+    for core in opened:
+        await core.close()
+
+
+async def _open_credits(amount):
+    yield amount
+    await asyncio.Event().wait()
+
+
+async def _settle(core):
+    """Let the tasks under way run until they wait: each answer of the store lets them make one step."""
+    for _ in range(5):
+        await core.get_status()
+
+
+async def _cancel_while_it_runs(awaitable):
+    task = asyncio.ensure_future(awaitable)
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_work_of_a_caller_that_went_away_expires_like_any_other(begin, clock):
+    core, run = await begin()
+    await _cancel_while_it_runs(run.lease(8))
+    await core.get_status()
+    assert await run.lease(1) == ()
+
+    clock.advance(121)
+    assert [work.id for work in await run.lease(8)] == list(range(8))
+
+
+async def test_groups_of_a_caller_that_went_away_wake_the_learner(begin):
+    core, run = await begin()
+    (work,) = await run.lease(1)
+    stream = core.stream_groups(epoch=run.epoch, held=(), credits=_open_credits(1))
+    waiting = asyncio.create_task(anext(stream))
+    await _settle(core)
+    await _cancel_while_it_runs(core.push_groups([run.group(work)]))
+
+    queued = await asyncio.wait_for(waiting, 5)
+    assert queued.group.assignment == work.id
+    await stream.aclose()
+
+
+async def test_version_of_a_caller_that_went_away_wakes_the_watchers(begin):
+    core, run = await begin()
+    watch = core.watch_head(after_version=0)
+    waiting = asyncio.create_task(anext(watch))
+    request = await run.prepare()
+    await _settle(core)
+    await _cancel_while_it_runs(core.publish_version(request))
+
+    assert (await asyncio.wait_for(waiting, 5)).version == 1
+
+
+async def test_second_learner_in_the_same_commit_is_refused(begin, clock):
+    core, _ = await begin(publish=False)
+    clock.advance(100)
+    results = await asyncio.gather(
+        *(core.acquire_lease(holder=name, contract=CONTRACT, request_id=name) for name in "ab"), return_exceptions=True
+    )
+    assert results[0].epoch == 2
+    assert isinstance(results[1], LeaseHeld)
+
+
+async def test_renewal_counts_from_its_request(begin, clock):
+    core, run = await begin(publish=False)
+    clock.advance(9)
+    await core.renew_lease(epoch=run.epoch)
+    clock.advance(9)
+    with pytest.raises(LeaseHeld):
+        await core.acquire_lease(holder="other", contract=CONTRACT, request_id="r2")
+
+
+async def test_broken_credits_end_the_stream_with_their_error(begin):
+    core, run = await begin()
+
+    async def broken():
+        yield 1
+        raise ConnectionError("the learner is gone")
+
+    with pytest.raises(ConnectionError):
+        await asyncio.wait_for(anext(core.stream_groups(epoch=run.epoch, held=(), credits=broken())), 5)
+
+
+async def test_many_credits_are_served_in_small_batches(begin):
+    core, run = await begin(max_outstanding_groups=100, groups_per_version=100)
+    ids = await run.push(2 * LEASE_BATCH + 3)
+    stream = core.stream_groups(epoch=run.epoch, held=(), credits=credits_of(10**6))
+    first = await anext(stream)
+    counts = await core.database.run(ledger.counts)
+    assert counts.leased == LEASE_BATCH
+    assert [first.group.id, *[queued.group.id async for queued in stream]] == ids
+
+
+async def test_sites_at_the_staleness_bound_go_on_after_a_pull(begin):
+    # Every group of the bound is queued, all sites wait: the learner's next version and a pull set them free.
+    core, run = await begin(max_outstanding_groups=100, max_staleness_versions=1)
+    ids = await run.push(4)
+    grant = await core.lease_work(site=SITE, incarnation=INCARNATION, max_groups=1, policy_version=0)
+    assert grant.assignments == ()
+    assert "staleness bound" in grant.reason
+
+    await run.publish(consumed=ids[:2])
+    # Still version 0: two versions' worth from it are consumed or queued.
+    assert await run.lease(1, version=0) == ()
+    assert len(await run.lease(9, version=1)) == 2
+
+
+async def test_abandoned_policy_gets_no_work_and_is_told_what_to_pull(begin):
+    core, run = await begin()
+    await run.publish()
+    await run.publish(lineage_version=0, snapshot=True)
+    grant = await core.lease_work(site=SITE, incarnation=INCARNATION, max_groups=1, policy_version=1)
+    assert grant.assignments == ()
+    assert "pull version 2" in grant.reason
+    assert len(await run.lease(1, version=0)) == 1
+    plan = await core.plan_pull(have_version=-1, have_root="", want_version=-1)
+    assert (plan.kind, plan.target_version) == (PlanKind.SNAPSHOT, 2)
+
+
+async def test_run_ends_at_its_last_version(begin):
+    core, run = await begin(max_versions=1)
+    beat = Heartbeat(
+        site=SITE, incarnation=INCARNATION, policy_version=0, state_root="", tokens_per_s=0, outbox_groups=0
+    )
+    (work,) = await run.lease(1)
+    assert await core.heartbeat(beat) == ()
+    request = await run.prepare()
+    run.head = await core.publish_version(request)
+
+    assert await core.heartbeat(beat) == (Command.STOP,)
+    with pytest.raises(RunFinished):
+        await run.lease(1)
+    assert await core.publish_version(request) == 1, "the same step again has the same answer"
+    with pytest.raises(RunFinished):
+        await core.publish_version(await run.prepare())
+    (outcome,) = await core.push_groups([run.group(work, version=0)])
+    assert outcome.status is PushStatus.ACCEPTED, "what was asked for is taken"
+
+
+def _payload(kind, start, end, digest="0" * 64):
+    return PayloadRef(kind=kind, from_version=start, to_version=end, digest=Digest(digest), num_bytes=4)
+
+
+@pytest.mark.parametrize(
+    ("payloads", "message"),
+    [
+        ((), "at least one"),
+        ("twice", "one of each kind"),
+        ((_payload(PayloadKind.DELTA, 0, 1, "../../../../../../../../../etc/passwd"),), "hex"),
+        ("from nothing", "does not lead"),
+    ],
+)
+async def test_publication_whose_payloads_lead_nowhere_is_refused_and_the_store_lives_on(begin, payloads, message):
+    core, run = await begin()
+    changes = {"lineage_version": -1} if payloads == "from nothing" else {}
+    request = await run.prepare(**changes)
+    manifest = manifest_from_bytes(request.manifest)
+    if payloads == "twice":
+        payloads = manifest.payloads * 2
+    elif payloads == "from nothing":
+        # A snapshot, and a delta of the same bytes that begins at no version.
+        (snapshot,) = manifest.payloads
+        payloads = (snapshot, dataclasses.replace(snapshot, kind=PayloadKind.DELTA))
+    manifest = dataclasses.replace(manifest, payloads=payloads)
+    with pytest.raises(InvalidRequest, match=message):
+        await core.publish_version(dataclasses.replace(request, manifest=manifest_to_bytes(manifest)))
+    assert not core.on_fatal.done()
+    assert (await core.get_status()).head_version == 0
+
+
+async def test_publication_needs_a_step_id(begin):
+    core, run = await begin()
+    with pytest.raises(InvalidRequest, match="step_id"):
+        await core.publish_version(dataclasses.replace(await run.prepare(), step_id=""))
+
+
+async def test_store_with_a_hundred_thousand_groups_opens_in_a_second(begin, tmp_path, clock):
+    core, run = await begin()
+    await run.push(1)
+
+    def multiply(connection):
+        connection.execute(
+            "WITH RECURSIVE n(i) AS (SELECT 2 UNION ALL SELECT i + 1 FROM n WHERE i < 100000)"
+            " INSERT INTO groups (site, incarnation, sequence, digest, state, assignment, oldest_version, num_bytes,"
+            " arrived, version) SELECT site, incarnation, i, digest, 'consumed', i, 0, num_bytes, arrived, 0"
+            " FROM groups, n WHERE sequence = 1"
+        )
+
+    await core.database.run(multiply)
+    await core.close()
+    started = time.perf_counter()
+    again = await Coordinator.open(core.config, clock)
+    elapsed = time.perf_counter() - started
+    await again.close()
+    assert elapsed < 1.0
+
+
+async def test_publication_may_name_only_groups_and_versions_of_the_run(begin):
+    core, run = await begin()
+    unknown = GroupId(site=SITE, incarnation=INCARNATION, sequence=99)
+    request = await run.prepare(consumed=[unknown])
+    with pytest.raises(GroupNotAvailable, match="1 groups are not available"):
+        await core.publish_version(request)
+    (known,) = await run.push(1)
+    run.head = await core.publish_version(await run.prepare(consumed=[known], step_id="first"))
+    with pytest.raises(GroupNotAvailable):
+        await core.publish_version(await run.prepare(consumed=[known], step_id="again"))
+    await core.abandon_groups(epoch=run.epoch, ids=[known, unknown], reason="neither is leased")
+    await run.publish(lineage_version=0, snapshot=True)
+    with pytest.raises(UnknownVersion):
+        await run.publish(lineage_version=1, snapshot=True)
+
+    counts = await core.database.run(ledger.counts)
+    assert counts == await core.database.run(ledger.recount)
+    assert counts.dropped == {DropReason.LINEAGE_ABANDONED: 1}
+
+
+async def test_group_whose_bytes_are_no_group_is_not_trained_on(begin):
+    core, run = await begin()
+    await run.push(2)
+    digest = bytes_digest(b"\xff")
+    sql = "UPDATE groups SET payload = x'ff', digest = ? WHERE sequence = 1"
+    await core.database.run(lambda c: c.execute(sql, (digest,)).rowcount)
+    stream = core.stream_groups(epoch=run.epoch, held=(), credits=credits_of(5))
+    assert [queued.group.id.sequence async for queued in stream] == [2]

@@ -39,13 +39,15 @@ class Coordinator(Policies, Rollouts):
     """Implements services.common.api.CoordinatorApi."""
 
     @classmethod
-    async def open(cls, config: CoordinatorConfig, clock: Clock) -> Coordinator:
+    async def open(cls, config: CoordinatorConfig, clock: Clock, *, store: type[Database] = Database) -> Coordinator:
         """Open the data directory; every lease found there gets a fresh term.
+
+        `store` is how operations run on the database: on a thread of their own, or inline under a virtual clock.
 
         Raises:
             CorruptStore: the store fails its check or belongs to another run.
         """
-        database = await Database.open(config.data_dir / "coordinator.sqlite")
+        database = await store.open(config.data_dir / "coordinator.sqlite")
         now = clock.monotonic()
         try:
             await database.run(lambda connection: _start(connection, config))

@@ -16,7 +16,7 @@ import sqlite3
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from services.common.errors import CorruptStore, DiskFull, Draining, StoreFull
 from services.coordinator.directory import make_directory
@@ -73,10 +73,13 @@ class Database:
         self._is_failed = False
         self._is_closed = False
         self._thread = threading.Thread(target=self._work, name="database", daemon=True)
+        self._start()
+
+    def _start(self) -> None:
         self._thread.start()
 
     @classmethod
-    async def open(cls, path: Path) -> Database:
+    async def open(cls, path: Path) -> Self:
         """Open or create the store and check it.
 
         Raises:

@@ -11,7 +11,7 @@ from services.common.config import Config
 from services.common.contract import SamplingConfig
 from services.common.tasks.registry import TaskConfig
 from services.common.weights.arena import Dtype
-from services.sampler.delay import DelayConfig, NoDelay
+from services.sampler.delay_models import DelayConfig, NoDelay
 
 
 class HfEngineConfig(Config):
@@ -58,7 +58,7 @@ class SamplerConfig(Config):
     seed: int = Field(default=0, ge=0)
     """Seed of this sampler's delays."""
     delay: DelayConfig = NoDelay()
-    """Delay added to the link's own; `kind` is none, fixed or lognormal."""
+    """Delay added to the link's own; `kind` is none, fixed, uniform, lognormal, weibull or exponential."""
     heartbeat_s: float = Field(default=2.0, gt=0)
     """Seconds between two heartbeats."""
     outbox_bytes: int = Field(default=1 << 30, ge=1 << 16)

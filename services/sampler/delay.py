@@ -11,88 +11,19 @@ weights are held: a group held for versions that only groups can produce would w
 
 from __future__ import annotations
 
-import hashlib
 import math
-from statistics import NormalDist
-from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from services.sampler.delay_models import DelayConfig, NoDelay, SomeDelay, draw, upper_end
 
-from services.common.config import Config
-
-_Z = NormalDist().inv_cdf(0.9975)
-"""A two-sided 99.5 % interval reaches so many standard deviations."""
 MIN_INTERVAL_S = 0.01
 """Shortest refresh interval, real seconds: an interval of nothing would expire without end."""
-
-
-class _Delay(Config):
-    semantics: Literal["transit", "refresh_interval"] = "transit"
-    """`transit`: versions and groups arrive late; `refresh_interval`: the newest version is taken every so often."""
-    unit: Literal["seconds", "versions"] = "seconds"
-    """What the delay counts."""
-    time_scale: float = Field(default=1.0, gt=0)
-    """Seconds of delay shown as one second; 30 shows 1800 s in a minute."""
-
-
-class NoDelay(Config):
-    """The link's own delay and no other."""
-
-    kind: Literal["none"] = "none"
-
-
-class FixedDelay(_Delay):
-    """Always the same delay."""
-
-    kind: Literal["fixed"] = "fixed"
-    value: float = Field(ge=0)
-    """Delay, in the unit."""
-
-
-class LognormalDelay(_Delay):
-    """exp(N(mu, sigma)), cut to an interval that holds 99.5 % of it; 60 to 1920 s gives mu 5.8272, sigma 0.6173."""
-
-    kind: Literal["lognormal"] = "lognormal"
-    low: float = Field(gt=0)
-    """Lower end of the interval, in the unit."""
-    high: float = Field(gt=0)
-    """Upper end of the interval, in the unit."""
-
-    @model_validator(mode="after")
-    def _ordered(self) -> LognormalDelay:
-        if self.low >= self.high:
-            raise ValueError("low must be below high")
-        return self
-
-    @property
-    def mu(self) -> float:
-        """Mean of the logarithm."""
-        return (math.log(self.low) + math.log(self.high)) / 2
-
-    @property
-    def sigma(self) -> float:
-        """Deviation of the logarithm."""
-        return (math.log(self.high) - math.log(self.low)) / (2 * _Z)
-
-
-DelayConfig = Annotated[NoDelay | FixedDelay | LognormalDelay, Field(discriminator="kind")]
-
-
-def draw(config: FixedDelay | LognormalDelay, *, seed: int, stream: str, index: int) -> float:
-    """The delay number `index` of a stream, in the config's unit; a function of its arguments alone."""
-    if isinstance(config, FixedDelay):
-        return config.value
-    digest = hashlib.blake2b(f"{seed}/{stream}/{index}".encode(), digest_size=8).digest()
-    uniform = (int.from_bytes(digest, "little") + 0.5) / 2**64
-    value = math.exp(config.mu + config.sigma * NormalDist().inv_cdf(uniform))
-    return min(max(value, config.low), config.high)
 
 
 def max_delay_versions(config: DelayConfig) -> int:
     """The largest version lag that the delay itself causes; 0 where it counts seconds."""
     if isinstance(config, NoDelay) or config.unit == "seconds":
         return 0
-    return math.ceil(config.value if isinstance(config, FixedDelay) else config.high)
+    return math.ceil(upper_end(config))
 
 
 def group_delay_s(config: DelayConfig, *, seed: int, sequence: int) -> float:
@@ -134,16 +65,14 @@ class Visibility:
             return self._transit_versions(config, current), None
         return self._transit_seconds(config, now, current)
 
-    def _transit_versions(self, config: FixedDelay | LognormalDelay, current: int) -> int:
+    def _transit_versions(self, config: SomeDelay, current: int) -> int:
         reach = max_delay_versions(config)
         for version in range(self._head, max(current, self._head - reach, 0), -1):
             if self._head - version >= draw(config, seed=self._seed, stream="version", index=version):
                 return version
         return max(current, self._head - reach, 0)
 
-    def _transit_seconds(
-        self, config: FixedDelay | LognormalDelay, now: float, current: int
-    ) -> tuple[int, float | None]:
+    def _transit_seconds(self, config: SomeDelay, now: float, current: int) -> tuple[int, float | None]:
         if current < 0:
             return self._head, None
         arrivals = {
@@ -156,7 +85,7 @@ class Visibility:
         waiting = [at for at in arrivals.values() if at > now]
         return max(arrived, default=current), min(waiting, default=None)
 
-    def _refreshed(self, config: FixedDelay | LognormalDelay, now: float, current: int) -> tuple[int, float | None]:
+    def _refreshed(self, config: SomeDelay, now: float, current: int) -> tuple[int, float | None]:
         if current < 0 or self._last_refresh is None:
             self._last_refresh = (self._head, now)
             return self._head, None
@@ -168,9 +97,7 @@ class Visibility:
             self._last_refresh = (self._head, now)
         return self._last_refresh[0], None
 
-    def _refreshed_seconds(
-        self, config: FixedDelay | LognormalDelay, version: int, at: float, now: float
-    ) -> tuple[int, float | None]:
+    def _refreshed_seconds(self, config: SomeDelay, version: int, at: float, now: float) -> tuple[int, float | None]:
         while (due := at + max(self._interval(config) / config.time_scale, MIN_INTERVAL_S)) <= now:
             # What was the newest when the interval ended, not what is the newest now.
             version = max((other for other, seen in self._seen.items() if seen <= due), default=version)
@@ -180,5 +107,5 @@ class Visibility:
         self._last_refresh = (version, at)
         return version, due if self._head > version else None
 
-    def _interval(self, config: FixedDelay | LognormalDelay) -> float:
+    def _interval(self, config: SomeDelay) -> float:
         return draw(config, seed=self._seed, stream="interval", index=self._refreshes)

@@ -7,17 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from services.sampler.delay import (
-    MIN_INTERVAL_S,
+from services.sampler.delay import MIN_INTERVAL_S, Visibility, group_delay_s, max_delay_versions
+from services.sampler.delay_models import (
     DelayConfig,
+    ExponentialDelay,
     FixedDelay,
     LognormalDelay,
     NoDelay,
-    Visibility,
+    UniformDelay,
+    WeibullDelay,
     draw,
-    group_delay_s,
-    max_delay_versions,
-)  # fmt: skip
+)
 
 LOGNORMAL = LognormalDelay(low=60, high=1920)
 
@@ -179,4 +179,59 @@ def test_groups_are_held_in_transit_by_seconds_only():
 )
 def test_impossible_delays_are_refused(table):
     with pytest.raises(ValidationError):
+        TypeAdapter(DelayConfig).validate_python(table)
+
+
+RANDOM = [
+    UniformDelay(low=60, high=1920),
+    LOGNORMAL,
+    WeibullDelay(low=60, high=1920),
+    ExponentialDelay(low=60, high=1920),
+]
+
+
+def test_weibull_interval_gives_the_references_parameters():
+    assert WeibullDelay(low=60, high=1920).shape == pytest.approx(2.244991927, abs=1e-9)
+    assert WeibullDelay(low=60, high=1920).scale == pytest.approx(864.888494, abs=1e-6)
+
+
+@pytest.mark.parametrize("delay", RANDOM[1:], ids=lambda delay: delay.kind)
+def test_the_interval_holds_all_but_a_quarter_percent_at_either_end(delay):
+    assert delay.quantile(0.0025) == pytest.approx(60, rel=1e-12)
+    assert delay.quantile(0.9975) == pytest.approx(1920, rel=1e-12)
+
+
+@pytest.mark.parametrize("delay", RANDOM[1:], ids=lambda delay: delay.kind)
+def test_parameters_and_interval_say_the_same(delay):
+    by_parameters = type(delay).model_validate({name: getattr(delay, name) for name in delay.parameters})
+
+    assert by_parameters.low == pytest.approx(60, rel=1e-9)
+    assert by_parameters.high == pytest.approx(1920, rel=1e-9)
+    assert type(delay).model_validate(delay.model_dump()) == delay
+
+
+@pytest.mark.parametrize("delay", RANDOM, ids=lambda delay: delay.kind)
+def test_draws_follow_the_distribution(delay):
+    values = sorted(draw(delay, seed=3, stream="version", index=index) for index in range(4000))
+
+    for share in (0.1, 0.5, 0.9):
+        # At an exact quantile the share of 4000 draws below it has a standard error of at most 0.0079.
+        below = sum(value < delay.quantile(share) for value in values) / 4000
+        assert below == pytest.approx(share, abs=5 * 0.0079)
+    assert 60 <= values[0] <= values[-1] <= 1920
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"kind": "weibull", "low": 60}, "give low and high, or shape and scale; found low"),
+        ({"kind": "lognormal", "low": 0, "high": 5}, "low must be above 0"),
+        ({"kind": "lognormal", "low": 60, "high": 1920, "mu": 3.0}, "mu = 3.0 contradicts"),
+        ({"kind": "uniform", "low": 5, "high": 5}, "low must be below high"),
+        ({"kind": "exponential", "start": -1, "scale": 3}, "start"),
+        ({"kind": "normal", "low": 1, "high": 2}, "weibull"),
+    ],
+)
+def test_a_distribution_that_is_none_is_refused_with_its_key(table, message):
+    with pytest.raises(ValidationError, match=message):
         TypeAdapter(DelayConfig).validate_python(table)

@@ -1,0 +1,85 @@
+"""One run of an experiment: which algorithm, delay, task, variant and seed; and its name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from services.common.errors import ConfigError
+from services.lab.config import AlgorithmConfig, ExperimentConfig, LabTaskConfig, RegimeConfig, VariantConfig
+from services.sampler.delay_models import DelayConfig, NoDelay, upper_end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """Everything that a run depends on."""
+
+    algorithm: AlgorithmConfig
+    delay: DelayConfig
+    task: LabTaskConfig
+    variant: str
+    seed: int
+    regime: RegimeConfig
+
+    @property
+    def delay_value(self) -> float:
+        """The largest delay, in its unit."""
+        return upper_end(self.delay)
+
+    @property
+    def delay_unit(self) -> str:
+        """`versions` or `seconds`."""
+        return "versions" if isinstance(self.delay, NoDelay) else self.delay.unit
+
+    @property
+    def run_id(self) -> str:
+        """Name of the run's file."""
+        delay = f"{self.delay.kind}{self.delay_value:g}{self.delay_unit[0]}"
+        if not isinstance(self.delay, NoDelay) and self.delay.semantics == "refresh_interval":
+            delay += "r"
+        variant = f"-{self.variant}" if self.variant else ""
+        return f"{self.task.name}-{self.algorithm.name}-{delay}{variant}-s{self.seed}"
+
+
+def list_cells(experiment: ExperimentConfig) -> list[Cell]:
+    """All runs; seed by seed, so that an unfinished experiment has whole comparisons.
+
+    Raises:
+        ConfigError: a variant sets a key that does not exist, or two runs have one name.
+    """
+    cells = [
+        Cell(
+            algorithm=_varied_algorithm(algorithm, variant),
+            delay=delay,
+            task=task,
+            variant=variant.name,
+            seed=seed,
+            regime=_varied_regime(experiment.regime, variant),
+        )
+        for seed in experiment.seeds
+        for task in experiment.tasks
+        for variant in experiment.variants
+        for delay in experiment.delays
+        for algorithm in experiment.algorithms
+    ]
+    names = [cell.run_id for cell in cells]
+    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if twice:
+        raise ConfigError("algorithms", f"two runs are called {twice[0]}", action="give them different names")
+    return cells
+
+
+def _varied_regime(regime: RegimeConfig, variant: VariantConfig) -> RegimeConfig:
+    changes = {key: value for key, value in variant.set.items() if not key.startswith("loss.")}
+    unknown = sorted(set(changes) - set(RegimeConfig.model_fields))
+    if unknown:
+        raise ConfigError(f"variants.set.{unknown[0]}", "is no key of regime")
+    return RegimeConfig.model_validate({**regime.model_dump(), **changes})
+
+
+def _varied_algorithm(algorithm: AlgorithmConfig, variant: VariantConfig) -> AlgorithmConfig:
+    changes = {key.removeprefix("loss."): value for key, value in variant.set.items() if key.startswith("loss.")}
+    if not changes:
+        return algorithm
+    loss: dict[str, Any] = {**algorithm.loss.model_dump(), **changes}
+    return AlgorithmConfig.model_validate({"name": algorithm.name, "loss": loss})

@@ -1,0 +1,97 @@
+"""An experiment as TOML: what varies (algorithm, delay, task, variant, seed) and what stays the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from services.common.config import Config
+from services.common.tasks.registry import TaskConfig
+from services.learner.loss_config import GepoConfig, LossConfig
+from services.sampler.delay_models import DelayConfig, NoDelay
+
+
+class AlgorithmConfig(Config):
+    """One learning rule under the name that tables and figures show."""
+
+    name: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._+-]+$")
+    """Name in tables and figures."""
+    loss: LossConfig = GepoConfig()
+    """The rule, as in a learner's configuration."""
+
+
+class LabTaskConfig(Config):
+    """A task with the supervised warm start that makes it learnable."""
+
+    name: str = Field(default="add3", pattern=r"^[A-Za-z0-9._+-]+$")
+    """Name in tables and figures."""
+    task: TaskConfig = TaskConfig()
+    """Prompts and reward."""
+    max_new_tokens: int = Field(default=5, ge=1)
+    """Longest completion, tokens."""
+    warm_start_target: float = Field(default=0.25, gt=0.0, lt=1.0)
+    """Sampled accuracy at which the supervised warm start stops."""
+    hidden_size: int = Field(default=64, ge=16)
+    """Width of the model."""
+    num_layers: int = Field(default=2, ge=1)
+    """Depth of the model."""
+
+
+class VariantConfig(Config):
+    """Changes of the regime, for sweeps."""
+
+    name: str = ""
+    """Name in tables and figures, such as `lr=0.003`; empty is the regime itself."""
+    set: dict[str, Any] = Field(default_factory=dict)
+    """Keys of `regime` and their values; `loss.KEY` changes every algorithm."""
+
+
+class RegimeConfig(Config):
+    """What all runs of an experiment share."""
+
+    max_steps: int = Field(default=300, ge=1)
+    """Optimizer steps."""
+    groups_per_step: int = Field(default=16, ge=1)
+    """Prompts of a step."""
+    group_size: int = Field(default=8, ge=2)
+    """Rollouts of a prompt."""
+    lr: float = Field(default=1e-3, gt=0.0)
+    """AdamW step size. Staleness hurts only when the policy moves."""
+    temperature: float = Field(default=1.0, gt=0.0)
+    """Softmax temperature of the samplers."""
+    num_samplers: int = Field(default=2, ge=1, le=64)
+    """Samplers, each with its own delays."""
+    seconds_per_step: float = Field(default=28.0, gt=0.0)
+    """How long a learner's step stands for, seconds: delays in seconds become versions by it."""
+    link_one_way_s: float = Field(default=0.1, ge=0.0)
+    """Latency of the simulated network, seconds."""
+    link_loss: float = Field(default=0.0, ge=0.0, lt=0.5)
+    """Share of the messages that the simulated network loses."""
+    evaluate_every: int = Field(default=20, ge=1)
+    """Steps between evaluations."""
+    num_evaluation: int = Field(default=256, ge=8)
+    """Held-out prompts of an evaluation, one sampled completion each."""
+    probe_every: int = Field(default=10, ge=0)
+    """Steps between measurements of the estimation error with fresh rollouts; 0 is off."""
+
+
+class ExperimentConfig(Config):
+    """One experiment: every algorithm with every delay, task, variant and seed."""
+
+    name: str = Field(default="experiment", pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    """Name of the experiment and of its directory."""
+    title: str = ""
+    """One line for the report."""
+    algorithms: tuple[AlgorithmConfig, ...] = Field(default=(AlgorithmConfig(name="gepo"),), min_length=1)
+    """What is compared."""
+    delays: tuple[DelayConfig, ...] = Field(default=(NoDelay(),), min_length=1)
+    """Delays of the samplers."""
+    tasks: tuple[LabTaskConfig, ...] = Field(default=(LabTaskConfig(),), min_length=1)
+    """What is learned."""
+    variants: tuple[VariantConfig, ...] = Field(default=(VariantConfig(),), min_length=1)
+    """Regimes; more than one is a sweep."""
+    seeds: tuple[int, ...] = Field(default=(0,), min_length=1)
+    """A seed fixes warm start, prompts, sampling and delays, for every algorithm the same."""
+    regime: RegimeConfig = RegimeConfig()
+    """What all runs share."""

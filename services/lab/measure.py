@@ -1,0 +1,193 @@
+"""What the lab adds to a step: time charged to the virtual clock, and the error of the estimate of E[advantage].
+
+Every so often fresh rollouts of the policy that is about to be trained are drawn for the prompts of the step. With the
+group's own mean reward as baseline, their mean advantage is what the importance-weighted mean of the stale rollouts
+estimates; the difference is the estimation error of arXiv 2508.17850 figure 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from services.common.generation.engine import Completion, Engine
+from services.common.prompts import Prompter
+from services.common.tasks.task import Task
+from services.common.types import Int32Array, QueuedGroup, StepReport
+from services.common.weights.arena import Arena, Layout
+from services.learner.backends.torch import TorchBackend
+from services.learner.evaluate import Evaluation, Evaluator
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(slots=True, kw_only=True)
+class Probe:
+    """Draws fresh rollouts of the weights in training."""
+
+    engine: Engine
+    task: Task
+    prompter: Prompter
+    every: int
+    group_size: int
+    seed: int
+
+    def mean_advantage(self, backend: TorchBackend, groups: Sequence[QueuedGroup], *, step: int) -> float | None:
+        """Monte-Carlo estimate of E_p[A] with A = reward - mean reward of the stale group; None when not due."""
+        if not self.every or step % self.every:
+            return None
+        arena = Arena(backend.layout)
+        backend.store(arena)
+        self.engine.load(arena, step)
+        completions = self.engine.generate(
+            [queued.group.prompt_token_ids for queued in groups],
+            seeds=[(self.seed << 40) + (step << 16) + number for number in range(len(groups))],
+            num_per_prompt=self.group_size,
+        )
+        advantages = []
+        for queued, members in zip(groups, completions, strict=True):
+            prompt = self.task.prompt(queued.group.prompt_index)
+            baseline = float(np.mean([rollout.reward for rollout in queued.group.rollouts]))
+            rewards = [
+                sum(part.value for part in self.task.score(prompt, self.prompter.decode(member.token_ids)))
+                for member in members
+            ]
+            advantages.append(float(np.mean(rewards)) - baseline)
+        return float(np.mean(advantages))
+
+
+@dataclass(slots=True, kw_only=True)
+class MeasuredBackend:
+    """Implements TrainBackend around another one; keeps a row per applied step."""
+
+    inner: TorchBackend
+    probe: Probe
+    charge: Callable[[float], None]
+    step_s: float
+    rows: list[dict[str, float | None]] = field(default_factory=list)
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of the published weights."""
+        return self.inner.layout
+
+    @property
+    def torch_model(self) -> nn.Module:
+        """The model being trained."""
+        return self.inner.torch_model
+
+    def train_step(self, groups: Sequence[QueuedGroup], *, head_version: int, step: int) -> StepReport:
+        """Take a step, note what it measured, charge its time."""
+        target = self.probe.mean_advantage(self.inner, groups, step=step)
+        report = self.inner.train_step(groups, head_version=head_version, step=step)
+        self.charge(self.step_s)
+        if report.is_applied:
+            self.rows.append(_row(report, getattr(self.inner, "last_extras", {}), target))
+        return report
+
+    def store(self, arena: Arena) -> None:
+        """Round the masters to the published type."""
+        self.inner.store(arena)
+
+    def load_published(self, arena: Arena) -> None:
+        """Take published weights as masters."""
+        self.inner.load_published(arena)
+
+    def save(self, directory: Path) -> None:
+        """Write a checkpoint."""
+        self.inner.save(directory)
+
+    def restore(self, directory: Path) -> None:
+        """Read a checkpoint."""
+        self.inner.restore(directory)
+
+
+def _row(report: StepReport, extras: dict[str, float], target: float | None) -> dict[str, float | None]:
+    estimate = extras.get("advantage_estimate")
+    return {
+        "step": report.step,
+        "reward": report.reward_mean,
+        "kl": report.kl,
+        "iw_var": report.iw_variance,
+        "iw_var_gepo": extras.get("iw_variance_gepo"),
+        "iw_var_gspo": extras.get("iw_variance_gspo"),
+        "ess": report.ess_fraction,
+        "clip_fraction": report.clip_fraction,
+        "grad_norm": report.grad_norm,
+        "staleness": report.staleness_mean,
+        "advantage_error": None if target is None or estimate is None else abs(estimate - target),
+        "bias_gepo": extras.get("bias_gepo"),
+        "bias_gspo": extras.get("bias_gspo"),
+        "entropy": report.entropy,
+    }
+
+
+@dataclass(slots=True, kw_only=True)
+class ChargedEngine:
+    """Implements Engine around another one: generation takes virtual time."""
+
+    inner: Engine
+    charge: Callable[[float], None]
+    group_s: float
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of the weights it takes."""
+        return self.inner.layout
+
+    @property
+    def name(self) -> str:
+        """Name and version."""
+        return self.inner.name
+
+    @property
+    def dtype(self) -> str:
+        """Data type of the computation."""
+        return self.inner.dtype
+
+    @property
+    def version(self) -> int:
+        """Version of the loaded weights."""
+        return self.inner.version
+
+    def load(self, arena: Arena, version: int) -> None:
+        """Swap the weights."""
+        self.inner.load(arena, version)
+
+    def generate(
+        self, prompts: Sequence[Int32Array], *, seeds: Sequence[int], num_per_prompt: int
+    ) -> list[list[Completion]]:
+        """Draw completions and charge their time."""
+        self.charge(self.group_s * len(prompts))
+        return self.inner.generate(prompts, seeds=seeds, num_per_prompt=num_per_prompt)
+
+
+class BenchmarkEvaluator(Evaluator):
+    """Held-out accuracy on several benchmarks; `rows` keeps each evaluation, the accuracy is the mean over prompts."""
+
+    def __init__(self, parts: dict[str, Evaluator]) -> None:
+        self._parts = parts
+        self.rows: list[dict[str, object]] = []
+
+    def evaluate(self, arena: Arena, version: int) -> Evaluation:
+        """Evaluate every benchmark with the same weights."""
+        found = {name: part.evaluate(arena, version) for name, part in self._parts.items()}
+        scored = [value for value in found.values() if value.accuracy is not None]
+        count = sum(value.num_completions for value in scored)
+        total = sum((value.accuracy or 0.0) * value.num_completions for value in scored)
+        accuracy = total / count if count else None
+        benchmarks = {name: value.accuracy for name, value in found.items()}
+        self.rows.append({"step": version, "accuracy": accuracy, "benchmarks": benchmarks})
+        return Evaluation(
+            version=version,
+            accuracy=accuracy,
+            num_prompts=sum(value.num_prompts for value in found.values()),
+            num_completions=count,
+            num_errors=sum(value.num_errors for value in found.values()),
+            seconds=sum(value.seconds for value in found.values()),
+        )

@@ -1,0 +1,245 @@
+"""One run: coordinator, learner and samplers as they are, in one process, on virtual time.
+
+    what is real       services.coordinator.core over SQLite, services.learner.app with the torch backend, payloads and
+                       checkpoints as files, services.sampler.app with outbox, delay model, pulled deltas and the hf
+                       engine, and the ledger's equation at the end
+    what is simulated  the network (services.lab.link), the clock, and how long steps and generation take
+
+One virtual second is one learner step, so delays in seconds are divided by what a step stands for. Where delays count
+versions, a version's work is handed out only after the last version: staleness is exactly the delay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from services.common.generation.hf import HfEngine
+from services.common.prompts import Prompter
+from services.common.tasks.registry import build_task
+from services.common.types import RunStatus
+from services.coordinator import ledger
+from services.coordinator.config import CoordinatorConfig
+from services.coordinator.core import Coordinator
+from services.lab.benchmarks import split_evaluation
+from services.lab.cell import Cell
+from services.lab.inline_store import InlineDatabase
+from services.lab.link import Link
+from services.lab.measure import BenchmarkEvaluator, ChargedEngine, MeasuredBackend, Probe
+from services.lab.virtual_loop import VirtualClock, VirtualLoop, run_virtually
+from services.learner import app as learner_app
+from services.learner.assembly import assemble
+from services.learner.backends.torch import TorchBackend
+from services.learner.config import LearnerConfig
+from services.learner.evaluate import EngineGenerator, Evaluator
+from services.sampler import app as sampler_app
+from services.sampler.config import SamplerConfig
+from services.sampler.delay_models import NoDelay
+from services.sampler.outbox import Outbox
+
+STEP_S = 1.0
+"""Virtual seconds of a learner step."""
+_HOUR = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a run left: a row per step, a row per evaluation, the coordinator's last status, the ledger's verdict."""
+
+    steps: list[dict[str, float | None]]
+    evaluations: list[dict[str, Any]]
+    status: RunStatus
+    ledger_balanced: bool
+    virtual_s: float
+
+
+def run_cell(cell: Cell, *, model_dir: Path, directory: Path) -> Outcome:
+    """Run one cell from a warm-started model; `directory` is for its files and may be on memory."""
+    torch.set_num_threads(1)
+    return run_virtually(lambda loop: _run(cell, loop, model_dir=model_dir, directory=directory))
+
+
+async def _run(cell: Cell, loop: VirtualLoop, *, model_dir: Path, directory: Path) -> Outcome:
+    clock = VirtualClock(loop)
+    coordinator = await Coordinator.open(_coordinator_config(cell, directory), clock, store=InlineDatabase)
+    stop = asyncio.Event()
+    learner_config = _learner_config(cell, model_dir=model_dir, directory=directory)
+    parts = assemble(learner_config)
+    assert isinstance(parts.backend, TorchBackend)
+    evaluator = _evaluator(cell, model_dir)
+    backend = MeasuredBackend(inner=parts.backend, probe=_probe(cell, model_dir), charge=loop.charge, step_s=STEP_S)
+    outboxes = [Outbox(directory / f"site-{number}") for number in range(cell.regime.num_samplers)]
+    samplers = []
+    for number, outbox in enumerate(outboxes):
+        sampler = sampler_app.build(
+            _sampler_config(cell, number, model_dir=model_dir, directory=directory),
+            _link(cell, coordinator, f"site-{number}"),
+            outbox,
+            clock,
+        )
+        engine = ChargedEngine(inner=sampler.engine, charge=loop.charge, group_s=_group_s(cell))
+        sampler.maker = dataclasses.replace(sampler.maker, engine=engine)
+        samplers.append(sampler)
+    async with asyncio.TaskGroup() as tasks:
+        for sampler in samplers:
+            tasks.create_task(sampler.run(stop))
+        await learner_app.run(
+            learner_config,
+            api=_link(cell, coordinator, "learner"),
+            backend=backend,
+            contract=parts.contract,
+            clock=clock,
+            rng=random.Random(cell.seed),
+            evaluator=evaluator,
+        )
+        stop.set()
+    for outbox in outboxes:
+        outbox.close()
+    status = await coordinator.get_status()
+    counted, recounted = await coordinator.database.run(lambda store: (ledger.counts(store), ledger.recount(store)))
+    await coordinator.close()
+    return Outcome(
+        steps=backend.rows,
+        evaluations=evaluator.rows,
+        status=status,
+        ledger_balanced=counted.is_balanced and counted == recounted,
+        virtual_s=loop.now,
+    )
+
+
+def _link(cell: Cell, coordinator: Coordinator, name: str) -> Any:
+    return Link(
+        coordinator,
+        one_way_s=cell.regime.link_one_way_s / cell.regime.seconds_per_step,
+        loss=cell.regime.link_loss,
+        rng=random.Random(f"{cell.seed}/{name}"),
+    ).api()
+
+
+def _counts_versions(cell: Cell) -> bool:
+    return isinstance(cell.delay, NoDelay) or cell.delay.unit == "versions"
+
+
+def _reach_versions(cell: Cell) -> int:
+    """Versions that the delay, there and back, can be behind."""
+    if _counts_versions(cell):
+        return math.ceil(cell.delay_value)
+    return math.ceil(2 * cell.delay_value / cell.regime.seconds_per_step)
+
+
+def _group_s(cell: Cell) -> float:
+    """Virtual seconds to generate a group: all samplers together keep up with the learner, and little more."""
+    return 0.8 * STEP_S * cell.regime.num_samplers / cell.regime.groups_per_step
+
+
+def _coordinator_config(cell: Cell, directory: Path) -> CoordinatorConfig:
+    in_flight = 1 if _counts_versions(cell) else _reach_versions(cell) + 2
+    return CoordinatorConfig(
+        run_id="lab",
+        data_dir=directory / "coordinator",
+        seed=cell.seed,
+        groups_per_version=cell.regime.groups_per_step,
+        max_outstanding_groups=in_flight * cell.regime.groups_per_step,
+        max_staleness_versions=_reach_versions(cell) + 2 * (in_flight - 1),
+        max_policy_age_s=1e9,
+        learner_lease_s=_HOUR,
+        work_lease_s=100 * _HOUR,
+    )
+
+
+def _shared(cell: Cell, model_dir: Path) -> dict[str, Any]:
+    return {
+        "model_dir": str(model_dir),
+        "group_size": cell.regime.group_size,
+        "task": cell.task.task.model_dump(),
+        "sampling": {"max_new_tokens": cell.task.max_new_tokens, "temperature": cell.regime.temperature},
+    }
+
+
+def _learner_config(cell: Cell, *, model_dir: Path, directory: Path) -> LearnerConfig:
+    return LearnerConfig.model_validate(
+        {
+            **_shared(cell, model_dir),
+            "run_id": "lab",
+            "state_dir": directory / "learner",
+            "groups_per_step": cell.regime.groups_per_step,
+            "max_steps": cell.regime.max_steps,
+            "loss": cell.algorithm.loss.model_dump(),
+            "backend": {"lr": cell.regime.lr, "threads": 1},
+            "snapshot_every_versions": 10_000,
+            "checkpoint_every_versions": 10_000,
+            "evaluation": {"every_versions": cell.regime.evaluate_every},
+        }
+    )
+
+
+def _sampler_config(cell: Cell, number: int, *, model_dir: Path, directory: Path) -> SamplerConfig:
+    delay = cell.delay
+    if not isinstance(delay, NoDelay):
+        # A virtual second is a step.
+        delay = delay.model_copy(update={"time_scale": cell.regime.seconds_per_step / STEP_S})
+    return SamplerConfig.model_validate(
+        {
+            **_shared(cell, model_dir),
+            "site": f"site-{number}",
+            "state_dir": directory / f"site-{number}",
+            "groups_per_batch": max(1, cell.regime.groups_per_step // cell.regime.num_samplers),
+            "engine": {"threads": 1},
+            "seed": 1000 * cell.seed + number,
+            "delay": delay.model_dump(),
+            "heartbeat_s": _HOUR,
+        }
+    )
+
+
+def _engine(cell: Cell, model_dir: Path, prompter: Prompter, rows: int) -> HfEngine:
+    sampling = _sampler_config(cell, 0, model_dir=model_dir, directory=model_dir).sampling.semantics()
+    return HfEngine(
+        model_dir=str(model_dir),
+        published_dtype="bf16",
+        compute_dtype="fp32",
+        device="cpu",
+        sampling=sampling,
+        batch_rows=rows,
+        eos_token_id=prompter.eos_token_id,
+    )
+
+
+def _probe(cell: Cell, model_dir: Path) -> Probe:
+    prompter = Prompter(str(model_dir), use_chat_template=False)
+    return Probe(
+        engine=_engine(cell, model_dir, prompter, 256),
+        task=build_task(cell.task.task),
+        prompter=prompter,
+        every=cell.regime.probe_every,
+        group_size=cell.regime.group_size,
+        seed=cell.seed,
+    )
+
+
+def _evaluator(cell: Cell, model_dir: Path) -> BenchmarkEvaluator:
+    prompter = Prompter(str(model_dir), use_chat_template=False)
+    task = build_task(cell.task.task)
+    generator = EngineGenerator(
+        _engine(cell, model_dir, prompter, cell.regime.num_evaluation), prompter.tokenizer, use_chat_template=False
+    )
+    parts = split_evaluation(task, num_prompts=cell.regime.num_evaluation)
+    return BenchmarkEvaluator(
+        {
+            name: Evaluator(
+                task=part,
+                generator=generator,
+                num_prompts=part.num_evaluation_prompts,
+                num_per_prompt=1,
+                seed=cell.seed,
+            )
+            for name, part in parts.items()
+        }
+    )

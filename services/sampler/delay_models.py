@@ -1,0 +1,220 @@
+"""Distributions of delay as configuration, and a draw that is a function of seed, stream and number alone.
+
+Uniform, lognormal, Weibull and exponential delays are given by `low` and `high`, which hold 99.5 % of the distribution
+(0.25 % lie below, 0.25 % above; draws are cut to the interval), or by their parameters, which say where the interval
+is. From 60 to 1920 s: lognormal mu 5.827212514, sigma 0.617330640; Weibull k 2.244991927, lambda 864.888494.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from statistics import NormalDist
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from services.common.config import Config
+
+_TAIL = 0.0025
+_Z = NormalDist().inv_cdf(1.0 - _TAIL)
+_LOW_HAZARD = -math.log1p(-_TAIL)
+_HIGH_HAZARD = -math.log(_TAIL)
+"""-log(1 - p) at the two ends, by which Weibull and exponential quantiles are written."""
+
+
+class TimedDelay(Config):
+    """What every delay but none has."""
+
+    semantics: Literal["transit", "refresh_interval"] = "transit"
+    """`transit`: versions and groups arrive late; `refresh_interval`: the newest version is taken every so often."""
+    unit: Literal["seconds", "versions"] = "seconds"
+    """What the delay counts."""
+    time_scale: float = Field(default=1.0, gt=0)
+    """Seconds of delay shown as one second; 30 shows 1800 s in a minute."""
+
+
+class NoDelay(Config):
+    """The link's own delay and no other."""
+
+    kind: Literal["none"] = "none"
+
+
+class FixedDelay(TimedDelay):
+    """Always the same delay."""
+
+    kind: Literal["fixed"] = "fixed"
+    value: float = Field(ge=0)
+    """Delay, in the unit."""
+
+
+class _IntervalDelay(TimedDelay):
+    """A distribution between two ends; see the module docstring."""
+
+    parameters: ClassVar[tuple[str, str]]
+
+    low: float = Field(ge=0)
+    """Lower end of the interval, in the unit."""
+    high: float = Field(gt=0)
+    """Upper end of the interval, in the unit."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, table: Any) -> Any:
+        """Compute the parameters from the interval, or the interval from the parameters."""
+        if not isinstance(table, dict):
+            return table
+        names = cls.parameters
+        has_interval = {"low", "high"} <= table.keys()
+        has_parameters = set(names) <= table.keys()
+        given = {key for key in ("low", "high", *names) if key in table}
+        if not has_interval and not has_parameters:
+            found = ", ".join(sorted(given)) or "none of them"
+            raise ValueError(f"give low and high, or {names[0]} and {names[1]}; found {found}")
+        if not all(isinstance(table[key], (int, float)) and not isinstance(table[key], bool) for key in given):
+            return table  # the fields say what is wrong
+        try:
+            derived = cls._from_interval(table["low"], table["high"]) if has_interval else None
+            if derived is None:
+                low, high = cls._to_interval(*(table[name] for name in names))
+                return {**table, "low": low, "high": high}
+        except (ValueError, ZeroDivisionError, OverflowError) as error:
+            raise ValueError("low must be above 0 and below high") from error
+        for name, value in zip(names, derived, strict=True):
+            if name in table and not math.isclose(table[name], value, rel_tol=1e-6):
+                raise ValueError(f"{name} = {table[name]} contradicts low and high, which give {value:.6g}")
+        return {**table, **dict(zip(names, derived, strict=True))}
+
+    @model_validator(mode="after")
+    def _ordered(self) -> _IntervalDelay:
+        if not self.low < self.high:
+            raise ValueError("low must be below high")
+        return self
+
+    @classmethod
+    def _from_interval(cls, low: float, high: float) -> tuple[float, ...]:
+        raise NotImplementedError
+
+    @classmethod
+    def _to_interval(cls, first: float, second: float) -> tuple[float, float]:
+        raise NotImplementedError
+
+    def quantile(self, uniform: float) -> float:
+        """The delay below which a share `uniform` of the distribution lies, before it is cut."""
+        raise NotImplementedError
+
+
+class UniformDelay(TimedDelay):
+    """Equally likely everywhere from low to high, which are its ends."""
+
+    kind: Literal["uniform"] = "uniform"
+    low: float = Field(ge=0)
+    """Shortest delay, in the unit."""
+    high: float = Field(gt=0)
+    """Longest delay, in the unit."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> UniformDelay:
+        if not self.low < self.high:
+            raise ValueError("low must be below high")
+        return self
+
+    def quantile(self, uniform: float) -> float:
+        """Linear."""
+        return self.low + (self.high - self.low) * uniform
+
+
+class LognormalDelay(_IntervalDelay):
+    """exp(N(mu, sigma))."""
+
+    kind: Literal["lognormal"] = "lognormal"
+    parameters = ("mu", "sigma")
+    mu: float
+    """Mean of the logarithm."""
+    sigma: float = Field(gt=0)
+    """Standard deviation of the logarithm."""
+
+    @classmethod
+    def _from_interval(cls, low: float, high: float) -> tuple[float, ...]:
+        return (math.log(low) + math.log(high)) / 2, (math.log(high) - math.log(low)) / (2 * _Z)
+
+    @classmethod
+    def _to_interval(cls, first: float, second: float) -> tuple[float, float]:
+        return math.exp(first - _Z * second), math.exp(first + _Z * second)
+
+    def quantile(self, uniform: float) -> float:
+        """exp(mu + sigma z)."""
+        return math.exp(self.mu + self.sigma * NormalDist().inv_cdf(uniform))
+
+
+class WeibullDelay(_IntervalDelay):
+    """Survival exp(-(t / scale)^shape)."""
+
+    kind: Literal["weibull"] = "weibull"
+    parameters = ("shape", "scale")
+    shape: float = Field(gt=0)
+    """k."""
+    scale: float = Field(gt=0)
+    """lambda, in the unit."""
+
+    @classmethod
+    def _from_interval(cls, low: float, high: float) -> tuple[float, ...]:
+        shape = math.log(_HIGH_HAZARD / _LOW_HAZARD) / math.log(high / low)
+        return shape, high / _HIGH_HAZARD ** (1.0 / shape)
+
+    @classmethod
+    def _to_interval(cls, first: float, second: float) -> tuple[float, float]:
+        return second * _LOW_HAZARD ** (1.0 / first), second * _HIGH_HAZARD ** (1.0 / first)
+
+    def quantile(self, uniform: float) -> float:
+        """scale (-log(1 - u))^(1 / shape)."""
+        return float(self.scale * (-math.log1p(-uniform)) ** (1.0 / self.shape))
+
+
+class ExponentialDelay(_IntervalDelay):
+    """start plus an exponential of mean `scale`."""
+
+    kind: Literal["exponential"] = "exponential"
+    parameters = ("start", "scale")
+    start: float = Field(ge=0)
+    """Shortest delay, in the unit."""
+    scale: float = Field(gt=0)
+    """Mean beyond the start, in the unit."""
+
+    @classmethod
+    def _from_interval(cls, low: float, high: float) -> tuple[float, ...]:
+        scale = (high - low) / (_HIGH_HAZARD - _LOW_HAZARD)
+        return max(0.0, low - scale * _LOW_HAZARD), scale
+
+    @classmethod
+    def _to_interval(cls, first: float, second: float) -> tuple[float, float]:
+        return first + second * _LOW_HAZARD, first + second * _HIGH_HAZARD
+
+    def quantile(self, uniform: float) -> float:
+        """start - scale log(1 - u)."""
+        return self.start - self.scale * math.log1p(-uniform)
+
+
+RandomDelay = UniformDelay | LognormalDelay | WeibullDelay | ExponentialDelay
+SomeDelay = FixedDelay | RandomDelay
+DelayConfig = Annotated[
+    NoDelay | FixedDelay | UniformDelay | LognormalDelay | WeibullDelay | ExponentialDelay, Field(discriminator="kind")
+]
+
+
+def draw(config: SomeDelay, *, seed: int, stream: str, index: int) -> float:
+    """The delay number `index` of a stream, in the config's unit; a function of its arguments alone."""
+    if isinstance(config, FixedDelay):
+        return config.value
+    digest = hashlib.blake2b(f"{seed}/{stream}/{index}".encode(), digest_size=8).digest()
+    uniform = (int.from_bytes(digest, "little") + 0.5) / 2**64
+    # The integer of all ones rounds to 1, where the quantile is infinite.
+    value = config.quantile(min(uniform, 1.0 - 2.0**-53))
+    return min(max(value, config.low), config.high)
+
+
+def upper_end(config: DelayConfig) -> float:
+    """The largest delay, in the config's unit; 0 for none."""
+    if isinstance(config, NoDelay):
+        return 0.0
+    return config.value if isinstance(config, FixedDelay) else config.high

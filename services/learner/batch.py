@@ -12,10 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from services.common.types import Float32Array, Group, Int32Array
-from services.learner.advantages import group_advantages
+from services.common.types import Float32Array, Group, Int32Array, Rollout
+from services.learner.advantages import beta_weights, group_advantages
+from services.learner.denominators import group_log_denominator, log_denominators
 from services.learner.loss_config import LossConfig
-from services.learner.loss_registry import log_denominators
+from services.learner.loss_registry import rule_of
+from services.learner.loss_rule import Rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,6 +33,16 @@ class TrainingSequence:
     sampler_logprobs: Float32Array
     advantage: float
     log_denominator: float
+    log_expectation: float = 0.0
+    """GEPO's log denominator, whatever the rule divides by."""
+    group: int = 0
+    """Position of the group in the step."""
+    staleness: Int32Array | None = None
+    """Versions between each token's sampler and the learner; None is 0 for all."""
+    coupling: float = 0.0
+    """See `policy_loss.LossInputs`; known after a first pass only."""
+    is_selected: np.ndarray[tuple[int], np.dtype[np.bool_]] | None = None
+    """Tokens that the step's selection keeps; None is all."""
 
     @property
     def num_inputs(self) -> int:
@@ -46,7 +58,7 @@ class Batch:
 
     @property
     def num_sequences(self) -> int:
-        """Rollouts with at least one token, groups of equal rewards included."""
+        """Rollouts with at least one token; groups of equal rewards included unless the loss drops them."""
         return len(self.sequences)
 
     @property
@@ -54,33 +66,68 @@ class Batch:
         """Completion tokens."""
         return sum(sequence.token_ids.size for sequence in self.sequences)
 
+    def sum_of_powers(self, power: float) -> float:
+        """Sum of T^-power over the sequences."""
+        return float(sum(float(sequence.token_ids.size) ** -power for sequence in self.sequences))
 
-def build_batch(groups: Sequence[Group], *, loss: LossConfig) -> Batch:
+
+def build_batch(groups: Sequence[Group], *, loss: LossConfig, head_version: int = 0) -> Batch:
     """Give every rollout its advantage and its log denominator.
 
+    Args:
+        groups: whole groups.
+        loss: the learning rule.
+        head_version: version of the learner's weights, from which staleness is counted.
+
     Raises:
-        ValueError: a prompt has no token, so nothing predicts the first token of its completions, or a rollout has
-            not one log-prob per token.
+        ValueError: a prompt has no token, so nothing predicts the first token of its completions, a rollout has
+            not one log-prob per token, or a reward is outside what the advantage is defined for.
     """
-    return Batch(sequences=tuple(sequence for group in groups for sequence in _sequences(group, loss)))
+    rule = rule_of(loss)
+    scales = _prompt_scales(groups) if rule.advantage == "beta" else [1.0] * len(groups)
+    return Batch(
+        sequences=tuple(
+            sequence
+            for number, (group, scale) in enumerate(zip(groups, scales, strict=True))
+            if not (rule.drop_uniform_groups and _is_uniform(group))
+            for sequence in _sequences(group, rule, number=number, scale=scale, head_version=head_version)
+        )
+    )
 
 
-def _sequences(group: Group, loss: LossConfig) -> list[TrainingSequence]:
+def _is_uniform(group: Group) -> bool:
+    return len({rollout.reward for rollout in group.rollouts if rollout.token_ids.size}) < 2
+
+
+def _prompt_scales(groups: Sequence[Group]) -> list[float]:
+    """BNPO's weight of each group; groups of one prompt are pooled, so that a prompt counts once in the moments."""
+    rewards: dict[bytes, list[float]] = {}
+    for group in groups:
+        pooled = rewards.setdefault(group.prompt_token_ids.tobytes(), [])
+        pooled.extend(rollout.reward for rollout in group.rollouts if rollout.token_ids.size)
+    # A prompt whose rollouts are all empty has no mean and gives no sequence.
+    known = [key for key, values in rewards.items() if values]
+    weights_P = beta_weights(torch.tensor([float(np.mean(rewards[key])) for key in known], dtype=torch.float64))
+    scale_of = dict(zip(known, weights_P.tolist(), strict=True))
+    return [scale_of.get(group.prompt_token_ids.tobytes(), 1.0) for group in groups]
+
+
+def _sequences(group: Group, rule: Rule, *, number: int, scale: float, head_version: int) -> list[TrainingSequence]:
     if group.prompt_token_ids.size == 0:
         raise ValueError(f"group {group.id}: the prompt is empty")
     if any(rollout.sampler_logprobs.size != rollout.token_ids.size for rollout in group.rollouts):
         raise ValueError(f"group {group.id}: log-probs and tokens differ in number")
     rewards_G = torch.tensor([rollout.reward for rollout in group.rollouts], dtype=torch.float64)
-    is_valid_G = torch.tensor([rollout.token_ids.size > 0 for rollout in group.rollouts])
-    means_G = torch.tensor(
-        [
-            rollout.sampler_logprobs.mean(dtype=np.float64) if rollout.token_ids.size else 0.0
-            for rollout in group.rollouts
-        ],
-        dtype=torch.float64,
+    counts_G = torch.tensor([rollout.token_ids.size for rollout in group.rollouts])
+    is_valid_G = counts_G > 0
+    sums_G = torch.tensor(
+        [float(rollout.sampler_logprobs.sum(dtype=np.float64)) for rollout in group.rollouts], dtype=torch.float64
     )
-    advantages_G = group_advantages(rewards_G, is_valid_G, kind=loss.advantage).tolist()
-    log_denominators_G = log_denominators(loss, means_G, is_valid_G).tolist()
+    means_G = sums_G / counts_G.clamp(min=1)
+    advantages_G = (group_advantages(rewards_G, is_valid_G, kind=rule.advantage) * scale).tolist()
+    log_probs_G = sums_G if rule.normalisation == "raw" else means_G
+    log_denominators_G = log_denominators(rule, log_probs_G, is_valid_G).tolist()
+    log_expectation = group_log_denominator(means_G, is_valid_G, kind="contraharmonic")
     return [
         TrainingSequence(
             prompt_token_ids=group.prompt_token_ids,
@@ -88,7 +135,17 @@ def _sequences(group: Group, loss: LossConfig) -> list[TrainingSequence]:
             sampler_logprobs=rollout.sampler_logprobs,
             advantage=advantage,
             log_denominator=log_denominator,
+            log_expectation=log_expectation,
+            group=number,
+            staleness=_staleness(rollout, head_version) if rule.proximal == "loglinear" else None,
         )
         for rollout, advantage, log_denominator in zip(group.rollouts, advantages_G, log_denominators_G, strict=True)
         if rollout.token_ids.size > 0
     ]
+
+
+def _staleness(rollout: Rollout, head_version: int) -> Int32Array:
+    staleness = np.zeros(rollout.token_ids.size, np.int32)
+    for span in rollout.spans:
+        staleness[span.start : span.end] = max(head_version - span.version, 0)
+    return staleness

@@ -12,6 +12,7 @@ import math
 import torch
 
 from services.learner.loss_config import Denominator
+from services.learner.loss_rule import Rule
 
 
 def masked_mean(values_GT: torch.Tensor, mask_GT: torch.Tensor) -> torch.Tensor:
@@ -48,3 +49,25 @@ def group_log_denominator(mean_logprobs_G: torch.Tensor, is_valid_G: torch.Tenso
     if kind == "arithmetic":
         return float(log_sum) - math.log(valid.numel())
     return float(torch.logsumexp(2.0 * valid, 0) - log_sum)
+
+
+def log_denominators(rule: Rule, log_probs_G: torch.Tensor, is_valid_G: torch.Tensor) -> torch.Tensor:
+    """Log of what each rollout's probability is divided by, float64 [G], over one whole group.
+
+    Args:
+        rule: says whether a rollout is divided by its own probability or by a mean of the group's. The expectation
+            over learner probabilities is not known yet; contraharmonic stands in for it.
+        log_probs_G: float64 [G], mean (or, raw, sum) of the sampler's token log-probs of each rollout.
+        is_valid_G: bool [G]; False for a rollout without tokens.
+    """
+    if rule.denominator == "own":
+        return log_probs_G
+    kind: Denominator = "contraharmonic" if rule.denominator == "expected_learner" else rule.denominator
+    return torch.full_like(log_probs_G, group_log_denominator(log_probs_G, is_valid_G, kind=kind))
+
+
+def expected_learner_log_denominator(learner_means_G: torch.Tensor, sampler_means_G: torch.Tensor) -> torch.Tensor:
+    """Log of sum_j q^_j p_j with q^_j = q_j / sum q, float64 scalar; both arguments are mean token log-probs."""
+    assert learner_means_G.shape == sampler_means_G.shape
+    shares_G = sampler_means_G - torch.logsumexp(sampler_means_G, 0)
+    return torch.logsumexp(shares_G + learner_means_G, 0)

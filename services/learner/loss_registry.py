@@ -1,55 +1,72 @@
-"""From a loss configuration to the functions it names; nothing else in the learner asks for `kind`."""
+"""From a loss configuration to the parts it is made of; nothing else in the learner asks for `kind`."""
 
 from __future__ import annotations
 
-import torch
+from dataclasses import fields
+from typing import Any
 
-from services.learner.denominators import group_log_denominator
-from services.learner.loss_config import GepoConfig, LossConfig
-from services.learner.losses import LossTerms, sequence_ratio_loss, token_ratio_loss
+from services.learner.loss_config import LossConfig
+from services.learner.loss_rule import Rule
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "gepo": {"level": "sequence"},
+    "gepo_plus": {"level": "sequence"},
+    "ds_gepo": {"level": "sequence"},
+    "eqp": {"level": "sequence", "denominator": "expected_learner"},
+    "gspo": {"level": "sequence"},
+    "ds_gspo": {"level": "sequence"},
+    "gspo_token": {"level": "spread"},
+    "gmpo": {"level": "sequence", "clip": "token_log"},
+    "grpo": {},
+    "dr_grpo": {},
+    "dapo": {},
+    "bnpo": {},
+    "delta_l": {},
+    "opsm": {},
+    "decoupled_ppo": {},
+    "m2po": {"clip": "none"},
+    "topr": {
+        "level": "sequence",
+        "normalisation": "raw",
+        "clip": "truncate",
+        "high": 1.0,
+        "positive_weight": "one",
+    },
+    "cispo": {"clip": "truncate"},
+    "tis": {"clip": "truncate"},
+    "mis": {"clip": "drop"},
+}
+"""What each algorithm fixes; the rest is its configuration's keys or the defaults of `Rule`."""
+
+MIS_LEVELS: dict[str, dict[str, Any]] = {
+    "token": {"level": "token"},
+    "sequence": {"level": "sequence", "normalisation": "raw"},
+    "geometric": {"level": "sequence", "normalisation": "length"},
+}
+
+_PARTS = {field.name for field in fields(Rule)}
 
 
-def log_denominators(config: LossConfig, mean_logprobs_G: torch.Tensor, is_valid_G: torch.Tensor) -> torch.Tensor:
-    """Log of what each rollout's probability is divided by, float64 [G], over one whole group.
+def rule_of(config: LossConfig) -> Rule:
+    """The parts that the configuration names."""
+    keys: dict[str, Any] = dict(config)
+    parts = {name: value for name, value in keys.items() if name in _PARTS} | ALGORITHMS[config.kind]
+    if "eps_low" in keys:
+        parts |= {"low": 1.0 - keys["eps_low"], "high": 1.0 + keys["eps_high"]}
+    if "eps_log" in keys:
+        parts |= {"low": -keys["eps_log"], "high": keys["eps_log"]}
+    if "cap" in keys:
+        parts |= {"low": keys.get("floor", 0.0), "high": keys["cap"]}
+    if config.kind == "mis":
+        parts |= MIS_LEVELS[config.level]
+    return Rule(**parts)
 
-    Args:
-        config: GEPO divides by the group's mean probability; the others by the rollout's own.
-        mean_logprobs_G: float64 [G], mean sampler log-prob of each rollout.
-        is_valid_G: bool [G]; False for a rollout without tokens.
-    """
-    if isinstance(config, GepoConfig):
-        log_mean = group_log_denominator(mean_logprobs_G, is_valid_G, kind=config.denominator)
-        return torch.full_like(mean_logprobs_G, log_mean)
-    return mean_logprobs_G
 
-
-def policy_loss(
-    config: LossConfig,
-    *,
-    learner_logprobs_BT: torch.Tensor,
-    sampler_logprobs_BT: torch.Tensor,
-    log_denominators_B: torch.Tensor,
-    mask_BT: torch.Tensor,
-    advantages_B: torch.Tensor,
-    coefficients_BT: torch.Tensor,
-) -> LossTerms:
-    """Apply the configured loss to one micro-batch; shapes and meaning as in `losses`."""
-    if config.kind == "grpo":
-        return token_ratio_loss(
-            learner_logprobs_BT=learner_logprobs_BT,
-            sampler_logprobs_BT=sampler_logprobs_BT,
-            mask_BT=mask_BT,
-            advantages_B=advantages_B,
-            coefficients_BT=coefficients_BT,
-            eps_low=config.eps_low,
-            eps_high=config.eps_high,
-        )
-    return sequence_ratio_loss(
-        learner_logprobs_BT=learner_logprobs_BT,
-        log_denominators_B=log_denominators_B,
-        mask_BT=mask_BT,
-        advantages_B=advantages_B,
-        coefficients_BT=coefficients_BT,
-        eps_low=config.eps_low,
-        eps_high=config.eps_high,
-    )
+def caveats(rule: Rule) -> tuple[str, ...]:
+    """What an operator should be told once about a choice that is allowed but rarely wanted."""
+    notes = []
+    if rule.has_group_denominator and rule.normalisation == "raw":
+        notes.append("loss.normalisation = raw: the denominator is that of the shortest rollout of each group")
+    if rule.scope == "microbatch":
+        notes.append("loss.scope = microbatch: the loss depends on micro_batch_tokens; for reproduction only")
+    return tuple(notes)

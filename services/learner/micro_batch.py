@@ -38,6 +38,10 @@ class MicroBatch:
     sampler_logprobs_BT: torch.Tensor
     advantages_B: torch.Tensor
     log_denominators_B: torch.Tensor
+    log_expectations_B: torch.Tensor
+    couplings_B: torch.Tensor
+    staleness_BT: torch.Tensor
+    is_selected_BT: torch.Tensor
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same tensors on `device`."""
@@ -78,7 +82,9 @@ def collate(sequences: Sequence[TrainingSequence], *, batching: Batching) -> Mic
     position_ids = np.tile(np.arange(width), rows)
     longest = max(sequence.token_ids.size for sequence in sequences)
     mask_BT = np.zeros((len(sequences), longest), np.bool_)
+    is_selected_BT = np.zeros((len(sequences), longest), np.bool_)
     sampler_logprobs_BT = np.zeros((len(sequences), longest), np.float64)
+    staleness_BT = np.zeros((len(sequences), longest), np.float64)
     sources: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
     for row, (sequence, start, length) in enumerate(zip(sequences, starts, lengths, strict=True)):
         num_prompt, num_tokens = sequence.prompt_token_ids.size, sequence.token_ids.size
@@ -87,7 +93,9 @@ def collate(sequences: Sequence[TrainingSequence], *, batching: Batching) -> Mic
         if is_packed:
             position_ids[start : start + length] = np.arange(length)
         mask_BT[row, :num_tokens] = True
+        is_selected_BT[row, :num_tokens] = True if sequence.is_selected is None else sequence.is_selected
         sampler_logprobs_BT[row, :num_tokens] = sequence.sampler_logprobs
+        staleness_BT[row, :num_tokens] = 0 if sequence.staleness is None else sequence.staleness
         sources.append(np.arange(start + num_prompt - 1, start + length))
     return MicroBatch(
         input_ids_RS=torch.from_numpy(input_ids.reshape(rows, width)),
@@ -96,6 +104,14 @@ def collate(sequences: Sequence[TrainingSequence], *, batching: Batching) -> Mic
         targets_N=torch.from_numpy(np.concatenate([sequence.token_ids for sequence in sequences]).astype(np.int64)),
         mask_BT=torch.from_numpy(mask_BT),
         sampler_logprobs_BT=torch.from_numpy(sampler_logprobs_BT),
-        advantages_B=torch.tensor([sequence.advantage for sequence in sequences], dtype=torch.float64),
-        log_denominators_B=torch.tensor([sequence.log_denominator for sequence in sequences], dtype=torch.float64),
+        advantages_B=_vector([sequence.advantage for sequence in sequences]),
+        log_denominators_B=_vector([sequence.log_denominator for sequence in sequences]),
+        log_expectations_B=_vector([sequence.log_expectation for sequence in sequences]),
+        couplings_B=_vector([sequence.coupling for sequence in sequences]),
+        staleness_BT=torch.from_numpy(staleness_BT),
+        is_selected_BT=torch.from_numpy(is_selected_BT),
     )
+
+
+def _vector(values: Sequence[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)

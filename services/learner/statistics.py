@@ -12,13 +12,15 @@ import numpy as np
 import torch
 
 from services.common.types import QueuedGroup, StepReport
+from services.learner.extras import SequenceSample, ess_fraction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatchSample:
     """What one micro-batch measured; all on the CPU, float64, without gradient.
 
-    `weights_M` and `is_clipped_M` are per sequence or per token, as the loss counts; `kl_B` is summed over tokens.
+    `weights_M` and `is_clipped_M` are per sequence or per token, as the loss counts; `kl_B` is summed over tokens;
+    `sequences` is what `extras` compares algorithms by.
     """
 
     loss: float
@@ -26,16 +28,7 @@ class MicroBatchSample:
     is_clipped_M: torch.Tensor
     kl_B: torch.Tensor
     entropies_N: torch.Tensor
-
-
-def ess_fraction(weights_M: torch.Tensor) -> float:
-    """Effective share of the samples, (sum w)^2 / (M sum w^2), in (0, 1]; 0 when there is no weight at all."""
-    # Scaled first: the squares of weights near e^-400 would all be 0.
-    largest = weights_M.max() if weights_M.numel() else torch.zeros(())
-    if not largest > 0:
-        return 0.0
-    scaled_M = weights_M / largest
-    return float(scaled_M.sum() ** 2 / (scaled_M.numel() * (scaled_M**2).sum()))
+    sequences: SequenceSample
 
 
 def mean(values: torch.Tensor) -> float:

@@ -7,19 +7,48 @@ leaves weights and optimizer state bit-identical.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from services.learner.batch import Batch
+from services.learner.batch import Batch, TrainingSequence
+from services.learner.denominators import group_log_denominator, masked_mean
+from services.learner.extras import measure
 from services.learner.loss_config import LossConfig
-from services.learner.loss_registry import policy_loss
-from services.learner.losses import kl_estimates, token_coefficients
+from services.learner.loss_registry import rule_of
+from services.learner.loss_rule import Rule
+from services.learner.losses import kl_estimates
 from services.learner.micro_batch import Batching, MicroBatch, collate, split
 from services.learner.model import learner_logprobs
+from services.learner.plan import loss_inputs, plan, step_coefficients
+from services.learner.policy_loss import policy_loss
 from services.learner.statistics import MicroBatchSample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Forward:
+    """How sequences become log-probs [N] and entropies [N]."""
+
+    model: nn.Module
+    temperature: float
+    batching: Batching
+    autocast_dtype: torch.dtype | None
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def __call__(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        dtype = self.autocast_dtype
+        with torch.autocast(self.device.type, dtype) if dtype else contextlib.nullcontext():
+            return learner_logprobs(self.model, micro_batch, temperature=self.temperature)
+
+    def collate(self, sequences: Sequence[TrainingSequence]) -> MicroBatch:
+        return collate(sequences, batching=self.batching).to(self.device)
 
 
 def accumulate_gradients(
@@ -35,6 +64,8 @@ def accumulate_gradients(
 ) -> list[MicroBatchSample]:
     """Add the gradient of the whole batch's loss to `grad`, one micro-batch at a time.
 
+    Losses that couple the rollouts of a step take a pass without gradient first, unless one micro-batch holds them all.
+
     Args:
         model: causal language model; its parameters receive gradients.
         batch: sequences and, with them, the global denominators.
@@ -45,24 +76,42 @@ def accumulate_gradients(
         batching: padded or packed.
         autocast_dtype: type of matrix products; None for that of the weights.
     """
-    device = next(model.parameters()).device
+    rule = rule_of(loss)
+    forward = _Forward(model=model, temperature=temperature, batching=batching, autocast_dtype=autocast_dtype)
+    parts = split(batch.sequences, max_tokens=micro_batch_tokens, batching=batching)
+    ready = None
+    if rule.needs_first_pass and parts:
+        if len(parts) == 1:
+            ready = forward(forward.collate(parts[0]))
+            first = [ready[0].detach()]
+        else:
+            with torch.no_grad():
+                first = [forward(forward.collate(part))[0] for part in parts]
+        parts = _planned(rule, batch, parts, first, max_new_tokens=max_new_tokens)
     samples = []
-    for sequences in split(batch.sequences, max_tokens=micro_batch_tokens, batching=batching):
-        micro_batch = collate(sequences, batching=batching).to(device)
-        context = torch.autocast(device.type, autocast_dtype) if autocast_dtype else contextlib.nullcontext()
-        with context:
-            logprobs_N, entropies_N = learner_logprobs(model, micro_batch, temperature=temperature)
-        coefficients_BT = token_coefficients(
-            micro_batch.mask_BT,
-            aggregation=loss.aggregation,
-            num_sequences=batch.num_sequences,
-            num_tokens=batch.num_tokens,
-            max_tokens=max_new_tokens,
-        )
-        total, sample = _loss(micro_batch, logprobs_N, entropies_N, coefficients_BT, loss)
+    for sequences in parts:
+        micro_batch = forward.collate(sequences)
+        logprobs_N, entropies_N = forward(micro_batch) if ready is None else ready
+        total, sample = _loss(rule, micro_batch, logprobs_N, entropies_N, batch, max_new_tokens=max_new_tokens)
         total.backward()  # type: ignore[no-untyped-call]
         samples.append(sample)
     return samples
+
+
+def _planned(
+    rule: Rule,
+    batch: Batch,
+    parts: list[list[TrainingSequence]],
+    logprobs: list[torch.Tensor],
+    *,
+    max_new_tokens: int,
+) -> list[list[TrainingSequence]]:
+    """The same parts with what couples their sequences filled in."""
+    ordered = [sequence for part in parts for sequence in part]
+    values = torch.cat(logprobs).split([sequence.token_ids.size for sequence in ordered])
+    ready = plan(rule, dataclasses.replace(batch, sequences=tuple(ordered)), values, max_new_tokens=max_new_tokens)
+    remaining = iter(ready.sequences)
+    return [[next(remaining) for _ in part] for part in parts]
 
 
 def apply_gradients(
@@ -97,34 +146,42 @@ def learning_rate(*, lr: float, warmup_steps: int, applied_steps: int) -> float:
 
 
 def _loss(
+    rule: Rule,
     micro_batch: MicroBatch,
     logprobs_N: torch.Tensor,
     entropies_N: torch.Tensor,
-    coefficients_BT: torch.Tensor,
-    loss: LossConfig,
+    batch: Batch,
+    *,
+    max_new_tokens: int,
 ) -> tuple[torch.Tensor, MicroBatchSample]:
     mask_BT = micro_batch.mask_BT
-    learner_logprobs_BT = torch.zeros_like(micro_batch.sampler_logprobs_BT).masked_scatter(
-        mask_BT, logprobs_N.to(torch.float64)
-    )
-    terms = policy_loss(
-        loss,
-        learner_logprobs_BT=learner_logprobs_BT,
-        sampler_logprobs_BT=micro_batch.sampler_logprobs_BT,
-        log_denominators_B=micro_batch.log_denominators_B,
-        mask_BT=mask_BT,
-        advantages_B=micro_batch.advantages_B,
-        coefficients_BT=coefficients_BT,
-    )
+    learner_BT = torch.zeros_like(micro_batch.sampler_logprobs_BT).masked_scatter(mask_BT, logprobs_N.to(torch.float64))
+    if rule.scope == "microbatch":
+        micro_batch = _with_shared_denominator(rule, micro_batch)
+    coefficients_BT = step_coefficients(rule, mask_BT, batch, max_new_tokens=max_new_tokens)
+    inputs = loss_inputs(micro_batch, learner_BT, coefficients_BT)
+    terms = policy_loss(rule, inputs)
     total = terms.contributions_B.sum()
-    kl_BT = kl_estimates(learner_logprobs_BT, micro_batch.sampler_logprobs_BT, mask_BT)
-    if loss.kl_coefficient > 0.0:
-        total = total + loss.kl_coefficient * (coefficients_BT * kl_BT).sum()
+    kl_BT = kl_estimates(learner_BT, micro_batch.sampler_logprobs_BT, mask_BT)
+    if rule.kl_coefficient > 0.0:
+        total = total + rule.kl_coefficient * (coefficients_BT * kl_BT).sum()
+    clippable = mask_BT if terms.is_clipped.dim() == 2 else mask_BT.any(1)
     sample = MicroBatchSample(
         loss=total.item(),
         weights_M=terms.weights[terms.is_counted].cpu(),
-        is_clipped_M=terms.is_clipped[terms.is_counted].cpu(),
+        is_clipped_M=terms.is_clipped[clippable].cpu(),
         kl_B=kl_BT.detach().sum(1).cpu(),
         entropies_N=entropies_N.detach().double().cpu(),
+        sequences=measure(inputs, terms),
     )
     return total, sample
+
+
+def _with_shared_denominator(rule: Rule, micro_batch: MicroBatch) -> MicroBatch:
+    # The published code of GEPO takes its mean over whatever shares the pass, whichever prompts that mixes.
+    assert rule.denominator != "own"
+    assert rule.denominator != "expected_learner"
+    mask_BT, sampler_BT = micro_batch.mask_BT, micro_batch.sampler_logprobs_BT
+    log_probs_B = sampler_BT.sum(1) if rule.normalisation == "raw" else masked_mean(sampler_BT, mask_BT)
+    shared = group_log_denominator(log_probs_B, mask_BT.any(1), kind=rule.denominator)
+    return dataclasses.replace(micro_batch, log_denominators_B=torch.full_like(micro_batch.log_denominators_B, shared))

@@ -16,6 +16,9 @@ DECISIONS = [
     "common/weights/plan.py",
     "common/weights/manifest.py",
     "learner/losses.py",
+    "learner/policy_loss.py",
+    "learner/importance.py",
+    "learner/masks.py",
     "learner/advantages.py",
 ]
 

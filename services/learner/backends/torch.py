@@ -6,6 +6,7 @@ weights and the number of threads.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,11 +21,15 @@ from services.common.weights.arena import Arena, Layout
 from services.learner.backend_config import TorchBackendConfig
 from services.learner.backends.state import read_state, write_state
 from services.learner.batch import build_batch
+from services.learner.extras import join, step_extras, step_size_factor
 from services.learner.logprobs import logit_temperature
 from services.learner.loss_config import LossConfig
+from services.learner.loss_registry import caveats, rule_of
 from services.learner.model import check_forward, load_model
 from services.learner.statistics import build_report
 from services.learner.step import accumulate_gradients, apply_gradients, learning_rate
+
+logger = logging.getLogger(__name__)
 
 
 class TorchBackend:
@@ -52,12 +57,21 @@ class TorchBackend:
         check_forward(self._model, batching=config.batching)
         self._config = config
         self._loss = loss
+        self._rule = rule_of(loss)
+        for note in caveats(self._rule):
+            logger.warning("%s", note)
         self._sampling = sampling
         self._clock = clock or SystemClock()
         self._temperature = logit_temperature(sampling)
         self._layout = tensors.layout_of(self._model, config.published_dtype)
         self._optimizer = self._new_optimizer()
         self._applied_steps = 0
+        self._last_extras: dict[str, float] = {}
+
+    @property
+    def last_extras(self) -> dict[str, float]:
+        """Numbers of the newest step beyond its report, see `extras.step_extras`; with the step size taken, lr."""
+        return self._last_extras
 
     @property
     def layout(self) -> Layout:
@@ -74,7 +88,7 @@ class TorchBackend:
         started = self._clock.monotonic()
         samples = accumulate_gradients(
             self._model,
-            build_batch([queued.group for queued in groups], loss=self._loss),
+            build_batch([queued.group for queued in groups], loss=self._loss, head_version=head_version),
             loss=self._loss,
             temperature=self._temperature,
             max_new_tokens=self._sampling.max_new_tokens,
@@ -82,16 +96,19 @@ class TorchBackend:
             batching=self._config.batching,
             autocast_dtype=torch.bfloat16 if self._config.compute_dtype == "bf16" else None,
         )
+        sequences = join([sample.sequences for sample in samples])
+        lr = learning_rate(
+            lr=self._config.lr, warmup_steps=self._config.warmup_steps, applied_steps=self._applied_steps
+        ) * step_size_factor(self._rule, sequences)
         is_applied, grad_norm = apply_gradients(
             self._model.parameters(),
             self._optimizer,
             loss=sum(sample.loss for sample in samples),
-            lr=learning_rate(
-                lr=self._config.lr, warmup_steps=self._config.warmup_steps, applied_steps=self._applied_steps
-            ),
+            lr=lr,
             grad_clip=self._config.grad_clip,
         )
         self._applied_steps += is_applied
+        self._last_extras = step_extras(sequences) | {"lr": lr}
         return build_report(
             samples,
             groups,

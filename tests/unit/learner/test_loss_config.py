@@ -4,17 +4,73 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from services.learner.backend_config import TorchBackendConfig
-from services.learner.loss_config import GepoConfig, GrpoConfig, GspoConfig, LossConfig
+from services.learner.loss_config import GepoConfig, LossConfig
+from services.learner.loss_registry import ALGORITHMS, caveats, rule_of
+from tests.support.losses import CATALOGUE
 
 ADAPTER = TypeAdapter(LossConfig)
 
 
-@pytest.mark.parametrize(("kind", "schema"), [("gepo", GepoConfig), ("gspo", GspoConfig), ("grpo", GrpoConfig)])
-def test_kind_selects_the_loss(kind, schema):
+KINDS = {
+    "bnpo", "cispo", "dapo", "decoupled_ppo", "delta_l", "dr_grpo", "ds_gepo", "ds_gspo", "eqp", "gepo", "gepo_plus",
+    "gmpo", "grpo", "gspo", "gspo_token", "m2po", "mis", "opsm", "tis", "topr",
+}  # fmt: skip
+
+
+def test_registry_and_configuration_name_the_same_algorithms():
+    assert KINDS == ALGORITHMS.keys() == {config.kind for config in CATALOGUE.values()}
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_kind_alone_selects_a_loss_with_its_rule(kind):
     loss = ADAPTER.validate_python({"kind": kind})
 
-    assert type(loss) is schema
-    assert (loss.eps_low, loss.eps_high, loss.kl_coefficient) == (0.2, 0.2, 0.005)
+    assert loss.kind == kind
+    assert loss.kl_coefficient == 0.005
+    assert rule_of(loss).kl_coefficient == 0.005
+
+
+@pytest.mark.parametrize("kind", ["gepo", "gspo", "grpo"])
+def test_clip_range_is_the_reference_implementation_s(kind):
+    loss = ADAPTER.validate_python({"kind": kind})
+
+    assert (loss.eps_low, loss.eps_high) == (0.2, 0.2)
+    assert (rule_of(loss).low, rule_of(loss).high) == (0.8, 1.2)
+
+
+@pytest.mark.parametrize(
+    ("table", "parts"),
+    [
+        ({"kind": "gspo", "clip_on": "gepo"}, {"denominator": "own", "clip_on": "gepo"}),
+        ({"kind": "gepo", "clip_on": "gspo"}, {"denominator": "contraharmonic", "clip_on": "gspo"}),
+        ({"kind": "gepo", "denominator": "arithmetic"}, {"denominator": "arithmetic"}),
+        ({"kind": "gepo", "denominator": "geometric"}, {"denominator": "geometric"}),
+        ({"kind": "gepo", "step_size": "ess"}, {"step_size": "ess", "has_group_denominator": True}),
+        ({"kind": "gepo", "opsm_threshold": 0.5}, {"opsm_threshold": 0.5}),
+        ({"kind": "ds_gepo"}, {"defensive_fraction": 0.005, "denominator": "contraharmonic"}),
+        ({"kind": "gepo", "m2_budget": 0.04}, {"m2_budget": 0.04, "needs_first_pass": True}),
+        ({"kind": "gepo", "positive_weight": "one"}, {"positive_weight": "one", "level": "sequence"}),
+        ({"kind": "mis", "level": "geometric"}, {"level": "sequence", "normalisation": "length", "high": 3.0}),
+        ({"kind": "dapo"}, {"low": 0.8, "high": 1.28, "aggregation": "token_mean", "drop_uniform_groups": False}),
+    ],
+)
+def test_combinations_are_expressible(table, parts):
+    rule = rule_of(ADAPTER.validate_python(table))
+
+    assert {name: getattr(rule, name) for name in parts} == parts
+
+
+def test_reproduction_choices_are_pointed_out():
+    assert caveats(rule_of(GepoConfig())) == ()
+    assert "shortest" in caveats(rule_of(GepoConfig(normalisation="raw")))[0]
+    assert "micro_batch_tokens" in caveats(rule_of(GepoConfig(scope="microbatch")))[0]
+
+
+def test_unknown_key_is_refused_with_its_path():
+    with pytest.raises(ValidationError) as caught:
+        ADAPTER.validate_python({"kind": "cispo", "clip_on": "gepo"})
+
+    assert caught.value.errors()[0]["loc"] == ("cispo", "clip_on")
 
 
 def test_gepo_defaults_are_those_of_the_reference_implementation():
@@ -25,7 +81,15 @@ def test_gepo_defaults_are_those_of_the_reference_implementation():
 
 @pytest.mark.parametrize(
     "table",
-    [{"kind": "ppo"}, {"kind": "gspo", "denominator": "geometric"}, {"kind": "gepo", "eps_low": -0.1}, {}],
+    [
+        {"kind": "ppo"},
+        {"kind": "gspo", "denominator": "geometric"},
+        {"kind": "gepo", "eps_low": -0.1},
+        {},
+        {"kind": "eqp", "m2_budget": 0.04},
+        {"kind": "mis", "floor": 3.0},
+        {"kind": "gpo"},
+    ],
 )
 def test_wrong_loss_is_refused(table):
     with pytest.raises(ValidationError):

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from services.learner.statistics import MicroBatchSample, build_report, ess_fraction
+from services.learner.extras import ess_fraction, join
+from services.learner.statistics import MicroBatchSample, build_report
 from tests.support.training import group, queued, rollout
 
 F64 = torch.float64
@@ -19,6 +20,7 @@ def _sample(loss=0.5, weights=(1.0, 3.0), clipped=(False, True), kl=(0.2, 0.4), 
         is_clipped_M=torch.tensor(clipped),
         kl_B=torch.tensor(kl, dtype=F64),
         entropies_N=torch.tensor(entropies, dtype=F64),
+        sequences=join([]),
     )
 
 

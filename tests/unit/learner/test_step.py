@@ -13,6 +13,7 @@ from services.learner.batch import build_batch
 from services.learner.loss_config import GepoConfig, GrpoConfig, GspoConfig
 from services.learner.model import check_forward
 from services.learner.step import accumulate_gradients, apply_gradients, learning_rate
+from tests.support.losses import CATALOGUE
 from tests.support.training import is_identical, random_groups, tiny_model, weights
 
 LOSSES = {
@@ -26,7 +27,7 @@ def _gradients(model, groups, loss, *, micro_batch_tokens, batching="padded", te
     model.zero_grad(set_to_none=True)
     samples = accumulate_gradients(
         model,
-        build_batch([queued.group for queued in groups], loss=loss),
+        build_batch([queued.group for queued in groups], loss=loss, head_version=7),
         loss=loss,
         temperature=temperature,
         max_new_tokens=16,
@@ -56,6 +57,57 @@ def test_gradient_does_not_depend_on_split_padding_or_packing(loss, family, batc
     for name, gradient in gradients.items():
         torch.testing.assert_close(other_gradients[name], gradient, rtol=0, atol=1e-12)
         assert gradient.abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+@pytest.mark.parametrize(("batching", "micro_batch_tokens"), [("padded", 33), ("packed", 45)])
+def test_gradient_of_every_loss_does_not_depend_on_the_layout(name, batching, micro_batch_tokens):
+    model = tiny_model(dtype=torch.float64)
+    groups = _near_policy(model, random_groups(3, seed=3, version=4))
+
+    value, gradients, _ = _gradients(model, groups, CATALOGUE[name], micro_batch_tokens=9999)
+    other_value, other_gradients, num_parts = _gradients(
+        model, groups, CATALOGUE[name], micro_batch_tokens=micro_batch_tokens, batching=batching
+    )
+
+    assert num_parts > 1
+    assert other_value == pytest.approx(value, abs=1e-12)
+    for parameter, gradient in gradients.items():
+        torch.testing.assert_close(other_gradients[parameter], gradient, rtol=0, atol=1e-12)
+        assert gradient.abs().max() > 1e-9
+
+
+def _near_policy(model, groups):
+    """The same groups with sampler log-probs close to the model's, so that weights are near 1."""
+    rng = np.random.default_rng(1)
+    result = []
+    for queued in groups:
+        members = []
+        for member in queued.group.rollouts:
+            ids = torch.from_numpy(np.concatenate([queued.group.prompt_token_ids, member.token_ids]).astype(np.int64))
+            with torch.no_grad():
+                table = torch.log_softmax(model(ids[None]).logits[0] / 0.9, -1)
+            own = table[:-1].gather(1, ids[1:, None])[-member.token_ids.size :, 0].numpy()
+            noisy = np.minimum(own + 0.2 * rng.standard_normal(own.size), -1e-3).astype(np.float32)
+            members.append(dataclasses.replace(member, sampler_logprobs=noisy, reward=float(rng.integers(0, 3)) / 2))
+        group = dataclasses.replace(queued.group, rollouts=tuple(members))
+        result.append(dataclasses.replace(queued, group=group))
+    return result
+
+
+def test_denominator_of_the_micro_batch_depends_on_the_micro_batch():
+    # The published code's scope, kept for reproduction: the same step, cut differently, is another loss.
+    model = tiny_model(dtype=torch.float64)
+    groups = _near_policy(model, random_groups(3, seed=3))
+    loss = GepoConfig(scope="microbatch")
+
+    whole, _, _ = _gradients(model, groups, loss, micro_batch_tokens=9999)
+    parts, _, _ = _gradients(model, groups, loss, micro_batch_tokens=60)
+    single, _, _ = _gradients(model, groups[:1], loss, micro_batch_tokens=9999)
+    exact, _, _ = _gradients(model, groups[:1], GepoConfig(), micro_batch_tokens=9999)
+
+    assert abs(whole - parts) > 1e-6
+    assert single == pytest.approx(exact, abs=1e-12)
 
 
 @settings(max_examples=10, deadline=None)

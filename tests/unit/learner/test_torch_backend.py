@@ -13,7 +13,7 @@ from services.learner.backend_config import TorchBackendConfig
 from services.learner.backends.backend import TrainBackend
 from services.learner.backends.state import COUNTERS_FILE, OPTIMIZER_FILE, WEIGHTS_FILE
 from services.learner.backends.torch import TorchBackend
-from services.learner.loss_config import GepoConfig
+from services.learner.loss_config import DecoupledPpoConfig, GepoConfig, LossConfig
 from tests.support.training import SAMPLING, is_identical, queued, random_groups, tiny_model, weights
 
 CONFIG = TorchBackendConfig(lr=1e-3, warmup_steps=4, micro_batch_tokens=64, weight_decay=0.01)
@@ -282,3 +282,57 @@ def test_steps_on_one_rewarded_token_make_it_likelier(model_dir):
 def test_missing_model_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="model_dir"):
         _backend(tmp_path / "nothing")
+
+
+def test_step_leaves_its_extra_numbers_behind(model_dir):
+    backend = _backend(model_dir)
+    report = backend.train_step(random_groups(version=3), head_version=7, step=1)
+
+    extras = backend.last_extras
+    assert np.isfinite(list(extras.values())).all()
+    assert extras["iw_variance_gepo"] == pytest.approx(report.iw_variance, rel=1e-12)
+    assert extras["ess_fraction_gepo"] == pytest.approx(report.ess_fraction, rel=1e-12)
+    assert extras["iw_variance_gspo"] != extras["iw_variance_gepo"]
+    assert extras["lr"] == CONFIG.lr / CONFIG.warmup_steps
+
+
+def test_step_size_shrinks_with_the_effective_sample_size(model_dir):
+    plain, scaled = _backend(model_dir), _backend(model_dir, loss=GepoConfig(step_size="ess"))
+    groups = random_groups(seed=3)
+
+    report = plain.train_step(groups, head_version=0, step=0)
+    scaled.train_step(groups, head_version=0, step=0)
+
+    assert scaled.last_extras["lr"] == pytest.approx(plain.last_extras["lr"] * np.sqrt(report.ess_fraction), rel=1e-12)
+    assert report.ess_fraction < 0.99
+    assert not is_identical(weights(plain.torch_model), weights(scaled.torch_model))
+
+
+def test_step_counts_staleness_from_the_head_version(model_dir):
+    loss = DecoupledPpoConfig(proximal="loglinear", eps_low=0.01, eps_high=0.01)
+    fresh, stale = _backend(model_dir, loss=loss), _backend(model_dir, loss=loss)
+
+    one = fresh.train_step(random_groups(version=7), head_version=7, step=1)
+    other = stale.train_step(random_groups(version=3), head_version=7, step=1)
+
+    assert one.loss != other.loss
+
+
+def test_reproduction_choice_is_logged(model_dir, caplog):
+    _backend(model_dir, loss=GepoConfig(normalisation="raw"))
+
+    assert "loss.normalisation" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["eqp", "m2po"])
+def test_loss_that_plans_a_step_takes_one_on_no_groups_and_on_bad_numbers(model_dir, kind):
+    from pydantic import TypeAdapter
+
+    backend = _backend(model_dir, loss=TypeAdapter(LossConfig).validate_python({"kind": kind}))
+    before = weights(backend.torch_model)
+    bad = random_groups(seed=9)
+    bad[0].group.rollouts[0].sampler_logprobs[0] = float("nan")
+
+    assert not backend.train_step([], head_version=0, step=1).is_applied
+    assert not backend.train_step(bad, head_version=0, step=1).is_applied
+    assert is_identical(weights(backend.torch_model), before)

@@ -1,0 +1,187 @@
+"""A loss applied to lists of log-probs, without model or step: for tests of values and gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from services.common.types import Group
+from services.learner.batch import Batch, build_batch
+from services.learner.loss_config import (
+    BnpoConfig,
+    CispoConfig,
+    DapoConfig,
+    DecoupledPpoConfig,
+    DeltaLConfig,
+    DrGrpoConfig,
+    DsGepoConfig,
+    DsGspoConfig,
+    EqpConfig,
+    GepoConfig,
+    GepoPlusConfig,
+    GmpoConfig,
+    GrpoConfig,
+    GspoConfig,
+    GspoTokenConfig,
+    LossConfig,
+    M2poConfig,
+    MisConfig,
+    OpsmConfig,
+    TisConfig,
+    ToprConfig,
+)
+from services.learner.loss_registry import rule_of
+from services.learner.losses import LossTerms
+from services.learner.micro_batch import collate
+from services.learner.plan import loss_inputs, plan, step_coefficients
+from services.learner.policy_loss import policy_loss
+from tests.support.training import group, rollout
+
+GOLDEN_SAMPLER = [
+    [-0.10, -0.70, -0.05, -1.20, -0.30],
+    [-0.40, -0.20, -0.90],
+    [-0.02, -0.03, -2.50, -0.15],
+    [-1.60, -0.80],
+]
+GOLDEN_LEARNER = [
+    [-0.12, -0.50, -0.04, -1.00, -0.25],
+    [-0.55, -0.25, -1.10],
+    [-0.02, -0.05, -2.00, -0.10],
+    [-1.90, -1.00],
+]
+GOLDEN_REWARDS = [1.0, 0.0, 1.0, 0.0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Outcome:
+    """Loss, its gradient by token for every sequence of the batch, and the terms of every part."""
+
+    value: float
+    gradients: list[torch.Tensor]
+    terms: list[LossTerms]
+
+    @property
+    def row_sums(self) -> list[float]:
+        return [float(gradient.sum()) for gradient in self.gradients]
+
+
+def groups_of(
+    sampler: Sequence[Sequence[Sequence[float]]],
+    rewards: Sequence[Sequence[float]],
+    *,
+    version: int = 1,
+    first: int = 0,
+) -> list[Group]:
+    """Groups of rollouts with these sampler log-probs, in double precision so that golden numbers are met."""
+    result = []
+    for number, (rows, values) in enumerate(zip(sampler, rewards, strict=True), first):
+        members = []
+        for row, reward in zip(rows, values, strict=True):
+            member = rollout([7] * len(row), row, reward, version=version)
+            exact: np.ndarray = np.array(row, np.float64)
+            members.append(dataclasses.replace(member, sampler_logprobs=exact))
+        result.append(group(members, prompt=[1, number + 2], sequence=number + 1, version=version))
+    return result
+
+
+def run_loss(
+    config: LossConfig,
+    learner: Sequence[Sequence[float]],
+    groups: Sequence[Group],
+    *,
+    max_tokens: int = 8,
+    parts: Sequence[Sequence[int]] | None = None,
+    width: int = 0,
+    head_version: int = 0,
+    advantages: Sequence[float] | None = None,
+) -> Outcome:
+    """Value and gradient of the loss over whole groups.
+
+    Args:
+        config: the loss, whose KL penalty is left out.
+        learner: learner log-probs of the rollouts that have tokens, in the order of the groups.
+        groups: what was sampled.
+        max_tokens: the run's limit on completion tokens.
+        parts: positions of the sequences in each micro-batch; one of all by default.
+        width: padding to at least this many tokens.
+        head_version: version of the learner.
+        advantages: instead of those of the rewards.
+    """
+    rule = rule_of(config)
+    batch = build_batch(groups, loss=config, head_version=head_version)
+    if advantages is not None:
+        pairs = zip(batch.sequences, advantages, strict=True)
+        batch = Batch(sequences=tuple(dataclasses.replace(one, advantage=value) for one, value in pairs))
+    logprobs = [torch.tensor(row, dtype=torch.float64) for row in learner]
+    if rule.needs_first_pass:
+        batch = plan(rule, batch, logprobs, max_new_tokens=max_tokens)
+    value, terms = 0.0, []
+    gradients = [torch.zeros(0)] * len(logprobs)
+    for part in parts or [range(len(batch.sequences))]:
+        micro_batch = collate([batch.sequences[position] for position in part], batching="padded")
+        extra = max(0, width - micro_batch.mask_BT.shape[1])
+        micro_batch = dataclasses.replace(
+            micro_batch,
+            **{
+                name: torch.nn.functional.pad(getattr(micro_batch, name), (0, extra))
+                for name in ("mask_BT", "sampler_logprobs_BT", "staleness_BT", "is_selected_BT")
+            },
+        )
+        learner_BT = torch.zeros_like(micro_batch.sampler_logprobs_BT).masked_scatter(
+            micro_batch.mask_BT, torch.cat([logprobs[position] for position in part])
+        )
+        learner_BT.requires_grad_()
+        coefficients_BT = step_coefficients(rule, micro_batch.mask_BT, batch, max_new_tokens=max_tokens)
+        one = policy_loss(rule, loss_inputs(micro_batch, learner_BT, coefficients_BT))
+        total = one.contributions_B.sum()
+        total.backward()
+        assert learner_BT.grad is not None
+        value += total.item()
+        terms.append(one)
+        for row, position in enumerate(part):
+            gradients[position] = learner_BT.grad[row, : logprobs[position].numel()]
+    return Outcome(value=value, gradients=gradients, terms=terms)
+
+
+CATALOGUE: dict[str, LossConfig] = {
+    "gepo": GepoConfig(),
+    "gepo arithmetic": GepoConfig(denominator="arithmetic"),
+    "gepo geometric": GepoConfig(denominator="geometric"),
+    "gepo raw": GepoConfig(normalisation="raw"),
+    "gepo preserving": GepoConfig(clip="preserve"),
+    "gepo clipped on gspo": GepoConfig(clip_on="gspo"),
+    "gepo with opsm": GepoConfig(opsm_threshold=0.05),
+    "gepo with m2po": GepoConfig(m2_budget=0.02),
+    "gepo with topr": GepoConfig(positive_weight="one"),
+    "gepo_plus": GepoPlusConfig(kl_threshold=0.05),
+    "ds_gepo": DsGepoConfig(defensive_fraction=0.2),
+    "eqp": EqpConfig(),
+    "eqp with opsm": EqpConfig(opsm_threshold=0.05, aggregation="token_mean"),
+    "gspo": GspoConfig(),
+    "gspo clipped on gepo": GspoConfig(clip_on="gepo"),
+    "gspo without clip": GspoConfig(clip="none"),
+    "ds_gspo": DsGspoConfig(defensive_fraction=0.2),
+    "gspo_token": GspoTokenConfig(),
+    "gmpo": GmpoConfig(eps_log=0.2),
+    "grpo": GrpoConfig(),
+    "dr_grpo": DrGrpoConfig(),
+    "dapo": DapoConfig(),
+    "dapo dropping": DapoConfig(drop_uniform_groups=True),
+    "bnpo": BnpoConfig(),
+    "delta_l": DeltaLConfig(length_power=0.75),
+    "topr": ToprConfig(),
+    "cispo": CispoConfig(),
+    "tis": TisConfig(cap=1.1),
+    "mis": MisConfig(cap=1.3, floor=0.5),
+    "mis token": MisConfig(level="token", cap=1.3, floor=0.7),
+    "mis geometric": MisConfig(level="geometric", cap=1.05, floor=0.9),
+    "decoupled_ppo": DecoupledPpoConfig(behaviour_cap=1.1),
+    "decoupled_ppo loglinear": DecoupledPpoConfig(proximal="loglinear", behaviour_cap=1.1, eps_high=0.05, eps_low=0.05),
+    "m2po": M2poConfig(m2_budget=0.02),
+    "opsm": OpsmConfig(opsm_threshold=0.05),
+}
+"""Every algorithm, and every part that has no algorithm of its own, with bounds that act on small differences."""

@@ -1,0 +1,210 @@
+"""What holds for every loss of the catalogue: invariances, padding, rollouts without tokens, extreme numbers."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from services.learner.batch import build_batch
+from services.learner.loss_config import GepoConfig, GspoConfig, LossConfig
+from services.learner.loss_registry import rule_of
+from services.learner.micro_batch import collate
+from services.learner.plan import loss_inputs, plan, step_coefficients
+from services.learner.policy_loss import policy_loss
+from tests.support.losses import CATALOGUE, groups_of, run_loss
+
+SHAPE = [[3, 5, 1, 4], [2, 6, 4], [1, 1, 5]]
+
+
+def _case(seed=0, shape=SHAPE, spread=0.35):
+    rng = random.Random(seed)
+    sampler = [[[-2 * rng.random() - 0.01 for _ in range(size)] for size in sizes] for sizes in shape]
+    rewards = [[float(rng.randint(0, 4)) / 4 for _ in sizes] for sizes in shape]
+    learner = [[x + spread * rng.gauss(0, 1) for x in row] for rows in sampler for row in rows]
+    return learner, groups_of(sampler, rewards)
+
+
+def _assert_same(one, other, tolerance=1e-12):
+    assert other.value == pytest.approx(one.value, abs=tolerance)
+    for left, right in zip(one.gradients, other.gradients, strict=True):
+        torch.testing.assert_close(right, left, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+@pytest.mark.parametrize("parts", [[[i] for i in range(10)], [[9, 0, 4], [1, 2, 3, 5], [8, 7, 6]]])
+def test_loss_does_not_depend_on_micro_batches_or_their_order(name, parts):
+    # Parts are also what ranks would hold: the loss of a rank is the sum of its parts.
+    learner, groups = _case()
+
+    _assert_same(run_loss(CATALOGUE[name], learner, groups), run_loss(CATALOGUE[name], learner, groups, parts=parts))
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_loss_does_not_depend_on_padding(name):
+    learner, groups = _case()
+
+    _assert_same(run_loss(CATALOGUE[name], learner, groups), run_loss(CATALOGUE[name], learner, groups, width=23))
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_loss_does_not_depend_on_rollouts_without_tokens(name):
+    learner, groups = _case()
+    sampler = [[member.sampler_logprobs.tolist() for member in group.rollouts] for group in groups]
+    rewards = [[member.reward for member in group.rollouts] for group in groups]
+    with_empty = groups_of([[[], *rows, []] for rows in sampler], [[9.0, *values, -9.0] for values in rewards])
+    if CATALOGUE[name].advantage == "beta":
+        assert max(reward for group in with_empty for reward in (m.reward for m in group.rollouts)) > 1.0
+
+    _assert_same(run_loss(CATALOGUE[name], learner, groups), run_loss(CATALOGUE[name], learner, with_empty))
+
+
+def _inputs(config: LossConfig, learner, groups):
+    rule = rule_of(config)
+    batch = build_batch(groups, loss=config, head_version=3)
+    logprobs = [torch.tensor(row, dtype=torch.float64) for row in learner]
+    batch = plan(rule, batch, logprobs, max_new_tokens=8)
+    micro_batch = collate(batch.sequences, batching="padded")
+    learner_BT = torch.zeros_like(micro_batch.sampler_logprobs_BT).masked_scatter(
+        micro_batch.mask_BT, torch.cat(logprobs)
+    )
+    coefficients = step_coefficients(rule, micro_batch.mask_BT, batch, max_new_tokens=8)
+    return rule, micro_batch, learner_BT, coefficients
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_gradient_reaches_learner_logprobs_only(name):
+    learner, groups = _case(4)
+    rule, micro_batch, learner_BT, coefficients = _inputs(CATALOGUE[name], learner, groups)
+    inputs = loss_inputs(micro_batch, learner_BT, coefficients)
+    constants = [
+        inputs.sampler_BT,
+        inputs.advantages_B,
+        inputs.log_denominators_B,
+        inputs.log_expectations_B,
+        inputs.couplings_B,
+        inputs.staleness_BT,
+    ]
+    for tensor in (learner_BT, *constants):
+        tensor.requires_grad_()
+
+    policy_loss(rule, inputs).contributions_B.sum().backward()
+
+    assert learner_BT.grad.abs().max() > 0
+    assert all(tensor.grad is None for tensor in constants if tensor is not inputs.staleness_BT)
+    assert torch.equal(learner_BT.grad[~inputs.mask_BT], torch.zeros_like(learner_BT.grad[~inputs.mask_BT]))
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_what_stands_in_padding_changes_nothing(name):
+    learner, groups = _case(5)
+    rule, micro_batch, learner_BT, coefficients = _inputs(CATALOGUE[name], learner, groups)
+    mask = micro_batch.mask_BT
+    clean = policy_loss(rule, loss_inputs(micro_batch, learner_BT, coefficients)).contributions_B
+    garbage = learner_BT.masked_fill(~mask, float("nan")).requires_grad_()
+    micro_batch.sampler_logprobs_BT.masked_fill_(~mask, float("inf"))
+
+    dirty = policy_loss(rule, loss_inputs(micro_batch, garbage, coefficients)).contributions_B
+    dirty.sum().backward()
+
+    assert torch.equal(clean, dirty)
+    assert garbage.grad.isfinite().all()
+
+
+# Losses whose every factor carries its gradient; the others multiply by constants, which differences would move.
+PLAIN = [
+    "gepo", "gepo arithmetic", "gepo geometric", "gepo raw", "gepo clipped on gspo", "gepo with opsm", "gepo with topr",
+    "gspo", "gspo clipped on gepo", "gspo without clip", "gmpo", "grpo", "dr_grpo", "dapo", "bnpo", "delta_l", "m2po",
+    "opsm",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_gradient_equals_finite_differences(name):
+    learner, groups = _case(6)
+    rule, micro_batch, learner_BT, coefficients = _inputs(CATALOGUE[name], learner, groups)
+
+    def contributions(values):
+        return policy_loss(rule, loss_inputs(micro_batch, values, coefficients)).contributions_B
+
+    assert torch.autograd.gradcheck(contributions, learner_BT.requires_grad_())
+
+
+def test_eqp_gradient_equals_finite_differences_through_the_whole_step():
+    # The plan turns what couples rollouts into constants, so the differences are taken of plan and loss together.
+    learner, groups = _case(6)
+    outcome = run_loss(CATALOGUE["eqp"], learner, groups, parts=[[0, 5], [1, 2, 3, 4, 6, 7, 8, 9]])
+
+    for i, row in enumerate(learner):
+        for t in range(len(row)):
+            values = []
+            for step in (1e-5, -1e-5):
+                moved = [list(other) for other in learner]
+                moved[i][t] += step
+                values.append(run_loss(CATALOGUE["eqp"], moved, groups).value)
+            assert float(outcome.gradients[i][t]) == pytest.approx((values[0] - values[1]) / 2e-5, abs=1e-8)
+
+
+EXTREMES = {
+    "learner far above": (-100.0, -20000.0),
+    "learner far below": (-20000.0, -100.0),
+    "both far down": (-20000.0, -19000.0),
+    "sampler beyond any probability": (-100.0, -2e7),
+}
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+@pytest.mark.parametrize(("learner_sum", "sampler_sum"), EXTREMES.values(), ids=EXTREMES.keys())
+def test_loss_and_gradient_are_finite_on_16k_tokens(name, learner_sum, sampler_sum):
+    # A truncated member of one token, a group of equal rewards and a group of one beside the long rollouts.
+    length = 16384
+    sampler = [[[sampler_sum / length] * length, [-0.5], [sampler_sum / length] * length], [[-1.0], [-2.0]], [[-3.0]]]
+    rewards = [[1.0, 0.5, 0.0], [1.0, 1.0], [0.0]]
+    learner = [[learner_sum / length] * length, [-0.6], [learner_sum / length] * length, [-1.0], [-2.0], [-3.0]]
+    if name == "dapo dropping":
+        learner = learner[:3]
+
+    outcome = run_loss(CATALOGUE[name], learner, groups_of(sampler, rewards), max_tokens=length, head_version=5)
+
+    assert math.isfinite(outcome.value)
+    assert all(gradient.isfinite().all() for gradient in outcome.gradients)
+    assert all(terms.weights.isfinite().all() for terms in outcome.terms)
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_groups_of_equal_rewards_add_no_policy_gradient(name):
+    learner, groups = _case(7)
+    flat = [[0.5] * len(group.rollouts) for group in groups]
+    groups = groups_of([[m.sampler_logprobs.tolist() for m in g.rollouts] for g in groups], flat)
+    learner = [] if name == "dapo dropping" else learner
+    if not learner:
+        assert build_batch(groups, loss=CATALOGUE[name]).num_sequences == 0
+        return
+
+    outcome = run_loss(CATALOGUE[name], learner, groups)
+
+    assert outcome.value == pytest.approx(0.0, abs=1e-15)
+    assert all(gradient.abs().max() < 1e-15 for gradient in outcome.gradients)
+
+
+@pytest.mark.parametrize("config", [GspoConfig(), GepoConfig(), CATALOGUE["grpo"]])
+def test_clip_mask_is_exactly_where_the_gradient_vanishes(config):
+    learner, groups = _case(8, shape=[[1] * 8] * 5, spread=0.6)
+    rule, micro_batch, learner_BT, coefficients = _inputs(config, learner, groups)
+    learner_BT.requires_grad_()
+
+    terms = policy_loss(rule, loss_inputs(micro_batch, learner_BT, coefficients))
+    terms.contributions_B.sum().backward()
+
+    moves = learner_BT.grad[:, 0] != 0
+    is_clipped = terms.is_clipped.flatten()
+    assert torch.equal(moves[micro_batch.advantages_B != 0], ~is_clipped[micro_batch.advantages_B != 0])
+    assert is_clipped.any()
+
+
+def test_loss_refuses_misaligned_tensors():
+    learner, groups = _case(1)
+    rule, micro_batch, learner_BT, coefficients = _inputs(GepoConfig(), learner, groups)
+
+    with pytest.raises(AssertionError):
+        policy_loss(rule, loss_inputs(micro_batch, learner_BT[:, :2], coefficients))

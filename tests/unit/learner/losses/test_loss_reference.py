@@ -1,0 +1,146 @@
+"""Every loss against the same loss written with loops: value, and gradient by central differences."""
+
+import random
+
+import pytest
+
+from tests.support.loss_reference import Case, Reference, advantage, drifted, second_moment_kept
+from tests.support.losses import CATALOGUE, groups_of, run_loss
+
+# Algorithm -> objective, advantage, aggregation.
+REFERENCES = {
+    "gepo": (Reference.gepo, "mean", "sequence_mean"),
+    "gepo arithmetic": (lambda self, i, a: self.gepo(i, a, "arithmetic"), "mean", "sequence_mean"),
+    "gepo geometric": (lambda self, i, a: self.gepo(i, a, "geometric"), "mean", "sequence_mean"),
+    "gepo raw": (Reference.gepo_raw, "mean", "sequence_mean"),
+    "gepo preserving": (Reference.gepo_preserving, "mean", "sequence_mean"),
+    "gepo clipped on gspo": (Reference.gepo_on_gspo, "mean", "sequence_mean"),
+    "gepo with opsm": (Reference.gepo, "mean", "sequence_mean"),
+    "gepo with m2po": (Reference.gepo_spread, "mean", "sequence_mean"),
+    "gepo with topr": (Reference.gepo_topr, "mean", "sequence_mean"),
+    "gepo_plus": (Reference.gepo_plus, "mean", "sequence_mean"),
+    "ds_gepo": (Reference.ds_gepo, "mean", "sequence_mean"),
+    "eqp": (Reference.eqp, "mean", "sequence_mean"),
+    "eqp with opsm": (Reference.eqp, "mean", "token_mean"),
+    "gspo": (Reference.gspo, "mean_std", "sequence_mean"),
+    "gspo clipped on gepo": (Reference.gspo_on_gepo, "mean_std", "sequence_mean"),
+    "gspo without clip": (Reference.gspo_unclipped, "mean_std", "sequence_mean"),
+    "ds_gspo": (Reference.ds_gspo, "mean_std", "sequence_mean"),
+    "gspo_token": (Reference.gspo_token, "mean_std", "sequence_mean"),
+    "gmpo": (Reference.gmpo, "mean_std", "sequence_mean"),
+    "grpo": (Reference.grpo, "mean_std", "sequence_mean"),
+    "dr_grpo": (Reference.grpo, "mean", "max_length"),
+    "dapo": (Reference.dapo, "mean_std", "token_mean"),
+    "dapo dropping": (Reference.dapo, "mean_std", "token_mean"),
+    "bnpo": (Reference.dapo, "beta", "token_mean"),
+    "delta_l": (Reference.grpo, "mean", "length_power"),
+    "topr": (Reference.topr, "mean", "sequence_sum"),
+    "cispo": (lambda self, i, a: self.truncated(i, a, 1.2), "mean_std", "token_mean"),
+    "tis": (lambda self, i, a: self.truncated(i, a, 1.1), "mean", "token_mean"),
+    "mis": (Reference.mis, "mean", "token_mean"),
+    "mis token": (Reference.mis_token, "mean", "token_mean"),
+    "mis geometric": (Reference.mis_geometric, "mean", "token_mean"),
+    "decoupled_ppo": (lambda self, i, a: self.decoupled(i, a, True, 0.2), "mean_std", "token_mean"),
+    "decoupled_ppo loglinear": (lambda self, i, a: self.decoupled(i, a, False, 0.05), "mean_std", "token_mean"),
+    "m2po": (Reference.unclipped, "mean_std", "token_mean"),
+    "opsm": (Reference.grpo, "mean_std", "sequence_mean"),
+}
+HEAD = 9
+
+
+def _case(seed):
+    rng = random.Random(seed)
+    group = [0, 0, 0, 0, 1, 1, 1, 2, 2, 2]
+    sampler = [[-2.0 * rng.random() - 0.01 for _ in range(rng.randint(1, 6))] for _ in group]
+    learner = [[min(x + 0.35 * rng.gauss(0, 1), -1e-4) for x in row] for row in sampler]
+    rewards = [1.0, 0.0, 1.0, 0.0, 0.25, 0.0, 1.0, 0.5, 0.5, 0.5]
+    versions = [9, 8, 4]
+    staleness = [HEAD - versions[number] for number in group]
+    return Case(sampler=sampler, rewards=rewards, group=group, staleness=staleness, max_tokens=6), learner
+
+
+def _groups(case):
+    numbers = sorted(set(case.group))
+    rows = [[row for row, number in zip(case.sampler, case.group, strict=True) if number == g] for g in numbers]
+    rewards = [[r for r, number in zip(case.rewards, case.group, strict=True) if number == g] for g in numbers]
+    age = dict(zip(case.group, case.staleness, strict=True))
+    return [
+        groups_of([row], [reward], version=HEAD - age[number], first=number)[0]
+        for number, row, reward in zip(numbers, rows, rewards, strict=True)
+    ]
+
+
+def _coefficient(case, i, aggregation, chosen):
+    lengths = {j: len(case.sampler[j]) for j in chosen}
+    return {
+        "sequence_mean": 1 / (len(chosen) * lengths[i]),
+        "token_mean": 1 / sum(lengths.values()),
+        "max_length": 1 / (len(chosen) * case.max_tokens),
+        "sequence_sum": 1 / len(chosen),
+        "length_power": lengths[i] ** -0.75 / (case.max_tokens * sum(n**-0.75 for n in lengths.values())),
+    }[aggregation]
+
+
+def _value(name, case, learner, fixed):
+    objective, kind, aggregation = REFERENCES[name]
+    reference = Reference(case, learner, fixed)
+    advantages = [advantage(case, i, kind) for i in range(len(case.group))]
+    chosen = [i for i in range(len(case.group)) if name != "dapo dropping" or case.group[i] != 2]
+    kept = None
+    if name in ("m2po", "gepo with m2po"):
+        kept = second_moment_kept(case, fixed, advantages, 0.02)
+    total = 0.0
+    for i in chosen:
+        if name in ("opsm", "gepo with opsm", "eqp with opsm") and drifted(case, fixed, i, advantages[i], 0.05):
+            continue
+        coefficient = _coefficient(case, i, aggregation, chosen)
+        terms = objective(reference, i, advantages[i])
+        total -= sum(coefficient * term for t, term in enumerate(terms) if kept is None or (i, t) in kept)
+    return total
+
+
+def test_every_loss_of_the_catalogue_has_a_reference():
+    assert REFERENCES.keys() == CATALOGUE.keys()
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_loss_and_gradient_equal_the_reference(name, seed):
+    case, learner = _case(seed)
+    rows = learner[:7] if name == "dapo dropping" else learner
+
+    outcome = run_loss(CATALOGUE[name], rows, _groups(case), max_tokens=case.max_tokens, head_version=HEAD)
+
+    assert outcome.value == pytest.approx(_value(name, case, learner, learner), abs=1e-12)
+    step = 1e-5
+    for i, row in enumerate(rows):
+        for t in range(len(row)):
+            up, down = ([list(values) for values in learner] for _ in range(2))
+            up[i][t] += step
+            down[i][t] -= step
+            slope = (_value(name, case, up, learner) - _value(name, case, down, learner)) / (2 * step)
+            assert float(outcome.gradients[i][t]) == pytest.approx(slope, abs=1e-8)
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_some_gradient_is_left(name):
+    case, learner = _case(1)
+    rows = learner[:7] if name == "dapo dropping" else learner
+
+    outcome = run_loss(CATALOGUE[name], rows, _groups(case), max_tokens=case.max_tokens, head_version=HEAD)
+
+    assert max(float(gradient.abs().max()) for gradient in outcome.gradients) > 1e-3
+
+
+@pytest.mark.parametrize("name", [name for name in CATALOGUE if "without clip" not in name])
+def test_bounds_and_masks_act_on_the_cases(name):
+    # Otherwise the comparison with the reference would say nothing about them.
+    acted = False
+    for seed in (1, 2, 3):
+        case, learner = _case(seed)
+        rows = learner[:7] if name == "dapo dropping" else learner
+        outcome = run_loss(CATALOGUE[name], rows, _groups(case), max_tokens=case.max_tokens, head_version=HEAD)
+        terms = outcome.terms[0]
+        acted |= bool(terms.is_clipped.any()) or int(terms.is_kept_BT.sum()) < sum(map(len, rows))
+
+    assert acted or name == "decoupled_ppo"

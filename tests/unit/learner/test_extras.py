@@ -1,0 +1,116 @@
+"""Numbers by which algorithms are compared, on the golden rollouts and on values small enough to do by hand."""
+
+import math
+
+import pytest
+import torch
+
+from services.learner.batch import build_batch
+from services.learner.extras import SequenceSample, join, measure, step_extras, step_size_factor
+from services.learner.loss_config import GepoConfig, GrpoConfig, GspoConfig
+from services.learner.loss_registry import rule_of
+from services.learner.micro_batch import collate
+from services.learner.plan import loss_inputs, step_coefficients
+from services.learner.policy_loss import policy_loss
+from tests.support.losses import GOLDEN_LEARNER, GOLDEN_REWARDS, GOLDEN_SAMPLER, groups_of
+
+F64 = torch.float64
+GEPO = [1.25721138029115826668, 0.977812587786816919649, 1.07078934059147382785, 0.43209754310255703]
+GSPO = [1.0919881220281975, 0.8751733190429474, 1.1416790160891845, 0.7788007830714049]
+PRODUCTS = [1.552707218511, 0.670320046036, 1.698932308619, 0.606530659713]
+
+
+def _golden(config, parts=((0, 1, 2, 3),)):
+    rule = rule_of(config)
+    batch = build_batch(groups_of([GOLDEN_SAMPLER], [GOLDEN_REWARDS]), loss=config)
+    samples = []
+    for part in parts:
+        micro_batch = collate([batch.sequences[i] for i in part], batching="padded")
+        rows = torch.cat([torch.tensor(GOLDEN_LEARNER[i], dtype=F64) for i in part])
+        learner = torch.zeros_like(micro_batch.sampler_logprobs_BT).masked_scatter(micro_batch.mask_BT, rows)
+        coefficients = step_coefficients(rule, micro_batch.mask_BT, batch, max_new_tokens=8)
+        inputs = loss_inputs(micro_batch, learner, coefficients)
+        samples.append(measure(inputs, policy_loss(rule, inputs)))
+    return join(samples)
+
+
+def _mean(values):
+    return sum(values) / len(values)
+
+
+def _variance(values):
+    return _mean([(x - _mean(values)) ** 2 for x in values])
+
+
+def _ess(values):
+    return sum(values) ** 2 / (len(values) * sum(x * x for x in values))
+
+
+@pytest.mark.parametrize("config", [GepoConfig(), GspoConfig(advantage="mean"), GrpoConfig(advantage="mean")])
+def test_weights_of_both_kinds_are_reported_whatever_is_trained(config):
+    extras = step_extras(_golden(config))
+
+    for name, weights in (("gepo", GEPO), ("gspo", GSPO)):
+        products = [w * a for w, a in zip(weights, [0.5, -0.5, 0.5, -0.5], strict=True)]
+        assert extras[f"bias_{name}"] == pytest.approx(_mean(products) ** 2, abs=1e-12)
+        assert extras[f"iw_variance_{name}"] == pytest.approx(_variance(weights), abs=1e-12)
+        assert extras[f"ess_fraction_{name}"] == pytest.approx(_ess(weights), abs=1e-12)
+    assert extras["ess_fraction_sequence"] == pytest.approx(0.8384697801161, abs=1e-12)
+    # 0.0379214285714 is the mean square over the 14 tokens.
+    assert extras["second_moment"] == pytest.approx(0.0379214285714, abs=1e-12)
+
+
+def test_clip_fractions_are_by_sign_of_the_advantage():
+    # GEPO clips the first (good) and the last (bad); GRPO, by token, exp(.2) twice and exp(.5) of 9 good, none of 5 bad:
+    # ratios of the bad ones are exp(-.15, -.05, -.2, -.3, -.2), of which exp(-.3) = .74 is below .8.
+    gepo, grpo = step_extras(_golden(GepoConfig())), step_extras(_golden(GrpoConfig()))
+
+    assert (gepo["clip_fraction_positive"], gepo["clip_fraction_negative"]) == (0.5, 0.5)
+    assert grpo["clip_fraction_positive"] == pytest.approx(3 / 9)
+    assert grpo["clip_fraction_negative"] == pytest.approx(1 / 5)
+
+
+def test_advantage_estimate_uses_the_weights_of_the_loss():
+    gepo, gspo = step_extras(_golden(GepoConfig())), step_extras(_golden(GspoConfig(advantage="mean")))
+
+    assert gepo["advantage_estimate"] == pytest.approx(0.5 * (GEPO[0] - GEPO[1] + GEPO[2] - GEPO[3]) / 4, abs=1e-12)
+    assert gspo["advantage_estimate"] == pytest.approx(0.5 * (GSPO[0] - GSPO[1] + GSPO[2] - GSPO[3]) / 4, abs=1e-12)
+
+
+@pytest.mark.parametrize("config", [GepoConfig(opsm_threshold=0.1), GrpoConfig(opsm_threshold=0.1)])
+def test_extras_do_not_depend_on_micro_batches(config):
+    whole, parts = step_extras(_golden(config)), step_extras(_golden(config, parts=((3, 0), (2,), (1,))))
+
+    assert parts == pytest.approx(whole, abs=1e-12)
+    # mean(log q - log p) is .1333 and .25 for the two bad rollouts of 3 and 2 tokens.
+    assert whole["dropped_token_fraction"] == pytest.approx(5 / 14)
+
+
+def test_step_size_is_scaled_by_the_root_of_the_effective_share():
+    gepo, grpo = GepoConfig(step_size="ess"), GrpoConfig(step_size="ess")
+
+    assert step_size_factor(rule_of(GepoConfig()), _golden(gepo)) == 1.0
+    assert step_size_factor(rule_of(gepo), _golden(gepo)) == pytest.approx(math.sqrt(_ess(GEPO)), abs=1e-12)
+    assert step_size_factor(rule_of(grpo), _golden(grpo)) == pytest.approx(0.9156799550695, abs=1e-12)
+
+
+def _products(values):
+    zeros = torch.zeros(len(values), dtype=F64)
+    names = SequenceSample.__dataclass_fields__
+    fields = dict.fromkeys(names, zeros) | {"log_products_B": torch.tensor(values, dtype=F64)}
+    return SequenceSample(**fields)
+
+
+@pytest.mark.parametrize(
+    ("logs", "share"),
+    [
+        ([math.log(8.0), 500.0], 1.0),  # capped at 8
+        ([math.log(4.0), 500.0], 144 / 160),  # (4 + 8)^2 / (2 (16 + 64))
+        ([-20000.0, -20000.0 + math.log(3.0)], 0.8),
+        ([], 0.0),
+    ],
+)
+def test_sequence_ratios_are_capped_at_eight_and_never_underflow(logs, share):
+    rule = rule_of(GrpoConfig(step_size="ess"))
+
+    assert step_size_factor(rule, _products(logs)) == pytest.approx(math.sqrt(share), abs=1e-12)

@@ -1,0 +1,1 @@
+"""The laboratory: experiments and checked mathematics about the algorithms, without a network."""

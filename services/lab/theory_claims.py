@@ -74,7 +74,8 @@ def _variance_claims(findings: Findings) -> list[Claim]:
             statement="The shared denominator always varies less than p/q.",
             verdict="false near on-policy",
             evidence=f"At p = q = (1/2, 1/4, 1/4): {same:.4f} against 0. Random softmax policies of 64 outcomes: "
-            f"it varies less in {near[3]:.0%} of pairs with KL below {near[1]:g} and in {far[3]:.0%} above {far[0]:g}.",
+            f"it varies less in {near.share_varies_less:.0%} of pairs with KL below {near.high:g} and in "
+            f"{far.share_varies_less:.0%} above {far.low:g}.",
         ),
         Claim(
             statement="A small Var(w) means a small Var(wA).",

@@ -56,7 +56,7 @@ def draw_bernoulli(panels: Sequence[Any]) -> None:
         axes.set_xlim(0, 8)
     panels[0].set_title(_SOLID_AND_DASHED, fontsize=10)
     panels[1].set_title("the same against the reverse divergence", fontsize=10)
-    panels[0].legend(fontsize=8, loc="upper left")
+    panels[0].legend(fontsize=8, loc="center right")
 
 
 def draw_gaussian(panels: Sequence[Any]) -> None:
@@ -67,20 +67,21 @@ def draw_gaussian(panels: Sequence[Any]) -> None:
         ordinary = theory.gaussian_variance_ordinary(shift, width)
         shared = theory.gaussian_variance_shared(shift, width)
         for axes, divergence in zip(panels[:2], theory.gaussian_kls(shift, width), strict=True):
-            axes.plot(divergence, ordinary, color=colour, label=f"p = N(m, {deviation:g}^2)")
+            axes.plot(divergence, ordinary, color=colour, label=f"s = {deviation:g}")
             axes.plot(divergence, shared, color=colour, linestyle="--")
     for axes, label in zip(panels[:2], _KL_LABELS, strict=True):
         _log_variance(axes, label, low=1e-3, high=1e4)
         axes.set_xlim(0, 8)
-    panels[0].legend(fontsize=8, loc="lower right")
+    panels[0].legend(fontsize=8, loc="center right")
     panels[0].set_title(_SOLID_AND_DASHED, fontsize=10)
-    panels[1].set_title("q = N(0, 1), m from 0 to 4", fontsize=10)
-    widths, centre = np.geomspace(0.003, 1.4140, 600), np.zeros(600)
-    panels[2].plot(widths, theory.gaussian_variance_ordinary(centre, widths), color=_BLUE, label="p/q")
+    panels[1].set_title("q = N(0, 1), p = N(m, s^2), m from 0 to 4", fontsize=10)
+    # Up to the pole: 2 - s^2 falls to 1e-10.
+    widths = np.concatenate([np.geomspace(0.003, 1.0, 400), np.sqrt(2.0 - np.geomspace(1.0, 1e-10, 400))])
+    panels[2].plot(widths, theory.gaussian_variance_ordinary(np.zeros(800), widths), color=_BLUE, label="p/q")
     wide = np.geomspace(0.003, 3.0, 600)
-    shared = theory.gaussian_variance_shared(centre, wide)
+    shared = theory.gaussian_variance_shared(np.zeros(600), wide)
     panels[2].plot(wide, shared, color=_BLUE, linestyle="--", label="p/E_q[q]")
-    panels[2].axvline(np.sqrt(2.0), color=_RED, linewidth=1, label="s = sqrt(2): p/q infinite beyond")
+    panels[2].axvline(np.sqrt(2.0), color=_RED, linestyle=":", label="s = sqrt(2): p/q infinite beyond")
     panels[2].set_xscale("log")
     _log_variance(panels[2], "s, standard deviation of p", low=1e-3, high=1e4)
     panels[2].set_title("m = 0: both diverge as s goes to 0", fontsize=10)
@@ -94,7 +95,7 @@ def draw_softmax(panels: Sequence[Any], cases: SoftmaxCases) -> None:
         axes.plot(divergence, cases.shared, ".", color=_ORANGE, markersize=3, alpha=0.5, label="Var[p/E_q q]")
         axes.set_xscale("log")
         axes.set_xlim(1e-4, 20)
-        _log_variance(axes, label, low=1e-4, high=1e8)
+        _log_variance(axes, label, low=1e-4, high=1e5)
     line = np.geomspace(1e-4, 20, 200)
     panels[0].plot(line, np.expm1(line), color=_GREY, linestyle=":", label="exp(KL) - 1")
     panels[0].legend(fontsize=8, loc="upper left", markerscale=3)
@@ -125,7 +126,7 @@ def draw_denominators(panels: Sequence[Any], curves: Sequence[BiasCurves]) -> No
         axes.set_xlabel("G, samples of the group")
         axes.set_ylabel("bias of the mean, % of E_q[q]")
         axes.set_title(curve.title, fontsize=10)
-    panels[0].legend(fontsize=8, loc="best")
+    panels[0].legend(fontsize=8, loc="right", bbox_to_anchor=(0.99, 0.65))
 
 
 def draw_theorems(panels: Sequence[Any], first: theory_checks.TheoremOne, rng: np.random.Generator) -> None:
@@ -154,30 +155,37 @@ def draw_theorems(panels: Sequence[Any], first: theory_checks.TheoremOne, rng: n
         bias, bound = theory_checks.bias_and_bound(p, q, advantages)
         panels[1].loglog(bound, bias, ".", color=colour, markersize=3, alpha=0.6, label=label)
     panels[1].loglog([0.2, 5], [0.2, 5], color=_GREY, linestyle=":", label="violation above this line")
+    panels[1].minorticks_off()
+    panels[1].set_xticks([0.2, 0.5, 1, 2, 5], ["0.2", "0.5", "1", "2", "5"])
     panels[1].set_xlim(0.2, 5)
-    panels[1].set_ylim(1e-3, 12)
+    panels[1].set_ylim(1e-3, 100)
     panels[1].set_xlabel("bound ||p|| / ||q||")
     panels[1].set_ylabel("|bias| of E_q[w A]")
     panels[1].set_title("Theorem 2: needs centred advantages (n = 10)", fontsize=10)
-    panels[1].legend(fontsize=8, loc="lower right", markerscale=3)
+    panels[1].legend(fontsize=8, loc="upper left", markerscale=3)
 
-    mass = np.linspace(0.34, 1.0, 300)
-    p = np.stack([mass, (1 - mass) / 2, (1 - mass) / 2], -1)
-    q = np.broadcast_to(np.array([0.5, 0.25, 0.25]), p.shape)
-    for is_repaired, colour, label in ((False, _RED, "C as stated"), (True, _GREEN, "C repaired")):
-        left, right = theory_checks.third_sides(p, q, np.ones_like(p), is_repaired=is_repaired)
-        panels[2].plot(mass, left - right, color=colour, label=label)
-    panels[2].axhline(0.0, color=_GREY, linestyle=":", label="violation below this line")
-    panels[2].set_xlabel("p of the first outcome; q = (1/2, 1/4, 1/4), A = 1")
-    panels[2].set_ylabel("left side - right side")
+    mass = np.linspace(0.3, 1.0, 400)
+    for likeliest, others, colour in ((0.5, 2, _BLUE), (0.3, 14, _ORANGE)):
+        q = np.concatenate([[likeliest], np.full(others, (1 - likeliest) / others)])
+        p = np.concatenate([mass[:, None], np.repeat((1 - mass[:, None]) / others, others, axis=1)], -1)
+        left, right = theory_checks.third_sides(p, q[None], np.ones_like(p), is_repaired=False)
+        needed = left - right
+        inverse = 1.0 / float(np.square(q).sum())
+        name = f"q = ({likeliest:g}, {others} x {(1 - likeliest) / others:g})"
+        panels[2].plot(mass, 1.0 - needed / inverse, color=colour, label=f"{name}, C as stated")
+        repaired = (inverse - needed) / (1.0 + inverse**2)
+        panels[2].plot(mass, repaired, color=colour, linestyle="--", label="the same, C repaired")
+    panels[2].axhline(1.0, color=_GREY, linestyle=":", label="violation above this line")
+    panels[2].set_xlabel("p of the first outcome; A = 1")
+    panels[2].set_ylabel("(exp(KL) - difference) / C")
     panels[2].set_title("Theorem 3: false as stated", fontsize=10)
-    panels[2].legend(fontsize=8, loc="center left")
+    panels[2].legend(fontsize=8, loc="upper left")
 
 
 def draw_on_policy(panels: Sequence[Any], weights: Array, policy: Array) -> None:
     """The weights of one on-policy group with the clip range, and the distribution that GEPO in effect samples."""
     panels[0].bar(range(1, len(weights) + 1), weights, color=[_ORANGE if w > 1 else _BLUE for w in weights])
-    panels[0].axhspan(0.8, 1.2, color=_GREEN, alpha=0.15, label="clip range 1 +- 0.2")
+    panels[0].axhspan(0.8, 1.2, color=_GREEN, alpha=0.15, zorder=0, label="clip range 1 +- 0.2")
     panels[0].axhline(1.0, color=_GREY, linestyle=":", label="unbiased weight")
     panels[0].axhline(float(weights.mean()), color=_RED, linewidth=1, label=f"mean weight {weights.mean():.3f}")
     panels[0].set_xticks(range(1, len(weights) + 1), [f"q = {value:.3f}" for value in GROUP])

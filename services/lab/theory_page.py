@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +21,7 @@ from services.lab.theory_claims import Claim, Findings, claims
 from services.lab.theory_estimators import on_policy_weights
 from services.lab.theory_samples import (
     GROUP,
+    GROUP_SIZE,
     SoftmaxCases,
     length_normalised_curves,
     small_policy_curves,
@@ -34,7 +36,7 @@ table { border-collapse: collapse; width: 100% }
 td, th { border-bottom: 1px solid #d8dee4; padding: .5rem .7rem; text-align: left; vertical-align: top }
 td.verdict { font-weight: 600; width: 9rem } td.claim { width: 18rem }
 td.evidence { font-size: .92rem } .yes { color: #1d7a38 } .no { color: #b3261e }
-td.number, th.number { text-align: right; font-variant-numeric: tabular-nums }
+td.number { text-align: right; font-variant-numeric: tabular-nums }
 .formula { background: #f4f6f8; border-radius: .5rem; padding: .6rem 1rem; line-height: 1.9 }
 """
 
@@ -99,8 +101,8 @@ def write_page(out: Path, *, seed: int, num_trials: int) -> Path:
             "bernoulli",
             "Two outcomes",
             "Moving along a line, the policies drift apart. p/q explodes with KL(p||q) where the sampler misses what "
-            "the learner prefers; p/E<sub>q</sub>q stays below 1 = n<sup>2</sup>/4. Where the dashed line is higher, "
-            "the sharing costs variance.",
+            "the learner prefers; p/E<sub>q</sub>q stays below 1 = n<sup>2</sup>/4. The orange dashed "
+            "line falls to 0 where p is uniform. Where a dashed line is above its solid one, sharing costs variance.",
             11.0,
             2,
             theory_figures.draw_bernoulli,
@@ -135,7 +137,7 @@ def write_page(out: Path, *, seed: int, num_trials: int) -> Path:
         (
             "theorems",
             "The theorems",
-            "",
+            "Each inequality is written as a ratio or as a point against its bound; difference is the left side.",
             14.5,
             3,
             lambda panels: theory_figures.draw_theorems(panels, findings.first, generators[6]),
@@ -183,20 +185,31 @@ def _claims_table(table: Sequence[Claim]) -> str:
 
 
 def _bins_table(cases: SoftmaxCases) -> str:
-    rows = "".join(
-        f'<tr><td class="number">{low:g} to {high:g}</td><td class="number">{pairs:,}</td><td class="number">{wins:.0%}'
-        f'</td><td class="number">{ordinary:.3g}</td><td class="number">{shared:.3g}</td></tr>'
-        for low, high, pairs, wins, ordinary, shared in cases.bins()
-    )
     heads = (
         "KL(p||q), nats",
         "pairs",
-        "shared varies less",
         "median Var<sub>q</sub>[p/q]",
         "median Var<sub>q</sub>[p/E<sub>q</sub>q]",
+        "shared varies less",
+        f"shared has the smaller error, G = {GROUP_SIZE}",
     )
-    head = "".join(f'<th class="number">{text}</th>' for text in heads)
-    return f"<table><tr>{head}</tr>{rows}</table>"
+    rows = [heads] + [
+        (
+            f"{row.low:g} to {row.high:g}" if math.isfinite(row.high) else f"above {row.low:g}",
+            f"{row.num_pairs:,}",
+            f"{row.median_ordinary:.2g}",
+            f"{row.median_shared:.2g}",
+            f"{row.share_varies_less:.0%}",
+            f"{row.share_smaller_error:.0%}",
+        )
+        for row in cases.bins()
+    ]
+    cells = ("".join(f'<td class="number">{cell}</td>' for cell in row) for row in rows)
+    note = (
+        "<p>The error is that of (1/G)&sum;wA as an estimate of E<sub>p</sub>[A], bias included, with a reward of 0 or "
+        "1 less its mean under q.</p>"
+    )
+    return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>{note}"
 
 
 def _numbers(findings: Findings, table: Sequence[Claim]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from services.lab.theory_estimators import (
     simulated_expectation,
 )
 
+GROUP_SIZE = 8
 GROUP_SIZES = (1, 2, 4, 8, 16, 32, 64)
 # exp of the mean log-probs -0.47, -0.5, -0.675, -1.2: a group of four completions of unequal confidence.
 GROUP = tuple(float(value) for value in np.exp([-0.47, -0.5, -0.675, -1.2]))
@@ -32,23 +33,49 @@ _LARGEST_EXACT_GROUP = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Bin:
+    """The pairs of one range of KL(p||q): how often the shared weight is better, and the median variances."""
+
+    low: float
+    high: float
+    num_pairs: int
+    share_varies_less: float
+    share_smaller_error: float
+    median_ordinary: float
+    median_shared: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SoftmaxCases:
-    """Both divergences and both variances of many pairs of softmax policies; [M] each."""
+    """Divergences, variances of both weights, and errors of both estimates of E_p[A], of pairs of policies; [M] each.
+
+    The error is the mean square of (1/G) sum w_i A_i - E_p[A] with G = 8: variance over G plus squared bias.
+    """
 
     forward: Array
     reverse: Array
     ordinary: Array
     shared: Array
+    ordinary_error: Array
+    shared_error: Array
 
-    def bins(self) -> list[tuple[float, float, int, float, float, float]]:
-        """Rows (low, high, pairs, share where the shared weight varies less, median variances) per KL(p||q) bin."""
+    def bins(self) -> list[Bin]:
+        """One row per range of KL_EDGES that holds a pair."""
         rows = []
         for low, high in itertools.pairwise(KL_EDGES):
             inside = (self.forward >= low) & (self.forward < high)
             if inside.any():
-                ordinary, shared = self.ordinary[inside], self.shared[inside]
-                wins = float((shared < ordinary).mean())
-                rows.append((low, high, int(inside.sum()), wins, float(np.median(ordinary)), float(np.median(shared))))
+                rows.append(
+                    Bin(
+                        low=low,
+                        high=high,
+                        num_pairs=int(inside.sum()),
+                        share_varies_less=float((self.shared < self.ordinary)[inside].mean()),
+                        share_smaller_error=float((self.shared_error < self.ordinary_error)[inside].mean()),
+                        median_ordinary=float(np.median(self.ordinary[inside])),
+                        median_shared=float(np.median(self.shared[inside])),
+                    )
+                )
         return rows
 
 
@@ -56,18 +83,24 @@ def softmax_cases(rng: np.random.Generator, *, num_cases: int, num_outcomes: int
     """Pairs q = softmax(z), p = softmax((z + sigma e)/T).
 
     z and e are standard normal times 2 and 1; sigma is log-uniform in [0.01, 3] and log T uniform in [-0.4, 0.4]
-    times min(1, sigma), so that close pairs exist.
+    times min(1, sigma), so that close pairs exist. The reward is 1 for a random half of the outcomes, and A is the
+    reward less its mean under q, as the group mean estimates it.
     """
     logits = 2.0 * rng.standard_normal((num_cases, num_outcomes))
     sigma = np.exp(rng.uniform(np.log(0.01), np.log(3.0), size=(num_cases, 1)))
     temperature = np.exp(rng.uniform(-0.4, 0.4, size=(num_cases, 1)) * np.minimum(1.0, sigma))
     noise = rng.standard_normal(logits.shape)
     q, p = theory.softmax(logits), theory.softmax((logits + sigma * noise) / temperature)
+    rewards = (rng.random(logits.shape) < 0.5).astype(np.float64)
+    advantages = rewards - (q * rewards).sum(-1, keepdims=True)
+    ordinary, shared = theory.weighted_variances(p, q, advantages)
     return SoftmaxCases(
         forward=theory.kl(p, q),
         reverse=theory.kl(q, p),
         ordinary=theory.variance_ordinary(p, q),
         shared=theory.variance_shared(p, q),
+        ordinary_error=ordinary / GROUP_SIZE,
+        shared_error=shared / GROUP_SIZE + np.square(theory.bias_shared(p, q, advantages)),
     )
 
 

@@ -14,7 +14,14 @@ from services.lab import theory, theory_checks
 from services.lab.theory import Array
 from services.lab.theory_checks import TrialCount
 from services.lab.theory_estimators import exact_expectation, limit, on_policy_weights
-from services.lab.theory_samples import GROUP, SoftmaxCases
+from services.lab.theory_samples import (
+    GROUP,
+    BiasCurves,
+    SoftmaxCases,
+    length_normalised_curves,
+    small_policy_curves,
+    softmax_cases,
+)
 
 # A long answer and the vocabulary of a current model, to size n = V^T; and two entropies per token.
 TOKENS, VOCABULARY, COLLISION_ENTROPY = 1000, 151_936, 0.3
@@ -41,6 +48,23 @@ class Findings:
     second: theory_checks.TheoremTwo
     third: theory_checks.TheoremThree
     softmax: SoftmaxCases
+    curves: tuple[BiasCurves, ...]
+
+
+def find(*, seed: int, num_trials: int) -> Findings:
+    """Run every check; each draws from a stream of its own, so that a change of one leaves the others as they were."""
+    streams = [np.random.default_rng([seed, stream]) for stream in range(6)]
+    num_groups = max(100, num_trials // 5)
+    return Findings(
+        first=theory_checks.check_theorem_one(streams[0], num_trials=num_trials),
+        second=theory_checks.check_theorem_two(streams[1], num_trials=num_trials),
+        third=theory_checks.check_theorem_three(streams[2], num_trials=num_trials),
+        softmax=softmax_cases(streams[3], num_cases=max(100, num_trials // 50)),
+        curves=(
+            small_policy_curves(streams[4], num_groups=num_groups),
+            length_normalised_curves(streams[5], num_groups=num_groups),
+        ),
+    )
 
 
 def claims(findings: Findings) -> list[Claim]:

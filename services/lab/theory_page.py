@@ -17,16 +17,9 @@ from typing import Any
 import numpy as np
 
 from services.lab import theory_checks, theory_figures
-from services.lab.theory_claims import Claim, Findings, claims
+from services.lab.theory_claims import Claim, Findings, claims, find
 from services.lab.theory_estimators import on_policy_weights
-from services.lab.theory_samples import (
-    GROUP,
-    GROUP_SIZE,
-    SoftmaxCases,
-    length_normalised_curves,
-    small_policy_curves,
-    softmax_cases,
-)
+from services.lab.theory_samples import GROUP, GROUP_SIZE, SoftmaxCases
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 68rem; margin: 2rem auto; padding: 0 1rem; color: #1c2733 }
@@ -82,18 +75,8 @@ def write_page(out: Path, *, seed: int, num_trials: int) -> Path:
     if num_trials < 100:
         raise ValueError("the page needs at least 100 trials")
     out.mkdir(parents=True, exist_ok=True)
-    generators = [np.random.default_rng([seed, stream]) for stream in range(7)]
-    findings = Findings(
-        first=theory_checks.check_theorem_one(generators[0], num_trials=num_trials),
-        second=theory_checks.check_theorem_two(generators[1], num_trials=num_trials),
-        third=theory_checks.check_theorem_three(generators[2], num_trials=num_trials),
-        softmax=softmax_cases(generators[3], num_cases=max(100, num_trials // 50)),
-    )
-    num_groups = max(100, num_trials // 5)
-    curves = [
-        small_policy_curves(generators[4], num_groups=num_groups),
-        length_normalised_curves(generators[5], num_groups=num_groups),
-    ]
+    findings = find(seed=seed, num_trials=num_trials)
+    scatter = np.random.default_rng([seed, 6])
     zipf = 1.0 / np.arange(1, 11)
     table = claims(findings)
     pictures: list[tuple[str, str, str, float, int, Callable[[Sequence[Any]], None]]] = [
@@ -132,7 +115,7 @@ def write_page(out: Path, *, seed: int, num_trials: int) -> Path:
             "agree at G = 1.",
             11.0,
             2,
-            lambda panels: theory_figures.draw_denominators(panels, curves),
+            lambda panels: theory_figures.draw_denominators(panels, findings.curves),
         ),
         (
             "theorems",
@@ -140,7 +123,7 @@ def write_page(out: Path, *, seed: int, num_trials: int) -> Path:
             "Each inequality is written as a ratio or as a point against its bound; difference is the left side.",
             14.5,
             3,
-            lambda panels: theory_figures.draw_theorems(panels, findings.first, generators[6]),
+            lambda panels: theory_figures.draw_theorems(panels, findings.first, scatter),
         ),
         (
             "on_policy",

@@ -10,7 +10,7 @@ import pytest
 
 from services.lab import theory
 
-# p = (a, 1-a), q = (b, 1-b): KL(p||q), Var_q[p/q], Var_q[p/E_q q]. The first column is also written out below.
+# p = (a, 1-a), q = (b, 1-b): KL(p||q), Var_q[p/q], Var_q[p/E_q q].
 BERNOULLI = [
     (0.9, 0.1, 1.757779661969, 64 / 9, 0.085663295657),
     (0.99, 0.01, 4.503217453131, 97.010101010101, 0.009895959596),

@@ -154,8 +154,8 @@ def _theorem_claims(findings: Findings) -> list[Claim]:
             "A<sub>min</sub><sup>2</sup>exp(KL(p||q)) - A<sub>max</sub><sup>2</sup>/||q||<sup>2</sup>.",
             verdict="false as stated",
             evidence=f"p = (1, 0, 0), q = (1/2, 1/4, 1/4), A = 1: left {simple[0]:.4f} (-7/9), right {simple[1]:.4f} "
-            "(-2/3). Any point mass p on an outcome with S &lt; q<sub>k</sub> &lt; 1 - S breaks it. With full "
-            "support, p = (.0011, .0056, .9930, 1.7e-5, 3.4e-4), q = (.1427, .1312, .3656, .1662, .1943): "
+            "(-2/3). With A = 1, every point mass p on an outcome with S &lt; q<sub>k</sub> &lt; 1 - S breaks it. With "
+            "full support, p = (.0011, .0056, .9930, 1.7e-5, 3.4e-4), q = (.1427, .1312, .3656, .1662, .1943): "
             f"{sides[0]} &lt; {sides[1]}. Centring does not help: p = (1/2, 1/2, 0, ...), q = (.2, .2, 30 x .02), "
             f"A = &plusmn;1 with E<sub>p</sub>A = E<sub>q</sub>A = 0: {centred[0]} &lt; {centred[1]}. Seeded search: "
             f"{_rate(third.random)} of unguided draws, {_rate(third.directed)} with p near a point mass at the mode "

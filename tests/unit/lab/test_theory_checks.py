@@ -83,6 +83,20 @@ def test_theorem_three_fails_and_its_repair_holds(example: tuple, left: float, r
     assert repaired[0] > repaired[1]
 
 
+def test_theorem_three_fails_at_exactly_the_point_masses_that_the_page_names() -> None:
+    q = theory_checks.random_policies(generator(), num_outcomes=6, num_cases=400)
+    collision, first = np.square(q).sum(-1), q[:, 0]
+    point = np.zeros_like(q)
+    point[:, 0] = 1.0
+
+    left, right = theory_checks.third_sides(point, q, np.ones_like(q), is_repaired=False)
+
+    # Left is 1/q - 1 - q(1-q)/S^2, right 1/q - 1/S: it fails where q(1-q) > S(1-S).
+    named = (first > collision) & (first < 1 - collision)
+    assert 50 < named.sum() < 350
+    assert (left < right).tolist() == named.tolist()
+
+
 def test_centred_counterexample_is_centred_under_both_policies() -> None:
     p, q, advantages = theory_claims.centred_counterexample()
 

@@ -92,6 +92,14 @@ def test_every_check_depends_on_the_seed() -> None:
         assert mine.limits == other.limits
 
 
+def test_page_reports_the_checks_of_its_seed(page: Path) -> None:
+    numbers = json.loads((page.parent / "theory.json").read_text(encoding="utf-8"))
+    first = find(seed=3, num_trials=600).first
+
+    assert numbers["theorem_1"]["worst"] == first.worst
+    assert f"{first.worst:.4f}" in page.read_text(encoding="utf-8")
+
+
 def test_too_few_trials_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="at least 100"):
         write_page(tmp_path, seed=0, num_trials=99)

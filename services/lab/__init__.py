@@ -1,0 +1,1 @@
+"""The laboratory: algorithms against delays, many seeds, one report."""

@@ -8,10 +8,12 @@ from typing import Any
 
 from services.lab.canvas import Picture, say_empty, scale
 from services.lab.intervals import interval, pearson, spearman
+from services.lab.paired import BASELINE
 from services.lab.palette import Look
 from services.lab.report_data import Arm, Delay, Results, Run, by_cell, numbers
 
-_BARS = "Dots are means over seeds, bars 95 % t-intervals; a dot without bar is one seed. Failed runs are left out."
+_BARS = "Dots are means over seeds, bars 95 % t-intervals; a dot without bar is one seed."
+_MOST_LINES = 8
 # name of the file, title, caption, then (number, label) for each panel of a task.
 _AGAINST_DELAY: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
     ("last", "Accuracy against delay", "Held-out accuracy after the last step.", (("last", "last accuracy"),)),
@@ -111,8 +113,10 @@ def _delay_panel(axes: Any, runs: list[Run], number: str, results: Results, look
                 elinewidth=1.0,
                 capsize=1.5,
             )
-        # A line joins delays of one kind only: between kinds there is no way.
-        if len({delay.kind for _, _, delay in points} - {"none"}) <= 1:
+        # A line joins delays of one kind only: between kinds there is no way. Many lines side by side would only seem
+        # to differ, since they start at different places.
+        is_legible = len(results.arms) <= _MOST_LINES or arm.algorithm == BASELINE
+        if is_legible and len({delay.kind for _, _, delay in points} - {"none"}) <= 1:
             axes.plot(
                 [x for x, _, _ in points], [found.mean for _, found, _ in points],
                 color=look.color, linestyle=look.dash, linewidth=look.width * 0.6, alpha=0.6,

@@ -34,6 +34,8 @@ runs did not.</p>
 {{ unbalanced | map(attribute="run_id") | join(", ") }}.</p>{% endif %}
 {% if results.missing_files %}<p class="bad">Without a file of series and evaluations, so absent from curves:
 {{ results.missing_files | join(", ") }}.</p>{% endif %}
+{% if results.num_not_finite %}<p class="bad">{{ results.num_not_finite }} numbers are NaN or infinite; they are left
+out of all means.</p>{% endif %}
 <h2>Best, last and gap</h2>
 <p class="note">Mean and 95 % t-interval over seeds; one seed has no interval. Best is the best single checkpoint;
 best per benchmark lets each benchmark choose its own, which flatters. Gap is best minus last. Collapsed: the last

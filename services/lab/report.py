@@ -5,6 +5,7 @@ The same results give the same bytes. Foreign text is escaped.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +32,36 @@ def write_report(directory: Path) -> Path:
         ConfigError: the results are absent or malformed.
         DependencyMissing: jinja2 or matplotlib is not installed.
     """
-    try:
-        from jinja2 import Environment
-    except ModuleNotFoundError:
-        raise DependencyMissing("jinja2", "demo") from None
-
     results = load(directory)
     found = comparisons(results)
     write_runs(results, directory / "runs.csv")
     write_comparisons(found, directory / "comparisons.csv")
     look = looks(results.arms)
     pictures = [(picture, save(picture, directory, look)) for picture in _pictures(results)]
+    path = directory / "report.html"
+    path.write_text(render(results, found, pictures), encoding="utf-8")
+    return path
+
+
+def render(results: Results, found: Sequence[Comparison], pictures: Sequence[tuple[Picture, str]]) -> str:
+    """The page as text.
+
+    Args:
+        results: the experiment.
+        found: its comparisons with the baseline.
+        pictures: each with its PNG as base64.
+
+    Raises:
+        DependencyMissing: jinja2 is not installed.
+    """
+    try:
+        from jinja2 import Environment
+    except ModuleNotFoundError:
+        raise DependencyMissing("jinja2", "demo") from None
+
     environment = Environment(autoescape=True)
     environment.filters.update(pm=plus_minus, p=p_text)
-    page = environment.from_string(PAGE).render(
+    return environment.from_string(PAGE).render(
         results=results,
         numbers=_numbers(results),
         tables=_by_place(rows(results)),
@@ -54,9 +71,6 @@ def write_report(directory: Path) -> Path:
         pictures=pictures,
         unbalanced=[run for run in results.runs if run.ledger_balanced is False],
     )
-    path = directory / "report.html"
-    path.write_text(page, encoding="utf-8")
-    return path
 
 
 def _pictures(results: Results) -> list[Picture]:
@@ -84,7 +98,7 @@ def _numbers(results: Results) -> list[tuple[str, str]]:
     ]
 
 
-def _by_place(found: list[Any]) -> list[tuple[str, list[Any]]]:
+def _by_place(found: Sequence[Any]) -> list[tuple[str, list[Any]]]:
     tables: dict[str, list[Row | Comparison]] = {}
     for entry in found:
         parts = [entry.task, entry.delay.label, MEASURES[entry.measure] if isinstance(entry, Comparison) else ""]

@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from services.common.errors import ConfigError
 
@@ -21,15 +21,11 @@ _KINDS = ("none", "fixed", "uniform", "lognormal", "weibull", "exponential")
 _SAFE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+,@-]*")
 
 
-def _finite_or_none(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-Number = Annotated[float | None, BeforeValidator(_finite_or_none)]
+Number = float | None
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
 
 class Evaluation(_Record):
@@ -150,6 +146,7 @@ class Results(_Record):
     config_digest: str = ""
     runs: list[Run]
     missing_files: list[str] = []
+    num_not_finite: int = 0
 
     @property
     def finished(self) -> list[Run]:
@@ -204,10 +201,13 @@ def by_cell(runs: Sequence[Run]) -> dict[tuple[str, Delay, Arm], list[Run]]:
 def load(directory: Path) -> Results:
     """Read results.json and runs/<run_id>.json under `directory`.
 
+    NaN and infinite numbers become None and are counted in `num_not_finite`.
+
     Raises:
         ConfigError: results.json is absent or not what is described here, or two runs share an id.
     """
-    found = _parse(directory / "results.json")
+    not_finite: list[str] = []
+    found = _parse(directory / "results.json", not_finite)
     runs: list[Run] = []
     missing: list[str] = []
     try:
@@ -220,23 +220,26 @@ def load(directory: Path) -> Results:
                 missing.append(run.run_id)
                 runs.append(run)
                 continue
-            detail = Run.model_validate({**run.model_dump(), **_only(_parse(path), "series", "evaluations")})
+            detail = Run.model_validate(
+                {**run.model_dump(), **_only(_parse(path, not_finite), "series", "evaluations")}
+            )
             runs.append(detail)
     except ValidationError as error:
         raise ConfigError(str(directory), f"not the results of an experiment: {error}") from None
     if len({run.run_id for run in runs}) != len(runs):
         raise ConfigError(str(directory / "results.json"), "two runs share a run_id")
     runs.sort(key=lambda run: (run.task, run.place.rank, run.arm, run.seed, run.run_id))
-    return table.model_copy(update={"runs": runs, "missing_files": sorted(missing)})
+    return table.model_copy(update={"runs": runs, "missing_files": sorted(missing), "num_not_finite": len(not_finite)})
 
 
 def _only(found: Mapping[str, Any], *names: str) -> dict[str, Any]:
     return {name: found[name] for name in names if found.get(name) is not None}
 
 
-def _parse(path: Path) -> dict[str, Any]:
+def _parse(path: Path, not_finite: list[str]) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        # list.append answers None: NaN and infinities become "not measured", and are counted.
+        found = json.loads(path.read_text(encoding="utf-8"), parse_constant=not_finite.append)
     except FileNotFoundError:
         raise ConfigError(str(path), "does not exist", action="run the experiment first") from None
     except ValueError as error:

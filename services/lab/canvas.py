@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,10 @@ class Picture:
     columns: int = 3
     panel_width: float = 5.0
     panel_height: float = 3.5
-    arms: Sequence[Arm] = ()
+    legend: Mapping[Arm, Look] = field(default_factory=dict)
 
 
-def save(picture: Picture, directory: Path, looks: dict[Arm, Look]) -> str:
+def save(picture: Picture, directory: Path) -> str:
     """Write `directory`/NAME.png and return it as base64.
 
     Raises:
@@ -47,11 +47,11 @@ def save(picture: Picture, directory: Path, looks: dict[Arm, Look]) -> str:
 
     columns = max(1, min(picture.columns, len(picture.panels)))
     rows = math.ceil(len(picture.panels) / columns)
-    longest = max((len(shorten(arm.label, 30)) for arm in picture.arms), default=0)
+    longest = max((len(shorten(arm.label, 30)) for arm in picture.legend), default=0)
     # A lone panel is wide: it has to hold every arm.
     width = max(9.0, picture.panel_width * columns)
     per_row = max(1, int(width // (0.9 + 0.075 * longest)))
-    legend_height = 0.24 * math.ceil(len(picture.arms) / per_row) + 0.2 * bool(picture.arms)
+    legend_height = 0.24 * math.ceil(len(picture.legend) / per_row) + 0.2 * bool(picture.legend)
     # Foreign text is never read as a formula.
     with mpl.rc_context({"text.parse_math": False, "font.size": 9, "axes.titlesize": 10}):
         figure = Figure(figsize=(width, picture.panel_height * rows + legend_height), dpi=_DPI, layout="constrained")
@@ -66,10 +66,10 @@ def save(picture: Picture, directory: Path, looks: dict[Arm, Look]) -> str:
         picture.draw(list(grid[: len(picture.panels)]))
         handles = [
             Line2D([], [], color=look.color, linestyle=look.dash, marker=look.marker, markersize=5, lw=look.width)
-            for look in (looks[arm] for arm in picture.arms)
+            for look in picture.legend.values()
         ]
         if handles:
-            labels = [shorten(arm.label, 30) for arm in picture.arms]
+            labels = [shorten(arm.label, 30) for arm in picture.legend]
             figure.legend(handles, labels, loc="outside lower center", ncols=per_row, frameon=False, handlelength=3.2)
         path = directory / f"{picture.name}.png"
         figure.savefig(path, metadata={"Software": None})
@@ -98,6 +98,12 @@ def scale(axes: Any, values: Sequence[float], *, side: str = "y") -> None:
     # The usual labels of such an axis are formulas, which are switched off here.
     getattr(axes, f"{side}axis").set_major_formatter(lambda value, _: f"{value:g}")
     getattr(axes, f"{side}axis").set_minor_formatter(lambda *_: "")
+
+
+def whole_steps(axes: Any) -> None:
+    """Label the horizontal axis as steps, which are whole."""
+    axes.set_xlabel("step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
 
 
 def say_empty(axes: Any) -> None:

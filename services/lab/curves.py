@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from services.lab.canvas import Picture, say_empty, scale
+from services.lab.canvas import Picture, say_empty, scale, whole_steps
 from services.lab.intervals import interval
 from services.lab.palette import Look
 from services.lab.report_data import Arm, Delay, Results, Run, by_cell, mean
@@ -49,8 +49,9 @@ def _accuracy_of(task: str, number: int, runs: list[Run], results: Results, look
         top = max((point[1] for run in runs for point in _points(run)), default=1.0)
         for axes, delay in zip(grid, delays, strict=True):
             for arm in reversed(results.arms):
-                _accuracy_lines(axes, cells.get((task, delay, arm), []), looks[arm])
-            axes.set_xlabel("step")
+                shade = 0.1 if len(results.arms) <= 8 else 0.05
+                _accuracy_lines(axes, cells.get((task, delay, arm), []), looks[arm], shade=shade)
+            whole_steps(axes)
             axes.set_ylabel("held-out accuracy")
             axes.set_ylim(0, min(1.02, top * 1.08) if top > 0 else 1)
 
@@ -62,7 +63,7 @@ def _accuracy_of(task: str, number: int, runs: list[Run], results: Results, look
         panels=[delay.label for delay in delays],
         draw=draw,
         panel_height=4.6,
-        arms=results.arms,
+        legend=looks,
     )
 
 
@@ -81,6 +82,7 @@ def _each_arm(task: str, number: int, runs: list[Run], results: Results) -> Pict
             for delay, look in shades.items():
                 _accuracy_lines(axes, cells.get((task, delay, arm), []), look, shade=0.2)
             axes.set_ylim(0, min(1.02, top * 1.08) if top > 0 else 1)
+            axes.xaxis.get_major_locator().set_params(integer=True)
         for delay, look in shades.items():
             grid[0].plot([], [], color=look.color, linestyle=look.dash, label=delay.label)
         grid[0].legend(fontsize=7, frameon=False, loc="lower left")
@@ -107,7 +109,7 @@ def _points(run: Run) -> list[tuple[int, float]]:
     return [(step, value) for step, value in sorted(found.items()) if value is not None]
 
 
-def _accuracy_lines(axes: Any, runs: Sequence[Run], look: Look, *, shade: float = 0.08) -> None:
+def _accuracy_lines(axes: Any, runs: Sequence[Run], look: Look, *, shade: float) -> None:
     by_step: dict[int, list[float]] = {}
     for run in runs:
         for step, value in _points(run):
@@ -148,7 +150,7 @@ def _training_of(
 
     def draw(grid: Sequence[Any]) -> None:
         for axes, name in zip(grid, names, strict=True):
-            axes.set_xlabel("step")
+            whole_steps(axes)
             drawn: list[float] = []
             for arm in reversed(results.arms):
                 xs, ys = _binned([run for run in here if run.arm == arm], name, edges)
@@ -166,7 +168,7 @@ def _training_of(
         caption="Means over seeds; each point averages a stretch of steps.",
         panels=[_SERIES[name] for name in names],
         draw=draw,
-        arms=results.arms,
+        legend=looks,
     )
 
 

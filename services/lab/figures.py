@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from services.lab.canvas import Picture, say_empty, scale
@@ -64,7 +65,11 @@ def against_delay(results: Results, looks: dict[Arm, Look]) -> list[Picture]:
             (task, number, label) for task in results.tasks for number, label in parts if numbers(results.runs, number)
         ]
         if panels:
-            pictures.append(_over_delays(results, looks, name, title, caption, panels))
+            picture = _over_delays(results, looks, name, title, caption, panels)
+            # Several numbers: a row per task.
+            pictures.append(
+                replace(picture, columns=len(panels) // len({task for task, *_ in panels}) if parts[1:] else 3)
+            )
     return pictures
 
 
@@ -83,7 +88,7 @@ def _over_delays(
 
     several = len(results.tasks) > 1
     titles = [task if several else "" for task, _, _ in panels]
-    return Picture(name=name, title=title, caption=f"{caption} {_BARS}", panels=titles, draw=draw, arms=results.arms)
+    return Picture(name=name, title=title, caption=f"{caption} {_BARS}", panels=titles, draw=draw, legend=looks)
 
 
 def _delay_panel(axes: Any, runs: list[Run], number: str, results: Results, looks: dict[Arm, Look]) -> None:
@@ -122,6 +127,10 @@ def _delay_panel(axes: Any, runs: list[Run], number: str, results: Results, look
                 color=look.color, linestyle=look.dash, linewidth=look.width * 0.6, alpha=0.6,
             )  # fmt: skip
     scale(axes, values)
+    if number == "last":
+        # Intervals of few seeds reach beyond what an accuracy can be.
+        low, high = axes.get_ylim()
+        axes.set_ylim(max(low, -0.02), min(high, 1.02))
     _label_delays(axes, delays)
 
 
@@ -173,7 +182,7 @@ def correlations(results: Results, looks: dict[Arm, Look]) -> list[Picture]:
     return [
         Picture(
             name="correlations", title="How variance, KL and error hang together", caption=caption, panels=titles,
-            draw=draw, arms=results.arms,
+            draw=draw, legend=looks,
         )
     ]  # fmt: skip
 

@@ -33,7 +33,7 @@ class Look:
 
 
 def looks(arms: Sequence[Arm]) -> dict[Arm, Look]:
-    """The look of each arm: colour and marker by algorithm, dash by variant where variants differ."""
+    """The look of each arm: by algorithm; where variants differ, they choose dash and marker."""
     algorithms = sorted({arm.algorithm for arm in arms})
     places = {name: _KNOWN.index(name) for name in algorithms if name in _KNOWN}
     taken = set(places.values())
@@ -43,11 +43,12 @@ def looks(arms: Sequence[Arm]) -> dict[Arm, Look]:
     found: dict[Arm, Look] = {}
     for arm in arms:
         place = places[arm.algorithm]
-        dash = place // len(_COLOURS) if len(variants) == 1 else variants.index(arm.variant)
+        within = variants.index(arm.variant)
+        dash, marker = (place // len(_COLOURS), place) if len(variants) == 1 else (within, within)
         found[arm] = Look(
             color=_COLOURS[place % len(_COLOURS)],
             dash=_DASHES[dash % len(_DASHES)],
-            marker=_MARKERS[place % len(_MARKERS)],
+            marker=_MARKERS[marker % len(_MARKERS)],
             width=2.4 if arm.algorithm == "gepo" else 1.3,
         )
     return found

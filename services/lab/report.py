@@ -36,8 +36,7 @@ def write_report(directory: Path) -> Path:
     found = comparisons(results)
     write_runs(results, directory / "runs.csv")
     write_comparisons(found, directory / "comparisons.csv")
-    look = looks(results.arms)
-    pictures = [(picture, save(picture, directory, look)) for picture in _pictures(results)]
+    pictures = [(picture, save(picture, directory)) for picture in pictures_of(results)]
     path = directory / "report.html"
     path.write_text(render(results, found, pictures), encoding="utf-8")
     return path
@@ -73,7 +72,8 @@ def render(results: Results, found: Sequence[Comparison], pictures: Sequence[tup
     )
 
 
-def _pictures(results: Results) -> list[Picture]:
+def pictures_of(results: Results) -> list[Picture]:
+    """All figures, in the order of the page, not yet drawn; none if every run failed."""
     if not results.finished:
         return []
     look = looks(results.arms)
@@ -82,7 +82,7 @@ def _pictures(results: Results) -> list[Picture]:
         *figures.against_delay(results, look),
         *figures.correlations(results, look),
         *curves.training(results, look),
-        *sweeps.sweeps(results, look),
+        *sweeps.sweeps(results),
     ]
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.lab.canvas import Picture, say_empty
 from services.lab.intervals import interval
-from services.lab.palette import Look
+from services.lab.palette import Look, looks
 from services.lab.report_data import Arm, Delay, Results, Run, numbers
 
 
@@ -28,10 +28,10 @@ def swept_keys(results: Results) -> list[str]:
     return [key for key in keys if len({found.get(key) for found in seen}) > 1]
 
 
-def sweeps(results: Results, looks: dict[Arm, Look]) -> list[Picture]:
+def sweeps(results: Results) -> list[Picture]:
     """One picture per task with swept keys, a panel per key and delay."""
     keys = swept_keys(results)
-    by_algorithm = {name: next(arm for arm in results.arms if arm.algorithm == name) for name in results.algorithms}
+    legend = looks([Arm(name) for name in results.algorithms])
     pictures = []
     for number, task in enumerate(results.tasks):
         runs = [run for run in results.finished if run.task == task]
@@ -41,7 +41,7 @@ def sweeps(results: Results, looks: dict[Arm, Look]) -> list[Picture]:
 
         def draw(grid: Sequence[Any], runs: list[Run] = runs, panels: list[tuple[str, Delay]] = panels) -> None:
             for axes, (key, delay) in zip(grid, panels, strict=True):
-                _panel(axes, key, [run for run in runs if run.place == delay], by_algorithm, looks)
+                _panel(axes, key, [run for run in runs if run.place == delay], legend)
 
         pictures.append(
             Picture(
@@ -52,27 +52,27 @@ def sweeps(results: Results, looks: dict[Arm, Look]) -> list[Picture]:
                 panels=[f"{key}; {delay.label}" for key, delay in panels],
                 draw=draw,
                 columns=max(1, min(3, len(results.delays))),
-                arms=list(by_algorithm.values()),
+                legend=legend,
             )
         )
     return pictures
 
 
-def _panel(axes: Any, key: str, runs: list[Run], by_algorithm: dict[str, Arm], looks: dict[Arm, Look]) -> None:
+def _panel(axes: Any, key: str, runs: list[Run], legend: Mapping[Arm, Look]) -> None:
     values = sorted({value for run in runs if (value := settings(run.variant).get(key)) is not None}, key=_order)
     axes.set_xlabel(key)
     axes.set_ylabel("last accuracy")
     if not values:
         say_empty(axes)
         return
-    spread = 0.3 / max(1, len(by_algorithm) - 1)
-    for place, (algorithm, arm) in enumerate(by_algorithm.items()):
-        own, look = [run for run in runs if run.algorithm == algorithm], looks[arm]
+    spread = 0.3 / max(1, len(legend) - 1)
+    for place, (arm, look) in enumerate(legend.items()):
+        own = [run for run in runs if run.algorithm == arm.algorithm]
         found = [
             interval(numbers((run for run in own if settings(run.variant).get(key) == value), "last"))
             for value in values
         ]
-        shift = (place - (len(by_algorithm) - 1) / 2) * spread
+        shift = (place - (len(legend) - 1) / 2) * spread
         known = [(x + shift, point) for x, point in enumerate(found) if point is not None]
         axes.errorbar(
             [x for x, _ in known],

@@ -18,9 +18,10 @@ def test_known_algorithm_keeps_its_look_in_other_company():
     assert len({look.color for look in company.values()}) == 4
 
 
-def test_variants_share_the_colour_of_their_algorithm_and_differ_in_dash():
+def test_variants_share_the_colour_of_their_algorithm_and_differ_in_dash_and_marker():
     found = looks([Arm("gepo", "lr=1"), Arm("gepo", "lr=2")])
 
     first, second = found.values()
     assert first.color == second.color
     assert first.dash != second.dash
+    assert first.marker != second.marker

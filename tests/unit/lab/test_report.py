@@ -6,8 +6,9 @@ import json
 import pytest
 
 from services.common.errors import ConfigError
+from services.lab.canvas import save
 from services.lab.paired import comparisons
-from services.lab.report import render, write_report
+from services.lab.report import pictures_of, render, write_report
 from services.lab.report_data import load
 from services.lab.sweeps import settings, swept_keys
 from services.lab.tables import markdown_table, rows, write_comparisons, write_runs
@@ -29,8 +30,12 @@ def page_of(directory):
     return render(results, comparisons(results), [])
 
 
-def drawn_page_of(directory):
-    return write_report(directory).read_text(encoding="utf-8")
+def draw(directory, *names):
+    """Draw some of the pictures; all of them would take long."""
+    found = {picture.name: picture for picture in pictures_of(load(directory))}
+    for name in names:
+        save(found[name], directory)
+    return found
 
 
 def rows_of(path):
@@ -39,7 +44,7 @@ def rows_of(path):
 
 
 def test_page_shows_every_algorithm_number_and_picture_and_needs_no_other_file(tmp_path):
-    page = drawn_page_of(write_results(tmp_path, plain_runs()))
+    page = write_report(write_results(tmp_path, plain_runs())).read_text(encoding="utf-8")
 
     for text in ("gepo", "gspo", "no delay", "64 versions", "0.550 ± 0.635", "Synthetic", "no difference shown"):
         assert text in page
@@ -82,8 +87,9 @@ def test_foreign_text_is_escaped_everywhere(tmp_path):
         make_run("gepo", 3, 1, run_id="c", delay_kind=evil, delay_unit=evil),
     ]
 
-    page = drawn_page_of(write_results(tmp_path, runs, title=evil))
+    page = page_of(write_results(tmp_path, runs, title=evil))
 
+    draw(tmp_path, "last", "accuracy_each_0_script_alert_1_script_frac")
     assert "<script" not in page
     assert "&lt;script&gt;" in page
     assert "<script" not in markdown_table(tmp_path)
@@ -93,9 +99,14 @@ def test_report_is_the_same_bytes_each_time_and_in_any_order_of_runs(tmp_path):
     runs = plain_runs(delays=(64,))
     first, second = write_results(tmp_path / "a", runs), write_results(tmp_path / "b", reversed(runs))
 
-    assert drawn_page_of(first) == drawn_page_of(second)
+    for directory in (first, second):
+        draw(directory, "kl", "accuracy")
+        write_runs(load(directory), directory / "runs.csv")
+
+    assert page_of(first) == page_of(second)
     assert (first / "runs.csv").read_bytes() == (second / "runs.csv").read_bytes()
     assert (first / "kl.png").read_bytes() == (second / "kl.png").read_bytes()
+    assert (first / "accuracy.png").read_bytes() == (second / "accuracy.png").read_bytes()
 
 
 def test_one_seed_has_no_interval_and_the_page_says_so(tmp_path):
@@ -111,8 +122,9 @@ def test_missing_cells_files_and_numbers_are_left_out_and_named(tmp_path):
     write_results(tmp_path, runs)
     (tmp_path / "runs" / "gepo-d0-s1.json").unlink()
 
-    page = drawn_page_of(tmp_path)
+    page = page_of(tmp_path)
 
+    draw(tmp_path, "kl", "accuracy", "training", "correlations")
     assert "1 seed" in page
     assert "absent from curves:\ngepo-d0-s1." in page
     assert "not all accounted for in:\ngepo-d0-s0." in page
@@ -124,8 +136,9 @@ def test_missing_cells_files_and_numbers_are_left_out_and_named(tmp_path):
 def test_report_is_made_for_one_and_for_thirty_algorithms(tmp_path, number):
     names = [f"algorithm_{index}" for index in range(number)]
 
-    page = drawn_page_of(write_results(tmp_path, plain_runs(algorithms=names, delays=(0,), seeds=(0,))))
+    page = page_of(write_results(tmp_path, plain_runs(algorithms=names, delays=(0,), seeds=(0,))))
 
+    draw(tmp_path, "last")
     assert all(name in page for name in names)
     assert "No seed was run with both gepo" in page
 
@@ -133,8 +146,9 @@ def test_report_is_made_for_one_and_for_thirty_algorithms(tmp_path, number):
 def test_report_is_made_when_every_run_failed_and_when_there_is_none(tmp_path):
     all_failed = write_results(tmp_path / "a", [make_run("gepo", 0, 0, failed="out of memory")])
 
-    assert "out of memory" in drawn_page_of(all_failed)
-    assert "<img" not in drawn_page_of(write_results(tmp_path / "b", []))
+    assert "out of memory" in page_of(all_failed)
+    assert pictures_of(load(all_failed)) == []
+    assert "<img" not in write_report(write_results(tmp_path / "b", [])).read_text(encoding="utf-8")
 
 
 def test_collapsed_runs_are_counted(tmp_path):
@@ -188,10 +202,10 @@ def test_sweeps_get_a_panel_per_swept_key(tmp_path):
         for variant in ("lr=0.001,beta=0", "lr=0.003,beta=0", "")
     ]
 
-    page = drawn_page_of(write_results(tmp_path, runs))
+    page = page_of(write_results(tmp_path, runs))
 
     assert swept_keys(load(tmp_path)) == ["beta", "lr"]
-    assert (tmp_path / "sweep_0.png").exists()
+    assert list(draw(tmp_path, "sweep_0")["sweep_0"].panels) == ["beta; 8 versions", "lr; 8 versions"]
     assert "gspo [lr=0.003,beta=0]" in page
     assert settings("lr = 1e-3, odd") == {"lr": "1e-3", "variant": "odd"}
 

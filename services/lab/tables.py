@@ -1,0 +1,148 @@
+"""The tables of the report: best, last and gap; comparisons; runs. As rows, as CSV and as markdown."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.lab.intervals import Interval, interval
+from services.lab.paired import Comparison
+from services.lab.report_data import Arm, Delay, Results, Run, by_cell, load, numbers
+
+_NOT_IN_CSV = {"series", "evaluations"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One arm at one delay of one task; intervals are None where no run was measured."""
+
+    task: str
+    delay: Delay
+    arm: Arm
+    warm_start: Interval | None
+    best: Interval | None
+    best_per_benchmark: Interval | None
+    last: Interval | None
+    gap: Interval | None
+    num_finished: int
+    num_failed: int
+    num_collapsed: int
+
+
+def rows(results: Results) -> list[Row]:
+    """A row for each cell that has a run, by task and delay, the best last accuracy first."""
+    found = [_row(task, delay, arm, runs) for (task, delay, arm), runs in by_cell(results.runs).items()]
+    return sorted(
+        found, key=lambda row: (row.task, row.delay.rank, -row.last.mean if row.last else float("inf"), row.arm)
+    )
+
+
+def _row(task: str, delay: Delay, arm: Arm, runs: Sequence[Run]) -> Row:
+    finished = [run for run in runs if not run.failed]
+    return Row(
+        task=task,
+        delay=delay,
+        arm=arm,
+        warm_start=interval(numbers(finished, "warm_start_accuracy")),
+        best=interval(numbers(finished, "best")),
+        best_per_benchmark=interval(numbers(finished, "best_per_benchmark")),
+        last=interval(numbers(finished, "last")),
+        gap=interval(numbers(finished, "gap")),
+        num_finished=len(finished),
+        num_failed=len(runs) - len(finished),
+        num_collapsed=sum(run.has_collapsed for run in finished),
+    )
+
+
+def plus_minus(found: Interval | None, *, digits: int = 3, signed: bool = False) -> str:
+    """`mean +- half`; a single value says that it is one seed."""
+    if found is None:
+        return "-"
+    text = f"{found.mean:+.{digits}f}" if signed else f"{found.mean:.{digits}f}"
+    return f"{text} (1 seed)" if found.half is None else f"{text} ± {found.half:.{digits}f}"
+
+
+def p_text(p: float | None) -> str:
+    """A p value in four digits."""
+    return "-" if p is None else "< 0.0001" if p < 0.0001 else f"{p:.4f}"
+
+
+def write_runs(results: Results, path: Path) -> None:
+    """Write every run, one a line, with whether it collapsed and its mean of the last three evaluations."""
+    names = [name for name in Run.model_fields if name not in _NOT_IN_CSV]
+    lines = [[*(getattr(run, name) for name in names), run.last_three, run.has_collapsed] for run in results.runs]
+    _write(path, [*names, "last_three", "collapsed"], lines)
+
+
+def write_comparisons(found: Iterable[Comparison], path: Path) -> None:
+    """Write every comparison with the baseline, one a line."""
+    header = [
+        "task", "delay", "measure", "algorithm", "variant", "pairs", "mean_difference", "half_interval",
+        "lowest_difference", "highest_difference", "t_p", "holm_p", "sign_flip_p", "wilcoxon_p", "verdict",
+    ]  # fmt: skip
+    lines = [
+        [
+            c.task, c.delay.label, c.measure, c.arm.algorithm, c.arm.variant, c.difference.num, c.difference.mean,
+            c.difference.half, c.difference.lowest, c.difference.highest, c.t_p, c.adjusted_p, c.sign_flip_p,
+            c.wilcoxon_p, c.verdict,
+        ]
+        for c in found
+    ]  # fmt: skip
+    _write(path, header, lines)
+
+
+def markdown_table(directory: Path) -> str:
+    """Last accuracy as a markdown table, a row per algorithm and a column per delay: mean +- half, worst seed.
+
+    Raises:
+        ConfigError: `directory` holds no results.
+    """
+    results = load(directory)
+    cells = {(row.task, row.delay, row.arm): row for row in rows(results)}
+    parts = []
+    for task in results.tasks:
+        delays = [delay for delay in results.delays if any(at == (task, delay) for at in ((k[0], k[1]) for k in cells))]
+        lines = [f"**{_markdown(task)}**", ""] if len(results.tasks) > 1 else []
+        lines += [
+            "| algorithm | " + " | ".join(_markdown(delay.label) for delay in delays) + " |",
+            "|---|" + "---:|" * len(delays),
+        ]
+        arms = [arm for arm in results.arms if any((task, delay, arm) in cells for delay in delays)]
+        lines += [
+            f"| {_markdown(arm.label)} | "
+            + " | ".join(_markdown_cell(cells.get((task, delay, arm))) for delay in delays)
+            + " |"
+            for arm in arms
+        ]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def _markdown_cell(row: Row | None) -> str:
+    if row is None or row.last is None:
+        return "failed" if row is not None and row.num_failed else "-"
+    text = plus_minus(row.last)
+    if row.last.half is not None:
+        text += f", worst {row.last.lowest:.3f}"
+    return text + (f" ({row.num_failed} failed)" if row.num_failed else "")
+
+
+def _markdown(text: str) -> str:
+    safe = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return safe.replace("|", "\\|")
+
+
+def _write(path: Path, header: Sequence[str], lines: Iterable[Sequence[object]]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(header)
+        writer.writerows([_csv_cell(value) for value in line] for line in lines)
+
+
+def _csv_cell(value: object) -> object:
+    # A spreadsheet would run text that starts like a formula.
+    if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")):
+        return "'" + value
+    return value

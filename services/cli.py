@@ -137,6 +137,46 @@ def print_config(service: Service, config: ConfigOption = None, set_: SetOption 
     Console().print(table)
 
 
+lab = typer.Typer(
+    help="Experiments on this machine: what delay does to every algorithm, with the services' own code.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+)
+app.add_typer(lab, name="lab")
+
+
+@lab.command("run")
+def lab_run(
+    experiment: Annotated[str, typer.Argument(help="Name of a shipped experiment, such as `quick`, or a TOML file.")],
+    out: Annotated[Path | None, typer.Option(help="Directory of the results; `runs/lab/NAME` if not given.")] = None,
+    jobs: Annotated[int, typer.Option(help="Processes; 0 takes all cores.", min=0)] = 0,
+    set_: SetOption = None,
+) -> None:
+    """Run an experiment, or what is missing of it, and write results.json and report.html."""
+    from services.lab.run import run_experiment
+
+    raise typer.Exit(run_experiment(experiment, out=out, overrides=set_ or (), jobs=jobs))
+
+
+@lab.command("report")
+def lab_report(directory: Annotated[Path, typer.Argument(help="Directory of an experiment's results.")]) -> None:
+    """Write the report of results that are there: HTML, pictures, CSV."""
+    from services.lab.report import write_report
+
+    Console().print(f"report: {write_report(directory)}")
+
+
+@lab.command("theory")
+def lab_theory(
+    out: Annotated[Path, typer.Option(help="Directory of the page.")] = Path("runs/lab/theory"),
+    seed: Annotated[int, typer.Option(help="Seed of the random trials.")] = 0,
+) -> None:
+    """Check the paper's theorems numerically and write a page with figures and counterexamples."""
+    from services.lab.theory_page import main as write_page
+
+    Console().print(f"page: {write_page(out, seed=seed)}")
+
+
 def main() -> None:
     """Run the command line; a typed error becomes one line and exit code 2."""
     try:

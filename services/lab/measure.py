@@ -87,7 +87,7 @@ class MeasuredBackend:
         report = self.inner.train_step(groups, head_version=head_version, step=step)
         self.charge(self.step_s)
         if report.is_applied:
-            self.rows.append(_row(report, getattr(self.inner, "last_extras", {}), target))
+            self.rows.append(_row(report, self.inner.last_extras, target))
         return report
 
     def store(self, arena: Arena) -> None:

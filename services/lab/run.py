@@ -1,0 +1,207 @@
+"""Runs an experiment: cells over worker processes, resumable, with a progress bar; ends with results.json and report.
+
+loop      waits for                      unblocked by
+pool      the next order of its kind     a worker that is free
+worker    a line of its process          the process's answer, or its end: then the run failed and it is replaced
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from services.common.config import load
+from services.common.errors import ConfigError
+from services.common.wire import bytes_digest
+from services.lab.cell import Cell, list_cells
+from services.lab.config import ExperimentConfig
+from services.lab.results import cell_digest, failure
+from services.lab.warm_starts import key
+
+CACHE = Path(".cache/heterorl")
+INTERRUPTED = 130
+
+
+def find_experiment(name: str) -> Path:
+    """The file of a shipped experiment, or the path itself.
+
+    Raises:
+        ConfigError: neither exists; lists what is shipped.
+    """
+    shipped = Path(str(files("services.lab") / "experiments"))
+    for path in (Path(name), shipped / f"{name}.toml"):
+        if path.is_file():
+            return path
+    names = ", ".join(sorted(path.stem for path in shipped.glob("*.toml")))
+    raise ConfigError("EXPERIMENT", f"{name} is neither a file nor one of {names}")
+
+
+def run_experiment(name: str, *, out: Path | None, overrides: Sequence[str], jobs: int) -> int:
+    """Run what is missing of an experiment and write its report; returns the exit code.
+
+    Raises:
+        ConfigError: the experiment is unknown or wrong.
+    """
+    from services.lab.report import write_report
+
+    console = Console(stderr=True)
+    experiment = load(ExperimentConfig, find_experiment(name), overrides)
+    directory = out or Path("runs/lab") / experiment.name
+    cells = list_cells(experiment)
+    (directory / "runs").mkdir(parents=True, exist_ok=True)
+    (directory / "experiment.json").write_text(experiment.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    missing = [number for number, cell in enumerate(cells) if not _is_done(directory, cell)]
+    console.print(f"{experiment.name}: {len(cells)} runs, {len(cells) - len(missing)} already there; in {directory}")
+    is_whole = asyncio.run(_run_all(cells, missing, directory=directory, jobs=jobs or os.cpu_count() or 1))
+    results = _collect(experiment, cells, directory)
+    failed = [row for row in results["runs"] if row["failed"]]
+    if results["runs"]:
+        console.print(f"report: {write_report(directory)}")
+    for row in failed:
+        console.print(f"[bold red]failed:[/] {row['run_id']}: {escape(str(row['failed']))}", soft_wrap=True)
+    if not is_whole:
+        console.print("interrupted; the same command goes on from here")
+        return INTERRUPTED
+    return 1 if failed else 0
+
+
+def _is_done(directory: Path, cell: Cell) -> bool:
+    row = _read(directory, cell)
+    return row is not None and not row["failed"] and row["cell_digest"] == cell_digest(cell)
+
+
+def _read(directory: Path, cell: Cell) -> dict[str, Any] | None:
+    try:
+        row: dict[str, Any] = json.loads((directory / "runs" / f"{cell.run_id}.json").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+    return row
+
+
+def _collect(experiment: ExperimentConfig, cells: Sequence[Cell], directory: Path) -> dict[str, Any]:
+    from importlib.metadata import version
+
+    rows = [row for cell in cells if (row := _read(directory, cell)) and row["cell_digest"] == cell_digest(cell)]
+    results = {
+        "experiment": experiment.name,
+        "title": experiment.title,
+        "heterorl_version": version("heterorl"),
+        "config_digest": bytes_digest(experiment.model_dump_json().encode()),
+        "runs": [{name: value for name, value in row.items() if name not in ("series", "evaluations")} for row in rows],
+    }
+    (directory / "results.json").write_text(json.dumps(results, indent=1, allow_nan=False) + "\n", encoding="ascii")
+    return results
+
+
+async def _run_all(cells: Sequence[Cell], missing: Sequence[int], *, directory: Path, jobs: int) -> bool:
+    """Warm starts first, then runs; False when interrupted."""
+    firsts: dict[tuple[str, int], int] = {}
+    for number in missing:
+        firsts.setdefault(key(cells[number]), number)
+    work = asyncio.ensure_future(_phases(cells, list(firsts.values()), missing, directory=directory, jobs=jobs))
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, work.cancel)
+    try:
+        await work
+    except asyncio.CancelledError:
+        return False
+    return True
+
+
+async def _phases(
+    cells: Sequence[Cell], firsts: Sequence[int], missing: Sequence[int], *, directory: Path, jobs: int
+) -> None:
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=False,
+    ) as progress:
+        pool = [_Worker(cells, directory) for _ in range(min(jobs, max(1, len(missing))))]
+        try:
+            for kind, label, numbers in (("warm_start", "warm starts", firsts), ("run", "runs", missing)):
+                bar = progress.add_task(label, total=len(numbers))
+                queue = list(reversed(numbers))
+
+                async def drain(worker: _Worker, kind: str = kind, queue: list[int] = queue, bar: Any = bar) -> None:
+                    while queue:
+                        number = queue.pop()
+                        await worker.do(kind, number)
+                        progress.advance(bar)
+
+                async with asyncio.TaskGroup() as tasks:
+                    for worker in pool:
+                        tasks.create_task(drain(worker))
+        finally:
+            for worker in pool:
+                await worker.stop()
+
+
+class _Worker:
+    """One worker process, started when it is needed."""
+
+    def __init__(self, cells: Sequence[Cell], directory: Path) -> None:
+        self._cells = cells
+        self._directory = directory
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def do(self, kind: str, number: int) -> None:
+        """Have an order carried out; a process that dies fails the run it was given."""
+        process = await self._started()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with contextlib.suppress(ConnectionError):
+            process.stdin.write(json.dumps({kind: number}).encode() + b"\n")
+            await process.stdin.drain()
+        if await process.stdout.readline():
+            return
+        code = await process.wait()
+        self._process = None
+        if kind == "run":
+            from services.lab.worker import write_json
+
+            cell = self._cells[number]
+            row = failure(cell, problem=f"its process ended with code {code}; see worker.log", wall_s=0.0)
+            write_json(self._directory / "runs" / f"{cell.run_id}.json", row)
+
+    async def stop(self) -> None:
+        """Kill the process; what it was doing is done again next time."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+
+    async def _started(self) -> asyncio.subprocess.Process:
+        if self._process is None:
+            with (self._directory / "worker.log").open("ab") as log:
+                self._process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-m",
+                    "services.lab.worker",
+                    str(self._directory / "experiment.json"),
+                    str(self._directory),
+                    str(CACHE),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=log,
+                    # One core each; torch's own threads would fight over them.
+                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                    start_new_session=True,
+                )
+        return self._process

@@ -1,0 +1,69 @@
+"""A process that runs cells: one JSON line in per order, one JSON line out per answer. Started by services.lab.run.
+
+{"warm_start": N}   make sure that the warm start of cell N exists
+{"run": N}          run cell N and write runs/RUN_ID.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from services.common.errors import HeterorlError
+from services.lab.cell import Cell, list_cells
+from services.lab.config import ExperimentConfig
+from services.lab.results import failure, summarise
+from services.lab.warm_starts import prepare
+from services.lab.world import run_cell
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a file that is there whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content, allow_nan=False) + "\n", encoding="ascii")
+    temporary.replace(path)
+
+
+def _run(cell: Cell, *, out: Path, cache: Path) -> dict[str, Any]:
+    started = time.perf_counter()
+    # Its databases and payloads are as durable as ever, on memory where there is such a directory.
+    base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    try:
+        model_dir, _ = prepare(cell, cache=cache)
+        with tempfile.TemporaryDirectory(prefix="heterorl-lab-", dir=base) as directory:
+            outcome = run_cell(cell, model_dir=model_dir, directory=Path(directory))
+        row = summarise(cell, outcome, wall_s=time.perf_counter() - started)
+    except (HeterorlError, ExceptionGroup, RuntimeError) as error:
+        row = failure(cell, problem=f"{type(error).__name__}: {error}", wall_s=time.perf_counter() - started)
+    write_json(out / "runs" / f"{cell.run_id}.json", row)
+    return {"run_id": cell.run_id, "last": row.get("last"), "failed": row["failed"]}
+
+
+def main() -> None:
+    """Answer orders until the input ends."""
+    torch.set_num_threads(1)
+    experiment_path, out, cache = (Path(argument) for argument in sys.argv[1:4])
+    cells = list_cells(ExperimentConfig.model_validate_json(experiment_path.read_text(encoding="utf-8")))
+    # What libraries print must not look like an answer.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        order = json.loads(line)
+        answer: dict[str, Any]
+        if "warm_start" in order:
+            _, accuracy = prepare(cells[order["warm_start"]], cache=cache)
+            answer = {"accuracy": accuracy}
+        else:
+            answer = _run(cells[order["run"]], out=out, cache=cache)
+        print(json.dumps(answer), file=answers)
+
+
+if __name__ == "__main__":
+    main()

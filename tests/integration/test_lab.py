@@ -1,0 +1,144 @@
+"""The lab: the services' own code on virtual time, run by real worker processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.demo.tiny_model import write_tiny_model
+from services.lab.cell import list_cells
+from services.lab.config import ExperimentConfig
+from services.lab.results import summarise
+from services.lab.world import run_cell
+
+TASK = {"name": "add1", "task": {"name": "arithmetic", "digits": 1}, "max_new_tokens": 3, "hidden_size": 16}
+REGIME = {"max_steps": 8, "groups_per_step": 4, "group_size": 4, "evaluate_every": 4, "num_evaluation": 16}
+
+
+def cell_of(delay, *, loss=None, **regime):
+    experiment = ExperimentConfig(
+        algorithms=({"name": "x", "loss": loss or {"kind": "gepo"}},),
+        delays=(delay,),
+        tasks=(TASK,),
+        seeds=(3,),
+        regime={**REGIME, "probe_every": 4, **regime},
+    )
+    return list_cells(experiment)[0]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model"), seed=3, hidden_size=16, num_layers=1)
+
+
+def run(cell, model_dir, directory):
+    directory.mkdir()
+    return summarise(cell, run_cell(cell, model_dir=model_dir, directory=directory), wall_s=0.0)
+
+
+VERSIONS = {"kind": "fixed", "unit": "versions", "value": 3}
+SECONDS = {"kind": "lognormal", "low": 60, "high": 200}
+
+
+@pytest.mark.parametrize("delay", [VERSIONS, SECONDS], ids=["versions", "seconds"])
+def test_a_run_repeats_bit_for_bit(delay, model_dir, tmp_path):
+    cell = cell_of(delay)
+    first, second = (run(cell, model_dir, tmp_path / name) for name in ("one", "two"))
+
+    assert json.dumps(first) == json.dumps(second)
+    assert first["steps"] == 8
+    assert first["ledger_balanced"]
+    assert first["failed"] is None
+    assert [row["step"] for row in first["evaluations"]] == [0, 4, 8]
+    assert any(value is not None for value in first["series"]["advantage_error"])
+
+
+def test_another_seed_is_another_run(model_dir, tmp_path):
+    cell = cell_of(VERSIONS)
+    other = list_cells(
+        ExperimentConfig(algorithms=(cell.algorithm,), delays=(cell.delay,), tasks=(cell.task,), seeds=(4,),
+                         regime=cell.regime)
+    )[0]  # fmt: skip
+
+    assert run(cell, model_dir, tmp_path / "a")["series"] != run(other, model_dir, tmp_path / "b")["series"]
+
+
+@pytest.mark.parametrize(("delay", "expected"), [({"kind": "none"}, 0), (VERSIONS, 3)], ids=["none", "three"])
+def test_staleness_is_exactly_the_delay_once_there_are_so_many_versions(delay, expected, model_dir, tmp_path):
+    staleness = run(cell_of(delay), model_dir, tmp_path / "run")["series"]["staleness"]
+
+    assert staleness == [min(step, expected) for step in range(8)]
+
+
+def test_delays_in_seconds_become_versions_by_the_length_of_a_step(model_dir, tmp_path):
+    near = run(cell_of(SECONDS, seconds_per_step=1000.0), model_dir, tmp_path / "near")
+    far = run(cell_of(SECONDS, seconds_per_step=28.0), model_dir, tmp_path / "far")
+
+    # Weights and groups each take at least 60 s: two steps of 28 s.
+    assert far["staleness_max"] >= 4 > near["staleness_max"]
+
+
+def test_a_lossy_link_changes_nothing_that_is_learned_from(model_dir, tmp_path):
+    lossy = run(cell_of(VERSIONS, link_loss=0.05), model_dir, tmp_path / "lossy")
+
+    assert lossy["steps"] == 8
+    assert lossy["ledger_balanced"]
+
+
+EXPERIMENT = f"""
+name = "small"
+seeds = [0]
+algorithms = [{{ name = "gepo" }}, {{ name = "grpo", loss = {{ kind = "grpo" }} }}]
+[[tasks]]
+name = "add1"
+task = {{ name = "arithmetic", digits = 1 }}
+max_new_tokens = 3
+hidden_size = 16
+num_layers = 1
+warm_start_target = 0.01
+[regime]
+{chr(10).join(f"{key} = {value}" for key, value in REGIME.items())}
+"""
+
+
+def start(directory: Path, *arguments: str) -> subprocess.Popen:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "services.cli", "lab", "run", "small.toml", "--jobs", "1", *arguments]
+    return subprocess.Popen(command, cwd=directory, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_interrupted_experiment_goes_on_where_it_stopped(tmp_path):
+    (tmp_path / "small.toml").write_text(EXPERIMENT)
+    results = tmp_path / "runs/lab/small"
+    process = start(tmp_path)
+    try:
+        while not list(results.glob("runs/*.json")):
+            assert process.poll() is None, process.stderr.read()
+        process.send_signal(signal.SIGINT)
+        _, heard = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 130, heard
+    assert "the same command goes on from here" in heard
+
+    before = {path.name: path.stat().st_mtime_ns for path in results.glob("runs/*.json")}
+    again = start(tmp_path)
+    try:
+        _, heard = again.communicate(timeout=400)
+    finally:
+        again.kill()
+
+    assert again.returncode == 0, heard
+    assert f"2 runs, {len(before)} already there" in heard
+    assert all((results / "runs" / name).stat().st_mtime_ns == at for name, at in before.items())
+    rows = json.loads((results / "results.json").read_text())["runs"]
+    assert {row["algorithm"] for row in rows} == {"gepo", "grpo"}
+    needed = "algorithm delay delay_kind seed task best last gap kl_mean iw_var_mean ess_mean clip_fraction_mean"
+    assert all(row[name] is not None for row in rows for name in [*needed.split(), "grad_norm_p95", "wall_s"])
+    assert (results / "report.html").stat().st_size > 10_000

@@ -1,0 +1,99 @@
+"""Which runs an experiment has, what they are called, and what is refused."""
+
+import pytest
+from pydantic import ValidationError
+
+from services.common.config import load
+from services.common.errors import ConfigError
+from services.common.tasks.arithmetic import ArithmeticTask
+from services.lab.benchmarks import split_evaluation
+from services.lab.cell import list_cells
+from services.lab.config import ExperimentConfig
+from services.lab.results import cell_digest
+from services.lab.run import find_experiment
+
+SHIPPED = ["quick", "stale64", "stale256", "latency1800", "sweeps", "recommend"]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_experiments_are_valid_and_their_runs_have_names_of_their_own(name):
+    cells = list_cells(load(ExperimentConfig, find_experiment(name)))
+
+    assert len({cell.run_id for cell in cells}) == len(cells) > 0
+    assert len({cell_digest(cell) for cell in cells}) == len(cells)
+
+
+def test_stale64_has_the_losses_of_the_sources_at_three_delays():
+    experiment = load(ExperimentConfig, find_experiment("stale64"))
+
+    assert {algorithm.loss.kind for algorithm in experiment.algorithms} >= {
+        "grpo", "dr_grpo", "bnpo", "dapo", "gspo", "gspo_token", "gmpo", "delta_l", "topr", "cispo", "gepo",
+        "gepo_plus", "eqp", "ds_gspo", "ds_gepo",
+    }  # fmt: skip
+    assert {cell.delay_value for cell in list_cells(experiment)} == {0.0, 8.0, 64.0}
+    assert len(experiment.seeds) >= 5
+
+
+def test_a_seed_is_finished_before_the_next_begins():
+    cells = list_cells(ExperimentConfig(seeds=(3, 5), delays=({"kind": "none"}, {"kind": "fixed", "value": 2})))
+
+    assert [cell.seed for cell in cells] == [3, 3, 5, 5]
+
+
+def test_variants_change_the_regime_and_every_loss():
+    experiment = ExperimentConfig(
+        variants=({"name": "lr=0.1", "set": {"lr": 0.1}}, {"name": "kl=1", "set": {"loss.kl_coefficient": 1.0}})
+    )
+    first, second = list_cells(experiment)
+
+    assert (first.regime.lr, first.algorithm.loss.kl_coefficient) == (0.1, 0.005)
+    assert (second.regime.lr, second.algorithm.loss.kl_coefficient) == (1e-3, 1.0)
+
+
+def test_a_variant_of_an_unknown_key_names_it():
+    with pytest.raises(ConfigError, match=r"variants\.set\.learning_rate"):
+        list_cells(ExperimentConfig(variants=({"name": "x", "set": {"learning_rate": 1}},)))
+
+
+def test_two_runs_of_one_name_are_refused():
+    twice = ({"name": "gepo"}, {"name": "gepo", "loss": {"kind": "gspo"}})
+    with pytest.raises(ConfigError, match="two runs are called add3-gepo-none0v-s0"):
+        list_cells(ExperimentConfig(algorithms=twice))
+
+
+def test_refresh_and_transit_of_the_same_delay_have_different_names():
+    delays = tuple(
+        {"kind": "lognormal", "low": 60, "high": 1800, "semantics": semantics}
+        for semantics in ("transit", "refresh_interval")
+    )
+    names = [cell.run_id for cell in list_cells(ExperimentConfig(delays=delays))]
+
+    assert names == ["add3-gepo-lognormal1800s-s0", "add3-gepo-lognormal1800sr-s0"]
+
+
+def test_names_cannot_leave_their_directory():
+    with pytest.raises(ValidationError, match="name"):
+        ExperimentConfig(algorithms=({"name": "../gepo"},))
+
+
+def test_an_unknown_experiment_lists_those_that_are_shipped():
+    with pytest.raises(ConfigError, match="latency1800, quick, recommend"):
+        find_experiment("stale65")
+
+
+def test_held_out_sums_are_parted_by_their_carries():
+    parts = split_evaluation(ArithmeticTask(digits=2), num_prompts=60)
+
+    assert sorted(parts) == ["easier", "harder"]
+    assert sum(part.num_evaluation_prompts for part in parts.values()) == 60
+
+    def carries(text):
+        left, right = text.rstrip("=").split("+")
+        ones = int(left[1]) + int(right[1]) > 9
+        return ones + (int(left[0]) + int(right[0]) + ones > 9)
+
+    count = {
+        name: [carries(part.evaluation_prompt(index).text) for index in range(part.num_evaluation_prompts)]
+        for name, part in parts.items()
+    }
+    assert max(count["easier"]) < min(count["harder"])

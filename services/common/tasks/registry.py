@@ -1,4 +1,4 @@
-"""Tasks by name: `arithmetic`, `reasoning_gym:NAME`, `jsonl:PATH`; rewards by dotted path."""
+"""Tasks by name: `arithmetic`, `progression`, `reasoning_gym:NAME`, `jsonl:PATH`; rewards by dotted path."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pydantic import Field
 from services.common.config import Config
 from services.common.errors import ConfigError, RewardError
 from services.common.tasks.arithmetic import ArithmeticTask
+from services.common.tasks.progression import ProgressionTask
 from services.common.tasks.task import Prompt, Task
 from services.common.types import Digest, RewardPart
 from services.common.wire import bytes_digest
@@ -25,9 +26,11 @@ class TaskConfig(Config):
     """Prompts and reward; the same on every node of a run."""
 
     name: str = "arithmetic"
-    """`arithmetic`, `reasoning_gym:NAME` (any of its datasets) or `jsonl:PATH` (fields prompt, answer)."""
+    """`arithmetic`, `progression`, `reasoning_gym:NAME` (any of its datasets) or `jsonl:PATH` (fields prompt, answer)."""
     digits: int = Field(default=3, ge=1, le=9)
-    """arithmetic: digits of each number."""
+    """arithmetic and progression: digits of each number."""
+    terms: int = Field(default=34, ge=1, le=10_000)
+    """progression: numbers of each answer; 34 of 3 digits make completions of 103 tokens."""
     size: int = Field(default=10_000, ge=1)
     """reasoning_gym: number of training prompts."""
     evaluation_size: int = Field(default=512, ge=1)
@@ -35,7 +38,7 @@ class TaskConfig(Config):
     evaluation_path: str = ""
     """jsonl: a file of held-out prompts; empty holds out some prompts of the file itself."""
     seed: int = Field(default=0, ge=0)
-    """reasoning_gym: seed of the data set; arithmetic: which pairs come first and which are held out."""
+    """reasoning_gym: seed of the data set; arithmetic and progression: which pairs come first and which are held out."""
     match: Literal["exact", "math_verify"] = "exact"
     """jsonl: how an answer is compared."""
     verify_timeout_s: float = Field(default=5.0, gt=0)
@@ -108,6 +111,8 @@ def build_task(config: TaskConfig) -> Task:
     task: Task
     if kind == "arithmetic" and not argument:
         task = ArithmeticTask(digits=config.digits, seed=config.seed)
+    elif kind == "progression" and not argument:
+        task = ProgressionTask(digits=config.digits, terms=config.terms, seed=config.seed)
     elif kind == "reasoning_gym" and argument:
         from services.common.tasks.reasoning_gym import ReasoningGymTask
 
@@ -125,5 +130,7 @@ def build_task(config: TaskConfig) -> Task:
             verify_timeout_s=config.verify_timeout_s,
         )
     else:
-        raise ConfigError("task.name", f"{config.name} is not arithmetic, reasoning_gym:NAME or jsonl:PATH")
+        raise ConfigError(
+            "task.name", f"{config.name} is not arithmetic, progression, reasoning_gym:NAME or jsonl:PATH"
+        )
     return RewardedTask(task, config.reward) if config.reward else task

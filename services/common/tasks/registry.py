@@ -26,7 +26,7 @@ class TaskConfig(Config):
     """Prompts and reward; the same on every node of a run."""
 
     name: str = "arithmetic"
-    """`arithmetic`, `progression`, `reasoning_gym:NAME` (any of its datasets) or `jsonl:PATH` (fields prompt, answer)."""
+    """`arithmetic`, `progression`, `reasoning_gym:NAME` (any of its datasets) or `jsonl:PATH` (prompt, answer)."""
     digits: int = Field(default=3, ge=1, le=9)
     """arithmetic and progression: digits of each number."""
     terms: int = Field(default=34, ge=1, le=10_000)
@@ -38,7 +38,7 @@ class TaskConfig(Config):
     evaluation_path: str = ""
     """jsonl: a file of held-out prompts; empty holds out some prompts of the file itself."""
     seed: int = Field(default=0, ge=0)
-    """reasoning_gym: seed of the data set; arithmetic and progression: which pairs come first and which are held out."""
+    """reasoning_gym: seed of the data set; the others: which pairs come first and which are held out."""
     match: Literal["exact", "math_verify"] = "exact"
     """jsonl: how an answer is compared."""
     verify_timeout_s: float = Field(default=5.0, gt=0)

@@ -72,6 +72,15 @@ def test_tests_of_equal_differences_and_of_zeros():
     assert t_test([0.1]) is sign_flip_test([0.1]) is wilcoxon_test([0.1]) is None
 
 
+def test_wilcoxon_leaves_zeros_out_and_shares_ranks_of_ties():
+    # Ranks of 1, -1, 2, 3, 4 are 1.5, -1.5, 3, 4, 5: the sum is 12. Of 32 patterns, those with -1.5, +-1.5 or less on
+    # the negative side reach 12: negatives {}, {1.5}, {1.5} give 15, 12, 12; twice that for both sides.
+    assert wilcoxon_test([0.0, 1, -1, 2, 3, 4]) == 6 / 32
+    # Ranks 1, 2, 3, -4: negatives sum to 4 of 10, and only a sum of 5 ({1, 4} and {2, 3}) is nearer to the middle.
+    assert wilcoxon_test([0.0, 1, 2, 3, -4]) == 14 / 16
+    assert wilcoxon_test([0.0, 0.0, 5.0]) == 1.0
+
+
 def test_sign_flips_beyond_sixteen_pairs_are_sampled_and_repeatable():
     many = [0.1 * (-1) ** i + 0.02 for i in range(20)]
 

@@ -5,10 +5,10 @@ BIN := .venv/bin
 SETUP := .venv/.installed
 N ?= 1000
 
-.PHONY: help demo test test-fast check kills coverage protos lock clean
+.PHONY: help demo test test-fast check kills bench-losses coverage protos lock clean
 
 help:  ## Show the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 $(SETUP): requirements/lock.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -35,6 +35,9 @@ check: $(SETUP)  ## Lint, types, import layers, protos
 
 kills: $(SETUP)  ## Kill real processes N times during a run and account for every group
 	$(BIN)/python -m tests.faults.kills --kills $(N) --out runs/kills
+
+bench-losses: $(SETUP)  ## Time a learner step under each loss beside the cheapest
+	$(BIN)/python -m benchmarks.loss_step --out benchmarks/results/losses.json
 
 protos: $(SETUP)  ## Generate the stubs
 	$(BIN)/python protos/generate.py

@@ -14,6 +14,8 @@ import torch
 from services.learner.loss_config import Advantage
 
 STD_FLOOR = 1e-4
+MIN_BETA_RANGE = 1e-9
+"""Prompts whose mean rewards differ by less are all alike."""
 MAX_BETA_WEIGHT = 1e6
 """Largest 1 / density; where the density vanishes a prompt's rewards are all equal and centre to 0."""
 
@@ -61,9 +63,10 @@ def beta_weights(means_P: torch.Tensor) -> torch.Tensor:
     assert means_P.dtype == torch.float64
     if ((means_P < 0.0) | (means_P > 1.0)).any():
         raise ValueError("advantage beta needs rewards in [0, 1]")
-    variance = float(means_P.var(correction=1)) if means_P.numel() > 1 else 0.0
-    if not variance > 0.0:
+    # Equal means differ by rounding, and a variance of 1e-33 would be a density of all weight on one point.
+    if means_P.numel() < 2 or float(means_P.max() - means_P.min()) < MIN_BETA_RANGE:
         return torch.ones_like(means_P)
+    variance = float(means_P.var(correction=1))
     mean = float(means_P.mean())
     scale = mean * (1.0 - mean) / variance - 1.0
     alpha, beta = max(1.0 + scale * mean / 3.0, 1.0), max(1.0 + scale * (1.0 - mean) / 3.0, 1.0)

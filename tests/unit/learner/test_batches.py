@@ -8,8 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.common.types import VersionSpan
 from services.learner.batch import TrainingSequence, build_batch
-from services.learner.loss_config import GepoConfig, GspoConfig
+from services.learner.loss_config import BnpoConfig, DapoConfig, DecoupledPpoConfig, GepoConfig, GspoConfig
 from services.learner.micro_batch import collate, split
 from tests.support.training import group, random_groups, rollout
 
@@ -125,3 +126,58 @@ def test_collate_keeps_numbers_with_their_sequence(batching):
     assert micro_batch.log_denominators_B.tolist() == [-0.25, -3.0]
     assert micro_batch.sampler_logprobs_BT.tolist() == [[-0.5] * 3, [-0.5, -0.5, 0.0]]
     assert micro_batch.sampler_logprobs_BT.dtype == torch.float64
+
+
+def _group_of(rewards, *, prompt=(1, 2), sequence=1):
+    return group([rollout([5], [-1.0], reward) for reward in rewards], prompt=prompt, sequence=sequence)
+
+
+def test_uniform_groups_leave_the_step_only_if_asked_for():
+    groups = [_group_of([1.0, 0.0]), _group_of([1.0, 1.0], sequence=2)]
+
+    assert build_batch(groups, loss=DapoConfig()).num_sequences == 4
+    assert build_batch(groups, loss=DapoConfig(drop_uniform_groups=True)).num_sequences == 2
+
+
+def test_rollouts_without_tokens_do_not_make_a_group_varied():
+    members = [rollout([5], [-1.0], 1.0), rollout([], [], 0.0), rollout([6], [-1.0], 1.0)]
+
+    assert build_batch([group(members)], loss=DapoConfig(drop_uniform_groups=True)).num_sequences == 0
+
+
+def test_bnpo_divides_by_the_density_of_the_steps_prompts():
+    # Means .25, .5, .625, .875 have the golden weights .9725, .8069, .8072, 1.0426.
+    rewards = [[0.5, 0.0], [1.0, 0.0], [1.0, 0.25], [1.0, 0.75]]
+    groups = [_group_of(values, prompt=[number + 1]) for number, values in enumerate(rewards)]
+
+    advantages = [sequence.advantage for sequence in build_batch(groups, loss=BnpoConfig()).sequences]
+
+    weights = [0.9724993064, 0.8069381251, 0.8071809894, 1.0425625029]
+    expected = [sign * w * (v[0] - v[1]) / 2 for w, v in zip(weights, rewards, strict=True) for sign in (1, -1)]
+    assert advantages == pytest.approx(expected, abs=1e-9)
+
+
+def test_bnpo_counts_a_prompt_once_however_many_groups_it_has():
+    once = [_group_of([0.5, 0.0], prompt=[1]), _group_of([1.0, 0.0], prompt=[2]), _group_of([1.0, 0.75], prompt=[3])]
+    twice = [*once, _group_of([0.5, 0.0], prompt=[1], sequence=9)]
+
+    first = [sequence.advantage for sequence in build_batch(once, loss=BnpoConfig()).sequences]
+    second = [sequence.advantage for sequence in build_batch(twice, loss=BnpoConfig()).sequences]
+
+    assert second == pytest.approx([*first, *first[:2]], abs=1e-12)
+
+
+def test_bnpo_refuses_rewards_outside_the_unit_interval():
+    with pytest.raises(ValueError, match=r"rewards in \[0, 1\]"):
+        build_batch([_group_of([2.0, 3.0])], loss=BnpoConfig())
+
+
+def test_staleness_of_a_token_is_that_of_its_own_version():
+    member = rollout([5, 6, 7], [-1.0] * 3, 1.0)
+    spans = (VersionSpan(version=3, start=0, end=1), VersionSpan(version=8, start=1, end=3))
+    mixed = group([dataclasses.replace(member, spans=spans), rollout([5], [-1.0], 0.0, version=12)])
+
+    batch = build_batch([mixed], loss=DecoupledPpoConfig(proximal="loglinear"), head_version=10)
+
+    assert [sequence.staleness.tolist() for sequence in batch.sequences] == [[7, 2, 2], [0]]
+    assert collate(batch.sequences, batching="padded").staleness_BT.tolist() == [[7, 2, 2], [0, 0, 0]]

@@ -6,8 +6,8 @@ import mpmath
 import pytest
 import torch
 
-from services.learner.advantages import group_advantages
-from services.learner.denominators import group_log_denominator, masked_mean
+from services.learner.advantages import beta_weights, group_advantages
+from services.learner.denominators import expected_learner_log_denominator, group_log_denominator, masked_mean
 
 F64 = torch.float64
 MEANS = torch.tensor([-0.47, -0.5, -0.675, -1.2], dtype=F64)
@@ -87,3 +87,34 @@ def test_advantages_leave_out_rollouts_without_tokens(kind):
 
     assert advantages[1] == 0.0
     assert torch.equal(advantages[[0, 2]], group_advantages(rewards[[0, 2]], is_valid[[0, 2]], kind=kind))
+
+
+@pytest.mark.parametrize("means", [[0.5], [0.4, 0.4, 0.4], []])
+def test_beta_weights_are_one_where_prompts_determine_no_density(means):
+    assert beta_weights(torch.tensor(means, dtype=F64)).tolist() == [1.0] * len(means)
+
+
+def test_beta_weights_are_finite_where_the_density_vanishes():
+    weights = beta_weights(torch.tensor([0.0, 0.5, 0.6, 1.0], dtype=F64))
+
+    # m = .525, v = .1692 (ddof 1): m (1 - m) / v - 1 = .474, so the exponents are .083 and .075: 0 at both ends.
+    assert weights[[0, 3]].tolist() == [1e6, 1e6]
+    assert weights.isfinite().all()
+
+
+def test_beta_weights_of_a_density_that_would_be_u_shaped_are_one():
+    # p = (0, 1): m (1 - m) / v - 1 = .25 / .5 - 1 < 0, so both exponents are held at 0.
+    assert beta_weights(torch.tensor([0.0, 1.0], dtype=F64)).tolist() == [1.0, 1.0]
+
+
+def test_beta_weights_refuse_what_has_no_density():
+    with pytest.raises(ValueError, match="rewards in"):
+        beta_weights(torch.tensor([0.5, 1.5], dtype=F64))
+
+
+def test_expected_learner_denominator_equals_the_weighted_mean():
+    learner = torch.log(torch.tensor([0.9, 0.5, 0.1], dtype=F64))
+    sampler = torch.log(torch.tensor([0.6, 0.2, 0.2], dtype=F64))
+
+    # (.6 * .9 + .2 * .5 + .2 * .1) / 1
+    assert math.exp(expected_learner_log_denominator(learner, sampler)) == pytest.approx(0.66, abs=1e-12)

@@ -22,6 +22,7 @@ from services.common.types import (
     PushOutcome,
     QueuedGroup,
     RunStatus,
+    SignedManifest,
     SiteId,
     StepReport,
     WorkAssignment,
@@ -42,6 +43,7 @@ class PullPlan:
     """Payloads to apply in order (a snapshot, if any, comes first) and the manifests they lead to.
 
     `manifests[i]` is the exact manifest bytes of the version that `payloads[i]` leads to; for SAME both are empty.
+    `signature` belongs to the last manifest; empty where its publisher did not sign.
     """
 
     kind: PlanKind
@@ -49,6 +51,7 @@ class PullPlan:
     payloads: tuple[PayloadRef, ...]
     manifests: tuple[bytes, ...]
     reason: str
+    signature: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +145,10 @@ class CoordinatorApi(Protocol):
         ...
 
     async def get_manifest(self, *, version: int) -> bytes: ...
+
+    async def get_signed_manifest(self, *, version: int) -> SignedManifest:
+        """The exact bytes of a manifest with the signature that its publisher sent."""
+        ...
 
     async def plan_pull(self, *, have_version: int, have_root: str, want_version: int) -> PullPlan:
         """Plan from (have_version, have_root), or from nothing when have_version is -1; want_version -1 is the head."""

@@ -10,6 +10,8 @@
         NotRegistered  RunFinished  StoreFull  Unreachable
       CorruptData             bytes that fail their own checks: quarantined, never served, never applied
         MalformedPayload  LimitExceeded  StateMismatch  CorruptStore
+      UntrustedVersion        a version whose origin or place in the history is not proven; never used
+        UnsignedManifest  WrongSignature  RollbackRefused
       RewardError             a verifier failed; never a zero reward
 
 `ValueError` and `assert` are for our own mistakes.
@@ -211,6 +213,28 @@ class CorruptStore(CorruptData):
     """The durable store fails its integrity check."""
 
     action = "restore the data directory from a backup"
+
+
+class UntrustedVersion(HeterorlError):
+    """A version of which nothing proves that this run's learner published it at this place; it is not used."""
+
+
+class UnsignedManifest(UntrustedVersion):
+    """`trusted_keys` is not empty and the manifest has no signature."""
+
+    action = "set signing_key at the learner, or empty trusted_keys to accept runs that are not signed"
+
+
+class WrongSignature(UntrustedVersion):
+    """The manifest's signature is of none of the trusted keys."""
+
+    action = "compare `heterorl keys show` at the learner with trusted_keys; if they agree, distrust the coordinator"
+
+
+class RollbackRefused(UntrustedVersion):
+    """The version is older than one used before, or does not descend from it and does not name it as abandoned."""
+
+    action = "distrust the coordinator; if the run was started anew on purpose, choose another state_dir"
 
 
 class RewardError(HeterorlError):

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -34,6 +35,8 @@ from services.common.wire import manifest_digest, manifest_from_bytes
 
 _LOG = logging.getLogger(__name__)
 RETRY_S = 1.0
+Admit = Callable[[PullPlan], Awaitable[None]]
+"""Looks at the manifests of a plan other than SAME and raises when the version is not to be built."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -60,24 +63,24 @@ class Puller:
         self._clock = clock
         spool.mkdir(parents=True, exist_ok=True)
 
-    async def pull(self, *, held: PulledVersion | None, want_version: int) -> PulledVersion:
-        """Build `want_version` (-1: the head) from what is held.
+    async def pull(self, *, held: PulledVersion | None, want_version: int, admit: Admit | None = None) -> PulledVersion:
+        """Build `want_version` (-1: the head) from what is held; `admit` may refuse a plan before a byte is fetched.
 
         Raises:
             UnknownVersion: no such version, or no payloads lead to it.
             CorruptData: even the snapshot fails its checks.
         """
         try:
-            return await self._pull(held, want_version)
+            return await self._pull(held, want_version, admit)
         except CorruptData as error:
             metrics.DIGEST_MISMATCHES.inc()
             self._clear()
             if held is None:
                 raise
             _LOG.error("version %d failed its checks, building it from a snapshot: %s", want_version, error)
-            return await self._pull(None, want_version)
+            return await self._pull(None, want_version, admit)
 
-    async def _pull(self, held: PulledVersion | None, want_version: int) -> PulledVersion:
+    async def _pull(self, held: PulledVersion | None, want_version: int, admit: Admit | None) -> PulledVersion:
         plan = await self._api.plan_pull(
             have_version=-1 if held is None else held.version,
             have_root="" if held is None else held.manifest.state_root,
@@ -87,6 +90,8 @@ class Puller:
             assert held is not None, "nothing cannot be the wanted version"
             return held
         _LOG.debug("version %d: %s", plan.target_version, plan.reason)
+        if admit is not None:
+            await admit(plan)
         started = time.perf_counter()
         paths = [await self._fetch(payload) for payload in plan.payloads]
         metrics.PULL_SECONDS.observe(time.perf_counter() - started)

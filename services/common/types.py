@@ -19,6 +19,9 @@ SiteId = NewType("SiteId", str)
 Digest = NewType("Digest", str)
 """Lower-case hex blake3-256 of content; 64 characters."""
 
+SIGNATURE_BYTES = 64
+"""Length of an Ed25519 signature."""
+
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 
@@ -190,6 +193,19 @@ class Manifest:
     full_bytes: int
     payloads: tuple[PayloadRef, ...]
 
+    @property
+    def abandoned(self) -> range:
+        """Versions that this one abandons: numbers are dense and never reused, so all between its parent and itself."""
+        return range(self.parent_version + 1, self.version)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignedManifest:
+    """Exact bytes of a manifest and the signature beside them; empty where the publisher did not sign."""
+
+    data: bytes
+    signature: bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
@@ -230,6 +246,8 @@ class PublishRequest:
     manifest: bytes
     consumed: tuple[GroupId, ...]
     reports: tuple[StepReport, ...]
+    signature: bytes = b""
+    """Ed25519 signature of `manifest`; empty when the run is not signed."""
 
 
 class PushStatus(enum.Enum):

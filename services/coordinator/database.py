@@ -60,6 +60,8 @@ CREATE TABLE work (
     assignment INTEGER PRIMARY KEY, prompt_index INTEGER NOT NULL, seed INTEGER NOT NULL, site TEXT NOT NULL,
     incarnation TEXT NOT NULL, is_leased INTEGER NOT NULL, holders TEXT NOT NULL);
 """
+_ADDED = "CREATE TABLE IF NOT EXISTS signatures (version INTEGER PRIMARY KEY, signature BLOB NOT NULL);"
+"""Tables that a store of this schema may have been created without; an older program ignores them."""
 
 
 class Database:
@@ -214,6 +216,7 @@ def _connect(path: Path) -> sqlite3.Connection:
             connection.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
         elif version != SCHEMA_VERSION:
             raise CorruptStore(f"{path} has schema {version}, this program needs {SCHEMA_VERSION}")
+        connection.execute(_ADDED)
     except sqlite3.OperationalError as error:
         connection.close()
         if error.sqlite_errorcode in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):

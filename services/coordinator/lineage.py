@@ -19,7 +19,16 @@ from services.common.errors import (
     StepConflict,
     UnknownVersion,
 )
-from services.common.types import Contract, Digest, Manifest, PayloadKind, PayloadRef, PublishRequest
+from services.common.types import (
+    SIGNATURE_BYTES,
+    Contract,
+    Digest,
+    Manifest,
+    PayloadKind,
+    PayloadRef,
+    PublishRequest,
+    SignedManifest,
+)
 from services.common.weights.plan import plan_pull
 from services.common.wire import bytes_digest, contract_from_bytes, contract_to_bytes, manifest_digest
 from services.coordinator.database import get_meta, set_meta
@@ -113,6 +122,8 @@ def check_publication(
     check_epoch(connection, request.epoch)
     if not request.step_id:
         raise InvalidRequest("step_id must not be empty")
+    if len(request.signature) not in (0, SIGNATURE_BYTES):
+        raise InvalidRequest(f"signature: {len(request.signature)} bytes, expected none or {SIGNATURE_BYTES}")
     row = connection.execute("SELECT version, content FROM versions WHERE step_id = ?", (request.step_id,)).fetchone()
     if row is not None:
         if row[1] != _content(request):
@@ -169,6 +180,8 @@ def write_version(
             manifest.num_changed / manifest.num_elements if manifest.num_elements else 0.0,
         ),
     )
+    if request.signature:
+        connection.execute("INSERT INTO signatures VALUES (?, ?)", (manifest.version, request.signature))
     connection.executemany(
         "INSERT INTO payloads VALUES (?, ?, ?, ?, ?)",
         [(p.to_version, p.kind.value, p.from_version, p.digest, p.num_bytes) for p in manifest.payloads],
@@ -215,6 +228,17 @@ def read_manifest(connection: sqlite3.Connection, version: int) -> bytes:
     return bytes(row[0])
 
 
+def read_signed_manifest(connection: sqlite3.Connection, version: int) -> SignedManifest:
+    """Exact bytes of a manifest and the signature stored with it, which nobody here can check.
+
+    Raises:
+        UnknownVersion: no such version.
+    """
+    data = read_manifest(connection, version)
+    row = connection.execute("SELECT signature FROM signatures WHERE version = ?", (version,)).fetchone()
+    return SignedManifest(data=data, signature=b"" if row is None else bytes(row[0]))
+
+
 def plan(connection: sqlite3.Connection, *, have_version: int, have_root: str, want_version: int) -> PullPlan:
     """Plan a pull; what the caller claims to hold counts only when its state root is that version's.
 
@@ -246,6 +270,7 @@ def plan(connection: sqlite3.Connection, *, have_version: int, have_root: str, w
         payloads=payloads,
         manifests=tuple(read_manifest(connection, payload.to_version) for payload in payloads),
         reason=reason + note,
+        signature=read_signed_manifest(connection, want).signature if payloads else b"",
     )
 
 

@@ -22,6 +22,7 @@ from services.common.types import (
     GroupId,
     LeaseGrant,
     PublishRequest,
+    SignedManifest,
 )
 from services.common.wire import manifest_from_bytes
 from services.coordinator import lineage, queue, reports
@@ -153,6 +154,10 @@ class Policies(Node):
     async def get_manifest(self, *, version: int) -> bytes:
         """Exact bytes of a manifest."""
         return await self.database.run(lambda connection: lineage.read_manifest(connection, version))
+
+    async def get_signed_manifest(self, *, version: int) -> SignedManifest:
+        """Exact bytes of a manifest and its signature."""
+        return await self.database.run(lambda connection: lineage.read_signed_manifest(connection, version))
 
     async def plan_pull(self, *, have_version: int, have_root: str, want_version: int) -> PullPlan:
         """Plan the cheapest way to a version."""

@@ -102,7 +102,8 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
     async def GetManifest(
         self, request: policy_pb2.GetManifestRequest, context: Context
     ) -> policy_pb2.GetManifestResponse:
-        return policy_pb2.GetManifestResponse(manifest=await self._api.get_manifest(version=request.version))
+        signed = await self._api.get_signed_manifest(version=request.version)
+        return policy_pb2.GetManifestResponse(manifest=signed.data, signature=signed.signature)
 
     async def PlanPull(self, request: policy_pb2.PlanPullRequest, context: Context) -> policy_pb2.PlanPullResponse:
         plan = await self._api.plan_pull(

@@ -33,6 +33,8 @@ from services.common.api import CoordinatorApi
 from services.common.clock import Clock, SystemClock
 from services.common.errors import RemoteError
 from services.common.rpc.client import CoordinatorClient
+from services.common.signing import Signer
+from services.common.trust import Trust
 from services.common.types import Contract, LeaseGrant
 from services.learner.admission import Limits
 from services.learner.assembly import assemble
@@ -73,6 +75,7 @@ class _Learner:
     clock: Clock
     rng: random.Random
     evaluator: Evaluator | None
+    signer: Signer | None
     result: RunResult
 
     def patience(self) -> Patience:
@@ -113,6 +116,7 @@ class _Learner:
             patience=self.patience(),
             snapshot_every_versions=self.config.snapshot_every_versions,
             checkpoint_every_versions=self.config.checkpoint_every_versions,
+            signer=self.signer,
         )
         resumption = Resumption(
             api=self.api,
@@ -124,6 +128,7 @@ class _Learner:
             run_id=self.config.run_id,
             epoch=grant.epoch,
             directory=directory / "payloads",
+            trust=Trust(() if self.signer is None else (self.signer.public_key, *self.config.trusted_keys)),
         )
         outcome = Outcome.REFUSED
         while outcome is Outcome.REFUSED:
@@ -187,6 +192,8 @@ async def main(config: LearnerConfig) -> int:
     parts = await in_thread(assemble, config)
     metrics_port = metrics.serve(config.metrics_port)
     _LOG.info("run %s: coordinator %s, metrics on port %d", config.run_id, config.coordinator, metrics_port)
+    if parts.signer is not None:
+        _LOG.info("versions are signed by %s", parts.signer.public_key)
     async with CoordinatorClient(config.coordinator, max_message_bytes=config.max_message_bytes) as client:
         result = await run(
             config,
@@ -196,6 +203,7 @@ async def main(config: LearnerConfig) -> int:
             clock=SystemClock(),
             rng=random.Random(),
             evaluator=parts.evaluator,
+            signer=parts.signer,
             stop=stop,
         )
     _LOG.info("stopped at step %d, version %d", result.step, result.version)
@@ -211,11 +219,13 @@ async def run(
     clock: Clock,
     rng: random.Random,
     evaluator: Evaluator | None = None,
+    signer: Signer | None = None,
     stop: asyncio.Event | None = None,
 ) -> RunResult:
-    """Train until `max_steps` or until `stop` is set.
+    """Train until `max_steps` or until `stop` is set; `signer` signs every version and must have signed the head.
 
     Raises:
+        UntrustedVersion: the coordinator's head is not signed by this learner nor by a trusted earlier one.
         StaleEpoch: another learner took over; nothing of this one has any further effect.
         ParentNotHead, ContractMismatch: this learner and the run disagree.
         OperatorError: the configuration or the machine must be changed.
@@ -228,6 +238,7 @@ async def run(
         clock=clock,
         rng=rng,
         evaluator=evaluator,
+        signer=signer,
         result=RunResult(step=0, version=-1, is_finished=False),
     )
     stopping = stop or asyncio.Event()

@@ -10,6 +10,7 @@ import torch
 
 from services.common.contract import build_contract
 from services.common.errors import ConfigError
+from services.common.signing import Signer, load_signer
 from services.common.tasks.registry import build_task
 from services.common.tasks.task import Task
 from services.common.types import Contract
@@ -26,14 +27,16 @@ class Parts:
     backend: TrainBackend
     contract: Contract
     evaluator: Evaluator | None
+    signer: Signer | None = None
 
 
 def assemble(config: LearnerConfig) -> Parts:
     """Load the model and everything that goes with it.
 
     Raises:
-        ConfigError: model, tokenizer or task cannot be loaded.
+        ConfigError: key, model, tokenizer or task cannot be loaded.
     """
+    signer = None if config.signing_key is None else load_signer(config.signing_key)
     if not config.model_dir:
         raise ConfigError("model_dir", "is not set", action="name a Hugging Face directory or hub id")
     if config.backend.threads:
@@ -53,7 +56,7 @@ def assemble(config: LearnerConfig) -> Parts:
         sampling=sampling,
     )
     evaluator = _build_evaluator(config, task, tokenizer) if config.evaluation.every_versions else None
-    return Parts(backend=backend, contract=contract, evaluator=evaluator)
+    return Parts(backend=backend, contract=contract, evaluator=evaluator, signer=signer)
 
 
 def _load_tokenizer(model_dir: str) -> Any:

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from services.common.config import Config
 from services.common.contract import SamplingConfig
+from services.common.signing import PublicKey
 from services.common.tasks.registry import TaskConfig
 from services.learner.backend_config import TorchBackendConfig
 from services.learner.loss_config import GepoConfig, LossConfig
@@ -43,6 +44,10 @@ class LearnerConfig(Config):
     """Hugging Face directory or hub id of the model to start from, with its tokenizer."""
     state_dir: Path = Path("runs/learner")
     """Directory of checkpoints and journals; keep it across restarts."""
+    signing_key: Path | None = None
+    """File of the private key that signs every version, mode 0600; `heterorl keys new` makes one. None: not signed."""
+    trusted_keys: tuple[PublicKey, ...] = ()
+    """Public keys of earlier learners of this run, accepted on resume beside the own one."""
     task: TaskConfig = TaskConfig()
     """Prompts and reward; the same on every node."""
     sampling: SamplingConfig = SamplingConfig()
@@ -81,6 +86,12 @@ class LearnerConfig(Config):
     """Largest message, bytes; the coordinator's."""
     metrics_port: int = Field(default=9102, ge=0, le=65535)
     """Port of the Prometheus metrics on loopback; 0 lets the system choose."""
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> LearnerConfig:
+        if self.trusted_keys and self.signing_key is None:
+            raise ValueError("trusted_keys without signing_key: this learner would refuse its own versions on resume")
+        return self
 
     @model_validator(mode="after")
     def _check_retry(self) -> LearnerConfig:

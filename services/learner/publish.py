@@ -21,6 +21,7 @@ from pathlib import Path
 from services.common.api import CoordinatorApi
 from services.common.errors import GroupNotAvailable, PayloadMissing, RemoteError
 from services.common.metrics import ENCODE_SECONDS, LEARNER_VERSION, PUBLISH_SECONDS
+from services.common.signing import Signer
 from services.common.types import GroupId, PublishRequest, StepReport
 from services.common.weights.arena import Arena, Layout
 from services.common.wire import manifest_digest
@@ -54,6 +55,7 @@ class Publisher:
         patience: Patience,
         snapshot_every_versions: int,
         checkpoint_every_versions: int,
+        signer: Signer | None = None,
     ) -> None:
         self._api = api
         self._run_id = run_id
@@ -65,6 +67,7 @@ class Publisher:
         self._patience = patience
         self._snapshot_every = snapshot_every_versions
         self._checkpoint_every = checkpoint_every_versions
+        self._signer = signer
         self._spare: Arena | None = None
         self.position = Position(head_version=-1, lineage_version=-1, lineage_digest="", shadow=None)
         directory.mkdir(parents=True, exist_ok=True)
@@ -123,7 +126,7 @@ class Publisher:
         started = time.perf_counter()
         await self._upload(encoded)
         try:
-            await self._commit(_request(cursor, epoch=self._epoch), encoded)
+            await self._commit(self._request(cursor), encoded)
         except GroupNotAvailable:
             if checkpoint is not None:
                 await in_thread(self._store.discard, checkpoint)
@@ -157,6 +160,18 @@ class Publisher:
             manifest=encoded.manifest_bytes,
             consumed=tuple(consumed),
             reports=tuple(reports),
+        )
+
+    def _request(self, cursor: Cursor) -> PublishRequest:
+        return PublishRequest(
+            epoch=self._epoch,
+            step_id=cursor.step_id,
+            parent_version=cursor.parent_version,
+            lineage_version=cursor.lineage_version,
+            manifest=cursor.manifest,
+            consumed=cursor.consumed,
+            reports=cursor.reports,
+            signature=b"" if self._signer is None else self._signer.sign(cursor.manifest),
         )
 
     async def _upload(self, encoded: Encoded) -> None:
@@ -200,15 +215,3 @@ class Publisher:
     def _remove_files(self, encoded: Encoded) -> None:
         for _, path in encoded.files:
             path.unlink(missing_ok=True)
-
-
-def _request(cursor: Cursor, *, epoch: int) -> PublishRequest:
-    return PublishRequest(
-        epoch=epoch,
-        step_id=cursor.step_id,
-        parent_version=cursor.parent_version,
-        lineage_version=cursor.lineage_version,
-        manifest=cursor.manifest,
-        consumed=cursor.consumed,
-        reports=cursor.reports,
-    )

@@ -8,6 +8,7 @@ from pathlib import Path
 from services.common.api import CoordinatorApi, PlanKind
 from services.common.errors import MalformedPayload, RemoteError, StateMismatch
 from services.common.metrics import BYTES
+from services.common.trust import Trust
 from services.common.types import PayloadKind, PayloadRef
 from services.common.weights.arena import Arena, Layout
 from services.common.weights.manifest import verify_state
@@ -20,16 +21,26 @@ _LOG = logging.getLogger(__name__)
 
 
 async def pull_state(
-    api: CoordinatorApi, *, layout: Layout, version: int, directory: Path, patience: Patience
+    api: CoordinatorApi,
+    *,
+    layout: Layout,
+    version: int,
+    directory: Path,
+    patience: Patience,
+    trust: Trust | None = None,
 ) -> Arena:
     """Rebuild the weights of a version from nothing.
 
     Raises:
+        UntrustedVersion: no trusted key signed it; nothing was fetched.
         CorruptData: what arrived does not lead to the state that the manifest names.
     """
     plan = await patience.insist(lambda: api.plan_pull(have_version=-1, have_root="", want_version=version))
     if plan.kind is PlanKind.SAME or plan.target_version != version:
         raise StateMismatch(f"a pull of version {version} from nothing was planned as {plan.kind.value}")
+    if not plan.manifests or manifest_from_bytes(plan.manifests[-1]).version != version:
+        raise StateMismatch(f"the plan of version {version} does not show its manifest")
+    (trust or Trust()).check(plan.manifests[-1], plan.signature, version=version)
     _LOG.info("rebuilding version %d: %s", version, plan.reason)
     arena = Arena(layout)
     root: str | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.common.api import CoordinatorApi
@@ -21,6 +21,7 @@ from services.common.errors import (
     OperatorError,
     UnknownVersion,
 )
+from services.common.trust import Trust
 from services.common.weights.arena import Arena
 from services.common.wire import manifest_digest, manifest_from_bytes
 from services.learner.backends.backend import TrainBackend
@@ -81,6 +82,7 @@ class Resumption:
     run_id: str
     epoch: int
     directory: Path
+    trust: Trust = field(default_factory=Trust)
 
     async def run(self) -> int:
         """Return the number of optimizer steps in the weights.
@@ -149,13 +151,17 @@ class Resumption:
             raise CorruptStore(f"{path} restores to state {root[:12]}, not to {cursor.state_root[:12]}")
         return arena
 
+    async def _manifest(self, version: int) -> bytes:
+        """What the next version will name as its parent, so it must be this run's."""
+        signed = await self.patience.insist(lambda: self.api.get_signed_manifest(version=version))
+        self.trust.check(signed.data, signed.signature, version=version)
+        return signed.data
+
     async def _digest(self, version: int) -> str:
-        if version == -1:
-            return ""
-        return manifest_digest(await self.patience.insist(lambda: self.api.get_manifest(version=version)))
+        return "" if version == -1 else manifest_digest(await self._manifest(version))
 
     async def _continue(self, cursor: Cursor, arena: Arena, head: int) -> int:
-        data = await self.patience.insist(lambda: self.api.get_manifest(version=head))
+        data = await self._manifest(head)
         self.publisher.position = Position(
             head_version=head, lineage_version=head, lineage_digest=manifest_digest(data), shadow=arena
         )
@@ -214,7 +220,7 @@ class Resumption:
             "NO USABLE CHECKPOINT for version %d: its published weights become the masters, the optimizer starts anew",
             head,
         )
-        data = await self.patience.insist(lambda: self.api.get_manifest(version=head))
+        data = await self._manifest(head)
         arena = await self._pull(head)
         await in_thread(self.backend.load_published, arena)
         self.publisher.position = Position(
@@ -229,4 +235,5 @@ class Resumption:
             version=version,
             directory=self.directory,
             patience=self.patience,
+            trust=self.trust,
         )

@@ -35,6 +35,7 @@ from services.common.prompts import Prompter
 from services.common.pull import Puller
 from services.common.rpc.client import CoordinatorClient
 from services.common.tasks.registry import build_task
+from services.common.trust import Trust
 from services.common.types import Digest, SiteId, WorkAssignment
 from services.sampler.config import SamplerConfig
 from services.sampler.delay import Visibility, group_delay_s, max_delay_versions
@@ -121,6 +122,7 @@ def build(config: SamplerConfig, api: CoordinatorApi, outbox: Outbox, clock: Clo
             record=config.state_dir / "versions.jsonl",
             clock=clock,
             bell=bell,
+            trust=Trust(config.trusted_keys),
         ),
         delivery=Delivery(api=api, outbox=outbox, clock=clock, bell=bell),
         clock=clock,

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from services.common.config import Config
 from services.common.contract import SamplingConfig
+from services.common.signing import PublicKey
 from services.common.tasks.registry import TaskConfig
 from services.common.weights.arena import Dtype
 from services.sampler.delay_models import DelayConfig, NoDelay
@@ -59,6 +60,8 @@ class SamplerConfig(Config):
     """Seed of this sampler's delays."""
     delay: DelayConfig = NoDelay()
     """Delay added to the link's own; `kind` is none, fixed, uniform, lognormal, weibull or exponential."""
+    trusted_keys: tuple[PublicKey, ...] = ()
+    """Public keys of learners whose versions are used (`heterorl keys new` prints one); none accepts unsigned ones."""
     heartbeat_s: float = Field(default=2.0, gt=0)
     """Seconds between two heartbeats."""
     outbox_bytes: int = Field(default=1 << 30, ge=1 << 16)

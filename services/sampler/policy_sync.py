@@ -4,23 +4,36 @@
     sync    waits for a target other than what is staged; unblocked by watch or by time
     take    (generation) never waits: it gets the staged version, if there is a newer one
 
-Guarantees: what `take` returns is verified; nothing half applied is ever visible; a version seen before with another
-state is refused. Must never touch the engine.
+Guarantees: what `take` returns is verified and remembered; nothing half applied is ever visible; a version that no
+trusted key signed, or that leads back behind what was used, is refused before a byte of it is fetched. Must never touch
+the engine.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from pathlib import Path
 
-from services.common.api import CoordinatorApi
+from services.common.api import CoordinatorApi, PullPlan
 from services.common.bell import Bell
 from services.common.clock import Clock
-from services.common.errors import CorruptData, Draining, StateMismatch, UnknownVersion, Unreachable
+from services.common.errors import (
+    CorruptData,
+    Draining,
+    HeterorlError,
+    RollbackRefused,
+    StateMismatch,
+    UnknownVersion,
+    Unreachable,
+    UntrustedVersion,
+)
 from services.common.pull import PulledVersion, Puller
+from services.common.trust import Trust
+from services.common.wire import manifest_from_bytes
 from services.sampler.delay import Visibility
+from services.sampler.descent import check_descent
+from services.sampler.memory import Memory, Used
 
 _LOG = logging.getLogger(__name__)
 RETRY_S = 1.0
@@ -30,16 +43,26 @@ class PolicySync:
     """Two loops around one puller; see the module docstring."""
 
     def __init__(
-        self, *, api: CoordinatorApi, puller: Puller, visibility: Visibility, record: Path, clock: Clock, bell: Bell
+        self,
+        *,
+        api: CoordinatorApi,
+        puller: Puller,
+        visibility: Visibility,
+        record: Path,
+        clock: Clock,
+        bell: Bell,
+        trust: Trust | None = None,
     ) -> None:
         self._api = api
         self._puller = puller
         self._visibility = visibility
-        self._record = record
+        self._memory = Memory(record)
+        self._trust = trust or Trust()
         self._clock = clock
         self._bell = bell
         self._staged: PulledVersion | None = None
-        self._roots = _read_roots(record)
+        self._refusal = ""
+        self._is_newest_gone = False
         self.head_version = -1
 
     def take(self, current: int) -> PulledVersion | None:
@@ -66,7 +89,7 @@ class PolicySync:
             current = -1 if self._staged is None else self._staged.version
             target, wake = self._visibility.target(self._clock.monotonic(), current=current)
             if target > current:
-                await self._stage(target)
+                await self._stage(self._not_before(target))
                 continue
             timeout = None if wake is None else max(0.0, wake - self._clock.monotonic())
             waiter = asyncio.ensure_future(ticket.wait())
@@ -76,37 +99,87 @@ class PolicySync:
                 if task is not None:
                     task.cancel()
 
+    def _not_before(self, target: int) -> int:
+        """What to ask for after a restart: never less than was used before.
+
+        A delay model that let that version through once lets it through, and a coordinator that shows an old head is
+        asked for what it should have.
+        """
+        newest = self._memory.newest
+        if self._staged is not None or newest is None or target >= newest.version:
+            return target
+        # The version used last may have been abandoned since; the head then says so in its manifests.
+        return max(self.head_version, newest.version) if self._is_newest_gone else newest.version
+
     async def _stage(self, version: int) -> None:
         try:
-            pulled = await self._puller.pull(held=self._staged, want_version=version)
+            pulled = await self._puller.pull(held=self._staged, want_version=version, admit=self._admit)
             self._check_known(pulled)
-        except (Unreachable, Draining, UnknownVersion) as error:
+        except UnknownVersion as error:
+            self._miss(version, error)
+            await self._clock.sleep(RETRY_S)
+            return
+        except (Unreachable, Draining) as error:
             _LOG.info("version %d waits: %s", version, error)
             await self._clock.sleep(RETRY_S)
             return
-        except CorruptData as error:
-            _LOG.error("version %d is not usable: %s", version, error)
+        except (CorruptData, UntrustedVersion) as error:
+            self._refuse(version, error)
             await self._clock.sleep(RETRY_S)
             return
+        await asyncio.to_thread(
+            self._memory.note,
+            Used(
+                version=pulled.version,
+                state_root=pulled.manifest.state_root,
+                manifest_digest=pulled.manifest_digest,
+                run_id=pulled.manifest.run_id,
+            ),
+        )
         self._staged = pulled
-        self._roots[pulled.version] = pulled.manifest.state_root
-        with self._record.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"version": pulled.version, "state_root": pulled.manifest.state_root}) + "\n")
+        self._refusal = ""
         self._bell.ring()
 
+    def _miss(self, version: int, error: UnknownVersion) -> None:
+        newest = self._memory.newest
+        if newest is None or version != newest.version or self._staged is not None:
+            _LOG.info("version %d waits: %s", version, error)
+        elif self.head_version < version:
+            self._refuse(
+                version,
+                RollbackRefused(
+                    f"the coordinator's head is version {self.head_version}, version {version} was used before"
+                ),
+            )
+        else:
+            self._is_newest_gone = True
+
+    def _refuse(self, version: int, error: HeterorlError) -> None:
+        # Tried again every second, for it may be the link's fault; said once.
+        if str(error) != self._refusal:
+            self._refusal = str(error)
+            _LOG.error("version %d is not usable: %s", version, error)
+
+    async def _admit(self, plan: PullPlan) -> None:
+        if not plan.manifests:
+            raise StateMismatch(f"the plan of version {plan.target_version} shows no manifest")
+        target = plan.manifests[-1]
+        self._trust.check(target, plan.signature, version=plan.target_version)
+        abandoned = await check_descent(
+            target,
+            newest=self._memory.newest,
+            known={manifest_from_bytes(data).version: data for data in plan.manifests},
+            fetch=lambda version: self._api.get_manifest(version=version),
+        )
+        if abandoned:
+            _LOG.warning(
+                "the learner abandoned versions %d to %d, going on with version %d",
+                abandoned[0],
+                abandoned[-1],
+                plan.target_version,
+            )
+
     def _check_known(self, pulled: PulledVersion) -> None:
-        known = self._roots.get(pulled.version)
-        if known is not None and known != pulled.manifest.state_root:
+        known = self._memory.find(pulled.version)
+        if known is not None and known.state_root != pulled.manifest.state_root:
             raise StateMismatch(f"version {pulled.version} had another state before", action="ask the operator")
-
-
-def _read_roots(record: Path) -> dict[int, str]:
-    if not record.exists():
-        return {}
-    roots = {}
-    for line in record.read_text(encoding="utf-8").splitlines():
-        # A line cut short by a crash is the last one; its version is pulled and written again.
-        if line.endswith("}"):
-            entry = json.loads(line)
-            roots[int(entry["version"])] = str(entry["state_root"])
-    return roots

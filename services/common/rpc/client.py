@@ -30,6 +30,7 @@ from services.common.types import (
     PushOutcome,
     QueuedGroup,
     RunStatus,
+    SignedManifest,
     SiteId,
     StepReport,
 )
@@ -142,8 +143,13 @@ class CoordinatorClient:
 
     async def get_manifest(self, *, version: int) -> bytes:
         """Fetch the exact bytes of a manifest."""
+        return (await self.get_signed_manifest(version=version)).data
+
+    async def get_signed_manifest(self, *, version: int) -> SignedManifest:
+        """Fetch the exact bytes of a manifest and its signature."""
         request = policy_pb2.GetManifestRequest(version=version)
-        return bytes((await self._call("GetManifest", self._policy_stub.GetManifest, request)).manifest)
+        answer = await self._call("GetManifest", self._policy_stub.GetManifest, request)
+        return SignedManifest(data=answer.manifest, signature=answer.signature)
 
     async def plan_pull(self, *, have_version: int, have_root: str, want_version: int) -> PullPlan:
         """Ask for the cheapest way to a version."""

@@ -114,6 +114,7 @@ def publish_to_pb(value: PublishRequest) -> policy_pb2.PublishVersionRequest:
         manifest=value.manifest,
         consumed=[group_id_to_pb(group_id) for group_id in value.consumed],
         reports=[report_to_pb(report) for report in value.reports],
+        signature=value.signature,
     )
 
 
@@ -127,6 +128,7 @@ def publish_from_pb(message: policy_pb2.PublishVersionRequest) -> PublishRequest
         manifest=message.manifest,
         consumed=tuple(group_id_from_pb(group_id) for group_id in message.consumed),
         reports=tuple(report_from_pb(report) for report in message.reports),
+        signature=message.signature,
     )
 
 
@@ -138,6 +140,7 @@ def plan_to_pb(value: PullPlan) -> policy_pb2.PlanPullResponse:
         payloads=[payload_to_pb(payload) for payload in value.payloads],
         manifests=list(value.manifests),
         reason=value.reason,
+        signature=value.signature,
     )
 
 
@@ -156,6 +159,7 @@ def plan_from_pb(message: policy_pb2.PlanPullResponse) -> PullPlan:
         payloads=tuple(payload_from_pb(payload) for payload in message.payloads),
         manifests=tuple(message.manifests),
         reason=message.reason,
+        signature=message.signature,
     )
 
 

@@ -188,7 +188,7 @@ async def test_learner_ends_with_the_same_weights_when_killed_again_and_again(co
     expected, _ = await _uninterrupted(tmp_path)
     config = learner_config(tmp_path)
     filling = asyncio.create_task(fill(coordinator, QUEUE))
-    for method in ("upload_payload", "publish_version", "get_step", "publish_version", "get_manifest"):
+    for method in ("upload_payload", "publish_version", "get_step", "publish_version", "get_signed_manifest"):
         with pytest.raises(Killed):
             await learn(config, FragileApi(coordinator, die_after=(method, 1)))
 

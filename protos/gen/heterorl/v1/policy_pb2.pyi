@@ -440,6 +440,7 @@ class PublishVersionRequest(google.protobuf.message.Message):
     MANIFEST_FIELD_NUMBER: builtins.int
     CONSUMED_FIELD_NUMBER: builtins.int
     REPORTS_FIELD_NUMBER: builtins.int
+    SIGNATURE_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Epoch of the learner's lease."""
     request_id: builtins.str
@@ -450,6 +451,8 @@ class PublishVersionRequest(google.protobuf.message.Message):
     """Version that the weights descend from; below parent_version the versions in between are abandoned."""
     manifest: builtins.bytes
     """Exact bytes of the manifest."""
+    signature: builtins.bytes
+    """Ed25519 signature of the manifest's bytes, 64 bytes; empty when the run is not signed."""
     @property
     def consumed(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[heterorl.v1.common_pb2.GroupId]:
         """Groups that the version was trained on."""
@@ -468,8 +471,9 @@ class PublishVersionRequest(google.protobuf.message.Message):
         manifest: builtins.bytes = ...,
         consumed: collections.abc.Iterable[heterorl.v1.common_pb2.GroupId] | None = ...,
         reports: collections.abc.Iterable[heterorl.v1.common_pb2.StepReport] | None = ...,
+        signature: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["consumed", b"consumed", "epoch", b"epoch", "lineage_version", b"lineage_version", "manifest", b"manifest", "parent_version", b"parent_version", "reports", b"reports", "request_id", b"request_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["consumed", b"consumed", "epoch", b"epoch", "lineage_version", b"lineage_version", "manifest", b"manifest", "parent_version", b"parent_version", "reports", b"reports", "request_id", b"request_id", "signature", b"signature"]) -> None: ...
 
 Global___PublishVersionRequest: typing_extensions.TypeAlias = PublishVersionRequest
 
@@ -594,14 +598,18 @@ class GetManifestResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     MANIFEST_FIELD_NUMBER: builtins.int
+    SIGNATURE_FIELD_NUMBER: builtins.int
     manifest: builtins.bytes
     """Exact bytes of the manifest."""
+    signature: builtins.bytes
+    """Ed25519 signature of these bytes as its publisher sent it; empty when there is none."""
     def __init__(
         self,
         *,
         manifest: builtins.bytes = ...,
+        signature: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["manifest", b"manifest"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["manifest", b"manifest", "signature", b"signature"]) -> None: ...
 
 Global___GetManifestResponse: typing_extensions.TypeAlias = GetManifestResponse
 
@@ -642,12 +650,15 @@ class PlanPullResponse(google.protobuf.message.Message):
     PAYLOADS_FIELD_NUMBER: builtins.int
     MANIFESTS_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    SIGNATURE_FIELD_NUMBER: builtins.int
     kind: Global___PlanKind.ValueType
     """Kind of plan."""
     target_version: builtins.int
     """Version that the plan leads to."""
     reason: builtins.str
     """Sentence saying why this plan."""
+    signature: builtins.bytes
+    """Ed25519 signature of the last manifest, which names all before it by digest; empty when there is none."""
     @property
     def payloads(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PayloadRef]:
         """Payloads in the order of application."""
@@ -664,8 +675,9 @@ class PlanPullResponse(google.protobuf.message.Message):
         payloads: collections.abc.Iterable[Global___PayloadRef] | None = ...,
         manifests: collections.abc.Iterable[builtins.bytes] | None = ...,
         reason: builtins.str = ...,
+        signature: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["kind", b"kind", "manifests", b"manifests", "payloads", b"payloads", "reason", b"reason", "target_version", b"target_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["kind", b"kind", "manifests", b"manifests", "payloads", b"payloads", "reason", b"reason", "signature", b"signature", "target_version", b"target_version"]) -> None: ...
 
 Global___PlanPullResponse: typing_extensions.TypeAlias = PlanPullResponse
 

@@ -1,0 +1,119 @@
+"""Ed25519 keys: who published a version. The signature is over the exact bytes of its manifest.
+
+A private key is a file of its own (PKCS 8, PEM) that only its owner may read; a public key is written
+`ed25519:` and 64 hex digits, and may be shown to anybody. What a private key file holds is never part of a message,
+an error or a log line.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_private_key,
+)
+from pydantic import Field
+
+from services.common.errors import ConfigError
+
+PREFIX = "ed25519:"
+PublicKey = Annotated[str, Field(pattern=r"^ed25519:[0-9a-f]{64}$")]
+"""A public key as configurations write it."""
+MAX_KEY_FILE_BYTES = 4096
+KEY = "signing_key"
+
+
+class Signer:
+    """A private key in memory; knows no way to show it."""
+
+    def __init__(self, key: Ed25519PrivateKey) -> None:
+        self._key = key
+
+    @property
+    def public_key(self) -> str:
+        """The public half, as configurations write it."""
+        raw = self._key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
+        return PREFIX + raw.hex()
+
+    def sign(self, data: bytes) -> bytes:
+        """Sign bytes; 64 bytes, the same for the same bytes (RFC 8032)."""
+        return self._key.sign(data)
+
+
+def new_key(path: Path) -> Signer:
+    """Make a key and write its private half, durably and readable by its owner only.
+
+    Raises:
+        ConfigError: the file exists or cannot be written; nothing has changed.
+    """
+    key = Ed25519PrivateKey.generate()
+    data = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except FileExistsError as error:
+        raise ConfigError(
+            KEY, f"{path} exists", action="choose another file: a lost key cannot be made again"
+        ) from error
+    except OSError as error:
+        raise ConfigError(KEY, f"cannot write {path}: {error.strerror}") from error
+    return Signer(key)
+
+
+def load_signer(path: Path) -> Signer:
+    """Read a private key.
+
+    Raises:
+        ConfigError: no such file, others than its owner may read it, or it is not an Ed25519 key in PEM.
+    """
+    try:
+        with path.open("rb") as file:
+            # Asked of the open file: the name may lead elsewhere a moment later.
+            mode = os.fstat(file.fileno()).st_mode
+            data = file.read(MAX_KEY_FILE_BYTES)
+    except OSError as error:
+        raise ConfigError(KEY, f"cannot read {path}: {error.strerror}", action="heterorl keys new PATH") from error
+    if not stat.S_ISREG(mode) or mode & 0o077:
+        raise ConfigError(KEY, f"{path} has mode {mode & 0o777:04o}, others could read it", action=f"chmod 600 {path}")
+    try:
+        key = load_pem_private_key(data, password=None)
+    except (ValueError, TypeError):
+        # Without the cause: a parser's message could quote what it read.
+        raise ConfigError(KEY, f"{path} is not a private key in PEM", action="heterorl keys new PATH") from None
+    if not isinstance(key, Ed25519PrivateKey):
+        raise ConfigError(KEY, f"{path} is not an Ed25519 key", action="heterorl keys new PATH")
+    return Signer(key)
+
+
+def signed_by(data: bytes, signature: bytes, keys: Iterable[str]) -> str | None:
+    """The first of `keys` that made the signature of these bytes; None when none did.
+
+    Raises:
+        ConfigError: a key is not a public key.
+    """
+    for text in keys:
+        try:
+            if not text.startswith(PREFIX):
+                raise ValueError
+            key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(text.removeprefix(PREFIX)))
+        except ValueError as error:
+            raise ConfigError("trusted_keys", f"{text!r} is not {PREFIX} and 64 hex digits") from error
+        try:
+            key.verify(signature, data)
+        except InvalidSignature:
+            continue
+        return text
+    return None

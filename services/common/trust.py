@@ -1,0 +1,45 @@
+"""Whose versions a node accepts: the signature of a manifest against the keys that it trusts.
+
+A signed manifest names its parent by digest, so one signature vouches for the whole history behind it. Several keys may
+be trusted at once: that is how a learner's key is exchanged.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from services.common.errors import UnsignedManifest, WrongSignature
+from services.common.signing import signed_by
+
+_LOG = logging.getLogger(__name__)
+
+
+class Trust:
+    """The keys of one node; none means that every manifest is accepted, which is said once."""
+
+    def __init__(self, keys: Sequence[str] = ()) -> None:
+        self._keys = tuple(dict.fromkeys(keys))
+        self._has_warned = False
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether signatures are demanded."""
+        return bool(self._keys)
+
+    def check(self, data: bytes, signature: bytes, *, version: int) -> None:
+        """Accept the exact bytes of a manifest, or refuse them.
+
+        Raises:
+            UnsignedManifest: keys are trusted and there is no signature.
+            WrongSignature: the signature is of none of them, or of other bytes.
+        """
+        if not self._keys:
+            if not self._has_warned:
+                self._has_warned = True
+                _LOG.warning("trusted_keys is empty: whoever controls the coordinator can replace the weights")
+            return
+        if not signature:
+            raise UnsignedManifest(f"the manifest of version {version} is not signed")
+        if signed_by(data, signature, self._keys) is None:
+            raise WrongSignature(f"the signature of version {version} is of none of the {len(self._keys)} trusted keys")

@@ -1,0 +1,84 @@
+"""Whether a version may follow what a site used last: it descends from that, or names it as abandoned.
+
+A manifest names its parent by digest, so the way from the new version back to the remembered one is a chain of
+manifests that the first vouches for. Numbers are dense and never reused: a manifest of version v with parent p < v - 1 is itself
+the record that versions p + 1 to v - 1 are abandoned, and the signature of the new version covers that record too.
+
+    remembered h, new v, chain v -> ... -> m, m the oldest manifest above h
+        v < h                              refused: older
+        v = h                              accepted with the same digest only
+        parent of m = h, same digest       accepted
+        parent of m = h, another digest    refused: a sibling of what was used
+        parent of m < h                    accepted: m names h among the versions that it abandons
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+
+from services.common.errors import RollbackRefused, UnknownVersion
+from services.common.types import Manifest
+from services.common.wire import manifest_digest, manifest_from_bytes
+from services.sampler.memory import Used
+
+Fetch = Callable[[int], Awaitable[bytes]]
+MAX_PARALLEL = 16
+"""Manifests asked for at once, so that a long way back costs few round trips."""
+NOTHING_ABANDONED = range(0)
+
+
+async def check_descent(data: bytes, *, newest: Used | None, known: Mapping[int, bytes], fetch: Fetch) -> range:
+    """Check the manifest of a new version against the newest one used; returns the versions that were abandoned.
+
+    Args:
+        data: exact bytes of the new version's manifest.
+        newest: the highest version used; None accepts whatever comes first.
+        known: manifests at hand by version, exact bytes; trusted no more than fetched ones.
+        fetch: gets the exact bytes of another manifest.
+
+    Raises:
+        RollbackRefused: the version is older, a sibling, of another run, or its chain does not lead to `newest`.
+    """
+    child = manifest_from_bytes(data)
+    if newest is None:
+        return NOTHING_ABANDONED
+    if newest.run_id and child.run_id != newest.run_id:
+        raise RollbackRefused(f"version {child.version} is of run {child.run_id}, this site works for {newest.run_id}")
+    if child.version < newest.version:
+        raise RollbackRefused(f"version {child.version} is older than version {newest.version}, used before")
+    if child.version == newest.version:
+        _same(newest, manifest_digest(data), f"version {child.version} is another than the one used before")
+        return NOTHING_ABANDONED
+    manifests = dict(known)
+    while child.parent_version > newest.version:
+        child = await _parent(child, manifests, oldest=newest.version + 1, fetch=fetch)
+    if child.parent_version == newest.version:
+        problem = f"version {child.version} does not descend from the version {newest.version} that was used before"
+        _same(newest, child.parent_digest, problem)
+        return NOTHING_ABANDONED
+    return child.abandoned
+
+
+def _same(newest: Used, digest: str, problem: str) -> None:
+    if newest.manifest_digest and digest != newest.manifest_digest:
+        raise RollbackRefused(problem)
+
+
+async def _parent(child: Manifest, manifests: dict[int, bytes], *, oldest: int, fetch: Fetch) -> Manifest:
+    number = child.parent_version
+    if number not in manifests:
+        wanted = range(max(oldest, number - MAX_PARALLEL + 1), number + 1)
+        missing = [version for version in wanted if version not in manifests]
+        try:
+            manifests.update(zip(missing, await asyncio.gather(*map(fetch, missing)), strict=True))
+        except UnknownVersion as error:
+            raise RollbackRefused(f"the coordinator does not show the way to version {child.version}") from error
+    data = manifests[number]
+    if manifest_digest(data) != child.parent_digest:
+        raise RollbackRefused(f"version {child.version} names another version {number} than the coordinator shows")
+    parent = manifest_from_bytes(data)
+    # Of what the digest vouches for this cannot happen; without it the walk would not end.
+    if parent.version != number or number >= child.version:
+        raise RollbackRefused(f"the parent of version {child.version} is not in order")
+    return parent

@@ -137,6 +137,38 @@ def print_config(service: Service, config: ConfigOption = None, set_: SetOption 
     Console().print(table)
 
 
+@app.command("verify-lineage")
+def verify_lineage(
+    directory: Annotated[Path, typer.Argument(help="A coordinator's data_dir; the coordinator must not be running.")],
+    key: Annotated[list[str] | None, typer.Option("--key", help="Public key that may have signed; repeatable.")] = None,
+    replay: Annotated[bool, typer.Option("--replay", help="Also rebuild every state from its payloads.")] = False,
+) -> None:
+    """Check the whole history of a run, offline: numbers, digests, signatures, payloads. Exit code 2 on any fault."""
+    from services.coordinator.verify_command import verify_directory
+
+    raise typer.Exit(verify_directory(directory, keys=key or (), is_replaying=replay, console=Console()))
+
+
+keys = typer.Typer(help="The key that a learner signs its versions with.", no_args_is_help=True)
+app.add_typer(keys, name="keys")
+
+
+@keys.command("new")
+def keys_new(path: Annotated[Path, typer.Argument(help="File to write the private key to; must not exist.")]) -> None:
+    """Make a private key, readable by you alone, and print its public key for the samplers' `trusted_keys`."""
+    from services.common.signing import new_key
+
+    typer.echo(new_key(path).public_key)
+
+
+@keys.command("show")
+def keys_show(path: Annotated[Path, typer.Argument(help="File of a private key.")]) -> None:
+    """Print the public key of a private key."""
+    from services.common.signing import load_signer
+
+    typer.echo(load_signer(path).public_key)
+
+
 lab = typer.Typer(
     help="Experiments on this machine: what delay does to every algorithm, with the services' own code.",
     no_args_is_help=True,

@@ -1,8 +1,8 @@
 """Whether a version may follow what a site used last: it descends from that, or names it as abandoned.
 
 A manifest names its parent by digest, so the way from the new version back to the remembered one is a chain of
-manifests that the first vouches for. Numbers are dense and never reused: a manifest of version v with parent p < v - 1 is itself
-the record that versions p + 1 to v - 1 are abandoned, and the signature of the new version covers that record too.
+manifests that the first vouches for. Numbers are dense and never reused: a manifest of version v with parent p < v - 1
+is itself the record that versions p + 1 to v - 1 are abandoned, and the new version's signature covers that record too.
 
     remembered h, new v, chain v -> ... -> m, m the oldest manifest above h
         v < h                              refused: older

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from services.common.api import CoordinatorApi, Registration
+from services.common.signing import Signer
 from services.common.types import (
     Contract,
     Digest,
@@ -77,6 +78,7 @@ class Run:
         self.head = -1
         self.sequence = 0
         self.roots: dict[int, Digest] = {}
+        self.signer: Signer | None = None
 
     async def begin(self, *, holder: str = "learner", request_id: str = "r1") -> None:
         grant = await self.api.acquire_lease(holder=holder, contract=CONTRACT, request_id=request_id)
@@ -112,14 +114,16 @@ class Run:
             arena=self.arena, step=version, info=info, payloads=(payload,),
         )  # fmt: skip
         manifest = dataclasses.replace(manifest, **changes.get("manifest", {}))
+        data = manifest_to_bytes(manifest)
         return PublishRequest(
             epoch=changes.get("epoch", self.epoch),
             step_id=changes.get("step_id", f"step-{self.epoch}-{version}"),
             parent_version=changes.get("parent_version", self.head),
             lineage_version=parent,
-            manifest=manifest_to_bytes(manifest),
+            manifest=data,
             consumed=tuple(consumed),
             reports=(dataclasses.replace(REPORT, step=version, version=version),) if version else (),
+            signature=changes.get("signature", self.signer.sign(data) if self.signer else b""),
         )
 
     async def upload(self, data: bytes, digest: Digest, *, offset: int = 0) -> int:

@@ -25,6 +25,7 @@ import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO
 
@@ -214,3 +215,35 @@ def _sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class PayloadChunks:
+    """A payload's chunks one at a time, in any order; the file stays as it is and is not kept open."""
+
+    def __init__(self, path: Path, layout: Layout, *, expected_from_root: str | None) -> None:
+        """Read and check the index.
+
+        Raises:
+            MalformedPayload, LimitExceeded, StateMismatch: as `apply_payload`.
+        """
+        self._path = path
+        with path.open("rb") as file:
+            from_root, self._records = _read_header(file, layout)
+            wanted = NO_ROOT if expected_from_root is None else expected_from_root
+            if from_root != wanted:
+                raise StateMismatch(f"the payload starts from {from_root[:12]}, not from {wanted[:12]}")
+            _check_records(self._records, layout, is_snapshot=from_root == NO_ROOT)
+            self._offsets = list(accumulate((record.num_bytes for record in self._records), initial=file.tell()))
+            if self._offsets[-1] != os.fstat(file.fileno()).st_size:
+                raise MalformedPayload("the chunks do not add up to the file")
+
+    def read(self, number: int) -> tuple[int, bytes]:
+        """Method and coded bytes of a chunk.
+
+        Raises:
+            MalformedPayload: the bytes fail their checksum.
+        """
+        with self._path.open("rb") as file:
+            file.seek(self._offsets[number])
+            (data,) = _read_chunks(file, self._records[number : number + 1])
+        return self._records[number].method, data

@@ -1,0 +1,124 @@
+"""A coordinator's data directory read from outside, offline: nothing in it is changed, locked or repaired.
+
+A store that was closed is one file and is read in place. One whose process was killed has a log beside it, which only a
+writer may fold in: such a store is copied to a temporary directory and read there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import sqlite3
+import struct
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+from services.common.errors import CorruptStore, OperatorError
+from services.common.types import Digest
+
+STORE_FILE = "coordinator.sqlite"
+_SHARED_LOCK_BYTE = 0x40000002
+_SHARED_LOCK_BYTES = 510
+"""Where SQLite locks a database file; see "File Locking" of its file format."""
+_FLOCK = "hhqqi"
+"""struct flock of Linux: type, whence, start, length, holder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredVersion:
+    """A row of the store, as it is: nothing of it is checked yet."""
+
+    version: int
+    epoch: int
+    manifest: bytes
+    manifest_digest: str
+    state_root: str
+    is_abandoned: bool
+    signature: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """All versions of a run in the order of their numbers, and where its payloads are."""
+
+    run_id: str
+    versions: tuple[StoredVersion, ...]
+    blobs: Path
+
+    def payload(self, digest: Digest) -> Path:
+        """Where a payload is stored when it is complete."""
+        return self.blobs / digest[:2] / digest
+
+
+def read_history(directory: Path) -> History:
+    """Read a data directory.
+
+    Raises:
+        OperatorError: there is no store, or a coordinator is running on it.
+        CorruptStore: SQLite cannot read it.
+    """
+    path = directory / STORE_FILE
+    if not path.is_file():
+        raise OperatorError(f"{directory} has no {STORE_FILE}", action="name the data_dir of a coordinator")
+    if _is_locked(path):
+        raise OperatorError(f"{path} is in use", action="stop the coordinator, or verify a copy of its data_dir")
+    try:
+        with _opened(path) as connection:
+            return _read(connection, directory)
+    except sqlite3.Error as error:
+        raise CorruptStore(f"{path}: {error}") from error
+
+
+def _is_locked(path: Path) -> bool:
+    with path.open("rb") as file:
+        asked = struct.pack(_FLOCK, fcntl.F_RDLCK, 0, _SHARED_LOCK_BYTE, _SHARED_LOCK_BYTES, 0)
+        answer = fcntl.fcntl(file, fcntl.F_GETLK, asked)
+    return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[sqlite3.Connection]:
+    log = path.with_name(path.name + "-wal")
+    if not log.exists() or log.stat().st_size == 0:
+        # Immutable: SQLite then neither locks the file nor looks for a log, which there is none of.
+        connection = sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=ro&immutable=1", uri=True)
+        try:
+            yield connection
+        finally:
+            connection.close()
+        return
+    with tempfile.TemporaryDirectory(prefix="heterorl-verify-") as directory:
+        for file in (path, log):
+            shutil.copyfile(file, Path(directory) / file.name)
+        connection = sqlite3.connect(Path(directory) / path.name)
+        try:
+            yield connection
+        finally:
+            connection.close()
+
+
+def _read(connection: sqlite3.Connection, directory: Path) -> History:
+    row = connection.execute("SELECT value FROM meta WHERE key = 'run_id'").fetchone()
+    tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    # A store that an earlier program made, and no later one opened, has no signatures.
+    signatures = dict(connection.execute("SELECT version, signature FROM signatures")) if "signatures" in tables else {}
+    rows = connection.execute(
+        "SELECT version, epoch, manifest, manifest_digest, state_root, is_abandoned FROM versions ORDER BY version"
+    )
+    versions = tuple(
+        StoredVersion(
+            version=int(version),
+            epoch=int(epoch),
+            manifest=bytes(manifest),
+            manifest_digest=str(digest),
+            state_root=str(root),
+            is_abandoned=bool(is_abandoned),
+            signature=bytes(signatures.get(version, b"")),
+        )
+        for version, epoch, manifest, digest, root, is_abandoned in rows
+    )
+    return History(run_id="" if row is None else str(row[0]), versions=versions, blobs=directory / "blobs")

@@ -1,0 +1,87 @@
+"""`heterorl verify-lineage`: runs the checks with a progress bar, prints a table and a verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from services.common.types import Manifest
+from services.coordinator.history import History, read_history
+from services.coordinator.replay import check_payloads, num_rebuilt, replay
+from services.coordinator.verify import Check, Report, check_manifests
+
+SOUND, FAULTY = 0, 2
+MAX_SHOWN = 50
+"""Findings in the table; the verdict counts all."""
+
+
+def verify_directory(
+    directory: Path,
+    *,
+    keys: Sequence[str],
+    is_replaying: bool,
+    console: Console,
+    chunk_elements: int | None = None,
+) -> int:
+    """Check a data directory and print what was found; returns the exit code, 0 when all holds and 2 otherwise.
+
+    Raises:
+        OperatorError: there is no store, it is in use, or a key is not a public key.
+        CorruptStore: the store cannot be read at all.
+    """
+    history = read_history(directory)
+    report = Report()
+    manifests = check_manifests(history, keys=keys, report=report)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        total = sum(payload.num_bytes for manifest in manifests.values() for payload in manifest.payloads)
+        hashing = progress.add_task("hashing payloads", total=total)
+        files = check_payloads(history, manifests, report=report, advance=lambda n: progress.advance(hashing, n))
+        if is_replaying:
+            rebuilding = progress.add_task("rebuilding states", total=num_rebuilt(manifests))
+            replay(
+                manifests,
+                files,
+                report=report,
+                advance=lambda n: progress.advance(rebuilding, n),
+                chunk_elements=chunk_elements,
+            )
+    console.print(_checks(report, keys=keys, is_replaying=is_replaying))
+    if report.findings:
+        console.print(_findings(report))
+    console.print(_verdict(history, manifests, report))
+    return SOUND if report.is_sound else FAULTY
+
+
+def _checks(report: Report, *, keys: Sequence[str], is_replaying: bool) -> Table:
+    table = Table("check", "checked", "faults", title="lineage")
+    skipped = {Check.SIGNATURES: "" if keys else "no --key given", Check.REPLAY: "" if is_replaying else "no --replay"}
+    for check in Check:
+        faults = sum(finding.check is check for finding in report.findings)
+        if skipped.get(check):
+            table.add_row(check.value, f"[yellow]{skipped[check]}[/]", "-")
+        else:
+            table.add_row(check.value, str(report.checked.get(check, 0)), f"[red]{faults}[/]" if faults else "0")
+    return table
+
+
+def _findings(report: Report) -> Table:
+    table = Table("version", "check", "fault", title="faults")
+    for finding in report.findings[:MAX_SHOWN]:
+        table.add_row(str(finding.version), finding.check.value, escape(finding.problem))
+    if len(report.findings) > MAX_SHOWN:
+        table.add_row("...", "", f"{len(report.findings) - MAX_SHOWN} more")
+    return table
+
+
+def _verdict(history: History, manifests: dict[int, Manifest], report: Report) -> str:
+    name = f"run {escape(history.run_id)}, {len(history.versions)} versions"
+    if not report.is_sound:
+        return f"[bold red]FAULTY[/]: {name}, {len(report.findings)} faults"
+    head = f", head {max(manifests)}" if manifests else ""
+    return f"[bold green]SOUND[/]: {name}{head}"

@@ -200,3 +200,8 @@ def test_generator_applies_the_chat_template(tmp_path):
 def test_learner_refuses_a_model_that_is_not_there(tmp_path, model_dir):
     with pytest.raises(ConfigError, match="model_dir"):
         assemble(LearnerConfig(model_dir=model_dir and str(tmp_path / model_dir)))
+
+
+def test_wrong_key_is_said_before_the_model_is_loaded(tmp_path):
+    with pytest.raises(ConfigError, match=r"signing_key.*heterorl keys new"):
+        assemble(LearnerConfig(model_dir=str(tmp_path / "none"), signing_key=tmp_path / "none.key"))

@@ -1,0 +1,392 @@
+"""Signed versions through real sockets: a real coordinator that is honest, rewound, forked or forged."""
+
+import asyncio
+import base64
+import contextlib
+import dataclasses
+import logging
+import shutil
+import sqlite3
+
+import pytest
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_private_key,
+)
+from heterorl.v1 import policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
+
+from services.common.bell import Bell
+from services.common.clock import SystemClock
+from services.common.errors import InvalidRequest, UnsignedManifest, WrongSignature
+from services.common.pull import Puller
+from services.common.rpc.client import CoordinatorClient
+from services.common.rpc.server import Server
+from services.common.signing import load_signer, new_key, signed_by
+from services.common.trust import Trust
+from services.common.types import SignedManifest
+from services.common.wire import manifest_digest, manifest_from_bytes, manifest_to_bytes
+from services.coordinator.config import CoordinatorConfig
+from services.coordinator.core import Coordinator
+from services.coordinator.servicer import PolicyServicer, RolloutServicer, RunServicer
+from services.sampler.delay import Visibility
+from services.sampler.delay_models import FixedDelay, NoDelay
+from services.sampler.policy_sync import PolicySync
+from tests.support.learner_world import fill, learn, learner_config, rows
+from tests.support.run import LAYOUT, Run
+
+NO_DELAY = NoDelay()
+
+
+@contextlib.asynccontextmanager
+async def serving(data_dir):
+    """A client of a coordinator on a port of loopback."""
+    core = await Coordinator.open(
+        CoordinatorConfig(data_dir=data_dir, groups_per_version=2, max_staleness_versions=500), SystemClock()
+    )
+    server = Server(max_message_bytes=16 << 20, max_concurrent_rpcs=64)
+    policy_pb2_grpc.add_PolicyServiceServicer_to_server(PolicyServicer(core), server.grpc)
+    rollout_pb2_grpc.add_RolloutServiceServicer_to_server(RolloutServicer(core), server.grpc)
+    run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core), server.grpc)
+    port = await server.start("127.0.0.1:0")
+    try:
+        async with CoordinatorClient(f"127.0.0.1:{port}") as client:
+            yield client
+            await core.end_streams()
+    finally:
+        await server.stop(0.2)
+        await core.close()
+
+
+class Counting:
+    """An api that notes which payloads are read."""
+
+    def __init__(self, inner):
+        self._inner = inner
+        self.read = []
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    async def read_payload(self, *, digest, offset):
+        self.read.append(digest)
+        async for frame in self._inner.read_payload(digest=digest, offset=offset):
+            yield frame
+
+
+class Heard(logging.Handler):
+    """Error lines of the policy sync, to be waited for."""
+
+    def __init__(self):
+        super().__init__(logging.ERROR)
+        self.lines = asyncio.Queue()
+
+    def emit(self, record):
+        self.lines.put_nowait(record.getMessage())
+
+
+@contextlib.asynccontextmanager
+async def sampling(client, directory, keys, *, delay=NO_DELAY):
+    """The policy half of a sampler process with a state directory of its own."""
+    bell, api, heard = Bell(), Counting(client), Heard()
+    policy = PolicySync(
+        api=api,
+        puller=Puller(api=api, spool=directory / "incoming", layout=LAYOUT, clock=SystemClock()),
+        visibility=Visibility(delay, seed=0),
+        record=directory / "versions.jsonl",
+        clock=SystemClock(),
+        bell=bell,
+        trust=Trust(keys),
+    )
+    logger = logging.getLogger("services.sampler.policy_sync")
+    logger.addHandler(heard)
+    tasks = [asyncio.create_task(policy.watch()), asyncio.create_task(policy.sync())]
+
+    async def reach(version):
+        async with asyncio.timeout(30):
+            while True:
+                ticket = bell.ticket()
+                staged = policy.take(-1)
+                if staged is not None and staged.version >= version:
+                    return staged
+                await ticket.wait()
+
+    async def refusal():
+        async with asyncio.timeout(30):
+            return await heard.lines.get()
+
+    policy.reach, policy.refusal, policy.read = reach, refusal, api.read
+    try:
+        yield policy
+    finally:
+        logger.removeHandler(heard)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@pytest.fixture
+def key(tmp_path):
+    return new_key(tmp_path / "learner.key")
+
+
+async def begin(client, tmp_path, signer, versions):
+    run = Run(client, tmp_path)
+    run.signer = signer
+    await run.begin()
+    for _ in range(versions):
+        await run.publish()
+    return run
+
+
+def disk(data_dir, statement, *values):
+    connection = sqlite3.connect(data_dir / "coordinator.sqlite")
+    with connection:
+        connection.execute(statement, values)
+    connection.close()
+
+
+async def test_signature_travels_beside_the_exact_bytes_and_every_version_is_used(tmp_path, key):
+    async with serving(tmp_path / "data") as client:
+        run = await begin(client, tmp_path, key, 3)
+        signed = await client.get_signed_manifest(version=2)
+        plan = await client.plan_pull(have_version=-1, have_root="", want_version=2)
+        async with sampling(client, tmp_path / "site", [key.public_key]) as site:
+            assert (await site.reach(2)).manifest.state_root == run.roots[2]
+            await run.publish()
+            assert (await site.reach(3)).manifest.state_root == run.roots[3]
+
+    assert signed_by(signed.data, signed.signature, [key.public_key]) == key.public_key
+    assert (plan.manifests[-1], plan.signature) == (signed.data, signed.signature)
+    remembered = rows(tmp_path / "site" / "versions.jsonl")[-1]
+    assert (remembered["version"], remembered["state_root"]) == (3, run.roots[3])
+
+
+async def test_same_version_published_again_keeps_its_signature(tmp_path, key):
+    async with serving(tmp_path / "data") as client:
+        run = await begin(client, tmp_path, key, 1)
+        request = await run.prepare()
+        assert [await client.publish_version(request) for _ in range(2)] == [1, 1]
+
+        signed = await client.get_signed_manifest(version=1)
+        run.head = 1
+        with pytest.raises(InvalidRequest, match="signature: 63 bytes"):
+            await run.publish(signature=b"x" * 63)
+
+    assert signed == SignedManifest(data=request.manifest, signature=request.signature)
+
+
+@pytest.mark.parametrize("is_signed", [False, True], ids=["unsigned", "by a stranger"])
+async def test_version_of_nobody_trusted_is_refused_before_a_byte_is_fetched(tmp_path, key, is_signed):
+    signer = new_key(tmp_path / "stranger.key") if is_signed else None
+    async with serving(tmp_path / "data") as client:
+        await begin(client, tmp_path, signer, 2)
+        async with sampling(client, tmp_path / "site", [key.public_key]) as site:
+            line = await site.refusal()
+
+            assert site.take(-1) is None
+            assert site.read == []
+    expected = WrongSignature if is_signed else UnsignedManifest
+    assert expected.action in line
+    assert not (tmp_path / "site" / "versions.jsonl").exists()
+
+
+async def test_run_without_keys_is_used_with_one_warning(tmp_path, caplog):
+    async with serving(tmp_path / "data") as client:
+        run = await begin(client, tmp_path, None, 1)
+        async with sampling(client, tmp_path / "site", []) as site:
+            for _ in range(2):
+                await run.publish()
+                await site.reach(run.head)
+
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len([line for line in warnings if "trusted_keys is empty" in line]) == 1
+
+
+async def test_forged_manifest_is_refused_and_the_old_weights_stay(tmp_path, key):
+    async with serving(tmp_path / "data") as client:
+        run = await begin(client, tmp_path, key, 2)
+        async with sampling(client, tmp_path / "site", [key.public_key]) as site:
+            await site.reach(1)
+    # The attacker owns the coordinator's disk, so also the digest that it states.
+    async with serving(tmp_path / "data") as client:
+        run.api = client
+        await run.publish()
+    forged = manifest_to_bytes(
+        dataclasses.replace(manifest_from_bytes(await _stored(tmp_path / "data", 2)), num_changed=7)
+    )
+    disk(
+        tmp_path / "data",
+        "UPDATE versions SET manifest = ?, manifest_digest = ? WHERE version = 2",
+        forged,
+        manifest_digest(forged),
+    )
+    async with serving(tmp_path / "data") as client, sampling(client, tmp_path / "site", [key.public_key]) as site:
+        assert "the signature of version 2 is of none of the 1 trusted keys" in await site.refusal()
+        assert site.read == []
+
+
+async def _stored(data_dir, version):
+    connection = sqlite3.connect(data_dir / "coordinator.sqlite")
+    (row,) = connection.execute("SELECT manifest FROM versions WHERE version = ?", (version,))
+    connection.close()
+    return row[0]
+
+
+async def test_coordinator_that_was_rewound_is_refused_until_it_is_itself_again(tmp_path, key):
+    async with serving(tmp_path / "data") as client:
+        run = await begin(client, tmp_path, key, 2)
+    shutil.copytree(tmp_path / "data", tmp_path / "backup")
+    async with serving(tmp_path / "data") as client:
+        run.api = client
+        await run.publish()
+        await run.publish()
+        async with sampling(client, tmp_path / "site", [key.public_key]) as site:
+            await site.reach(3)
+
+    async with serving(tmp_path / "backup") as client, sampling(client, tmp_path / "site", [key.public_key]) as site:
+        line = await site.refusal()
+        assert "the coordinator's head is version 1, version 3 was used before" in line
+        assert "distrust the coordinator" in line
+        assert site.take(-1) is None
+        assert site.read == []
+    async with serving(tmp_path / "data") as client, sampling(client, tmp_path / "site", [key.public_key]) as site:
+        assert (await site.reach(3)).version == 3
+
+
+@pytest.mark.parametrize("keys", ["trusted", "none"])
+async def test_second_history_of_the_same_learner_is_refused(tmp_path, key, keys):
+    """Every signature is right: only what the site remembers tells that this is another history."""
+    trusted = [key.public_key] if keys == "trusted" else []
+    async with serving(tmp_path / "data") as client:
+        run = await begin(client, tmp_path, key, 2)
+    shutil.copytree(tmp_path / "data", tmp_path / "fork")
+    async with serving(tmp_path / "data") as client:
+        run.api = client
+        await run.publish()
+        async with sampling(client, tmp_path / "site", trusted) as site:
+            await site.reach(2)
+
+    async with serving(tmp_path / "fork") as client:
+        other = Run(client, tmp_path / "fork")
+        other.signer, other.epoch, other.head, other.arena = key, run.epoch, 1, run.arena
+        # Three versions on: another version 2 is an ancestor of the head.
+        await other.publish(snapshot=True)
+        await other.publish()
+        await other.publish(snapshot=True)
+        async with sampling(client, tmp_path / "site", trusted) as site:
+            line = await site.refusal()
+            assert "does not descend from the version 2 that was used before" in line
+            assert site.take(-1) is None
+        async with sampling(client, tmp_path / "new-site", trusted) as site:
+            assert (await site.reach(4)).version == 4, "a site that used nothing has nothing to hold against it"
+
+
+async def test_signed_record_of_a_rollback_is_followed(tmp_path, key, caplog):
+    async with serving(tmp_path / "data") as client:
+        run = await begin(client, tmp_path, key, 4)
+        async with (
+            sampling(client, tmp_path / "running", [key.public_key]) as running,
+            sampling(client, tmp_path / "stopped", [key.public_key]) as stopped,
+        ):
+            await running.reach(3)
+            await stopped.reach(3)
+            # The learner goes back to version 1: versions 2 and 3 are abandoned.
+        async with sampling(client, tmp_path / "running", [key.public_key]) as running:
+            await running.reach(3)
+            await run.publish(lineage_version=1, snapshot=True)
+            assert (await running.reach(4)).manifest.abandoned == range(2, 4)
+        await run.publish()
+        await run.publish()
+        async with sampling(client, tmp_path / "stopped", [key.public_key]) as stopped:
+            assert (await stopped.reach(6)).manifest.state_root == run.roots[6]
+
+    lines = [record.getMessage() for record in caplog.records]
+    assert "the learner abandoned versions 2 to 3, going on with version 4" in lines
+    assert "the learner abandoned versions 2 to 3, going on with version 6" in lines
+
+
+async def test_delay_model_does_not_lead_a_restarted_site_back(tmp_path, key):
+    late = FixedDelay(value=3, unit="versions")
+    async with serving(tmp_path / "data") as client:
+        run = await begin(client, tmp_path, key, 5)
+        async with sampling(client, tmp_path / "site", [key.public_key]) as site:
+            await site.reach(4)
+        # The head is 4, so a delay of 3 versions would take version 1.
+        async with sampling(client, tmp_path / "site", [key.public_key], delay=late) as site:
+            assert (await site.reach(0)).version == 4
+        # Nor is it stuck when what it used is abandoned meanwhile: version 5 follows version 2, and the delay says 2.
+        await run.publish(lineage_version=2, snapshot=True)
+        async with sampling(client, tmp_path / "site", [key.public_key], delay=late) as site:
+            assert (await site.reach(0)).version == 5
+
+
+async def test_key_is_exchanged_while_the_run_goes_on(tmp_path, key):
+    new = new_key(tmp_path / "new.key")
+    async with serving(tmp_path / "data") as client:
+        run = await begin(client, tmp_path, key, 2)
+        both = [key.public_key, new.public_key]
+        async with sampling(client, tmp_path / "site", both) as site:
+            await site.reach(1)
+            run.signer = new
+            await run.publish()
+            await site.reach(2)
+        # The old key is gone: what it signed earlier is vouched for by the new one's digests.
+        await run.publish()
+        async with sampling(client, tmp_path / "site", [new.public_key]) as site:
+            assert (await site.reach(3)).version == 3
+        async with sampling(client, tmp_path / "late", [key.public_key]) as late:
+            assert WrongSignature.action in await late.refusal()
+
+
+async def test_learner_signs_resumes_and_refuses_a_head_of_somebody_else(tmp_path, key):
+    async with serving(tmp_path / "data") as client:
+        filling = asyncio.create_task(fill(client, 6))
+        await learn(learner_config(tmp_path, max_steps=1), client, signer=key)
+        stranger = new_key(tmp_path / "stranger.key")
+        with pytest.raises(WrongSignature, match="version 1"):
+            await learn(learner_config(tmp_path), client, signer=stranger)
+        # A learner that lost its disk would take these weights as its own.
+        with pytest.raises(WrongSignature, match="version 1"):
+            await learn(learner_config(tmp_path / "elsewhere"), client, signer=stranger)
+
+        # A key is exchanged at the learner by trusting the one before.
+        config = learner_config(tmp_path, max_steps=2, trusted_keys=(key.public_key,), signing_key=tmp_path / "x")
+        result = await learn(config, client, signer=stranger)
+        assert result.version == 2
+        by = [await client.get_signed_manifest(version=version) for version in range(3)]
+        keys = [key.public_key, stranger.public_key]
+        assert [signed_by(one.data, one.signature, keys) for one in by] == [keys[0], keys[0], keys[1]]
+
+        unsigned = await learn(learner_config(tmp_path), client)
+        assert unsigned.version == 3
+        with pytest.raises(UnsignedManifest, match="version 3"):
+            await learn(learner_config(tmp_path, max_steps=4), client, signer=key)
+        await filling
+
+
+async def test_no_line_and_no_file_holds_the_private_key(tmp_path, key, caplog):
+    pem = (tmp_path / "learner.key").read_bytes()
+    private = load_pem_private_key(pem, password=None)
+    raw = private.private_bytes(Encoding.Raw, PrivateFormat.Raw, NoEncryption())
+    der = private.private_bytes(Encoding.DER, PrivateFormat.PKCS8, NoEncryption())
+    secrets = [raw, raw.hex().encode(), base64.b64encode(raw).rstrip(b"="), base64.b64encode(der), repr(raw).encode()]
+    assert base64.b64encode(der) in pem, "the forms looked for are those that a leak would have"
+    with caplog.at_level(logging.DEBUG):
+        async with serving(tmp_path / "data") as client:
+            filling = asyncio.create_task(fill(client, 2))
+            signer = load_signer(tmp_path / "learner.key")
+            await learn(learner_config(tmp_path, max_steps=1), client, signer=signer)
+            await filling
+            with pytest.raises(WrongSignature) as refused:
+                Trust([new_key(tmp_path / "other").public_key]).check(b"x", signer.sign(b"x"), version=0)
+
+    written = [path for path in tmp_path.rglob("*") if path.is_file() and path.name not in ("learner.key", "other")]
+    texts = [record.getMessage().encode() + repr(record.__dict__).encode() for record in caplog.records]
+    texts += [str(refused.value).encode(), repr(signer).encode(), *(path.read_bytes() for path in written)]
+    assert len(texts) > 10
+    assert [text for text in texts if any(secret in text for secret in secrets)] == []
+    public = private.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw).hex()
+    assert signer.public_key == f"ed25519:{public}"

@@ -1,0 +1,159 @@
+"""A version may follow what was used only by descent or by a record of what it abandons."""
+
+import asyncio
+import dataclasses
+
+import pytest
+
+from services.common.errors import RollbackRefused, UnknownVersion
+from services.common.types import Manifest
+from services.common.wire import manifest_digest, manifest_to_bytes
+from services.sampler.descent import MAX_PARALLEL, check_descent
+from services.sampler.memory import Used
+
+FIRST = Manifest(
+    run_id="run", epoch=1, version=0, parent_version=-1, parent_digest="", layout_id="1" * 64, chunk_digests=(),
+    state_root="2" * 64, step=0, num_changed=0, num_elements=1, full_bytes=2, payloads=(),
+)  # fmt: skip
+
+
+def follow(parent: bytes, number: int, *, parent_number: int, **changes) -> bytes:
+    values = {"version": number, "parent_version": parent_number, "parent_digest": manifest_digest(parent), **changes}
+    return manifest_to_bytes(dataclasses.replace(FIRST, **values))
+
+
+def chain(length: int, *, step: int = 0) -> list[bytes]:
+    made = [manifest_to_bytes(dataclasses.replace(FIRST, step=step))]
+    for number in range(1, length):
+        made.append(follow(made[-1], number, parent_number=number - 1, step=step))
+    return made
+
+
+def used(data: bytes, number: int, *, run_id: str = "run") -> Used:
+    return Used(version=number, state_root="", manifest_digest=manifest_digest(data), run_id=run_id)
+
+
+async def check(data, newest, manifests, *, known=None):
+    asked = []
+
+    async def fetch(version):
+        asked.append(version)
+        if version >= len(manifests):
+            raise UnknownVersion(f"version {version}")
+        return manifests[version]
+
+    abandoned = await check_descent(data, newest=newest, known=known or {}, fetch=fetch)
+    return abandoned, asked
+
+
+async def test_first_version_and_the_next_need_nothing_else():
+    line = chain(3)
+
+    assert await check(line[2], None, []) == (range(0), [])
+    assert await check(line[2], used(line[1], 1), []) == (range(0), [])
+    assert await check(line[2], used(line[2], 2), []) == (range(0), [])
+
+
+async def test_descent_is_followed_through_every_manifest_between():
+    line = chain(6)
+    abandoned, asked = await check(line[5], used(line[1], 1), line)
+
+    assert list(abandoned) == []
+    assert sorted(asked) == [2, 3, 4]
+    known = {2: line[2], 3: line[3], 4: line[4]}
+    assert (await check(line[5], used(line[1], 1), [], known=known))[1] == []
+
+
+async def test_long_way_back_asks_for_many_at_once():
+    line = chain(3 * MAX_PARALLEL)
+    under_way, most = 0, 0
+
+    async def fetch(version):
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0)
+        under_way -= 1
+        return line[version]
+
+    await check_descent(line[-1], newest=used(line[0], 0), known={}, fetch=fetch)
+
+    assert most == MAX_PARALLEL
+
+
+async def test_older_version_is_refused_though_genuine():
+    line = chain(4)
+
+    with pytest.raises(RollbackRefused, match="version 2 is older than version 3"):
+        await check(line[2], used(line[3], 3), line)
+
+
+async def test_sibling_of_the_version_used_is_refused():
+    line, other = chain(5), chain(5, step=9)
+
+    with pytest.raises(RollbackRefused, match="another than the one used before"):
+        await check(other[3], used(line[3], 3), other)
+    with pytest.raises(RollbackRefused, match="does not descend from the version 3"):
+        await check(other[4], used(line[3], 3), other)
+
+
+async def test_descendant_of_a_sibling_is_refused_however_far():
+    line, other = chain(9), chain(9, step=9)
+
+    with pytest.raises(RollbackRefused, match="does not descend"):
+        await check(other[8], used(line[3], 3), other)
+    # The coordinator shows the true ancestors of another branch instead.
+    with pytest.raises(RollbackRefused, match="another version 7 than the coordinator shows"):
+        await check(other[8], used(line[3], 3), line)
+
+
+async def test_version_that_names_what_it_abandons_is_accepted():
+    line = chain(5)
+    record = follow(line[2], 5, parent_number=2)
+    after = follow(record, 6, parent_number=5)
+
+    for number in (3, 4):
+        assert (await check(record, used(line[number], number), line))[0] == range(3, 5)
+        assert (await check(after, used(line[number], number), [*line, record]))[0] == range(3, 5)
+    # Its parent itself is not abandoned.
+    assert list((await check(record, used(line[2], 2), line))[0]) == []
+
+
+async def test_record_in_a_chain_that_was_not_vouched_for_does_not_count():
+    """The coordinator invents a record between the new version and the one used."""
+    line = chain(8)
+    other = chain(6, step=9)
+    invented = follow(other[2], 6, parent_number=2)
+
+    with pytest.raises(RollbackRefused, match="another version 6 than the coordinator shows"):
+        await check(line[7], used(other[5], 5), [*line[:6], invented, line[7]])
+
+
+async def test_other_run_is_refused():
+    line = chain(3)
+    foreign = follow(line[0], 9, parent_number=0, run_id="other")
+
+    with pytest.raises(RollbackRefused, match="of run other"):
+        await check(foreign, used(line[1], 1), line)
+
+
+async def test_way_that_the_coordinator_does_not_show_is_refused():
+    line = chain(6)
+
+    with pytest.raises(RollbackRefused, match="does not show the way"):
+        await check(line[5], used(line[1], 1), line[:3])
+
+
+async def test_chain_that_does_not_go_down_ends_in_a_refusal():
+    data = manifest_to_bytes(dataclasses.replace(FIRST, version=5, parent_version=7, parent_digest="0" * 64))
+    with pytest.raises(RollbackRefused):
+        await check(data, used(chain(2)[1], 1), [data] * 9)
+
+
+async def test_row_of_an_older_program_holds_the_number_only():
+    line = chain(5)
+    old = Used(version=3, state_root="")
+
+    assert list((await check(line[4], old, line))[0]) == []
+    with pytest.raises(RollbackRefused):
+        await check(line[2], old, line)

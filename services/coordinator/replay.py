@@ -34,6 +34,8 @@ def check_payloads(
     """
     right: dict[str, Path] = {}
     for version, manifest in sorted(manifests.items()):
+        if not manifest.payloads:
+            report.find(Check.PAYLOADS, version, "names no payload that leads to it")
         for payload in manifest.payloads:
             report.count(Check.PAYLOADS)
             problem = _check_payload(history, payload) if _is_in_place(payload, manifest) else "leads elsewhere"

@@ -1,4 +1,4 @@
-"""What the demonstration runs: options for people, and the regime they stand for."""
+"""What the demonstration runs: two regimes, and the configuration of each process."""
 
 from __future__ import annotations
 
@@ -6,17 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.demo.options import DemoOptions
+
 SITES = ("site-east", "site-west")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DemoOptions:
-    """Options of `heterorl demo`."""
-
-    out: Path = Path("runs/demo")
-    tiny: bool = False
-    algorithm: str = "gepo"
-    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +56,9 @@ TINY = Regime(
     group_size=8,
     learning_rate=1e-3,
     evaluate_every=8,
-    num_evaluation=64,
+    num_evaluation=256,
     required_gain=-1.0,
-    time_limit_s=120.0,
+    time_limit_s=300.0,
 )
 
 

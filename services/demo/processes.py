@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,7 +19,14 @@ TAIL_LINES = 15
 
 
 class ChildFailed(HeterorlError):
-    """A process ended before its time."""
+    """A process ended before its time; `tail` is the end of its log, safe to print."""
+
+    def __init__(self, name: str, *, code: int, log: Path, tail: str) -> None:
+        self.name = name
+        self.code = code
+        self.log = log
+        self.tail = tail
+        super().__init__(f"{name} {_how(code)}; log: {log}; it ends:\n{tail}")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,8 +51,13 @@ class Child:
         """
         code = self.exit_code
         if code not in (None, 0):
-            lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
-            raise ChildFailed(f"{self.name} ended with code {code}; its log ends:\n" + "\n".join(lines))
+            raise ChildFailed(self.name, code=code, log=self.log, tail=tail(self.log))
+
+
+def tail(log: Path) -> str:
+    """The last lines of a log without what a terminal would obey."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
+    return "\n".join("".join(c if c.isprintable() or c == "\t" else "?" for c in text) for text in lines)
 
 
 def start(service: str, *, name: str, tables: dict[str, Any], directory: Path) -> Child:
@@ -61,10 +73,16 @@ def start(service: str, *, name: str, tables: dict[str, Any], directory: Path) -
     return Child(name=name, process=process, log=log, file=file)
 
 
-def stop(children: Sequence[Child]) -> None:
-    """Ask processes to end, one after another; kill what does not end in time."""
+def stop(children: Sequence[Child], *, on_stopped: Callable[[Child], None] | None = None) -> None:
+    """Ask processes to end, one after another; kill what does not end in time.
+
+    Args:
+        children: in the order of the stop.
+        on_stopped: called for each one that had been running, when it has ended.
+    """
     for child in children:
-        if child.exit_code is None:
+        was_running = child.exit_code is None
+        if was_running:
             child.process.send_signal(signal.SIGTERM)
         try:
             child.process.wait(GRACE_S)
@@ -72,3 +90,13 @@ def stop(children: Sequence[Child]) -> None:
             child.process.kill()
             child.process.wait()
         child.file.close()
+        if was_running and on_stopped is not None:
+            on_stopped(child)
+
+
+def _how(code: int) -> str:
+    """Say how a process ended; a negative code is a signal's number."""
+    if code >= 0:
+        return f"ended with code {code}"
+    known = {entry.value for entry in signal.Signals}
+    return f"was ended by {signal.Signals(-code).name if -code in known else f'signal {-code}'}"

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from services.demo.run import digest_mismatches
+from services.demo.outcome import digest_mismatches
 
 
 @pytest.mark.slow

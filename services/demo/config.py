@@ -20,6 +20,7 @@ class Regime:
 
     digits: int
     warm_start_target: float
+    warm_start_batch: int
     max_steps: int
     lag_versions: int
     max_staleness_versions: int
@@ -35,6 +36,7 @@ class Regime:
 FULL = Regime(
     digits=3,
     warm_start_target=0.25,
+    warm_start_batch=256,
     max_steps=300,
     lag_versions=64,
     max_staleness_versions=80,
@@ -49,12 +51,13 @@ FULL = Regime(
 TINY = Regime(
     digits=2,
     warm_start_target=0.2,
+    warm_start_batch=128,
     max_steps=24,
     lag_versions=8,
     max_staleness_versions=16,
     groups_per_step=8,
     group_size=8,
-    learning_rate=1e-3,
+    learning_rate=3e-4,
     evaluate_every=8,
     num_evaluation=256,
     required_gain=-1.0,

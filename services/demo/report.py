@@ -14,6 +14,8 @@ from services.demo.config import Regime
 
 PICTURES = ("accuracy", "staleness", "kl", "iw_variance", "ess", "bytes")
 _STRONG, _WEAK = "#1f5fa8", "#e08a2e"
+_WIDE = 1000.0
+"""A series that spans more than this is drawn on a logarithmic axis."""
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>heterorl demo</title>
@@ -127,18 +129,22 @@ def _drawings(
         axes.legend(loc="upper left")
 
     def staleness(axes: Any) -> None:
-        axes.plot(steps, [report.staleness_max for report in reports], color=_WEAK, label="oldest of the step")
+        oldest = [report.staleness_max for report in reports]
+        # The two often coincide: the wide line stays visible under the narrow one.
+        axes.plot(steps, oldest, color=_WEAK, linewidth=5, alpha=0.6, label="oldest of the step")
         axes.plot(steps, [report.staleness_mean for report in reports], color=_STRONG, label="mean of the step")
-        axes.set_ylim(bottom=0)
+        _from_zero(axes, oldest)
         axes.set_ylabel("versions")
         axes.legend(loc="lower right")
 
-    def series(name: str, label: str, *, scale: str = "linear") -> Callable[[Any], None]:
+    def series(name: str, label: str) -> Callable[[Any], None]:
         def draw(axes: Any) -> None:
-            axes.plot(steps, [getattr(report, name) for report in reports], color=_STRONG)
-            axes.set_yscale(scale)
-            if scale == "linear":
-                axes.set_ylim(bottom=0)
+            values = [getattr(report, name) for report in reports]
+            axes.plot(steps, values, color=_STRONG)
+            if min(values) > 0 and max(values) > _WIDE * min(values):
+                axes.set_yscale("log")
+            else:
+                _from_zero(axes, values)
             axes.set_ylabel(label)
 
         return draw
@@ -153,20 +159,24 @@ def _drawings(
         numbers = [entry["version"] for entry in versions]
         axes.plot(numbers, [e["full_bytes"] / 1024 for e in versions], color=_WEAK, linestyle="--", label="all weights")
         axes.plot(numbers, [e["bytes"] / 1024 for e in versions], color=_STRONG, label="sent")
-        axes.set_ylim(bottom=0)
+        _from_zero(axes, [e["full_bytes"] / 1024 for e in versions])
         axes.set_ylabel("KiB")
         axes.set_xlabel("version")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.legend(loc="best")
+        axes.legend(loc="center right")
 
     return {
         "accuracy": accuracy,
         "staleness": staleness,
         "kl": series("kl", "nats per answer"),
-        "iw_variance": series("iw_variance", "variance", scale="symlog"),
+        "iw_variance": series("iw_variance", "variance"),
         "ess": ess,
         "bytes": size,
     }
+
+
+def _from_zero(axes: Any, values: Sequence[float]) -> None:
+    axes.set_ylim(0, 1.08 * max(values) or 1.0)
 
 
 def _picture(path: Path, draw: Callable[[Any], None]) -> str:

@@ -71,10 +71,13 @@ def _warm(regime: Regime, options: DemoOptions, console: Console, interruption: 
 
             transformers_logging.disable_progress_bar()
             torch.set_num_threads(1)
-            model_dir, _ = warm_start(
-                WarmStart(digits=regime.digits, seed=options.seed, target=regime.warm_start_target),
-                cache=options.cache,
+            wanted = WarmStart(
+                digits=regime.digits,
+                seed=options.seed,
+                target=regime.warm_start_target,
+                batch_size=regime.warm_start_batch,
             )
+            model_dir, _ = warm_start(wanted, cache=options.cache)
     except KeyboardInterrupt:
         return Path()
     console.print(f"warm start: done, {model_dir}")

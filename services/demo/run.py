@@ -145,7 +145,7 @@ class _Demo:
 
     async def _watch(self, client: CoordinatorClient) -> None:
         deadline = time.monotonic() + self._regime.time_limit_s
-        shown, next_line = "", 0.0
+        shown, next_line, num_shown = "", 0.0, 0
         live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
         with live or contextlib.nullcontext():
             while True:
@@ -157,9 +157,10 @@ class _Demo:
                 elif self._status is not None:
                     text = line(self._status, self._reports, max_steps=self._regime.max_steps)
                     # The first step at once, a state that stays only once.
-                    if text != shown and (time.monotonic() >= next_line or len(self._reports) == 1):
+                    is_first = bool(self._reports) and not num_shown
+                    if text != shown and (is_first or time.monotonic() >= next_line):
                         self._console.print(text)
-                        shown, next_line = text, time.monotonic() + LINE_S
+                        shown, next_line, num_shown = text, time.monotonic() + LINE_S, len(self._reports)
                 if all(child.exit_code == 0 for child in self._children if child.name != "coordinator"):
                     return
                 if time.monotonic() > deadline:

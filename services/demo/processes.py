@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -73,25 +74,26 @@ def start(service: str, *, name: str, tables: dict[str, Any], directory: Path) -
     return Child(name=name, process=process, log=log, file=file)
 
 
-def stop(children: Sequence[Child], *, on_stopped: Callable[[Child], None] | None = None) -> None:
-    """Ask processes to end, one after another; kill what does not end in time.
-
-    Args:
-        children: in the order of the stop.
-        on_stopped: called for each one that had been running, when it has ended.
-    """
+def stop(children: Sequence[Child]) -> None:
+    """Ask processes to end, one after another; kill what does not end in time."""
     for child in children:
-        was_running = child.exit_code is None
-        if was_running:
-            child.process.send_signal(signal.SIGTERM)
+        stop_together([child])
+
+
+def stop_together(children: Sequence[Child]) -> list[Child]:
+    """Ask processes to end, all at once; kill what does not end in time. Returns those that had been running."""
+    running = [child for child in children if child.exit_code is None]
+    for child in running:
+        child.process.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + GRACE_S
+    for child in children:
         try:
-            child.process.wait(GRACE_S)
+            child.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             child.process.kill()
             child.process.wait()
         child.file.close()
-        if was_running and on_stopped is not None:
-            on_stopped(child)
+    return running
 
 
 def _how(code: int) -> str:

@@ -25,7 +25,7 @@ from services.demo.directory import claim
 from services.demo.interruption import Interruption
 from services.demo.options import DemoOptions
 from services.demo.outcome import Ending, Record, broken_promises, measure, start_accuracy, verdict
-from services.demo.processes import Child, start, stop
+from services.demo.processes import Child, start, stop_together
 from services.demo.report import write_report
 from services.demo.table import line, render
 
@@ -107,7 +107,7 @@ class _Demo:
             was_interrupted = True
             self._console.print("stopping: samplers, learner, coordinator")
         finally:
-            stop(self._children, on_stopped=lambda child: self._console.print(f"stopped {child.name}"))
+            self._stop()
         return self._conclude(wall_s=time.monotonic() - started, failure=failure, was_interrupted=was_interrupted)
 
     async def _work(self, interruption: Interruption) -> None:
@@ -126,12 +126,11 @@ class _Demo:
         )
         self._children.append(coordinator)
         address = await self._address(coordinator)
-        # In front: the list is the order of the stop.
         tables = learner_tables(regime, options, address=address, model_dir=self._model_dir)
-        self._children.insert(0, start("learner", name="learner", tables=tables, directory=out))
+        self._children.append(start("learner", name="learner", tables=tables, directory=out))
         for site in SITES:
             tables = sampler_tables(regime, options, site=site, address=address, model_dir=self._model_dir)
-            self._children.insert(0, start("sampler", name=site, tables=tables, directory=out))
+            self._children.append(start("sampler", name=site, tables=tables, directory=out))
         return address
 
     async def _address(self, coordinator: Child) -> str:
@@ -189,9 +188,18 @@ class _Demo:
         except RemoteError as error:
             self._console.print(f"the coordinator does not answer: {error}")
 
+    def _stop(self) -> None:
+        """Each one serves those before it: samplers first, then the learner, then the coordinator."""
+        for names in (SITES, ("learner",), ("coordinator",)):
+            stopped = stop_together([child for child in self._children if child.name in names])
+            if stopped:
+                self._console.print(f"stopped {', '.join(child.name for child in stopped)}")
+
     def _conclude(self, *, wall_s: float, failure: str, was_interrupted: bool) -> dict[str, Any]:
         """Measure, judge and write: the summary always, report and model unless the run failed."""
         out, regime = self._options.out, self._regime
+        # The learner's own journal: it knows what happened while the processes were being stopped.
+        self._reports = _applied(_rows(out / "learner" / "steps.jsonl"))
         record = Record(
             reports=self._reports,
             status=self._status,
@@ -238,6 +246,12 @@ class _Demo:
         )
         export_model(model_dir=self._model_dir, source=out / "learner", out_dir=out / "model")
         return {"report": str(report), "model_dir": str(out / "model")}
+
+
+def _applied(rows: list[dict[str, Any]]) -> list[StepReport]:
+    """Steps that changed the weights, in order; a later row of a step replaces an earlier one."""
+    reports = {row["step"]: StepReport(**row) for row in rows if row["is_applied"]}
+    return [reports[step] for step in sorted(reports)]
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

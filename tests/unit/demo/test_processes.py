@@ -17,7 +17,7 @@ from services.demo.config import TINY
 from services.demo.interruption import Interruption
 from services.demo.options import DemoOptions
 from services.demo.outcome import verdict
-from services.demo.processes import Child, ChildFailed, stop
+from services.demo.processes import Child, ChildFailed, stop, stop_together
 
 OBEDIENT = (
     "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); print(flush=True); signal.pause()"
@@ -35,18 +35,30 @@ def child(tmp_path, name, code, *, wait=True):
 
 
 def test_processes_end_one_after_another_and_a_deaf_one_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr("services.demo.processes.GRACE_S", 0.2)
-    names = ["site", "deaf", "coordinator"]
-    children = [child(tmp_path, name, STUBBORN if name == "deaf" else OBEDIENT) for name in names]
-    seen = []
-
-    # When one has ended, those behind it still run.
-    stop(
-        children, on_stopped=lambda ended: seen.append((ended.name, [c.name for c in children if c.exit_code is None]))
+    monkeypatch.setattr("services.demo.processes.GRACE_S", 2.0)
+    names = ["coordinator", "learner", "site-east", "site-west"]
+    children = [child(tmp_path, name, STUBBORN if name == "site-east" else OBEDIENT) for name in names]
+    demo = demo_run._Demo(
+        options=DemoOptions(out=tmp_path), regime=TINY, model_dir=tmp_path, console=Console(file=io.StringIO())
     )
+    demo._children = children
+    running_at_stop = {}
 
-    assert seen == [("site", names[1:]), ("deaf", names[2:]), ("coordinator", [])]
-    assert [c.exit_code for c in children][1] == -signal.SIGKILL
+    def stop_and_look(group):
+        running_at_stop.update({c.name: [x.name for x in children if x.exit_code is None] for c in group})
+        return stop_together(group)
+
+    monkeypatch.setattr(demo_run, "stop_together", stop_and_look)
+    demo._stop()
+
+    # When one is asked to end, exactly its equals and those behind it still run.
+    assert running_at_stop == {
+        "site-east": ["coordinator", "learner", "site-east", "site-west"],
+        "site-west": ["coordinator", "learner", "site-east", "site-west"],
+        "learner": ["coordinator", "learner"],
+        "coordinator": ["coordinator"],
+    }
+    assert [c.exit_code for c in children] == [0, 0, -signal.SIGKILL, 0]
 
 
 def test_failed_process_says_how_and_where_and_shows_its_log_as_text(tmp_path):

@@ -85,7 +85,9 @@ def demo(
     tiny: Annotated[
         bool, typer.Option("--tiny", help="Under a minute instead of two: 24 steps, 8 versions behind; a smoke run.")
     ] = False,
-    algorithm: Annotated[str, typer.Option(help="`gepo`, `gspo` or `grpo`.")] = "gepo",
+    algorithm: Annotated[
+        str, typer.Option(help="Loss of the learner: `gepo`, `gspo`, `grpo`; a wrong name lists all.")
+    ] = "gepo",
     seed: Annotated[int, typer.Option(help="Seed of model, task and sampling.")] = 0,
     cache: Annotated[Path, typer.Option(help="Directory of the warm-started model, kept for the next run.")] = Path(
         ".cache/heterorl"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from services.demo.config import Regime
 
 PICTURES = ("accuracy", "staleness", "kl", "iw_variance", "ess", "bytes")
 _STRONG, _WEAK = "#1f5fa8", "#e08a2e"
-_WIDE = 1000.0
-"""A series that spans more than this is drawn on a logarithmic axis."""
+_WIDE = 100.0
+"""A series whose maximum is more than this times its median is drawn on a logarithmic axis."""
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>heterorl demo</title>
@@ -141,7 +142,7 @@ def _drawings(
         def draw(axes: Any) -> None:
             values = [getattr(report, name) for report in reports]
             axes.plot(steps, values, color=_STRONG)
-            if min(values) > 0 and max(values) > _WIDE * min(values):
+            if min(values) > 0 and max(values) > _WIDE * statistics.median(values):
                 axes.set_yscale("log")
             else:
                 _from_zero(axes, values)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -95,7 +96,7 @@ def _train(directory: Path, options: WarmStart) -> float:
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.0)
     random = np.random.default_rng(options.seed)
     accuracy = 0.0
-    with Progress(transient=True) as progress:
+    with Progress(transient=True, disable=not sys.stdout.isatty()) as progress:
         bar = progress.add_task("supervised warm start", total=options.target)
         for step in range(1, options.max_steps + 1):
             for group in optimizer.param_groups:

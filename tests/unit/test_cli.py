@@ -1,10 +1,12 @@
 """The command line and its configurations, as people meet them."""
 
+import ast
 import dataclasses
 import io
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -109,6 +111,20 @@ def test_brackets_in_foreign_text_are_shown_as_they_are(monkeypatch, capsys, tmp
     result = invoke("export", "--checkpoint", "c", "--model-dir", "m", "--out", "[/x]")
     assert result.exit_code == 0, result.exception
     assert "model written to [/x]" in result.output
+
+
+def test_every_screen_takes_text_literally():
+    sources = {path: path.read_text() for path in (Path(__file__).parents[2] / "services").rglob("*.py")}
+    calls = {
+        (path.name, ast.unparse(node))
+        for path, text in sources.items()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {"Console", "rich.console.Console", "Progress"}
+    }
+
+    # The bar of the warm start shows no text but its own.
+    assert {name for name, _ in calls} >= {"cli.py", "run.py", "warm_start.py"}
+    assert [call for name, call in calls if "markup=False" not in call and name != "warm_start.py"] == []
 
 
 def test_module_runs_as_a_program():

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import sys
+import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -55,19 +57,25 @@ def warm_start(options: WarmStart, *, cache: Path) -> tuple[Path, float]:
     record = _verified(directory)
     if record is not None:
         return directory, float(record["accuracy"])
-    temporary = cache / f".{directory.name}.tmp"
-    for leftover in (temporary, directory):
-        if leftover.exists():
-            shutil.rmtree(leftover)
-    temporary.mkdir(parents=True)
-    write_tiny_model(temporary, seed=options.seed, hidden_size=options.hidden_size, num_layers=options.num_layers)
-    accuracy = _train(temporary, options)
-    weights = temporary / "model.safetensors"
-    (temporary / DONE).write_text(
-        json.dumps({"accuracy": accuracy, "weights": file_digest(weights), "options": asdict(options)}),
-        encoding="utf-8",
-    )
-    temporary.rename(directory)
+    cache.mkdir(parents=True, exist_ok=True)
+    # A directory of its own, gone however this ends: two processes may warm up at once, and either may be interrupted.
+    with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=cache) as name:
+        temporary = Path(name) / "model"
+        write_tiny_model(temporary, seed=options.seed, hidden_size=options.hidden_size, num_layers=options.num_layers)
+        accuracy = _train(temporary, options)
+        (temporary / DONE).write_text(
+            json.dumps(
+                {
+                    "accuracy": accuracy,
+                    "weights": file_digest(temporary / "model.safetensors"),
+                    "options": asdict(options),
+                }
+            ),
+            encoding="utf-8",
+        )
+        if _verified(directory) is None:
+            shutil.rmtree(directory, ignore_errors=True)
+            temporary.rename(directory)
     return directory, accuracy
 
 
@@ -88,7 +96,7 @@ def _train(directory: Path, options: WarmStart) -> float:
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.0)
     random = np.random.default_rng(options.seed)
     accuracy = 0.0
-    with Progress(transient=True) as progress:
+    with Progress(transient=True, disable=not sys.stdout.isatty()) as progress:
         bar = progress.add_task("supervised warm start", total=options.target)
         for step in range(1, options.max_steps + 1):
             for group in optimizer.param_groups:

@@ -32,11 +32,11 @@ def test_outbox_keeps_groups_identity_and_sequence_across_a_restart(tmp_path):
     again = Outbox(tmp_path / "spool")
 
     assert (again.incarnation, again.next_sequence) == (incarnation, 4)
-    due, later = again.due(6.0, limit=10)
+    due, later = again.due(6.0, limit=10, max_bytes=1 << 30)
     assert [group_to_bytes(group) for group in due] == [group_to_bytes(spooled[1])]
     assert later == 9.0
     again.release_all()
-    assert len(again.due(0.0, limit=10)[0]) == 2
+    assert len(again.due(0.0, limit=10, max_bytes=1 << 30)[0]) == 2
     assert again.level().num_groups == 2
     assert again.level().num_bytes == sum(len(group_to_bytes(group)) for group in spooled[1:])
     again.close()

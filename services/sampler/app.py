@@ -73,17 +73,26 @@ def build(
         clock: the only source of time of every loop.
         rng: source of jitter.
     """
-    return join(config, assemble(config), api=api, outbox=outbox, clock=clock, rng=rng or random.Random())
+    # Before the model is loaded: what is wrong with state_dir is said at once.
+    record = VersionRecord(config.state_dir / "versions.jsonl")
+    parts = assemble(config)
+    return join(config, parts, api=api, outbox=outbox, record=record, clock=clock, rng=rng or random.Random())
 
 
 def join(
-    config: SamplerConfig, parts: Parts, *, api: CoordinatorApi, outbox: Outbox, clock: Clock, rng: random.Random
+    config: SamplerConfig,
+    parts: Parts,
+    *,
+    api: CoordinatorApi,
+    outbox: Outbox,
+    record: VersionRecord,
+    clock: Clock,
+    rng: random.Random,
 ) -> Sampler:
-    """Join loaded parts; opens the version record."""
+    """Join loaded parts; see `build`."""
     site = SiteId(config.site)
     bell = Bell()
     batch = asyncio.Lock()
-    record = VersionRecord(config.state_dir / "versions.jsonl")
     puller = Puller(api=api, spool=config.state_dir / "incoming", layout=parts.engine.layout, clock=clock)
     policy = PolicySync(
         api=api,

@@ -25,6 +25,7 @@ from services.sampler.app import Sampler, join
 from services.sampler.assembly import Parts
 from services.sampler.config import SamplerConfig
 from services.sampler.outbox import Outbox
+from services.sampler.record import VersionRecord
 from tests.support.clock import ManualClock
 from tests.support.run import CONTRACT, LAYOUT, SITE, Run
 
@@ -167,7 +168,16 @@ class World:
             engine=self.engine, task=self.task, prompter=cast("Prompter", FixedPrompter()), contract=CONTRACT
         )  # fmt: skip
         api: Any = self.link
-        self.sampler: Sampler = join(config, parts, api=api, outbox=self.outbox, clock=self.clock, rng=random.Random(0))
+        record = VersionRecord(config.state_dir / "versions.jsonl")
+        self.sampler: Sampler = join(
+            config,
+            parts,
+            api=api,
+            outbox=self.outbox,
+            record=record,
+            clock=self.clock,
+            rng=random.Random(0),
+        )
         self.stop = asyncio.Event()
         self.running = asyncio.create_task(self.sampler.run(self.stop))
 

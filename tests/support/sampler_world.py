@@ -215,8 +215,8 @@ class World:
 
     async def close(self) -> None:
         """End everything."""
-        self.engine.proceed.set()
         if self.running is not None:
+            self.engine.proceed.set()
             self.running.cancel()
             await asyncio.wait([self.running])
             self.outbox.close()

@@ -361,3 +361,27 @@ async def test_version_with_another_state_than_before_is_refused_and_never_gener
         await world.end()
 
     assert world.engine.loaded == []
+
+
+async def test_registration_during_a_batch_does_not_disturb_its_sequences(world):
+    """The coordinator knows more of this incarnation than its restored outbox: the batch under way keeps its ids."""
+    await generating(world)
+    world.engine.proceed.clear()
+    batches = world.engine.num_batches
+    await world.until(lambda: world.engine.num_batches > batches)
+    orders = [(Command.REGISTER,)]
+
+    async def heartbeat(report):
+        return orders.pop() if orders else ()
+
+    async def register(registration):
+        return dataclasses.replace(await world.core.register(registration), next_sequence=1000)
+
+    world.link.replaced |= {"heartbeat": heartbeat, "register": register}
+    registered = world.link.calls["register"]
+    await world.until(lambda: world.link.calls["register"] > registered)
+    await world.passed(1.0)
+    world.engine.proceed.set()
+    await world.until(lambda: world.outbox.next_sequence > 1000)
+
+    assert await world.ledger_acked() >= 2

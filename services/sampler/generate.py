@@ -116,6 +116,8 @@ class Generation:
             )
         except NotRegistered:
             await self._session.register()
+            # A coordinator that forgets every registration must not be asked in a circle.
+            self._ask_time = self._clock.monotonic() + self._patience.delay_s()
             return ()
         except RunFinished as error:
             _LOG.info("no work: %s", error)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from services.common.api import Command, HeadUpdate
-from services.common.errors import ContractMismatch, DiskFull, InvalidRequest, Unreachable
+from services.common.errors import ContractMismatch, DiskFull, InvalidRequest, NotRegistered, Unreachable
 from services.common.types import PushOutcome, PushStatus
 from services.sampler.record import RunReplaced
 from tests.support.run import CONTRACT
@@ -282,6 +282,7 @@ async def test_killed_sampler_pushes_again_under_the_same_ids(world):
 
 
 async def test_group_without_a_score_is_given_back_and_not_pushed(world):
+    """T13: a verifier that fails is no zero reward."""
     await world.run.publish()
     world.task.is_failing = True
     world.start()
@@ -385,3 +386,42 @@ async def test_registration_during_a_batch_does_not_disturb_its_sequences(world)
     await world.until(lambda: world.outbox.next_sequence > 1000)
 
     assert await world.ledger_acked() >= 2
+
+
+async def test_groups_carry_the_version_that_drew_them_though_a_newer_one_is_staged(world):
+    """T8: a swap waits for the end of the batch, and the batch is stamped with what generated it."""
+    await generating(world)
+    pushed = []
+
+    async def push_groups(groups):
+        pushed.extend(groups)
+        return await world.core.push_groups(groups)
+
+    await world.until(lambda: world.spooled() == 0)
+    world.link.replaced["push_groups"] = push_groups
+    world.engine.proceed.clear()
+    batches = world.engine.num_batches
+    await world.until(lambda: world.engine.num_batches > batches)
+    await world.run.publish()
+    await world.until(lambda: world.sampler.policy.take(0) is not None)
+    assert world.engine.version == 0
+    world.engine.proceed.set()
+    await world.until(lambda: any(group.oldest_version == 1 for group in pushed))
+
+    assert any(group.oldest_version == 0 for group in pushed)
+    assert all(group.state_root == world.run.roots[group.oldest_version] for group in pushed)
+    assert all(span.version == group.oldest_version for group in pushed for one in group.rollouts for span in one.spans)
+
+
+async def test_coordinator_that_forgets_every_registration_is_not_asked_in_a_circle(world):
+    await generating(world)
+
+    async def lease_work(**wanted):
+        raise NotRegistered("who are you")
+
+    world.link.replaced["lease_work"] = lease_work
+    registered, now = world.link.calls["register"], world.clock.monotonic()
+    await world.until(lambda: world.link.calls["register"] >= registered + 12)
+
+    # Delays of up to 1, 2, 4, 8, 15, 15 ... s: 12 take about 60 s; without them, no time at all.
+    assert world.clock.monotonic() - now > 20

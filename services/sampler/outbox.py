@@ -141,10 +141,11 @@ class Outbox:
             try:
                 yield
                 self._connection.execute("COMMIT")
-            except sqlite3.OperationalError as error:
+            except BaseException as error:
+                # A full disk has rolled back already; after anything else the next transaction could not begin.
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
-                if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
+                if isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode == sqlite3.SQLITE_FULL:
                     raise DiskFull(str(self._directory)) from error
                 raise
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import sqlite3
 import tracemalloc
 from pathlib import Path
 
@@ -95,6 +96,20 @@ def test_spool_is_durable_before_its_first_group(tmp_path, monkeypatch):
     assert {tmp_path, tmp_path / "spool"} <= set(synced)
     assert outbox._connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     assert outbox._connection.execute("PRAGMA synchronous").fetchone() == (2,)
+    outbox.close()
+
+
+def test_failed_write_leaves_the_spool_usable(tmp_path):
+    outbox = Outbox(tmp_path / "spool")
+    made = spooled_groups(outbox, 2, tmp_path)
+    outbox._connection.execute("INSERT INTO groups VALUES (2, 0.0, 0, x'')")
+    with pytest.raises(sqlite3.IntegrityError):
+        outbox.put(made, release=[0.0, 0.0])
+    outbox.delete([2])
+
+    outbox.put(made, release=[0.0, 0.0])
+
+    assert outbox.level().num_groups == 2
     outbox.close()
 
 

@@ -21,6 +21,7 @@ from services.common.errors import (
     OperatorError,
     UnknownVersion,
 )
+from services.common.pull import Puller
 from services.common.weights.arena import Arena
 from services.common.wire import manifest_digest, manifest_from_bytes
 from services.learner.backends.backend import TrainBackend
@@ -30,7 +31,6 @@ from services.learner.encode import Position
 from services.learner.journal import Journal
 from services.learner.patience import Patience
 from services.learner.publish import Publisher
-from services.learner.pull import pull_state
 from services.learner.threads import in_thread
 
 _LOG = logging.getLogger(__name__)
@@ -223,10 +223,12 @@ class Resumption:
         return manifest_from_bytes(data).step
 
     async def _pull(self, version: int) -> Arena:
-        return await pull_state(
-            self.api,
+        _LOG.info("rebuilding version %d from nothing", version)
+        puller = Puller(
+            api=self.api,
+            spool=self.directory / "incoming",
             layout=self.backend.layout,
-            version=version,
-            directory=self.directory,
-            patience=self.patience,
+            clock=self.patience.clock,
         )
+        puller.on_frame = self.patience.reset
+        return (await self.patience.insist(lambda: puller.pull(held=None, want_version=version))).arena

@@ -1,36 +1,48 @@
 """Keeping the sampler's weights where the delay model says: watch, pull and verify while generation goes on.
 
     watch   waits for news of the head; unblocked by the coordinator, or by a broken link (then it dials again)
-    sync    waits for a target other than what is staged; unblocked by watch or by time
-    take    (generation) never waits: it gets the staged version, if there is a newer one
+    sync    waits for a target newer than what is staged; unblocked by watch or by time
+    take    (generation) never waits: it gets the staged version, if there is another one
 
-Guarantees: what `take` returns is verified; nothing half applied is ever visible; a version seen before with another
-state is refused. Must never touch the engine.
+Guarantees: what `take` returns is verified and recorded; nothing half applied is ever visible; exactly the target is
+staged, or the next version of the lineage where the target was abandoned; whatever fails on the way, generation goes on
+with the version it has. Only a run that contradicts the record (RunReplaced) ends the process. Must never touch the
+engine.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from pathlib import Path
+import random
 
 from services.common.api import CoordinatorApi
 from services.common.bell import Bell
 from services.common.clock import Clock
-from services.common.errors import CorruptData, Draining, StateMismatch, UnknownVersion, Unreachable
+from services.common.errors import CorruptData, DiskFull, RemoteError, UnknownVersion
 from services.common.pull import PulledVersion, Puller
 from services.sampler.delay import Visibility
+from services.sampler.record import VersionRecord, check_head
+from services.sampler.waiting import Patience, ring_or_time
 
 _LOG = logging.getLogger(__name__)
-RETRY_S = 1.0
+DAMAGED_CAP_S = 300.0
+"""A version that fails its checks costs a whole snapshot per attempt: attempts become this rare."""
 
 
 class PolicySync:
     """Two loops around one puller; see the module docstring."""
 
     def __init__(
-        self, *, api: CoordinatorApi, puller: Puller, visibility: Visibility, record: Path, clock: Clock, bell: Bell
+        self,
+        *,
+        api: CoordinatorApi,
+        puller: Puller,
+        visibility: Visibility,
+        record: VersionRecord,
+        clock: Clock,
+        bell: Bell,
+        rng: random.Random,
     ) -> None:
         self._api = api
         self._puller = puller
@@ -39,8 +51,12 @@ class PolicySync:
         self._clock = clock
         self._bell = bell
         self._staged: PulledVersion | None = None
-        self._roots = _read_roots(record)
+        self._watch_patience = Patience(rng=rng)
+        self._sync_patience = Patience(rng=rng)
+        self._damage_patience = Patience(rng=rng, cap_s=DAMAGED_CAP_S)
         self.head_version = -1
+        # While bytes arrive the link works, and the next failure is the first of a row.
+        puller.on_frame = self._sync_patience.reset
 
     def take(self, current: int) -> PulledVersion | None:
         """The staged version, when it is another than `current`."""
@@ -48,65 +64,76 @@ class PolicySync:
         return staged if staged is not None and staged.version != current else None
 
     async def watch(self) -> None:
-        """Follow the head for ever."""
+        """Follow the head for ever.
+
+        Raises:
+            RunReplaced: the head went back.
+        """
         while True:
             try:
-                async for update in self._api.watch_head(after_version=self.head_version):
-                    self.head_version = update.version
-                    self._visibility.see(update.version, self._clock.monotonic() - update.age_s)
-                    self._bell.ring()
-            except (Unreachable, Draining) as error:
+                await self._follow()
+                delay_s = self._watch_patience.delay_s()
+            except (RemoteError, CorruptData) as error:
                 _LOG.info("the watch on the head broke: %s", error)
-            await self._clock.sleep(RETRY_S)
+                retry_after_s = error.retry_after_s if isinstance(error, RemoteError) else 0.0
+                delay_s = self._watch_patience.delay_s(asked_s=retry_after_s)
+            await self._clock.sleep(delay_s)
+
+    async def _follow(self) -> None:
+        seen_version = max(self.head_version, self._record.highest_version)
+        # From nothing, not from what was seen: a coordinator whose head went back would never pass that cursor.
+        async for update in self._api.watch_head(after_version=-1):
+            check_head(update.version, seen_version=seen_version)
+            seen_version = update.version
+            self._watch_patience.reset()
+            self.head_version = update.version
+            self._visibility.see(update.version, self._clock.monotonic() - update.age_s)
+            self._bell.ring()
 
     async def sync(self) -> None:
-        """Stage the target version for ever."""
+        """Stage the target version for ever.
+
+        Raises:
+            RunReplaced: a version has another state than before.
+        """
         while True:
             ticket = self._bell.ticket()
             current = -1 if self._staged is None else self._staged.version
-            target, wake = self._visibility.target(self._clock.monotonic(), current=current)
-            if target > current:
-                await self._stage(target)
+            now = self._clock.monotonic()
+            target, wake = self._visibility.target(now, current=current)
+            if target <= current:
+                await ring_or_time(ticket, clock=self._clock, seconds=None if wake is None else wake - now)
                 continue
-            timeout = None if wake is None else max(0.0, wake - self._clock.monotonic())
-            waiter = asyncio.ensure_future(ticket.wait())
-            timer = None if timeout is None else asyncio.ensure_future(self._clock.sleep(timeout))
-            await asyncio.wait([task for task in (waiter, timer) if task], return_when=asyncio.FIRST_COMPLETED)
-            for task in (waiter, timer):
-                if task is not None:
-                    task.cancel()
+            delay_s = await self._stage(target)
+            if delay_s:
+                await self._clock.sleep(delay_s)
 
-    async def _stage(self, version: int) -> None:
+    async def _stage(self, target: int) -> float:
+        """Stage `target`; returns how long to wait before the next attempt, 0 after success."""
         try:
-            pulled = await self._puller.pull(held=self._staged, want_version=version)
-            self._check_known(pulled)
-        except (Unreachable, Draining, UnknownVersion) as error:
-            _LOG.info("version %d waits: %s", version, error)
-            await self._clock.sleep(RETRY_S)
-            return
-        except CorruptData as error:
-            _LOG.error("version %d is not usable: %s", version, error)
-            await self._clock.sleep(RETRY_S)
-            return
+            pulled = await self._pull(target)
+            await asyncio.to_thread(self._record.note, pulled.version, pulled.manifest.state_root)
+        except RemoteError as error:
+            _LOG.info("version %d waits: %s", target, error)
+            return self._sync_patience.delay_s(asked_s=error.retry_after_s)
+        except (CorruptData, DiskFull, OSError) as error:
+            _LOG.error("version %d is not usable: %s", target, error)
+            return self._damage_patience.delay_s()
+        self._sync_patience.reset()
+        self._damage_patience.reset()
         self._staged = pulled
-        self._roots[pulled.version] = pulled.manifest.state_root
-        with self._record.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"version": pulled.version, "state_root": pulled.manifest.state_root}) + "\n")
         self._bell.ring()
+        return 0.0
 
-    def _check_known(self, pulled: PulledVersion) -> None:
-        known = self._roots.get(pulled.version)
-        if known is not None and known != pulled.manifest.state_root:
-            raise StateMismatch(f"version {pulled.version} had another state before", action="ask the operator")
+    async def _pull(self, target: int) -> PulledVersion:
+        """The target, or the first version after it that is still in the lineage.
 
-
-def _read_roots(record: Path) -> dict[int, str]:
-    if not record.exists():
-        return {}
-    roots = {}
-    for line in record.read_text(encoding="utf-8").splitlines():
-        # A line cut short by a crash is the last one; its version is pulled and written again.
-        if line.endswith("}"):
-            entry = json.loads(line)
-            roots[int(entry["version"])] = str(entry["state_root"])
-    return roots
+        Waiting for an abandoned version would never end: a sampler held back behind it gets no work, and without
+        work there are no new versions that would move the target on.
+        """
+        for version in range(target, self.head_version):
+            try:
+                return await self._puller.pull(held=self._staged, want_version=version)
+            except UnknownVersion as error:
+                _LOG.info("version %d is skipped: %s", version, error)
+        return await self._puller.pull(held=self._staged, want_version=max(target, self.head_version))

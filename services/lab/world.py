@@ -40,9 +40,11 @@ from services.learner.backends.torch import TorchBackend
 from services.learner.config import LearnerConfig
 from services.learner.evaluate import EngineGenerator, Evaluator
 from services.sampler import app as sampler_app
+from services.sampler.assembly import assemble as assemble_sampler
 from services.sampler.config import SamplerConfig
 from services.sampler.delay_models import NoDelay
 from services.sampler.outbox import Outbox
+from services.sampler.record import VersionRecord
 
 STEP_S = 1.0
 """Virtual seconds of a learner step."""
@@ -76,17 +78,10 @@ async def _run(cell: Cell, loop: VirtualLoop, *, model_dir: Path, directory: Pat
     evaluator = _evaluator(cell, model_dir)
     backend = MeasuredBackend(inner=parts.backend, probe=_probe(cell, model_dir), charge=loop.charge, step_s=STEP_S)
     outboxes = [Outbox(directory / f"site-{number}") for number in range(cell.regime.num_samplers)]
-    samplers = []
-    for number, outbox in enumerate(outboxes):
-        sampler = sampler_app.build(
-            _sampler_config(cell, number, model_dir=model_dir, directory=directory),
-            _link(cell, coordinator, f"site-{number}"),
-            outbox,
-            clock,
-        )
-        engine = ChargedEngine(inner=sampler.engine, charge=loop.charge, group_s=_group_s(cell))
-        sampler.maker = dataclasses.replace(sampler.maker, engine=engine)
-        samplers.append(sampler)
+    samplers = [
+        _sampler(cell, number, outbox, coordinator, clock, loop, model_dir=model_dir, directory=directory)
+        for number, outbox in enumerate(outboxes)
+    ]
     async with asyncio.TaskGroup() as tasks:
         for sampler in samplers:
             tasks.create_task(sampler.run(stop))
@@ -111,6 +106,31 @@ async def _run(cell: Cell, loop: VirtualLoop, *, model_dir: Path, directory: Pat
         status=status,
         ledger_balanced=counted.is_balanced and counted == recounted,
         virtual_s=loop.now,
+    )
+
+
+def _sampler(
+    cell: Cell,
+    number: int,
+    outbox: Outbox,
+    coordinator: Coordinator,
+    clock: VirtualClock,
+    loop: VirtualLoop,
+    *,
+    model_dir: Path,
+    directory: Path,
+) -> sampler_app.Sampler:
+    config = _sampler_config(cell, number, model_dir=model_dir, directory=directory)
+    parts = assemble_sampler(config)
+    engine = ChargedEngine(inner=parts.engine, charge=loop.charge, group_s=_group_s(cell))
+    return sampler_app.join(
+        config,
+        dataclasses.replace(parts, engine=engine),
+        api=_link(cell, coordinator, config.site),
+        outbox=outbox,
+        record=VersionRecord(config.state_dir / "versions.jsonl"),
+        clock=clock,
+        rng=random.Random(f"{cell.seed}/{config.site}/jitter"),
     )
 
 
@@ -227,9 +247,7 @@ def _probe(cell: Cell, model_dir: Path) -> Probe:
 def _evaluator(cell: Cell, model_dir: Path) -> BenchmarkEvaluator:
     prompter = Prompter(str(model_dir), use_chat_template=False)
     task = build_task(cell.task.task)
-    generator = EngineGenerator(
-        _engine(cell, model_dir, prompter, cell.regime.num_evaluation), prompter.tokenizer, use_chat_template=False
-    )
+    generator = EngineGenerator(_engine(cell, model_dir, prompter, cell.regime.num_evaluation), prompter)
     parts = split_evaluation(task, num_prompts=cell.regime.num_evaluation)
     return BenchmarkEvaluator(
         {

@@ -8,6 +8,7 @@ import pytest
 from services.common.api import PlanKind
 from services.common.errors import CorruptData, StateMismatch, UnknownVersion, Unreachable
 from services.common.pull import Puller
+from services.common.wire import manifest_digest, manifest_from_bytes, manifest_to_bytes
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core import Coordinator
 from tests.support.clock import ManualClock
@@ -163,6 +164,25 @@ async def test_delta_of_another_base_changes_nothing_and_is_replaced_by_a_snapsh
 
     assert pulled.arena.state_root() == run.roots[3]
     assert held.arena.state_root() == run.roots[1]
+
+
+async def test_manifest_of_another_lineage_is_not_followed(world):
+    """Each manifest names its parent's digest; right weights under a foreign manifest are not this run's version."""
+    api, run, puller, _, _ = world
+    held = await puller.pull(held=None, want_version=2)
+
+    async def plan_pull(**wanted):
+        plan = await api._core.plan_pull(**wanted)
+        if wanted["have_version"] < 0:
+            return plan
+        foreign = dataclasses.replace(manifest_from_bytes(plan.manifests[-1]), parent_digest="f" * 64)
+        return dataclasses.replace(plan, manifests=(*plan.manifests[:-1], manifest_to_bytes(foreign)))
+
+    api.plan_pull = plan_pull
+    pulled = await puller.pull(held=held, want_version=3)
+
+    assert pulled.arena.state_root() == run.roots[3]
+    assert pulled.manifest_digest == manifest_digest(await api.get_manifest(version=3))
 
 
 async def test_held_state_that_went_bad_in_memory_is_noticed_and_left_behind(world):

@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 
 from services.common.api import PlanKind
-from services.common.errors import CorruptData, StateMismatch, UnknownVersion, Unreachable
+from services.common.errors import CorruptData, LimitExceeded, StateMismatch, UnknownVersion, Unreachable
 from services.common.pull import Puller
 from services.common.wire import manifest_digest, manifest_from_bytes, manifest_to_bytes
 from services.coordinator.config import CoordinatorConfig
@@ -270,3 +270,22 @@ async def test_spool_holds_one_plan_at_most(world):
 
     snapshot = (await api.plan_pull(have_version=-1, have_root="", want_version=0)).payloads[0]
     assert [path.name for path in (tmp_path / "spool").iterdir()] == [snapshot.digest]
+
+
+async def test_stream_that_is_longer_than_stated_is_refused_and_closed(world):
+    api, _, puller, _, tmp_path = world
+    closed = []
+
+    async def read_payload(*, digest, offset):
+        try:
+            while True:
+                yield bytes(1 << 16)
+        finally:
+            closed.append(digest)
+
+    api.read_payload = read_payload
+    with pytest.raises(LimitExceeded) as refused:
+        await puller.pull(held=None, want_version=0)
+
+    assert len(closed) == 1, str(refused.value)
+    assert list((tmp_path / "spool").iterdir()) == []

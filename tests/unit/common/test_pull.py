@@ -6,8 +6,9 @@ import dataclasses
 import pytest
 
 from services.common.api import PlanKind
-from services.common.errors import CorruptData, StateMismatch, UnknownVersion, Unreachable
+from services.common.errors import CorruptData, LimitExceeded, StateMismatch, UnknownVersion, Unreachable
 from services.common.pull import Puller
+from services.common.wire import manifest_digest, manifest_from_bytes, manifest_to_bytes
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core import Coordinator
 from tests.support.clock import ManualClock
@@ -165,6 +166,25 @@ async def test_delta_of_another_base_changes_nothing_and_is_replaced_by_a_snapsh
     assert held.arena.state_root() == run.roots[1]
 
 
+async def test_manifest_of_another_lineage_is_not_followed(world):
+    """Each manifest names its parent's digest; right weights under a foreign manifest are not this run's version."""
+    api, run, puller, _, _ = world
+    held = await puller.pull(held=None, want_version=2)
+
+    async def plan_pull(**wanted):
+        plan = await api._core.plan_pull(**wanted)
+        if wanted["have_version"] < 0:
+            return plan
+        foreign = dataclasses.replace(manifest_from_bytes(plan.manifests[-1]), parent_digest="f" * 64)
+        return dataclasses.replace(plan, manifests=(*plan.manifests[:-1], manifest_to_bytes(foreign)))
+
+    api.plan_pull = plan_pull
+    pulled = await puller.pull(held=held, want_version=3)
+
+    assert pulled.arena.state_root() == run.roots[3]
+    assert pulled.manifest_digest == manifest_digest(await api.get_manifest(version=3))
+
+
 async def test_held_state_that_went_bad_in_memory_is_noticed_and_left_behind(world):
     """T2: the recomputed digest is compared, not what the header claims to start from."""
     _, run, puller, _, _ = world
@@ -250,3 +270,22 @@ async def test_spool_holds_one_plan_at_most(world):
 
     snapshot = (await api.plan_pull(have_version=-1, have_root="", want_version=0)).payloads[0]
     assert [path.name for path in (tmp_path / "spool").iterdir()] == [snapshot.digest]
+
+
+async def test_stream_that_is_longer_than_stated_is_refused_and_closed(world):
+    api, _, puller, _, tmp_path = world
+    closed = []
+
+    async def read_payload(*, digest, offset):
+        try:
+            while True:
+                yield bytes(1 << 16)
+        finally:
+            closed.append(digest)
+
+    api.read_payload = read_payload
+    with pytest.raises(LimitExceeded) as refused:
+        await puller.pull(held=None, want_version=0)
+
+    assert len(closed) == 1, str(refused.value)
+    assert list((tmp_path / "spool").iterdir()) == []

@@ -190,7 +190,7 @@ def lab_report(directory: Annotated[Path, typer.Argument(help="Directory of an e
     """Write the report of results that are there: HTML, pictures, CSV."""
     from services.lab.report import write_report
 
-    Console().print(f"report: {write_report(directory)}")
+    _console().print(f"report: {write_report(directory)}")
 
 
 @lab.command("theory")
@@ -201,7 +201,7 @@ def lab_theory(
     """Check the paper's theorems numerically and write a page with figures and counterexamples."""
     from services.lab.theory_page import main as write_page
 
-    Console().print(f"page: {write_page(out, seed=seed)}")
+    _console().print(f"page: {write_page(out, seed=seed)}")
 
 
 def main() -> None:

@@ -32,6 +32,8 @@ class LabTaskConfig(Config):
     """Longest completion, tokens."""
     warm_start_target: float = Field(default=0.25, gt=0.0, lt=1.0)
     """Sampled accuracy at which the supervised warm start stops."""
+    warm_start_batch: int = Field(default=256, ge=1)
+    """Examples of one supervised step."""
     hidden_size: int = Field(default=64, ge=16)
     """Width of the model."""
     num_layers: int = Field(default=2, ge=1)

@@ -12,7 +12,7 @@ from services.lab.config import ExperimentConfig
 from services.lab.results import cell_digest
 from services.lab.run import find_experiment
 
-SHIPPED = ["quick", "stale64", "stale256", "latency1800", "sweeps", "recommend"]
+SHIPPED = ["quick", "stale64", "stale256", "latency1800", "sweeps", "recommend", "tasks"]
 
 
 @pytest.mark.parametrize("name", SHIPPED)

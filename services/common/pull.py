@@ -1,7 +1,8 @@
 """Getting a version: plan, fetch, apply to a staging copy, verify the whole state; nobody ever sees it half done.
 
 Guarantees: what is returned has exactly the manifest's state; a fetch resumes from the bytes on disk, also after a
-restart; anything that fails its check is thrown away and the version is built again from a snapshot.
+restart; anything that fails its check is thrown away and the version is built again: without merged deltas, if there
+were any, and at last from a snapshot.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from services.common.errors import (
 )
 from services.common.types import Digest, Manifest, PayloadKind, PayloadRef
 from services.common.weights.arena import Arena, Layout
-from services.common.weights.manifest import verify_child, verify_state
+from services.common.weights.manifest import verify_child, verify_descendant, verify_state
 from services.common.weights.payload import apply_payload, file_digest
 from services.common.wire import manifest_digest, manifest_from_bytes
 
@@ -67,26 +68,37 @@ class Puller:
             UnknownVersion: no such version, or no payloads lead to it.
             CorruptData: even the snapshot fails its checks.
         """
-        try:
-            return await self._pull(held, want_version)
-        except CorruptData as error:
-            metrics.DIGEST_MISMATCHES.inc()
-            self._clear()
-            if held is None:
-                raise
-            _LOG.error("version %d failed its checks, building it from a snapshot: %s", want_version, error)
-            return await self._pull(None, want_version)
+        accept_merged = True
+        while True:
+            plan = await self._api.plan_pull(
+                have_version=-1 if held is None else held.version,
+                have_root="" if held is None else held.manifest.state_root,
+                want_version=want_version,
+                accept_merged=accept_merged,
+            )
+            if plan.kind is PlanKind.SAME:
+                assert held is not None, "nothing cannot be the wanted version"
+                return held
+            _LOG.debug("version %d: %s", plan.target_version, plan.reason)
+            has_merged = any(payload.kind is PayloadKind.MERGED for payload in plan.payloads)
+            try:
+                return await self._build(plan, held)
+            except UnknownPayload as error:
+                # Only of a merged delta: the coordinator may delete one at any time.
+                _LOG.info("version %d is built from single deltas: %s", plan.target_version, error)
+            except CorruptData as error:
+                metrics.DIGEST_MISMATCHES.inc()
+                self._clear()
+                if held is None and not has_merged:
+                    raise
+                # Each next way is dearer and depends on less: single deltas, then a snapshot.
+                if not has_merged:
+                    held = None
+                way = "from single deltas" if has_merged else "from a snapshot"
+                _LOG.error("version %d failed its checks, building it %s: %s", plan.target_version, way, error)
+            accept_merged = False
 
-    async def _pull(self, held: PulledVersion | None, want_version: int) -> PulledVersion:
-        plan = await self._api.plan_pull(
-            have_version=-1 if held is None else held.version,
-            have_root="" if held is None else held.manifest.state_root,
-            want_version=want_version,
-        )
-        if plan.kind is PlanKind.SAME:
-            assert held is not None, "nothing cannot be the wanted version"
-            return held
-        _LOG.debug("version %d: %s", plan.target_version, plan.reason)
+    async def _build(self, plan: PullPlan, held: PulledVersion | None) -> PulledVersion:
         started = time.perf_counter()
         paths = [await self._fetch(payload) for payload in plan.payloads]
         metrics.PULL_SECONDS.observe(time.perf_counter() - started)
@@ -106,9 +118,11 @@ class Puller:
             manifest = manifest_from_bytes(data)
             if manifest.layout_id != self._layout.layout_id:
                 raise StateMismatch(f"version {manifest.version} has another layout", action="check model_dir")
-            if payload not in manifest.payloads:
+            if payload.kind is PayloadKind.MERGED:
+                _verify_merged(payload, parent, manifest)
+            elif payload not in manifest.payloads:
                 raise StateMismatch(f"the manifest of version {manifest.version} does not name this payload")
-            if parent is not None:
+            elif parent is not None:
                 verify_child(parent=parent, parent_digest=parent_digest, child=manifest)
             apply_payload(path, staging, expected_from_root=None if parent is None else parent.state_root)
             parent, parent_digest = manifest, manifest_digest(data)
@@ -131,6 +145,8 @@ class Puller:
                 await self._append(payload, path, have)
             except (Unreachable, Draining, UnknownPayload) as error:
                 if isinstance(error, UnknownPayload):
+                    if payload.kind is PayloadKind.MERGED:
+                        raise
                     raise MalformedPayload(f"payload {payload.digest[:12]} is gone") from error
                 _LOG.debug("fetching waits: %s", error)
                 await self._clock.sleep(RETRY_S)
@@ -156,6 +172,12 @@ class Puller:
     def _clear(self) -> None:
         for path in self._spool.iterdir():
             path.unlink()
+
+
+def _verify_merged(payload: PayloadRef, before: Manifest | None, after: Manifest) -> None:
+    if before is None or (payload.from_version, payload.to_version) != (before.version, after.version):
+        raise StateMismatch(f"a merged delta from version {payload.from_version} to {payload.to_version} does not fit")
+    verify_descendant(ancestor=before, child=after)
 
 
 def _sync(file: BinaryIO) -> None:

@@ -48,6 +48,7 @@ _MODE = {
 _PAYLOAD = {
     PayloadKind.SNAPSHOT: policy_pb2.PAYLOAD_KIND_SNAPSHOT,
     PayloadKind.DELTA: policy_pb2.PAYLOAD_KIND_DELTA,
+    PayloadKind.MERGED: policy_pb2.PAYLOAD_KIND_MERGED,
 }
 _FINISH_OF = {pb: value for value, pb in _FINISH.items()}
 _MODE_OF = {pb: value for value, pb in _MODE.items()}
@@ -262,6 +263,7 @@ def manifest_to_bytes(value: Manifest) -> bytes:
         num_elements=value.num_elements,
         full_bytes=value.full_bytes,
         payloads=[payload_to_pb(payload) for payload in value.payloads],
+        chunk_elements=value.chunk_elements,
     ).SerializeToString(deterministic=True)
 
 
@@ -290,6 +292,7 @@ def manifest_from_bytes(data: bytes) -> Manifest:
         num_elements=message.num_elements,
         full_bytes=message.full_bytes,
         payloads=payloads,
+        chunk_elements=message.chunk_elements,
     )
 
 

@@ -113,6 +113,20 @@ def read_header(file: BinaryIO, *, layout_id: str, chunks: Sequence[Chunk]) -> H
     return header
 
 
+def read_roots(path: Path) -> tuple[str, str]:
+    """The states that a payload starts from and leads to, as it says; enough to tell whether it may be the one meant.
+
+    Raises:
+        MalformedPayload: not a payload.
+    """
+    with path.open("rb") as file:
+        data = file.read(_HEAD.size + _FIXED.size)
+    if len(data) != _HEAD.size + _FIXED.size or not data.startswith(MAGIC):
+        raise MalformedPayload("not a payload")
+    _, from_root, to_root, _ = _FIXED.unpack_from(data, _HEAD.size)
+    return from_root.hex(), to_root.hex()
+
+
 def read_chunk(file: BinaryIO, record: Record, *, number: int) -> bytes:
     """Read the next chunk's bytes and check them.
 

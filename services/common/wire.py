@@ -45,11 +45,7 @@ _MODE = {
     LogprobMode.RAW: common_pb2.LOGPROB_MODE_RAW,
     LogprobMode.PROCESSED: common_pb2.LOGPROB_MODE_PROCESSED,
 }
-_PAYLOAD = {
-    PayloadKind.SNAPSHOT: policy_pb2.PAYLOAD_KIND_SNAPSHOT,
-    PayloadKind.DELTA: policy_pb2.PAYLOAD_KIND_DELTA,
-    PayloadKind.MERGED: policy_pb2.PAYLOAD_KIND_MERGED,
-}
+_PAYLOAD = {kind: policy_pb2.PayloadKind.Value(f"PAYLOAD_KIND_{kind.name}") for kind in PayloadKind}
 _FINISH_OF = {pb: value for value, pb in _FINISH.items()}
 _MODE_OF = {pb: value for value, pb in _MODE.items()}
 _PAYLOAD_OF = {pb: value for value, pb in _PAYLOAD.items()}

@@ -1,6 +1,7 @@
 """Merged deltas in the coordinator: one composition for all, found again, safe to delete, never in anybody's way."""
 
 import asyncio
+import dataclasses
 import errno
 import shutil
 import threading
@@ -10,11 +11,11 @@ import pytest
 from services.common.api import PlanKind
 from services.common.errors import InvalidRequest
 from services.common.types import PayloadKind, PayloadRef
+from services.common.weights.container import read_chunk, read_header, write_chunks, write_durably, write_header
 from services.common.wire import manifest_from_bytes
 from services.coordinator import composer as composer_module
 from services.coordinator.spans import Span
 from tests.support.merging import Counted, RandomRun, merging, published, puller
-
 
 BUDGET = 3000
 """Room for two merged deltas of four versions, not for three."""
@@ -339,3 +340,82 @@ async def test_thread_of_the_compositions_ends_between_two_chunks(tmp_path, monk
 
     assert seen == [1], "six chunks, ended at the first"
     assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [{"from_version": 0}, {"to_version": 5}, {"kind": PayloadKind.DELTA}],
+    ids=["from another version", "to another version", "as a single delta"],
+)
+async def test_sampler_refuses_a_merged_delta_that_does_not_fit_and_goes_by_the_chain(tmp_path, lie):
+    async with merging(tmp_path) as core:
+        run = await published(core, tmp_path, 6)
+        held = await puller(core, tmp_path / "a").pull(held=None, want_version=1)
+        await plan(core, run, 1)
+        await core.composer.settle()
+        planned = []
+
+        class Lying(Counted):
+            async def plan_pull(self, **wanted):
+                found = await super().plan_pull(**wanted)
+                planned.append(found.kind)
+                if found.kind is PlanKind.MERGED:
+                    payload = dataclasses.replace(found.payloads[0], **lie)
+                    return dataclasses.replace(found, payloads=(payload,))
+                return found
+
+        pulled = await puller(Lying(core), tmp_path / "a").pull(held=held, want_version=-1)
+
+    after = PlanKind.SNAPSHOT if "kind" in lie else PlanKind.CHAIN
+    assert planned[:2] == [PlanKind.MERGED, after]
+    assert pulled.arena.state_root() == run.roots[6]
+
+
+async def test_merged_delta_with_wrong_content_never_becomes_a_state(tmp_path, monkeypatch):
+    real = composer_module.compose
+
+    def dropping(paths, target, *, layout_id, chunks, on_chunk):
+        # What the last payload does is lost; the roots say otherwise.
+        whole = real(paths, target, layout_id=layout_id, chunks=chunks, on_chunk=on_chunk)
+        short = target.with_name("compose-short")
+        real(paths[:-1], short, layout_id=layout_id, chunks=chunks, on_chunk=on_chunk)
+        with short.open("rb") as file:
+            header = read_header(file, layout_id=layout_id, chunks=chunks)
+            coded = [
+                (record.method, read_chunk(file, record, number=number)) for number, record in enumerate(header.records)
+            ]
+        short.unlink()
+
+        def content(file):
+            records = write_chunks(file, coded, num_chunks=len(coded))
+            write_header(file, dataclasses.replace(header, to_root=whole.to_root, records=records))
+
+        _, digest, num_bytes = write_durably(target, content)
+        return dataclasses.replace(whole, digest=digest, num_bytes=num_bytes)
+
+    monkeypatch.setattr(composer_module, "compose", dropping)
+    async with merging(tmp_path) as core:
+        run = await published(core, tmp_path, 4)
+        await core.composer.settle()
+        api = Counted(core)
+        held = await puller(core, tmp_path / "a").pull(held=None, want_version=0)
+        assert (await plan(core, run, 0)).kind is PlanKind.MERGED
+
+        pulled = await puller(api, tmp_path / "a").pull(held=held, want_version=-1)
+
+    assert api.kinds == {PayloadKind.DELTA: 4}, "by the chain, not by a snapshot: the held state is good"
+    assert pulled.arena.state_root() == run.roots[4]
+
+
+async def test_sampler_with_a_damaged_state_ends_with_the_snapshot(tmp_path):
+    async with merging(tmp_path) as core:
+        run = await published(core, tmp_path, 4)
+        await core.composer.settle()
+        api = Counted(core)
+        held = await puller(core, tmp_path / "a").pull(held=None, want_version=0)
+        held.arena.chunk(0)[0] ^= 1
+
+        pulled = await puller(api, tmp_path / "a").pull(held=held, want_version=-1)
+
+    assert api.kinds[PayloadKind.SNAPSHOT] == 1
+    assert pulled.arena.state_root() == run.roots[4]

@@ -3,7 +3,9 @@
 import asyncio
 import dataclasses
 import errno
+import os
 import shutil
+import sys
 import threading
 
 import pytest
@@ -14,7 +16,10 @@ from services.common.types import PayloadKind, PayloadRef
 from services.common.weights.container import read_chunk, read_header, write_chunks, write_durably, write_header
 from services.common.wire import manifest_from_bytes
 from services.coordinator import composer as composer_module
+from services.coordinator.config import CoordinatorConfig
+from services.coordinator.core import Coordinator
 from services.coordinator.spans import Span
+from tests.support.clock import ManualClock
 from tests.support.merging import Counted, RandomRun, merging, published, puller
 
 BUDGET = 3000
@@ -419,3 +424,60 @@ async def test_sampler_with_a_damaged_state_ends_with_the_snapshot(tmp_path):
 
     assert api.kinds[PayloadKind.SNAPSHOT] == 1
     assert pulled.arena.state_root() == run.roots[4]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
+async def test_compositions_have_the_lowest_priority_and_the_rest_keeps_its_own(tmp_path, monkeypatch):
+    real, seen = composer_module.compose, []
+
+    def noting(*positional, **named):
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return real(*positional, **named)
+
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    monkeypatch.setattr(composer_module, "LOWEST_PRIORITY", min(19, before + 1))
+    monkeypatch.setattr(composer_module, "compose", noting)
+    async with merging(tmp_path) as core:
+        await published(core, tmp_path, 4)
+        await core.composer.settle()
+
+    assert seen == [min(19, before + 1)]
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
+
+
+@pytest.mark.parametrize(("most", "expected"), [(5, {Span(0, 4), Span(4, 8), Span(1, 9)}), (3, set())])
+async def test_long_way_waits_for_the_blocks_that_shorten_it(tmp_path, monkeypatch, most, expected):
+    monkeypatch.setattr(composer_module, "MAX_PAYLOADS", most)
+    async with merging(tmp_path, merged_bytes=0) as core:
+        await published(core, tmp_path, 9)
+    async with merging(tmp_path) as core:
+        core.composer.request(Span(1, 9))
+        await core.composer.settle()
+
+        assert core.merges.spans == expected
+
+
+async def test_requests_are_bounded(tmp_path):
+    async with merging(tmp_path, merged_bytes=0) as core:
+        await published(core, tmp_path, 30)
+    core = await Coordinator.open(CoordinatorConfig(data_dir=tmp_path / "data"), ManualClock())
+    for start in range(25):
+        core.composer.request(Span(start, 30))
+    task = asyncio.create_task(core.composer.run())
+    await core.composer.settle()
+    task.cancel()
+    await asyncio.wait([task])
+    await core.close()
+
+    ends = [span for span in core.merges.spans if span.stop == 30]
+    assert len(ends) == composer_module.MAX_REQUESTS
+
+
+async def test_impossible_chunks_are_refused_before_memory_is_taken(tmp_path):
+    async with merging(tmp_path) as core:
+        run = await published(core, tmp_path, 3)
+        await run.publish(manifest={"chunk_elements": composer_module.MAX_CHUNK_ELEMENTS + 1})
+        await core.composer.settle()
+
+        assert core.merges.spans == frozenset()
+        assert (await plan(core, run, 0)).kind is PlanKind.CHAIN

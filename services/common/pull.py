@@ -2,7 +2,8 @@
 
 Guarantees: what is returned has exactly the manifest's state; what was held is never changed; a fetch goes on from the
 bytes on disk, also after a restart; a stalled link fails in bounded time; anything that fails its check is thrown away
-and the version is built again from a snapshot. Never repeats a call: whoever asked decides when to ask again.
+and the version is built again: without merged deltas, if there were any, and at last from a snapshot. Never repeats a
+call: whoever asked decides when to ask again.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from services.common.errors import (
 )
 from services.common.types import Digest, Manifest, PayloadKind, PayloadRef
 from services.common.weights.arena import Arena, Layout
-from services.common.weights.manifest import verify_child, verify_state
+from services.common.weights.manifest import verify_child, verify_descendant, verify_state
 from services.common.weights.payload import apply_payload, file_digest
 from services.common.wire import manifest_digest, manifest_from_bytes
 
@@ -63,6 +64,8 @@ class Puller:
         self._layout = layout
         self._clock = clock
         self._is_held_distrusted = False
+        self._are_merged_distrusted = False
+        self._has_merged = False
         self.on_frame: Callable[[], None] = _ignore
         spool.mkdir(parents=True, exist_ok=True)
 
@@ -75,21 +78,26 @@ class Puller:
             CorruptData: even the snapshot fails its checks.
         """
         start = None if self._is_held_distrusted else held
-        try:
-            pulled = await self._pull(start, want_version)
-        except CorruptData as error:
-            self._discard(error)
-            if start is None:
-                raise
-            # Remembered, since the snapshot may take several calls; a delta would only fail again in between.
-            self._is_held_distrusted = True
-            _LOG.error("version %d failed its checks, building it from a snapshot: %s", want_version, error)
+        while True:
             try:
-                pulled = await self._pull(None, want_version)
-            except CorruptData as again:
-                self._discard(again)
-                raise
-        self._is_held_distrusted = False
+                pulled = await self._pull(start, want_version)
+                break
+            except UnknownPayload as error:
+                # Only of a merged delta: the coordinator may delete one at any time.
+                _LOG.info("version %d is built from single deltas: %s", want_version, error)
+                self._are_merged_distrusted = True
+            except CorruptData as error:
+                self._discard(error)
+                if start is None and not self._has_merged:
+                    raise
+                # Each next way is dearer and depends on less. Remembered, since it may take several calls; the way that
+                # failed would only fail again in between.
+                if self._has_merged:
+                    self._are_merged_distrusted, way = True, "from single deltas"
+                else:
+                    self._is_held_distrusted, start, way = True, None, "from a snapshot"
+                _LOG.error("version %d failed its checks, building it %s: %s", want_version, way, error)
+        self._is_held_distrusted = self._are_merged_distrusted = False
         return pulled
 
     def _discard(self, error: CorruptData) -> None:
@@ -98,15 +106,18 @@ class Puller:
         self._keep_only(())
 
     async def _pull(self, held: PulledVersion | None, want_version: int) -> PulledVersion:
+        self._has_merged = False
         plan = await self._api.plan_pull(
             have_version=-1 if held is None else held.version,
             have_root="" if held is None else held.manifest.state_root,
             want_version=want_version,
+            accept_merged=not self._are_merged_distrusted,
         )
         _check_plan(plan, held=held, want_version=want_version)
         if plan.kind is PlanKind.SAME and held is not None:
             return held
         _LOG.debug("version %d: %s", plan.target_version, plan.reason)
+        self._has_merged = any(payload.kind is PayloadKind.MERGED for payload in plan.payloads)
         self._keep_only(plan.payloads)
         started = self._clock.monotonic()
         paths = [await self._fetch(payload) for payload in plan.payloads]
@@ -127,9 +138,11 @@ class Puller:
             manifest = manifest_from_bytes(data)
             if manifest.layout_id != self._layout.layout_id:
                 raise StateMismatch(f"version {manifest.version} has another layout", action="check model_dir")
-            if payload not in manifest.payloads:
+            if payload.kind is PayloadKind.MERGED:
+                _verify_merged(payload, parent, manifest)
+            elif payload not in manifest.payloads:
                 raise StateMismatch(f"the manifest of version {manifest.version} does not name this payload")
-            if parent is not None:
+            elif parent is not None:
                 verify_child(parent=parent, parent_digest=parent_digest, child=manifest)
             apply_payload(path, staging, expected_from_root=None if parent is None else parent.state_root)
             parent, parent_digest = manifest, manifest_digest(data)
@@ -162,6 +175,8 @@ class Puller:
                     metrics.BYTES.labels(payload.kind.value, "in").inc(len(frame))
                     self.on_frame()
             except UnknownPayload as error:
+                if payload.kind is PayloadKind.MERGED:
+                    raise
                 raise MalformedPayload(f"payload {payload.digest[:12]} is gone") from error
             finally:
                 if isinstance(frames, AsyncGenerator):
@@ -215,6 +230,12 @@ async def _step(frames: AsyncIterator[bytes]) -> bytes | None:
 
 def _ignore() -> None:
     pass
+
+
+def _verify_merged(payload: PayloadRef, before: Manifest | None, after: Manifest) -> None:
+    if before is None or (payload.from_version, payload.to_version) != (before.version, after.version):
+        raise StateMismatch(f"a merged delta from version {payload.from_version} to {payload.to_version} does not fit")
+    verify_descendant(ancestor=before, child=after)
 
 
 def _sync(file: BinaryIO) -> None:

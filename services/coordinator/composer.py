@@ -78,6 +78,7 @@ class Composer:
         self._requests: dict[Span, None] = {}
         self._skipped: frozenset[Span] = frozenset()
         """Not to be tried (again): impossible, failed, or evicted to keep the budget."""
+        self._current: Span | None = None
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._stopping = threading.Event()
@@ -85,9 +86,8 @@ class Composer:
 
     def request(self, span: Span) -> None:
         """Ask for one object over a span; nothing when it is there, under way, impossible, or too many are asked."""
-        # What is under way meanwhile is there when its turn comes, and then left out.
         is_known = span in self._requests or span in self._skipped or span in self._merges.spans
-        if self._budget_bytes and not is_known and len(self._requests) < MAX_REQUESTS:
+        if self._budget_bytes and not is_known and span != self._current and len(self._requests) < MAX_REQUESTS:
             self._requests[span] = None
             self.poke()
 
@@ -132,16 +132,18 @@ class Composer:
             for span in requests:
                 self._requests.pop(span, None)
             return False
-        span = choice.job.span
-        self._requests.pop(span, None)
+        self._current = choice.job.span
+        self._requests.pop(choice.job.span, None)
         try:
             payload = await asyncio.get_running_loop().run_in_executor(executor, self._compose, choice.job)
         except CorruptData as error:
-            _LOG.warning("versions %d to %d cannot be merged: %s", span.start, span.stop, error)
-            self._skipped |= {span}
+            _LOG.warning("versions %d to %d cannot be merged: %s", self._current.start, self._current.stop, error)
+            self._skipped |= {self._current}
             return True
         except OSError as error:
-            return await self._after(error, span)
+            return await self._after(error, self._current)
+        finally:
+            self._current = None
         self.num_composed += 1
         self._merges.add(payload)
         _LOG.debug("versions %d to %d are one delta", payload.from_version, payload.to_version)
@@ -174,7 +176,7 @@ class Composer:
         impossible: set[Span] = set()
         for span in (*requests, *due_blocks(head=head, window=self._window, have=have | skipped)):
             if span in have:
-                continue  # asked for while it was under way
+                continue
             path = _path_over(connection, span, self._merges.into)
             if len(path) < 2:
                 impossible.add(span)

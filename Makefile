@@ -39,10 +39,10 @@ kills: $(SETUP)  ## Kill real processes N times during a run and account for eve
 lab-quick: $(SETUP)  ## Three algorithms online and 32 versions behind, in three minutes
 	$(BIN)/heterorl lab run quick
 
-lab-stale64: $(SETUP)  ## Every loss of the sources at 0, 8 and 64 versions, 5 seeds: an hour and a half on two cores
+lab-stale64: $(SETUP)  ## Every loss of the sources at 0, 8 and 64 versions, 5 seeds: 40 minutes on two cores
 	$(BIN)/heterorl lab run stale64
 
-lab-recommend: $(SETUP)  ## Plain GEPO beside its combinations, 64 versions behind, 10 seeds: 40 minutes on two cores
+lab-recommend: $(SETUP)  ## Plain GEPO beside its combinations, 64 versions behind, 10 seeds: 20 minutes on two cores
 	$(BIN)/heterorl lab run recommend
 
 bench-losses: $(SETUP)  ## Time a learner step under each loss beside the cheapest

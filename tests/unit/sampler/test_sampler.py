@@ -404,11 +404,11 @@ async def test_groups_carry_the_version_that_drew_them_though_a_newer_one_is_sta
         pushed.extend(groups)
         return await world.core.push_groups(groups)
 
+    world.engine.proceed.clear()
+    await world.until(lambda: world.engine.is_held)
+    # Nothing new is spooled while the engine holds its batch.
     await world.until(lambda: world.spooled() == 0)
     world.link.replaced["push_groups"] = push_groups
-    world.engine.proceed.clear()
-    batches = world.engine.num_batches
-    await world.until(lambda: world.engine.num_batches > batches)
     await world.run.publish()
     await world.until(lambda: world.sampler.policy.take(0) is not None)
     assert world.engine.version == 0

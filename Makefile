@@ -5,7 +5,7 @@ BIN := .venv/bin
 SETUP := .venv/.installed
 N ?= 1000
 
-.PHONY: help demo test test-fast check kills bench-losses coverage protos lock clean
+.PHONY: help demo test test-fast check kills lab-quick lab-stale64 lab-recommend bench-losses coverage protos lock clean bench-merge
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -20,11 +20,11 @@ demo: $(SETUP)  ## Train a small model by GEPO with samplers 64 versions behind;
 	$(BIN)/heterorl demo
 
 test: $(SETUP)  ## Run all tests with coverage
-	$(BIN)/pytest -n 2 --cov --cov-report= -q
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --cov --cov-report= -q
 	$(BIN)/coverage report --skip-covered --fail-under=90 | tail -n 40
 
 test-fast: $(SETUP)  ## Run the tests that start no processes
-	$(BIN)/pytest -n 2 -q -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -q -m "not slow"
 
 check: $(SETUP)  ## Lint, types, import layers, protos
 	$(BIN)/ruff check .
@@ -36,8 +36,20 @@ check: $(SETUP)  ## Lint, types, import layers, protos
 kills: $(SETUP)  ## Kill real processes N times during a run and account for every group
 	$(BIN)/python -m tests.faults.kills --kills $(N) --out runs/kills
 
+lab-quick: $(SETUP)  ## Three algorithms online and 64 versions behind, in three minutes
+	$(BIN)/heterorl lab run quick
+
+lab-stale64: $(SETUP)  ## Every loss of the sources at 0, 8 and 64 versions, 5 seeds: 40 minutes on two cores
+	$(BIN)/heterorl lab run stale64
+
+lab-recommend: $(SETUP)  ## Plain GEPO beside its combinations, 64 versions behind, 10 seeds: 20 minutes on two cores
+	$(BIN)/heterorl lab run recommend
+
 bench-losses: $(SETUP)  ## Time a learner step under each loss beside the cheapest
 	$(BIN)/python -m benchmarks.loss_step --out benchmarks/results/losses.json
+
+bench-merge: $(SETUP)  ## Merged deltas beside the chain: bytes and seconds for samplers 1 to 256 versions behind
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.weights_merge --out benchmarks/results/weights_merge.json
 
 protos: $(SETUP)  ## Generate the stubs
 	$(BIN)/python protos/generate.py

@@ -1,8 +1,7 @@
 """Time of a learner step under each loss, beside the cheapest, on the same rollouts in one process.
 
-Losses are compared within rounds: a round takes one step with every loss, in random order, and a loss's cost is the
-median over rounds of its time over the round's mean, so that a machine that slows down slows all alike. On the CPU
-the time is that of the process's own processor seconds, which neighbours on the machine disturb least; wall-clock
+A round takes one step with every loss, in random order; a loss's cost is the least of its times, because neighbours on
+the machine only ever add to it. On the CPU the time is that of the process's own processor seconds; median wall-clock
 seconds are reported too. One micro-batch and several are measured, because losses that couple rollouts read the step
 twice if it does not fit one pass. The model is small, so that the losses' share is an upper bound for larger ones.
 
@@ -132,7 +131,7 @@ def step(
 def measure(
     run: Callable[[LossConfig], None], losses: dict[str, LossConfig], *, rounds: int, device: str
 ) -> dict[str, Any]:
-    """Median cost of each loss as a ratio to the cheapest, and in seconds."""
+    """Least cost of each loss as a ratio to the cheapest, and in seconds."""
     order = random.Random(0)
     cpu: dict[str, list[float]] = {name: [] for name in losses}
     wall: dict[str, list[float]] = {name: [] for name in losses}
@@ -150,18 +149,15 @@ def measure(
                 cpu[name].append(time.process_time() - started[0])
                 wall[name].append(time.perf_counter() - started[1])
     seconds = cpu if device == "cpu" else wall
-    means = [statistics.fmean(times[i] for times in seconds.values()) for i in range(rounds)]
-    costs = {
-        name: statistics.median(t / m for t, m in zip(times, means, strict=True)) for name, times in seconds.items()
-    }
+    costs = {name: min(times) for name, times in seconds.items()}
     cheapest = min(costs, key=lambda name: costs[name])
     return {
         "cheapest": cheapest,
         "losses": {
             name: {
                 "ratio_to_cheapest": round(costs[name] / costs[cheapest], 4),
-                "step_s": round(statistics.median(seconds[name]), 5),
-                "wall_s": round(statistics.median(wall[name]), 5),
+                "step_s": round(costs[name], 5),
+                "median_wall_s": round(statistics.median(wall[name]), 5),
             }
             for name in sorted(costs, key=lambda name: costs[name])
         },
@@ -174,11 +170,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/losses.json"))
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--groups", type=int, default=2)
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=48)
-    parser.add_argument("--hidden-size", type=int, default=256)
+    parser.add_argument("--hidden-size", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     arguments = parser.parse_args()
     if arguments.device == "cpu":
@@ -208,7 +204,7 @@ def main() -> None:
             device=arguments.device,
         )
         for loss, numbers in results[name]["losses"].items():
-            print(f"{name:20} {loss:22} {numbers['ratio_to_cheapest']:.3f} {numbers['step_s']:.3f} s")
+            print(f"{name:20} {loss:22} {numbers['ratio_to_cheapest']:.3f} {numbers['step_s']:.3f} s", flush=True)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 

@@ -7,6 +7,7 @@ import enum
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from services.common.types import RunStatus
 
@@ -30,7 +31,7 @@ def status_json(status: RunStatus) -> dict[str, Any]:
 
 def status_tables(status: RunStatus) -> tuple[Table, Table]:
     """A run's state as two tables: the run, and its sites."""
-    run = Table(title=f"run {status.run_id}", show_header=False)
+    run = Table(title=Text(f"run {status.run_id}"), show_header=False)
     ratio = status.bytes_full / status.bytes_last if status.bytes_last else 0.0
     ledger = status.ledger
     dropped = ", ".join(f"{reason.value} {count}" for reason, count in ledger.dropped.items() if count) or "none"
@@ -50,11 +51,12 @@ def status_tables(status: RunStatus) -> tuple[Table, Table]:
         rows.insert(1, ("step", f"{report.step}: reward {report.reward_mean:.3f}, KL {report.kl:.3f}"))
         rows.insert(2, ("staleness", f"{report.staleness_mean:.1f} mean, {report.staleness_max} max"))
     for row in rows:
-        run.add_row(*row)
+        # Names come from other machines: text, never markup.
+        run.add_row(*map(Text, row))
     sites = Table("site", "version", "behind", "accepted", "dropped", "tokens/s", "leased", "seen", title="sites")
     for site in status.sites:
         sites.add_row(
-            site.site,
+            Text(site.site),
             str(site.policy_version),
             str(status.head_version - site.policy_version),
             str(site.groups_accepted),

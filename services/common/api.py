@@ -34,6 +34,7 @@ class PlanKind(enum.Enum):
 
     SAME = "same"
     DELTA = "delta"
+    MERGED = "merged"
     CHAIN = "chain"
     SNAPSHOT = "snapshot"
 
@@ -150,7 +151,9 @@ class CoordinatorApi(Protocol):
         """The exact bytes of a manifest with the signature that its publisher sent."""
         ...
 
-    async def plan_pull(self, *, have_version: int, have_root: str, want_version: int) -> PullPlan:
+    async def plan_pull(
+        self, *, have_version: int, have_root: str, want_version: int, accept_merged: bool = False
+    ) -> PullPlan:
         """Plan from (have_version, have_root), or from nothing when have_version is -1; want_version -1 is the head."""
         ...
 

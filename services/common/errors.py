@@ -11,7 +11,7 @@
       CorruptData             bytes that fail their own checks: quarantined, never served, never applied
         MalformedPayload  LimitExceeded  StateMismatch  CorruptStore
       UntrustedVersion        a version whose origin or place in the history is not proven; never used
-        UnsignedManifest  WrongSignature  RollbackRefused
+        UnsignedManifest  WrongSignature  UnprovenDescent
       RewardError             a verifier failed; never a zero reward
 
 `ValueError` and `assert` are for our own mistakes.
@@ -231,10 +231,10 @@ class WrongSignature(UntrustedVersion):
     action = "compare `heterorl keys show` at the learner with trusted_keys; if they agree, distrust the coordinator"
 
 
-class RollbackRefused(UntrustedVersion):
-    """The version is older than one used before, or does not descend from it and does not name it as abandoned."""
+class UnprovenDescent(UntrustedVersion):
+    """The coordinator does not show the manifests that lead from a version used before to this one."""
 
-    action = "distrust the coordinator; if the run was started anew on purpose, choose another state_dir"
+    action = "asked for again; if it repeats, distrust the coordinator"
 
 
 class RewardError(HeterorlError):

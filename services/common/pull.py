@@ -1,7 +1,9 @@
 """Getting a version: plan, fetch, apply to a staging copy, verify the whole state; nobody ever sees it half done.
 
-Guarantees: what is returned has exactly the manifest's state; a fetch resumes from the bytes on disk, also after a
-restart; anything that fails its check is thrown away and the version is built again from a snapshot.
+Guarantees: what is returned has exactly the manifest's state; what was held is never changed; a fetch goes on from the
+bytes on disk, also after a restart; a stalled link fails in bounded time; anything that fails its check is thrown away
+and the version is built again: without merged deltas, if there were any, and at last from a snapshot. Never repeats a
+call: whoever asked decides when to ask again.
 """
 
 from __future__ import annotations
@@ -9,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -20,7 +21,6 @@ from services.common.api import CoordinatorApi, PlanKind, PullPlan
 from services.common.clock import Clock
 from services.common.errors import (
     CorruptData,
-    Draining,
     LimitExceeded,
     MalformedPayload,
     StateMismatch,
@@ -29,12 +29,13 @@ from services.common.errors import (
 )
 from services.common.types import Digest, Manifest, PayloadKind, PayloadRef
 from services.common.weights.arena import Arena, Layout
-from services.common.weights.manifest import verify_child, verify_state
+from services.common.weights.manifest import verify_child, verify_descendant, verify_state
 from services.common.weights.payload import apply_payload, file_digest
 from services.common.wire import manifest_digest, manifest_from_bytes
 
 _LOG = logging.getLogger(__name__)
-RETRY_S = 1.0
+STALL_S = 60.0
+"""A link that brings no frame (at most 1 MiB) for so long is given up; the bytes received stay."""
 Admit = Callable[[PullPlan], Awaitable[None]]
 """Looks at the manifests of a plan other than SAME and raises when the version is not to be built."""
 
@@ -54,51 +55,82 @@ class PulledVersion:
 
 
 class Puller:
-    """Builds versions of one layout in one spool directory."""
+    """Builds versions of one layout in one spool directory, which is its own.
+
+    `on_frame` is called whenever bytes arrive, so that the caller can tell a slow link from a dead one.
+    """
 
     def __init__(self, *, api: CoordinatorApi, spool: Path, layout: Layout, clock: Clock) -> None:
         self._api = api
         self._spool = spool
         self._layout = layout
         self._clock = clock
+        self._is_held_distrusted = False
+        self._are_merged_distrusted = False
+        self._has_merged = False
+        self.on_frame: Callable[[], None] = _ignore
         spool.mkdir(parents=True, exist_ok=True)
 
     async def pull(self, *, held: PulledVersion | None, want_version: int, admit: Admit | None = None) -> PulledVersion:
         """Build `want_version` (-1: the head) from what is held; `admit` may refuse a plan before a byte is fetched.
 
         Raises:
+            UntrustedVersion: `admit` refused it; nothing has changed.
             UnknownVersion: no such version, or no payloads lead to it.
+            Unreachable: the link broke or stalled; calling again goes on from the bytes received.
             CorruptData: even the snapshot fails its checks.
         """
-        try:
-            return await self._pull(held, want_version, admit)
-        except CorruptData as error:
-            metrics.DIGEST_MISMATCHES.inc()
-            self._clear()
-            if held is None:
-                raise
-            _LOG.error("version %d failed its checks, building it from a snapshot: %s", want_version, error)
-            return await self._pull(None, want_version, admit)
+        start = None if self._is_held_distrusted else held
+        while True:
+            try:
+                pulled = await self._pull(start, want_version, admit)
+                break
+            except UnknownPayload as error:
+                # Only of a merged delta: the coordinator may delete one at any time.
+                _LOG.info("version %d is built from single deltas: %s", want_version, error)
+                self._are_merged_distrusted = True
+            except CorruptData as error:
+                self._discard(error)
+                if start is None and not self._has_merged:
+                    raise
+                # Each next way is dearer and depends on less. Remembered, since it may take several calls; the way that
+                # failed would only fail again in between.
+                if self._has_merged:
+                    self._are_merged_distrusted, way = True, "from single deltas"
+                else:
+                    self._is_held_distrusted, start, way = True, None, "from a snapshot"
+                _LOG.error("version %d failed its checks, building it %s: %s", want_version, way, error)
+        self._is_held_distrusted = self._are_merged_distrusted = False
+        return pulled
+
+    def _discard(self, error: CorruptData) -> None:
+        metrics.DIGEST_MISMATCHES.inc()
+        _LOG.debug("discarding what was fetched: %s", error)
+        self._keep_only(())
 
     async def _pull(self, held: PulledVersion | None, want_version: int, admit: Admit | None) -> PulledVersion:
+        self._has_merged = False
         plan = await self._api.plan_pull(
             have_version=-1 if held is None else held.version,
             have_root="" if held is None else held.manifest.state_root,
             want_version=want_version,
+            accept_merged=not self._are_merged_distrusted,
         )
-        if plan.kind is PlanKind.SAME:
-            assert held is not None, "nothing cannot be the wanted version"
+        _check_plan(plan, held=held, want_version=want_version)
+        if plan.kind is PlanKind.SAME and held is not None:
             return held
         _LOG.debug("version %d: %s", plan.target_version, plan.reason)
+        self._has_merged = any(payload.kind is PayloadKind.MERGED for payload in plan.payloads)
         if admit is not None:
             await admit(plan)
-        started = time.perf_counter()
+        self._keep_only(plan.payloads)
+        started = self._clock.monotonic()
         paths = [await self._fetch(payload) for payload in plan.payloads]
-        metrics.PULL_SECONDS.observe(time.perf_counter() - started)
-        started = time.perf_counter()
+        fetched = self._clock.monotonic()
+        metrics.PULL_SECONDS.observe(fetched - started)
         pulled = await asyncio.to_thread(self._apply, plan, paths, held)
-        metrics.APPLY_SECONDS.observe(time.perf_counter() - started)
-        self._clear()
+        metrics.APPLY_SECONDS.observe(self._clock.monotonic() - fetched)
+        self._keep_only(())
         return pulled
 
     def _apply(self, plan: PullPlan, paths: list[Path], held: PulledVersion | None) -> PulledVersion:
@@ -111,13 +143,15 @@ class Puller:
             manifest = manifest_from_bytes(data)
             if manifest.layout_id != self._layout.layout_id:
                 raise StateMismatch(f"version {manifest.version} has another layout", action="check model_dir")
-            if payload not in manifest.payloads:
+            if payload.kind is PayloadKind.MERGED:
+                _verify_merged(payload, parent, manifest)
+            elif payload not in manifest.payloads:
                 raise StateMismatch(f"the manifest of version {manifest.version} does not name this payload")
-            if parent is not None:
+            elif parent is not None:
                 verify_child(parent=parent, parent_digest=parent_digest, child=manifest)
             apply_payload(path, staging, expected_from_root=None if parent is None else parent.state_root)
             parent, parent_digest = manifest, manifest_digest(data)
-        assert parent is not None, "a plan other than SAME has payloads"
+        assert parent is not None, "the plan was checked"
         if parent.version != plan.target_version:
             raise StateMismatch(f"the plan leads to version {parent.version}, not {plan.target_version}")
         verify_state(parent, staging)
@@ -125,42 +159,88 @@ class Puller:
 
     async def _fetch(self, payload: PayloadRef) -> Path:
         path = self._spool / payload.digest
-        while True:
-            have = path.stat().st_size if path.exists() else 0
-            if have == payload.num_bytes:
-                break
-            if have > payload.num_bytes:
-                path.unlink()
-                raise LimitExceeded(f"payload {payload.digest[:12]} is longer than its {payload.num_bytes} bytes")
-            try:
-                await self._append(payload, path, have)
-            except (Unreachable, Draining, UnknownPayload) as error:
-                if isinstance(error, UnknownPayload):
-                    raise MalformedPayload(f"payload {payload.digest[:12]} is gone") from error
-                _LOG.debug("fetching waits: %s", error)
-                await self._clock.sleep(RETRY_S)
+        have = path.stat().st_size if path.exists() else 0
+        if have > payload.num_bytes:
+            raise LimitExceeded(f"payload {payload.digest[:12]} is longer than its {payload.num_bytes} bytes")
+        if have < payload.num_bytes:
+            await self._append(payload, path, have)
         if await asyncio.to_thread(file_digest, path) != payload.digest:
-            path.unlink()
             raise MalformedPayload(f"payload {payload.digest[:12]} arrived with another digest")
         return path
 
     async def _append(self, payload: PayloadRef, path: Path, offset: int) -> None:
+        frames = self._api.read_payload(digest=payload.digest, offset=offset)
         with path.open("ab") as file:
             try:
-                async for frame in self._api.read_payload(digest=payload.digest, offset=offset):
+                while (frame := await self._next(frames)) is not None:
                     offset += len(frame)
                     if offset > payload.num_bytes:
                         raise LimitExceeded(f"payload {payload.digest[:12]} is longer than stated")
                     file.write(frame)
                     metrics.BYTES.labels(payload.kind.value, "in").inc(len(frame))
+                    self.on_frame()
+            except UnknownPayload as error:
+                if payload.kind is PayloadKind.MERGED:
+                    raise
+                raise MalformedPayload(f"payload {payload.digest[:12]} is gone") from error
             finally:
+                if isinstance(frames, AsyncGenerator):
+                    await frames.aclose()
                 await asyncio.to_thread(_sync, file)
         if offset < payload.num_bytes:
-            raise Unreachable(f"payload {payload.digest[:12]} ended after {offset} bytes", retry_after_s=RETRY_S)
+            raise Unreachable(f"payload {payload.digest[:12]} ended after {offset} bytes", retry_after_s=1.0)
 
-    def _clear(self) -> None:
+    async def _next(self, frames: AsyncIterator[bytes]) -> bytes | None:
+        """The next frame, None at the end.
+
+        Raises:
+            Unreachable: none came for STALL_S.
+        """
+        step = asyncio.ensure_future(_step(frames))
+        timer = asyncio.ensure_future(self._clock.sleep(STALL_S))
+        try:
+            await asyncio.wait([step, timer], return_when=asyncio.FIRST_COMPLETED)
+            if not step.done():
+                raise Unreachable(f"no bytes of the payload in {STALL_S:g} s", retry_after_s=1.0)
+            return step.result()
+        finally:
+            step.cancel()
+            timer.cancel()
+            await asyncio.gather(step, timer, return_exceptions=True)
+
+    def _keep_only(self, payloads: tuple[PayloadRef, ...]) -> None:
+        """Bound the spool to one plan."""
+        names = {payload.digest for payload in payloads}
         for path in self._spool.iterdir():
-            path.unlink()
+            if path.name not in names:
+                path.unlink()
+
+
+def _check_plan(plan: PullPlan, *, held: PulledVersion | None, want_version: int) -> None:
+    """Refuse a plan that does not lead from what is held to what is wanted."""
+    if want_version >= 0 and plan.target_version != want_version:
+        raise StateMismatch(f"the plan leads to version {plan.target_version}, not {want_version}")
+    if plan.kind is PlanKind.SAME:
+        if held is None or held.version != plan.target_version:
+            raise StateMismatch(f"the plan says that version {plan.target_version} is held already")
+    elif not plan.payloads or len(plan.payloads) != len(plan.manifests):
+        raise StateMismatch(f"the plan has {len(plan.payloads)} payloads and {len(plan.manifests)} manifests")
+
+
+async def _step(frames: AsyncIterator[bytes]) -> bytes | None:
+    async for frame in frames:
+        return frame
+    return None
+
+
+def _ignore() -> None:
+    pass
+
+
+def _verify_merged(payload: PayloadRef, before: Manifest | None, after: Manifest) -> None:
+    if before is None or (payload.from_version, payload.to_version) != (before.version, after.version):
+        raise StateMismatch(f"a merged delta from version {payload.from_version} to {payload.to_version} does not fit")
+    verify_descendant(ancestor=before, child=after)
 
 
 def _sync(file: BinaryIO) -> None:

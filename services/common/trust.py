@@ -13,6 +13,8 @@ from services.common.errors import UnsignedManifest, WrongSignature
 from services.common.signing import signed_by
 
 _LOG = logging.getLogger(__name__)
+UNSIGNED = "unsigned"
+"""What the state shows of a version that no key was asked about."""
 
 
 class Trust:
@@ -27,8 +29,11 @@ class Trust:
         """Whether signatures are demanded."""
         return bool(self._keys)
 
-    def check(self, data: bytes, signature: bytes, *, version: int) -> None:
+    def check(self, data: bytes, signature: bytes, *, version: int) -> str:
         """Accept the exact bytes of a manifest, or refuse them.
+
+        Returns:
+            The trusted key that signed them; UNSIGNED where no key is trusted, for then nothing was proven.
 
         Raises:
             UnsignedManifest: keys are trusted and there is no signature.
@@ -38,8 +43,10 @@ class Trust:
             if not self._has_warned:
                 self._has_warned = True
                 _LOG.warning("trusted_keys is empty: whoever controls the coordinator can replace the weights")
-            return
+            return UNSIGNED
         if not signature:
             raise UnsignedManifest(f"the manifest of version {version} is not signed")
-        if signed_by(data, signature, self._keys) is None:
+        key = signed_by(data, signature, self._keys)
+        if key is None:
             raise WrongSignature(f"the signature of version {version} is of none of the {len(self._keys)} trusted keys")
+        return key

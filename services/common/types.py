@@ -153,10 +153,11 @@ class LeaseGrant:
 
 
 class PayloadKind(enum.Enum):
-    """What a payload rebuilds: a whole state, or the step from one version's state to another's."""
+    """What a payload rebuilds: a whole state, the step from a version's parent to it, or several such steps as one."""
 
     SNAPSHOT = "snapshot"
     DELTA = "delta"
+    MERGED = "merged"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +177,8 @@ class Manifest:
 
     `chunk_digests` are xxh3-128 (16 bytes each) of every arena chunk after the step, in arena order;
     `state_root` = blake3(layout_id || chunk digests). `parent_digest` is the digest of the parent's manifest bytes,
-    empty for the first version. `parent_version` is -1 for the first version.
+    empty for the first version. `parent_version` is -1 for the first version. `chunk_elements` is the length of every
+    chunk but the last of a width, 0 when not stated.
     """
 
     run_id: str
@@ -192,6 +194,7 @@ class Manifest:
     num_elements: int
     full_bytes: int
     payloads: tuple[PayloadRef, ...]
+    chunk_elements: int = 0
 
     @property
     def abandoned(self) -> range:

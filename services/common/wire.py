@@ -45,10 +45,7 @@ _MODE = {
     LogprobMode.RAW: common_pb2.LOGPROB_MODE_RAW,
     LogprobMode.PROCESSED: common_pb2.LOGPROB_MODE_PROCESSED,
 }
-_PAYLOAD = {
-    PayloadKind.SNAPSHOT: policy_pb2.PAYLOAD_KIND_SNAPSHOT,
-    PayloadKind.DELTA: policy_pb2.PAYLOAD_KIND_DELTA,
-}
+_PAYLOAD = {kind: policy_pb2.PayloadKind.Value(f"PAYLOAD_KIND_{kind.name}") for kind in PayloadKind}
 _FINISH_OF = {pb: value for value, pb in _FINISH.items()}
 _MODE_OF = {pb: value for value, pb in _MODE.items()}
 _PAYLOAD_OF = {pb: value for value, pb in _PAYLOAD.items()}
@@ -262,6 +259,7 @@ def manifest_to_bytes(value: Manifest) -> bytes:
         num_elements=value.num_elements,
         full_bytes=value.full_bytes,
         payloads=[payload_to_pb(payload) for payload in value.payloads],
+        chunk_elements=value.chunk_elements,
     ).SerializeToString(deterministic=True)
 
 
@@ -290,6 +288,7 @@ def manifest_from_bytes(data: bytes) -> Manifest:
         num_elements=message.num_elements,
         full_bytes=message.full_bytes,
         payloads=payloads,
+        chunk_elements=message.chunk_elements,
     )
 
 

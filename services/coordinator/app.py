@@ -3,6 +3,7 @@
     loop        waits for                                     unblocked by
     rpcs        messages of learners and samplers             the peers; the end of the grace period
     gauges      one second                                    the stop event
+    composer    versions to merge, its thread                 a publication; a plan; the stop event
     main        SIGTERM or SIGINT, or a fatal store error     the operator; the store
 
 Order of the stop: no new calls (health says NOT_SERVING), streams end, running calls finish within the grace period,
@@ -49,9 +50,11 @@ async def main(config: CoordinatorConfig) -> int:
         _LOG.info("run %s: listening on port %d, metrics on port %d", config.run_id, port, metrics_port)
         async with asyncio.TaskGroup() as tasks:
             gauges = tasks.create_task(_gauges(core, clock))
+            composer = tasks.create_task(core.composer.run())
             core.on_fatal.add_done_callback(lambda _: stop.set())
             await stop.wait()
             gauges.cancel()
+            composer.cancel()
     finally:
         _LOG.info("stopping")
         await core.end_streams()

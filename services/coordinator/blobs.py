@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import BinaryIO
 
+from services.common.directory import make_directory, sync_directory
 from services.common.errors import (
     CorruptStore,
     DigestMismatch,
@@ -28,7 +29,6 @@ from services.common.errors import (
 )
 from services.common.types import Digest
 from services.common.weights.payload import file_digest
-from services.coordinator.directory import make_directory, sync_directory
 
 FRAME_BYTES = 1 << 20
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -56,7 +56,7 @@ class BlobStore:
 
     def size(self, digest: Digest) -> int | None:
         """Size of a complete payload, or None."""
-        path = self._path(digest)
+        path = self.path(digest)
         return path.stat().st_size if path.exists() else None
 
     def query(self, digest: Digest) -> int:
@@ -131,7 +131,7 @@ class BlobStore:
             await asyncio.to_thread(_sync_and_close, file, path)
 
     def _complete(self, digest: Digest) -> None:
-        partial, target = self._partial / digest, self._path(digest)
+        partial, target = self._partial / digest, self.path(digest)
         found = file_digest(partial)
         if found != digest:
             partial.unlink()
@@ -156,17 +156,11 @@ class BlobStore:
             UnknownPayload: not stored.
             InvalidRequest: the offset is beyond the end.
         """
-        size = self.size(digest)
-        if size is None:
-            raise UnknownPayload(f"payload {digest[:12]} is not stored")
-        if not 0 <= offset <= size:
-            raise InvalidRequest(f"offset {offset} is beyond the end of {size} bytes")
-        with self._path(digest).open("rb") as file:
-            file.seek(offset)
-            while frame := await asyncio.to_thread(file.read, FRAME_BYTES):
-                yield frame
+        async for frame in read_frames(self.path(digest), offset=offset):
+            yield frame
 
-    def _path(self, digest: Digest) -> Path:
+    def path(self, digest: Digest) -> Path:
+        """Where the complete payload lies, whether or not it does already."""
         # The one place where a digest becomes a path: whatever else a peer writes there names no file.
         if not _DIGEST.fullmatch(digest):
             raise InvalidRequest("digest: not 64 lower-case hex digits")
@@ -175,6 +169,26 @@ class BlobStore:
     def _partial_size(self, digest: Digest) -> int:
         path = self._partial / digest
         return path.stat().st_size if path.exists() else 0
+
+
+async def read_frames(path: Path, *, offset: int) -> AsyncIterator[bytes]:
+    """Yield frames of at most 1 MiB of a payload's file; one that is deleted meanwhile is read to its end.
+
+    Raises:
+        UnknownPayload: there is no such file.
+        InvalidRequest: the offset is beyond the end.
+    """
+    try:
+        file = path.open("rb")
+    except FileNotFoundError as error:
+        raise UnknownPayload(f"payload {path.name[-64:][:12]} is not stored") from error
+    with file:
+        size = os.fstat(file.fileno()).st_size
+        if not 0 <= offset <= size:
+            raise InvalidRequest(f"offset {offset} is beyond the end of {size} bytes")
+        file.seek(offset)
+        while frame := await asyncio.to_thread(file.read, FRAME_BYTES):
+            yield frame
 
 
 def _write_all(file: BinaryIO, frame: bytes) -> None:

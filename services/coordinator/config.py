@@ -36,6 +36,8 @@ class CoordinatorConfig(Config):
     """Bytes that one site may have in the queue."""
     store_bytes: int = Field(default=1 << 40, ge=1 << 20)
     """Bytes that payloads may occupy on disk."""
+    merged_bytes: int = Field(default=64 << 30, ge=0)
+    """Bytes that merged deltas may occupy on disk, beside store_bytes; 0 makes none. Safe to delete any time."""
     max_payload_bytes: int = Field(default=64 << 30, ge=1 << 10)
     """Largest payload, bytes."""
     max_message_bytes: int = Field(default=16 << 20, ge=2 << 20, le=512 << 20)
@@ -58,6 +60,11 @@ class CoordinatorConfig(Config):
     def is_finished(self, head: int) -> bool:
         """Whether the run has reached its end."""
         return 0 < self.max_versions <= head
+
+    @property
+    def merge_window_versions(self) -> int:
+        """How far behind the head merged deltas are kept ready."""
+        return max(256, 4 * self.max_staleness_versions)
 
     @property
     def outstanding_limit(self) -> int:

@@ -25,8 +25,10 @@ from services.common.types import (
 )
 from services.coordinator import lineage, queue, reports
 from services.coordinator.blobs import BlobStore
+from services.coordinator.composer import Composer
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.database import Database, get_meta, set_meta
+from services.coordinator.merges import Merges
 from services.coordinator.policies import Policies
 from services.coordinator.rollouts import Rollouts
 from services.coordinator.sites import Sites
@@ -57,6 +59,8 @@ class Coordinator(Policies, Rollouts):
                 store_bytes=config.store_bytes,
                 max_payload_bytes=config.max_payload_bytes,
             )
+            merges = Merges(config.data_dir / "merged")
+            await merges.open(database)
         except BaseException:
             await database.close()
             raise
@@ -65,6 +69,8 @@ class Coordinator(Policies, Rollouts):
             clock=clock,
             database=database,
             blobs=blobs,
+            merges=merges,
+            composer=Composer(merges=merges, database=database, path_of=blobs.path, config=config),
             sites=Sites(work_lease_s=config.work_lease_s),
             bell=Bell(),
             queue=queue.Queue(config=config),

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from services.common.directory import make_directory
 from services.common.errors import CorruptStore, DiskFull, Draining, StoreFull
-from services.coordinator.directory import make_directory
 
 _LOG = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")

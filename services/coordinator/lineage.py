@@ -8,6 +8,7 @@ services.coordinator.database.
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from services.common.api import PlanKind, PullPlan
@@ -35,6 +36,7 @@ from services.coordinator.database import get_meta, set_meta
 from services.coordinator.membership import Lease, contract_difference
 
 NONE = -1
+MergedInto = Callable[[int], Sequence[PayloadRef]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +154,8 @@ def check_publication(
     if not kinds or len(set(kinds)) != len(kinds):
         raise InvalidRequest("manifest.payloads: one of each kind at most, and at least one")
     for payload in manifest.payloads:
+        if payload.kind is PayloadKind.MERGED:
+            raise InvalidRequest("manifest.payloads: merged deltas are the coordinator's to make")
         is_delta = payload.kind is PayloadKind.DELTA
         start = request.lineage_version if is_delta else NONE
         if (payload.to_version, payload.from_version) != (manifest.version, start) or (is_delta and start == NONE):
@@ -239,8 +243,22 @@ def read_signed_manifest(connection: sqlite3.Connection, version: int) -> Signed
     return SignedManifest(data=data, signature=b"" if row is None else bytes(row[0]))
 
 
-def plan(connection: sqlite3.Connection, *, have_version: int, have_root: str, want_version: int) -> PullPlan:
+def no_merged(_version: int) -> tuple[PayloadRef, ...]:
+    """No merged delta leads anywhere."""
+    return ()
+
+
+def plan(
+    connection: sqlite3.Connection,
+    *,
+    have_version: int,
+    have_root: str,
+    want_version: int,
+    merged_into: MergedInto,
+) -> PullPlan:
     """Plan a pull; what the caller claims to hold counts only when its state root is that version's.
+
+    `merged_into` names the merged deltas that lead to a version.
 
     Raises:
         UnknownVersion: the wanted version does not exist or was abandoned.
@@ -255,13 +273,7 @@ def plan(connection: sqlite3.Connection, *, have_version: int, have_root: str, w
             start, note = NONE, f"; version {have_version} of the caller is not the run's"
 
     def into(version: int) -> list[PayloadRef]:
-        rows = connection.execute(
-            "SELECT kind, from_version, to_version, digest, num_bytes FROM payloads WHERE to_version = ?", (version,)
-        )
-        return [
-            PayloadRef(kind=PayloadKind(kind), from_version=a, to_version=b, digest=Digest(digest), num_bytes=size)
-            for kind, a, b, digest, size in rows
-        ]
+        return [*payloads_into(connection, version), *merged_into(version)]
 
     kind, payloads, reason = plan_pull(into, have_version=start, want_version=want)
     return PullPlan(
@@ -272,6 +284,17 @@ def plan(connection: sqlite3.Connection, *, have_version: int, have_root: str, w
         reason=reason + note,
         signature=read_signed_manifest(connection, want).signature if payloads else b"",
     )
+
+
+def payloads_into(connection: sqlite3.Connection, version: int) -> list[PayloadRef]:
+    """Published payloads that lead to a version."""
+    rows = connection.execute(
+        "SELECT kind, from_version, to_version, digest, num_bytes FROM payloads WHERE to_version = ?", (version,)
+    )
+    return [
+        PayloadRef(kind=PayloadKind(kind), from_version=a, to_version=b, digest=Digest(digest), num_bytes=size)
+        for kind, a, b, digest, size in rows
+    ]
 
 
 def _parent_digest(connection: sqlite3.Connection, version: int) -> str:

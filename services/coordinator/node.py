@@ -11,8 +11,10 @@ from typing import TypeVar
 from services.common.bell import Bell
 from services.common.clock import Clock
 from services.coordinator.blobs import BlobStore
+from services.coordinator.composer import Composer
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.database import Database
+from services.coordinator.merges import Merges
 from services.coordinator.queue import Queue
 from services.coordinator.sites import Sites
 
@@ -27,6 +29,8 @@ class Node:
     clock: Clock
     database: Database
     blobs: BlobStore
+    merges: Merges
+    composer: Composer
     sites: Sites
     bell: Bell
     queue: Queue

@@ -26,9 +26,11 @@ from services.common.types import (
 )
 from services.common.wire import manifest_from_bytes
 from services.coordinator import lineage, queue, reports
+from services.coordinator.blobs import read_frames
 from services.coordinator.database import get_meta, set_meta
 from services.coordinator.membership import decide_acquire
 from services.coordinator.node import Node
+from services.coordinator.spans import worth_merging
 
 _LOG = logging.getLogger(__name__)
 
@@ -130,6 +132,7 @@ class Policies(Node):
         version, refused, why = await self.change(operation)
         if refused:
             raise GroupNotAvailable(why)
+        self.composer.poke()
         _LOG.debug("version %d published", version)
         return version
 
@@ -159,15 +162,34 @@ class Policies(Node):
         """Exact bytes of a manifest and its signature."""
         return await self.database.run(lambda connection: lineage.read_signed_manifest(connection, version))
 
-    async def plan_pull(self, *, have_version: int, have_root: str, want_version: int) -> PullPlan:
-        """Plan the cheapest way to a version."""
-        return await self.database.run(
-            lambda connection: lineage.plan(
-                connection, have_version=have_version, have_root=have_root, want_version=want_version
+    async def plan_pull(
+        self, *, have_version: int, have_root: str, want_version: int, accept_merged: bool = False
+    ) -> PullPlan:
+        """Plan the cheapest way to a version by what is there; what would be cheaper is made for the next caller."""
+
+        def operation(connection: sqlite3.Connection) -> tuple[PullPlan, int]:
+            plan = lineage.plan(
+                connection,
+                have_version=have_version,
+                have_root=have_root,
+                want_version=want_version,
+                merged_into=self.merges.into if accept_merged else lineage.no_merged,
             )
-        )
+            return plan, lineage.read_head(connection).version
+
+        plan, head = await self.database.run(operation)
+        if accept_merged:
+            while await self.merges.forget_missing(plan.payloads):
+                self.composer.poke()
+                plan, head = await self.database.run(operation)
+            span = worth_merging(plan.payloads, head=head)
+            if span is not None:
+                self.composer.request(span)
+        return plan
 
     async def read_payload(self, *, digest: Digest, offset: int) -> AsyncIterator[bytes]:
         """Yield frames of a payload."""
-        async for frame in self.blobs.read(digest=digest, offset=offset):
+        merged = self.merges.find(digest)
+        frames = self.blobs.read(digest=digest, offset=offset)
+        async for frame in frames if merged is None else read_frames(merged, offset=offset):
             yield frame

@@ -2,7 +2,7 @@
 
 A replay holds one chunk of the model at a time, for as many versions as still have children to come, so a model of any
 size can be checked in little memory. The tensor table is not in a data directory, but it is not needed:
-a chunk is a run of integers, and how many follows from the manifest (see `layout_of`).
+a chunk is a run of integers, and how many follows from the manifest (`weights.manifest.chunks_of`).
 """
 
 from __future__ import annotations
@@ -11,18 +11,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import numpy as np
-
 from services.common.errors import CorruptData, MalformedPayload
-from services.common.types import Manifest, PayloadKind, PayloadRef
-from services.common.weights.arena import CHUNK_ELEMENTS, Chunk, IntArray, Layout, digest_integers, state_root
+from services.common.types import Digest, Manifest, PayloadKind, PayloadRef
+from services.common.weights.arena import Chunk, IntArray, digest_integers, state_root, zeros
 from services.common.weights.codec import apply_chunk
+from services.common.weights.manifest import chunks_of
 from services.common.weights.payload import PayloadChunks, file_digest
 from services.coordinator.history import History
 from services.coordinator.verify import Check, Report
 
 Advance = Callable[[int], None]
-_DTYPE = {2: np.int16, 4: np.int32}
 
 
 def check_payloads(
@@ -49,6 +47,8 @@ def check_payloads(
 
 def _is_in_place(payload: PayloadRef, manifest: Manifest) -> bool:
     start = manifest.parent_version if payload.kind is PayloadKind.DELTA else -1
+    if payload.kind is PayloadKind.MERGED:
+        return False
     return (payload.from_version, payload.to_version) == (start, manifest.version) and start < manifest.version
 
 
@@ -64,30 +64,6 @@ def _check_payload(history: History, payload: PayloadRef) -> str:
     return "" if file_digest(path) == payload.digest else "has other bytes"
 
 
-def layout_of(manifest: Manifest, *, chunk_elements: int | None = None) -> Layout:
-    """Chunks of a state, without names: elements of two and of four bytes, each cut at `chunk_elements`.
-
-        n2 + n4 = num_elements,  2 n2 + 4 n4 = full_bytes
-
-    Raises:
-        MalformedPayload: no such state can have as many chunks as the manifest has digests.
-    """
-    wide, odd = divmod(manifest.full_bytes - 2 * manifest.num_elements, 2)
-    lengths = {2: manifest.num_elements - wide, 4: wide}
-    if odd or min(lengths.values()) < 0:
-        raise MalformedPayload(f"{manifest.num_elements} elements cannot have {manifest.full_bytes} bytes")
-    size = chunk_elements or CHUNK_ELEMENTS
-    num_chunks = sum(-(-length // size) for length in lengths.values())
-    if num_chunks != len(manifest.chunk_digests):
-        raise MalformedPayload(f"{len(manifest.chunk_digests)} chunk digests for {num_chunks} chunks")
-    chunks = tuple(
-        Chunk(width=width, start=start, stop=min(start + size, length))
-        for width, length in lengths.items()
-        for start in range(0, length, size)
-    )
-    return Layout(specs=(), offsets={}, lengths=lengths, chunks=chunks, layout_id=manifest.layout_id, by_name={})
-
-
 def num_rebuilt(manifests: Mapping[int, Manifest]) -> int:
     """Chunks that a replay decodes."""
     return sum(len(manifest.payloads) * len(manifest.chunk_digests) for manifest in manifests.values())
@@ -99,7 +75,6 @@ def replay(
     *,
     report: Report,
     advance: Advance,
-    chunk_elements: int | None = None,
 ) -> None:
     """Rebuild every state from its payloads, chunk by chunk, and compare chunk digests and state roots.
 
@@ -108,24 +83,23 @@ def replay(
         files: payloads that passed `check_payloads`, by digest; others are skipped.
         report: takes the findings.
         advance: is told the chunks decoded.
-        chunk_elements: elements of a chunk, if not the usual number.
     """
     for layout_id in dict.fromkeys(manifest.layout_id for manifest in manifests.values()):
         family = {version: manifest for version, manifest in manifests.items() if manifest.layout_id == layout_id}
-        layout: Layout | None = None
+        chunks: tuple[Chunk, ...] = ()
         for version, manifest in sorted(family.items()):
             try:
-                found = layout_of(manifest, chunk_elements=chunk_elements)
+                found = chunks_of(manifest)
             except MalformedPayload as error:
                 report.find(Check.REPLAY, version, str(error))
                 del family[version]
                 continue
-            layout = layout or found
-            if found != layout:
+            chunks = chunks or found
+            if found != chunks:
                 report.find(Check.REPLAY, version, "has other sizes than the versions before, and the same layout id")
                 del family[version]
-        if layout is not None:
-            _Replay(family, files, layout, report, advance).run()
+        if family:
+            _Replay(family, files, layout_id, chunks, report, advance).run()
 
 
 class _Replay:
@@ -135,13 +109,15 @@ class _Replay:
         self,
         manifests: dict[int, Manifest],
         files: Mapping[str, Path],
-        layout: Layout,
+        layout_id: Digest,
+        chunks: tuple[Chunk, ...],
         report: Report,
         advance: Advance,
     ) -> None:
         self._manifests = manifests
         self._files = files
-        self._layout = layout
+        self._layout_id = layout_id
+        self._chunks = chunks
         self._report = report
         self._advance = advance
         in_place = (
@@ -158,7 +134,7 @@ class _Replay:
     def run(self) -> None:
         for payload in self._payloads:
             self._open(payload)
-        for number in range(len(self._layout.chunks)):
+        for number in range(len(self._chunks)):
             self._rebuild_chunk(number)
         for payload in self._payloads:
             self._compare(payload)
@@ -176,7 +152,9 @@ class _Replay:
                 return
             root = self._manifests[payload.from_version].state_root
         try:
-            self._opened[payload] = PayloadChunks(path, self._layout, expected_from_root=root)
+            self._opened[payload] = PayloadChunks(
+                path, layout_id=self._layout_id, chunks=self._chunks, expected_from_root=root
+            )
         except CorruptData as error:
             self._fail(payload, str(error))
 
@@ -196,9 +174,9 @@ class _Replay:
         """The chunk after the payload, when it is the one that the manifest states."""
         if payload in self._failed:
             return None
-        chunk = self._layout.chunks[number]
+        chunk = self._chunks[number]
         if payload.kind is PayloadKind.SNAPSHOT:
-            state: IntArray = np.zeros(chunk.stop - chunk.start, _DTYPE[chunk.width])
+            state = zeros(chunk)
         elif payload.from_version in states:
             state = states[payload.from_version].copy()
         else:
@@ -221,7 +199,7 @@ class _Replay:
         self._report.count(Check.REPLAY)
         if payload in self._failed:
             return
-        if state_root(self._layout.layout_id, self._digests[payload]) != self._manifests[payload.to_version].state_root:
+        if state_root(self._layout_id, self._digests[payload]) != self._manifests[payload.to_version].state_root:
             self._fail(payload, "leads to another state root than the manifest states")
 
     def _fail(self, payload: PayloadRef, problem: str) -> None:

@@ -107,7 +107,10 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
 
     async def PlanPull(self, request: policy_pb2.PlanPullRequest, context: Context) -> policy_pb2.PlanPullResponse:
         plan = await self._api.plan_pull(
-            have_version=request.have_version, have_root=request.have_root, want_version=request.want_version
+            have_version=request.have_version,
+            have_root=request.have_root,
+            want_version=request.want_version,
+            accept_merged=request.accept_merged,
         )
         return messages.plan_to_pb(plan)
 

@@ -26,7 +26,6 @@ def verify_directory(
     keys: Sequence[str],
     is_replaying: bool,
     console: Console,
-    chunk_elements: int | None = None,
 ) -> int:
     """Check a data directory and print what was found; returns the exit code, 0 when all holds and 2 otherwise.
 
@@ -44,13 +43,7 @@ def verify_directory(
         files = check_payloads(history, manifests, report=report, advance=lambda n: progress.advance(hashing, n))
         if is_replaying:
             rebuilding = progress.add_task("rebuilding states", total=num_rebuilt(manifests))
-            replay(
-                manifests,
-                files,
-                report=report,
-                advance=lambda n: progress.advance(rebuilding, n),
-                chunk_elements=chunk_elements,
-            )
+            replay(manifests, files, report=report, advance=lambda n: progress.advance(rebuilding, n))
     console.print(_checks(report, keys=keys, is_replaying=is_replaying))
     if report.findings:
         console.print(_findings(report))

@@ -1,4 +1,4 @@
-"""What the demonstration runs: options for people, and the regime they stand for."""
+"""What the demonstration runs: two regimes, and the configuration of each process."""
 
 from __future__ import annotations
 
@@ -6,17 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.demo.options import DemoOptions
+
 SITES = ("site-east", "site-west")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DemoOptions:
-    """Options of `heterorl demo`."""
-
-    out: Path = Path("runs/demo")
-    tiny: bool = False
-    algorithm: str = "gepo"
-    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +20,7 @@ class Regime:
 
     digits: int
     warm_start_target: float
+    warm_start_batch: int
     max_steps: int
     lag_versions: int
     max_staleness_versions: int
@@ -43,6 +36,7 @@ class Regime:
 FULL = Regime(
     digits=3,
     warm_start_target=0.25,
+    warm_start_batch=256,
     max_steps=300,
     lag_versions=64,
     max_staleness_versions=80,
@@ -57,16 +51,17 @@ FULL = Regime(
 TINY = Regime(
     digits=2,
     warm_start_target=0.2,
+    warm_start_batch=128,
     max_steps=24,
     lag_versions=8,
     max_staleness_versions=16,
     groups_per_step=8,
     group_size=8,
-    learning_rate=1e-3,
+    learning_rate=3e-4,
     evaluate_every=8,
-    num_evaluation=64,
+    num_evaluation=256,
     required_gain=-1.0,
-    time_limit_s=120.0,
+    time_limit_s=300.0,
 )
 
 

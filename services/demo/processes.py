@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,14 @@ TAIL_LINES = 15
 
 
 class ChildFailed(HeterorlError):
-    """A process ended before its time."""
+    """A process ended before its time; `tail` is the end of its log, safe to print."""
+
+    def __init__(self, name: str, *, code: int, log: Path, tail: str) -> None:
+        self.name = name
+        self.code = code
+        self.log = log
+        self.tail = tail
+        super().__init__(f"{name} {_how(code)}; log: {log}; it ends:\n{tail}")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,8 +52,13 @@ class Child:
         """
         code = self.exit_code
         if code not in (None, 0):
-            lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
-            raise ChildFailed(f"{self.name} ended with code {code}; its log ends:\n" + "\n".join(lines))
+            raise ChildFailed(self.name, code=code, log=self.log, tail=tail(self.log))
+
+
+def tail(log: Path) -> str:
+    """The last lines of a log without what a terminal would obey."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
+    return "\n".join("".join(c if c.isprintable() or c == "\t" else "?" for c in text) for text in lines)
 
 
 def start(service: str, *, name: str, tables: dict[str, Any], directory: Path) -> Child:
@@ -64,11 +77,28 @@ def start(service: str, *, name: str, tables: dict[str, Any], directory: Path) -
 def stop(children: Sequence[Child]) -> None:
     """Ask processes to end, one after another; kill what does not end in time."""
     for child in children:
-        if child.exit_code is None:
-            child.process.send_signal(signal.SIGTERM)
+        stop_together([child])
+
+
+def stop_together(children: Sequence[Child]) -> list[Child]:
+    """Ask processes to end, all at once; kill what does not end in time. Returns those that had been running."""
+    running = [child for child in children if child.exit_code is None]
+    for child in running:
+        child.process.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + GRACE_S
+    for child in children:
         try:
-            child.process.wait(GRACE_S)
+            child.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             child.process.kill()
             child.process.wait()
         child.file.close()
+    return running
+
+
+def _how(code: int) -> str:
+    """Say how a process ended; a negative code is a signal's number."""
+    if code >= 0:
+        return f"ended with code {code}"
+    known = {entry.value for entry in signal.Signals}
+    return f"was ended by {signal.Signals(-code).name if -code in known else f'signal {-code}'}"

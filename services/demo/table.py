@@ -15,8 +15,10 @@ _BARS = "_.-=+*#"
 
 def line(status: RunStatus, reports: Sequence[StepReport], *, max_steps: int) -> str:
     """The state of the run in one line, for logs."""
+    if status.head_version < 0:
+        return "processes are loading the model"
     if not reports:
-        return f"version {status.head_version}, waiting for the first step"
+        return f"version {status.head_version} is out, waiting for the first step"
     report = reports[-1]
     accuracy = newest_accuracy(reports)
     return (
@@ -32,21 +34,28 @@ def newest_accuracy(reports: Sequence[StepReport]) -> float | None:
 
 
 def render(
-    status: RunStatus, reports: Sequence[StepReport], *, max_steps: int, warm_start: float, algorithm: str
+    status: RunStatus,
+    reports: Sequence[StepReport],
+    *,
+    max_steps: int,
+    warm_start: float | None,
+    algorithm: str,
+    lag_versions: int,
 ) -> Group:
-    """Tables of the run and of its sites."""
-    run = Table(title=f"heterorl demo: {algorithm}, samplers far behind", show_header=False, min_width=70)
+    """Tables of the run and of its sites; `warm_start` is None until version 0 is evaluated."""
+    title = Text(f"heterorl demo: {algorithm}, samplers {lag_versions} versions behind")
+    run = Table(title=title, show_header=False, min_width=70)
     run.add_column(justify="right", style="bold")
     run.add_column()
     ratio = status.bytes_full / status.bytes_last if status.bytes_last else 0.0
-    run.add_row("version", str(status.head_version))
+    run.add_row("version", "none yet: loading" if status.head_version < 0 else str(status.head_version))
     if reports:
         report = reports[-1]
         accuracy = newest_accuracy(reports)
         run.add_row("step", f"{report.step} of {max_steps}")
         run.add_row("reward", f"{report.reward_mean:.3f}  {sparkline([r.reward_mean for r in reports])}")
-        gain = "-" if accuracy is None else f"{accuracy:.3f} (warm start {warm_start:.3f})"
-        run.add_row("held-out accuracy", gain)
+        start = "-" if warm_start is None else f"{warm_start:.3f}"
+        run.add_row("held-out accuracy", f"{start if accuracy is None else f'{accuracy:.3f}'} (start {start})")
         run.add_row("staleness", f"{report.staleness_mean:.1f} versions mean, {report.staleness_max} max")
         run.add_row("policy age", f"{report.policy_age_p50_s:.1f} s median")
         run.add_row("KL", f"{report.kl:.3f} nats")
@@ -58,7 +67,12 @@ def render(
     for site in status.sites:
         behind = status.head_version - site.policy_version
         sites.add_row(
-            site.site, str(site.policy_version), str(behind), str(site.groups_accepted), f"{site.tokens_per_s:.0f}"
+            # A site names itself: text, never markup.
+            Text(site.site),
+            str(site.policy_version),
+            str(behind),
+            str(site.groups_accepted),
+            f"{site.tokens_per_s:.0f}",
         )
     return Group(run, sites, Text("Ctrl-C stops the run cleanly", style="dim"))
 

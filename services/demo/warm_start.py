@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import sys
+import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,11 @@ import numpy as np
 import torch
 from rich.progress import Progress
 
+from services.common.errors import ConfigError
 from services.common.generation.hf import HfEngine
 from services.common.prompts import Prompter
-from services.common.tasks.arithmetic import ArithmeticTask
+from services.common.tasks.registry import TaskConfig, build_task
+from services.common.tasks.task import Task
 from services.common.types import LogprobMode, SamplingSemantics
 from services.common.weights.arena import Arena
 from services.common.weights.payload import file_digest
@@ -40,12 +44,18 @@ class WarmStart:
 
     digits: int
     seed: int
+    task: str = "arithmetic"
+    terms: int = 34
     target: float = 0.25
     learning_rate: float = 2e-3
     batch_size: int = 256
     max_steps: int = 4000
     hidden_size: int = 64
     num_layers: int = 2
+
+    def build_task(self) -> Task:
+        """The task that it is warmed up on."""
+        return build_task(TaskConfig(name=self.task, digits=self.digits, terms=self.terms))
 
 
 def warm_start(options: WarmStart, *, cache: Path) -> tuple[Path, float]:
@@ -55,19 +65,25 @@ def warm_start(options: WarmStart, *, cache: Path) -> tuple[Path, float]:
     record = _verified(directory)
     if record is not None:
         return directory, float(record["accuracy"])
-    temporary = cache / f".{directory.name}.tmp"
-    for leftover in (temporary, directory):
-        if leftover.exists():
-            shutil.rmtree(leftover)
-    temporary.mkdir(parents=True)
-    write_tiny_model(temporary, seed=options.seed, hidden_size=options.hidden_size, num_layers=options.num_layers)
-    accuracy = _train(temporary, options)
-    weights = temporary / "model.safetensors"
-    (temporary / DONE).write_text(
-        json.dumps({"accuracy": accuracy, "weights": file_digest(weights), "options": asdict(options)}),
-        encoding="utf-8",
-    )
-    temporary.rename(directory)
+    cache.mkdir(parents=True, exist_ok=True)
+    # A directory of its own, gone however this ends: two processes may warm up at once, and either may be interrupted.
+    with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=cache) as name:
+        temporary = Path(name) / "model"
+        write_tiny_model(temporary, seed=options.seed, hidden_size=options.hidden_size, num_layers=options.num_layers)
+        accuracy = _train(temporary, options)
+        (temporary / DONE).write_text(
+            json.dumps(
+                {
+                    "accuracy": accuracy,
+                    "weights": file_digest(temporary / "model.safetensors"),
+                    "options": asdict(options),
+                }
+            ),
+            encoding="utf-8",
+        )
+        if _verified(directory) is None:
+            shutil.rmtree(directory, ignore_errors=True)
+            temporary.rename(directory)
     return directory, accuracy
 
 
@@ -84,11 +100,11 @@ def _train(directory: Path, options: WarmStart) -> float:
 
     model: Any = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
     prompter = Prompter(str(directory), use_chat_template=False)
-    task = ArithmeticTask(digits=options.digits)
+    task = options.build_task()
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.0)
     random = np.random.default_rng(options.seed)
     accuracy = 0.0
-    with Progress(transient=True) as progress:
+    with Progress(transient=True, disable=not sys.stdout.isatty()) as progress:
         bar = progress.add_task("supervised warm start", total=options.target)
         for step in range(1, options.max_steps + 1):
             for group in optimizer.param_groups:
@@ -100,16 +116,18 @@ def _train(directory: Path, options: WarmStart) -> float:
             optimizer.step()
             if step % (_EVALUATE_OFTEN if accuracy > 0.02 else _EVALUATE_EVERY) == 0:
                 model.save_pretrained(directory)
-                accuracy = evaluate(directory, digits=options.digits, seed=options.seed)
+                accuracy = evaluate(directory, task=task, seed=options.seed)
                 progress.update(bar, completed=min(accuracy, options.target), description=f"warm start, step {step}")
                 if accuracy >= options.target:
                     break
     return accuracy
 
 
-def _loss(model: Any, task: ArithmeticTask, prompter: Prompter, indices: list[int]) -> torch.Tensor:
+def _loss(model: Any, task: Task, prompter: Prompter, indices: list[int]) -> torch.Tensor:
     prompts = [task.prompt(index) for index in indices]
     rows = [[*prompter.encode(prompt.text + prompt.answer).tolist(), prompter.eos_token_id] for prompt in prompts]
+    if len({(len(row), len(prompt.answer)) for row, prompt in zip(rows, prompts, strict=True)}) > 1:
+        raise ConfigError("task", "a warm start needs prompts and answers of one length")
     input_ids = torch.tensor(rows)
     num_answer = len(prompts[0].answer) + 1
     logits = model(input_ids=input_ids[:, :-1]).logits[:, -num_answer:]
@@ -118,17 +136,18 @@ def _loss(model: Any, task: ArithmeticTask, prompter: Prompter, indices: list[in
     )
 
 
-def evaluate(directory: Path, *, digits: int, seed: int, num_prompts: int = _NUM_EVALUATION) -> float:
-    """Sampled accuracy at temperature 1 on the held-out prompts that the learner's evaluation uses."""
-    task = ArithmeticTask(digits=digits)
+def evaluate(directory: Path, *, task: Task, seed: int, num_prompts: int = _NUM_EVALUATION) -> float:
+    """Sampled mean reward at temperature 1 on the held-out prompts that the learner's evaluation uses."""
     prompter = Prompter(str(directory), use_chat_template=False)
+    prompts = [task.evaluation_prompt(index) for index in range(min(num_prompts, task.num_evaluation_prompts))]
+    longest = max(prompter.encode(prompt.answer).size for prompt in prompts) + 1
     engine = HfEngine(
         model_dir=str(directory),
         published_dtype="bf16",
         compute_dtype="fp32",
         device="cpu",
         sampling=SamplingSemantics(
-            temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=digits + 2, logprob_mode=LogprobMode.PROCESSED
+            temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=longest, logprob_mode=LogprobMode.PROCESSED
         ),
         batch_rows=num_prompts,
         eos_token_id=prompter.eos_token_id,
@@ -137,7 +156,6 @@ def evaluate(directory: Path, *, digits: int, seed: int, num_prompts: int = _NUM
     arena = Arena(engine.layout)
     store(engine.model, arena)
     engine.load(arena, 0)
-    prompts = [task.evaluation_prompt(index) for index in range(min(num_prompts, task.num_evaluation_prompts))]
     completions = engine.generate(
         [prompter.encode(prompt.text) for prompt in prompts],
         seeds=[seed + number for number in range(len(prompts))],

@@ -32,6 +32,8 @@ class LabTaskConfig(Config):
     """Longest completion, tokens."""
     warm_start_target: float = Field(default=0.25, gt=0.0, lt=1.0)
     """Sampled accuracy at which the supervised warm start stops."""
+    warm_start_batch: int = Field(default=256, ge=1)
+    """Examples of one supervised step."""
     hidden_size: int = Field(default=64, ge=16)
     """Width of the model."""
     num_layers: int = Field(default=2, ge=1)
@@ -58,6 +60,8 @@ class RegimeConfig(Config):
     """Rollouts of a prompt."""
     lr: float = Field(default=1e-3, gt=0.0)
     """AdamW step size. Staleness hurts only when the policy moves."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the step size grows to lr."""
     temperature: float = Field(default=1.0, gt=0.0)
     """Softmax temperature of the samplers."""
     num_samplers: int = Field(default=2, ge=1, le=64)

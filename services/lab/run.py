@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from services.common.config import load
@@ -56,7 +55,7 @@ def run_experiment(name: str, *, out: Path | None, overrides: Sequence[str], job
     """
     from services.lab.report import write_report
 
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False, emoji=False, highlight=False)
     experiment = load(ExperimentConfig, find_experiment(name), overrides)
     directory = out or Path("runs/lab") / experiment.name
     cells = list_cells(experiment)
@@ -70,7 +69,7 @@ def run_experiment(name: str, *, out: Path | None, overrides: Sequence[str], job
     if results["runs"]:
         console.print(f"report: {write_report(directory)}")
     for row in failed:
-        console.print(f"[bold red]failed:[/] {row['run_id']}: {escape(str(row['failed']))}", soft_wrap=True)
+        console.print(f"failed: {row['run_id']}: {row['failed']}", style="red", soft_wrap=True)
     if not is_whole:
         console.print("interrupted; the same command goes on from here")
         return INTERRUPTED
@@ -130,7 +129,7 @@ async def _phases(
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=Console(stderr=True, markup=False),
         transient=False,
     ) as progress:
         pool = [_Worker(cells, directory) for _ in range(min(jobs, max(1, len(missing))))]

@@ -61,7 +61,7 @@ def plus_minus(found: Interval | None, *, digits: int = 3, signed: bool = False)
     if found is None:
         return "-"
     text = f"{found.mean:+.{digits}f}" if signed else f"{found.mean:.{digits}f}"
-    return f"{text} (1 seed)" if found.half is None else f"{text} ± {found.half:.{digits}f}"
+    return f"{text} (1 seed)" if found.half is None else f"{text} \u00b1 {found.half:.{digits}f}"
 
 
 def p_text(p: float | None) -> str:

@@ -17,7 +17,10 @@ def prepare(cell: Cell, *, cache: Path) -> tuple[Path, float]:
     """Return the model's directory and its sampled accuracy; trains only when the cache has no verified copy."""
     return warm_start(
         WarmStart(
+            task=cell.task.task.name,
             digits=cell.task.task.digits,
+            terms=cell.task.task.terms,
+            batch_size=cell.task.warm_start_batch,
             seed=cell.seed,
             target=cell.task.warm_start_target,
             hidden_size=cell.task.hidden_size,

@@ -40,9 +40,11 @@ from services.learner.backends.torch import TorchBackend
 from services.learner.config import LearnerConfig
 from services.learner.evaluate import EngineGenerator, Evaluator
 from services.sampler import app as sampler_app
+from services.sampler.assembly import assemble as assemble_sampler
 from services.sampler.config import SamplerConfig
 from services.sampler.delay_models import NoDelay
 from services.sampler.outbox import Outbox
+from services.sampler.record import VersionRecord
 
 STEP_S = 1.0
 """Virtual seconds of a learner step."""
@@ -57,7 +59,6 @@ class Outcome:
     evaluations: list[dict[str, Any]]
     status: RunStatus
     ledger_balanced: bool
-    virtual_s: float
 
 
 def run_cell(cell: Cell, *, model_dir: Path, directory: Path) -> Outcome:
@@ -76,17 +77,10 @@ async def _run(cell: Cell, loop: VirtualLoop, *, model_dir: Path, directory: Pat
     evaluator = _evaluator(cell, model_dir)
     backend = MeasuredBackend(inner=parts.backend, probe=_probe(cell, model_dir), charge=loop.charge, step_s=STEP_S)
     outboxes = [Outbox(directory / f"site-{number}") for number in range(cell.regime.num_samplers)]
-    samplers = []
-    for number, outbox in enumerate(outboxes):
-        sampler = sampler_app.build(
-            _sampler_config(cell, number, model_dir=model_dir, directory=directory),
-            _link(cell, coordinator, f"site-{number}"),
-            outbox,
-            clock,
-        )
-        engine = ChargedEngine(inner=sampler.engine, charge=loop.charge, group_s=_group_s(cell))
-        sampler.maker = dataclasses.replace(sampler.maker, engine=engine)
-        samplers.append(sampler)
+    samplers = [
+        _sampler(cell, number, outbox, coordinator, clock, loop, model_dir=model_dir, directory=directory)
+        for number, outbox in enumerate(outboxes)
+    ]
     async with asyncio.TaskGroup() as tasks:
         for sampler in samplers:
             tasks.create_task(sampler.run(stop))
@@ -110,7 +104,31 @@ async def _run(cell: Cell, loop: VirtualLoop, *, model_dir: Path, directory: Pat
         evaluations=evaluator.rows,
         status=status,
         ledger_balanced=counted.is_balanced and counted == recounted,
-        virtual_s=loop.now,
+    )
+
+
+def _sampler(
+    cell: Cell,
+    number: int,
+    outbox: Outbox,
+    coordinator: Coordinator,
+    clock: VirtualClock,
+    loop: VirtualLoop,
+    *,
+    model_dir: Path,
+    directory: Path,
+) -> sampler_app.Sampler:
+    config = _sampler_config(cell, number, model_dir=model_dir, directory=directory)
+    parts = assemble_sampler(config)
+    engine = ChargedEngine(inner=parts.engine, charge=loop.charge, group_s=_group_s(cell))
+    return sampler_app.join(
+        config,
+        dataclasses.replace(parts, engine=engine),
+        api=_link(cell, coordinator, config.site),
+        outbox=outbox,
+        record=VersionRecord(config.state_dir / "versions.jsonl"),
+        clock=clock,
+        rng=random.Random(f"{cell.seed}/{config.site}/jitter"),
     )
 
 
@@ -172,7 +190,7 @@ def _learner_config(cell: Cell, *, model_dir: Path, directory: Path) -> LearnerC
             "groups_per_step": cell.regime.groups_per_step,
             "max_steps": cell.regime.max_steps,
             "loss": cell.algorithm.loss.model_dump(),
-            "backend": {"lr": cell.regime.lr, "threads": 1},
+            "backend": {"lr": cell.regime.lr, "warmup_steps": cell.regime.warmup_steps, "threads": 1},
             "snapshot_every_versions": 10_000,
             "checkpoint_every_versions": 10_000,
             "evaluation": {"every_versions": cell.regime.evaluate_every},
@@ -227,9 +245,7 @@ def _probe(cell: Cell, model_dir: Path) -> Probe:
 def _evaluator(cell: Cell, model_dir: Path) -> BenchmarkEvaluator:
     prompter = Prompter(str(model_dir), use_chat_template=False)
     task = build_task(cell.task.task)
-    generator = EngineGenerator(
-        _engine(cell, model_dir, prompter, cell.regime.num_evaluation), prompter.tokenizer, use_chat_template=False
-    )
+    generator = EngineGenerator(_engine(cell, model_dir, prompter, cell.regime.num_evaluation), prompter)
     parts = split_evaluation(task, num_prompts=cell.regime.num_evaluation)
     return BenchmarkEvaluator(
         {

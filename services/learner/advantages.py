@@ -11,6 +11,7 @@ import math
 
 import torch
 
+from services.common.errors import ConfigError
 from services.learner.loss_config import Advantage
 
 STD_FLOOR = 1e-4
@@ -57,12 +58,13 @@ def beta_weights(means_P: torch.Tensor) -> torch.Tensor:
         means_P: float64 [P], mean reward of each unique prompt, in [0, 1].
 
     Raises:
-        ValueError: a mean is outside [0, 1], where a Beta density has no meaning.
+        ConfigError: a mean is outside [0, 1], where a Beta density has no meaning.
     """
     assert means_P.dim() == 1
     assert means_P.dtype == torch.float64
     if ((means_P < 0.0) | (means_P > 1.0)).any():
-        raise ValueError("advantage beta needs rewards in [0, 1]")
+        problem = "beta needs rewards in [0, 1]; this step has others"
+        raise ConfigError("loss.advantage", problem, action="scale the rewards, or choose mean or mean_std")
     # Equal means differ by rounding, and a variance of 1e-33 would be a density of all weight on one point.
     if means_P.numel() < 2 or float(means_P.max() - means_P.min()) < MIN_BETA_RANGE:
         return torch.ones_like(means_P)

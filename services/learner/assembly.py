@@ -10,6 +10,7 @@ import torch
 
 from services.common.contract import build_contract
 from services.common.errors import ConfigError
+from services.common.prompts import Prompter
 from services.common.signing import Signer, load_signer
 from services.common.tasks.registry import build_task
 from services.common.tasks.task import Task
@@ -42,12 +43,12 @@ def assemble(config: LearnerConfig) -> Parts:
     if config.backend.threads:
         torch.set_num_threads(config.backend.threads)
     task = build_task(config.task)
-    tokenizer = _load_tokenizer(config.model_dir)
+    prompter = Prompter(config.model_dir, use_chat_template=config.use_chat_template)
     sampling = config.sampling.semantics()
     backend = TorchBackend(model_dir=config.model_dir, config=config.backend, loss=config.loss, sampling=sampling)
     model: Any = backend.torch_model
     contract = build_contract(
-        tokenizer=tokenizer,
+        tokenizer=prompter.tokenizer,
         use_chat_template=config.use_chat_template,
         task=task,
         layout_id=backend.layout.layout_id,
@@ -55,20 +56,11 @@ def assemble(config: LearnerConfig) -> Parts:
         group_size=config.group_size,
         sampling=sampling,
     )
-    evaluator = _build_evaluator(config, task, tokenizer) if config.evaluation.every_versions else None
+    evaluator = _build_evaluator(config, task, prompter) if config.evaluation.every_versions else None
     return Parts(backend=backend, contract=contract, evaluator=evaluator, signer=signer)
 
 
-def _load_tokenizer(model_dir: str) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(model_dir)
-    except (OSError, ValueError) as error:
-        raise ConfigError("model_dir", f"cannot load the tokenizer of {model_dir}: {error}") from error
-
-
-def _build_evaluator(config: LearnerConfig, task: Task, tokenizer: Any) -> Evaluator:
+def _build_evaluator(config: LearnerConfig, task: Task, prompter: Prompter) -> Evaluator:
     from services.common.generation.hf import HfEngine
 
     options = config.evaluation
@@ -86,11 +78,11 @@ def _build_evaluator(config: LearnerConfig, task: Task, tokenizer: Any) -> Evalu
         device=config.backend.device,
         sampling=sampling,
         batch_rows=options.batch_rows,
-        eos_token_id=tokenizer.eos_token_id,
+        eos_token_id=prompter.eos_token_id,
     )
     return Evaluator(
         task=task,
-        generator=EngineGenerator(engine, tokenizer, use_chat_template=config.use_chat_template),
+        generator=EngineGenerator(engine, prompter),
         num_prompts=options.num_prompts,
         num_per_prompt=options.num_per_prompt,
         seed=options.seed,

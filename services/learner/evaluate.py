@@ -6,14 +6,12 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Protocol
 
 from services.common.errors import RewardError
 from services.common.generation.engine import Engine
+from services.common.prompts import Prompter
 from services.common.tasks.task import Task
-from services.common.types import Int32Array
 from services.common.weights.arena import Arena
 
 _LOG = logging.getLogger(__name__)
@@ -86,12 +84,11 @@ class Evaluator:
 
 
 class EngineGenerator:
-    """Implements Generator with a generation engine and the run's tokenizer."""
+    """Implements Generator with a generation engine and the run's way of encoding prompts."""
 
-    def __init__(self, engine: Engine, tokenizer: Any, *, use_chat_template: bool) -> None:
+    def __init__(self, engine: Engine, prompter: Prompter) -> None:
         self._engine = engine
-        self._tokenizer = tokenizer
-        self._use_chat_template = use_chat_template
+        self._prompter = prompter
 
     def load(self, arena: Arena, version: int) -> None:
         """Take the weights of a version."""
@@ -100,20 +97,6 @@ class EngineGenerator:
     def generate(self, prompts: Sequence[str], *, seeds: Sequence[int], num_per_prompt: int) -> list[list[str]]:
         """Complete every prompt."""
         groups = self._engine.generate(
-            [self._encode(prompt) for prompt in prompts], seeds=seeds, num_per_prompt=num_per_prompt
+            [self._prompter.encode(prompt) for prompt in prompts], seeds=seeds, num_per_prompt=num_per_prompt
         )
-        return [
-            [
-                str(self._tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True))
-                for completion in group
-            ]
-            for group in groups
-        ]
-
-    def _encode(self, text: str) -> Int32Array:
-        if self._use_chat_template:
-            message = [{"role": "user", "content": text}]
-            text = str(self._tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
-        # The template writes its special tokens itself.
-        ids = self._tokenizer.encode(text, add_special_tokens=not self._use_chat_template)
-        return np.asarray(ids, np.int32)
+        return [[self._prompter.decode(completion.token_ids) for completion in group] for group in groups]

@@ -197,11 +197,17 @@ class CispoConfig(LossOptions):
 
 
 class TisConfig(LossOptions):
-    """Truncated importance sampling (Yao et al. 2025; Ionides 2008): token weights min(r, cap)."""
+    """Truncated importance sampling (Yao et al. 2025; Ionides 2008): weights min(r, cap).
+
+    With `level = "sequence"`, `cap = 8` and `step_size = "ess"` this is VCPO, arXiv 2602.17616, with the group's mean
+    as baseline.
+    """
 
     kind: Literal["tis"] = "tis"
     advantage: Advantage = "mean"
     aggregation: Aggregation = "token_mean"
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """Weight of a token, product over the rollout, or the product's geometric mean per token."""
     cap: float = Field(default=2.0, gt=0.0)
     """Largest weight."""
 

@@ -38,7 +38,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 """What each algorithm fixes; the rest is its configuration's keys or the defaults of `Rule`."""
 
-MIS_LEVELS: dict[str, dict[str, Any]] = {
+LEVELS: dict[str, dict[str, Any]] = {
     "token": {"level": "token"},
     "sequence": {"level": "sequence", "normalisation": "raw"},
     "geometric": {"level": "sequence", "normalisation": "length"},
@@ -57,8 +57,8 @@ def rule_of(config: LossConfig) -> Rule:
         parts |= {"low": -keys["eps_log"], "high": keys["eps_log"]}
     if "cap" in keys:
         parts |= {"low": keys.get("floor", 0.0), "high": keys["cap"]}
-    if config.kind == "mis":
-        parts |= MIS_LEVELS[config.level]
+    if config.kind in ("mis", "tis"):
+        parts |= LEVELS[config.level]
     return Rule(**parts)
 
 

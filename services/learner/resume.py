@@ -8,19 +8,22 @@ have. The shadow is a restored checkpoint whose state root is the head's, or is 
 from __future__ import annotations
 
 import enum
+import functools
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.common.api import CoordinatorApi
+from services.common.api import CoordinatorApi, PullPlan
 from services.common.errors import (
     ConfigError,
     CorruptData,
     CorruptStore,
     GroupNotAvailable,
     OperatorError,
+    StateMismatch,
     UnknownVersion,
 )
+from services.common.pull import Puller
 from services.common.trust import Trust
 from services.common.weights.arena import Arena
 from services.common.wire import manifest_digest, manifest_from_bytes
@@ -31,7 +34,6 @@ from services.learner.encode import Position
 from services.learner.journal import Journal
 from services.learner.patience import Patience
 from services.learner.publish import Publisher
-from services.learner.pull import pull_state
 from services.learner.threads import in_thread
 
 _LOG = logging.getLogger(__name__)
@@ -152,9 +154,17 @@ class Resumption:
         return arena
 
     async def _manifest(self, version: int) -> bytes:
-        """What the next version will name as its parent, so it must be this run's."""
+        """What the next version will name as its parent, so it must be this run's.
+
+        Raises:
+            UntrustedVersion: no trusted key signed it.
+            StateMismatch: it is another version's.
+        """
         signed = await self.patience.insist(lambda: self.api.get_signed_manifest(version=version))
         self.trust.check(signed.data, signed.signature, version=version)
+        stated = manifest_from_bytes(signed.data).version
+        if stated != version:
+            raise StateMismatch(f"the manifest of version {version} is that of version {stated}")
         return signed.data
 
     async def _digest(self, version: int) -> str:
@@ -229,11 +239,16 @@ class Resumption:
         return manifest_from_bytes(data).step
 
     async def _pull(self, version: int) -> Arena:
-        return await pull_state(
-            self.api,
+        _LOG.info("rebuilding version %d from nothing", version)
+        puller = Puller(
+            api=self.api,
+            spool=self.directory / "incoming",
             layout=self.backend.layout,
-            version=version,
-            directory=self.directory,
-            patience=self.patience,
-            trust=self.trust,
+            clock=self.patience.clock,
         )
+        puller.on_frame = self.patience.reset
+        pull = functools.partial(puller.pull, held=None, want_version=version, admit=self._admit)
+        return (await self.patience.insist(pull)).arena
+
+    async def _admit(self, plan: PullPlan) -> None:
+        self.trust.check(plan.manifests[-1], plan.signature, version=plan.target_version)

@@ -1,52 +1,48 @@
 """Wires a sampler and holds its loops.
 
-    loop       waits for                                    unblocked by
-    watch      news of the head                             the coordinator; a broken link (it dials again)
-    sync       a version that the delay model lets through  watch, or time
-    generate   a verified version; work; room in the outbox sync; the coordinator; delivery
-    deliver    a group that is due                          generate, or time
-    beat       the heartbeat's interval                     time
-    main       SIGTERM, SIGINT, or the order to stop        the operator; a heartbeat's answer
+    loop      waits for                                     unblocked by
+    register  a coordinator that knows the run's contract   the coordinator; tried again with full jitter
+    watch     news of the head                              the coordinator; a broken link (it dials again)
+    sync      a version that the delay model lets through   watch, or time
+    generate  a verified version; work; room in the outbox  sync; the coordinator; deliver
+    deliver   a group that is due                           generate, or time
+    beat      the heartbeat's interval                      time
+    main      SIGTERM, SIGINT, an order to stop, the end    the operator; beat; generate after a drain
 
-Generation swaps weights only between two batches, so a completion never mixes versions. Order of the stop: generation
-ends with its batch, then, when the run drains, the outbox empties; what remains in it is durable and is pushed by the
-next process.
+Weights are swapped only between two batches, so a completion never mixes versions. Every wait ends at a signal, the
+first registration's too. Order of the stop: the batch under way ends and is spooled, then everything is cancelled; what
+the outbox holds is durable and is pushed by the next process. A drain takes no more work, empties the outbox, then
+ends. A typed error that no repetition changes ends all loops and is the process's last word.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import signal
-import time
 from dataclasses import dataclass
 
-import torch
-
 from services.common import metrics
-from services.common.api import Command, CoordinatorApi, Heartbeat, Registration
+from services.common.api import CoordinatorApi, Registration
 from services.common.bell import Bell
 from services.common.clock import Clock, SystemClock
-from services.common.contract import build_contract
-from services.common.errors import Draining, HeterorlError, NotRegistered, RunFinished, Unreachable
-from services.common.generation.engine import Engine
-from services.common.generation.hf import HfEngine
-from services.common.prompts import Prompter
 from services.common.pull import Puller
 from services.common.rpc.client import CoordinatorClient
-from services.common.tasks.registry import build_task
 from services.common.trust import Trust
-from services.common.types import Digest, SiteId, WorkAssignment
+from services.common.types import SiteId
+from services.sampler.assembly import Parts, assemble
 from services.sampler.config import SamplerConfig
-from services.sampler.delay import Visibility, group_delay_s, max_delay_versions
+from services.sampler.delay import Visibility, max_delay_versions
 from services.sampler.delivery import Delivery
+from services.sampler.generate import Generation
 from services.sampler.outbox import Outbox
 from services.sampler.policy_sync import PolicySync
+from services.sampler.record import VersionRecord
 from services.sampler.rollouts import RolloutMaker
+from services.sampler.session import Session
 
 _LOG = logging.getLogger(__name__)
-RETRY_S = 1.0
-NO_ROOT = Digest("")
 
 
 async def main(config: SamplerConfig) -> int:
@@ -55,10 +51,9 @@ async def main(config: SamplerConfig) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    config.state_dir.mkdir(parents=True, exist_ok=True)
     outbox = await asyncio.to_thread(Outbox, config.state_dir)
-    _LOG.info("metrics on port %d", metrics.serve(config.metrics_port))
     try:
+        _LOG.info("metrics on port %d", metrics.serve(config.metrics_port))
         async with CoordinatorClient(config.coordinator) as api:
             sampler = await asyncio.to_thread(build, config, api, outbox, SystemClock())
             await sampler.run(stop)
@@ -67,232 +62,143 @@ async def main(config: SamplerConfig) -> int:
     return 0
 
 
-def build(config: SamplerConfig, api: CoordinatorApi, outbox: Outbox, clock: Clock) -> Sampler:
-    """Load model, tokenizer and task, and join the parts. Blocking."""
-    if config.engine.threads:
-        torch.set_num_threads(config.engine.threads)
-    task = build_task(config.task)
-    prompter = Prompter(config.model_dir, use_chat_template=config.use_chat_template)
-    semantics = config.sampling.semantics()
-    engine = HfEngine(
-        model_dir=config.model_dir,
-        published_dtype=config.published_dtype,
-        compute_dtype=config.engine.compute_dtype,
-        device=config.engine.device,
-        sampling=semantics,
-        batch_rows=config.engine.batch_rows,
-        eos_token_id=prompter.eos_token_id,
-    )
-    contract = build_contract(
-        tokenizer=prompter.tokenizer,
-        use_chat_template=config.use_chat_template,
-        task=task,
-        layout_id=engine.layout.layout_id,
-        vocab_size=engine.vocab_size,
-        group_size=config.group_size,
-        sampling=semantics,
-    )
+def build(
+    config: SamplerConfig, api: CoordinatorApi, outbox: Outbox, clock: Clock, rng: random.Random | None = None
+) -> Sampler:
+    """Load what the configuration names and join it to a coordinator. Blocking.
+
+    Args:
+        config: the sampler's.
+        api: the coordinator, over gRPC or in process.
+        outbox: the spool; closed by the caller.
+        clock: the only source of time of every loop.
+        rng: source of jitter.
+    """
+    # Before the model is loaded: what is wrong with state_dir is said at once.
+    record = VersionRecord(config.state_dir / "versions.jsonl")
+    parts = assemble(config)
+    return join(config, parts, api=api, outbox=outbox, record=record, clock=clock, rng=rng or random.Random())
+
+
+def join(
+    config: SamplerConfig,
+    parts: Parts,
+    *,
+    api: CoordinatorApi,
+    outbox: Outbox,
+    record: VersionRecord,
+    clock: Clock,
+    rng: random.Random,
+) -> Sampler:
+    """Join loaded parts; see `build`."""
     site = SiteId(config.site)
     bell = Bell()
-    return Sampler(
-        config=config,
+    batch = asyncio.Lock()
+    puller = Puller(api=api, spool=config.state_dir / "incoming", layout=parts.engine.layout, clock=clock)
+    policy = PolicySync(
         api=api,
-        engine=engine,
+        puller=puller,
+        visibility=Visibility(config.delay, seed=config.seed),
+        record=record,
+        trust=Trust(config.trusted_keys),
+        clock=clock,
+        bell=bell,
+        rng=rng,
+    )
+    session = Session(
+        api=api,
         registration=Registration(
             site=site,
             incarnation=outbox.incarnation,
-            contract=contract,
-            engine=engine.name,
-            dtype=engine.dtype,
+            contract=parts.contract,
+            engine=parts.engine.name,
+            dtype=parts.engine.dtype,
             max_delay_versions=max_delay_versions(config.delay),
         ),
-        maker=RolloutMaker(
-            engine=engine,
-            task=task,
-            prompter=prompter,
-            site=site,
-            incarnation=outbox.incarnation,
-            group_size=config.group_size,
-        ),
         outbox=outbox,
-        policy=PolicySync(
-            api=api,
-            puller=Puller(api=api, spool=config.state_dir / "incoming", layout=engine.layout, clock=clock),
-            visibility=Visibility(config.delay, seed=config.seed),
-            record=config.state_dir / "versions.jsonl",
-            clock=clock,
-            bell=bell,
-            trust=Trust(config.trusted_keys),
-        ),
-        delivery=Delivery(api=api, outbox=outbox, clock=clock, bell=bell),
+        record=record,
+        heartbeat_s=config.heartbeat_s,
         clock=clock,
         bell=bell,
+        batch=batch,
+        rng=rng,
     )
+    maker = RolloutMaker(
+        engine=parts.engine,
+        task=parts.task,
+        prompter=parts.prompter,
+        site=site,
+        incarnation=outbox.incarnation,
+        group_size=config.group_size,
+        clock=clock,
+    )
+    generation = Generation(
+        config=config,
+        api=api,
+        engine=parts.engine,
+        maker=maker,
+        outbox=outbox,
+        policy=policy,
+        session=session,
+        clock=clock,
+        bell=bell,
+        batch=batch,
+        rng=rng,
+    )
+    delivery = Delivery(api=api, outbox=outbox, clock=clock, bell=bell, rng=rng)
+    return Sampler(session=session, policy=policy, generation=generation, delivery=delivery, batch=batch)
 
 
 @dataclass(slots=True, kw_only=True)
 class Sampler:
-    """The joined parts of one sampler."""
+    """The joined parts of one sampler; whoever holds `batch` interrupts no batch."""
 
-    config: SamplerConfig
-    api: CoordinatorApi
-    engine: Engine
-    registration: Registration
-    maker: RolloutMaker
-    outbox: Outbox
+    session: Session
     policy: PolicySync
+    generation: Generation
     delivery: Delivery
-    clock: Clock
-    bell: Bell
-    state_root: Digest = NO_ROOT
-    tokens_per_s: float = 0.0
-    is_draining: bool = False
+    batch: asyncio.Lock
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Run the loops until `stop`, or until the run is drained and the outbox empty."""
-        await self._register()
+        """Run until `stop`, until the coordinator orders it, or until the run is drained and the outbox empty.
+
+        Raises:
+            ContractMismatch: this node disagrees with the run.
+            RunReplaced: the run contradicts what this sampler verified before.
+            OperatorError: the configuration or the machine must be changed.
+        """
         try:
             async with asyncio.TaskGroup() as tasks:
-                loops = [
-                    tasks.create_task(loop())
-                    for loop in (self.policy.watch, self.policy.sync, self.delivery.deliver, self._beat)
+                ends = [
+                    tasks.create_task(self._lead()),
+                    tasks.create_task(_until(stop)),
+                    tasks.create_task(_until(self.session.stopped)),
                 ]
-                halt = tasks.create_task(self._ring_on(stop))
-                await self._generate(stop)
-                await self._empty(stop)
-                for task in (*loops, halt):
-                    task.cancel()
-        except* HeterorlError as failed:
-            raise failed.exceptions[0] from None
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                async with self.batch:
+                    for task in ends:
+                        task.cancel()
+        except BaseExceptionGroup as group:
+            raise _cause(group) from group
 
-    async def _ring_on(self, stop: asyncio.Event) -> None:
-        await stop.wait()
-        self.bell.ring()
+    async def _lead(self) -> None:
+        await self.session.register()
+        async with asyncio.TaskGroup() as tasks:
+            loops = [
+                tasks.create_task(loop())
+                for loop in (self.policy.watch, self.policy.sync, self.delivery.deliver, self.session.beat)
+            ]
+            await self.generation.generate()
+            await self.generation.empty()
+            for task in loops:
+                task.cancel()
 
-    async def _register(self) -> None:
-        while True:
-            try:
-                answer = await self.api.register(self.registration)
-                break
-            except (Unreachable, Draining) as error:
-                _LOG.info("registering waits: %s", error)
-                await self.clock.sleep(max(RETRY_S, error.retry_after_s))
-        await asyncio.to_thread(self.outbox.skip_to, answer.next_sequence)
-        _LOG.info("registered with run %s at version %d", answer.run_id, answer.head_version)
 
-    async def _generate(self, stop: asyncio.Event) -> None:
-        while not stop.is_set() and not self.is_draining:
-            ticket = self.bell.ticket()
-            await self._swap()
-            level = await asyncio.to_thread(self.outbox.level)
-            metrics.OUTBOX_GROUPS.set(level.num_groups)
-            if self.engine.version < 0 or level.num_bytes >= self.config.outbox_bytes:
-                await ticket.wait()
-                continue
-            work, wait_s = await self._lease()
-            if work:
-                await self._fill(work)
-            elif not self.is_draining:
-                await self._pause(ticket, wait_s)
+async def _until(event: asyncio.Event) -> None:
+    await event.wait()
 
-    async def _pause(self, ticket: asyncio.Event, seconds: float) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                await ticket.wait()
-        except TimeoutError:
-            return
 
-    async def _swap(self) -> None:
-        pulled = self.policy.take(self.engine.version)
-        if pulled is None:
-            return
-        started = time.perf_counter()
-        await asyncio.to_thread(self.engine.load, pulled.arena, pulled.version)
-        metrics.SWAP_SECONDS.observe(time.perf_counter() - started)
-        metrics.POLICY_VERSION.set(pulled.version)
-        self.state_root = pulled.manifest.state_root
-
-    async def _lease(self) -> tuple[tuple[WorkAssignment, ...], float]:
-        try:
-            grant = await self.api.lease_work(
-                site=self.registration.site,
-                incarnation=self.registration.incarnation,
-                max_groups=self.config.groups_per_batch,
-                policy_version=self.engine.version,
-            )
-        except NotRegistered:
-            await self._register()
-            return (), 0.0
-        except RunFinished:
-            self.is_draining = True
-            return (), 0.0
-        except Draining as error:
-            # The run drains, or the coordinator restarts: only a heartbeat tells which.
-            _LOG.info("no work: %s", error)
-            return (), RETRY_S
-        except Unreachable as error:
-            _LOG.info("no work: %s", error)
-            return (), RETRY_S
-        if not grant.assignments:
-            _LOG.debug("no work: %s", grant.reason)
-        return grant.assignments, grant.retry_after_s
-
-    async def _fill(self, work: tuple[WorkAssignment, ...]) -> None:
-        first = self.outbox.next_sequence
-        batch = await asyncio.to_thread(self.maker.make, work, state_root=self.state_root, first_sequence=first)
-        metrics.GENERATE_SECONDS.observe(batch.generation_s)
-        metrics.TOKENS.labels("sampler").inc(batch.num_tokens)
-        self.tokens_per_s = batch.num_tokens / batch.generation_s if batch.generation_s else 0.0
-        now = self.clock.wall()
-        release = [
-            now + group_delay_s(self.config.delay, seed=self.config.seed, sequence=group.id.sequence)
-            for group in batch.groups
-        ]
-        await asyncio.to_thread(self.outbox.put, batch.groups, release=release)
-        self.bell.ring()
-        if batch.failed:
-            metrics.REWARD_ERRORS.inc(len(batch.failed))
-            await self._abandon(batch.failed)
-
-    async def _abandon(self, assignments: tuple[int, ...]) -> None:
-        try:
-            await self.api.abandon_work(
-                site=self.registration.site, incarnation=self.registration.incarnation, assignments=assignments
-            )
-        except (Unreachable, Draining) as error:
-            _LOG.info("%d assignments are left to expire: %s", len(assignments), error)
-
-    async def _empty(self, stop: asyncio.Event) -> None:
-        """A drained run waits for nothing: push what is held, then leave."""
-        if not self.is_draining:
-            return
-        await asyncio.to_thread(self.outbox.release_all)
-        self.bell.ring()
-        while not stop.is_set():
-            ticket = self.bell.ticket()
-            if not (await asyncio.to_thread(self.outbox.level)).num_groups:
-                return
-            await ticket.wait()
-
-    async def _beat(self) -> None:
-        while True:
-            level = await asyncio.to_thread(self.outbox.level)
-            beat = Heartbeat(
-                site=self.registration.site,
-                incarnation=self.registration.incarnation,
-                policy_version=self.engine.version,
-                state_root=self.state_root,
-                tokens_per_s=self.tokens_per_s,
-                outbox_groups=level.num_groups,
-            )
-            try:
-                commands = await self.api.heartbeat(beat)
-            except (Unreachable, Draining) as error:
-                _LOG.info("no heartbeat: %s", error)
-                commands = ()
-            if Command.REGISTER in commands:
-                await self._register()
-            if Command.DRAIN in commands or Command.STOP in commands:
-                self.is_draining = True
-                self.bell.ring()
-            await self.clock.sleep(self.config.heartbeat_s)
+def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The one failure that ended the others."""
+    first = group.exceptions[0]
+    return _cause(first) if isinstance(first, BaseExceptionGroup) else first

@@ -39,7 +39,7 @@ class SamplerConfig(Config):
     model_dir: str = ""
     """Hugging Face directory or hub id that the run starts from: configuration, tokenizer and layout come from it."""
     state_dir: Path = Path("runs/sampler")
-    """Directory of the outbox and of weights being fetched; each sampler needs its own."""
+    """Directory of the outbox, the verified versions and the weights being fetched; each sampler needs its own."""
     metrics_port: int = Field(default=9103, ge=0, le=65535)
     """Port of the Prometheus metrics on loopback; 0 lets the system choose."""
     published_dtype: Dtype = "bf16"

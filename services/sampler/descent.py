@@ -5,22 +5,17 @@ manifests that the first vouches for. Numbers are dense and never reused: a mani
 is itself the record that versions p + 1 to v - 1 are abandoned, and the new version's signature covers that record too.
 
     remembered h, new v, chain v -> ... -> m, m the oldest manifest above h
-        v < h                              refused: older
-        v = h                              accepted with the same digest only
-        parent of m = h, same digest       accepted
-        parent of m = h, another digest    refused: a sibling of what was used
-        parent of m < h                    accepted: m names h among the versions that it abandons
-"""
+XX"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 
-from services.common.errors import RollbackRefused, UnknownVersion
+from services.common.errors import UnknownVersion, UnprovenDescent
 from services.common.types import Manifest
 from services.common.wire import manifest_digest, manifest_from_bytes
-from services.sampler.memory import Used
+from services.sampler.record import RunReplaced, SeenVersion
 
 Fetch = Callable[[int], Awaitable[bytes]]
 MAX_PARALLEL = 16
@@ -28,7 +23,7 @@ MAX_PARALLEL = 16
 NOTHING_ABANDONED = range(0)
 
 
-async def check_descent(data: bytes, *, newest: Used | None, known: Mapping[int, bytes], fetch: Fetch) -> range:
+async def check_descent(data: bytes, *, newest: SeenVersion | None, known: Mapping[int, bytes], fetch: Fetch) -> range:
     """Check the manifest of a new version against the newest one used; returns the versions that were abandoned.
 
     Args:
@@ -38,15 +33,16 @@ async def check_descent(data: bytes, *, newest: Used | None, known: Mapping[int,
         fetch: gets the exact bytes of another manifest.
 
     Raises:
-        RollbackRefused: the version is older, a sibling, of another run, or its chain does not lead to `newest`.
+        RunReplaced: the version is older, of another run, or descends from a sibling of `newest`.
+        UnprovenDescent: the coordinator does not show the manifests between.
     """
     child = manifest_from_bytes(data)
     if newest is None:
         return NOTHING_ABANDONED
     if newest.run_id and child.run_id != newest.run_id:
-        raise RollbackRefused(f"version {child.version} is of run {child.run_id}, this site works for {newest.run_id}")
+        raise RunReplaced(f"version {child.version} is of run {child.run_id}, this site works for {newest.run_id}")
     if child.version < newest.version:
-        raise RollbackRefused(f"version {child.version} is older than version {newest.version}, used before")
+        raise RunReplaced(f"version {child.version} is older than version {newest.version}, used before")
     if child.version == newest.version:
         _same(newest, manifest_digest(data), f"version {child.version} is another than the one used before")
         return NOTHING_ABANDONED
@@ -60,9 +56,9 @@ async def check_descent(data: bytes, *, newest: Used | None, known: Mapping[int,
     return child.abandoned
 
 
-def _same(newest: Used, digest: str, problem: str) -> None:
+def _same(newest: SeenVersion, digest: str, problem: str) -> None:
     if newest.manifest_digest and digest != newest.manifest_digest:
-        raise RollbackRefused(problem)
+        raise RunReplaced(problem)
 
 
 async def _parent(child: Manifest, manifests: dict[int, bytes], *, oldest: int, fetch: Fetch) -> Manifest:
@@ -73,12 +69,12 @@ async def _parent(child: Manifest, manifests: dict[int, bytes], *, oldest: int, 
         try:
             manifests.update(zip(missing, await asyncio.gather(*map(fetch, missing)), strict=True))
         except UnknownVersion as error:
-            raise RollbackRefused(f"the coordinator does not show the way to version {child.version}") from error
+            raise UnprovenDescent(f"the coordinator does not show the way to version {child.version}") from error
     data = manifests[number]
     if manifest_digest(data) != child.parent_digest:
-        raise RollbackRefused(f"version {child.version} names another version {number} than the coordinator shows")
+        raise UnprovenDescent(f"version {child.version} names another version {number} than the coordinator shows")
     parent = manifest_from_bytes(data)
     # Of what the digest vouches for this cannot happen; without it the walk would not end.
     if parent.version != number or number >= child.version:
-        raise RollbackRefused(f"the parent of version {child.version} is not in order")
+        raise UnprovenDescent(f"the parent of version {child.version} is not in order")
     return parent

@@ -1,20 +1,23 @@
 """The durable spool of groups between generation and acknowledgement.
 
-Guarantees: a group is on disk before its assignment is forgotten, and stays until a terminal outcome; sequences are
-dense within an incarnation, which lives and dies with the spool; one process owns a spool. Blocking; call from threads.
+Guarantees: a group is on disk before its assignment is forgotten, and stays until a terminal outcome; what is read at
+once is bounded by the caller, however much is spooled; sequences are dense within an incarnation, which lives and dies
+with the spool; one process owns a spool. Blocking; call from threads.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import sqlite3
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from services.common.directory import sync_directory
 from services.common.errors import ConfigError, CorruptStore, DiskFull
 from services.common.types import Group
 from services.common.wire import group_from_bytes, group_to_bytes
@@ -41,17 +44,12 @@ class Outbox:
         directory.mkdir(parents=True, exist_ok=True)
         self._lock_file = _lock(directory / "lock")
         self._mutex = threading.Lock()
-        path = directory / "outbox.sqlite"
         try:
-            self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-            self._connection.execute("PRAGMA journal_mode=WAL")
-            self._connection.execute("PRAGMA synchronous=FULL")
-            self._connection.executescript(_SCHEMA)
-        except sqlite3.DatabaseError as error:
-            self._connection.close()
+            self._connection = _connect(directory / "outbox.sqlite")
+        except BaseException:
             self._lock_file.close()
-            action = "move it away; its groups are lost, a new one begins"
-            raise CorruptStore(f"{path}: {error}", action=action) from error
+            raise
+        self._directory = directory
         self.incarnation = self._meta("incarnation", uuid.uuid4().hex[:16])
         self._next = int(self._meta("next_sequence", "1"))
 
@@ -78,30 +76,33 @@ class Outbox:
         for group, at in zip(groups, release, strict=True):
             data = group_to_bytes(group)
             rows.append((group.id.sequence, at, len(data), data))
-        with self._mutex:
-            try:
-                self._connection.execute("BEGIN IMMEDIATE")
-                self._connection.executemany("INSERT INTO groups VALUES (?, ?, ?, ?)", rows)
-                self._connection.execute(
-                    "UPDATE meta SET value = ? WHERE key = 'next_sequence'", (str(first + len(groups)),)
-                )
-                self._connection.execute("COMMIT")
-            except sqlite3.OperationalError as error:
-                if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
-                if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
-                    raise DiskFull("the sampler's state_dir") from error
-                raise
-        self._next = first + len(groups)
+        with self._transaction():
+            self._connection.executemany("INSERT INTO groups VALUES (?, ?, ?, ?)", rows)
+            self._connection.execute("UPDATE meta SET value = ? WHERE key = 'next_sequence'", (str(first + len(rows)),))
+        self._next = first + len(rows)
 
-    def due(self, now: float, *, limit: int) -> tuple[list[Group], float | None]:
-        """Groups to push now, oldest first, and the instant at which the next one is due."""
+    def due(self, now: float, *, limit: int, max_bytes: int) -> tuple[list[Group], float | None]:
+        """Groups to push now, oldest first, and the instant at which the next one is due.
+
+        Args:
+            now: wall time.
+            limit: most groups.
+            max_bytes: most bytes; one group is always returned if any is due.
+        """
+        chosen: list[bytes] = []
+        num_bytes = 0
         with self._mutex:
             rows = self._connection.execute(
-                "SELECT payload FROM groups WHERE release <= ? ORDER BY sequence LIMIT ?", (now, limit)
-            ).fetchall()
+                "SELECT num_bytes, payload FROM groups WHERE release <= ? ORDER BY sequence LIMIT ?", (now, limit)
+            )
+            for size, payload in rows:
+                num_bytes += size
+                if chosen and num_bytes > max_bytes:
+                    break
+                chosen.append(payload)
+            rows.close()
             later = self._connection.execute("SELECT min(release) FROM groups WHERE release > ?", (now,)).fetchone()
-        return [group_from_bytes(row[0]) for row in rows], later[0]
+        return [group_from_bytes(payload) for payload in chosen], later[0]
 
     def release_all(self) -> None:
         """Hold nothing back any longer."""
@@ -129,10 +130,51 @@ class Outbox:
         return str(row[0])
 
     def _write(self, statement: str, rows: Sequence[tuple[object, ...]]) -> None:
+        with self._transaction():
+            self._connection.executemany(statement, rows)
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """All or nothing; a full disk leaves the spool as it was."""
         with self._mutex:
             self._connection.execute("BEGIN IMMEDIATE")
-            self._connection.executemany(statement, rows)
-            self._connection.execute("COMMIT")
+            try:
+                yield
+                self._connection.execute("COMMIT")
+            except BaseException as error:
+                # A full disk has rolled back already; after anything else the next transaction could not begin.
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                if isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode == sqlite3.SQLITE_FULL:
+                    raise DiskFull(str(self._directory)) from error
+                raise
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    action = "move it away; its groups are lost, a new one begins"
+    try:
+        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    except sqlite3.DatabaseError as error:
+        raise CorruptStore(f"{path}: {error}", action="check state_dir and its permissions") from error
+    try:
+        mode = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
+        connection.execute("PRAGMA synchronous=FULL")
+        level = connection.execute("PRAGMA synchronous").fetchone()[0]
+        if (mode, level) != ("wal", 2):
+            raise CorruptStore(f"{path}: durable mode refused (journal {mode}, synchronous {level})")
+        connection.executescript(_SCHEMA)
+    except sqlite3.DatabaseError as error:
+        connection.close()
+        if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+            raise DiskFull(str(path.parent)) from error
+        raise CorruptStore(f"{path}: {error}", action=action) from error
+    except CorruptStore:
+        connection.close()
+        raise
+    # SQLite makes its log's name durable, not that of the database itself.
+    sync_directory(path.parent)
+    sync_directory(path.parent.parent)
+    return connection
 
 
 def _lock(path: Path) -> BinaryIO:

@@ -1,42 +1,37 @@
 """Keeping the sampler's weights where the delay model says: watch, pull and verify while generation goes on.
 
     watch   waits for news of the head; unblocked by the coordinator, or by a broken link (then it dials again)
-    sync    waits for a target other than what is staged; unblocked by watch or by time
-    take    (generation) never waits: it gets the staged version, if there is a newer one
+    sync    waits for a target newer than what is staged; unblocked by watch or by time
+    take    (generation) never waits: it gets the staged version, if there is another one
 
-Guarantees: what `take` returns is verified and remembered; nothing half applied is ever visible; a version that no
-trusted key signed, or that leads back behind what was used, is refused before a byte of it is fetched. Must never touch
-the engine.
+Guarantees: what `take` returns is verified and recorded; nothing half applied is ever visible; exactly the target is
+staged, or the next version of the lineage where the target was abandoned, and never one older than any used before; a
+version that no trusted key signed, or that does not descend from the one used last, is refused before a byte of it is
+fetched; whatever fails on the way, generation goes on with the version it has. Only a run that contradicts the record
+(RunReplaced) ends the process. Must never touch the engine.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from pathlib import Path
+import random
 
 from services.common.api import CoordinatorApi, PullPlan
 from services.common.bell import Bell
 from services.common.clock import Clock
-from services.common.errors import (
-    CorruptData,
-    Draining,
-    HeterorlError,
-    RollbackRefused,
-    StateMismatch,
-    UnknownVersion,
-    Unreachable,
-    UntrustedVersion,
-)
+from services.common.errors import CorruptData, DiskFull, RemoteError, UnknownVersion, UntrustedVersion
 from services.common.pull import PulledVersion, Puller
 from services.common.trust import Trust
 from services.common.wire import manifest_from_bytes
 from services.sampler.delay import Visibility
 from services.sampler.descent import check_descent
-from services.sampler.memory import Memory, Used
+from services.sampler.record import SeenVersion, VersionRecord, check_head
+from services.sampler.waiting import Patience, ring_or_time
 
 _LOG = logging.getLogger(__name__)
-RETRY_S = 1.0
+DAMAGED_CAP_S = 300.0
+"""A version that fails its checks costs a whole snapshot per attempt: attempts become this rare."""
 
 
 class PolicySync:
@@ -48,22 +43,28 @@ class PolicySync:
         api: CoordinatorApi,
         puller: Puller,
         visibility: Visibility,
-        record: Path,
+        record: VersionRecord,
+        trust: Trust,
         clock: Clock,
         bell: Bell,
-        trust: Trust | None = None,
+        rng: random.Random,
     ) -> None:
         self._api = api
         self._puller = puller
         self._visibility = visibility
-        self._memory = Memory(record)
-        self._trust = trust or Trust()
+        self._record = record
+        self._trust = trust
         self._clock = clock
         self._bell = bell
         self._staged: PulledVersion | None = None
+        self._signed_by = ""
         self._refusal = ""
-        self._is_newest_gone = False
+        self._watch_patience = Patience(rng=rng)
+        self._sync_patience = Patience(rng=rng)
+        self._damage_patience = Patience(rng=rng, cap_s=DAMAGED_CAP_S)
         self.head_version = -1
+        # While bytes arrive the link works, and the next failure is the first of a row.
+        puller.on_frame = self._sync_patience.reset
 
     def take(self, current: int) -> PulledVersion | None:
         """The staged version, when it is another than `current`."""
@@ -71,103 +72,102 @@ class PolicySync:
         return staged if staged is not None and staged.version != current else None
 
     async def watch(self) -> None:
-        """Follow the head for ever."""
+        """Follow the head for ever.
+
+        Raises:
+            RunReplaced: the head went back.
+        """
         while True:
             try:
-                async for update in self._api.watch_head(after_version=self.head_version):
-                    self.head_version = update.version
-                    self._visibility.see(update.version, self._clock.monotonic() - update.age_s)
-                    self._bell.ring()
-            except (Unreachable, Draining) as error:
+                await self._follow()
+                delay_s = self._watch_patience.delay_s()
+            except (RemoteError, CorruptData) as error:
                 _LOG.info("the watch on the head broke: %s", error)
-            await self._clock.sleep(RETRY_S)
+                retry_after_s = error.retry_after_s if isinstance(error, RemoteError) else 0.0
+                delay_s = self._watch_patience.delay_s(asked_s=retry_after_s)
+            await self._clock.sleep(delay_s)
+
+    async def _follow(self) -> None:
+        seen_version = max(self.head_version, self._record.highest_version)
+        # From nothing, not from what was seen: a coordinator whose head went back would never pass that cursor.
+        async for update in self._api.watch_head(after_version=-1):
+            check_head(update.version, seen_version=seen_version)
+            seen_version = update.version
+            self._watch_patience.reset()
+            self.head_version = update.version
+            self._visibility.see(update.version, self._clock.monotonic() - update.age_s)
+            self._bell.ring()
 
     async def sync(self) -> None:
-        """Stage the target version for ever."""
+        """Stage the target version for ever.
+
+        Raises:
+            RunReplaced: a version has another state than before, or is of another history.
+        """
         while True:
             ticket = self._bell.ticket()
             current = -1 if self._staged is None else self._staged.version
-            target, wake = self._visibility.target(self._clock.monotonic(), current=current)
-            if target > current:
-                await self._stage(self._not_before(target))
+            now = self._clock.monotonic()
+            target, wake = self._visibility.target(now, current=current)
+            if target <= current:
+                await ring_or_time(ticket, clock=self._clock, seconds=None if wake is None else wake - now)
                 continue
-            timeout = None if wake is None else max(0.0, wake - self._clock.monotonic())
-            waiter = asyncio.ensure_future(ticket.wait())
-            timer = None if timeout is None else asyncio.ensure_future(self._clock.sleep(timeout))
-            await asyncio.wait([task for task in (waiter, timer) if task], return_when=asyncio.FIRST_COMPLETED)
-            for task in (waiter, timer):
-                if task is not None:
-                    task.cancel()
+            delay_s = await self._stage(target)
+            if delay_s:
+                await self._clock.sleep(delay_s)
 
-    def _not_before(self, target: int) -> int:
-        """What to ask for after a restart: never less than was used before.
-
-        A delay model that let that version through once lets it through, and a coordinator that shows an old head is
-        asked for what it should have.
-        """
-        newest = self._memory.newest
-        if self._staged is not None or newest is None or target >= newest.version:
-            return target
-        # The version used last may have been abandoned since; the head then says so in its manifests.
-        return max(self.head_version, newest.version) if self._is_newest_gone else newest.version
-
-    async def _stage(self, version: int) -> None:
+    async def _stage(self, target: int) -> float:
+        """Stage `target`; returns how long to wait before the next attempt, 0 after success."""
         try:
-            pulled = await self._puller.pull(held=self._staged, want_version=version, admit=self._admit)
-            self._check_known(pulled)
-        except UnknownVersion as error:
-            self._miss(version, error)
-            await self._clock.sleep(RETRY_S)
-            return
-        except (Unreachable, Draining) as error:
-            _LOG.info("version %d waits: %s", version, error)
-            await self._clock.sleep(RETRY_S)
-            return
-        except (CorruptData, UntrustedVersion) as error:
-            self._refuse(version, error)
-            await self._clock.sleep(RETRY_S)
-            return
-        await asyncio.to_thread(
-            self._memory.note,
-            Used(
-                version=pulled.version,
-                state_root=pulled.manifest.state_root,
-                manifest_digest=pulled.manifest_digest,
-                run_id=pulled.manifest.run_id,
-            ),
-        )
+            pulled = await self._pull(target)
+            await asyncio.to_thread(self._record.note, self._seen(pulled))
+        except RemoteError as error:
+            _LOG.info("version %d waits: %s", target, error)
+            return self._sync_patience.delay_s(asked_s=error.retry_after_s)
+        except UntrustedVersion as error:
+            # Costs no payload, so it is asked for as often as over a broken link; said once.
+            if str(error) != self._refusal:
+                self._refusal = str(error)
+                _LOG.error("version %d is refused: %s", target, error)
+            return self._sync_patience.delay_s()
+        except (CorruptData, DiskFull, OSError) as error:
+            _LOG.error("version %d is not usable: %s", target, error)
+            return self._damage_patience.delay_s()
+        self._sync_patience.reset()
+        self._damage_patience.reset()
         self._staged = pulled
         self._refusal = ""
         self._bell.ring()
+        return 0.0
 
-    def _miss(self, version: int, error: UnknownVersion) -> None:
-        newest = self._memory.newest
-        if newest is None or version != newest.version or self._staged is not None:
-            _LOG.info("version %d waits: %s", version, error)
-        elif self.head_version < version:
-            self._refuse(
-                version,
-                RollbackRefused(
-                    f"the coordinator's head is version {self.head_version}, version {version} was used before"
-                ),
-            )
-        else:
-            self._is_newest_gone = True
+    async def _pull(self, target: int) -> PulledVersion:
+        """The target, or the first version after it that is still in the lineage.
 
-    def _refuse(self, version: int, error: HeterorlError) -> None:
-        # Tried again every second, for it may be the link's fault; said once.
-        if str(error) != self._refusal:
-            self._refusal = str(error)
-            _LOG.error("version %d is not usable: %s", version, error)
+        Waiting for an abandoned version would never end: a sampler held back behind it gets no work, and without
+        work there are no new versions that would move the target on. Never less than was used before: after a
+        restart the delay model may ask for it, but it let the newer version through once.
+        """
+        target = max(target, self._record.highest_version)
+        for version in range(target, self.head_version):
+            try:
+                return await self._puller.pull(held=self._staged, want_version=version, admit=self._admit)
+            except UnknownVersion as error:
+                _LOG.info("version %d is skipped: %s", version, error)
+        want = max(target, self.head_version)
+        return await self._puller.pull(held=self._staged, want_version=want, admit=self._admit)
 
     async def _admit(self, plan: PullPlan) -> None:
-        if not plan.manifests:
-            raise StateMismatch(f"the plan of version {plan.target_version} shows no manifest")
+        """Judge the version that a plan leads to by its manifest, whatever payloads lead there.
+
+        Raises:
+            UntrustedVersion: no trusted key signed it, or nothing shows that it descends from the one used last.
+            RunReplaced: it is of another history than the one used last.
+        """
         target = plan.manifests[-1]
-        self._trust.check(target, plan.signature, version=plan.target_version)
+        self._signed_by = self._trust.check(target, plan.signature, version=plan.target_version)
         abandoned = await check_descent(
             target,
-            newest=self._memory.newest,
+            newest=self._record.newest,
             known={manifest_from_bytes(data).version: data for data in plan.manifests},
             fetch=lambda version: self._api.get_manifest(version=version),
         )
@@ -179,7 +179,11 @@ class PolicySync:
                 plan.target_version,
             )
 
-    def _check_known(self, pulled: PulledVersion) -> None:
-        known = self._memory.find(pulled.version)
-        if known is not None and known.state_root != pulled.manifest.state_root:
-            raise StateMismatch(f"version {pulled.version} had another state before", action="ask the operator")
+    def _seen(self, pulled: PulledVersion) -> SeenVersion:
+        return SeenVersion(
+            version=pulled.version,
+            state_root=pulled.manifest.state_root,
+            manifest_digest=pulled.manifest_digest,
+            run_id=pulled.manifest.run_id,
+            signed_by=self._signed_by,
+        )

@@ -7,10 +7,10 @@ and no zero reward.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from services.common.clock import Clock
 from services.common.errors import RewardError
 from services.common.generation.engine import Completion, Engine
 from services.common.prompts import Prompter
@@ -40,16 +40,17 @@ class RolloutMaker:
     site: SiteId
     incarnation: str
     group_size: int
+    clock: Clock
 
     def make(self, work: Sequence[WorkAssignment], *, state_root: Digest, first_sequence: int) -> Batch:
         """Generate one group per assignment with the loaded weights."""
         prompts = [self.task.prompt(assignment.prompt_index) for assignment in work]
         encoded = [self.prompter.encode(prompt.text) for prompt in prompts]
-        started = time.perf_counter()
+        started = self.clock.monotonic()
         completions = self.engine.generate(
             encoded, seeds=[assignment.seed for assignment in work], num_per_prompt=self.group_size
         )
-        generation_s = time.perf_counter() - started
+        generation_s = self.clock.monotonic() - started
         groups: list[Group] = []
         failed: list[int] = []
         for assignment, prompt, ids, members in zip(work, prompts, encoded, completions, strict=True):

@@ -20,7 +20,19 @@ DECISIONS = [
     "learner/importance.py",
     "learner/masks.py",
     "learner/advantages.py",
+    "sampler/delay.py",
 ]
+LOOPS = [
+    "common/pull.py",
+    "sampler/delivery.py",
+    "sampler/generate.py",
+    "sampler/policy_sync.py",
+    "sampler/record.py",
+    "sampler/rollouts.py",
+    "sampler/session.py",
+    "sampler/waiting.py",
+]
+"""These wait, but by the clock they are given, so that a virtual one can drive them."""
 
 
 def test_coordinator_never_loads_torch():
@@ -72,3 +84,12 @@ def test_decisions_read_no_clock_and_draw_no_randomness(name):
     banned = {"time", "random", "uuid", "secrets", "threading", "asyncio", "datetime", "os"}
 
     assert _imports(ast.parse((ROOT / "services" / name).read_text())) & banned == set()
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops_take_time_and_randomness_from_their_caller(name):
+    tree = ast.parse((ROOT / "services" / name).read_text())
+    own = ("time.", "random.", "secrets.", "uuid.", "asyncio.sleep", "asyncio.timeout", "asyncio.wait_for")
+
+    assert {call for call in _calls(tree) if call.startswith(own)} == set()
+    assert "time" not in _imports(tree)

@@ -1,24 +1,33 @@
 """The demonstration as a person runs it: one command, four processes, every promise checked."""
 
 import json
+import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
-
-from services.demo.run import digest_mismatches
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_tiny_demo_keeps_its_promises_and_leaves_a_report_and_a_model(tmp_path):
     result = subprocess.run(
-        [sys.executable, "-m", "services", "demo", "--tiny", "--out", str(tmp_path / "demo")],
+        [
+            sys.executable, "-m", "services", "demo", "--tiny", "--out", str(tmp_path / "demo"),
+            "--cache", str(tmp_path / "cache"),
+        ],
         capture_output=True, text=True, timeout=380, check=False,
     )  # fmt: skip
 
     assert result.returncode == 0, result.stdout + result.stderr
     summary = json.loads((tmp_path / "demo" / "summary.json").read_text())
+    assert summary["status"] == "complete"
+    assert summary["evaluation_prompts"] == 256
+    evaluations = [json.loads(row) for row in (tmp_path / "demo/learner/evaluations.jsonl").read_text().splitlines()]
+    assert [row["num_prompts"] for row in evaluations] == [256] * 4
+    assert summary["warm_start_accuracy"] == evaluations[0]["accuracy"]
+    assert summary["final_accuracy"] == evaluations[-1]["accuracy"]
     assert summary["ledger_balanced"]
     assert summary["digest_mismatches"] == 0
     assert summary["versions"] == 25
@@ -35,8 +44,43 @@ def test_tiny_demo_keeps_its_promises_and_leaves_a_report_and_a_model(tmp_path):
     assert tokenizer.decode(tokenizer.encode("1+2=")) == "1+2="
 
 
-def test_digest_mismatch_is_counted():
-    versions = [{"version": 0, "state_root": "a"}, {"version": 1, "state_root": "b"}]
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_ctrl_c_in_the_middle_stops_every_process_in_order_and_says_what_is_known(tmp_path):
+    out = tmp_path / "demo"
+    demo = subprocess.Popen(
+        [sys.executable, "-m", "services", "demo", "--tiny", "--out", str(out), "--cache", str(tmp_path / "cache")],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    children = []
+    try:
+        # The first step is shown as soon as it is seen: some twenty are left.
+        lines = []
+        for text in demo.stdout:
+            lines.append(text)
+            if text.startswith("step "):
+                break
+        children = psutil.Process(demo.pid).children(recursive=True)
+        demo.send_signal(signal.SIGINT)
+        rest, errors = demo.communicate(timeout=120)
+    finally:
+        # The same process, not another one that was given its number.
+        left = [process for process in children if process.is_running()]
+        for process in left:
+            process.kill()
+        demo.kill()
+        demo.wait()
 
-    assert digest_mismatches(versions, [versions, versions[1:]]) == 0
-    assert digest_mismatches(versions, [[{"version": 1, "state_root": "x"}, {"version": 9, "state_root": "b"}]]) == 2
+    assert demo.returncode == 130, "".join(lines) + rest + errors
+    assert len(children) == 4
+    assert left == []
+    stops = [text for text in rest.splitlines() if text.startswith("stopped ")]
+    assert stops[0].startswith("stopped site-")
+    assert stops[-1] == "stopped coordinator"
+    assert "interrupted after" in rest
+    assert "Traceback" not in errors
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["status"] == "interrupted"
+    # The learner may go on for a moment while the samplers end.
+    assert 1 <= summary["steps"] == summary["versions"] - 1
+    assert summary["warm_start_accuracy"] is not None

@@ -42,7 +42,7 @@ async def test_signed_run_is_used_by_those_who_trust_it_and_passes_the_audit(tmp
 
     # Everything that was trained came from the site that trusts the learner.
     assert {site.site: site.groups_accepted > 0 for site in status.sites} == {"site-a": True, "site-b": False}
-    assert not (tmp_path / "site-b" / "versions.jsonl").exists()
+    assert (tmp_path / "site-b" / "versions.jsonl").read_bytes() == b""
     text = io.StringIO()
     code = verify_directory(
         tmp_path / "coordinator", keys=[public], is_replaying=True, console=Console(file=text, width=200)

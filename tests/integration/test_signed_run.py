@@ -5,6 +5,7 @@ import base64
 import contextlib
 import dataclasses
 import logging
+import random
 import shutil
 import sqlite3
 
@@ -34,6 +35,7 @@ from services.coordinator.servicer import PolicyServicer, RolloutServicer, RunSe
 from services.sampler.delay import Visibility
 from services.sampler.delay_models import FixedDelay, NoDelay
 from services.sampler.policy_sync import PolicySync
+from services.sampler.record import RunReplaced, VersionRecord
 from tests.support.learner_world import fill, learn, learner_config, rows
 from tests.support.run import LAYOUT, Run
 
@@ -95,10 +97,11 @@ async def sampling(client, directory, keys, *, delay=NO_DELAY):
         api=api,
         puller=Puller(api=api, spool=directory / "incoming", layout=LAYOUT, clock=SystemClock()),
         visibility=Visibility(delay, seed=0),
-        record=directory / "versions.jsonl",
+        record=VersionRecord(directory / "versions.jsonl"),
+        trust=Trust(keys),
         clock=SystemClock(),
         bell=bell,
-        trust=Trust(keys),
+        rng=random.Random(0),
     )
     logger = logging.getLogger("services.sampler.policy_sync")
     logger.addHandler(heard)
@@ -117,7 +120,12 @@ async def sampling(client, directory, keys, *, delay=NO_DELAY):
         async with asyncio.timeout(30):
             return await heard.lines.get()
 
-    policy.reach, policy.refusal, policy.read = reach, refusal, api.read
+    async def end():
+        async with asyncio.timeout(30):
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return next(task.exception() for task in tasks if task.done())
+
+    policy.reach, policy.refusal, policy.end, policy.read = reach, refusal, end, api.read
     try:
         yield policy
     finally:
@@ -162,6 +170,7 @@ async def test_signature_travels_beside_the_exact_bytes_and_every_version_is_use
     assert (plan.manifests[-1], plan.signature) == (signed.data, signed.signature)
     remembered = rows(tmp_path / "site" / "versions.jsonl")[-1]
     assert (remembered["version"], remembered["state_root"]) == (3, run.roots[3])
+    assert remembered["signed_by"] == key.public_key
 
 
 async def test_same_version_published_again_keeps_its_signature(tmp_path, key):
@@ -190,7 +199,7 @@ async def test_version_of_nobody_trusted_is_refused_before_a_byte_is_fetched(tmp
             assert site.read == []
     expected = WrongSignature if is_signed else UnsignedManifest
     assert expected.action in line
-    assert not (tmp_path / "site" / "versions.jsonl").exists()
+    assert (tmp_path / "site" / "versions.jsonl").read_bytes() == b""
 
 
 async def test_run_without_keys_is_used_with_one_warning(tmp_path, caplog):
@@ -201,6 +210,7 @@ async def test_run_without_keys_is_used_with_one_warning(tmp_path, caplog):
                 await run.publish()
                 await site.reach(run.head)
 
+    assert {row["signed_by"] for row in rows(tmp_path / "site" / "versions.jsonl")} == {"unsigned"}
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len([line for line in warnings if "trusted_keys is empty" in line]) == 1
 
@@ -247,9 +257,9 @@ async def test_coordinator_that_was_rewound_is_refused_until_it_is_itself_again(
             await site.reach(3)
 
     async with serving(tmp_path / "backup") as client, sampling(client, tmp_path / "site", [key.public_key]) as site:
-        line = await site.refusal()
-        assert "the coordinator's head is version 1, version 3 was used before" in line
-        assert "distrust the coordinator" in line
+        error = await site.end()
+        assert isinstance(error, RunReplaced)
+        assert "the head is version 1, but version 3 was seen before" in str(error)
         assert site.take(-1) is None
         assert site.read == []
     async with serving(tmp_path / "data") as client, sampling(client, tmp_path / "site", [key.public_key]) as site:
@@ -277,9 +287,11 @@ async def test_second_history_of_the_same_learner_is_refused(tmp_path, key, keys
         await other.publish()
         await other.publish(snapshot=True)
         async with sampling(client, tmp_path / "site", trusted) as site:
-            line = await site.refusal()
-            assert "does not descend from the version 2 that was used before" in line
+            error = await site.end()
+            assert isinstance(error, RunReplaced)
+            assert "does not descend from the version 2 that was used before" in str(error)
             assert site.take(-1) is None
+            assert site.read == []
         async with sampling(client, tmp_path / "new-site", trusted) as site:
             assert (await site.reach(4)).version == 4, "a site that used nothing has nothing to hold against it"
 

@@ -174,6 +174,10 @@ class Reference:
         weight = 1.0 if a >= 0 else clip(math.prod(self.fixed_ratios(i)), 0, 1)
         return [weight * a * lp for lp in self.lp[i]]
 
+    def tis_sequence(self, i: int, a: float) -> list[float]:
+        w = min(math.prod(self.fixed_ratios(i)), 1.2)
+        return [w * a * lp for lp in self.lp[i]]
+
     def mis(self, i: int, a: float) -> list[float]:
         w = math.prod(self.fixed_ratios(i))
         return [(w if 0.5 <= w <= 1.3 else 0.0) * a * lp for lp in self.lp[i]]

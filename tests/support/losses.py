@@ -176,6 +176,7 @@ CATALOGUE: dict[str, LossConfig] = {
     "topr": ToprConfig(),
     "cispo": CispoConfig(),
     "tis": TisConfig(cap=1.1),
+    "tis sequence": TisConfig(level="sequence", cap=1.2),
     "mis": MisConfig(cap=1.3, floor=0.5),
     "mis token": MisConfig(level="token", cap=1.3, floor=0.7),
     "mis geometric": MisConfig(level="geometric", cap=1.05, floor=0.9),

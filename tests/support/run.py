@@ -70,10 +70,13 @@ def rollout(version: int, **changes: Any) -> Rollout:
 class Run:
     """Drives a CoordinatorApi through publications and pushes; `arena` is the newest state."""
 
+    layout = LAYOUT
+    contract = CONTRACT
+
     def __init__(self, api: CoordinatorApi, directory: Path) -> None:
         self.api = api
         self.directory = directory
-        self.arena = Arena(LAYOUT)
+        self.arena = Arena(self.layout)
         self.epoch = 0
         self.head = -1
         self.sequence = 0
@@ -81,7 +84,7 @@ class Run:
         self.signer: Signer | None = None
 
     async def begin(self, *, holder: str = "learner", request_id: str = "r1") -> None:
-        grant = await self.api.acquire_lease(holder=holder, contract=CONTRACT, request_id=request_id)
+        grant = await self.api.acquire_lease(holder=holder, contract=self.contract, request_id=request_id)
         self.epoch = grant.epoch
 
     async def register(self, site: str = SITE, incarnation: str = INCARNATION) -> None:
@@ -89,15 +92,19 @@ class Run:
 
     def registration(self, **changes: Any) -> Registration:
         values: dict[str, Any] = {
-            "site": SITE, "incarnation": INCARNATION, "contract": CONTRACT, "engine": "test", "dtype": "fp32",
+            "site": SITE, "incarnation": INCARNATION, "contract": self.contract, "engine": "test", "dtype": "fp32",
             "max_delay_versions": 0,
         }  # fmt: skip
         return Registration(**{**values, **changes})
 
+    def step(self) -> None:
+        """Change the newest state."""
+        self.arena.chunk(0)[:] += 1
+
     async def prepare(self, *, consumed: Sequence[GroupId] = (), **changes: Any) -> PublishRequest:
         """Upload the next version and return the request that would publish it."""
         old, self.arena = self.arena, self.arena.copy()
-        self.arena.chunk(0)[:] += 1
+        self.step()
         version, parent = self.head + 1, changes.get("lineage_version", self.head)
         path = self.directory / f"payload-{version}"
         if parent < 0 or changes.get("snapshot"):

@@ -1,10 +1,15 @@
 """The command line and its configurations, as people meet them."""
 
+import ast
+import dataclasses
+import io
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from services.cli import app, main
@@ -99,6 +104,39 @@ def test_typed_error_is_one_line_and_exit_code_2(monkeypatch, capsys):
     assert "colour: unknown key" in capsys.readouterr().err
 
 
+def test_brackets_in_foreign_text_are_shown_as_they_are(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["heterorl", "check-config", "coordinator", "--set", "[/x]:smile:=1"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "[/x]:smile:: unknown key" in capsys.readouterr().err
+
+    path = tmp_path / "[x].toml"
+    path.write_text('model_dir = "[/y]"')
+    result = invoke("print-config", "learner", "--config", str(path), "--set", 'state_dir="[/z]"')
+    assert result.exit_code == 0, result.exception
+    assert "[/y]" in result.output
+    assert "[/z]" in result.output
+
+    monkeypatch.setattr("services.learner.export.export_model", lambda **_: None)
+    result = invoke("export", "--checkpoint", "c", "--model-dir", "m", "--out", "[/x]")
+    assert result.exit_code == 0, result.exception
+    assert "model written to [/x]" in result.output
+
+
+def test_every_screen_takes_text_literally():
+    sources = {path: path.read_text() for path in (Path(__file__).parents[2] / "services").rglob("*.py")}
+    calls = {
+        (path.name, ast.unparse(node))
+        for path, text in sources.items()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {"Console", "rich.console.Console", "Progress"}
+    }
+
+    # The bar of the warm start shows no text but its own.
+    assert {name for name, _ in calls} >= {"cli.py", "run.py", "warm_start.py"}
+    assert [call for name, call in calls if "markup=False" not in call and name != "warm_start.py"] == []
+
+
 def test_module_runs_as_a_program():
     result = subprocess.run([sys.executable, "-m", "services", "--help"], capture_output=True, timeout=50, check=True)
 
@@ -120,4 +158,11 @@ def test_status_is_shown_to_people_and_programs():
     assert shown["ledger"]["dropped"] == {"surplus": 1}
     assert shown["ledger"]["is_balanced"] is True
     assert json.loads(json.dumps(shown))["sites"][0]["site"] == "eu"
+    foreign = dataclasses.replace(
+        status, run_id="[/r]", learner="[/l]", sites=(dataclasses.replace(site, site="[/s]"),)
+    )
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(*status_tables(foreign))
+    text = console.export_text()
     assert [table.row_count for table in status_tables(status)] == [11, 1]
+    assert all(name in text for name in ("[/r]", "[/l]", "[/s]"))

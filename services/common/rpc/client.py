@@ -151,9 +151,13 @@ class CoordinatorClient:
         answer = await self._call("GetManifest", self._policy_stub.GetManifest, request)
         return SignedManifest(data=answer.manifest, signature=answer.signature)
 
-    async def plan_pull(self, *, have_version: int, have_root: str, want_version: int) -> PullPlan:
+    async def plan_pull(
+        self, *, have_version: int, have_root: str, want_version: int, accept_merged: bool = False
+    ) -> PullPlan:
         """Ask for the cheapest way to a version."""
-        request = policy_pb2.PlanPullRequest(have_version=have_version, have_root=have_root, want_version=want_version)
+        request = policy_pb2.PlanPullRequest(
+            have_version=have_version, have_root=have_root, want_version=want_version, accept_merged=accept_merged
+        )
         return messages.plan_from_pb(await self._call("PlanPull", self._policy_stub.PlanPull, request))
 
     async def read_payload(self, *, digest: Digest, offset: int) -> AsyncIterator[bytes]:

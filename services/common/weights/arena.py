@@ -65,6 +65,7 @@ class Layout:
     specs: tuple[TensorSpec, ...]
     offsets: dict[str, int]
     lengths: dict[int, int]
+    chunk_elements: int
     chunks: tuple[Chunk, ...]
     layout_id: Digest
     by_name: dict[str, TensorSpec]
@@ -100,16 +101,12 @@ class Layout:
             width = WIDTH[spec.dtype]
             offsets[spec.name] = lengths[width]
             lengths[width] += spec.num_elements
-        chunks = tuple(
-            Chunk(width=width, start=start, stop=min(start + chunk_elements, length))
-            for width, length in lengths.items()
-            for start in range(0, length, chunk_elements)
-        )
         return cls(
             specs=table,
             offsets=offsets,
             lengths=lengths,
-            chunks=chunks,
+            chunk_elements=chunk_elements,
+            chunks=cut(lengths, chunk_elements),
             layout_id=_layout_id(table, offsets, chunk_elements),
             by_name=by_name,
         )
@@ -177,6 +174,20 @@ class Arena:
     def state_root(self) -> Digest:
         """Identity of the state."""
         return state_root(self.layout.layout_id, self.digests())
+
+
+def cut(lengths: dict[int, int], chunk_elements: int) -> tuple[Chunk, ...]:
+    """Cut the array of each element width, in the order given, into chunks of `chunk_elements`; the last is shorter."""
+    return tuple(
+        Chunk(width=width, start=start, stop=min(start + chunk_elements, length))
+        for width, length in lengths.items()
+        for start in range(0, length, chunk_elements)
+    )
+
+
+def zeros(chunk: Chunk) -> IntArray:
+    """A chunk of zeros on its own, outside any arena."""
+    return np.zeros(chunk.stop - chunk.start, _INTEGER[chunk.width])
 
 
 def digest_integers(values: IntArray) -> bytes:

@@ -1,12 +1,16 @@
 """One chunk of weights as bytes: exact, without a Python loop over elements and without reading a bit as a float.
 
-    0 SAME    nothing: no element changed.
-    1 GAPULP  changed elements by position and integer step; written out in services.common.weights.steps.
+    0  SAME    nothing: no element changed.
+    1  GAPULP  changed elements by position and integer step; written out in services.common.weights.steps.
     4 PLANES  the bytes of all elements by significance, highest first; for each of the w bytes of an element:
                 u32 size s, little-endian
                 s bytes: the n bytes of the plane themselves when s = n, else (s < n) one zstandard frame of them
               Exponents compress, mantissas do not.
-    5 RAW     little-endian integers.
+    5  RAW     little-endian integers.
+    6  STEP_RAW  the steps of all elements as little-endian integers.
+
+A step is the integer difference, wrapping in the element's width, so steps add up without the state they start from.
+Methods 3 and 6 appear only where deltas were composed: with the state at hand 4 and 5 are as small.
 
 Decoding checks every size before it allocates; what fails leaves the chunk as it was.
 """
@@ -20,7 +24,7 @@ import numpy as np
 
 from services.common.errors import MalformedPayload
 from services.common.weights.arena import IntArray
-from services.common.weights.steps import decode_steps, encode_steps
+from services.common.weights.steps import decode_steps, encode_differences, encode_steps
 from services.common.weights.zstd_reader import compress, decompress
 
 _SIZE = struct.Struct("<I")
@@ -31,13 +35,17 @@ class Method(enum.IntEnum):
 
     SAME = 0
     GAPULP = 1
+    STEP_PLANES = 3
     PLANES = 4
     RAW = 5
+    STEP_RAW = 6
 
 
 METHODS = frozenset(Method)
 WHOLE_METHODS = frozenset({Method.PLANES, Method.RAW})
 """Methods that need no state before; all that a snapshot may use."""
+DENSE_SHARE = 0.6
+"""Share of changed elements above which composed steps are not coded by position."""
 
 
 def encode_chunk(old: IntArray | None, new: IntArray) -> tuple[Method, bytes, int]:
@@ -56,9 +64,30 @@ def encode_chunk(old: IntArray | None, new: IntArray) -> tuple[Method, bytes, in
         # Planes of weights save about a third; steps that save a half need no rival.
         if len(steps[0][1]) <= new.nbytes // 2:
             return *steps[0], num_changed
-    whole = [(Method.PLANES, _encode_planes(new)), (Method.RAW, _little(new).tobytes())]
-    method, data = min(steps + whole, key=lambda candidate: len(candidate[1]))
-    return method, data, num_changed
+    return *_smallest(steps + _whole(new)), num_changed
+
+
+def encode_composed(values: IntArray, *, is_whole: bool) -> tuple[Method, bytes, int]:
+    """Code a chunk that `apply_chunk` made from zeros: steps, or a state when a whole method took part.
+
+    The result depends on the values alone, so however deltas are composed, equal steps give equal bytes. Returns
+    (method, bytes, elements changed); the bytes are never more than those of the chunk itself.
+    """
+    if is_whole:
+        return *_smallest(_whole(values)), values.size
+    index = np.flatnonzero(values)
+    if index.size == 0:
+        return Method.SAME, b"", 0
+    steps: list[tuple[Method, bytes]] = []
+    # Positions of almost everything cost more than planes, and most of the memory.
+    if index.size <= DENSE_SHARE * values.size:
+        steps = [(Method.GAPULP, encode_differences(values[index], index))]
+        if len(steps[0][1]) <= values.nbytes // 2:
+            return *steps[0], index.size
+    num_changed = index.size
+    del index
+    steps += [(Method.STEP_PLANES, _encode_planes(_zigzag(values))), (Method.STEP_RAW, _little(values).tobytes())]
+    return *_smallest(steps), num_changed
 
 
 def apply_chunk(method: int, data: memoryview, chunk: IntArray) -> None:
@@ -81,8 +110,35 @@ def apply_chunk(method: int, data: memoryview, chunk: IntArray) -> None:
         if len(data) != chunk.nbytes:
             raise MalformedPayload(f"a RAW chunk has {len(data)} bytes, not {chunk.nbytes}")
         chunk[:] = np.frombuffer(data, chunk.dtype.newbyteorder("<"))
+    elif method == Method.STEP_PLANES:
+        chunk += _unzigzag(_decode_planes(data, chunk))
+    elif method == Method.STEP_RAW:
+        if len(data) != chunk.nbytes:
+            raise MalformedPayload(f"a STEP_RAW chunk has {len(data)} bytes, not {chunk.nbytes}")
+        chunk += np.frombuffer(data, chunk.dtype.newbyteorder("<"))
     else:
         raise MalformedPayload(f"unknown method {method}")
+
+
+def _whole(values: IntArray) -> list[tuple[Method, bytes]]:
+    return [(Method.PLANES, _encode_planes(values)), (Method.RAW, _little(values).tobytes())]
+
+
+def _smallest(candidates: list[tuple[Method, bytes]]) -> tuple[Method, bytes]:
+    return min(candidates, key=lambda candidate: len(candidate[1]))
+
+
+def _zigzag(steps: IntArray) -> IntArray:
+    # Small steps of both signs have the same high bytes, zeros, which the planes then compress away.
+    zigzag: IntArray = (steps << 1) ^ (steps >> (8 * steps.itemsize - 1))
+    return zigzag
+
+
+def _unzigzag(values: IntArray) -> IntArray:
+    unsigned = values.astype(values.dtype.newbyteorder("="), copy=False).view(f"u{values.itemsize}")
+    steps: IntArray = (unsigned >> 1).view(f"i{values.itemsize}")
+    steps ^= -(unsigned & 1).view(f"i{values.itemsize}")
+    return steps
 
 
 def _little(values: IntArray) -> IntArray:

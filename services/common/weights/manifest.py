@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from services.common.errors import StateMismatch
+from services.common.errors import MalformedPayload, StateMismatch
 from services.common.types import Manifest, PayloadRef
-from services.common.weights.arena import Arena, state_root
+from services.common.weights.arena import CHUNK_ELEMENTS, Arena, Chunk, cut, state_root
 from services.common.weights.payload import PayloadInfo
 
 NO_VERSION = -1
@@ -36,6 +36,7 @@ def build_manifest(
         num_changed=info.num_changed,
         num_elements=info.num_elements,
         full_bytes=arena.layout.full_bytes,
+        chunk_elements=arena.layout.chunk_elements,
         payloads=payloads,
     )
 
@@ -57,14 +58,42 @@ def verify_child(*, parent: Manifest | None, parent_digest: str, child: Manifest
         if child.parent_version != NO_VERSION:
             raise StateMismatch(f"version {child.version} follows version {child.parent_version}, not nothing")
         return
-    if child.run_id != parent.run_id:
-        raise StateMismatch(f"version {child.version} belongs to run {child.run_id}, not {parent.run_id}")
+    verify_descendant(ancestor=parent, child=child)
     if child.parent_version != parent.version:
         raise StateMismatch(f"version {child.version} does not name version {parent.version} as its parent")
-    if child.version <= parent.version or child.epoch < parent.epoch:
+
+
+def verify_descendant(*, ancestor: Manifest, child: Manifest) -> None:
+    """Check that a merged delta may lead from `ancestor` to `child`; what it leads to is for `verify_state` to say.
+
+    Raises:
+        StateMismatch: another run or layout, or an order that goes back.
+    """
+    if child.run_id != ancestor.run_id:
+        raise StateMismatch(f"version {child.version} belongs to run {child.run_id}, not {ancestor.run_id}")
+    if child.version <= ancestor.version or child.epoch < ancestor.epoch:
         raise StateMismatch(f"version {child.version} goes back in the lineage")
-    if child.layout_id != parent.layout_id:
-        raise StateMismatch(f"version {child.version} has another layout than version {parent.version}")
+    if child.layout_id != ancestor.layout_id:
+        raise StateMismatch(f"version {child.version} has another layout than version {ancestor.version}")
+
+
+def chunks_of(manifest: Manifest) -> tuple[Chunk, ...]:
+    """The chunks of a version's state, from the sizes that its manifest states: no tensor table is needed.
+
+    With n2 + n4 = num_elements and 2 n2 + 4 n4 = full_bytes, the widths have n4 = full_bytes / 2 - num_elements and
+    n2 = num_elements - n4 elements.
+
+    Raises:
+        MalformedPayload: the sizes contradict each other or the number of chunk digests.
+    """
+    chunk_elements = manifest.chunk_elements or CHUNK_ELEMENTS
+    wide = manifest.full_bytes // 2 - manifest.num_elements
+    lengths = {2: manifest.num_elements - wide, 4: wide}
+    num_chunks = sum(-(-length // chunk_elements) for length in lengths.values())
+    # Counted before any chunk is made: the sizes are a sender's word.
+    if min(lengths.values()) < 0 or manifest.full_bytes % 2 or num_chunks != len(manifest.chunk_digests):
+        raise MalformedPayload(f"the sizes of version {manifest.version} do not add up")
+    return cut(lengths, chunk_elements)
 
 
 def verify_state(manifest: Manifest, arena: Arena) -> None:

@@ -62,6 +62,11 @@ def _describe(
         kind = PlanKind.SNAPSHOT
         reason = f"snapshot of version {path[0].to_version} and {len(path) - 1} deltas, {num_bytes} bytes"
     else:
-        kind = PlanKind.DELTA if len(path) == 1 else PlanKind.CHAIN
+        kind = PlanKind.CHAIN
+        if len(path) == 1:
+            kind = PlanKind.MERGED if path[0].kind is PayloadKind.MERGED else PlanKind.DELTA
         reason = f"{len(path)} deltas from version {path[0].from_version}, {num_bytes} bytes"
+    num_merged = sum(payload.kind is PayloadKind.MERGED for payload in path)
+    if num_merged:
+        reason += f", {num_merged} of them merged"
     return kind, tuple(path), reason

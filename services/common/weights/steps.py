@@ -53,10 +53,14 @@ class _Magnitudes:
 
 def encode_steps(old: IntArray, new: IntArray, index: IndexArray) -> bytes:
     """Code the elements at `index`, ascending and not empty, where `old` and `new` differ."""
-    step = new[index] - old[index]
+    return encode_differences(new[index] - old[index], index)
+
+
+def encode_differences(step: IntArray, index: IndexArray) -> bytes:
+    """Code steps, none of them 0, of the elements at `index`, ascending and not empty."""
     gaps = _encode_gaps(index)
     # The most negative step is its own absolute value; read without a sign it is right.
-    magnitudes = _split_magnitudes(np.abs(step).view(_unsigned(new)))
+    magnitudes = _split_magnitudes(np.abs(step).view(_unsigned(step)))
     frames = [
         compress(gaps.data),
         compress(_pack_codes(magnitudes.codes).data),

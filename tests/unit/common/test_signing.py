@@ -101,7 +101,7 @@ def test_trust_takes_any_of_its_keys_so_that_a_key_can_be_exchanged(tmp_path):
     trust = Trust([old.public_key, new.public_key])
 
     for signer in (old, new):
-        trust.check(b"manifest", signer.sign(b"manifest"), version=3)
+        assert trust.check(b"manifest", signer.sign(b"manifest"), version=3) == signer.public_key
     with pytest.raises(WrongSignature, match="version 3.*2 trusted keys.*keys show"):
         trust.check(b"manifest", stranger.sign(b"manifest"), version=3)
     with pytest.raises(UnsignedManifest, match="version 3 is not signed.*signing_key"):
@@ -111,9 +111,9 @@ def test_trust_takes_any_of_its_keys_so_that_a_key_can_be_exchanged(tmp_path):
 def test_no_keys_accept_everything_and_say_so_once(caplog):
     trust = Trust()
     with caplog.at_level(logging.WARNING):
-        trust.check(b"a", b"", version=0)
-        trust.check(b"b", b"x" * 64, version=1)
+        shown = [trust.check(b"a", b"", version=0), trust.check(b"b", b"x" * 64, version=1)]
 
+    assert shown == ["unsigned", "unsigned"]
     assert [record.getMessage().split(":")[0] for record in caplog.records] == ["trusted_keys is empty"]
 
 

@@ -160,3 +160,20 @@ async def test_damage_of_any_page_is_found_at_the_start_or_harmless(tmp_path):
         assert await damaged.run(lambda c: c.execute("SELECT count(*) FROM meta").fetchone()[0]) == 300
         await damaged.close()
     assert found >= len(good) // 4096 - 1
+
+
+async def test_closing_commits_what_was_queued_before_it(tmp_path):
+    database = await Database.open(tmp_path / "store.sqlite")
+    gate = threading.Event()
+    first = database.submit(lambda _: gate.wait(30))
+    second = database.submit(lambda connection: set_meta(connection, "key", "kept"))
+    closing = asyncio.create_task(database.close())
+    await asyncio.sleep(0)
+    gate.set()
+    await closing
+
+    assert await first
+    await second
+    again = await Database.open(tmp_path / "store.sqlite")
+    assert await again.run(lambda connection: get_meta(connection, "key")) == "kept"
+    await again.close()

@@ -22,12 +22,8 @@ from services.coordinator import history as history_module
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core import Coordinator
 from services.coordinator.history import read_history
-from services.coordinator.replay import layout_of
 from services.coordinator.verify_command import verify_directory
-from tests.support.run import LAYOUT, Run
-
-CHUNK = 16
-"""Elements of a chunk of the runs in tests."""
+from tests.support.run import Run
 
 
 class Recorded:
@@ -67,14 +63,13 @@ class Recorded:
         await core.close()
         return self
 
-    def verify(self, *, keys=None, replay=True, chunk_elements=CHUNK):
+    def verify(self, *, keys=None, replay=True):
         text = io.StringIO()
         code = verify_directory(
             self.data,
             keys=[self.key] if keys is None else keys,
             is_replaying=replay,
             console=Console(file=text, width=200),
-            chunk_elements=chunk_elements,
         )
         return code, text.getvalue()
 
@@ -278,10 +273,10 @@ def test_fork_is_found_where_a_signed_version_follows_an_abandoned_one(recorded)
         ({"state_root": "0" * 64}, "the state root is 000"),
         ({"parent_version": -1, "parent_digest": ""}, "names no parent and is not the first"),
         ({"parent_version": 9}, "names version 9 as its parent"),
-        ({"num_elements": 41}, "41 elements cannot have 80 bytes"),
+        ({"num_elements": 41}, "the sizes of version 6 do not add up"),
         ({"num_elements": 36}, "has other sizes than the versions before"),
-        ({"chunk_digests": ()}, "0 chunk digests for 3 chunks"),
-        ({"num_elements": 1 << 40, "full_bytes": 1 << 41}, "3 chunk digests for 68719476736 chunks"),
+        ({"chunk_digests": ()}, "the sizes of version 6 do not add up"),
+        ({"num_elements": 1 << 40, "full_bytes": 1 << 41}, "the sizes of version 6 do not add up"),
     ],
 )
 def test_head_that_contradicts_its_row_is_found(recorded, changes, problem):
@@ -342,21 +337,6 @@ def test_epoch_that_goes_back_is_found(recorded):
 
     assert code == 2
     assert "its epoch 0 is before its parent's, 1" in text
-
-
-def test_sizes_of_chunks_follow_from_the_manifest(recorded):
-    manifest = manifest_from_bytes(recorded.manifest(0))
-
-    layout = layout_of(manifest, chunk_elements=CHUNK)
-
-    assert layout.chunks == LAYOUT.chunks
-    both = dataclasses.replace(manifest, num_elements=50, full_bytes=2 * 40 + 4 * 10, chunk_digests=(b"",) * 4)
-    assert [(chunk.width, chunk.start, chunk.stop) for chunk in layout_of(both, chunk_elements=CHUNK).chunks] == [
-        (2, 0, 16),
-        (2, 16, 32),
-        (2, 32, 40),
-        (4, 0, 10),
-    ]
 
 
 def test_store_in_use_is_refused_and_a_missing_one_is_named(recorded, tmp_path):

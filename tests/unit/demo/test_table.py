@@ -22,16 +22,16 @@ STATUS = RunStatus(
 )  # fmt: skip
 
 
-def shown(reports):
+def shown(reports, status=STATUS):
     console = Console(width=100, record=True, file=io.StringIO())
-    console.print(render(STATUS, reports, max_steps=300, warm_start=0.25, algorithm="GEPO"))
+    console.print(render(status, reports, max_steps=300, warm_start=0.25, algorithm="GEPO", lag_versions=64))
     return console.export_text()
 
 
 def test_view_shows_version_lag_accuracy_ratio_and_queue():
     text = shown([dataclasses.replace(REPORT, evaluation_accuracy=0.5), REPORT])
 
-    for part in ("70", "0.500 (warm start 0.250)", "4.00x smaller", "1 groups pending", "balanced", "east", "64"):
+    for part in ("70", "0.500 (start 0.250)", "4.00x smaller", "1 groups pending", "balanced", "east", "64"):
         assert part in text
 
 
@@ -47,3 +47,13 @@ def test_sparkline_goes_from_low_to_high():
     assert sparkline([0, 1, 2, 3, 4, 5, 6]) == "_.-=+*#"
     assert len(sparkline(list(range(300)))) <= 50
     assert set(sparkline([1, 1])) == {"_"}
+
+
+def test_site_is_shown_as_it_names_itself():
+    site = dataclasses.replace(STATUS.sites[0], site="[/x] :smile:")
+
+    assert "[/x] :smile:" in shown([REPORT], dataclasses.replace(STATUS, sites=(site,)))
+
+
+def test_line_says_that_nothing_is_published_yet():
+    assert line(dataclasses.replace(STATUS, head_version=-1), [], max_steps=3) == "processes are loading the model"

@@ -12,7 +12,7 @@ from services.lab.config import ExperimentConfig
 from services.lab.results import cell_digest
 from services.lab.run import find_experiment
 
-SHIPPED = ["quick", "stale64", "stale256", "latency1800", "sweeps", "recommend"]
+SHIPPED = ["quick", "stale64", "stale256", "latency1800", "sweeps", "recommend", "tasks"]
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -27,7 +27,7 @@ def test_stale64_has_the_losses_of_the_sources_at_three_delays():
     experiment = load(ExperimentConfig, find_experiment("stale64"))
 
     assert {algorithm.loss.kind for algorithm in experiment.algorithms} >= {
-        "grpo", "dr_grpo", "bnpo", "dapo", "gspo", "gspo_token", "gmpo", "delta_l", "topr", "cispo", "gepo",
+        "grpo", "dr_grpo", "bnpo", "dapo", "gspo", "gmpo", "delta_l", "topr", "cispo", "gepo",
         "gepo_plus", "eqp", "ds_gspo", "ds_gepo",
     }  # fmt: skip
     assert {cell.delay_value for cell in list_cells(experiment)} == {0.0, 8.0, 64.0}

@@ -6,6 +6,7 @@ import mpmath
 import pytest
 import torch
 
+from services.common.errors import ConfigError
 from services.learner.advantages import beta_weights, group_advantages
 from services.learner.denominators import expected_learner_log_denominator, group_log_denominator, masked_mean
 
@@ -108,7 +109,7 @@ def test_beta_weights_of_a_density_that_would_be_u_shaped_are_one():
 
 
 def test_beta_weights_refuse_what_has_no_density():
-    with pytest.raises(ValueError, match="rewards in"):
+    with pytest.raises(ConfigError, match=r"loss\.advantage: beta needs rewards in"):
         beta_weights(torch.tensor([0.5, 1.5], dtype=F64))
 
 

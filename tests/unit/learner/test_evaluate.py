@@ -6,6 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from services.common.errors import ConfigError, RewardError
+from services.common.prompts import Prompter
 from services.common.tasks.arithmetic import ArithmeticTask
 from services.common.types import RewardPart
 from services.common.weights import tensors
@@ -185,12 +186,10 @@ def test_generator_applies_the_chat_template(tmp_path):
             self.prompts = prompts
             return []
 
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(_write_model(tmp_path / "model", with_template=True))
+    prompter = Prompter(str(_write_model(tmp_path / "model", with_template=True)), use_chat_template=True)
     engine = Recording()
 
-    EngineGenerator(engine, tokenizer, use_chat_template=True).generate(["1+1"], seeds=[0], num_per_prompt=1)
+    EngineGenerator(engine, prompter).generate(["1+1"], seeds=[0], num_per_prompt=1)
 
     # "1+1" through the template "...=": ids of 1 + 1 =
     assert np.array_equal(engine.prompts[0], [2, 11, 2, 12])

@@ -20,6 +20,7 @@ from services.common.errors import (
     StoreFull,
     Unreachable,
 )
+from services.common.pull import Puller
 from services.common.types import GroupId, PayloadKind, SiteId
 from services.common.weights.arena import Arena, Layout, TensorSpec
 from services.common.weights.payload import apply_payload
@@ -29,7 +30,6 @@ from services.learner.encode import Position, encode_version
 from services.learner.journal import Journal
 from services.learner.patience import Patience
 from services.learner.publish import Publisher
-from services.learner.pull import pull_state
 from services.learner.resume import Action, Resumption, decide
 from tests.support.learner_world import (
     LAYOUT,
@@ -102,10 +102,12 @@ class World:
     async def sampler_root(self):
         """State root that a sampler reaches by what the coordinator plans."""
         head = (await self.core.get_status()).head_version
-        arena = await pull_state(
-            self.core, layout=LAYOUT, version=head, directory=self.directory, patience=self.patience
-        )
-        return arena.state_root()
+        return (await pulled(self.core, self.directory, version=head)).state_root()
+
+
+async def pulled(core, directory, *, version):
+    puller = Puller(api=core, spool=directory / "incoming", layout=LAYOUT, clock=SystemClock())
+    return (await puller.pull(held=None, want_version=version)).arena
 
 
 @pytest.fixture
@@ -172,7 +174,7 @@ async def test_shadow_stays_when_publication_fails_after_the_upload(coordinator,
     plan = await coordinator.plan_pull(have_version=0, have_root=before, want_version=1)
     frames = [frame async for frame in coordinator.read_payload(digest=plan.payloads[0].digest, offset=0)]
     (tmp_path / "delta").write_bytes(b"".join(frames))
-    sampler = await pull_state(coordinator, layout=LAYOUT, version=0, directory=tmp_path, patience=world.patience)
+    sampler = await pulled(coordinator, tmp_path, version=0)
     apply_payload(tmp_path / "delta", sampler, expected_from_root=before)
     assert plan.kind is PlanKind.DELTA
     assert sampler.state_root() == await head_root(coordinator)
@@ -417,19 +419,21 @@ async def test_checkpoint_is_not_used_when_it_restores_to_another_state(coordina
     assert arena.state_root() == await head_root(coordinator)
 
 
-async def test_pull_goes_on_where_the_link_broke_and_verifies(coordinator, tmp_path):
-    world = await World.open(coordinator, tmp_path)
+async def test_adoption_goes_on_pulling_where_the_link_broke(coordinator, tmp_path):
+    world = await World.open(coordinator, tmp_path / "a")
     await world.resume()
+    # Another state directory: no checkpoint, so the head's weights are pulled.
     api = FragileApi(coordinator, fail={("read_payload", 1): Unreachable("cut")})
+    again = await World.open(coordinator, tmp_path / "b", api=api)
 
-    arena = await pull_state(api, layout=LAYOUT, version=0, directory=tmp_path, patience=world.patience)
+    await again.resume()
 
-    assert arena.state_root() == await head_root(coordinator)
-    assert not list(tmp_path.glob("*.pull"))
+    assert again.publisher.position.shadow.state_root() == await head_root(coordinator)
+    assert api.calls.count("read_payload") == 2
 
 
-async def test_pull_refuses_bytes_of_another_digest(coordinator, tmp_path):
-    world = await World.open(coordinator, tmp_path)
+async def test_adoption_refuses_bytes_of_another_digest(coordinator, tmp_path):
+    world = await World.open(coordinator, tmp_path / "a")
     await world.resume()
 
     class Flipping(FragileApi):
@@ -443,8 +447,9 @@ async def test_pull_refuses_bytes_of_another_digest(coordinator, tmp_path):
 
             return read_payload
 
+    again = await World.open(coordinator, tmp_path / "b", api=Flipping(coordinator))
     with pytest.raises(MalformedPayload, match="another digest"):
-        await pull_state(Flipping(coordinator), layout=LAYOUT, version=0, directory=tmp_path, patience=world.patience)
+        await again.resume()
 
 
 async def test_rollback_has_a_checkpoint_whatever_the_cadence(coordinator, tmp_path):
@@ -511,7 +516,7 @@ async def test_pull_refuses_a_state_that_its_manifest_does_not_name(coordinator,
             return plan_pull
 
     with pytest.raises(StateMismatch):
-        await pull_state(Lying(coordinator), layout=LAYOUT, version=0, directory=tmp_path, patience=world.patience)
+        await pulled(Lying(coordinator), tmp_path, version=0)
 
 
 async def test_new_layout_is_published_as_a_snapshot(tmp_path):

@@ -5,11 +5,11 @@ import dataclasses
 
 import pytest
 
-from services.common.errors import RollbackRefused, UnknownVersion
+from services.common.errors import UnknownVersion, UnprovenDescent
 from services.common.types import Manifest
 from services.common.wire import manifest_digest, manifest_to_bytes
 from services.sampler.descent import MAX_PARALLEL, check_descent
-from services.sampler.memory import Used
+from services.sampler.record import RunReplaced, SeenVersion
 
 FIRST = Manifest(
     run_id="run", epoch=1, version=0, parent_version=-1, parent_digest="", layout_id="1" * 64, chunk_digests=(),
@@ -29,8 +29,8 @@ def chain(length: int, *, step: int = 0) -> list[bytes]:
     return made
 
 
-def used(data: bytes, number: int, *, run_id: str = "run") -> Used:
-    return Used(version=number, state_root="", manifest_digest=manifest_digest(data), run_id=run_id)
+def used(data: bytes, number: int, *, run_id: str = "run") -> SeenVersion:
+    return SeenVersion(version=number, state_root="", manifest_digest=manifest_digest(data), run_id=run_id)
 
 
 async def check(data, newest, manifests, *, known=None):
@@ -84,26 +84,26 @@ async def test_long_way_back_asks_for_many_at_once():
 async def test_older_version_is_refused_though_genuine():
     line = chain(4)
 
-    with pytest.raises(RollbackRefused, match="version 2 is older than version 3"):
+    with pytest.raises(RunReplaced, match="version 2 is older than version 3"):
         await check(line[2], used(line[3], 3), line)
 
 
 async def test_sibling_of_the_version_used_is_refused():
     line, other = chain(5), chain(5, step=9)
 
-    with pytest.raises(RollbackRefused, match="another than the one used before"):
+    with pytest.raises(RunReplaced, match="another than the one used before"):
         await check(other[3], used(line[3], 3), other)
-    with pytest.raises(RollbackRefused, match="does not descend from the version 3"):
+    with pytest.raises(RunReplaced, match="does not descend from the version 3"):
         await check(other[4], used(line[3], 3), other)
 
 
 async def test_descendant_of_a_sibling_is_refused_however_far():
     line, other = chain(9), chain(9, step=9)
 
-    with pytest.raises(RollbackRefused, match="does not descend"):
+    with pytest.raises(RunReplaced, match="does not descend"):
         await check(other[8], used(line[3], 3), other)
     # The coordinator shows the true ancestors of another branch instead.
-    with pytest.raises(RollbackRefused, match="another version 7 than the coordinator shows"):
+    with pytest.raises(UnprovenDescent, match="another version 7 than the coordinator shows"):
         await check(other[8], used(line[3], 3), line)
 
 
@@ -125,7 +125,7 @@ async def test_record_in_a_chain_that_was_not_vouched_for_does_not_count():
     other = chain(6, step=9)
     invented = follow(other[2], 6, parent_number=2)
 
-    with pytest.raises(RollbackRefused, match="another version 6 than the coordinator shows"):
+    with pytest.raises(UnprovenDescent, match="another version 6 than the coordinator shows"):
         await check(line[7], used(other[5], 5), [*line[:6], invented, line[7]])
 
 
@@ -133,27 +133,27 @@ async def test_other_run_is_refused():
     line = chain(3)
     foreign = follow(line[0], 9, parent_number=0, run_id="other")
 
-    with pytest.raises(RollbackRefused, match="of run other"):
+    with pytest.raises(RunReplaced, match="of run other"):
         await check(foreign, used(line[1], 1), line)
 
 
 async def test_way_that_the_coordinator_does_not_show_is_refused():
     line = chain(6)
 
-    with pytest.raises(RollbackRefused, match="does not show the way"):
+    with pytest.raises(UnprovenDescent, match="does not show the way"):
         await check(line[5], used(line[1], 1), line[:3])
 
 
 async def test_chain_that_does_not_go_down_ends_in_a_refusal():
     data = manifest_to_bytes(dataclasses.replace(FIRST, version=5, parent_version=7, parent_digest="0" * 64))
-    with pytest.raises(RollbackRefused):
+    with pytest.raises(UnprovenDescent):
         await check(data, used(chain(2)[1], 1), [data] * 9)
 
 
 async def test_row_of_an_older_program_holds_the_number_only():
     line = chain(5)
-    old = Used(version=3, state_root="")
+    old = SeenVersion(version=3, state_root="")
 
     assert list((await check(line[4], old, line))[0]) == []
-    with pytest.raises(RollbackRefused):
+    with pytest.raises(RunReplaced):
         await check(line[2], old, line)

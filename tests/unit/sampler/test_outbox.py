@@ -1,29 +1,34 @@
 """The spool keeps what was generated until it is acknowledged."""
 
 import dataclasses
+import os
+import sqlite3
+import tracemalloc
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from services.common.errors import ConfigError, CorruptStore
-from services.common.types import GroupId, SiteId, WorkAssignment
+from services.common.errors import ConfigError, CorruptStore, DiskFull
+from services.common.types import GroupId, SiteId, VersionSpan, WorkAssignment
 from services.common.wire import group_to_bytes
 from services.sampler.outbox import Outbox
-from tests.support.run import Run
+from tests.support.run import Run, rollout
 
 
-def groups(outbox, count, tmp_path):
+def spooled_groups(outbox, count, tmp_path, **changes):
     maker = Run(None, tmp_path)
     made = []
     for number in range(count):
         work = WorkAssignment(id=number, prompt_index=number, seed=1, lease_s=1.0)
         identity = GroupId(site=SiteId("s"), incarnation=outbox.incarnation, sequence=outbox.next_sequence + number)
-        made.append(maker.group(work, version=0, id=identity))
+        made.append(maker.group(work, version=0, id=identity, **changes))
     return made
 
 
 def test_outbox_keeps_groups_identity_and_sequence_across_a_restart(tmp_path):
     outbox = Outbox(tmp_path / "spool")
-    spooled = groups(outbox, 3, tmp_path)
+    spooled = spooled_groups(outbox, 3, tmp_path)
     outbox.put(spooled, release=[0.0, 5.0, 9.0])
     outbox.delete([1])
     incarnation = outbox.incarnation
@@ -32,11 +37,11 @@ def test_outbox_keeps_groups_identity_and_sequence_across_a_restart(tmp_path):
     again = Outbox(tmp_path / "spool")
 
     assert (again.incarnation, again.next_sequence) == (incarnation, 4)
-    due, later = again.due(6.0, limit=10)
+    due, later = again.due(6.0, limit=10, max_bytes=1 << 30)
     assert [group_to_bytes(group) for group in due] == [group_to_bytes(spooled[1])]
     assert later == 9.0
     again.release_all()
-    assert len(again.due(0.0, limit=10)[0]) == 2
+    assert len(again.due(0.0, limit=10, max_bytes=1 << 30)[0]) == 2
     assert again.level().num_groups == 2
     assert again.level().num_bytes == sum(len(group_to_bytes(group)) for group in spooled[1:])
     again.close()
@@ -64,7 +69,7 @@ def test_outbox_has_one_owner(tmp_path):
 
 def test_outbox_refuses_holes_and_leaves_itself_whole(tmp_path):
     outbox = Outbox(tmp_path / "spool")
-    (group,) = groups(outbox, 1, tmp_path)
+    (group,) = spooled_groups(outbox, 1, tmp_path)
     with pytest.raises(AssertionError, match="dense"):
         outbox.put([dataclasses.replace(group, id=dataclasses.replace(group.id, sequence=7))], release=[0.0])
 
@@ -78,3 +83,90 @@ def test_damaged_outbox_is_refused_with_advice(tmp_path):
 
     with pytest.raises(CorruptStore, match="move it away"):
         Outbox(tmp_path)
+
+
+def test_spool_is_durable_before_its_first_group(tmp_path, monkeypatch):
+    synced = []
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(Path(f"/proc/self/fd/{fd}").readlink()), real(fd)))
+
+    outbox = Outbox(tmp_path / "spool")
+
+    # The names of the directory and of the database; SQLite itself syncs what it writes in this mode.
+    assert {tmp_path, tmp_path / "spool"} <= set(synced)
+    assert outbox._connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    assert outbox._connection.execute("PRAGMA synchronous").fetchone() == (2,)
+    outbox.close()
+
+
+def test_failed_write_leaves_the_spool_usable(tmp_path):
+    outbox = Outbox(tmp_path / "spool")
+    made = spooled_groups(outbox, 2, tmp_path)
+    outbox._connection.execute("INSERT INTO groups VALUES (2, 0.0, 0, x'')")
+    with pytest.raises(sqlite3.IntegrityError):
+        outbox.put(made, release=[0.0, 0.0])
+    outbox.delete([2])
+
+    outbox.put(made, release=[0.0, 0.0])
+
+    assert outbox.level().num_groups == 2
+    outbox.close()
+
+
+def test_full_disk_is_typed_and_leaves_the_spool_as_it_was(tmp_path):
+    outbox = Outbox(tmp_path / "spool")
+    (first,) = spooled_groups(outbox, 1, tmp_path)
+    outbox.put([first], release=[0.0])
+    pages = outbox._connection.execute("PRAGMA page_count").fetchone()[0]
+    outbox._connection.execute(f"PRAGMA max_page_count={pages}")
+    long = spooled_groups(outbox, 1, tmp_path, prompt_token_ids=np.arange(20_000, dtype=np.int32))
+
+    with pytest.raises(DiskFull, match="free space"):
+        outbox.put(long, release=[0.0])
+
+    assert (outbox.level().num_groups, outbox.next_sequence) == (1, 2)
+    outbox._connection.execute("PRAGMA max_page_count=100000")
+    outbox.put(long, release=[0.0])
+    assert outbox.level().num_groups == 2
+    outbox.close()
+
+
+def test_what_is_pushed_at_once_is_bounded_by_bytes_and_never_empty(tmp_path):
+    outbox = Outbox(tmp_path / "spool")
+    made = spooled_groups(outbox, 5, tmp_path)
+    outbox.put(made, release=[0.0] * 5)
+    size = len(group_to_bytes(made[1]))
+
+    assert [group.id.sequence for group in outbox.due(0.0, limit=9, max_bytes=3 * size)[0]] == [1, 2, 3]
+    assert [group.id.sequence for group in outbox.due(0.0, limit=2, max_bytes=9 * size)[0]] == [1, 2]
+    assert [group.id.sequence for group in outbox.due(0.0, limit=9, max_bytes=1)[0]] == [1]
+    outbox.close()
+
+
+def test_long_groups_stay_small_on_disk_and_in_memory(tmp_path):
+    """T16: groups of 150k-token rollouts; what a push holds does not grow with what is spooled."""
+    rng = np.random.default_rng(0)
+    length, members, count = 150_000, 3, 5
+    rollouts = tuple(
+        rollout(
+            0,
+            token_ids=rng.integers(0, 150_000, length).astype(np.int32),
+            sampler_logprobs=-rng.random(length).astype(np.float32),
+            spans=(VersionSpan(version=0, start=0, end=length),),
+        )
+        for _ in range(members)
+    )
+    outbox = Outbox(tmp_path / "spool")
+    for _ in range(count):
+        outbox.put(spooled_groups(outbox, 1, tmp_path, rollouts=rollouts), release=[0.0])
+
+    # A token id below 2^21 is a varint of at most 3 bytes, a log-prob is 4: 7 bytes a token, and 1 KiB for the rest.
+    assert outbox.level().num_bytes <= count * (members * length * 7 + 1024)
+    tracemalloc.start()
+    due, _ = outbox.due(0.0, limit=16, max_bytes=4 << 20)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(due) == 1, "two would be 6 MB"
+    # Two read from disk, one parsed and copied: 7 + 7 + 8 + 8 bytes a token, where all five would be 5 * 7 read alone.
+    assert peak < members * length * 33
+    outbox.close()

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from services.common.clock import SystemClock
 from services.common.errors import RewardError
 from services.common.generation.hf import HfEngine
 from services.common.prompts import Prompter
@@ -67,8 +68,9 @@ def parts(tmp_path_factory):
 def maker_of(parts):
     engine, prompter = parts
     return RolloutMaker(
-        engine=engine, task=LengthTask(), prompter=prompter, site=SiteId("eu-1"), incarnation="abcd", group_size=4
-    )
+        engine=engine, task=LengthTask(), prompter=prompter, site=SiteId("eu-1"), incarnation="abcd", group_size=4,
+        clock=SystemClock(),
+    )  # fmt: skip
 
 
 def work(*indices):

@@ -32,6 +32,8 @@ class _PayloadKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """A whole state."""
     PAYLOAD_KIND_DELTA: _PayloadKind.ValueType  # 2
     """The step from one version's state to another's."""
+    PAYLOAD_KIND_MERGED: _PayloadKind.ValueType  # 3
+    """The steps of several versions as one; made by the coordinator, named by no manifest, gone at any time."""
 
 class PayloadKind(_PayloadKind, metaclass=_PayloadKindEnumTypeWrapper):
     """PayloadKind says what a payload rebuilds."""
@@ -42,6 +44,8 @@ PAYLOAD_KIND_SNAPSHOT: PayloadKind.ValueType  # 1
 """A whole state."""
 PAYLOAD_KIND_DELTA: PayloadKind.ValueType  # 2
 """The step from one version's state to another's."""
+PAYLOAD_KIND_MERGED: PayloadKind.ValueType  # 3
+"""The steps of several versions as one; made by the coordinator, named by no manifest, gone at any time."""
 Global___PayloadKind: typing_extensions.TypeAlias = PayloadKind
 
 class _PlanKind:
@@ -60,6 +64,8 @@ class _PlanKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     """Several deltas in order."""
     PLAN_KIND_SNAPSHOT: _PlanKind.ValueType  # 4
     """A snapshot, then deltas if needed."""
+    PLAN_KIND_MERGED: _PlanKind.ValueType  # 5
+    """One merged delta over several versions."""
 
 class PlanKind(_PlanKind, metaclass=_PlanKindEnumTypeWrapper):
     """PlanKind says how to get from what the caller has to what it wants."""
@@ -74,6 +80,8 @@ PLAN_KIND_CHAIN: PlanKind.ValueType  # 3
 """Several deltas in order."""
 PLAN_KIND_SNAPSHOT: PlanKind.ValueType  # 4
 """A snapshot, then deltas if needed."""
+PLAN_KIND_MERGED: PlanKind.ValueType  # 5
+"""One merged delta over several versions."""
 Global___PlanKind: typing_extensions.TypeAlias = PlanKind
 
 @typing.final
@@ -129,6 +137,7 @@ class Manifest(google.protobuf.message.Message):
     NUM_ELEMENTS_FIELD_NUMBER: builtins.int
     FULL_BYTES_FIELD_NUMBER: builtins.int
     PAYLOADS_FIELD_NUMBER: builtins.int
+    CHUNK_ELEMENTS_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """Name of the run."""
     epoch: builtins.int
@@ -151,6 +160,8 @@ class Manifest(google.protobuf.message.Message):
     """Elements of the state."""
     full_bytes: builtins.int
     """Size of the uncompressed state, bytes."""
+    chunk_elements: builtins.int
+    """Elements of every chunk but the last of a width; 0: 4 Mi."""
     @property
     def chunk_digests(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """xxh3-128 of every chunk of the state, 16 bytes each, in arena order."""
@@ -175,8 +186,9 @@ class Manifest(google.protobuf.message.Message):
         num_elements: builtins.int = ...,
         full_bytes: builtins.int = ...,
         payloads: collections.abc.Iterable[Global___PayloadRef] | None = ...,
+        chunk_elements: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chunk_digests", b"chunk_digests", "epoch", b"epoch", "full_bytes", b"full_bytes", "layout_id", b"layout_id", "num_changed", b"num_changed", "num_elements", b"num_elements", "parent_digest", b"parent_digest", "parent_version", b"parent_version", "payloads", b"payloads", "run_id", b"run_id", "state_root", b"state_root", "step", b"step", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunk_digests", b"chunk_digests", "chunk_elements", b"chunk_elements", "epoch", b"epoch", "full_bytes", b"full_bytes", "layout_id", b"layout_id", "num_changed", b"num_changed", "num_elements", b"num_elements", "parent_digest", b"parent_digest", "parent_version", b"parent_version", "payloads", b"payloads", "run_id", b"run_id", "state_root", b"state_root", "step", b"step", "version", b"version"]) -> None: ...
 
 Global___Manifest: typing_extensions.TypeAlias = Manifest
 
@@ -622,20 +634,24 @@ class PlanPullRequest(google.protobuf.message.Message):
     HAVE_VERSION_FIELD_NUMBER: builtins.int
     HAVE_ROOT_FIELD_NUMBER: builtins.int
     WANT_VERSION_FIELD_NUMBER: builtins.int
+    ACCEPT_MERGED_FIELD_NUMBER: builtins.int
     have_version: builtins.int
     """Version that the caller holds; -1 for none."""
     have_root: builtins.str
     """State root (hex) that the caller holds; empty for none."""
     want_version: builtins.int
     """Version that the caller wants; -1 for the head."""
+    accept_merged: builtins.bool
+    """Whether the caller applies merged deltas; otherwise none is planned."""
     def __init__(
         self,
         *,
         have_version: builtins.int = ...,
         have_root: builtins.str = ...,
         want_version: builtins.int = ...,
+        accept_merged: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["have_root", b"have_root", "have_version", b"have_version", "want_version", b"want_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accept_merged", b"accept_merged", "have_root", b"have_root", "have_version", b"have_version", "want_version", b"want_version"]) -> None: ...
 
 Global___PlanPullRequest: typing_extensions.TypeAlias = PlanPullRequest
 

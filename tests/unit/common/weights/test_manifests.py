@@ -4,11 +4,18 @@ from dataclasses import replace
 
 import pytest
 
-from services.common.errors import StateMismatch
-from services.common.types import Digest, PayloadKind, PayloadRef
-from services.common.weights.manifest import build_manifest, verify_child, verify_state
+from services.common.errors import MalformedPayload, StateMismatch
+from services.common.types import Digest, Manifest, PayloadKind, PayloadRef
+from services.common.weights.arena import Arena, Layout
+from services.common.weights.manifest import (
+    build_manifest,
+    chunks_of,
+    verify_child,
+    verify_descendant,
+    verify_state,
+)
 from services.common.weights.payload import write_delta, write_snapshot
-from tests.support.arenas import changed_arena, random_arena, small_layout
+from tests.support.arenas import SPECS, changed_arena, random_arena, small_layout
 
 PARENT_DIGEST = "ab" * 32
 
@@ -125,3 +132,59 @@ def test_manifest_that_contradicts_itself_is_refused(lineage, changes, match):
 
     with pytest.raises(StateMismatch, match=match):
         verify_state(replace(manifest, **changes), first)
+
+
+def stated(layout, **changes):
+    arena = Arena(layout)
+    values = {
+        "run_id": "run", "epoch": 1, "version": 5, "parent_version": 4, "parent_digest": "", "step": 5,
+        "layout_id": layout.layout_id, "chunk_digests": arena.digests(), "state_root": arena.state_root(),
+        "num_changed": 0, "num_elements": layout.num_elements, "full_bytes": layout.full_bytes, "payloads": (),
+        "chunk_elements": layout.chunk_elements,
+    }  # fmt: skip
+    return Manifest(**{**values, **changes})
+
+
+@pytest.mark.parametrize("chunk_elements", [1, 7, 50, 1000])
+def test_chunks_are_known_from_the_sizes_alone(chunk_elements):
+    layout = small_layout(chunk_elements=chunk_elements)
+
+    assert chunks_of(stated(layout)) == layout.chunks
+
+
+def test_chunks_have_the_usual_length_when_a_manifest_does_not_state_it():
+    layout = Layout.build(SPECS)
+
+    assert chunks_of(stated(layout, chunk_elements=0)) == layout.chunks
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"num_elements": 10**9}, {"full_bytes": 579}, {"full_bytes": 0}, {"full_bytes": 2**60}, {"chunk_digests": ()},
+     {"chunk_elements": 200}, {"num_elements": 0}],
+)  # fmt: skip
+def test_sizes_that_do_not_add_up_are_refused(changes):
+    with pytest.raises(MalformedPayload):
+        chunks_of(stated(small_layout(), **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"run_id": "other"}, "run other"),
+        ({"version": 2}, "goes back"),
+        ({"version": 1}, "goes back"),
+        ({"epoch": 0}, "goes back"),
+        ({"layout_id": "0" * 64}, "another layout"),
+        ({}, ""),
+    ],
+)
+def test_merged_delta_leads_forward_within_a_run_and_layout(changes, message):
+    ancestor = stated(small_layout(), version=2, parent_version=1)
+    child = stated(small_layout(), **changes)
+
+    if message:
+        with pytest.raises(StateMismatch, match=message):
+            verify_descendant(ancestor=ancestor, child=child)
+    else:
+        verify_descendant(ancestor=ancestor, child=child)

@@ -32,6 +32,16 @@ def into(*payloads):
     return lambda version: [payload for payload in payloads if payload.to_version == version]
 
 
+def merged(start, end, num_bytes):
+    return PayloadRef(
+        kind=PayloadKind.MERGED,
+        from_version=start,
+        to_version=end,
+        digest=Digest(f"m{start}-{end}"),
+        num_bytes=num_bytes,
+    )
+
+
 CHAIN = (snapshot(0, 1000), delta(0, 1, 10), delta(1, 2, 20), delta(2, 3, 30))
 
 
@@ -54,6 +64,30 @@ def test_plan_is_a_chain_in_order_when_further_behind():
 
     assert (kind, payloads) == (PlanKind.CHAIN, CHAIN[1:])
     assert reason == "3 deltas from version 0, 60 bytes"
+
+
+@pytest.mark.parametrize(
+    ("have", "offered", "kind", "digests"),
+    [
+        (0, [merged(0, 3, 59)], PlanKind.MERGED, "m0-3"),
+        (0, [merged(0, 3, 61)], PlanKind.CHAIN, "0-1 1-2 2-3"),
+        (0, [merged(0, 2, 29)], PlanKind.CHAIN, "m0-2 2-3"),
+        (0, [merged(0, 2, 29), merged(1, 3, 40)], PlanKind.CHAIN, "0-1 m1-3"),
+        (1, [merged(0, 3, 1)], PlanKind.CHAIN, "1-2 2-3"),
+        (2, [merged(0, 3, 1), merged(1, 3, 1)], PlanKind.DELTA, "2-3"),
+        (-1, [merged(0, 3, 59)], PlanKind.SNAPSHOT, "s0 m0-3"),
+        (-1, [merged(0, 3, 59), snapshot(3, 1058)], PlanKind.SNAPSHOT, "s3"),
+        (-1, [merged(0, 1, 5), merged(1, 3, 49)], PlanKind.SNAPSHOT, "s0 m0-1 m1-3"),
+        (0, [merged(0, 3, 59), snapshot(3, 58)], PlanKind.SNAPSHOT, "s3"),
+    ],
+)
+def test_plan_is_the_cheapest_of_single_merged_chain_and_snapshot(have, offered, kind, digests):
+    chosen, payloads, reason = plan_pull(into(*CHAIN, *offered), have_version=have, want_version=3)
+
+    assert (chosen, " ".join(payload.digest for payload in payloads)) == (kind, digests)
+    num_merged = digests.count("m")
+    assert ("merged" in reason) == (num_merged > 0)
+    assert not num_merged or reason.endswith(f"{num_merged} of them merged")
 
 
 def test_plan_starts_with_a_snapshot_when_nothing_is_there():

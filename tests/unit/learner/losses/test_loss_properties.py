@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from services.learner.batch import build_batch
-from services.learner.loss_config import GepoConfig, GspoConfig, LossConfig
+from services.learner.loss_config import DecoupledPpoConfig, GepoConfig, GspoConfig, LossConfig, TisConfig
 from services.learner.loss_registry import rule_of
 from services.learner.micro_batch import collate
 from services.learner.plan import loss_inputs, plan, step_coefficients
@@ -169,6 +169,15 @@ def test_loss_and_gradient_are_finite_on_16k_tokens(name, learner_sum, sampler_s
     assert math.isfinite(outcome.value)
     assert all(gradient.isfinite().all() for gradient in outcome.gradients)
     assert all(terms.weights.isfinite().all() for terms in outcome.terms)
+
+
+@pytest.mark.parametrize("config", [TisConfig(cap=math.inf), DecoupledPpoConfig(behaviour_cap=math.inf)])
+def test_weights_without_a_bound_of_their_own_are_finite(config):
+    outcome = run_loss(config, [[-1.0], [-1.0]], groups_of([[[-2000.0], [-1.0]]], [[1.0, 0.0]]))
+
+    # Capped at e^20, with A = .5 over two tokens and log p = -1 or ratio 1.
+    assert outcome.terms[0].weights.max() == pytest.approx(math.exp(20))
+    assert math.isfinite(outcome.value)
 
 
 @pytest.mark.parametrize("name", CATALOGUE)

@@ -37,6 +37,7 @@ REFERENCES = {
     "topr": (Reference.topr, "mean", "sequence_sum"),
     "cispo": (lambda self, i, a: self.truncated(i, a, 1.2), "mean_std", "token_mean"),
     "tis": (lambda self, i, a: self.truncated(i, a, 1.1), "mean", "token_mean"),
+    "tis sequence": (Reference.tis_sequence, "mean", "token_mean"),
     "mis": (Reference.mis, "mean", "token_mean"),
     "mis token": (Reference.mis_token, "mean", "token_mean"),
     "mis geometric": (Reference.mis_geometric, "mean", "token_mean"),

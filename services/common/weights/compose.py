@@ -1,0 +1,125 @@
+"""Consecutive deltas as one: steps are integers that wrap, so they add up without the weights they belong to.
+
+Of each chunk, what a sequence of payloads does is one of two things: add steps, or set values. They compose as
+
+    add a, then add b   =  add a + b        set a, then add b  =  set a + b
+    add a, then set b   =  set b            set a, then set b  =  set b
+
+so a chunk that some delta stores whole stays whole, with the values after the last one, and no base is ever needed.
+The sum in the element's width is associative and the encoder sees nothing but it: composing in any bracketing gives
+the same bytes. Steps that cancel vanish; a chunk that nobody changed stays SAME. A snapshot may come first and gives a
+snapshot. Chunks are taken one after another: memory is one chunk, its coded form and the temporaries of the codec,
+whatever the size of the model and the number of payloads.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from services.common.errors import StateMismatch
+from services.common.types import Digest
+from services.common.weights.arena import Chunk, zeros
+from services.common.weights.codec import WHOLE_METHODS, Method, apply_chunk, encode_composed
+from services.common.weights.container import (
+    Header,
+    read_chunk,
+    read_header,
+    write_chunks,
+    write_durably,
+    write_header,
+)
+
+MAX_PAYLOADS = 64
+"""Payloads that one composition reads side by side; each is an open file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComposedPayload:
+    """What was written: its name, its size, elements it changes, and the states it leads between."""
+
+    digest: Digest
+    num_bytes: int
+    num_changed: int
+    from_root: str
+    to_root: str
+
+
+def compose(
+    paths: Sequence[Path],
+    target: Path,
+    *,
+    layout_id: str,
+    chunks: Sequence[Chunk],
+    on_chunk: Callable[[], None] = lambda: None,
+) -> ComposedPayload:
+    """Write one payload that does what `paths` do one after another; durable when it returns.
+
+    Args:
+        paths: 1 to MAX_PAYLOADS payloads, each starting from the state that the one before leads to.
+        target: the file to write.
+        layout_id: layout of all of them.
+        chunks: its chunks.
+        on_chunk: called before each chunk; what it raises ends the work and leaves no file.
+
+    Raises:
+        ValueError: no payloads, or too many.
+        StateMismatch: a payload does not follow the one before, or has another layout.
+        MalformedPayload: a payload breaks the format.
+        LimitExceeded: a stated size is impossible for the chunks.
+    """
+    if not 1 <= len(paths) <= MAX_PAYLOADS:
+        raise ValueError(f"{len(paths)} payloads to compose, 1 to {MAX_PAYLOADS} are possible")
+    with ExitStack() as stack:
+        files = [stack.enter_context(path.open("rb")) for path in paths]
+        headers = [read_header(file, layout_id=layout_id, chunks=chunks) for file in files]
+        for before, after in itertools.pairwise(headers):
+            if after.from_root != before.to_root:
+                raise StateMismatch(f"a payload starts from {after.from_root[:12]}, not from {before.to_root[:12]}")
+        num_changed = 0
+
+        def coded() -> Iterator[tuple[int, bytes]]:
+            nonlocal num_changed
+            for number, chunk in enumerate(chunks):
+                on_chunk()
+                method, data, changed = _compose_chunk(files, headers, number, chunk)
+                num_changed += changed
+                yield method, data
+
+        def content(file: BinaryIO) -> None:
+            records = write_chunks(file, coded(), num_chunks=len(chunks))
+            write_header(
+                file,
+                Header(
+                    layout_id=headers[0].layout_id,
+                    from_root=headers[0].from_root,
+                    to_root=headers[-1].to_root,
+                    records=records,
+                ),
+            )
+
+        _, digest, num_bytes = write_durably(target, content)
+    return ComposedPayload(
+        digest=digest,
+        num_bytes=num_bytes,
+        num_changed=num_changed,
+        from_root=headers[0].from_root,
+        to_root=headers[-1].to_root,
+    )
+
+
+def _compose_chunk(
+    files: Sequence[BinaryIO], headers: Sequence[Header], number: int, chunk: Chunk
+) -> tuple[Method, bytes, int]:
+    values = zeros(chunk)
+    is_whole = False
+    for file, header in zip(files, headers, strict=True):
+        record = header.records[number]
+        data = read_chunk(file, record, number=number)
+        apply_chunk(record.method, memoryview(data), values)
+        is_whole = is_whole or record.method in WHOLE_METHODS
+    return encode_composed(values, is_whole=is_whole)

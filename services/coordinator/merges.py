@@ -1,0 +1,140 @@
+"""Merged deltas kept beside the payloads: a cache that may be deleted at any time.
+
+    data_dir/merged/<start>-<stop>-<digest>        complete and durable, never changed
+    data_dir/merged/compose*                       under way; whatever is left of it goes at the next start
+
+The directory is all there is: at the start it is read again, and what does not lead between the states of the versions
+that it names is removed. A file that disappears is struck out when somebody notices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import sqlite3
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+from services.common.directory import make_directory, sync_directory
+from services.common.errors import CorruptData, MalformedPayload
+from services.common.types import Digest, PayloadKind, PayloadRef
+from services.common.weights.container import read_roots
+from services.coordinator.database import Database
+from services.coordinator.spans import Span, to_evict
+
+_LOG = logging.getLogger(__name__)
+_NAME = re.compile(r"(\d{1,18})-(\d{1,18})-([0-9a-f]{64})")
+
+
+class Merges:
+    """The merged deltas of one run. Belongs to the event loop, but `into` may be called from any thread."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._index: dict[Span, PayloadRef] = {}
+        self._into: dict[int, tuple[PayloadRef, ...]] = {}
+
+    async def open(self, database: Database) -> None:
+        """Find again what an earlier process left."""
+        found = _scan(self._directory)
+        if found:
+            await self._adopt(found, await database.run(_state_roots))
+
+    async def _adopt(self, found: Iterable[tuple[PayloadRef, tuple[str, str]]], root_of: dict[int, str]) -> None:
+        for payload, roots in found:
+            span = Span(payload.from_version, payload.to_version)
+            right = (root_of.get(span.start), root_of.get(span.stop)) == roots
+            if right and span not in self._index:
+                self._index[span] = payload
+            else:
+                self.path(payload).unlink(missing_ok=True)
+        self._replace_into()
+
+    @property
+    def spans(self) -> frozenset[Span]:
+        """The spans that are there."""
+        return frozenset(self._index)
+
+    def into(self, version: int) -> tuple[PayloadRef, ...]:
+        """Merged deltas that lead to a version."""
+        return self._into.get(version, ())
+
+    def path(self, payload: PayloadRef) -> Path:
+        """Where a merged delta lies."""
+        return self._directory / f"{payload.from_version}-{payload.to_version}-{payload.digest}"
+
+    def find(self, digest: Digest) -> Path | None:
+        """The file of a merged delta of this digest, or None."""
+        return next((self.path(payload) for payload in self._index.values() if payload.digest == digest), None)
+
+    def scratch(self) -> Path:
+        """Where the next one may be written; the same each time. Callable from any thread."""
+        make_directory(self._directory)
+        return self._directory / "compose"
+
+    def name(self, scratch: Path, payload: PayloadRef) -> None:
+        """Give a durable file its name. Callable from any thread."""
+        scratch.replace(self.path(payload))
+        sync_directory(self._directory)
+
+    def add(self, payload: PayloadRef) -> None:
+        """Offer a merged delta that has its name."""
+        self._index[Span(payload.from_version, payload.to_version)] = payload
+        self._replace_into()
+
+    async def forget_missing(self, payloads: Iterable[PayloadRef] | None = None) -> bool:
+        """Strike out those among `payloads`, or among all, that somebody deleted; returns whether there were any."""
+        looked_at = [*self._index.values()] if payloads is None else payloads
+        merged = [payload for payload in looked_at if payload.kind is PayloadKind.MERGED]
+        missing = [payload for payload in merged if not await asyncio.to_thread(self.path(payload).exists)]
+        for payload in missing:
+            self._index.pop(Span(payload.from_version, payload.to_version), None)
+        self._replace_into()
+        return bool(missing)
+
+    async def evict(self, *, head: int, window: int, budget_bytes: int) -> list[Span]:
+        """Delete what is useless or too much; whoever reads one of them reads it to the end. Returns their spans."""
+        sizes = {span: payload.num_bytes for span, payload in self._index.items()}
+        evicted = to_evict(sizes, head=head, window=window, budget_bytes=budget_bytes)
+        paths = [self.path(self._index.pop(span)) for span in evicted]
+        self._replace_into()
+        for path in paths:
+            await asyncio.to_thread(path.unlink, missing_ok=True)
+        return evicted
+
+    def _replace_into(self) -> None:
+        # Replaced, never changed: a plan on the store's thread may be reading it.
+        into: defaultdict[int, tuple[PayloadRef, ...]] = defaultdict(tuple)
+        for span, payload in self._index.items():
+            into[span.stop] += (payload,)
+        self._into = dict(into)
+
+
+def _state_roots(connection: sqlite3.Connection) -> dict[int, str]:
+    return dict(connection.execute("SELECT version, state_root FROM versions"))
+
+
+def _scan(directory: Path) -> list[tuple[PayloadRef, tuple[str, str]]]:
+    """Payloads with the states they lead between; whatever else lies there is removed."""
+    found = []
+    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+        match = _NAME.fullmatch(path.name)
+        try:
+            if match is None:
+                raise MalformedPayload("not a merged delta")
+            roots = read_roots(path)
+        except CorruptData as error:
+            _LOG.debug("%s is removed: %s", path.name, error)
+            path.unlink()
+            continue
+        payload = PayloadRef(
+            kind=PayloadKind.MERGED,
+            from_version=int(match[1]),
+            to_version=int(match[2]),
+            digest=Digest(match[3]),
+            num_bytes=path.stat().st_size,
+        )
+        found.append((payload, roots))
+    return found

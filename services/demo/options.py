@@ -1,0 +1,57 @@
+"""Options of `heterorl demo`, all of them checked before anything is written, trained or started."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+from services.common.errors import ConfigError, DependencyMissing
+from services.learner.loss_config import LossConfig
+
+MAX_SEED = 2**31 - 1
+_PACKAGES = ("jinja2", "matplotlib", "safetensors", "tomli_w", "torch", "transformers")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoOptions:
+    """What a person may choose.
+
+    Example:
+        DemoOptions(out=Path("runs/demo"), algorithm="gepo", seed=0)
+    """
+
+    out: Path = Path("runs/demo")
+    tiny: bool = False
+    algorithm: str = "gepo"
+    seed: int = 0
+    cache: Path = Path(".cache/heterorl")
+
+
+def algorithms() -> tuple[str, ...]:
+    """Names of the learner's losses, from its own configuration."""
+    members = get_args(get_args(LossConfig)[0])
+    return tuple(get_args(member.model_fields["kind"].annotation)[0] for member in members)
+
+
+def check_options(options: DemoOptions) -> None:
+    """Refuse what would fail later.
+
+    Raises:
+        ConfigError: an option has an impossible value; names the option and what it may be.
+        DependencyMissing: a package of the extra `demo` is not installed.
+    """
+    if options.algorithm not in algorithms():
+        raise ConfigError("--algorithm", f"{options.algorithm!r} is not one of {', '.join(algorithms())}")
+    if not 0 <= options.seed <= MAX_SEED:
+        raise ConfigError("--seed", f"{options.seed} is not between 0 and {MAX_SEED}")
+    if options.cache.exists() and not options.cache.is_dir():
+        raise ConfigError("--cache", f"{options.cache} is not a directory")
+    try:
+        options.cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("--cache", f"cannot create {options.cache}: {error.strerror}") from error
+    for package in _PACKAGES:
+        if importlib.util.find_spec(package) is None:
+            raise DependencyMissing(package, "demo")

@@ -1,0 +1,130 @@
+"""What a run left behind, measured and judged: pure functions of its journals, reports and ledger.
+
+Guarantees: a number that was not measured is None, never 0; only a run that took all its steps is judged by its
+promises; a failed run names its failure and claims neither a report nor a model.
+"""
+
+from __future__ import annotations
+
+import enum
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.common.types import RunStatus, StepReport
+from services.demo.config import Regime
+
+PROMISED_BY = "gepo"
+"""The algorithm whose rise in accuracy is promised; the others are there to compare."""
+
+
+class Ending(enum.Enum):
+    """How a run ended."""
+
+    COMPLETE = "complete"
+    BROKEN = "broken"
+    """All steps were taken, and a promise does not hold."""
+    INTERRUPTED = "interrupted"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What was read of a run: rows of the journals, step reports and the newest status.
+
+    Example:
+        Record(reports=(), status=None, versions=(), evaluations=(), samplers=((), ()))
+    """
+
+    reports: Sequence[StepReport]
+    status: RunStatus | None
+    versions: Sequence[Mapping[str, Any]]
+    evaluations: Sequence[Mapping[str, Any]]
+    samplers: Sequence[Sequence[Mapping[str, Any]]]
+    exit_codes: Mapping[str, int | None] = field(default_factory=dict)
+
+
+def start_accuracy(evaluations: Sequence[Mapping[str, Any]]) -> float | None:
+    """Held-out accuracy of version 0 as the learner measured it: the same prompts and seeds as any later version."""
+    return next((row["accuracy"] for row in evaluations if row["version"] == 0), None)
+
+
+def measure(record: Record, *, regime: Regime) -> dict[str, Any]:
+    """Numbers of a run; None for what was not measured."""
+    reports, versions = record.reports, record.versions
+    scored = [row for row in record.evaluations if row["accuracy"] is not None]
+    sizes = [int(row["bytes"]) for row in versions[1:]]
+    return {
+        "steps": reports[-1].step if reports else 0,
+        "max_steps": regime.max_steps,
+        "warm_start_accuracy": start_accuracy(scored),
+        "final_accuracy": scored[-1]["accuracy"] if scored else None,
+        "final_accuracy_version": scored[-1]["version"] if scored else None,
+        "best_accuracy": max((row["accuracy"] for row in scored), default=None),
+        "evaluation_prompts": scored[-1]["num_prompts"] if scored else None,
+        "staleness_versions_mean": _mean([report.staleness_mean for report in reports]),
+        "staleness_versions_steady": _mean([r.staleness_mean for r in reports if r.step > regime.lag_versions]),
+        "staleness_versions_max": max((report.staleness_max for report in reports), default=None),
+        "policy_age_s_p50": statistics.median(r.policy_age_p50_s for r in reports) if reports else None,
+        "versions": len(versions),
+        "groups_trained": sum(report.num_groups for report in reports),
+        "digest_mismatches": digest_mismatches(versions, record.samplers),
+        "ledger_balanced": None if record.status is None else record.status.ledger.is_balanced,
+        "weight_bytes_full": versions[-1]["full_bytes"] if versions else None,
+        "weight_bytes_sent_median": int(statistics.median(sizes)) if sizes else None,
+    }
+
+
+def broken_promises(
+    summary: Mapping[str, Any], *, regime: Regime, algorithm: str, exit_codes: Mapping[str, int | None]
+) -> list[str]:
+    """Promises that a run which was not interrupted broke."""
+    problems = []
+    if not summary["ledger_balanced"]:
+        problems.append("the ledger does not balance")
+    if summary["digest_mismatches"]:
+        problems.append(f"{summary['digest_mismatches']} sampler states differ from the learner's")
+    if summary["steps"] < regime.max_steps:
+        problems.append(f"{summary['steps']} of {regime.max_steps} steps were taken")
+    before, after = summary["warm_start_accuracy"], summary["final_accuracy"]
+    if before is None or after is None:
+        problems.append("held-out accuracy was not measured")
+    elif algorithm == PROMISED_BY and after - before < regime.required_gain:
+        problems.append(f"accuracy rose by {after - before:.3f}, promised is {regime.required_gain:.2f}")
+    problems += [f"{name} ended with code {code}" for name, code in exit_codes.items() if code != 0]
+    return problems
+
+
+def verdict(summary: Mapping[str, Any]) -> list[str]:
+    """What a person reads at the end, line by line."""
+    ending = Ending(summary["status"])
+    before, after = summary["warm_start_accuracy"], summary["final_accuracy"]
+    done = f"{summary['steps']} of {summary['max_steps']} steps"
+    if ending is Ending.FAILED:
+        return [
+            f"failed after {done}: {summary['failure']}",
+            f"logs: {summary['logs']}",
+            f"neither a report nor a model was written; what is known: {summary['summary']}",
+        ]
+    lines = []
+    if ending is Ending.INTERRUPTED:
+        lines.append(f"interrupted after {done}; every process was stopped; what is known: {summary['summary']}")
+    if before is not None and summary["final_accuracy_version"]:
+        lines.append(
+            f"held-out accuracy {before:.3f} -> {after:.3f} (version {summary['final_accuracy_version']}, "
+            f"best {summary['best_accuracy']:.3f}) on the same {summary['evaluation_prompts']} prompts, "
+            f"trained on groups {summary['staleness_versions_mean']:.1f} versions old on average"
+        )
+    lines += [f"{name}: {summary[key]}" for name, key in (("report", "report"), ("model", "model_dir")) if summary[key]]
+    return lines + [f"broken promise: {problem}" for problem in summary["problems"]]
+
+
+def digest_mismatches(versions: Sequence[Mapping[str, Any]], samplers: Sequence[Sequence[Mapping[str, Any]]]) -> int:
+    """Number of states on samplers that are not the learner's state of that version."""
+    roots = {entry["version"]: entry["state_root"] for entry in versions}
+    return sum(roots.get(entry["version"]) != entry["state_root"] for records in samplers for entry in records)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return round(statistics.fmean(values), 2) if values else None

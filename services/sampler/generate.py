@@ -1,0 +1,169 @@
+"""The loop that generates: swap, lease, generate, spool.
+
+    generate  waits for a verified version, work, and room in the outbox; unblocked by sync, the coordinator, deliver
+
+Guarantees: without a verified version nothing is generated; weights are swapped only between two batches, so that a
+completion never mixes versions; a group is in the outbox before its assignment is forgotten; whoever holds the lock
+`batch` never interrupts a batch under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Sequence
+
+from services.common import metrics
+from services.common.api import CoordinatorApi
+from services.common.bell import Bell
+from services.common.clock import Clock
+from services.common.errors import NotRegistered, RemoteError, RunFinished
+from services.common.generation.engine import Engine
+from services.common.types import WorkAssignment
+from services.sampler.config import SamplerConfig
+from services.sampler.delay import group_delay_s
+from services.sampler.outbox import Outbox
+from services.sampler.policy_sync import PolicySync
+from services.sampler.rollouts import RolloutMaker
+from services.sampler.session import Session
+from services.sampler.waiting import Patience, ring_or_time
+
+_LOG = logging.getLogger(__name__)
+
+
+class Generation:
+    """One loop around one engine."""
+
+    def __init__(
+        self,
+        *,
+        config: SamplerConfig,
+        api: CoordinatorApi,
+        engine: Engine,
+        maker: RolloutMaker,
+        outbox: Outbox,
+        policy: PolicySync,
+        session: Session,
+        clock: Clock,
+        bell: Bell,
+        batch: asyncio.Lock,
+        rng: random.Random,
+    ) -> None:
+        self._batch = batch
+        self._config = config
+        self._api = api
+        self._engine = engine
+        self._maker = maker
+        self._outbox = outbox
+        self._policy = policy
+        self._session = session
+        self._clock = clock
+        self._bell = bell
+        self._patience = Patience(rng=rng)
+        self._ask_time = clock.monotonic()
+
+    async def generate(self) -> None:
+        """Generate until the run drains."""
+        while not self._session.is_draining:
+            ticket = self._bell.ticket()
+            await self._swap()
+            level = await asyncio.to_thread(self._outbox.level)
+            metrics.OUTBOX_GROUPS.set(level.num_groups)
+            if self._engine.version < 0 or level.num_bytes >= self._config.outbox_bytes:
+                await ticket.wait()
+                continue
+            wait_s = self._ask_time - self._clock.monotonic()
+            if wait_s > 0:
+                await ring_or_time(ticket, clock=self._clock, seconds=wait_s)
+                continue
+            work = await self._lease()
+            if work:
+                await self._fill(work)
+
+    async def empty(self) -> None:
+        """Push what is held: a drained run waits for no delay."""
+        await asyncio.to_thread(self._outbox.release_all)
+        self._bell.ring()
+        while True:
+            ticket = self._bell.ticket()
+            if not (await asyncio.to_thread(self._outbox.level)).num_groups:
+                return
+            await ticket.wait()
+
+    async def _swap(self) -> None:
+        pulled = self._policy.take(self._engine.version)
+        if pulled is None:
+            return
+        started = self._clock.monotonic()
+        async with self._batch:
+            await asyncio.to_thread(self._engine.load, pulled.arena, pulled.version)
+        metrics.SWAP_SECONDS.observe(self._clock.monotonic() - started)
+        metrics.POLICY_VERSION.set(pulled.version)
+        self._session.policy_version = pulled.version
+        self._session.state_root = pulled.manifest.state_root
+        # What was refused to the old version may be given to the new one.
+        self._ask_time = self._clock.monotonic()
+
+    async def _lease(self) -> tuple[WorkAssignment, ...]:
+        """Work, or none; then `_ask_time` says when to ask again."""
+        try:
+            grant = await self._api.lease_work(
+                site=self._session.registration.site,
+                incarnation=self._session.registration.incarnation,
+                max_groups=self._config.groups_per_batch,
+                policy_version=self._engine.version,
+            )
+        except NotRegistered:
+            await self._session.register()
+            # A coordinator that forgets every registration must not be asked in a circle.
+            self._ask_time = self._clock.monotonic() + self._patience.delay_s()
+            return ()
+        except RunFinished as error:
+            _LOG.info("no work: %s", error)
+            self._session.drain("the run has ended")
+            return ()
+        except RemoteError as error:
+            # A draining run and a restarting coordinator say the same here; a heartbeat tells which.
+            _LOG.info("no work: %s", error)
+            self._ask_time = self._clock.monotonic() + self._patience.after(error)
+            return ()
+        self._ask_time = self._clock.monotonic()
+        if grant.assignments:
+            self._patience.reset()
+        else:
+            _LOG.debug("no work: %s", grant.reason)
+            self._ask_time += grant.retry_after_s or self._patience.delay_s()
+        return grant.assignments
+
+    async def _fill(self, work: Sequence[WorkAssignment]) -> None:
+        async with self._batch:
+            batch = await asyncio.to_thread(
+                self._maker.make,
+                work,
+                state_root=self._session.state_root,
+                first_sequence=self._outbox.next_sequence,
+            )
+            now = self._clock.wall()
+            release = [
+                now + group_delay_s(self._config.delay, seed=self._config.seed, sequence=group.id.sequence)
+                for group in batch.groups
+            ]
+            await asyncio.to_thread(self._outbox.put, batch.groups, release=release)
+        self._bell.ring()
+        metrics.GENERATE_SECONDS.observe(batch.generation_s)
+        metrics.TOKENS.labels("sampler").inc(batch.num_tokens)
+        self._session.tokens_per_s = batch.num_tokens / batch.generation_s if batch.generation_s else 0.0
+        if batch.failed:
+            metrics.REWARD_ERRORS.inc(len(batch.failed))
+            await self._abandon(batch.failed)
+
+    async def _abandon(self, assignments: tuple[int, ...]) -> None:
+        try:
+            await self._api.abandon_work(
+                site=self._session.registration.site,
+                incarnation=self._session.registration.incarnation,
+                assignments=assignments,
+            )
+        except RemoteError as error:
+            _LOG.info("%d assignments are left to expire: %s", len(assignments), error)

@@ -1,0 +1,141 @@
+"""The durable record of the versions that this sampler verified: versions.jsonl, one row each.
+
+    {"version": 7, "state_root": "<64 hex>", "manifest_digest": "<64 hex>", "run_id": "run", "signed_by": "unsigned"}
+
+Guarantees: a row is on disk before its version can be generated with; a version seen once is never accepted with
+another state or manifest, and a head below a version seen is never followed, also after a restart: only a person may
+declare that the run began again, by moving the file away. A row torn by a crash is cut off: its version is verified
+again. Rows of an earlier program state neither digest, run nor signature; then less is held against what comes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.common.directory import sync_directory
+from services.common.errors import CorruptStore, DiskFull, OperatorError
+from services.common.types import Digest
+
+
+class RunReplaced(OperatorError):
+    """The coordinator contradicts what this sampler verified before: its versions were lost, or are another run's."""
+
+    action = "ask the run's operator; to follow the run as it is now, move versions.jsonl out of state_dir and restart"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenVersion:
+    """A version that this sampler verified; empty where a row does not say.
+
+    `signed_by` is the public key that signed its manifest, or "unsigned" where no key was trusted.
+
+    Example: SeenVersion(version=7, state_root=root, manifest_digest=digest, run_id="run", signed_by="ed25519:...")
+    """
+
+    version: int
+    state_root: Digest
+    manifest_digest: str = ""
+    run_id: str = ""
+    signed_by: str = ""
+
+
+class VersionRecord:
+    """Rows of one file. Blocking; call from threads."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen: dict[int, SeenVersion] = {}
+        if path.exists():
+            self._read()
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+            # Without this a power cut could take the whole file, fsynced rows and all.
+            sync_directory(path.parent)
+
+    @property
+    def newest(self) -> SeenVersion | None:
+        """The highest version ever verified."""
+        return self._seen[max(self._seen)] if self._seen else None
+
+    @property
+    def highest_version(self) -> int:
+        """Number of the highest version ever verified; -1 for none."""
+        return max(self._seen, default=-1)
+
+    def note(self, seen: SeenVersion) -> None:
+        """Append a verified version; durable when it returns.
+
+        Raises:
+            RunReplaced: the version was seen with another state or another manifest.
+            DiskFull: the row is not written.
+        """
+        known = self._seen.get(seen.version)
+        if known == seen:
+            return
+        if known is not None:
+            _check_same(known, seen)
+        row = (json.dumps(dataclasses.asdict(seen)) + "\n").encode("ascii")
+        with self._path.open("ab", buffering=0) as file:
+            before = file.tell()
+            try:
+                if file.write(row) != len(row):
+                    raise OSError(errno.ENOSPC, "short write")
+                os.fsync(file.fileno())
+            except OSError as error:
+                file.truncate(before)
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise DiskFull(str(self._path.parent)) from error
+                raise
+        self._seen[seen.version] = seen
+
+    def _read(self) -> None:
+        data = self._path.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        for number, line in enumerate(data[:whole].splitlines(), start=1):
+            try:
+                seen = _parse(json.loads(line))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                action = "move it away; versions seen before are then not recognised"
+                raise CorruptStore(f"{self._path}, line {number}: {error}", action=action) from error
+            self._seen[seen.version] = seen
+        if whole != len(data):
+            os.truncate(self._path, whole)
+
+
+def _check_same(known: SeenVersion, seen: SeenVersion) -> None:
+    if known.state_root != seen.state_root:
+        before, now = known.state_root[:12], seen.state_root[:12]
+        raise RunReplaced(f"version {seen.version} had state {before} before and has {now} now")
+    if known.manifest_digest and known.manifest_digest != seen.manifest_digest:
+        raise RunReplaced(f"version {seen.version} has another manifest than before")
+
+
+def _parse(row: dict[str, Any]) -> SeenVersion:
+    return SeenVersion(
+        version=int(row["version"]),
+        state_root=Digest(str(row["state_root"])),
+        manifest_digest=str(row.get("manifest_digest", "")),
+        run_id=str(row.get("run_id", "")),
+        signed_by=str(row.get("signed_by", "")),
+    )
+
+
+def check_head(head_version: int, *, seen_version: int) -> None:
+    """Refuse a head that went back.
+
+    Args:
+        head_version: what the coordinator calls its newest version.
+        seen_version: newest version that this sampler knew of before it asked.
+
+    Raises:
+        RunReplaced: versions that existed are gone.
+    """
+    if head_version < seen_version:
+        raise RunReplaced(f"the head is version {head_version}, but version {seen_version} was seen before")

@@ -1,0 +1,122 @@
+"""The sampler as the coordinator knows it: who it is, what it reports, what it was ordered to do.
+
+    register  waits for a coordinator whose learner has stated the contract; unblocked by the coordinator
+    beat      waits for the heartbeat's interval; unblocked by time
+
+Orders: REGISTER registers again; DRAIN finishes and pushes what is held, then ends; STOP ends after the batch under
+way, and what remains in the outbox is durable. A heartbeat that fails is forgotten: the next one is the next attempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Sequence
+
+from services.common.api import Command, CoordinatorApi, Heartbeat, Registration
+from services.common.bell import Bell
+from services.common.clock import Clock
+from services.common.errors import CorruptData, RemoteError
+from services.common.types import Digest
+from services.sampler.outbox import Outbox
+from services.sampler.record import VersionRecord, check_head
+from services.sampler.waiting import Patience
+
+_LOG = logging.getLogger(__name__)
+NO_ROOT = Digest("")
+
+
+class Session:
+    """Registration, heartbeats and orders; generation writes what it does into the public fields."""
+
+    def __init__(
+        self,
+        *,
+        api: CoordinatorApi,
+        registration: Registration,
+        outbox: Outbox,
+        record: VersionRecord,
+        heartbeat_s: float,
+        clock: Clock,
+        bell: Bell,
+        batch: asyncio.Lock,
+        rng: random.Random,
+    ) -> None:
+        self.registration = registration
+        self.policy_version = -1
+        self.state_root = NO_ROOT
+        self.tokens_per_s = 0.0
+        self.is_draining = False
+        self.stopped = asyncio.Event()
+        self._api = api
+        self._outbox = outbox
+        self._record = record
+        self._heartbeat_s = heartbeat_s
+        self._clock = clock
+        self._bell = bell
+        self._batch = batch
+        self._rng = rng
+
+    async def register(self) -> None:
+        """Register, however long it takes.
+
+        Raises:
+            ContractMismatch: this node disagrees with the run.
+            RunReplaced: the run has lost versions that this sampler verified.
+        """
+        _LOG.info("registering site %s, incarnation %s", self.registration.site, self.registration.incarnation)
+        patience = Patience(rng=self._rng)
+        while True:
+            # Read before asking: while the answer is under way, newer versions may be verified here.
+            seen_version = self._record.highest_version
+            try:
+                answer = await self._api.register(self.registration)
+                break
+            except RemoteError as error:
+                delay_s = patience.after(error)
+                _LOG.info("registering waits %.1f s: %s", delay_s, error)
+                await self._clock.sleep(delay_s)
+        check_head(answer.head_version, seen_version=seen_version)
+        if answer.next_sequence > self._outbox.next_sequence:
+            # The groups of a batch under way have their sequences already.
+            async with self._batch:
+                await asyncio.to_thread(self._outbox.skip_to, answer.next_sequence)
+        _LOG.info("registered with run %s at version %d", answer.run_id, answer.head_version)
+
+    async def beat(self) -> None:
+        """Report and obey for ever."""
+        while True:
+            level = await asyncio.to_thread(self._outbox.level)
+            report = Heartbeat(
+                site=self.registration.site,
+                incarnation=self.registration.incarnation,
+                policy_version=self.policy_version,
+                state_root=self.state_root,
+                tokens_per_s=self.tokens_per_s,
+                outbox_groups=level.num_groups,
+            )
+            try:
+                commands = await self._api.heartbeat(report)
+            except (RemoteError, CorruptData) as error:
+                _LOG.info("no heartbeat: %s", error)
+                commands = ()
+            await self._obey(commands)
+            await self._clock.sleep(self._heartbeat_s)
+
+    async def _obey(self, commands: Sequence[Command]) -> None:
+        if Command.STOP in commands:
+            _LOG.info("stopping: the coordinator asks for it")
+            self.stopped.set()
+        if Command.DRAIN in commands:
+            self.drain("the coordinator asks for it")
+        if Command.REGISTER in commands:
+            await self.register()
+
+    def drain(self, reason: str) -> None:
+        """Take no more work."""
+        if self.is_draining:
+            return
+        self.is_draining = True
+        _LOG.info("draining: %s", reason)
+        self._bell.ring()

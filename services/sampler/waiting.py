@@ -1,0 +1,60 @@
+"""How the loops wait: for a ring or an instant, and after a refusal for longer each time, with full jitter, for ever.
+
+Guarantees: nothing here gives up; a wait ends by its ring, by its clock, or by cancellation, and leaves no task behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass
+
+from services.common.clock import Clock
+from services.common.errors import ContractMismatch, InvalidRequest, RemoteError
+
+PERMANENT = (ContractMismatch, InvalidRequest)
+"""Refusals of a peer that no repetition changes: a person must correct this node."""
+
+
+async def ring_or_time(ticket: asyncio.Event, *, clock: Clock, seconds: float | None) -> None:
+    """Wait for the ticket's ring, at most `seconds` (None: without end)."""
+    if seconds is None:
+        await ticket.wait()
+        return
+    waiting = [asyncio.ensure_future(ticket.wait()), asyncio.ensure_future(clock.sleep(max(0.0, seconds)))]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+@dataclass(slots=True, kw_only=True)
+class Patience:
+    """Delays that grow with failures in a row: drawn from [0, min(cap_s, base_s * 2^n)] on top of what is asked for."""
+
+    rng: random.Random
+    base_s: float = 1.0
+    cap_s: float = 15.0
+    num_failures: int = 0
+
+    def delay_s(self, *, asked_s: float = 0.0) -> float:
+        """Count a failure and say how long to wait; never less than the peer asks for."""
+        longest = min(self.cap_s, self.base_s * 2 ** min(self.num_failures, 32))
+        self.num_failures += 1
+        return asked_s + self.rng.uniform(0.0, longest)
+
+    def after(self, error: Exception) -> float:
+        """How long to wait after a failure.
+
+        Raises:
+            RemoteError: the failure itself, when no repetition changes it.
+        """
+        if isinstance(error, PERMANENT):
+            raise error
+        return self.delay_s(asked_s=error.retry_after_s if isinstance(error, RemoteError) else 0.0)
+
+    def reset(self) -> None:
+        """Note a success."""
+        self.num_failures = 0

@@ -1,0 +1,38 @@
+"""A coordinator that is killed in the middle of a composition.
+
+python -m tests.support.merge_child DIRECTORY CHUNKS
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from services.common.clock import SystemClock
+from services.coordinator import composer
+from services.coordinator.config import CoordinatorConfig
+from services.coordinator.core import Coordinator
+
+
+async def main(directory: Path, num_chunks: int) -> None:
+    real, left = composer.compose, [num_chunks]
+
+    def dying(*positional: Any, **named: Any) -> Any:
+        def step() -> None:
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left[0] -= 1
+
+        return real(*positional, **{**named, "on_chunk": step})
+
+    composer.compose = dying
+    core = await Coordinator.open(CoordinatorConfig(data_dir=directory / "data"), SystemClock())
+    await core.composer.run()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2])))

@@ -1,0 +1,275 @@
+"""A sampler's surroundings for tests: a real coordinator in process, a link that can fail, an engine that computes
+nothing, and time that moves only when a test waits."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from services.common.errors import RewardError, Unreachable
+from services.common.generation.engine import Completion
+from services.common.prompts import Prompter
+from services.common.tasks.task import Prompt
+from services.common.types import Digest, FinishReason, Int32Array, RewardPart, VersionSpan
+from services.common.weights.arena import Arena, Layout
+from services.coordinator.config import CoordinatorConfig
+from services.coordinator.core import Coordinator
+from services.sampler.app import Sampler, join
+from services.sampler.assembly import Parts
+from services.sampler.config import SamplerConfig
+from services.sampler.outbox import Outbox
+from services.sampler.record import VersionRecord
+from tests.support.clock import ManualClock
+from tests.support.run import CONTRACT, LAYOUT, SITE, Run
+
+STREAMS = ("watch_head", "read_payload")
+
+
+class SilentEngine:
+    """Implements Engine: every completion is the same; notes what was loaded; can hold a batch."""
+
+    name = "silent"
+    dtype = "fp32"
+
+    def __init__(self) -> None:
+        self.layout: Layout = LAYOUT
+        self.version = -1
+        self.loaded: list[tuple[int, Digest]] = []
+        self.num_batches = 0
+        self.proceed = threading.Event()
+        self.proceed.set()
+        self.is_held = False
+
+    def load(self, arena: Arena, version: int) -> None:
+        self.loaded.append((version, arena.state_root()))
+        self.version = version
+
+    def generate(
+        self, prompts: Sequence[Int32Array], *, seeds: Sequence[int], num_per_prompt: int
+    ) -> list[list[Completion]]:
+        self.num_batches += 1
+        self.is_held = True
+        assert self.proceed.wait(30)
+        self.is_held = False
+        return [[self._completion() for _ in range(num_per_prompt)] for _ in prompts]
+
+    def _completion(self) -> Completion:
+        return Completion(
+            token_ids=np.array([5, 6, 1], np.int32),
+            logprobs=np.array([-0.5, -0.25, -1.0], np.float32),
+            finish_reason=FinishReason.EOS,
+            spans=(VersionSpan(version=self.version, start=0, end=3),),
+        )
+
+
+class FixedTask:
+    """Implements Task: every completion is worth 1; the verifier can be made to fail."""
+
+    digest = CONTRACT.task_digest
+    num_prompts = CONTRACT.num_prompts
+    num_evaluation_prompts = 1
+
+    def __init__(self) -> None:
+        self.is_failing = False
+
+    def prompt(self, index: int) -> Prompt:
+        return Prompt(index=index, text="1+1=", answer="2")
+
+    def evaluation_prompt(self, index: int) -> Prompt:
+        return self.prompt(index)
+
+    def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
+        if self.is_failing:
+            raise RewardError("it crashed")
+        return (RewardPart(name="correct", value=1.0),)
+
+
+class FixedPrompter:
+    """Prompter without a tokenizer."""
+
+    def encode(self, text: str) -> Int32Array:
+        return np.array([2, 3], np.int32)
+
+    def decode(self, token_ids: Int32Array) -> str:
+        return "x"
+
+
+class Link:
+    """A coordinator's api behind a link that a test breaks: wholly (`is_down`), or by replacing methods (`replaced`)."""
+
+    def __init__(self, core: Coordinator) -> None:
+        self._core = core
+        self.is_down = False
+        self.replaced: dict[str, Callable[..., Any]] = {}
+        self.calls: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return self.replaced.get(name, getattr(self._core, name))(*args, **kwargs)
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls[name] += 1
+            if self.is_down:
+                raise Unreachable("the link is down")
+            answer = await method(*args, **kwargs)
+            if self.is_down:
+                raise Unreachable("the answer is lost")
+            return answer
+
+        async def stream(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+            self.calls[name] += 1
+            if self.is_down:
+                raise Unreachable("the link is down")
+            async for item in method(*args, **kwargs):
+                yield item
+                if self.is_down:
+                    raise Unreachable("the link broke")
+
+        return stream if name in STREAMS else call
+
+
+class CountingThreads(ThreadPoolExecutor):
+    """The event loop's threads, and how many of them are at work."""
+
+    def __init__(self) -> None:
+        super().__init__(max_workers=8)
+        self.num_busy = 0
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.num_busy += 1
+        future = super().submit(function, *args, **kwargs)
+        loop = asyncio.get_running_loop()
+        # Counted down after the waiter's own callback was scheduled.
+        future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._end))
+        return future
+
+    def _end(self) -> None:
+        self.num_busy -= 1
+
+
+class World:
+    """A coordinator with a learner's lease, and one sampler at a time over one state directory."""
+
+    def __init__(self, core: Coordinator, clock: ManualClock, directory: Path) -> None:
+        self.core, self.clock, self.directory = core, clock, directory
+        self.run = Run(core, directory)
+        self.link = Link(core)
+        self.task = FixedTask()
+        self.settings: dict[str, Any] = {}
+        self.running: asyncio.Task[None] | None = None
+        self.threads = CountingThreads()
+        asyncio.get_running_loop().set_default_executor(self.threads)
+
+    @classmethod
+    async def open(cls, directory: Path, **coordinator: Any) -> World:
+        clock = ManualClock()
+        values = {"groups_per_version": 2, "max_outstanding_groups": 1000, "max_staleness_versions": 500}
+        config = CoordinatorConfig(data_dir=directory / "coordinator", **{**values, **coordinator})
+        world = cls(await Coordinator.open(config, clock), clock, directory)
+        await world.run.begin()
+        return world
+
+    def start(self) -> None:
+        """Start a sampler process's worth of objects over the state directory."""
+        values: dict[str, Any] = {
+            "site": SITE,
+            "state_dir": self.directory / "site",
+            "group_size": CONTRACT.group_size,
+            "groups_per_batch": 2,
+            "heartbeat_s": 1.0,
+        }
+        config = SamplerConfig(**{**values, **self.settings})
+        self.engine = SilentEngine()
+        self.outbox = Outbox(config.state_dir)
+        parts = Parts(
+            engine=self.engine, task=self.task, prompter=cast("Prompter", FixedPrompter()), contract=CONTRACT
+        )  # fmt: skip
+        api: Any = self.link
+        record = VersionRecord(config.state_dir / "versions.jsonl")
+        self.sampler: Sampler = join(
+            config,
+            parts,
+            api=api,
+            outbox=self.outbox,
+            record=record,
+            clock=self.clock,
+            rng=random.Random(0),
+        )
+        self.stop = asyncio.Event()
+        self.running = asyncio.create_task(self.sampler.run(self.stop))
+
+    async def until(self, condition: Callable[[], bool], *, step_s: float = 0.1) -> None:
+        """Let time pass until `condition` holds."""
+        while not condition():
+            assert self.running is not None
+            if self.running.done() and self.running.exception() is not None:
+                await self.running
+            await self._pass(step_s)
+
+    async def until_acknowledged(self, count: int) -> None:
+        """Let time pass until the coordinator has acknowledged so many groups."""
+        while await self.ledger_acked() < count:
+            await self._pass(0.1)
+
+    async def _pass(self, seconds: float) -> None:
+        """Let time pass once the threads have done what they were given: on a slow machine it must not run away."""
+        while True:
+            await asyncio.sleep(0.001)
+            # What an operation on the store answers is on its way when one submitted after it has answered.
+            await self.core.database.run(lambda _: None)
+            await asyncio.sleep(0)
+            if self.threads.num_busy <= (self.running is not None and self.engine.is_held):
+                break
+        self.clock.advance(seconds)
+
+    async def passed(self, seconds: float, *, step_s: float = 0.1) -> None:
+        """Let so much time pass."""
+        end = self.clock.monotonic() + seconds
+        await self.until(lambda: self.clock.monotonic() >= end, step_s=step_s)
+
+    async def end(self) -> None:
+        """Wait for the sampler's own end."""
+        running = self.running
+        assert running is not None
+        while not running.done():
+            await self._pass(0.1)
+        self.running = None
+        self.outbox.close()
+        await running
+
+    def kill(self) -> None:
+        """SIGKILL as far as objects can show it: nothing runs any more, only files remain."""
+        assert self.running is not None
+        self.running.cancel()
+        self.running = None
+        self.outbox.close()
+
+    async def close(self) -> None:
+        """End everything."""
+        if self.running is not None:
+            self.engine.proceed.set()
+            self.running.cancel()
+            await asyncio.wait([self.running])
+            self.outbox.close()
+        await self.core.close()
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether the sampler ended by itself."""
+        return self.running is None or self.running.done()
+
+    def spooled(self) -> int:
+        """Groups in the outbox."""
+        return self.outbox.level().num_groups
+
+    async def ledger_acked(self) -> int:
+        """Groups that the coordinator acknowledged."""
+        return (await self.core.get_status()).ledger.acked

@@ -1,0 +1,434 @@
+"""A whole sampler in one process, against a real coordinator, on a clock that the test moves."""
+
+import dataclasses
+
+import pytest
+
+from services.common.api import Command, HeadUpdate
+from services.common.errors import ContractMismatch, DiskFull, InvalidRequest, NotRegistered, Unreachable
+from services.common.types import PushOutcome, PushStatus
+from services.sampler.record import RunReplaced
+from tests.support.run import CONTRACT
+from tests.support.sampler_world import World
+
+
+@pytest.fixture
+async def world(tmp_path):
+    world = await World.open(tmp_path)
+    yield world
+    await world.close()
+
+
+async def generating(world, *, batches=1):
+    await world.run.publish()
+    world.start()
+    await world.until(lambda: world.engine.num_batches >= batches)
+
+
+# ---- T7: no verified version, no work
+
+
+async def test_sampler_that_starts_before_any_version_asks_for_no_work(world):
+    """T7: nothing is leased nor generated until a version is verified; then it begins by itself."""
+    world.start()
+    await world.until(lambda: world.link.calls["heartbeat"] >= 20)
+
+    assert world.link.calls["lease_work"] == 0
+    assert world.engine.num_batches == 0
+    await world.run.publish()
+    await world.until(lambda: world.engine.num_batches >= 1)
+    assert world.engine.loaded == [(0, world.run.roots[0])]
+
+
+async def test_sampler_whose_weights_fail_verification_never_generates(world):
+    """T7: damaged bytes are tried again ever more rarely, and nothing is generated meanwhile."""
+    await world.run.publish()
+
+    async def read_payload(**wanted):
+        async for frame in world.core.read_payload(**wanted):
+            yield frame[:-1] + bytes([frame[-1] ^ 1])
+
+    world.link.replaced["read_payload"] = read_payload
+    world.start()
+    await world.until(lambda: world.link.calls["read_payload"] >= 5, step_s=1.0)
+    assert (world.link.calls["lease_work"], world.engine.loaded) == (0, [])
+
+    del world.link.replaced["read_payload"]
+    await world.until(lambda: world.engine.num_batches >= 1, step_s=1.0)
+    assert world.engine.loaded == [(0, world.run.roots[0])]
+
+
+async def test_restarted_sampler_gets_no_work_until_it_has_verified_again(world):
+    """T7: what an earlier process verified does not count for this one."""
+    await generating(world)
+    world.stop.set()
+    await world.end()
+
+    async def read_payload(**wanted):
+        raise Unreachable("cut")
+        yield b""
+
+    world.link.replaced["read_payload"] = read_payload
+    asked = world.link.calls["lease_work"]
+    world.start()
+    await world.until(lambda: world.link.calls["read_payload"] >= 8)
+
+    assert world.link.calls["lease_work"] == asked
+    assert world.engine.loaded == []
+
+
+async def test_failing_pull_leaves_the_sampler_generating_with_what_it_has(world):
+    """T20: a weight update that fails is bounded and visible, and the old version goes on."""
+    await generating(world)
+
+    async def plan_pull(**wanted):
+        raise OSError("disk")
+
+    world.link.replaced["plan_pull"] = plan_pull
+    await world.run.publish()
+    await world.until(lambda: world.link.calls["plan_pull"] >= 4, step_s=1.0)
+    before = world.engine.num_batches
+    await world.until(lambda: world.engine.num_batches >= before + 3)
+
+    assert world.engine.version == 0
+    del world.link.replaced["plan_pull"]
+    await world.until(lambda: world.engine.version == 1, step_s=1.0)
+
+
+# ---- heartbeats and orders
+
+
+@pytest.mark.parametrize("error", [Unreachable("cut"), InvalidRequest("tokens_per_s"), ContractMismatch("no")])
+async def test_failing_heartbeats_never_stop_generation(world, error):
+    await generating(world)
+
+    async def heartbeat(report):
+        raise error
+
+    world.link.replaced["heartbeat"] = heartbeat
+    asked, batches = world.link.calls["heartbeat"], world.engine.num_batches
+    await world.until(lambda: world.link.calls["heartbeat"] >= asked + 5 and world.engine.num_batches >= batches + 5)
+
+    assert not world.is_ended
+
+
+async def test_forgotten_sampler_registers_again_when_a_heartbeat_says_so(world):
+    await generating(world)
+    registered = world.link.calls["register"]
+    orders = [(Command.REGISTER,)]
+
+    async def heartbeat(report):
+        return orders.pop() if orders else ()
+
+    world.link.replaced["heartbeat"] = heartbeat
+    await world.until(lambda: world.link.calls["register"] == registered + 1)
+
+    batches = world.engine.num_batches
+    await world.until(lambda: world.engine.num_batches > batches)
+
+
+async def test_drain_empties_the_outbox_before_the_end_whatever_the_delay(world):
+    world.settings = {"delay": {"kind": "fixed", "value": 10_000.0}}
+    await generating(world, batches=2)
+    await world.until(lambda: world.spooled() >= 2)
+    assert world.link.calls["push_groups"] == 0
+
+    await world.core.drain(reason="enough")
+    await world.until(lambda: world.sampler.session.is_draining)
+    await world.until(lambda: world.is_ended)
+    held = world.spooled()
+    await world.end()
+
+    assert held == 0
+    assert await world.ledger_acked() == 2 * world.engine.num_batches
+
+
+async def test_drain_waits_out_an_outage_rather_than_leave_groups_behind(world):
+    world.settings = {"delay": {"kind": "fixed", "value": 10_000.0}}
+    await generating(world, batches=2)
+
+    async def push_groups(groups):
+        raise Unreachable("cut")
+
+    # Before the drain: between hearing of it and an empty outbox there may be no instant to break the link in.
+    world.link.replaced["push_groups"] = push_groups
+    await world.core.drain(reason="enough")
+    await world.until(lambda: world.sampler.session.is_draining)
+    world.link.is_down = True
+    await world.passed(300.0, step_s=1.0)
+    assert not world.is_ended
+    assert world.spooled() > 0
+
+    world.link.is_down = False
+    del world.link.replaced["push_groups"]
+    await world.end()
+    assert await world.ledger_acked() == 2 * world.engine.num_batches
+
+
+async def test_stop_ends_at_once_and_keeps_the_outbox(world):
+    world.settings = {"delay": {"kind": "fixed", "value": 10_000.0}}
+    await generating(world, batches=2)
+    await world.until(lambda: world.spooled() >= 2)
+
+    async def heartbeat(report):
+        return (Command.STOP,)
+
+    world.link.replaced["heartbeat"] = heartbeat
+    await world.until(lambda: world.is_ended)
+    held = world.spooled()
+    await world.end()
+
+    assert held == 2 * world.engine.num_batches
+    assert world.link.calls["push_groups"] == 0
+
+
+async def test_stop_waits_for_the_batch_under_way_and_spools_it(world):
+    world.settings = {"delay": {"kind": "fixed", "value": 10_000.0}}
+    await generating(world)
+    await world.until(lambda: world.spooled() >= 2)
+    world.engine.proceed.clear()
+    batches = world.engine.num_batches
+    await world.until(lambda: world.engine.num_batches > batches)
+    world.stop.set()
+    await world.passed(5.0)
+    assert not world.is_ended
+
+    world.engine.proceed.set()
+    await world.until(lambda: world.is_ended)
+    held = world.spooled()
+    await world.end()
+    assert held == 2 * world.engine.num_batches
+
+
+async def test_first_registration_ends_at_the_stop(world):
+    world.link.is_down = True
+    world.start()
+    await world.until(lambda: world.link.calls["register"] >= 3)
+
+    world.stop.set()
+    await world.end()
+
+
+# ---- back-pressure and outages
+
+
+async def test_full_outbox_pauses_generation_and_room_resumes_it(world):
+    """T12: nothing is dropped, nothing is generated that cannot be kept."""
+    world.settings = {"outbox_bytes": 1 << 16}
+
+    async def push_groups(groups):
+        return [PushOutcome(id=group.id, status=PushStatus.RETRY, retry_after_s=5.0) for group in groups]
+
+    world.link.replaced["push_groups"] = push_groups
+    await generating(world)
+    await world.until(lambda: world.outbox.level().num_bytes >= 1 << 16)
+    await world.passed(2.0)
+    asked, batches, spooled = world.link.calls["lease_work"], world.engine.num_batches, world.spooled()
+    await world.passed(30.0)
+    assert (world.link.calls["lease_work"], world.engine.num_batches) == (asked, batches)
+    assert spooled == world.spooled() == 2 * batches
+
+    del world.link.replaced["push_groups"]
+    await world.until(lambda: world.engine.num_batches > batches)
+
+
+async def test_outage_loses_nothing_and_ends_by_itself(world):
+    await generating(world, batches=2)
+    world.link.is_down = True
+    await world.passed(600.0, step_s=1.0)
+    made = 2 * world.engine.num_batches
+    calls = world.link.calls.copy()
+    await world.passed(600.0, step_s=1.0)
+    # Every caller waits at least half a cap on average once its delays have grown: 600 s / 7.5 s = 80 calls, and the
+    # heartbeat has its own interval. A busy loop would make 600.
+    assert world.link.calls["lease_work"] - calls["lease_work"] < 160
+    assert world.link.calls["push_groups"] - calls["push_groups"] < 160
+
+    world.link.is_down = False
+    # Not until the outbox is empty: generation goes on and fills it again.
+    await world.until_acknowledged(made)
+    batches = world.engine.num_batches
+    await world.until(lambda: world.engine.num_batches > batches)
+
+
+async def test_killed_sampler_pushes_again_under_the_same_ids(world):
+    """At-least-once push, exactly-one effect: the coordinator took the groups, its answer was lost, the sampler died."""
+    await world.run.publish()
+    pushed = []
+
+    async def push_groups(groups):
+        pushed.append([group.id for group in groups])
+        await world.core.push_groups(groups)
+        world.link.is_down = True
+        raise Unreachable("the answer is lost")
+
+    world.link.replaced["push_groups"] = push_groups
+    world.start()
+    await world.until(lambda: bool(pushed))
+    acked = await world.ledger_acked()
+    world.kill()
+
+    outcomes = []
+
+    async def push_again(groups):
+        answers = await world.core.push_groups(groups)
+        outcomes.extend(answers)
+        return answers
+
+    world.link.is_down = False
+    world.link.replaced["push_groups"] = push_again
+    world.start()
+    await world.until(lambda: len(outcomes) >= len(pushed[0]))
+
+    first = outcomes[: len(pushed[0])]
+    assert [outcome.id for outcome in first] == pushed[0]
+    assert {outcome.status for outcome in first} == {PushStatus.DUPLICATE}
+    assert acked == len(pushed[0])
+    sequences = [outcome.id.sequence for outcome in outcomes]
+    assert sequences == sorted(set(sequences)), "a new group has an old id"
+
+
+async def test_group_without_a_score_is_given_back_and_not_pushed(world):
+    """T13: a verifier that fails is no zero reward."""
+    await world.run.publish()
+    world.task.is_failing = True
+    world.start()
+    await world.until(lambda: world.link.calls["abandon_work"] >= 2)
+
+    assert world.spooled() == 0
+    assert world.link.calls["push_groups"] == 0
+
+
+# ---- errors that end the process
+
+
+async def test_contract_mismatch_ends_with_itself(world):
+    async def register(registration):
+        return await world.core.register(
+            dataclasses.replace(registration, contract=dataclasses.replace(CONTRACT, vocab_size=21))
+        )
+
+    world.link.replaced["register"] = register
+    world.start()
+    with pytest.raises(ContractMismatch, match=r"vocab_size.*give this node the run's model"):
+        await world.end()
+
+
+async def test_error_of_a_loop_ends_all_of_them_with_itself(world):
+    await generating(world)
+
+    def put(groups, *, release):
+        raise DiskFull("state_dir")
+
+    world.outbox.put = put
+    with pytest.raises(DiskFull, match="free space"):
+        await world.end()
+
+
+async def test_head_that_went_back_while_the_sampler_ran_ends_it(world):
+    """Nobody tells: the coordinator was restored from an old copy that knows the site, so no registration is asked."""
+    await generating(world)
+
+    async def old_watch(*, after_version):
+        if after_version < 0:
+            yield HeadUpdate(version=0, age_s=0.0)
+
+    world.link.replaced["watch_head"] = old_watch
+    world.link.is_down = True
+    await world.run.publish()
+    await world.until(lambda: world.sampler.policy.head_version == 1)
+    world.link.is_down = False
+
+    with pytest.raises(RunReplaced, match="the head is version 0, but version 1 was seen before.*versions.jsonl"):
+        await world.end()
+
+
+async def test_head_that_went_back_is_refused_by_a_restarted_sampler(world):
+    await generating(world)
+    await world.run.publish()
+    await world.until(lambda: world.engine.version == 1)
+    world.stop.set()
+    await world.end()
+
+    async def register(registration):
+        return dataclasses.replace(await world.core.register(registration), head_version=0)
+
+    world.link.replaced["register"] = register
+    world.start()
+    with pytest.raises(RunReplaced, match="the head is version 0, but version 1 was seen before"):
+        await world.end()
+
+
+async def test_version_with_another_state_than_before_is_refused_and_never_generated_with(world):
+    path = world.directory / "site" / "versions.jsonl"
+    path.parent.mkdir()
+    path.write_text('{"version": 0, "state_root": "' + "a" * 64 + '"}\n')
+    await world.run.publish()
+    world.start()
+    with pytest.raises(RunReplaced, match="version 0 had state aaaaaaaaaaaa before"):
+        await world.end()
+
+    assert world.engine.loaded == []
+
+
+async def test_registration_during_a_batch_does_not_disturb_its_sequences(world):
+    """The coordinator knows more of this incarnation than its restored outbox: the batch under way keeps its ids."""
+    await generating(world)
+    world.engine.proceed.clear()
+    batches = world.engine.num_batches
+    await world.until(lambda: world.engine.num_batches > batches)
+    orders = [(Command.REGISTER,)]
+
+    async def heartbeat(report):
+        return orders.pop() if orders else ()
+
+    async def register(registration):
+        return dataclasses.replace(await world.core.register(registration), next_sequence=1000)
+
+    world.link.replaced |= {"heartbeat": heartbeat, "register": register}
+    registered = world.link.calls["register"]
+    await world.until(lambda: world.link.calls["register"] > registered)
+    await world.passed(1.0)
+    world.engine.proceed.set()
+    await world.until(lambda: world.outbox.next_sequence > 1000)
+
+    assert await world.ledger_acked() >= 2
+
+
+async def test_groups_carry_the_version_that_drew_them_though_a_newer_one_is_staged(world):
+    """T8: a swap waits for the end of the batch, and the batch is stamped with what generated it."""
+    await generating(world)
+    pushed = []
+
+    async def push_groups(groups):
+        pushed.extend(groups)
+        return await world.core.push_groups(groups)
+
+    world.engine.proceed.clear()
+    await world.until(lambda: world.engine.is_held)
+    # Nothing new is spooled while the engine holds its batch.
+    await world.until(lambda: world.spooled() == 0)
+    world.link.replaced["push_groups"] = push_groups
+    await world.run.publish()
+    await world.until(lambda: world.sampler.policy.take(0) is not None)
+    assert world.engine.version == 0
+    world.engine.proceed.set()
+    await world.until(lambda: any(group.oldest_version == 1 for group in pushed))
+
+    assert any(group.oldest_version == 0 for group in pushed)
+    assert all(group.state_root == world.run.roots[group.oldest_version] for group in pushed)
+    assert all(span.version == group.oldest_version for group in pushed for one in group.rollouts for span in one.spans)
+
+
+async def test_coordinator_that_forgets_every_registration_is_not_asked_in_a_circle(world):
+    await generating(world)
+
+    async def lease_work(**wanted):
+        raise NotRegistered("who are you")
+
+    world.link.replaced["lease_work"] = lease_work
+    registered, now = world.link.calls["register"], world.clock.monotonic()
+    await world.until(lambda: world.link.calls["register"] >= registered + 12)
+
+    # Delays of up to 1, 2, 4, 8, 15, 15 ... s: 12 take about 60 s; without them, no time at all.
+    assert world.clock.monotonic() - now > 20

@@ -173,7 +173,7 @@ def verify_lineage(
     """Check the whole history of a run, offline: numbers, digests, signatures, payloads. Exit code 2 on any fault."""
     from services.coordinator.verify_command import verify_directory
 
-    raise typer.Exit(verify_directory(directory, keys=key or (), is_replaying=replay, console=Console()))
+    raise typer.Exit(verify_directory(directory, keys=key or (), is_replaying=replay, console=_console()))
 
 
 keys = typer.Typer(help="The key that a learner signs its versions with.", no_args_is_help=True)

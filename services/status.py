@@ -36,7 +36,7 @@ def status_tables(status: RunStatus) -> tuple[Table, Table]:
     ledger = status.ledger
     dropped = ", ".join(f"{reason.value} {count}" for reason, count in ledger.dropped.items() if count) or "none"
     rows = [
-        ("version", str(status.head_version)),
+        ("version", f"{status.head_version}, {'signed' if status.is_head_signed else 'unsigned'}"),
         ("learner", f"{status.learner or 'none'} (epoch {status.epoch})"),
         ("weights", f"{status.bytes_last:,} of {status.bytes_full:,} bytes ({ratio:.1f}x)"),
         ("changed", f"{status.changed_fraction:.2%} of the elements"),

@@ -332,7 +332,7 @@ class SiteStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """A whole run at one moment."""
+    """A whole run at one moment; `is_head_signed` says that a signature came with the head, not whose it is."""
 
     run_id: str
     head_version: int
@@ -346,3 +346,4 @@ class RunStatus:
     changed_fraction: float
     sites: tuple[SiteStatus, ...]
     last_report: StepReport | None
+    is_head_signed: bool = False

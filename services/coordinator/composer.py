@@ -30,7 +30,7 @@ from services.common.weights.compose import MAX_PAYLOADS, compose
 from services.common.weights.manifest import chunks_of
 from services.common.weights.plan import plan_pull
 from services.common.wire import manifest_from_bytes
-from services.coordinator import lineage
+from services.coordinator import lineage, manifests
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.database import Database
 from services.coordinator.merges import Merges
@@ -181,7 +181,7 @@ class Composer:
             if len(path) < 2:
                 impossible.add(span)
             elif len(path) <= MAX_PAYLOADS:
-                job = _Job(span=span, payloads=path, manifest=lineage.read_manifest(connection, span.stop))
+                job = _Job(span=span, payloads=path, manifest=manifests.read_manifest(connection, span.stop))
                 return _Choice(job=job, head=head, skipped=frozenset(impossible))
             # Else: shorter once the blocks are made.
         return _Choice(job=None, head=head, skipped=frozenset(impossible))

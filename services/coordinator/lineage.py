@@ -28,10 +28,10 @@ from services.common.types import (
     PayloadKind,
     PayloadRef,
     PublishRequest,
-    SignedManifest,
 )
 from services.common.weights.plan import plan_pull
 from services.common.wire import bytes_digest, contract_from_bytes, contract_to_bytes, manifest_digest
+from services.coordinator import manifests
 from services.coordinator.database import get_meta, set_meta
 from services.coordinator.membership import Lease, contract_difference
 
@@ -184,8 +184,7 @@ def write_version(
             manifest.num_changed / manifest.num_elements if manifest.num_elements else 0.0,
         ),
     )
-    if request.signature:
-        connection.execute("INSERT INTO signatures VALUES (?, ?)", (manifest.version, request.signature))
+    manifests.write_signature(connection, manifest.version, request.signature)
     connection.executemany(
         "INSERT INTO payloads VALUES (?, ?, ?, ?, ?)",
         [(p.to_version, p.kind.value, p.from_version, p.digest, p.num_bytes) for p in manifest.payloads],
@@ -218,29 +217,6 @@ def is_in_lineage(connection: sqlite3.Connection, version: int) -> bool:
     """Whether a version exists and was not abandoned."""
     row = connection.execute("SELECT is_abandoned FROM versions WHERE version = ?", (version,)).fetchone()
     return row is not None and not row[0]
-
-
-def read_manifest(connection: sqlite3.Connection, version: int) -> bytes:
-    """Exact bytes of a manifest.
-
-    Raises:
-        UnknownVersion: no such version.
-    """
-    row = connection.execute("SELECT manifest FROM versions WHERE version = ?", (version,)).fetchone()
-    if row is None:
-        raise UnknownVersion(f"version {version} does not exist")
-    return bytes(row[0])
-
-
-def read_signed_manifest(connection: sqlite3.Connection, version: int) -> SignedManifest:
-    """Exact bytes of a manifest and the signature stored with it, which nobody here can check.
-
-    Raises:
-        UnknownVersion: no such version.
-    """
-    data = read_manifest(connection, version)
-    row = connection.execute("SELECT signature FROM signatures WHERE version = ?", (version,)).fetchone()
-    return SignedManifest(data=data, signature=b"" if row is None else bytes(row[0]))
 
 
 def no_merged(_version: int) -> tuple[PayloadRef, ...]:
@@ -280,9 +256,9 @@ def plan(
         kind=PlanKind(kind),
         target_version=want,
         payloads=payloads,
-        manifests=tuple(read_manifest(connection, payload.to_version) for payload in payloads),
+        manifests=tuple(manifests.read_manifest(connection, payload.to_version) for payload in payloads),
         reason=reason + note,
-        signature=read_signed_manifest(connection, want).signature if payloads else b"",
+        signature=manifests.read_signature(connection, want) if payloads else b"",
     )
 
 

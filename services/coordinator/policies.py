@@ -25,7 +25,7 @@ from services.common.types import (
     SignedManifest,
 )
 from services.common.wire import manifest_from_bytes
-from services.coordinator import lineage, queue, reports
+from services.coordinator import lineage, manifests, queue, reports
 from services.coordinator.blobs import read_frames
 from services.coordinator.database import get_meta, set_meta
 from services.coordinator.membership import decide_acquire
@@ -156,11 +156,11 @@ class Policies(Node):
 
     async def get_manifest(self, *, version: int) -> bytes:
         """Exact bytes of a manifest."""
-        return await self.database.run(lambda connection: lineage.read_manifest(connection, version))
+        return await self.database.run(lambda connection: manifests.read_manifest(connection, version))
 
     async def get_signed_manifest(self, *, version: int) -> SignedManifest:
         """Exact bytes of a manifest and its signature."""
-        return await self.database.run(lambda connection: lineage.read_signed_manifest(connection, version))
+        return await self.database.run(lambda connection: manifests.read_signed_manifest(connection, version))
 
     async def plan_pull(
         self, *, have_version: int, have_root: str, want_version: int, accept_merged: bool = False

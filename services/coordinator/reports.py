@@ -7,7 +7,7 @@ import json
 import sqlite3
 
 from services.common.types import RunStatus, StepReport
-from services.coordinator import ledger, lineage
+from services.coordinator import ledger, lineage, manifests
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.database import get_meta
 from services.coordinator.sites import Sites
@@ -48,4 +48,5 @@ def run_status(
         changed_fraction=row[3] if row else 0.0,
         sites=sites.statuses(connection, now),
         last_report=StepReport(**json.loads(last[0])) if last else None,
+        is_head_signed=bool(row and manifests.read_signature(connection, row[0])),
     )

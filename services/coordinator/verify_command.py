@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from services.common.types import Manifest
 from services.coordinator.history import History, read_history
@@ -57,24 +57,26 @@ def _checks(report: Report, *, keys: Sequence[str], is_replaying: bool) -> Table
     for check in Check:
         faults = sum(finding.check is check for finding in report.findings)
         if skipped.get(check):
-            table.add_row(check.value, f"[yellow]{skipped[check]}[/]", "-")
+            table.add_row(check.value, Text(skipped[check], style="yellow"), "-")
         else:
-            table.add_row(check.value, str(report.checked.get(check, 0)), f"[red]{faults}[/]" if faults else "0")
+            table.add_row(
+                check.value, str(report.checked.get(check, 0)), Text(str(faults), style="red" if faults else "")
+            )
     return table
 
 
 def _findings(report: Report) -> Table:
     table = Table("version", "check", "fault", title="faults")
     for finding in report.findings[:MAX_SHOWN]:
-        table.add_row(str(finding.version), finding.check.value, escape(finding.problem))
+        table.add_row(str(finding.version), finding.check.value, Text(finding.problem))
     if len(report.findings) > MAX_SHOWN:
         table.add_row("...", "", f"{len(report.findings) - MAX_SHOWN} more")
     return table
 
 
-def _verdict(history: History, manifests: dict[int, Manifest], report: Report) -> str:
-    name = f"run {escape(history.run_id)}, {len(history.versions)} versions"
+def _verdict(history: History, manifests: dict[int, Manifest], report: Report) -> Text:
+    name = f"run {history.run_id}, {len(history.versions)} versions"
     if not report.is_sound:
-        return f"[bold red]FAULTY[/]: {name}, {len(report.findings)} faults"
+        return Text.assemble(("FAULTY", "bold red"), f": {name}, {len(report.findings)} faults")
     head = f", head {max(manifests)}" if manifests else ""
-    return f"[bold green]SOUND[/]: {name}{head}"
+    return Text.assemble(("SOUND", "bold green"), f": {name}{head}")

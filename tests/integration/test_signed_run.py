@@ -27,7 +27,7 @@ from services.common.rpc.client import CoordinatorClient
 from services.common.rpc.server import Server
 from services.common.signing import load_signer, new_key, signed_by
 from services.common.trust import Trust
-from services.common.types import SignedManifest
+from services.common.types import PayloadKind, SignedManifest
 from services.common.wire import manifest_digest, manifest_from_bytes, manifest_to_bytes
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core import Coordinator
@@ -37,6 +37,7 @@ from services.sampler.delay_models import FixedDelay, NoDelay
 from services.sampler.policy_sync import PolicySync
 from services.sampler.record import RunReplaced, VersionRecord
 from tests.support.learner_world import fill, learn, learner_config, rows
+from tests.support.merging import LARGER, RandomRun, merging
 from tests.support.run import LAYOUT, Run
 
 NO_DELAY = NoDelay()
@@ -63,11 +64,17 @@ async def serving(data_dir):
 
 
 class Counting:
-    """An api that notes which payloads are read."""
+    """An api that notes which payloads are planned, and which are read."""
 
     def __init__(self, inner):
         self._inner = inner
+        self.planned = []
         self.read = []
+
+    async def plan_pull(self, **wanted):
+        plan = await self._inner.plan_pull(**wanted)
+        self.planned = [payload.kind for payload in plan.payloads]
+        return plan
 
     def __getattr__(self, name):
         return getattr(self._inner, name)
@@ -90,12 +97,12 @@ class Heard(logging.Handler):
 
 
 @contextlib.asynccontextmanager
-async def sampling(client, directory, keys, *, delay=NO_DELAY):
+async def sampling(client, directory, keys, *, delay=NO_DELAY, layout=LAYOUT):
     """The policy half of a sampler process with a state directory of its own."""
     bell, api, heard = Bell(), Counting(client), Heard()
     policy = PolicySync(
         api=api,
-        puller=Puller(api=api, spool=directory / "incoming", layout=LAYOUT, clock=SystemClock()),
+        puller=Puller(api=api, spool=directory / "incoming", layout=layout, clock=SystemClock()),
         visibility=Visibility(delay, seed=0),
         record=VersionRecord(directory / "versions.jsonl"),
         trust=Trust(keys),
@@ -125,7 +132,7 @@ async def sampling(client, directory, keys, *, delay=NO_DELAY):
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return next(task.exception() for task in tasks if task.done())
 
-    policy.reach, policy.refusal, policy.end, policy.read = reach, refusal, end, api.read
+    policy.reach, policy.refusal, policy.end, policy.api = reach, refusal, end, api
     try:
         yield policy
     finally:
@@ -160,6 +167,7 @@ async def test_signature_travels_beside_the_exact_bytes_and_every_version_is_use
     async with serving(tmp_path / "data") as client:
         run = await begin(client, tmp_path, key, 3)
         signed = await client.get_signed_manifest(version=2)
+        assert (await client.get_status()).is_head_signed
         plan = await client.plan_pull(have_version=-1, have_root="", want_version=2)
         async with sampling(client, tmp_path / "site", [key.public_key]) as site:
             assert (await site.reach(2)).manifest.state_root == run.roots[2]
@@ -196,7 +204,7 @@ async def test_version_of_nobody_trusted_is_refused_before_a_byte_is_fetched(tmp
             line = await site.refusal()
 
             assert site.take(-1) is None
-            assert site.read == []
+            assert site.api.read == []
     expected = WrongSignature if is_signed else UnsignedManifest
     assert expected.action in line
     assert (tmp_path / "site" / "versions.jsonl").read_bytes() == b""
@@ -209,6 +217,7 @@ async def test_run_without_keys_is_used_with_one_warning(tmp_path, caplog):
             for _ in range(2):
                 await run.publish()
                 await site.reach(run.head)
+        assert not (await client.get_status()).is_head_signed
 
     assert {row["signed_by"] for row in rows(tmp_path / "site" / "versions.jsonl")} == {"unsigned"}
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
@@ -235,7 +244,7 @@ async def test_forged_manifest_is_refused_and_the_old_weights_stay(tmp_path, key
     )
     async with serving(tmp_path / "data") as client, sampling(client, tmp_path / "site", [key.public_key]) as site:
         assert "the signature of version 2 is of none of the 1 trusted keys" in await site.refusal()
-        assert site.read == []
+        assert site.api.read == []
 
 
 async def _stored(data_dir, version):
@@ -261,7 +270,7 @@ async def test_coordinator_that_was_rewound_is_refused_until_it_is_itself_again(
         assert isinstance(error, RunReplaced)
         assert "the head is version 1, but version 3 was seen before" in str(error)
         assert site.take(-1) is None
-        assert site.read == []
+        assert site.api.read == []
     async with serving(tmp_path / "data") as client, sampling(client, tmp_path / "site", [key.public_key]) as site:
         assert (await site.reach(3)).version == 3
 
@@ -291,7 +300,7 @@ async def test_second_history_of_the_same_learner_is_refused(tmp_path, key, keys
             assert isinstance(error, RunReplaced)
             assert "does not descend from the version 2 that was used before" in str(error)
             assert site.take(-1) is None
-            assert site.read == []
+            assert site.api.read == []
         async with sampling(client, tmp_path / "new-site", trusted) as site:
             assert (await site.reach(4)).version == 4, "a site that used nothing has nothing to hold against it"
 
@@ -377,6 +386,55 @@ async def test_learner_signs_resumes_and_refuses_a_head_of_somebody_else(tmp_pat
         with pytest.raises(UnsignedManifest, match="version 3"):
             await learn(learner_config(tmp_path, max_steps=4), client, signer=key)
         await filling
+
+
+@contextlib.asynccontextmanager
+async def left_behind(tmp_path, key):
+    """A signed run at version 9 with merged deltas, and a site that stopped at version 0."""
+    async with merging(tmp_path) as core:
+        run = RandomRun(core, tmp_path)
+        run.signer = key
+        await run.begin()
+        await run.publish()
+        async with sampling(core, tmp_path / "site", [key.public_key], layout=LARGER) as site:
+            await site.reach(0)
+        while run.head < 9:
+            await run.publish()
+        await core.composer.settle()
+        yield core, run
+
+
+async def test_merged_deltas_are_used_on_the_signature_of_the_version_they_lead_to(tmp_path, key):
+    async with left_behind(tmp_path, key) as (core, run):
+        async with sampling(core, tmp_path / "site", [key.public_key], layout=LARGER) as site:
+            staged = await site.reach(9)
+
+    assert PayloadKind.MERGED in site.api.planned
+    assert staged.arena.state_root() == run.roots[9]
+    remembered = rows(tmp_path / "site" / "versions.jsonl")[-1]
+    assert (remembered["version"], remembered["signed_by"]) == (9, key.public_key)
+
+
+@pytest.mark.parametrize("by", ["nobody", "a stranger", "another version"])
+async def test_merged_delta_to_a_version_that_nobody_trusted_signed_is_not_fetched(tmp_path, key, by):
+    async with left_behind(tmp_path, key) as (core, _):
+        signed = await core.get_signed_manifest(version=9)
+        others = {
+            "nobody": b"",
+            "a stranger": new_key(tmp_path / "stranger.key").sign(signed.data),
+            "another version": (await core.get_signed_manifest(version=8)).signature,
+        }
+
+        def replace(store):
+            store.execute("UPDATE signatures SET signature = ? WHERE version = 9", (others[by],))
+
+        await core.database.run(replace)
+        async with sampling(core, tmp_path / "site", [key.public_key], layout=LARGER) as site:
+            assert "trusted_keys" in await site.refusal()
+
+            assert PayloadKind.MERGED in site.api.planned
+            assert site.api.read == []
+            assert site.take(-1) is None
 
 
 async def test_no_line_and_no_file_holds_the_private_key(tmp_path, key, caplog):

@@ -32,6 +32,7 @@ def status_to_pb(value: RunStatus) -> run_pb2.GetStatusResponse:
             run_pb2.SiteStatus(**{name: getattr(site, name) for name in SiteStatus.__slots__}) for site in value.sites
         ],
         last_report=report_to_pb(value.last_report) if value.last_report else None,
+        is_head_signed=value.is_head_signed,
     )
 
 
@@ -71,4 +72,5 @@ def status_from_pb(message: run_pb2.GetStatusResponse) -> RunStatus:
             for site in message.sites
         ),
         last_report=report_from_pb(message.last_report) if message.HasField("last_report") else None,
+        is_head_signed=message.is_head_signed,
     )

@@ -284,6 +284,7 @@ class GetStatusResponse(google.protobuf.message.Message):
     CHANGED_FRACTION_FIELD_NUMBER: builtins.int
     SITES_FIELD_NUMBER: builtins.int
     LAST_REPORT_FIELD_NUMBER: builtins.int
+    IS_HEAD_SIGNED_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """Name of the run."""
     head_version: builtins.int
@@ -310,6 +311,8 @@ class GetStatusResponse(google.protobuf.message.Message):
     """Size of the newest version's smallest payload, bytes."""
     changed_fraction: builtins.float
     """Share of elements that the newest version changed."""
+    is_head_signed: builtins.bool
+    """Whether the newest version came with a signature, which the coordinator cannot check."""
     @property
     def dropped(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DropCount]:
         """Groups dropped, by reason."""
@@ -341,9 +344,10 @@ class GetStatusResponse(google.protobuf.message.Message):
         changed_fraction: builtins.float = ...,
         sites: collections.abc.Iterable[Global___SiteStatus] | None = ...,
         last_report: heterorl.v1.common_pb2.StepReport | None = ...,
+        is_head_signed: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_last_report", b"_last_report", "last_report", b"last_report"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_last_report", b"_last_report", "acked", b"acked", "bytes_full", b"bytes_full", "bytes_last", b"bytes_last", "changed_fraction", b"changed_fraction", "consumed", b"consumed", "dropped", b"dropped", "epoch", b"epoch", "head_version", b"head_version", "is_draining", b"is_draining", "last_report", b"last_report", "learner", b"learner", "leased", b"leased", "pending", b"pending", "run_id", b"run_id", "sites", b"sites", "uptime_s", b"uptime_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_last_report", b"_last_report", "acked", b"acked", "bytes_full", b"bytes_full", "bytes_last", b"bytes_last", "changed_fraction", b"changed_fraction", "consumed", b"consumed", "dropped", b"dropped", "epoch", b"epoch", "head_version", b"head_version", "is_draining", b"is_draining", "is_head_signed", b"is_head_signed", "last_report", b"last_report", "learner", b"learner", "leased", b"leased", "pending", b"pending", "run_id", b"run_id", "sites", b"sites", "uptime_s", b"uptime_s"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_last_report", b"_last_report"]) -> typing.Literal["last_report"] | None: ...
 
 Global___GetStatusResponse: typing_extensions.TypeAlias = GetStatusResponse

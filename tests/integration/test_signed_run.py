@@ -21,7 +21,7 @@ from heterorl.v1 import policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
 
 from services.common.bell import Bell
 from services.common.clock import SystemClock
-from services.common.errors import InvalidRequest, UnsignedManifest, WrongSignature
+from services.common.errors import InvalidRequest, StateMismatch, UnsignedManifest, WrongSignature
 from services.common.pull import Puller
 from services.common.rpc.client import CoordinatorClient
 from services.common.rpc.server import Server
@@ -386,6 +386,37 @@ async def test_learner_signs_resumes_and_refuses_a_head_of_somebody_else(tmp_pat
         with pytest.raises(UnsignedManifest, match="version 3"):
             await learn(learner_config(tmp_path, max_steps=4), client, signer=key)
         await filling
+
+
+class Lying(Counting):
+    """An api that shows the signed manifest of version 0 for every version, or takes signatures out of plans."""
+
+    def __init__(self, inner, *, about):
+        super().__init__(inner)
+        self._about = about
+
+    async def get_signed_manifest(self, *, version):
+        return await self._inner.get_signed_manifest(version=0 if self._about == "manifests" else version)
+
+    async def plan_pull(self, **wanted):
+        plan = await super().plan_pull(**wanted)
+        return dataclasses.replace(plan, signature=b"") if self._about == "plans" else plan
+
+
+@pytest.mark.parametrize(
+    ("about", "error"),
+    [("manifests", (StateMismatch, "version 1 is that of version 0")), ("plans", (UnsignedManifest, "version 1"))],
+)
+async def test_learner_without_its_disk_refuses_weights_that_are_not_proven(tmp_path, key, about, error):
+    async with serving(tmp_path / "data") as client:
+        filling = asyncio.create_task(fill(client, 2))
+        await learn(learner_config(tmp_path, max_steps=1), client, signer=key)
+        await filling
+        api = Lying(client, about=about)
+        with pytest.raises(error[0], match=error[1]):
+            await learn(learner_config(tmp_path / "elsewhere", max_steps=2), api, signer=key)
+
+    assert api.read == []
 
 
 @contextlib.asynccontextmanager

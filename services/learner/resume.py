@@ -231,5 +231,5 @@ class Resumption:
             layout=self.backend.layout,
             clock=self.patience.clock,
         )
-        puller.on_frame = self.patience.reset
+        puller.fetcher.on_frame = self.patience.reset
         return (await self.patience.insist(lambda: puller.pull(held=None, want_version=version))).arena

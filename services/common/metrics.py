@@ -26,6 +26,12 @@ RPC_CLIENT_SECONDS = Histogram(
 )
 RPC_ERRORS = Counter("heterorl_rpc_errors", "Typed refusals.", ["method", "reason"], registry=REGISTRY)
 BYTES = Counter("heterorl_bytes", "Payload bytes moved.", ["kind", "direction"], registry=REGISTRY)
+BANDWIDTH_CAP = Gauge(
+    "heterorl_bandwidth_cap_bytes_per_second", "Configured cap; 0 is none.", ["direction"], registry=REGISTRY
+)
+BANDWIDTH_WAIT = Counter(
+    "heterorl_bandwidth_wait_seconds", "Time that bytes waited for the cap.", ["direction"], registry=REGISTRY
+)
 TOKENS = Counter("heterorl_tokens", "Completion tokens generated or trained.", ["service"], registry=REGISTRY)
 POLICY_AGE_SECONDS = Histogram(
     "heterorl_policy_age_seconds",

@@ -194,7 +194,9 @@ async def main(config: LearnerConfig) -> int:
     _LOG.info("run %s: coordinator %s, metrics on port %d", config.run_id, config.coordinator, metrics_port)
     if parts.signer is not None:
         _LOG.info("versions are signed by %s", parts.signer.public_key)
-    async with CoordinatorClient(config.coordinator, max_message_bytes=config.max_message_bytes) as client:
+    async with CoordinatorClient(
+        config.coordinator, max_message_bytes=config.max_message_bytes, bandwidth=config.bandwidth
+    ) as client:
         result = await run(
             config,
             api=client,

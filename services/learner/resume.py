@@ -247,7 +247,7 @@ class Resumption:
             layout=self.backend.layout,
             clock=self.patience.clock,
         )
-        puller.on_frame = self.patience.reset
+        puller.fetcher.on_frame = self.patience.reset
         pull = functools.partial(puller.pull, held=None, want_version=version, admit=self._admit)
         return (await self.patience.insist(pull)).arena
 

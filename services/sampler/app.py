@@ -54,7 +54,7 @@ async def main(config: SamplerConfig) -> int:
     outbox = await asyncio.to_thread(Outbox, config.state_dir)
     try:
         _LOG.info("metrics on port %d", metrics.serve(config.metrics_port))
-        async with CoordinatorClient(config.coordinator) as api:
+        async with CoordinatorClient(config.coordinator, bandwidth=config.bandwidth) as api:
             sampler = await asyncio.to_thread(build, config, api, outbox, SystemClock())
             await sampler.run(stop)
     finally:
@@ -94,7 +94,13 @@ def join(
     site = SiteId(config.site)
     bell = Bell()
     batch = asyncio.Lock()
-    puller = Puller(api=api, spool=config.state_dir / "incoming", layout=parts.engine.layout, clock=clock)
+    puller = Puller(
+        api=api,
+        spool=config.state_dir / "incoming",
+        layout=parts.engine.layout,
+        clock=clock,
+        num_streams=config.pull_streams,
+    )
     policy = PolicySync(
         api=api,
         puller=puller,

@@ -64,7 +64,7 @@ class PolicySync:
         self._damage_patience = Patience(rng=rng, cap_s=DAMAGED_CAP_S)
         self.head_version = -1
         # While bytes arrive the link works, and the next failure is the first of a row.
-        puller.on_frame = self._sync_patience.reset
+        puller.fetcher.on_frame = self._sync_patience.reset
 
     def take(self, current: int) -> PulledVersion | None:
         """The staged version, when it is another than `current`."""

@@ -79,9 +79,9 @@ class Counting:
     def __getattr__(self, name):
         return getattr(self._inner, name)
 
-    async def read_payload(self, *, digest, offset):
+    async def read_payload(self, *, digest, **wanted):
         self.read.append(digest)
-        async for frame in self._inner.read_payload(digest=digest, offset=offset):
+        async for frame in self._inner.read_payload(digest=digest, **wanted):
             yield frame
 
 

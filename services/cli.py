@@ -128,15 +128,21 @@ def export(
 def status(
     address: Annotated[str, typer.Argument(help="host:port of the coordinator.")],
     json_: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    ca: Annotated[str, typer.Option(help="PEM file of the run's authority.")] = "",
+    cert: Annotated[str, typer.Option(help="PEM file of an operator's certificate.")] = "",
+    key: Annotated[str, typer.Option(help="PEM file of its private key.")] = "",
+    insecure: Annotated[bool, typer.Option("--insecure", help="Plaintext; for a coordinator on loopback.")] = False,
 ) -> None:
-    """Show a run: versions, queue, ledger, sites."""
+    """Show a run: versions, queue, ledger, sites. Needs an operator's certificate: `heterorl certs issue operator`."""
     from services.common.rpc.client import CoordinatorClient
     from services.common.rpc.retry import RetryPolicy
+    from services.common.tls import TlsConfig
     from services.common.types import RunStatus
     from services.status import status_json, status_tables
 
     async def ask() -> RunStatus:
-        async with CoordinatorClient(address, policy=RetryPolicy(budget_s=5.0)) as client:
+        tls = TlsConfig(ca=ca, cert=cert, key=key, insecure=insecure)
+        async with CoordinatorClient(address, tls=tls, policy=RetryPolicy(budget_s=5.0)) as client:
             return await client.get_status()
 
     answer = asyncio.run(ask())

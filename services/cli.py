@@ -14,8 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from services.certs.cli import app as certs
 from services.common.config import Config, explain, load, read_tables
 from services.common.errors import HeterorlError
+from services.common.tls import check_tls
 
 app = typer.Typer(
     name="heterorl",
@@ -155,7 +157,9 @@ def status(
 @app.command("check-config")
 def check_config(service: Service, config: ConfigOption = None, set_: SetOption = None) -> None:
     """Check a configuration without starting anything; names every wrong key."""
-    load(_schema(service), config, set_ or ())
+    loaded: Any = load(_schema(service), config, set_ or ())
+    key = "listen" if service == "coordinator" else "coordinator"
+    check_tls(loaded.tls, key=key, address=getattr(loaded, key))
     _console().print(f"{service} configuration is valid")
 
 
@@ -176,6 +180,7 @@ lab = typer.Typer(
     rich_markup_mode="markdown",
 )
 app.add_typer(lab, name="lab")
+app.add_typer(certs, name="certs")
 
 
 @lab.command("run")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from cryptography import x509
 
 _NAME = r"[A-Za-z0-9._-]{1,64}"
+"""A run or a site, in certificates as in configurations."""
 _URI = re.compile(rf"spiffe://(?P<run>{_NAME})/site/(?P<site>{_NAME})/role/(?P<role>[a-z]+)")
 
 
@@ -91,6 +92,11 @@ Peer = Identity | LocalPeer
 def spiffe_uri(*, run: str, site: str, role: Role) -> str:
     """Write an identity as the URI of a certificate."""
     return f"spiffe://{run}/site/{site}/role/{role.value}"
+
+
+def is_name(text: str) -> bool:
+    """Whether a text can name a run or a site."""
+    return re.fullmatch(_NAME, text) is not None
 
 
 @functools.lru_cache(maxsize=4096)

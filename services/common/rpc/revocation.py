@@ -41,7 +41,7 @@ class Revocations:
         except (OSError, ValueError) as error:
             raise ConfigError("tls.revoked", f"cannot read {path}: {error}", action="an empty file is none") from error
 
-    def __contains__(self, serial: int) -> bool:
+    def __contains__(self, serial: object) -> bool:
         """Whether a serial is revoked now."""
         stamp = stamp_of(self._path)
         if stamp != self._stamp:

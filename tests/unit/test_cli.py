@@ -45,7 +45,7 @@ def test_every_command_explains_itself(command):
 @pytest.mark.parametrize("service", ["coordinator", "learner", "sampler"])
 def test_default_configuration_is_valid_and_shows_where_values_come_from(service, tmp_path):
     path = tmp_path / "c.toml"
-    path.write_text("metrics_port = 0\n")
+    path.write_text("metrics_port = 0\n[tls]\ninsecure = true\n")
 
     assert invoke("check-config", service, "--config", str(path)).exit_code == 0
     result = invoke("print-config", service, "--config", str(path), "--set", "metrics_port=7")

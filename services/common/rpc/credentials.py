@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat,
 
 from services.common.errors import ConfigError
 from services.common.identity import Identity, Refusal, read_identity
+from services.common.metrics import CERTIFICATE_EXPIRY
 from services.common.tls import TlsConfig
 
 _LOG = logging.getLogger(__name__)
@@ -97,6 +98,7 @@ def read_material(tls: TlsConfig, *, number: int, now: float) -> Material:
     if isinstance(identity, Refusal) or refusal is not None:
         problem = refusal.message if refusal is not None else ""
         raise ConfigError("tls.cert", problem, action="heterorl certs renew, or issue for a new one")
+    CERTIFICATE_EXPIRY.set(identity.not_after)
     return Material(ca=ca, cert=cert, key=key, identity=identity, number=number)
 
 

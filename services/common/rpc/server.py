@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from services.common.errors import PortInUse
+from services.common.errors import ConfigError, PortInUse
+from services.common.identity import Identity, Role
 from services.common.rpc.credentials import MaterialFiles, server_credentials
 from services.common.rpc.gate import Door, Gate
 from services.common.rpc.interceptors import ErrorsAndTimes
@@ -20,17 +23,28 @@ from services.common.tls import ServerTlsConfig, check_tls
 class Server:
     """Wraps the grpc.aio server and its health service."""
 
-    def __init__(self, *, max_message_bytes: int, max_concurrent_rpcs: int, run_id: str, tls: ServerTlsConfig) -> None:
+    def __init__(
+        self,
+        *,
+        max_message_bytes: int,
+        max_concurrent_rpcs: int,
+        run_id: str,
+        tls: ServerTlsConfig,
+        wall_time: Callable[[], float] = time.time,
+    ) -> None:
         """Prepare a server.
 
         Raises:
-            ConfigError: a file of certificates cannot be used.
+            ConfigError: a file of certificates cannot be used, or is not a coordinator's of this run.
         """
         self._tls = tls
         self._files = None if tls.insecure or not tls.cert else MaterialFiles(tls)
+        if self._files is not None:
+            _check_own(self._files.current().identity, run_id=run_id)
         gate = Gate(
             run_id=run_id,
             is_plaintext=tls.insecure,
+            wall_time=wall_time,
             revoked=Revocations(Path(tls.revoked)) if tls.revoked else frozenset(),
         )
         self.grpc = grpc.aio.server(
@@ -64,3 +78,8 @@ class Server:
         """Report NOT_SERVING, refuse new calls, give running ones `grace_s` seconds, then cut them."""
         await self._health.enter_graceful_shutdown()
         await self.grpc.stop(grace_s)
+
+
+def _check_own(identity: Identity, *, run_id: str) -> None:
+    if identity.role is not Role.COORDINATOR or identity.run != run_id:
+        raise ConfigError("tls.cert", f"names {identity.uri}, and this is the coordinator of run {run_id}")

@@ -126,7 +126,10 @@ class Authority:
                 book = [entry.identity for entry in self.list()]
                 identities = [entry for entry in book if (entry.role, entry.site) == (node.role, node.site)]
             else:
-                identities = [self._read(self._book(self._read(path).serial if path.is_file() else _serial(what)))]
+                serial = self._read(path).serial if path.is_file() else _serial(what)
+                if not self._book(serial).exists():
+                    raise ConfigError("WHAT", f"certificate {serial:x} is not of this authority")
+                identities = [self._read(self._book(serial))]
             known = self._revoked()
             lines = [
                 f"{entry.serial:x}  # {entry.role} {entry.site}\n" for entry in identities if entry.serial not in known
@@ -137,8 +140,9 @@ class Authority:
 
     def list(self) -> list[Issued]:
         """Every certificate that was issued, the one that expires first on top."""
+        book = self._existing() / "issued"
         revoked = self._revoked()
-        identities = [self._read(path) for path in (self._existing() / "issued").glob("*.crt")]
+        identities = [self._read(path) for path in book.glob("*.crt")]
         return [
             Issued(
                 identity=identity,

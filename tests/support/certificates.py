@@ -30,7 +30,8 @@ class Certificates:
 
     def __post_init__(self) -> None:
         self.authority = Authority(self.directory)
-        self.authority.init(run=self.run, now=now(), lifetime=10 * DAY)
+        if not self.directory.exists():
+            self.authority.init(run=self.run, now=now(), lifetime=10 * DAY)
 
     def tls(self, role: str, site: str = "eu-1") -> TlsConfig:
         return TlsConfig(**paths(self.node(role, site)))

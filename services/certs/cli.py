@@ -97,16 +97,15 @@ def list_(directory: DirOption = DIRECTORY) -> None:
     from services.certs.directory import Authority
 
     now = _now()
-    table = Table("role", "site", title="certificates")
-    for column in ("expires", "days left", "state"):
-        table.add_column(column, no_wrap=True)
-    table.add_column("serial", overflow="fold")
+    table = Table(title="certificates")
+    for column in ("role", "site", "expires (UTC)", "days left", "state", "serial"):
+        table.add_column(column, no_wrap=column not in {"site", "serial"}, overflow="fold")
     for entry in Authority(directory).list():
         left = (entry.expires - now).days
         state = entry.state(now)
         if state == "valid" and left < WARN_DAYS:
             state = "renew now"
-        expires = entry.expires.strftime("%Y-%m-%d %H:%M UTC")
+        expires = entry.expires.strftime("%Y-%m-%d %H:%M")
         identity = entry.identity
         table.add_row(identity.role, identity.site, expires, str(max(left, 0)), state, f"{identity.serial:x}")
     Console(markup=False, emoji=False, highlight=False).print(table)

@@ -14,13 +14,18 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from heterorl.v1 import policy_pb2, rollout_pb2, run_pb2, run_pb2_grpc
 
 from services.certs.authority import Pair, make_authority
+from services.common.clock import SystemClock
 from services.common.errors import ConfigError, PermissionDenied, Unauthenticated, Unreachable
 from services.common.rpc.client import CoordinatorClient
 from services.common.rpc.retry import RetryPolicy
 from services.common.rpc.server import Server
 from services.common.tls import TlsConfig
 from services.common.wire import group_to_pb
+from services.coordinator.config import CoordinatorConfig
+from services.coordinator.core import Coordinator
+from services.coordinator.servicer import RunServicer
 from tests.support.certificates import DAY, Certificates, now, paths
+from tests.support.links import PLAINTEXT
 from tests.support.run import INCARNATION, SITE, credits_of
 from tests.support.secure_run import SecureRun, refusals
 
@@ -322,6 +327,20 @@ async def test_tls_1_2_is_refused_typed_and_1_3_is_not(secure):
     assert b"TLS 1.3 is needed" in old
     assert b"grpc-status\x010" in new  # OK
     assert refusals()["tls_version"] == before + 1
+
+
+async def test_plaintext_on_loopback_goes_through_no_proxy(tmp_path, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    server = Server(max_message_bytes=2 << 20, max_concurrent_rpcs=8, run_id="run", tls=PLAINTEXT)
+    core = await Coordinator.open(CoordinatorConfig(data_dir=tmp_path), SystemClock())
+    run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core), server.grpc)
+    port = await server.start("127.0.0.1:0")
+
+    async with CoordinatorClient(f"127.0.0.1:{port}", tls=PLAINTEXT, policy=QUICK) as client:
+        assert (await client.get_status()).head_version == -1
+    await server.stop(0)
+    await core.close()
 
 
 def _context(secure, version=None):

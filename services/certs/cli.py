@@ -54,12 +54,13 @@ def issue(
     from services.common.identity import Role
 
     lifetime = datetime.timedelta(days=days)
-    target = Authority(directory).issue(
-        role=Role(role), site=site, hosts=host or (), out=out, now=_now(), lifetime=lifetime
-    )
+    authority = Authority(directory)
+    target = authority.issue(role=Role(role), site=site, hosts=host or (), out=out, now=_now(), lifetime=lifetime)
     _print(f"{role} {site}: {target}")
     for key, name in (("ca", "ca.crt"), ("cert", "node.crt"), ("key", "node.key")):
         _print(f'  tls.{key} = "{target / name}"')
+    if role == "coordinator":
+        _print(f'  tls.revoked = "{authority.revoked_path}"')
 
 
 @app.command("renew")

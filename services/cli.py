@@ -51,11 +51,18 @@ def _schema(service: str) -> type[Config]:
     return schema
 
 
+def _check_link(service: str, config: Any) -> None:
+    """Say at once, before a model is loaded, that a link would be refused."""
+    key = "listen" if service == "coordinator" else "coordinator"
+    check_tls(config.tls, key=key, address=getattr(config, key))
+
+
 def _serve(service: str, config: Path | None, overrides: list[str] | None, log: str) -> None:
     from services.common import logs
 
     logs.configure(style="json" if log == "json" else "console")
     loaded: Any = load(_schema(service), config, overrides or ())
+    _check_link(service, loaded)
     module = importlib.import_module(f"services.{service}.app")
     raise typer.Exit(asyncio.run(module.main(loaded)))
 
@@ -158,8 +165,7 @@ def status(
 def check_config(service: Service, config: ConfigOption = None, set_: SetOption = None) -> None:
     """Check a configuration without starting anything; names every wrong key."""
     loaded: Any = load(_schema(service), config, set_ or ())
-    key = "listen" if service == "coordinator" else "coordinator"
-    check_tls(loaded.tls, key=key, address=getattr(loaded, key))
+    _check_link(service, loaded)
     _console().print(f"{service} configuration is valid")
 
 

@@ -25,6 +25,12 @@ RPC_CLIENT_SECONDS = Histogram(
     buckets=_SECONDS,
 )
 RPC_ERRORS = Counter("heterorl_rpc_errors", "Typed refusals.", ["method", "reason"], registry=REGISTRY)
+IDENTITY_REFUSALS = Counter(
+    "heterorl_rpc_identity_refusals", "Calls refused for what their certificate says.", ["reason"], registry=REGISTRY
+)
+CERTIFICATE_EXPIRY = Gauge(
+    "heterorl_certificate_expiry_seconds", "When this node's certificate expires, since the epoch.", registry=REGISTRY
+)
 BYTES = Counter("heterorl_bytes", "Payload bytes moved.", ["kind", "direction"], registry=REGISTRY)
 TOKENS = Counter("heterorl_tokens", "Completion tokens generated or trained.", ["service"], registry=REGISTRY)
 POLICY_AGE_SECONDS = Histogram(

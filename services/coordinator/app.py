@@ -39,7 +39,12 @@ async def main(config: CoordinatorConfig) -> int:
         loop.add_signal_handler(number, stop.set)
     clock = SystemClock()
     core = await Coordinator.open(config, clock)
-    server = Server(max_message_bytes=config.max_message_bytes, max_concurrent_rpcs=config.max_concurrent_rpcs)
+    server = Server(
+        max_message_bytes=config.max_message_bytes,
+        max_concurrent_rpcs=config.max_concurrent_rpcs,
+        run_id=config.run_id,
+        tls=config.tls,
+    )
     policy_pb2_grpc.add_PolicyServiceServicer_to_server(PolicyServicer(core), server.grpc)
     rollout_pb2_grpc.add_RolloutServiceServicer_to_server(RolloutServicer(core), server.grpc)
     run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core), server.grpc)

@@ -11,7 +11,7 @@ import grpc.aio
 from heterorl.v1 import policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc, run_pb2, run_pb2_grpc
 
 from services.common.api import CoordinatorApi
-from services.common.errors import InvalidRequest
+from services.common.errors import HeterorlError, InvalidRequest
 from services.common.metrics import BYTES, PUSHED_GROUPS
 from services.common.rpc import messages
 from services.common.rpc.options import FRAME_BYTES
@@ -153,8 +153,13 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         arrived: asyncio.Queue[rollout_pb2.PushGroupsRequest | None] = asyncio.Queue(PUSH_BATCH)
 
         async def read() -> None:
-            async for message in request_iterator:
-                await arrived.put(message)
+            try:
+                async for message in request_iterator:
+                    await arrived.put(message)
+            except HeterorlError:
+                # Groups before the refused message are committed and answered; then the refusal ends the stream.
+                await arrived.put(None)
+                raise
             await arrived.put(None)
 
         reader = asyncio.create_task(read())

@@ -9,6 +9,8 @@ from typing import Any
 from services.demo.options import DemoOptions
 
 SITES = ("site-east", "site-west")
+PLAINTEXT = {"insecure": True}
+"""The demonstration stays on loopback."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,7 @@ def coordinator_tables(regime: Regime, options: DemoOptions) -> dict[str, Any]:
         "run_id": "demo",
         "data_dir": str(options.out / "coordinator"),
         "listen": "127.0.0.1:0",
+        "tls": PLAINTEXT,
         "metrics_port": 0,
         "seed": options.seed,
         "groups_per_version": regime.groups_per_step,
@@ -83,6 +86,7 @@ def learner_tables(regime: Regime, options: DemoOptions, *, address: str, model_
     return {
         "run_id": "demo",
         "coordinator": address,
+        "tls": PLAINTEXT,
         "model_dir": str(model_dir),
         "state_dir": str(options.out / "learner"),
         "metrics_port": 0,
@@ -108,6 +112,7 @@ def sampler_tables(regime: Regime, options: DemoOptions, *, site: str, address: 
     return {
         "site": site,
         "coordinator": address,
+        "tls": PLAINTEXT,
         "model_dir": str(model_dir),
         "state_dir": str(options.out / site),
         "metrics_port": 0,

@@ -19,8 +19,18 @@ from rich.live import Live
 from services.common.errors import HeterorlError, RemoteError
 from services.common.rpc.client import CoordinatorClient
 from services.common.rpc.retry import RetryPolicy
+from services.common.tls import TlsConfig
 from services.common.types import RunStatus, StepReport
-from services.demo.config import FULL, SITES, TINY, Regime, coordinator_tables, learner_tables, sampler_tables
+from services.demo.config import (
+    FULL,
+    PLAINTEXT,
+    SITES,
+    TINY,
+    Regime,
+    coordinator_tables,
+    learner_tables,
+    sampler_tables,
+)
 from services.demo.directory import claim
 from services.demo.interruption import Interruption
 from services.demo.options import DemoOptions
@@ -114,7 +124,8 @@ class _Demo:
         with interruption.cancelling():
             address = await self._start()
             # Short patience: the view is drawn again half a second later.
-            async with CoordinatorClient(address, policy=RetryPolicy(budget_s=3.0)) as client:
+            tls = TlsConfig.model_validate(PLAINTEXT)
+            async with CoordinatorClient(address, tls=tls, policy=RetryPolicy(budget_s=3.0)) as client:
                 await self._watch(client)
                 await self._look(client)
 

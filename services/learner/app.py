@@ -187,7 +187,9 @@ async def main(config: LearnerConfig) -> int:
     parts = await in_thread(assemble, config)
     metrics_port = metrics.serve(config.metrics_port)
     _LOG.info("run %s: coordinator %s, metrics on port %d", config.run_id, config.coordinator, metrics_port)
-    async with CoordinatorClient(config.coordinator, max_message_bytes=config.max_message_bytes) as client:
+    async with CoordinatorClient(
+        config.coordinator, tls=config.tls, max_message_bytes=config.max_message_bytes
+    ) as client:
         result = await run(
             config,
             api=client,

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from services.common.config import Config
 from services.common.contract import SamplingConfig
 from services.common.tasks.registry import TaskConfig
+from services.common.tls import TlsConfig
 from services.learner.backend_config import TorchBackendConfig
 from services.learner.loss_config import GepoConfig, LossConfig
 
@@ -39,6 +40,8 @@ class LearnerConfig(Config):
     """Name of this learner. A restart under the same name takes the lease back at once, another name waits."""
     coordinator: str = Field(default="127.0.0.1:50051", pattern=r"^.+:\d{1,5}$")
     """host:port of the coordinator."""
+    tls: TlsConfig = TlsConfig()
+    """Certificates of the link."""
     model_dir: str = Field(default="", max_length=4096)
     """Hugging Face directory or hub id of the model to start from, with its tokenizer."""
     state_dir: Path = Path("runs/learner")

@@ -53,7 +53,7 @@ async def main(config: SamplerConfig) -> int:
     outbox = await asyncio.to_thread(Outbox, config.state_dir)
     try:
         _LOG.info("metrics on port %d", metrics.serve(config.metrics_port))
-        async with CoordinatorClient(config.coordinator) as api:
+        async with CoordinatorClient(config.coordinator, tls=config.tls) as api:
             sampler = await asyncio.to_thread(build, config, api, outbox, SystemClock())
             await sampler.run(stop)
     finally:

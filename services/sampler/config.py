@@ -10,6 +10,7 @@ from pydantic import Field
 from services.common.config import Config
 from services.common.contract import SamplingConfig
 from services.common.tasks.registry import TaskConfig
+from services.common.tls import TlsConfig
 from services.common.weights.arena import Dtype
 from services.sampler.delay_models import DelayConfig, NoDelay
 
@@ -35,6 +36,8 @@ class SamplerConfig(Config):
     """Name of the site; unique among the run's samplers."""
     coordinator: str = Field(default="127.0.0.1:50051", pattern=r"^.+:\d{1,5}$")
     """host:port of the coordinator."""
+    tls: TlsConfig = TlsConfig()
+    """Certificates of the link."""
     model_dir: str = ""
     """Hugging Face directory or hub id that the run starts from: configuration, tokenizer and layout come from it."""
     state_dir: Path = Path("runs/sampler")

@@ -44,11 +44,18 @@ class Cluster:
         if name == "coordinator":
             own = {
                 "run_id": "kills", "data_dir": str(self.directory / "coordinator"), "listen": self.address,
+                "tls": {"insecure": True},
                 "metrics_port": 0, "groups_per_version": 4, "learner_lease_s": 3.0, "work_lease_s": 10.0,
                 "max_staleness_versions": 1000, "stop_grace_s": 1.0,
             }  # fmt: skip
             return "coordinator", {**own, **self.coordinator}
-        base = {**RUN, "coordinator": self.address, "model_dir": str(self.model_dir), "metrics_port": 0}
+        base = {
+            **RUN,
+            "coordinator": self.address,
+            "tls": {"insecure": True},
+            "model_dir": str(self.model_dir),
+            "metrics_port": 0,
+        }
         if name.startswith("learner"):
             own = {
                 "run_id": "kills", "holder": name, "state_dir": str(self.directory / name), "groups_per_step": 4,

@@ -49,7 +49,7 @@ async def _serve(config: CoordinatorConfig, clock: Clock, stop: asyncio.Event, n
     run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core), server.grpc)
     try:
         port = await server.start(config.listen)
-        metrics_port = metrics.serve(config.metrics_port)
+        metrics_port = metrics.serve(config.metrics_port, address=config.metrics_host)
         _announce(config, port)
         _LOG.info("run %s: listening on port %d, metrics on port %d", config.run_id, port, metrics_port)
         notifier.ready(f"run {config.run_id}, port {port}")

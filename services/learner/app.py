@@ -193,7 +193,7 @@ async def main(config: LearnerConfig) -> int:
 
 async def _train(config: LearnerConfig, clock: Clock, stop: asyncio.Event, notifier: notify.Notifier) -> None:
     parts = await in_thread(assemble, config)
-    metrics_port = metrics.serve(config.metrics_port)
+    metrics_port = metrics.serve(config.metrics_port, address=config.metrics_host)
     _LOG.info("run %s: coordinator %s, metrics on port %d", config.run_id, config.coordinator, metrics_port)
     async with CoordinatorClient(config.coordinator, max_message_bytes=config.max_message_bytes) as client:
         result = await run(

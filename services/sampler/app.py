@@ -60,7 +60,7 @@ async def main(config: SamplerConfig) -> int:
 async def _sample(config: SamplerConfig, clock: Clock, stop: asyncio.Event, notifier: notify.Notifier) -> None:
     outbox = await asyncio.to_thread(Outbox, config.state_dir)
     try:
-        _LOG.info("metrics on port %d", metrics.serve(config.metrics_port))
+        _LOG.info("metrics on port %d", metrics.serve(config.metrics_port, address=config.metrics_host))
         async with CoordinatorClient(config.coordinator) as api:
             sampler = await asyncio.to_thread(build, config, api, outbox, clock)
             await sampler.run(stop, on_ready=lambda: notifier.ready(f"site {config.site}"))

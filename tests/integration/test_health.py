@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import socket
 
 import grpc.aio
 import pytest
@@ -62,10 +63,10 @@ async def test_server_that_is_stopping_is_not(server):
 
 
 async def test_server_that_never_answers_is_not():
-    silent = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
-    port = silent.sockets[0].getsockname()[1]
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
 
-    answer = await check_health(f"127.0.0.1:{port}", timeout_s=0.2)
-    silent.close()
+        answer = await check_health(f"127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.2)
 
     assert not answer.is_serving

@@ -34,18 +34,20 @@ import services.common.logs, services.common.rpc.client, services.common.rpc.hea
 def coordinator_without(*names):
     return subprocess.run(
         [sys.executable, "-c", BLOCKED_IMPORT, *names],
-        cwd=ROOT, capture_output=True, text=True, timeout=50, check=False,
+        cwd=ROOT, capture_output=True, text=True, timeout=180, check=False,
         env={"PYTHONPATH": f"{ROOT}:{ROOT / 'protos/gen'}", "PATH": "/usr/bin:/bin"},
     )  # fmt: skip
 
 
+@pytest.mark.timeout(200)
 def test_coordinator_and_its_commands_import_with_everything_else_blocked():
     result = coordinator_without()
 
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("name", ["grpcio-health-checking", "numpy", "zstandard"])
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("name", ["grpcio-health-checking", "numpy"])
 def test_the_gate_stops_what_is_not_in_the_file(name):
     result = coordinator_without(name)
 

@@ -41,14 +41,14 @@ def build(directory):
                     else:
                         shutil.copy(ROOT / name, where)
             elif keyword == "RUN":
-                subprocess.run(["sh", "-euc", moved(rest)], cwd=source, check=True, timeout=400, capture_output=True)
+                subprocess.run(["sh", "-euc", moved(rest)], cwd=source, check=True, timeout=600, capture_output=True)
             else:
                 assert keyword in {"ENV", "WORKDIR", "ARG"}, keyword
     return directory / "opt" / "heterorl"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_environment_of_the_image_serves_answers_health_and_stops(tmp_path, monkeypatch):
     monkeypatch.delenv("PYTHONPATH", raising=False)
     environment = build(tmp_path)

@@ -5,7 +5,7 @@ BIN := .venv/bin
 SETUP := .venv/.installed
 N ?= 1000
 
-.PHONY: help demo test test-fast check kills lab-quick lab-stale64 lab-recommend bench-losses coverage protos lock clean bench-merge
+.PHONY: help demo test test-fast check kills lab-quick lab-stale64 lab-recommend bench-losses coverage protos lock clean bench-merge subsets
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -54,9 +54,13 @@ bench-merge: $(SETUP)  ## Merged deltas beside the chain: bytes and seconds for 
 protos: $(SETUP)  ## Generate the stubs
 	$(BIN)/python protos/generate.py
 
+subsets: $(SETUP)  ## Write what each service needs of the lock
+	$(BIN)/python requirements/subsets.py
+
 lock: $(SETUP)  ## Write the exact versions of the current environment
 	(echo "# Exact versions of everything that tests and demo run with; made by 'make lock'."; \
 	 $(BIN)/pip freeze --exclude-editable | sed 's/^torch==.*/torch==2.13.0/') > requirements/lock.txt
+	$(BIN)/python requirements/subsets.py
 
 clean:  ## Remove what the targets made
 	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*

@@ -161,6 +161,22 @@ def status(
         _console().print(*status_tables(answer))
 
 
+@app.command()
+def health(
+    address: Annotated[str, typer.Argument(help="host:port of the coordinator.")],
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for the answer.", min=0.1)] = 5.0,
+) -> None:
+    """Ask a coordinator whether it serves; for health checks of containers and load balancers.
+
+    Exit code 0: it serves. 1: it does not, is stopping, or cannot be reached.
+    """
+    from services.common.rpc.health import check_health
+
+    answer = asyncio.run(check_health(address, timeout_s=timeout))
+    _console(stderr=not answer.is_serving).print(answer.reason)
+    raise typer.Exit(0 if answer.is_serving else 1)
+
+
 @app.command("check-config")
 def check_config(service: Service, config: ConfigOption = None, set_: SetOption = None) -> None:
     """Check a configuration without starting anything; names every wrong key."""

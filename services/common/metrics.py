@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import socket
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
-from services.common.errors import PortInUse
+from services.common.errors import ConfigError, PortInUse
 
 REGISTRY = CollectorRegistry(auto_describe=True)
 
@@ -110,10 +111,13 @@ def serve(port: int, *, address: str = "127.0.0.1") -> int:
 
     Raises:
         PortInUse: the address is taken.
+        ConfigError: the address is none of this machine's.
     """
     try:
         server, _ = start_http_server(port, addr=address, registry=REGISTRY)
     except OSError as error:
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError("metrics_host", f"{address} is no address of this machine") from error
         if error.errno == errno.EADDRINUSE:
             raise PortInUse("metrics_port", f"{address}:{port}") from error
         raise

@@ -9,6 +9,7 @@
     feed      groups of the stream; room in the inbox          the coordinator; Inbox.take; a broken link is re-opened
     session   groups_per_step groups, then its thread, then    Inbox.put; the thread's end; the coordinator's answer,
               upload and commit                                repeated and asked for until it comes
+    watchdog  half the service manager's interval              the clock
     main      the session's end, or the stop event             max_steps; SIGTERM or SIGINT
 
 Every wait ends when the lease is lost, because `renew` fails its TaskGroup and that cancels the others. A step runs in
@@ -26,9 +27,10 @@ import logging
 import random
 import secrets
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.common import metrics
+from services.common import metrics, notify
 from services.common.api import CoordinatorApi
 from services.common.clock import Clock, SystemClock
 from services.common.errors import RemoteError
@@ -181,11 +183,17 @@ class _Learner:
 async def main(config: LearnerConfig) -> int:
     """Train until max_steps or a signal; returns the exit code 0."""
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    clock = SystemClock()
+    notifier = notify.from_environment()
+    notify.on_stop((signal.SIGTERM, signal.SIGINT), notifier=notifier, stop=stop.set)
+    async with notify.supervised(notifier, clock):
+        await _train(config, clock, stop, notifier)
+    return 0
+
+
+async def _train(config: LearnerConfig, clock: Clock, stop: asyncio.Event, notifier: notify.Notifier) -> None:
     parts = await in_thread(assemble, config)
-    metrics_port = metrics.serve(config.metrics_port)
+    metrics_port = metrics.serve(config.metrics_port, address=config.metrics_host)
     _LOG.info("run %s: coordinator %s, metrics on port %d", config.run_id, config.coordinator, metrics_port)
     async with CoordinatorClient(
         config.coordinator, tls=config.tls, max_message_bytes=config.max_message_bytes
@@ -195,13 +203,14 @@ async def main(config: LearnerConfig) -> int:
             api=client,
             backend=parts.backend,
             contract=parts.contract,
-            clock=SystemClock(),
+            clock=clock,
             rng=random.Random(),
             evaluator=parts.evaluator,
             stop=stop,
+            on_ready=lambda: notifier.ready(f"run {config.run_id}, holder {config.holder}"),
         )
+    notifier.stopping()
     _LOG.info("stopped at step %d, version %d", result.step, result.version)
-    return 0
 
 
 async def run(
@@ -214,8 +223,9 @@ async def run(
     rng: random.Random,
     evaluator: Evaluator | None = None,
     stop: asyncio.Event | None = None,
+    on_ready: Callable[[], None] = lambda: None,
 ) -> RunResult:
-    """Train until `max_steps` or until `stop` is set.
+    """Train until `max_steps` or until `stop` is set; `on_ready` is called when it begins to ask for the lease.
 
     Raises:
         StaleEpoch: another learner took over; nothing of this one has any further effect.
@@ -238,6 +248,7 @@ async def run(
             async with asyncio.TaskGroup() as tasks:
                 leading = tasks.create_task(learner.lead())
                 stopped = tasks.create_task(stopping.wait())
+                on_ready()
                 await asyncio.wait([leading, stopped], return_when=asyncio.FIRST_COMPLETED)
                 leading.cancel()
                 stopped.cancel()

@@ -20,7 +20,7 @@ from services.coordinator.config import CoordinatorConfig
 from services.status import status_json, status_tables
 from tests.support.run import REPORT
 
-COMMANDS = ["coordinator", "learner", "sampler", "demo", "export", "status", "check-config", "print-config"]
+COMMANDS = ["coordinator", "learner", "sampler", "demo", "export", "status", "health", "check-config", "print-config"]
 
 
 def invoke(*arguments):

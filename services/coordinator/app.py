@@ -21,7 +21,7 @@ from heterorl.v1 import policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
 from services.common import metrics
 from services.common.clock import Clock, SystemClock
 from services.common.rpc.server import Server
-from services.common.types import RunStatus
+from services.coordinator import observe
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core import Coordinator
 from services.coordinator.servicer import PolicyServicer, RolloutServicer, RunServicer
@@ -44,7 +44,8 @@ async def main(config: CoordinatorConfig) -> int:
     run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core), server.grpc)
     try:
         port = await server.start(config.listen)
-        metrics_port = metrics.serve(config.metrics_port)
+        metrics_port = metrics.serve(config.metrics_port, service="coordinator")
+        metrics.watch_disk(config.data_dir)
         _announce(config, port)
         _LOG.info("run %s: listening on port %d, metrics on port %d", config.run_id, port, metrics_port)
         async with asyncio.TaskGroup() as tasks:
@@ -71,20 +72,5 @@ def _announce(config: CoordinatorConfig, port: int) -> None:
 
 async def _gauges(core: Coordinator, clock: Clock) -> None:
     while True:
-        _observe(await core.get_status())
+        await observe.observe_run(core)
         await clock.sleep(GAUGE_INTERVAL_S)
-
-
-def _observe(status: RunStatus) -> None:
-    ledger = status.ledger
-    metrics.HEAD_VERSION.set(status.head_version)
-    metrics.LEARNER_EPOCH.set(status.epoch)
-    metrics.QUEUE_GROUPS.labels("pending").set(ledger.pending)
-    metrics.QUEUE_GROUPS.labels("leased").set(ledger.leased)
-    metrics.LEDGER_GROUPS.labels("acked").set(ledger.acked)
-    metrics.LEDGER_GROUPS.labels("consumed").set(ledger.consumed)
-    for reason, count in ledger.dropped.items():
-        metrics.LEDGER_GROUPS.labels(f"dropped_{reason.value}").set(count)
-    metrics.LEDGER_BALANCED.set(ledger.is_balanced)
-    for site in status.sites:
-        metrics.SITE_POLICY_VERSION.labels(site.site).set(site.policy_version)

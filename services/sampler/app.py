@@ -52,7 +52,8 @@ async def main(config: SamplerConfig) -> int:
         loop.add_signal_handler(number, stop.set)
     outbox = await asyncio.to_thread(Outbox, config.state_dir)
     try:
-        _LOG.info("metrics on port %d", metrics.serve(config.metrics_port))
+        metrics.watch_disk(config.state_dir)
+        _LOG.info("metrics on port %d", metrics.serve(config.metrics_port, service="sampler"))
         async with CoordinatorClient(config.coordinator) as api:
             sampler = await asyncio.to_thread(build, config, api, outbox, SystemClock())
             await sampler.run(stop)

@@ -14,7 +14,7 @@ from heterorl.v1 import policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_gr
 from services.common.api import Command, HeadUpdate, Heartbeat, PullPlan, RegisterAnswer, Registration, WorkGrant
 from services.common.clock import Clock, SystemClock
 from services.common.errors import HeterorlError, Unreachable
-from services.common.metrics import RPC_CLIENT_SECONDS
+from services.common.metrics import BYTES, RPC_SECONDS
 from services.common.rpc import messages, retry
 from services.common.rpc.options import link_options
 from services.common.rpc.retry import RetryPolicy
@@ -174,7 +174,9 @@ class CoordinatorClient:
         async def attempt() -> list[PushOutcome]:
             async def requests() -> AsyncIterator[rollout_pb2.PushGroupsRequest]:
                 for group in groups:
-                    yield rollout_pb2.PushGroupsRequest(group=group_to_pb(group))
+                    message = rollout_pb2.PushGroupsRequest(group=group_to_pb(group))
+                    BYTES.labels("groups", "out").inc(message.ByteSize())
+                    yield message
 
             with _timed("PushGroups"):
                 call = self._rollouts.PushGroups(requests(), timeout=PUSH_TIMEOUT_S)
@@ -196,6 +198,7 @@ class CoordinatorClient:
                 yield rollout_pb2.StreamGroupsRequest(epoch=epoch, credits=credit)
 
         async for message in _streamed("StreamGroups", self._rollouts.StreamGroups(requests())):
+            BYTES.labels("groups", "in").inc(message.ByteSize())
             yield QueuedGroup(
                 group=group_from_pb(message.group),
                 policy_age_s=message.policy_age_s,
@@ -267,4 +270,4 @@ def _timed(name: str) -> Iterator[None]:
         code = reason_of(typed) if typed is not None else error.code().name
         raise
     finally:
-        RPC_CLIENT_SECONDS.labels(name, code).observe(time.perf_counter() - started)
+        RPC_SECONDS.labels("client", name, code).observe(time.perf_counter() - started)

@@ -1,7 +1,8 @@
 """Every metric of every service, declared once; names follow heterorl_<service>_<thing>_<unit>, labels are bounded.
 
 Metrics that several services have carry no service in their name. A process shows its own and the common ones. The
-labels `run`, `service`, and at samplers `site`, come from the scrape configuration, so no metric of a sampler has them.
+labels `run`, `service`, and at samplers `site`, come from the scrape configuration: no metric has the first two, and no
+metric of a sampler the third.
 
     policy age   publish -> apply, generate   heterorl_sampler_policy_age_seconds
                  publish -> lease             heterorl_coordinator_policy_age_seconds
@@ -58,7 +59,7 @@ def _histogram(name: str, text: str, *labels: str, buckets: tuple[float, ...] = 
 # every service
 RPC_SECONDS = _histogram("rpc_seconds", "Duration of an rpc, by where it was measured.", "side", "method", "code")
 BYTES = _counter("bytes_total", "Payload and group bytes moved, from this process's side.", "kind", "direction")
-TOKENS = _counter("tokens_total", "Completion tokens generated or trained.", "service")
+TOKENS = _counter("tokens_total", "Completion tokens generated (samplers) or trained (learner).")
 DISK_FREE_BYTES = _gauge("disk_free_bytes", "Free space of the disk that holds this process's state.")
 DISK_SIZE_BYTES = _gauge("disk_size_bytes", "Size of that disk.")
 

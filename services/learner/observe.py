@@ -24,7 +24,7 @@ def observe_step(
     """
     metrics.STEPS.labels(str(report.is_applied).lower()).inc()
     metrics.STEP_SECONDS.observe(report.step_s)
-    metrics.TOKENS.labels("learner").inc(report.num_tokens)
+    metrics.TOKENS.inc(report.num_tokens)
     metrics.LAST_STEP_TIMESTAMP.set_to_current_time()
     for queued, held in zip(groups, held_s, strict=True):
         site = metrics.SITES.of(queued.group.id.site)

@@ -156,7 +156,7 @@ class Generation:
         self._bell.ring()
         metrics.GENERATE_SECONDS.observe(batch.generation_s)
         self._note_age("generate", count=len(batch.groups))
-        metrics.TOKENS.labels("sampler").inc(batch.num_tokens)
+        metrics.TOKENS.inc(batch.num_tokens)
         self._session.tokens_per_s = batch.num_tokens / batch.generation_s if batch.generation_s else 0.0
         if batch.failed:
             metrics.REWARD_ERRORS.inc(len(batch.failed))

@@ -15,7 +15,7 @@ WITHOUT_UNIT = {
     "heterorl_learner_loss", "heterorl_learner_reward_mean", "heterorl_learner_iw_variance",
     "heterorl_learner_grad_norm", "heterorl_coordinator_ledger_balanced", "heterorl_coordinator_draining",
 }  # fmt: skip
-LABELS = {"side", "method", "code", "kind", "direction", "service", "site", "status", "reason", "state", "account",
+LABELS = {"side", "method", "code", "kind", "direction", "site", "status", "reason", "state", "account",
           "applied", "stage"}  # fmt: skip
 
 

@@ -44,8 +44,10 @@ async def main(config: CoordinatorConfig) -> int:
     run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core), server.grpc)
     try:
         port = await server.start(config.listen)
-        metrics_port = metrics.serve(config.metrics_port, service="coordinator")
         metrics.watch_disk(config.data_dir)
+        # Before anybody can look: a gauge that was never set reads 0, which an alert takes for a broken ledger.
+        await observe.observe_run(core)
+        metrics_port = metrics.serve(config.metrics_port, service="coordinator")
         _announce(config, port)
         _LOG.info("run %s: listening on port %d, metrics on port %d", config.run_id, port, metrics_port)
         async with asyncio.TaskGroup() as tasks:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 
 from services.common import metrics
 from services.common.types import Manifest, PayloadKind, QueuedGroup, StepReport
 
 _LOG = logging.getLogger(__name__)
+_NUMBERS = (
+    metrics.LOSS, metrics.REWARD, metrics.KL, metrics.ESS, metrics.IW_VARIANCE, metrics.CLIP_FRACTION,
+    metrics.ENTROPY, metrics.GRAD_NORM, metrics.EVALUATION_ACCURACY, metrics.COMPRESSION_RATIO, metrics.CHANGED_RATIO,
+)  # fmt: skip
 
 
 def observe_step(
@@ -51,9 +56,14 @@ def observe_step(
 
 
 def observe_start() -> None:
-    """Begin the times of the last step and publication at the start, so that no alert fires for want of a first one."""
+    """Say that nothing is known yet: times begin now, numbers are NaN, counters exist, so that no alert is misled."""
     metrics.LAST_STEP_TIMESTAMP.set_to_current_time()
     metrics.LAST_PUBLISH_TIMESTAMP.set_to_current_time()
+    for gauge in _NUMBERS:
+        gauge.set(math.nan)
+    # A counter that appears with its first count shows no increase.
+    for applied in ("true", "false"):
+        metrics.STEPS.labels(applied)
 
 
 def observe_version(manifest: Manifest, *, publish_s: float) -> None:

@@ -135,6 +135,7 @@ def test_every_alert_is_seen_firing_and_silent_in_the_rule_tests():
     assert fired == silent == {rule["alert"] for rule in ALERTS}
 
 
+@pytest.mark.timeout(180)
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool comes with the package prometheus")
 @pytest.mark.parametrize(
     "command",

@@ -5,7 +5,7 @@ BIN := .venv/bin
 SETUP := .venv/.installed
 N ?= 1000
 
-.PHONY: help demo test test-fast check kills lab-quick lab-stale64 lab-recommend bench-losses coverage protos lock clean
+.PHONY: help demo test test-fast check kills lab-quick lab-stale64 lab-recommend bench-losses coverage dashboards protos lock clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -47,6 +47,9 @@ lab-recommend: $(SETUP)  ## Plain GEPO beside its combinations, 64 versions behi
 
 bench-losses: $(SETUP)  ## Time a learner step under each loss beside the cheapest
 	$(BIN)/python -m benchmarks.loss_step --out benchmarks/results/losses.json
+
+dashboards: $(SETUP)  ## Write the Grafana dashboards from deploy/grafana/panels.py
+	$(BIN)/python -m deploy.grafana.generate
 
 protos: $(SETUP)  ## Generate the stubs
 	$(BIN)/python protos/generate.py

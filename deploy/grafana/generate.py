@@ -66,7 +66,7 @@ def _placed(board: Dashboard) -> list[dict[str, Any]]:
     """Stats in a first row, graphs below, three abreast."""
     stats = [panel for panel in board.panels if panel.kind == "stat"]
     graphs = [panel for panel in board.panels if panel.kind != "stat"]
-    placed = []
+    placed: list[dict[str, Any]] = []
     for position, panel in enumerate(stats):
         width = COLUMNS // len(stats)
         placed.append(_panel(panel, len(placed) + 1, x=position * width, y=0, width=width, height=STAT_HEIGHT))

@@ -84,6 +84,11 @@ RUN_BOARD = Dashboard(
         Panel(title="Ledger balanced", unit="bool_yes_no", kind="stat",
               queries=_gauge("heterorl_coordinator_ledger_balanced", "{{run}}"),
               note="Acked = pending + leased + consumed + dropped."),
+        Panel(title="Staleness used, p95 over the bound", unit="percentunit", kind="stat",
+              queries=(Query(expr=f"histogram_quantile(0.95, sum by (run, le) (rate("
+                                  f"heterorl_learner_staleness_versions_bucket{{{RUN}}}[$window])))"
+                                  f" / on (run) heterorl_coordinator_max_staleness_versions{{{RUN}}}",
+                             legend="{{run}}"),)),
         Panel(title="Reward", unit="none", queries=_gauge("heterorl_learner_reward_mean", "{{run}}"),
               note="Mean reward of the newest step."),
         Panel(title="Held-out accuracy", unit="percentunit",
@@ -99,8 +104,7 @@ RUN_BOARD = Dashboard(
         Panel(title="Clipped terms", unit="percentunit", queries=_gauge("heterorl_learner_clip_ratio", "{{run}}"),
               minimum=0),
         Panel(title="Staleness of trained groups", unit="none",
-              queries=_quantiles("heterorl_learner_staleness_versions", "", RUN)
-              + _gauge("heterorl_coordinator_max_staleness_versions", "bound"),
+              queries=_quantiles("heterorl_learner_staleness_versions", "", RUN),
               note="Versions between the policy of a group and the head at its step.", minimum=0),
         Panel(title="Gradient norm", unit="none", queries=_gauge("heterorl_learner_grad_norm", "{{run}}"),
               is_log=True, note="Before clipping."),
@@ -108,7 +112,7 @@ RUN_BOARD = Dashboard(
               note="Nats per token; a collapse ends exploration.", minimum=0),
         Panel(title="Loss", unit="none", queries=_gauge("heterorl_learner_loss", "{{run}}")),
         Panel(title="Tokens per second", unit="none",
-              queries=_rate("heterorl_tokens_total", "{{service}}", RUN, "service"),
+              queries=_rate("heterorl_tokens_total", "{{service}}", f'{RUN},service!="coordinator"', "service"),
               minimum=0),
         Panel(title="Step duration", unit="s", queries=_quantiles("heterorl_learner_step_seconds", "", RUN), minimum=0),
         Panel(title="Steps per minute", unit="none",

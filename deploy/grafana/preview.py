@@ -128,7 +128,9 @@ def _graph(axes: Any, panel: Panel, *, server: str, end: float, minutes: float, 
     if panel.is_log and math.isfinite(lowest):
         axes.set_yscale("log")
     else:
-        axes.set_ylim(bottom=panel.minimum, top=panel.maximum)
+        top = axes.get_ylim()[1] if panel.maximum is None else panel.maximum
+        # A little below, so that a series of zeros is seen.
+        axes.set_ylim(bottom=None if panel.minimum is None else panel.minimum - 0.02 * top, top=1.05 * top)
     axes.yaxis.set_major_formatter(lambda value, _: humane(value, panel.unit))
     axes.yaxis.set_minor_formatter(lambda _, __: "")
     axes.xaxis.set_major_locator(mdates.AutoDateLocator(maxticks=6))

@@ -5,7 +5,7 @@ BIN := .venv/bin
 SETUP := .venv/.installed
 N ?= 1000
 
-.PHONY: help demo test test-fast check kills lab-quick lab-stale64 lab-recommend bench-losses coverage protos lock clean bench-merge subsets
+.PHONY: help demo test test-fast check kills lab-quick lab-stale64 lab-recommend bench-losses coverage protos lock clean bench-merge subsets dashboards
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -50,6 +50,9 @@ bench-losses: $(SETUP)  ## Time a learner step under each loss beside the cheape
 
 bench-merge: $(SETUP)  ## Merged deltas beside the chain: bytes and seconds for samplers 1 to 256 versions behind
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.weights_merge --out benchmarks/results/weights_merge.json
+
+dashboards: $(SETUP)  ## Write the Grafana dashboards from deploy/grafana/panels.py
+	$(BIN)/python -m deploy.grafana.generate
 
 protos: $(SETUP)  ## Generate the stubs
 	$(BIN)/python protos/generate.py

@@ -23,7 +23,7 @@ from heterorl.v1 import policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
 from services.common import metrics, notify
 from services.common.clock import Clock, SystemClock
 from services.common.rpc.server import Server
-from services.common.types import RunStatus
+from services.coordinator import observe
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core import Coordinator
 from services.coordinator.servicer import PolicyServicer, RolloutServicer, RunServicer
@@ -55,7 +55,10 @@ async def _serve(config: CoordinatorConfig, clock: Clock, stop: asyncio.Event, n
     run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core), server.grpc)
     try:
         port = await server.start(config.listen)
-        metrics_port = metrics.serve(config.metrics_port, address=config.metrics_host)
+        metrics.watch_disk(config.data_dir)
+        # Before anybody can look: a gauge that was never set reads 0, which an alert takes for a broken ledger.
+        await observe.observe_run(core)
+        metrics_port = metrics.serve(config.metrics_port, service="coordinator", address=config.metrics_host)
         _announce(config, port)
         _LOG.info("run %s: listening on port %d, metrics on port %d", config.run_id, port, metrics_port)
         notifier.ready(f"run {config.run_id}, port {port}")
@@ -86,20 +89,5 @@ def _announce(config: CoordinatorConfig, port: int) -> None:
 
 async def _gauges(core: Coordinator, clock: Clock) -> None:
     while True:
-        _observe(await core.get_status())
+        await observe.observe_run(core)
         await clock.sleep(GAUGE_INTERVAL_S)
-
-
-def _observe(status: RunStatus) -> None:
-    ledger = status.ledger
-    metrics.HEAD_VERSION.set(status.head_version)
-    metrics.LEARNER_EPOCH.set(status.epoch)
-    metrics.QUEUE_GROUPS.labels("pending").set(ledger.pending)
-    metrics.QUEUE_GROUPS.labels("leased").set(ledger.leased)
-    metrics.LEDGER_GROUPS.labels("acked").set(ledger.acked)
-    metrics.LEDGER_GROUPS.labels("consumed").set(ledger.consumed)
-    for reason, count in ledger.dropped.items():
-        metrics.LEDGER_GROUPS.labels(f"dropped_{reason.value}").set(count)
-    metrics.LEDGER_BALANCED.set(ledger.is_balanced)
-    for site in status.sites:
-        metrics.SITE_POLICY_VERSION.labels(site.site).set(site.policy_version)

@@ -12,12 +12,13 @@ from heterorl.v1 import policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_gr
 
 from services.common.api import CoordinatorApi
 from services.common.errors import HeterorlError, InvalidRequest
-from services.common.metrics import BYTES, PUSHED_GROUPS
+from services.common.metrics import BYTES
 from services.common.rpc import messages
 from services.common.rpc.options import FRAME_BYTES
 from services.common.rpc.run_status import status_to_pb
 from services.common.types import DropReason, Group, PushOutcome, PushStatus, SiteId
 from services.common.wire import contract_from_pb, group_from_pb, group_id_from_pb, group_to_pb
+from services.coordinator import observe
 
 PUSH_BATCH = 16
 """Groups of one push stream that share a commit."""
@@ -171,7 +172,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                     batch.append(arrived.get_nowait())
                 is_open = batch[-1] is not None
                 for outcome in await self._push([message for message in batch if message is not None]):
-                    PUSHED_GROUPS.labels(outcome.status.value, outcome.reason.value if outcome.reason else "").inc()
+                    observe.observe_push(outcome)
                     yield messages.outcome_to_pb(outcome)
         finally:
             reader.cancel()
@@ -216,6 +217,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 group=group_to_pb(queued.group), policy_age_s=queued.policy_age_s, queue_age_s=queued.queue_age_s
             )
             BYTES.labels("groups", "out").inc(message.ByteSize())
+            observe.observe_lease(queued)
             yield message
 
     async def AbandonGroups(

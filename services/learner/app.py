@@ -47,6 +47,7 @@ from services.learner.feed import feed
 from services.learner.inbox import Inbox
 from services.learner.journal import Journal
 from services.learner.lease import acquire, renew
+from services.learner.observe import observe_start
 from services.learner.patience import Patience
 from services.learner.publish import Publisher
 from services.learner.resume import Resumption
@@ -193,7 +194,10 @@ async def main(config: LearnerConfig) -> int:
 
 async def _train(config: LearnerConfig, clock: Clock, stop: asyncio.Event, notifier: notify.Notifier) -> None:
     parts = await in_thread(assemble, config)
-    metrics_port = metrics.serve(config.metrics_port, address=config.metrics_host)
+    config.state_dir.mkdir(parents=True, exist_ok=True)
+    metrics.watch_disk(config.state_dir)
+    observe_start()
+    metrics_port = metrics.serve(config.metrics_port, service="learner", address=config.metrics_host)
     _LOG.info("run %s: coordinator %s, metrics on port %d", config.run_id, config.coordinator, metrics_port)
     async with CoordinatorClient(
         config.coordinator, tls=config.tls, max_message_bytes=config.max_message_bytes

@@ -60,7 +60,9 @@ async def main(config: SamplerConfig) -> int:
 async def _sample(config: SamplerConfig, clock: Clock, stop: asyncio.Event, notifier: notify.Notifier) -> None:
     outbox = await asyncio.to_thread(Outbox, config.state_dir)
     try:
-        _LOG.info("metrics on port %d", metrics.serve(config.metrics_port, address=config.metrics_host))
+        metrics.watch_disk(config.state_dir)
+        port = metrics.serve(config.metrics_port, service="sampler", address=config.metrics_host)
+        _LOG.info("metrics on port %d", port)
         async with CoordinatorClient(config.coordinator, tls=config.tls) as api:
             sampler = await asyncio.to_thread(build, config, api, outbox, clock)
             await sampler.run(stop, on_ready=lambda: notifier.ready(f"site {config.site}"))

@@ -14,7 +14,7 @@ from heterorl.v1 import policy_pb2, rollout_pb2, run_pb2
 from services.common.api import Command, HeadUpdate, Heartbeat, PullPlan, RegisterAnswer, Registration, WorkGrant
 from services.common.clock import Clock, SystemClock
 from services.common.errors import HeterorlError, Unreachable
-from services.common.metrics import RPC_CLIENT_SECONDS
+from services.common.metrics import BYTES, RPC_SECONDS
 from services.common.rpc import messages, retry
 from services.common.rpc.link import Link
 from services.common.rpc.retry import RetryPolicy
@@ -191,7 +191,9 @@ class CoordinatorClient:
         async def attempt() -> list[PushOutcome]:
             async def requests() -> AsyncIterator[rollout_pb2.PushGroupsRequest]:
                 for group in groups:
-                    yield rollout_pb2.PushGroupsRequest(group=group_to_pb(group))
+                    message = rollout_pb2.PushGroupsRequest(group=group_to_pb(group))
+                    BYTES.labels("groups", "out").inc(message.ByteSize())
+                    yield message
 
             async with self._link.stubs() as stubs:
                 with _timed("PushGroups"):
@@ -214,6 +216,7 @@ class CoordinatorClient:
                 yield rollout_pb2.StreamGroupsRequest(epoch=epoch, credits=credit)
 
         async for message in self._streamed("StreamGroups", requests()):
+            BYTES.labels("groups", "in").inc(message.ByteSize())
             yield QueuedGroup(
                 group=group_from_pb(message.group),
                 policy_age_s=message.policy_age_s,
@@ -274,4 +277,4 @@ def _timed(name: str) -> Iterator[None]:
         code = reason_of(typed) if typed is not None else error.code().name
         raise
     finally:
-        RPC_CLIENT_SECONDS.labels(name, code).observe(time.perf_counter() - started)
+        RPC_SECONDS.labels("client", name, code).observe(time.perf_counter() - started)

@@ -36,7 +36,7 @@ check: $(SETUP)  ## Lint, types, import layers, protos
 kills: $(SETUP)  ## Kill real processes N times during a run and account for every group
 	$(BIN)/python -m tests.faults.kills --kills $(N) --out runs/kills
 
-lab-quick: $(SETUP)  ## Three algorithms online and 32 versions behind, in three minutes
+lab-quick: $(SETUP)  ## Three algorithms online and 64 versions behind, in three minutes
 	$(BIN)/heterorl lab run quick
 
 lab-stale64: $(SETUP)  ## Every loss of the sources at 0, 8 and 64 versions, 5 seeds: 40 minutes on two cores

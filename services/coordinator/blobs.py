@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import BinaryIO
 
+from services.common.directory import make_directory, sync_directory
 from services.common.errors import (
     CorruptStore,
     DigestMismatch,
@@ -28,7 +29,6 @@ from services.common.errors import (
 )
 from services.common.types import Digest
 from services.common.weights.payload import file_digest
-from services.coordinator.directory import make_directory, sync_directory
 
 FRAME_BYTES = 1 << 20
 _DIGEST = re.compile(r"[0-9a-f]{64}")

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from services.common import metrics
+from services.common.directory import make_directory
 from services.common.errors import CorruptStore, DiskFull, Draining, StoreFull
-from services.coordinator.directory import make_directory
 
 _LOG = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")

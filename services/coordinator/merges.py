@@ -17,11 +17,11 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
+from services.common.directory import make_directory, sync_directory
 from services.common.errors import CorruptData, MalformedPayload
 from services.common.types import Digest, PayloadKind, PayloadRef
 from services.common.weights.container import read_roots
 from services.coordinator.database import Database
-from services.coordinator.directory import make_directory, sync_directory
 from services.coordinator.spans import Span, to_evict
 
 _LOG = logging.getLogger(__name__)

@@ -59,7 +59,6 @@ class Outcome:
     evaluations: list[dict[str, Any]]
     status: RunStatus
     ledger_balanced: bool
-    virtual_s: float
 
 
 def run_cell(cell: Cell, *, model_dir: Path, directory: Path) -> Outcome:
@@ -105,7 +104,6 @@ async def _run(cell: Cell, loop: VirtualLoop, *, model_dir: Path, directory: Pat
         evaluations=evaluator.rows,
         status=status,
         ledger_balanced=counted.is_balanced and counted == recounted,
-        virtual_s=loop.now,
     )
 
 

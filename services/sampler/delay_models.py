@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from abc import abstractmethod
 from statistics import NormalDist
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -92,16 +93,16 @@ class _IntervalDelay(TimedDelay):
         return self
 
     @classmethod
-    def _from_interval(cls, low: float, high: float) -> tuple[float, ...]:
-        raise NotImplementedError
+    @abstractmethod
+    def _from_interval(cls, low: float, high: float) -> tuple[float, ...]: ...
 
     @classmethod
-    def _to_interval(cls, first: float, second: float) -> tuple[float, float]:
-        raise NotImplementedError
+    @abstractmethod
+    def _to_interval(cls, first: float, second: float) -> tuple[float, float]: ...
 
+    @abstractmethod
     def quantile(self, uniform: float) -> float:
         """The delay below which a share `uniform` of the distribution lies, before it is cut."""
-        raise NotImplementedError
 
 
 class UniformDelay(TimedDelay):

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from services.common.directory import sync_directory
 from services.common.errors import ConfigError, CorruptStore, DiskFull
 from services.common.types import Group
 from services.common.wire import group_from_bytes, group_to_bytes
-from services.sampler.record import sync_directory
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;

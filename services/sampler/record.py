@@ -14,6 +14,7 @@ import json
 import os
 from pathlib import Path
 
+from services.common.directory import sync_directory
 from services.common.errors import CorruptStore, DiskFull, OperatorError
 from services.common.types import Digest
 
@@ -95,12 +96,3 @@ def check_head(head_version: int, *, seen_version: int) -> None:
     """
     if head_version < seen_version:
         raise RunReplaced(f"the head is version {head_version}, but version {seen_version} was seen before")
-
-
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

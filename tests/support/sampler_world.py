@@ -214,6 +214,11 @@ class World:
                 await self.running
             await self._pass(step_s)
 
+    async def until_acknowledged(self, count: int) -> None:
+        """Let time pass until the coordinator has acknowledged so many groups."""
+        while await self.ledger_acked() < count:
+            await self._pass(0.1)
+
     async def _pass(self, seconds: float) -> None:
         """Let time pass once the threads have done what they were given: on a slow machine it must not run away."""
         while True:

@@ -29,6 +29,7 @@ from typing import BinaryIO, TypeVar
 import blake3
 import xxhash
 
+from services.common.directory import sync_directory
 from services.common.errors import LimitExceeded, MalformedPayload, StateMismatch
 from services.common.types import Digest
 from services.common.weights.arena import Chunk
@@ -173,7 +174,7 @@ def write_durably(path: Path, write: Callable[[BinaryIO], ResultT]) -> tuple[Res
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
     return result, digest, num_bytes
 
 
@@ -192,11 +193,3 @@ def _check_records(header: Header, chunks: Sequence[Chunk]) -> None:
             raise MalformedPayload(f"chunk {number} of a snapshot is coded as a difference")
         if record.num_bytes > chunk.num_bytes:
             raise LimitExceeded(f"chunk {number} of {chunk.num_bytes} bytes is coded in {record.num_bytes}")
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -105,7 +105,19 @@ def test_failed_run_is_shown_and_summed_up_whatever_the_log_holds(tmp_path, monk
     assert not (tmp_path / "model").exists()
 
 
+@pytest.fixture
+def unignored():
+    """Started by nohup, the tests themselves ignore SIGHUP, and an ignored signal stays ignored."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    for number in before:
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.usefixtures("unignored")
 def test_signal_is_noted_raises_or_cancels_by_phase(number):
     previous = signal.getsignal(number)
 

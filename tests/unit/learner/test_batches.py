@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.common.errors import ConfigError
 from services.common.types import VersionSpan
 from services.learner.batch import TrainingSequence, build_batch
 from services.learner.loss_config import BnpoConfig, DapoConfig, DecoupledPpoConfig, GepoConfig, GspoConfig
@@ -168,7 +169,7 @@ def test_bnpo_counts_a_prompt_once_however_many_groups_it_has():
 
 
 def test_bnpo_refuses_rewards_outside_the_unit_interval():
-    with pytest.raises(ValueError, match=r"rewards in \[0, 1\]"):
+    with pytest.raises(ConfigError, match=r"rewards in \[0, 1\]"):
         build_batch([_group_of([2.0, 3.0])], loss=BnpoConfig())
 
 

@@ -165,14 +165,20 @@ def status(
 def health(
     address: Annotated[str, typer.Argument(help="host:port of the coordinator.")],
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the answer.", min=0.1)] = 5.0,
+    ca: Annotated[str, typer.Option(help="PEM file of the run's authority.")] = "",
+    cert: Annotated[str, typer.Option(help="PEM file of a certificate of the run, the coordinator's own too.")] = "",
+    key: Annotated[str, typer.Option(help="PEM file of its private key.")] = "",
+    insecure: Annotated[bool, typer.Option("--insecure", help="Plaintext; for a coordinator on loopback.")] = False,
 ) -> None:
     """Ask a coordinator whether it serves; for health checks of containers and load balancers.
 
-    Exit code 0: it serves. 1: it does not, is stopping, or cannot be reached.
+    Exit code 0: it serves. 1: it does not, is stopping, or cannot be reached. 2: an option is wrong.
     """
     from services.common.rpc.health import check_health
+    from services.common.tls import TlsConfig
 
-    answer = asyncio.run(check_health(address, timeout_s=timeout))
+    tls = TlsConfig(ca=ca, cert=cert, key=key, insecure=insecure)
+    answer = asyncio.run(check_health(address, tls=tls, timeout_s=timeout))
     _console(stderr=not answer.is_serving).print(answer.reason)
     raise typer.Exit(0 if answer.is_serving else 1)
 

@@ -46,6 +46,9 @@ class Gate:
         self._is_plaintext = is_plaintext
         self._revoked = revoked
         self._wall_time = wall_time
+        # A counter that appears with its first refusal has not increased, for whoever watches rates.
+        for reason in RefusalReason:
+            IDENTITY_REFUSALS.labels(reason.value)
 
     def admit(self, method: str, auth: Mapping[str, Iterable[bytes]]) -> Peer:
         """Check a call by what gRPC knows about its connection.

@@ -123,6 +123,9 @@ for role in "${roles[@]}"; do
   if [[ ! -e $destdir/etc/heterorl/$name.toml ]]; then
     file 0644 "$source_dir/deploy/config/$kind.toml" "/etc/heterorl/$name.toml"
   fi
+  if [[ $kind == coordinator && ! -e $destdir/etc/heterorl/revoked ]]; then
+    file 0644 "$source_dir/deploy/config/revoked" /etc/heterorl/revoked
+  fi
   if [[ $kind == coordinator ]]; then unit=heterorl-coordinator.service; else unit=heterorl-$kind@.service; fi
   file 0644 "$source_dir/deploy/systemd/$unit" "/etc/systemd/system/$unit"
 done
@@ -133,5 +136,6 @@ printf 'Installed. Nothing was started or restarted.\n'
 for role in "${roles[@]}"; do
   kind=${role%%:*} name=${role#*:}
   if [[ $kind == coordinator ]]; then unit=heterorl-coordinator; else unit=heterorl-$kind@$name; fi
-  printf '  edit /etc/heterorl/%s.toml, then: systemctl enable --now %s (or: systemctl restart %s)\n' "$name" "$unit" "$unit"
+  printf '  edit /etc/heterorl/%s.toml, put ca.crt, node.crt and node.key into /etc/heterorl/credentials/%s, then:\n' "$name" "$name"
+  printf '    systemctl enable --now %s (or: systemctl restart %s)\n' "$unit" "$unit"
 done

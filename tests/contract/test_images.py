@@ -114,6 +114,28 @@ def test_command_is_one_that_the_service_accepts(name, overlay):
         assert device == ("cuda:0" if overlay else "cpu")
 
 
+@pytest.mark.parametrize("name", OURS)
+def test_node_has_certificates_of_its_own_where_its_configuration_names_them(name):
+    (mount,) = [
+        volume
+        for volume in BASE["services"][name]["volumes"]
+        if isinstance(volume, dict) and volume["target"] == "/tls"
+    ]
+    config = load(SCHEMAS[OURS[name]], DEPLOY / "config" / f"{OURS[name]}.toml")
+
+    assert mount["source"] == f"${{HETERORL_SECRETS_DIR:-./secrets}}/{name}"
+    assert mount["read_only"] is True
+    assert (config.tls.ca, config.tls.cert, config.tls.key) == ("/tls/ca.crt", "/tls/node.crt", "/tls/node.key")
+    if name == "coordinator":
+        files = ["--ca", config.tls.ca, "--cert", config.tls.cert, "--key", config.tls.key]
+        words = ["heterorl", "health", "127.0.0.1:50051", *files]
+        assert BASE["services"][name]["healthcheck"]["test"] == ["CMD", *words]
+        assert f"CMD {json.dumps(words)}" in (DEPLOY / "Dockerfile").read_text()
+        # In a directory that is mounted whole: a list that is replaced is seen.
+        assert config.tls.revoked == "/etc/heterorl/revoked"
+        assert (DEPLOY / "config" / "revoked").exists()
+
+
 def test_gpu_overlay_changes_where_numbers_are_computed_and_nothing_else():
     for name, service in GPU["services"].items():
         changed = set(service["command"]) ^ set(BASE["services"][name]["command"])

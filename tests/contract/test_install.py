@@ -39,6 +39,7 @@ def test_staged_install_holds_units_configurations_and_closed_credentials(tmp_pa
     files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert files == {
         *(f"etc/heterorl/{name}.toml" for name in ("coordinator", "learner", "site-1", "site-2")),
+        "etc/heterorl/revoked",
         *(f"etc/systemd/system/{path.name}" for path in (ROOT / "deploy" / "systemd").iterdir()),
     }
     credentials = tmp_path / "etc/heterorl/credentials"
@@ -66,11 +67,13 @@ def test_upgrade_replaces_units_and_keeps_configurations(tmp_path):
         tmp_path / "etc/systemd/system/heterorl-coordinator.service",
     )
     config.write_text('run_id = "mine"\n')
+    (config.parent / "revoked").write_text("12ab\n")
     unit.write_text("[Service]\n")
 
     install("--destdir", str(tmp_path), "coordinator")
 
     assert config.read_text() == 'run_id = "mine"\n'
+    assert (config.parent / "revoked").read_text() == "12ab\n"
     assert unit.read_bytes() == (ROOT / "deploy/systemd/heterorl-coordinator.service").read_bytes()
 
 

@@ -110,7 +110,8 @@ def test_command_of_the_unit_is_one_that_the_service_accepts(path, tmp_path):
     role = ROLES[path.stem]
     name = "coordinator" if role == "coordinator" else "some-name"
     found = directives(path)
-    program, command, *arguments = shlex.split(found["Service.ExecStart"][0].replace("%i", name))
+    start = found["Service.ExecStart"][0].replace("%i", name).replace("%d", "/run/credentials/unit")
+    program, command, *arguments = shlex.split(start)
     config = tmp_path / f"{name}.toml"
     shutil.copy(ROOT / "deploy" / "config" / f"{role}.toml", config)
     arguments = [argument.replace("/etc/heterorl", str(tmp_path)) for argument in arguments]
@@ -124,3 +125,7 @@ def test_command_of_the_unit_is_one_that_the_service_accepts(path, tmp_path):
     state = "/var/lib/" + found["Service.StateDirectory"][0].replace("%i", name)
     assert arguments[-1].split("=")[1] == state
     assert found["Service.WorkingDirectory"][0].replace("%i", name) == state
+    # What `heterorl certs issue` writes, under the names that LoadCredential gives to files of a directory.
+    files = {f"tls.{key}=/run/credentials/unit/tls_{file}" for key, file in
+             {"ca": "ca.crt", "cert": "node.crt", "key": "node.key"}.items()}  # fmt: skip
+    assert files <= set(arguments)

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support.certificates import Certificates, paths
+
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
 STAGES = ["sources", "build-coordinator"]
@@ -53,25 +55,36 @@ def test_environment_of_the_image_serves_answers_health_and_stops(tmp_path, monk
     monkeypatch.delenv("PYTHONPATH", raising=False)
     environment = build(tmp_path)
     program = str(environment / "bin" / "heterorl")
-    command = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]["coordinator"]["command"]
-    moved = [word.replace("/etc/heterorl", str(ROOT / "deploy/config")) for word in command]
+    service = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]["coordinator"]
+    # What the compose file mounts, where it can be written.
+    config = shutil.copytree(ROOT / "deploy" / "config", tmp_path / "config")
+    node = Certificates(tmp_path / "certs", run="my-run").node("coordinator", "main")
     data = tmp_path / "data"
-    own = [f"--set=data_dir={data}", "--set=listen=127.0.0.1:0", "--set=metrics_port=0"]
+
+    def moved(words):
+        return [re.sub("^/tls/", f"{node}/", word.replace("/etc/heterorl", str(config))) for word in words]
+
+    tls = [f"--set=tls.{key}={path}" for key, path in paths(node).items()]
+    own = [f"--set=data_dir={data}", "--set=listen=127.0.0.1:0", "--set=metrics_port=0", *tls]
+    own.append(f"--set=tls.revoked={config / 'revoked'}")
+    keyword, _, asked, _, *files = service["healthcheck"]["test"]
+    assert (keyword, asked) == ("CMD", "health")
 
     with (tmp_path / "log").open("wb") as log:
-        served = subprocess.Popen([program, *moved, *own], stdout=log, stderr=log, cwd=tmp_path)
+        served = subprocess.Popen([program, *moved(service["command"]), *own], stdout=log, stderr=log, cwd=tmp_path)
         try:
             while not (data / "address").exists():
                 assert served.poll() is None, (tmp_path / "log").read_text()
                 time.sleep(0.1)
             address = (data / "address").read_text().strip()
-            up = subprocess.run([program, "health", address], capture_output=True, text=True, check=False, cwd=tmp_path)
+            health = [program, "health", address, *moved(files)]
+            up = subprocess.run(health, capture_output=True, text=True, check=False, cwd=tmp_path)
             served.send_signal(signal.SIGTERM)
             code = served.wait(60)
         finally:
             served.kill()
             served.wait()
-    down = subprocess.run([program, "health", address], capture_output=True, text=True, check=False, cwd=tmp_path)
+    down = subprocess.run(health, capture_output=True, text=True, check=False, cwd=tmp_path)
 
     assert (up.returncode, "SERVING" in up.stdout) == (0, True), up.stderr
     assert code == 0, (tmp_path / "log").read_text()

@@ -5,7 +5,7 @@ BIN := .venv/bin
 SETUP := .venv/.installed
 N ?= 1000
 
-.PHONY: help demo test test-fast check kills lab-quick lab-stale64 lab-recommend bench-losses coverage protos lock clean bench-merge subsets dashboards
+.PHONY: help demo test test-fast test-images check kills lab-quick lab-stale64 lab-recommend bench-losses coverage protos lock clean bench-merge subsets dashboards
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -20,11 +20,14 @@ demo: $(SETUP)  ## Train a small model by GEPO with samplers 64 versions behind;
 	$(BIN)/heterorl demo
 
 test: $(SETUP)  ## Run all tests with coverage
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --cov --cov-report= -q
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --cov --cov-report= -q -m "not image"
 	$(BIN)/coverage report --skip-covered --fail-under=90 | tail -n 40
 
 test-fast: $(SETUP)  ## Run the tests that start no processes
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -q -m "not slow"
+
+test-images: $(SETUP)  ## Build the coordinator's image without a container engine and run it; needs a package index
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m image
 
 check: $(SETUP)  ## Lint, types, import layers, protos
 	$(BIN)/ruff check .

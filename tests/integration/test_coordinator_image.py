@@ -50,6 +50,7 @@ def build(directory):
 
 
 @pytest.mark.slow
+@pytest.mark.image
 @pytest.mark.timeout(900)
 def test_environment_of_the_image_serves_answers_health_and_stops(tmp_path, monkeypatch):
     monkeypatch.delenv("PYTHONPATH", raising=False)

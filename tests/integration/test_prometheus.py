@@ -1,4 +1,4 @@
-"""Every panel and every alert asked of a real Prometheus that scrapes a real small run."""
+"""Every panel and every alert asked of a real Prometheus that scrapes a real small run behind certificates."""
 
 import asyncio
 
@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from deploy.grafana.panels import BOARDS
+from tests.support.certificates import DAY, Certificates
 from tests.support.cluster import Cluster
 from tests.support.prometheus import DEPLOY, PROMETHEUS, Prometheus, metrics_port, start_prometheus
 
@@ -32,7 +33,9 @@ def asked(expression: str) -> str:
 async def start_run(directory) -> tuple[Cluster, Prometheus]:
     """A small run, and a Prometheus with the deployed configuration that scrapes it."""
     learner = {"evaluation": {"every_versions": 5, "num_prompts": 8, "batch_rows": 8}, "snapshot_every_versions": 5}
-    cluster = Cluster(directory, learner=learner)
+    # Longer than what an alert takes for short.
+    certificates = Certificates(directory / "certs", run="kills", lifetime=9 * DAY)
+    cluster = Cluster(directory, learner=learner, certificates=certificates)
     try:
         for name in PROCESSES:
             cluster.start(name)

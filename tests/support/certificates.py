@@ -27,6 +27,7 @@ class Certificates:
 
     directory: Path
     run: str = "run"
+    lifetime: datetime.timedelta = DAY
 
     def __post_init__(self) -> None:
         self.authority = Authority(self.directory)
@@ -43,7 +44,7 @@ class Certificates:
     def node(self, role: str, site: str) -> Path:
         path = self.directory / f"{role}-{site}"
         if not path.exists():
-            self.authority.issue(role=Role(role), site=site, hosts=(), out=None, now=now(), lifetime=DAY)
+            self.authority.issue(role=Role(role), site=site, hosts=(), out=None, now=now(), lifetime=self.lifetime)
         return path
 
     def renew(self, role: str, site: str) -> None:

@@ -105,8 +105,8 @@ def demo(
     """Watch a small model improve by GEPO on this machine while its samplers are 64 versions behind.
 
     Warm-starts a small model on addition, starts one coordinator, one learner and two samplers as processes that talk
-    only gRPC over loopback, and shows the run live. Ends with report.html, summary.json and a Hugging Face model in
-    --out.
+    only gRPC over loopback, each with a certificate of its own, and shows the run live. Ends with report.html,
+    summary.json and a Hugging Face model in --out.
 
     Exit code 0: every promise was kept. 1: one was not, or the run failed. 2: an option is wrong, nothing was started.
     130: Ctrl-C; the processes were stopped in order, and summary.json says what is known.

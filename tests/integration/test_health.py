@@ -69,10 +69,12 @@ async def test_check_without_certificates_or_with_another_runs_learns_nothing(se
     plain = await ask(secure_address, "--insecure")
     other = await ask(secure_address, *files_of(foreign, "coordinator"))
     neither = await ask(secure_address)
+    remote = await ask("10.0.0.1:1", "--insecure")
 
     assert (plain.exit_code, other.exit_code) == (1, 1)
     assert plain.stdout == other.stdout == ""
     assert "tls.ca: is not set" in str(neither.exception)
+    assert "plaintext is for loopback only" in str(remote.exception)
 
 
 async def test_server_that_stopped_is_not(server):

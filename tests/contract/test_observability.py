@@ -136,7 +136,7 @@ def test_every_alert_is_seen_firing_and_silent_in_the_rule_tests():
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool comes with the package prometheus")
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian package prometheus)")
 @pytest.mark.parametrize(
     "command",
     [
@@ -152,7 +152,7 @@ def test_promtool_accepts(command):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.skipif(shutil.which("amtool") is None, reason="amtool comes with the package prometheus-alertmanager")
+@pytest.mark.skipif(shutil.which("amtool") is None, reason="amtool is not installed (Debian package prometheus-alertmanager)")
 def test_amtool_accepts_the_routes():
     result = subprocess.run(
         ["amtool", "check-config", "deploy/prometheus/alertmanager.yml"],

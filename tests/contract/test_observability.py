@@ -152,7 +152,9 @@ def test_promtool_accepts(command):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.skipif(shutil.which("amtool") is None, reason="amtool is not installed (Debian package prometheus-alertmanager)")
+@pytest.mark.skipif(
+    shutil.which("amtool") is None, reason="amtool is not installed (Debian package prometheus-alertmanager)"
+)
 def test_amtool_accepts_the_routes():
     result = subprocess.run(
         ["amtool", "check-config", "deploy/prometheus/alertmanager.yml"],

@@ -216,12 +216,16 @@ def lab_run(
     experiment: Annotated[str, typer.Argument(help="Name of a shipped experiment, such as `quick`, or a TOML file.")],
     out: Annotated[Path | None, typer.Option(help="Directory of the results; `runs/lab/NAME` if not given.")] = None,
     jobs: Annotated[int, typer.Option(help="Processes; 0 takes all cores.", min=0)] = 0,
+    reuse: Annotated[
+        list[Path] | None,
+        typer.Option(help="Results of another experiment; runs that are the same are taken from there."),
+    ] = None,
     set_: SetOption = None,
 ) -> None:
     """Run an experiment, or what is missing of it, and write results.json and report.html."""
     from services.lab.run import run_experiment
 
-    raise typer.Exit(run_experiment(experiment, out=out, overrides=set_ or (), jobs=jobs))
+    raise typer.Exit(run_experiment(experiment, out=out, overrides=set_ or (), jobs=jobs, reuse=reuse or ()))
 
 
 @lab.command("report")

@@ -65,6 +65,8 @@ DISK_FREE_BYTES = _gauge("disk_free_bytes", "Free space of the disk that holds t
 DISK_SIZE_BYTES = _gauge("disk_size_bytes", "Size of that disk.")
 IDENTITY_REFUSALS = _counter("rpc_identity_refusals_total", "Calls refused for what their certificate says.", "reason")
 CERTIFICATE_EXPIRY = _gauge("certificate_expiry_seconds", "When this node's certificate expires, since the epoch.")
+BANDWIDTH_CAP = _gauge("bandwidth_cap_bytes_per_second", "Configured cap; 0 is none.", "direction")
+BANDWIDTH_WAIT = _counter("bandwidth_wait_seconds_total", "Time that bytes waited for the cap.", "direction")
 
 # whoever pulls weights: samplers, and a learner that resumes
 PULL_SECONDS = _histogram("pull_seconds", "Duration of fetching a version.")

@@ -10,32 +10,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from services.common import metrics
 from services.common.api import CoordinatorApi, PlanKind, PullPlan
 from services.common.clock import Clock
 from services.common.errors import (
     CorruptData,
-    LimitExceeded,
-    MalformedPayload,
     StateMismatch,
     UnknownPayload,
-    Unreachable,
 )
+from services.common.fetch import Fetcher
 from services.common.types import Digest, Manifest, PayloadKind, PayloadRef
 from services.common.weights.arena import Arena, Layout
 from services.common.weights.manifest import verify_child, verify_descendant, verify_state
-from services.common.weights.payload import apply_payload, file_digest
+from services.common.weights.payload import apply_payload
 from services.common.wire import manifest_digest, manifest_from_bytes
 
 _LOG = logging.getLogger(__name__)
-STALL_S = 60.0
-"""A link that brings no frame (at most 1 MiB) for so long is given up; the bytes received stay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -53,21 +46,24 @@ class PulledVersion:
 
 
 class Puller:
-    """Builds versions of one layout in one spool directory, which is its own.
+    """Builds versions of one layout in one spool directory, which is its own."""
 
-    `on_frame` is called whenever bytes arrive, so that the caller can tell a slow link from a dead one.
-    """
-
-    def __init__(self, *, api: CoordinatorApi, spool: Path, layout: Layout, clock: Clock) -> None:
+    def __init__(
+        self,
+        *,
+        api: CoordinatorApi,
+        spool: Path,
+        layout: Layout,
+        clock: Clock,
+        num_streams: int = 1,
+    ) -> None:
         self._api = api
-        self._spool = spool
         self._layout = layout
         self._clock = clock
+        self.fetcher = Fetcher(api=api, spool=spool, clock=clock, num_streams=num_streams)
         self._is_held_distrusted = False
         self._are_merged_distrusted = False
         self._has_merged = False
-        self.on_frame: Callable[[], None] = _ignore
-        spool.mkdir(parents=True, exist_ok=True)
 
     async def pull(self, *, held: PulledVersion | None, want_version: int) -> PulledVersion:
         """Build `want_version` (-1: the head) from what is held.
@@ -103,7 +99,7 @@ class Puller:
     def _discard(self, error: CorruptData) -> None:
         metrics.DIGEST_MISMATCHES.inc()
         _LOG.debug("discarding what was fetched: %s", error)
-        self._keep_only(())
+        self.fetcher.keep_only(())
 
     async def _pull(self, held: PulledVersion | None, want_version: int) -> PulledVersion:
         self._has_merged = False
@@ -118,14 +114,14 @@ class Puller:
             return held
         _LOG.debug("version %d: %s", plan.target_version, plan.reason)
         self._has_merged = any(payload.kind is PayloadKind.MERGED for payload in plan.payloads)
-        self._keep_only(plan.payloads)
+        self.fetcher.keep_only(plan.payloads)
         started = self._clock.monotonic()
-        paths = [await self._fetch(payload) for payload in plan.payloads]
+        paths = [await self.fetcher.fetch(payload) for payload in plan.payloads]
         fetched = self._clock.monotonic()
         metrics.PULL_SECONDS.observe(fetched - started)
         pulled = await asyncio.to_thread(self._apply, plan, paths, held)
         metrics.APPLY_SECONDS.observe(self._clock.monotonic() - fetched)
-        self._keep_only(())
+        self.fetcher.keep_only(())
         return pulled
 
     def _apply(self, plan: PullPlan, paths: list[Path], held: PulledVersion | None) -> PulledVersion:
@@ -152,64 +148,6 @@ class Puller:
         verify_state(parent, staging)
         return PulledVersion(arena=staging, manifest=parent, manifest_digest=Digest(parent_digest))
 
-    async def _fetch(self, payload: PayloadRef) -> Path:
-        path = self._spool / payload.digest
-        have = path.stat().st_size if path.exists() else 0
-        if have > payload.num_bytes:
-            raise LimitExceeded(f"payload {payload.digest[:12]} is longer than its {payload.num_bytes} bytes")
-        if have < payload.num_bytes:
-            await self._append(payload, path, have)
-        if await asyncio.to_thread(file_digest, path) != payload.digest:
-            raise MalformedPayload(f"payload {payload.digest[:12]} arrived with another digest")
-        return path
-
-    async def _append(self, payload: PayloadRef, path: Path, offset: int) -> None:
-        frames = self._api.read_payload(digest=payload.digest, offset=offset)
-        with path.open("ab") as file:
-            try:
-                while (frame := await self._next(frames)) is not None:
-                    offset += len(frame)
-                    if offset > payload.num_bytes:
-                        raise LimitExceeded(f"payload {payload.digest[:12]} is longer than stated")
-                    file.write(frame)
-                    metrics.BYTES.labels(payload.kind.value, "in").inc(len(frame))
-                    self.on_frame()
-            except UnknownPayload as error:
-                if payload.kind is PayloadKind.MERGED:
-                    raise
-                raise MalformedPayload(f"payload {payload.digest[:12]} is gone") from error
-            finally:
-                if isinstance(frames, AsyncGenerator):
-                    await frames.aclose()
-                await asyncio.to_thread(_sync, file)
-        if offset < payload.num_bytes:
-            raise Unreachable(f"payload {payload.digest[:12]} ended after {offset} bytes", retry_after_s=1.0)
-
-    async def _next(self, frames: AsyncIterator[bytes]) -> bytes | None:
-        """The next frame, None at the end.
-
-        Raises:
-            Unreachable: none came for STALL_S.
-        """
-        step = asyncio.ensure_future(_step(frames))
-        timer = asyncio.ensure_future(self._clock.sleep(STALL_S))
-        try:
-            await asyncio.wait([step, timer], return_when=asyncio.FIRST_COMPLETED)
-            if not step.done():
-                raise Unreachable(f"no bytes of the payload in {STALL_S:g} s", retry_after_s=1.0)
-            return step.result()
-        finally:
-            step.cancel()
-            timer.cancel()
-            await asyncio.gather(step, timer, return_exceptions=True)
-
-    def _keep_only(self, payloads: tuple[PayloadRef, ...]) -> None:
-        """Bound the spool to one plan."""
-        names = {payload.digest for payload in payloads}
-        for path in self._spool.iterdir():
-            if path.name not in names:
-                path.unlink()
-
 
 def _check_plan(plan: PullPlan, *, held: PulledVersion | None, want_version: int) -> None:
     """Refuse a plan that does not lead from what is held to what is wanted."""
@@ -222,22 +160,7 @@ def _check_plan(plan: PullPlan, *, held: PulledVersion | None, want_version: int
         raise StateMismatch(f"the plan has {len(plan.payloads)} payloads and {len(plan.manifests)} manifests")
 
 
-async def _step(frames: AsyncIterator[bytes]) -> bytes | None:
-    async for frame in frames:
-        return frame
-    return None
-
-
-def _ignore() -> None:
-    pass
-
-
 def _verify_merged(payload: PayloadRef, before: Manifest | None, after: Manifest) -> None:
     if before is None or (payload.from_version, payload.to_version) != (before.version, after.version):
         raise StateMismatch(f"a merged delta from version {payload.from_version} to {payload.to_version} does not fit")
     verify_descendant(ancestor=before, child=after)
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())

@@ -154,16 +154,6 @@ class BlobStore:
         except OSError as error:
             raise CorruptStore(f"the disk of the payloads failed: {error}") from error
 
-    async def read(self, *, digest: Digest, offset: int) -> AsyncIterator[bytes]:
-        """Yield frames of at most 1 MiB from `offset` to the end.
-
-        Raises:
-            UnknownPayload: not stored.
-            InvalidRequest: the offset is beyond the end.
-        """
-        async for frame in read_frames(self.path(digest), offset=offset):
-            yield frame
-
     def path(self, digest: Digest) -> Path:
         """Where the complete payload lies, whether or not it does already."""
         # The one place where a digest becomes a path: whatever else a peer writes there names no file.
@@ -176,12 +166,17 @@ class BlobStore:
         return path.stat().st_size if path.exists() else 0
 
 
-async def read_frames(path: Path, *, offset: int) -> AsyncIterator[bytes]:
-    """Yield frames of at most 1 MiB of a payload's file; one that is deleted meanwhile is read to its end.
+async def read_frames(path: Path, *, offset: int, stop: int | None = None) -> AsyncIterator[bytes]:
+    """Yield [offset, stop) of a payload's file in frames of at most 1 MiB; one deleted meanwhile is read to its end.
+
+    Args:
+        path: the file.
+        offset: position of the first byte.
+        stop: position after the last byte; None for the end of the file.
 
     Raises:
         UnknownPayload: there is no such file.
-        InvalidRequest: the offset is beyond the end.
+        InvalidRequest: the range is not within the file.
     """
     try:
         file = path.open("rb")
@@ -189,10 +184,12 @@ async def read_frames(path: Path, *, offset: int) -> AsyncIterator[bytes]:
         raise UnknownPayload(f"payload {path.name[-64:][:12]} is not stored") from error
     with file:
         size = os.fstat(file.fileno()).st_size
-        if not 0 <= offset <= size:
-            raise InvalidRequest(f"offset {offset} is beyond the end of {size} bytes")
+        end = size if stop is None else stop
+        if not 0 <= offset <= end <= size:
+            raise InvalidRequest(f"bytes {offset} to {end} are not within the {size} bytes of the payload")
         file.seek(offset)
-        while frame := await asyncio.to_thread(file.read, FRAME_BYTES):
+        while frame := await asyncio.to_thread(file.read, min(FRAME_BYTES, end - offset)):
+            offset += len(frame)
             yield frame
 
 

@@ -182,9 +182,9 @@ class Policies(Node):
                 self.composer.request(span)
         return plan
 
-    async def read_payload(self, *, digest: Digest, offset: int) -> AsyncIterator[bytes]:
+    async def read_payload(self, *, digest: Digest, offset: int, stop: int | None = None) -> AsyncIterator[bytes]:
         """Yield frames of a payload."""
         merged = self.merges.find(digest)
-        frames = self.blobs.read(digest=digest, offset=offset)
-        async for frame in frames if merged is None else read_frames(merged, offset=offset):
+        path = self.blobs.path(digest) if merged is None else merged
+        async for frame in read_frames(path, offset=offset, stop=stop):
             yield frame

@@ -11,7 +11,7 @@ import grpc.aio
 from heterorl.v1 import policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc, run_pb2, run_pb2_grpc
 
 from services.common.api import CoordinatorApi
-from services.common.errors import HeterorlError, InvalidRequest
+from services.common.errors import DigestMismatch, HeterorlError, InvalidRequest
 from services.common.metrics import BYTES
 from services.common.rpc import messages
 from services.common.rpc.options import FRAME_BYTES
@@ -73,6 +73,8 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
             async for message in request_iterator:
                 if message.WhichOneof("part") != "frame" or not 0 < len(message.frame) <= FRAME_BYTES:
                     raise InvalidRequest(f"upload: frames carry 1 to {FRAME_BYTES} bytes")
+                if messages.frame_checksum(message.frame) != message.checksum:
+                    raise DigestMismatch("upload: a frame was damaged on its way", action="ask QueryUpload")
                 BYTES.labels("weights", "in").inc(len(message.frame))
                 yield message.frame
 
@@ -118,9 +120,10 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         self, request: policy_pb2.ReadPayloadRequest, context: Context
     ) -> AsyncIterator[policy_pb2.ReadPayloadResponse]:
         digest = messages.digest_field("digest", request.digest)
-        async for frame in self._api.read_payload(digest=digest, offset=request.offset):
+        stop = request.stop if request.HasField("stop") else None
+        async for frame in self._api.read_payload(digest=digest, offset=request.offset, stop=stop):
             BYTES.labels("weights", "out").inc(len(frame))
-            yield policy_pb2.ReadPayloadResponse(frame=frame)
+            yield policy_pb2.ReadPayloadResponse(frame=frame, checksum=messages.frame_checksum(frame))
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):

@@ -90,9 +90,9 @@ class MeasuredBackend:
             self.rows.append(_row(report, self.inner.last_extras, target))
         return report
 
-    def store(self, arena: Arena) -> None:
+    def store(self, arena: Arena, *, published: Arena | None = None) -> None:
         """Round the masters to the published type."""
-        self.inner.store(arena)
+        self.inner.store(arena, published=published)
 
     def load_published(self, arena: Arena) -> None:
         """Take published weights as masters."""

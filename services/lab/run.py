@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -47,7 +48,9 @@ def find_experiment(name: str) -> Path:
     raise ConfigError("EXPERIMENT", f"{name} is neither a file nor one of {names}")
 
 
-def run_experiment(name: str, *, out: Path | None, overrides: Sequence[str], jobs: int) -> int:
+def run_experiment(
+    name: str, *, out: Path | None, overrides: Sequence[str], jobs: int, reuse: Sequence[Path] = ()
+) -> int:
     """Run what is missing of an experiment and write its report; returns the exit code.
 
     Raises:
@@ -61,6 +64,8 @@ def run_experiment(name: str, *, out: Path | None, overrides: Sequence[str], job
     cells = list_cells(experiment)
     (directory / "runs").mkdir(parents=True, exist_ok=True)
     (directory / "experiment.json").write_text(experiment.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    for other in reuse:
+        _take_over(cells, other, directory)
     missing = [number for number, cell in enumerate(cells) if not _is_done(directory, cell)]
     console.print(f"{experiment.name}: {len(cells)} runs, {len(cells) - len(missing)} already there; in {directory}")
     is_whole = asyncio.run(_run_all(cells, missing, directory=directory, jobs=jobs or os.cpu_count() or 1))
@@ -79,6 +84,13 @@ def run_experiment(name: str, *, out: Path | None, overrides: Sequence[str], job
 def _is_done(directory: Path, cell: Cell) -> bool:
     row = _read(directory, cell)
     return row is not None and not row["failed"] and row["cell_digest"] == cell_digest(cell)
+
+
+def _take_over(cells: Sequence[Cell], other: Path, directory: Path) -> None:
+    """Copy the rows of the same runs that another experiment has already."""
+    for cell in cells:
+        if not _is_done(directory, cell) and _is_done(other, cell):
+            shutil.copyfile(other / "runs" / f"{cell.run_id}.json", directory / "runs" / f"{cell.run_id}.json")
 
 
 def _read(directory: Path, cell: Cell) -> dict[str, Any] | None:

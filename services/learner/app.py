@@ -200,7 +200,10 @@ async def _train(config: LearnerConfig, clock: Clock, stop: asyncio.Event, notif
     metrics_port = metrics.serve(config.metrics_port, service="learner", address=config.metrics_host)
     _LOG.info("run %s: coordinator %s, metrics on port %d", config.run_id, config.coordinator, metrics_port)
     async with CoordinatorClient(
-        config.coordinator, tls=config.tls, max_message_bytes=config.max_message_bytes
+        config.coordinator,
+        tls=config.tls,
+        max_message_bytes=config.max_message_bytes,
+        bandwidth=config.bandwidth,
     ) as client:
         result = await run(
             config,

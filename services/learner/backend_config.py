@@ -31,6 +31,9 @@ class TorchBackendConfig(Config):
     """Rollouts of similar length side by side, or one after another in one row with block-diagonal attention."""
     published_dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Type of the weights that samplers receive."""
+    dead_band_ulp: float = Field(default=0.0, ge=0.0, le=4.0)
+    """Weights within this many units in the last place of what was published last keep it: 0.75 makes deltas about a
+    quarter smaller. 0 rounds every weight; below 0.5 nothing is gained. What is kept back is published later."""
     compute_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of matrix products; log-probabilities are normalised in fp32 either way."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")

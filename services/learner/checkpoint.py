@@ -21,7 +21,7 @@ from pathlib import Path
 from services.common.errors import CorruptStore, DiskFull
 from services.common.types import Digest
 from services.common.weights.arena import Arena
-from services.common.weights.payload import file_digest, write_snapshot
+from services.common.weights.payload import apply_payload, file_digest, write_snapshot
 from services.learner.backends.backend import TrainBackend
 from services.learner.cursor import Cursor, cursor_from_bytes, cursor_to_bytes
 
@@ -112,6 +112,15 @@ def read_checkpoint(path: Path) -> Cursor:
         if file_digest(path / name) != digest:
             raise CorruptStore(f"{path / name} was changed after it was written")
     return cursor_from_bytes((path / CURSOR_FILE).read_bytes())
+
+
+def read_published(path: Path, arena: Arena) -> None:
+    """Read the published weights of a checkpoint.
+
+    Raises:
+        CorruptData: they are broken, or of another model.
+    """
+    apply_payload(path / PUBLISHED_FILE, arena, expected_from_root=None)
 
 
 def _files(root: Path) -> list[str]:

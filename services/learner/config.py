@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pydantic import Field, model_validator
 
+from services.common.bandwidth import BandwidthConfig
 from services.common.config import Config
 from services.common.contract import SamplingConfig
 from services.common.tasks.registry import TaskConfig
@@ -80,6 +81,8 @@ class LearnerConfig(Config):
     """First wait after a lost call, seconds; doubles, drawn at random below that."""
     retry_cap_s: float = Field(default=10.0, gt=0)
     """Longest wait between attempts, seconds; the learner goes on trying."""
+    bandwidth: BandwidthConfig = BandwidthConfig()
+    """Caps of what this process receives and sends."""
     max_message_bytes: int = Field(default=16 << 20, ge=2 << 20, le=512 << 20)
     """Largest message, bytes; the coordinator's."""
     metrics_port: int = Field(default=9102, ge=0, le=65535)

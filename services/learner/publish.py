@@ -74,7 +74,7 @@ class Publisher:
         """Round the masters into an arena of its own; the shadow is not touched."""
         if self._spare is None:
             self._spare = Arena(self._layout)
-        await in_thread(backend.store, self._spare)
+        await in_thread(backend.store, self._spare, published=self.position.shadow)
         return self._spare
 
     async def publish(

@@ -25,7 +25,7 @@ from services.common.pull import Puller
 from services.common.weights.arena import Arena
 from services.common.wire import manifest_digest, manifest_from_bytes
 from services.learner.backends.backend import TrainBackend
-from services.learner.checkpoint import CheckpointStore, read_checkpoint
+from services.learner.checkpoint import CheckpointStore, read_checkpoint, read_published
 from services.learner.cursor import Cursor
 from services.learner.encode import Position
 from services.learner.journal import Journal
@@ -131,7 +131,7 @@ class Resumption:
         if action is Action.REPUBLISH:
             return await self._republish(path, cursor, arena)
         assert committed is not None, "only a committed version is rolled back to"
-        return await self._roll_back(cursor, committed, head)
+        return await self._roll_back(cursor, arena, committed, head)
 
     async def _can_pull(self, version: int) -> bool:
         try:
@@ -143,7 +143,9 @@ class Resumption:
     async def _restore(self, path: Path, cursor: Cursor) -> Arena:
         await in_thread(self.backend.restore, self.store.backend_directory(path))
         arena = Arena(self.backend.layout)
-        await in_thread(self.backend.store, arena)
+        await in_thread(read_published, path, arena)
+        # On top of what was published, or a dead band could not be told from damage.
+        await in_thread(self.backend.store, arena, published=arena)
         root = await in_thread(arena.state_root)
         if root != cursor.state_root:
             raise CorruptStore(f"{path} restores to state {root[:12]}, not to {cursor.state_root[:12]}")
@@ -182,7 +184,7 @@ class Resumption:
             return None
         return cursor.step
 
-    async def _roll_back(self, cursor: Cursor, committed: int, head: int) -> int:
+    async def _roll_back(self, cursor: Cursor, arena: Arena, committed: int, head: int) -> int:
         _LOG.warning(
             "ROLLING BACK from version %d to version %d, the newest that has a usable checkpoint: versions %d to %d are"
             " abandoned and their groups handed out again",
@@ -198,8 +200,7 @@ class Resumption:
             shadow=None,
         )
         # At once, without a step: samplers are to leave the abandoned versions now.
-        staged = await self.publisher.stage(self.backend)
-        await self.publisher.publish(staged, step=cursor.step, saved_by=self.backend)
+        await self.publisher.publish(arena, step=cursor.step, saved_by=self.backend)
         return cursor.step
 
     async def _start(self) -> int:
@@ -230,5 +231,5 @@ class Resumption:
             layout=self.backend.layout,
             clock=self.patience.clock,
         )
-        puller.on_frame = self.patience.reset
+        puller.fetcher.on_frame = self.patience.reset
         return (await self.patience.insist(lambda: puller.pull(held=None, want_version=version))).arena

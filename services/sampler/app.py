@@ -63,7 +63,7 @@ async def _sample(config: SamplerConfig, clock: Clock, stop: asyncio.Event, noti
         metrics.watch_disk(config.state_dir)
         port = metrics.serve(config.metrics_port, service="sampler", address=config.metrics_host)
         _LOG.info("metrics on port %d", port)
-        async with CoordinatorClient(config.coordinator, tls=config.tls) as api:
+        async with CoordinatorClient(config.coordinator, tls=config.tls, bandwidth=config.bandwidth) as api:
             sampler = await asyncio.to_thread(build, config, api, outbox, clock)
             await sampler.run(stop, on_ready=lambda: notifier.ready(f"site {config.site}"))
             notifier.stopping()
@@ -103,7 +103,13 @@ def join(
     site = SiteId(config.site)
     bell = Bell()
     batch = asyncio.Lock()
-    puller = Puller(api=api, spool=config.state_dir / "incoming", layout=parts.engine.layout, clock=clock)
+    puller = Puller(
+        api=api,
+        spool=config.state_dir / "incoming",
+        layout=parts.engine.layout,
+        clock=clock,
+        num_streams=config.pull_streams,
+    )
     policy = PolicySync(
         api=api,
         puller=puller,

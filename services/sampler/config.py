@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from services.common.bandwidth import BandwidthConfig
 from services.common.config import Config
 from services.common.contract import SamplingConfig
 from services.common.tasks.registry import TaskConfig
@@ -66,5 +67,9 @@ class SamplerConfig(Config):
     """Delay added to the link's own; `kind` is none, fixed, uniform, lognormal, weibull or exponential."""
     heartbeat_s: float = Field(default=2.0, gt=0)
     """Seconds between two heartbeats."""
+    bandwidth: BandwidthConfig = BandwidthConfig()
+    """Caps of what this process receives and sends."""
+    pull_streams: int = Field(default=1, ge=1, le=16)
+    """Ranges of a payload fetched at once; 2 to 4 help on long links that lose packets."""
     outbox_bytes: int = Field(default=1 << 30, ge=1 << 16)
     """Bytes of undelivered groups at which generation pauses."""

@@ -61,7 +61,7 @@ class PolicySync:
         self.head_version = -1
         self._published: dict[int, float] = {}
         # While bytes arrive the link works, and the next failure is the first of a row.
-        puller.on_frame = self._sync_patience.reset
+        puller.fetcher.on_frame = self._sync_patience.reset
 
     def take(self, current: int) -> PulledVersion | None:
         """The staged version, when it is another than `current`."""

@@ -21,6 +21,7 @@ TESTS = yaml.safe_load((ROOT / "tests" / "contract" / "alerts.yml").read_text())
 TARGET_LABELS = {"run", "service", "site", "job", "instance"}
 SUFFIXES = {"histogram": ("_bucket", "_count", "_sum"), "counter": ("_total",), "gauge": ("",)}
 NOT_SHOWN = {
+    "heterorl_bandwidth_cap_bytes_per_second": "a setting; how long bytes wait for it is shown",
     "heterorl_learner_version": "the coordinator's head is shown; this one helps when both disagree",
     "heterorl_learner_last_publish_timestamp_seconds": "the coordinator's time of the head is shown and alerted on",
     "heterorl_sampler_policy_version": "the coordinator shows it per site",

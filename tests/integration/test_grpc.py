@@ -4,20 +4,23 @@ import asyncio
 import dataclasses
 import socket
 
+import blake3
 import grpc.aio
 import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from heterorl.v1 import policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc, run_pb2_grpc
 
-from services.common import errors
+from services.common import errors, metrics
 from services.common.api import Command, Heartbeat, PlanKind
+from services.common.bandwidth import BandwidthConfig
 from services.common.clock import SystemClock
 from services.common.errors import PortInUse
+from services.common.rpc import messages
 from services.common.rpc.client import CoordinatorClient
 from services.common.rpc.retry import RetryPolicy
 from services.common.rpc.server import Server
-from services.common.types import DropReason, PushStatus
+from services.common.types import Digest, DropReason, PushStatus
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core import Coordinator
 from services.coordinator.servicer import PolicyServicer, RolloutServicer, RunServicer
@@ -121,6 +124,74 @@ async def test_payloads_and_heads_stream_over_the_wire(served, run):
     watch = client.watch_head(after_version=-1)
     assert (await anext(watch)).version == 1
     await watch.aclose()
+
+
+async def test_ranges_of_a_payload_stream_over_the_wire(served, run, tmp_path):
+    plan = await served.client.plan_pull(have_version=-1, have_root="", want_version=-1)
+    payload = plan.payloads[0]
+    whole = b"".join([frame async for frame in served.client.read_payload(digest=payload.digest, offset=0)])
+    part = b"".join([frame async for frame in served.client.read_payload(digest=payload.digest, offset=3, stop=20)])
+
+    assert part == whole[3:20]
+    with pytest.raises(errors.InvalidRequest, match="not within"):
+        await anext(served.client.read_payload(digest=payload.digest, offset=0, stop=len(whole) + 1))
+
+
+async def test_damaged_frames_are_told_at_once_in_both_directions(served, run, monkeypatch):
+    plan = await served.client.plan_pull(have_version=-1, have_root="", want_version=-1)
+    data = b"some bytes of a payload"
+    digest = Digest(blake3.blake3(data).hexdigest())
+
+    async def frames():
+        yield data
+
+    monkeypatch.setattr(messages, "frame_checksum", _Alternating())
+    with pytest.raises(errors.Unreachable, match="damaged"):
+        await anext(served.client.read_payload(digest=plan.payloads[0].digest, offset=0))
+    with pytest.raises(errors.DigestMismatch, match="damaged"):
+        await served.client.upload_payload(
+            epoch=run.epoch, digest=digest, num_bytes=len(data), offset=0, frames=frames()
+        )
+    assert await served.client.query_upload(digest=digest) == 0
+
+
+class _Alternating:
+    """A checksum that sender and receiver never agree on."""
+
+    def __init__(self):
+        self._number = 0
+
+    def __call__(self, frame):
+        self._number += 1
+        return self._number
+
+
+async def test_caps_slow_payloads_down_and_are_reported(served, run):
+    cap = 2_000_000.0
+    payload = (await served.client.plan_pull(have_version=-1, have_root="", want_version=-1)).payloads[0]
+    clock = _SleepingClock()
+    bandwidth = BandwidthConfig(down_bytes_per_s=cap)
+    async with CoordinatorClient(
+        f"127.0.0.1:{served.port}", tls=PLAINTEXT, policy=QUICK, bandwidth=bandwidth, clock=clock
+    ) as slow:
+        num_bytes = sum([len(frame) async for frame in slow.read_payload(digest=payload.digest, offset=0)])
+
+    assert num_bytes == payload.num_bytes
+    assert sum(clock.slept) == pytest.approx(num_bytes / cap)
+    assert metrics.REGISTRY.get_sample_value("heterorl_bandwidth_cap_bytes_per_second", {"direction": "down"}) == cap
+
+
+class _SleepingClock(SystemClock):
+    """Stands still, and notes how long it is asked to sleep."""
+
+    def __init__(self):
+        self.slept = []
+
+    def monotonic(self):
+        return 0.0
+
+    async def sleep(self, seconds):
+        self.slept.append(seconds)
 
 
 async def test_typed_refusals_arrive_typed(served, run):

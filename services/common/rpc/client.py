@@ -12,9 +12,10 @@ import grpc.aio
 from heterorl.v1 import policy_pb2, rollout_pb2, run_pb2
 
 from services.common.api import Command, HeadUpdate, Heartbeat, PullPlan, RegisterAnswer, Registration, WorkGrant
+from services.common.bandwidth import BandwidthConfig, TokenBucket
 from services.common.clock import Clock, SystemClock
 from services.common.errors import HeterorlError, Unreachable
-from services.common.metrics import BYTES, RPC_SECONDS
+from services.common.metrics import BANDWIDTH_CAP, BANDWIDTH_WAIT, BYTES, RPC_SECONDS
 from services.common.rpc import messages, retry
 from services.common.rpc.link import Link
 from services.common.rpc.retry import RetryPolicy
@@ -57,15 +58,26 @@ class CoordinatorClient:
         policy: RetryPolicy | None = None,
         clock: Clock | None = None,
         rng: random.Random | None = None,
+        bandwidth: BandwidthConfig | None = None,
     ) -> None:
         self._link = Link(address, tls=tls or TlsConfig(), max_message_bytes=max_message_bytes)
         self._retry = policy or RetryPolicy()
         self._clock = clock or SystemClock()
         self._rng = rng or random.Random()
+        caps = bandwidth or BandwidthConfig()
+        self._down = TokenBucket(bytes_per_s=caps.down_bytes_per_s, clock=self._clock)
+        self._up = TokenBucket(bytes_per_s=caps.up_bytes_per_s, clock=self._clock)
+        for direction, cap in (("down", caps.down_bytes_per_s), ("up", caps.up_bytes_per_s)):
+            BANDWIDTH_CAP.labels(direction).set(cap)
+            BANDWIDTH_WAIT.labels(direction)
 
     async def close(self) -> None:
         """Close the channel; calls under way are cancelled."""
         await self._link.close()
+
+    async def _pace(self, bucket: TokenBucket, direction: str, num_bytes: int) -> None:
+        if waited_s := await bucket.take(num_bytes):
+            BANDWIDTH_WAIT.labels(direction).inc(waited_s)
 
     async def __aenter__(self) -> CoordinatorClient:
         """Use as a context."""
@@ -127,7 +139,8 @@ class CoordinatorClient:
                 header=policy_pb2.UploadHeader(epoch=epoch, digest=digest, num_bytes=num_bytes, offset=offset)
             )
             async for frame in frames:
-                yield policy_pb2.UploadPayloadRequest(frame=frame)
+                await self._pace(self._up, "up", len(frame))
+                yield policy_pb2.UploadPayloadRequest(frame=frame, checksum=messages.frame_checksum(frame))
 
         async def attempt() -> int:
             async with self._link.stubs() as stubs:
@@ -167,10 +180,13 @@ class CoordinatorClient:
         )
         return messages.plan_from_pb(await self._call("PlanPull", request))
 
-    async def read_payload(self, *, digest: Digest, offset: int) -> AsyncIterator[bytes]:
-        """Yield frames of a payload until its end; after Unreachable go on from the bytes received."""
-        request = policy_pb2.ReadPayloadRequest(digest=digest, offset=offset)
+    async def read_payload(self, *, digest: Digest, offset: int, stop: int | None = None) -> AsyncIterator[bytes]:
+        """Yield frames of a payload until `stop` or its end; after Unreachable go on from the bytes received."""
+        request = policy_pb2.ReadPayloadRequest(digest=digest, offset=offset, stop=stop)
         async for message in self._streamed("ReadPayload", request):
+            if messages.frame_checksum(message.frame) != message.checksum:
+                raise Unreachable(f"a frame of payload {digest[:12]} was damaged on its way", retry_after_s=1.0)
+            await self._pace(self._down, "down", len(message.frame))
             yield message.frame
 
     async def lease_work(self, *, site: SiteId, incarnation: str, max_groups: int, policy_version: int) -> WorkGrant:
@@ -192,6 +208,7 @@ class CoordinatorClient:
             async def requests() -> AsyncIterator[rollout_pb2.PushGroupsRequest]:
                 for group in groups:
                     message = rollout_pb2.PushGroupsRequest(group=group_to_pb(group))
+                    await self._pace(self._up, "up", message.ByteSize())
                     BYTES.labels("groups", "out").inc(message.ByteSize())
                     yield message
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import xxhash
 from heterorl.v1 import common_pb2, policy_pb2, rollout_pb2, run_pb2
 
 from services.common.api import Command, Heartbeat, PlanKind, PullPlan, RegisterAnswer, Registration, WorkGrant
@@ -34,6 +35,11 @@ _STATUS_OF = {pb: value for value, pb in _STATUS.items()}
 _REASON_OF = {pb: value for value, pb in _REASON.items()}
 _PLAN_OF = {pb: value for value, pb in _PLAN.items()}
 _COMMAND_OF = {pb: value for value, pb in _COMMAND.items()}
+
+
+def frame_checksum(frame: bytes) -> int:
+    """XXH3-64 of a frame: tells damage on the way at the frame it happened to, long before the payload's digest."""
+    return xxhash.xxh3_64_intdigest(frame)
 
 
 def report_to_pb(value: StepReport) -> common_pb2.StepReport:

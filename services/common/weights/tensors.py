@@ -29,8 +29,15 @@ def layout_of(model: nn.Module, dtype: Dtype) -> Layout:
 
 
 @torch.no_grad()
-def store(model: nn.Module, arena: Arena) -> None:
+def store(model: nn.Module, arena: Arena, *, published: Arena | None = None, dead_band_ulp: float = 0.0) -> None:
     """Round a model's tensors to the published type and write their bits into an arena of its layout.
+
+    Args:
+        model: the masters.
+        arena: receives the bits; may be `published` itself.
+        published: what was published last.
+        dead_band_ulp: elements at most this far from their published value, in units in the last place of that value,
+            keep it; 0 rounds every element.
 
     Raises:
         ConfigError: a weight is not finite in the published type: it would reach every sampler.
@@ -43,7 +50,19 @@ def store(model: nn.Module, arena: Arena) -> None:
                 raise ConfigError(
                     "published_dtype", f"{spec.name} is not finite as {spec.dtype}", action="publish a wider type"
                 )
+            if published is not None and dead_band_ulp:
+                bits = torch.from_numpy(published.view(spec.name)).view(rounded.dtype)
+                rounded = torch.where(_is_within(tensors[spec.name], bits, dead_band_ulp), bits, rounded)
             arena.view(spec.name)[...] = rounded.view(_INTEGER[rounded.element_size()]).numpy()
+
+
+def _is_within(master: torch.Tensor, published: torch.Tensor, dead_band_ulp: float) -> torch.Tensor:
+    """Whether |master - published| <= dead_band_ulp x ulp(published), elementwise; exact in double precision."""
+    limits = torch.finfo(published.dtype)
+    wide = published.double()
+    exponent = torch.frexp(wide).exponent
+    ulp = torch.ldexp(torch.full_like(wide, limits.eps / 2), exponent).clamp(min=limits.tiny * limits.eps)
+    return (master.detach().to(device="cpu", dtype=torch.float64) - wide).abs() <= dead_band_ulp * ulp
 
 
 @torch.no_grad()

@@ -33,8 +33,14 @@ class TrainBackend(Protocol):
         """
         ...
 
-    def store(self, arena: Arena) -> None:
-        """Round the masters to the published type and write their bits."""
+    def store(self, arena: Arena, *, published: Arena | None = None) -> None:
+        """Round the masters to the published type and write their bits.
+
+        Args:
+            arena: receives the bits; may be `published` itself.
+            published: what was published last; a backend with a dead band keeps elements that are near enough to it,
+                so that storing again on top of the result changes nothing.
+        """
         ...
 
     def load_published(self, arena: Arena) -> None:

@@ -119,9 +119,9 @@ class TorchBackend:
             is_applied=is_applied,
         )
 
-    def store(self, arena: Arena) -> None:
-        """Round the masters to the published type and write their bits."""
-        tensors.store(self._model, arena)
+    def store(self, arena: Arena, *, published: Arena | None = None) -> None:
+        """Round the masters to the published type and write their bits; see TrainBackend."""
+        tensors.store(self._model, arena, published=published, dead_band_ulp=self._config.dead_band_ulp)
 
     def load_published(self, arena: Arena) -> None:
         """Take published weights as masters and start the optimizer anew: its moments belong to other weights."""

@@ -27,8 +27,8 @@ def model_dir(tmp_path_factory):
     return directory
 
 
-def _backend(model_dir):
-    config = TorchBackendConfig(lr=1e-2)
+def _backend(model_dir, dead_band_ulp):
+    config = TorchBackendConfig(lr=1e-2, dead_band_ulp=dead_band_ulp)
     return TorchBackend(model_dir=model_dir, config=config, loss=GepoConfig(), sampling=SAMPLING)
 
 
@@ -42,11 +42,12 @@ def _backend(model_dir):
     ],
     ids=lambda kills: "+".join(f"{when}:{method}" for when, method in kills) or "none",
 )
-async def test_torch_run_ends_with_the_same_weights_when_killed_and_resumed(tmp_path, model_dir, kills):
+@pytest.mark.parametrize("dead_band_ulp", [0.0, 2.0])
+async def test_torch_run_ends_with_the_same_weights_when_killed_and_resumed(tmp_path, model_dir, kills, dead_band_ulp):
     reference = await open_coordinator(tmp_path / "reference")
-    contract = make_contract(_backend(model_dir).layout)
+    contract = make_contract(_backend(model_dir, dead_band_ulp).layout)
     await asyncio.gather(
-        learn(learner_config(tmp_path / "reference"), reference, _backend(model_dir), contract=contract),
+        learn(learner_config(tmp_path / "reference"), reference, _backend(model_dir, dead_band_ulp), contract=contract),
         fill(reference, 6, contract=contract),
     )
     core = await open_coordinator(tmp_path)
@@ -56,9 +57,9 @@ async def test_torch_run_ends_with_the_same_weights_when_killed_and_resumed(tmp_
         # The second call of the first life is that of version 1; later lives resume before they train.
         api = FragileApi(core, **{when: (method, 2 if number == 0 else 1)})
         with pytest.raises(Killed):
-            await learn(config, api, _backend(model_dir), contract=contract)
+            await learn(config, api, _backend(model_dir, dead_band_ulp), contract=contract)
 
-    result = await learn(config, core, _backend(model_dir), contract=contract)
+    result = await learn(config, core, _backend(model_dir, dead_band_ulp), contract=contract)
 
     await filling
     assert result.is_finished

@@ -117,3 +117,86 @@ def test_persistent_buffers_travel_and_counters_do_not():
 
     assert np.array_equal(arena.view("running_mean").view(np.float32), np.full(3, 2.5, np.float32))
     assert "num_batches_tracked" not in {spec.name for spec in arena.layout.specs}
+
+
+# ---- dead band
+
+
+def _moved(model, *, scale, seed):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + scale * torch.randn(parameter.shape, generator=generator))
+
+
+def _stored(model, dtype, *, published=None, dead_band_ulp=0.0):
+    arena = Arena(tensors.layout_of(model, dtype))
+    tensors.store(model, arena, published=published, dead_band_ulp=dead_band_ulp)
+    return arena
+
+
+def _values(arena, name, dtype):
+    return torch.from_numpy(arena.view(name).copy()).view(DTYPES[dtype]).double()
+
+
+def _ulp(values, dtype):
+    wide = values.abs().to(DTYPES[dtype])
+    return (torch.nextafter(wide, torch.full_like(wide, torch.inf)).double() - wide.double()).abs()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("seed", range(3))
+def test_dead_band_keeps_what_is_near_and_rounds_the_rest(dtype, seed):
+    model = tiny_model(seed=seed, is_tied=False)
+    published = _stored(model, dtype)
+    _moved(model, scale=4e-3, seed=seed)
+    rounded = _stored(model, dtype)
+
+    arena = _stored(model, dtype, published=published, dead_band_ulp=0.75)
+
+    num_kept = num_rounded = 0
+    for spec in arena.layout.specs:
+        old, new, plain = (_values(state, spec.name, dtype) for state in (published, arena, rounded))
+        is_near = (weights(model)[spec.name].double() - old).abs() <= 0.75 * _ulp(old, dtype)
+        assert torch.equal(new, torch.where(is_near, old, plain))
+        num_kept += int((is_near & (old != plain)).sum())
+        num_rounded += int((~is_near).sum())
+    assert num_kept > 100
+    assert num_rounded > 100
+
+
+@pytest.mark.parametrize("dead_band_ulp", [0.3, 0.75, 2.0])
+def test_storing_again_on_top_changes_nothing(dead_band_ulp):
+    model = tiny_model(seed=1)
+    published = _stored(model, "bf16")
+    _moved(model, scale=4e-3, seed=2)
+    arena = _stored(model, "bf16", published=published, dead_band_ulp=dead_band_ulp)
+    digests = arena.digests()
+
+    tensors.store(model, arena, published=arena, dead_band_ulp=dead_band_ulp)
+
+    assert arena.digests() == digests
+
+
+def test_small_changes_add_up_until_they_are_published():
+    layer = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(layer.weight, 1.0)
+    published = _stored(layer, "bf16")
+    seen = []
+    for _ in range(4):
+        with torch.no_grad():
+            layer.weight += 0.3 * 2.0**-7
+        published = _stored(layer, "bf16", published=published, dead_band_ulp=0.75)
+        seen.append(_values(published, "weight", "bf16").item())
+
+    assert seen == [1.0, 1.0, 1.0 + 2.0**-7, 1.0 + 2.0**-7]
+
+
+def test_dead_band_does_not_hide_a_weight_that_is_not_finite():
+    layer = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(layer.weight, 1.0)
+    published = _stored(layer, "bf16")
+    nn.init.constant_(layer.weight, torch.nan)
+
+    with pytest.raises(ConfigError, match="not finite"):
+        _stored(layer, "bf16", published=published, dead_band_ulp=0.75)

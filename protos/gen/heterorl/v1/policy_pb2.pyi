@@ -403,8 +403,11 @@ class UploadPayloadRequest(google.protobuf.message.Message):
 
     HEADER_FIELD_NUMBER: builtins.int
     FRAME_FIELD_NUMBER: builtins.int
+    CHECKSUM_FIELD_NUMBER: builtins.int
     frame: builtins.bytes
     """Frame of at most 1 MiB."""
+    checksum: builtins.int
+    """XXH3-64 of the frame."""
     @property
     def header(self) -> Global___UploadHeader:
         """Header; exactly once, first."""
@@ -414,9 +417,10 @@ class UploadPayloadRequest(google.protobuf.message.Message):
         *,
         header: Global___UploadHeader | None = ...,
         frame: builtins.bytes = ...,
+        checksum: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["frame", b"frame", "header", b"header", "part", b"part"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["frame", b"frame", "header", b"header", "part", b"part"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "frame", b"frame", "header", b"header", "part", b"part"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["part", b"part"]) -> typing.Literal["header", "frame"] | None: ...
 
 Global___UploadPayloadRequest: typing_extensions.TypeAlias = UploadPayloadRequest
@@ -693,17 +697,23 @@ class ReadPayloadRequest(google.protobuf.message.Message):
 
     DIGEST_FIELD_NUMBER: builtins.int
     OFFSET_FIELD_NUMBER: builtins.int
+    STOP_FIELD_NUMBER: builtins.int
     digest: builtins.str
     """Blake3 (hex) of the payload."""
     offset: builtins.int
     """Position of the first byte."""
+    stop: builtins.int
+    """Position after the last byte; without it, the payload's end."""
     def __init__(
         self,
         *,
         digest: builtins.str = ...,
         offset: builtins.int = ...,
+        stop: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["digest", b"digest", "offset", b"offset"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_stop", b"_stop", "stop", b"stop"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_stop", b"_stop", "digest", b"digest", "offset", b"offset", "stop", b"stop"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_stop", b"_stop"]) -> typing.Literal["stop"] | None: ...
 
 Global___ReadPayloadRequest: typing_extensions.TypeAlias = ReadPayloadRequest
 
@@ -714,13 +724,17 @@ class ReadPayloadResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     FRAME_FIELD_NUMBER: builtins.int
+    CHECKSUM_FIELD_NUMBER: builtins.int
     frame: builtins.bytes
     """At most 1 MiB of the payload."""
+    checksum: builtins.int
+    """XXH3-64 of the frame."""
     def __init__(
         self,
         *,
         frame: builtins.bytes = ...,
+        checksum: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["frame", b"frame"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "frame", b"frame"]) -> None: ...
 
 Global___ReadPayloadResponse: typing_extensions.TypeAlias = ReadPayloadResponse

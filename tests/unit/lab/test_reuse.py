@@ -1,0 +1,75 @@
+"""Runs that another experiment has already."""
+
+import json
+
+import pytest
+
+from services.lab import run as lab_run
+from services.lab.cell import list_cells
+from services.lab.config import AlgorithmConfig, ExperimentConfig, RegimeConfig
+from services.lab.results import failure, identity
+
+SMALL = ExperimentConfig(algorithms=(AlgorithmConfig(name="gepo"), AlgorithmConfig(name="other")), seeds=(0, 1))
+
+
+def _store(directory, cell, **changes):
+    (directory / "runs").mkdir(parents=True, exist_ok=True)
+    row = {**failure(cell, problem="", wall_s=1.0), **identity(cell), **changes}
+    (directory / "runs" / f"{cell.run_id}.json").write_text(json.dumps(row))
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Numbers of the cells that would be run."""
+    numbers = []
+
+    async def note(cells, missing, **_):
+        numbers.extend(missing)
+        return True
+
+    monkeypatch.setattr(lab_run, "_run_all", note)
+    monkeypatch.setattr("services.lab.report.write_report", lambda directory: directory / "report.html")
+    return numbers
+
+
+def _run(tmp_path, experiment):
+    path = tmp_path / "small.toml"
+    path.write_text(
+        'algorithms = [{ name = "gepo" }, { name = "other" }]\nseeds = [0, 1]\n'
+        f"[regime]\nmax_steps = {experiment.regime.max_steps}\n"
+    )
+    return lab_run.run_experiment(
+        str(path), out=tmp_path / "new", overrides=(), jobs=1, reuse=(tmp_path / "old", tmp_path / "missing")
+    )
+
+
+def test_same_runs_are_taken_over_and_the_others_run(tmp_path, asked):
+    cells = list_cells(SMALL)
+    _store(tmp_path / "old", cells[0], last=0.25)
+    _store(tmp_path / "old", cells[1], failed="RuntimeError: broken")
+    _store(tmp_path / "old", cells[2], cell_digest="0" * 64)
+
+    _run(tmp_path, SMALL)
+
+    assert asked == [1, 2, 3]
+    rows = json.loads((tmp_path / "new" / "results.json").read_text())["runs"]
+    assert [(row["run_id"], row["last"]) for row in rows] == [(cells[0].run_id, 0.25)]
+
+
+def test_runs_of_another_regime_are_not_taken_over(tmp_path, asked):
+    _store(tmp_path / "old", list_cells(SMALL)[0], last=0.25)
+
+    _run(tmp_path, SMALL.model_copy(update={"regime": RegimeConfig(max_steps=7)}))
+
+    assert asked == [0, 1, 2, 3]
+
+
+def test_own_results_are_kept(tmp_path, asked):
+    cell = list_cells(SMALL)[0]
+    _store(tmp_path / "old", cell, last=0.25)
+    _store(tmp_path / "new", cell, last=0.5)
+
+    _run(tmp_path, SMALL)
+
+    rows = json.loads((tmp_path / "new" / "results.json").read_text())["runs"]
+    assert [row["last"] for row in rows] == [0.5]

@@ -5,7 +5,7 @@ BIN := .venv/bin
 SETUP := .venv/.installed
 N ?= 1000
 
-.PHONY: help demo test test-fast check kills lab-quick lab-stale64 lab-recommend bench-losses coverage protos lock clean bench-merge
+.PHONY: help demo test test-fast test-images check kills lab-quick lab-stale64 lab-recommend bench-losses coverage protos lock clean bench-merge subsets dashboards
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -20,11 +20,14 @@ demo: $(SETUP)  ## Train a small model by GEPO with samplers 64 versions behind;
 	$(BIN)/heterorl demo
 
 test: $(SETUP)  ## Run all tests with coverage
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --cov --cov-report= -q
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --cov --cov-report= -q -m "not image"
 	$(BIN)/coverage report --skip-covered --fail-under=90 | tail -n 40
 
 test-fast: $(SETUP)  ## Run the tests that start no processes
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -q -m "not slow"
+
+test-images: $(SETUP)  ## Build the coordinator's image without a container engine and run it; needs a package index
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m image
 
 check: $(SETUP)  ## Lint, types, import layers, protos
 	$(BIN)/ruff check .
@@ -51,12 +54,19 @@ bench-losses: $(SETUP)  ## Time a learner step under each loss beside the cheape
 bench-merge: $(SETUP)  ## Merged deltas beside the chain: bytes and seconds for samplers 1 to 256 versions behind
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.weights_merge --out benchmarks/results/weights_merge.json
 
+dashboards: $(SETUP)  ## Write the Grafana dashboards from deploy/grafana/panels.py
+	$(BIN)/python -m deploy.grafana.generate
+
 protos: $(SETUP)  ## Generate the stubs
 	$(BIN)/python protos/generate.py
+
+subsets: $(SETUP)  ## Write what each service needs of the lock
+	$(BIN)/python requirements/subsets.py
 
 lock: $(SETUP)  ## Write the exact versions of the current environment
 	(echo "# Exact versions of everything that tests and demo run with; made by 'make lock'."; \
 	 $(BIN)/pip freeze --exclude-editable | sed 's/^torch==.*/torch==2.13.0/') > requirements/lock.txt
+	$(BIN)/python requirements/subsets.py
 
 clean:  ## Remove what the targets made
 	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*

@@ -14,8 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from services.certs.cli import app as certs
 from services.common.config import Config, explain, load, read_tables
 from services.common.errors import HeterorlError
+from services.common.tls import check_tls
 
 app = typer.Typer(
     name="heterorl",
@@ -49,11 +51,18 @@ def _schema(service: str) -> type[Config]:
     return schema
 
 
+def _check_link(service: str, config: Any) -> None:
+    """Say at once, before a model is loaded, that a link would be refused."""
+    key = "listen" if service == "coordinator" else "coordinator"
+    check_tls(config.tls, key=key, address=getattr(config, key))
+
+
 def _serve(service: str, config: Path | None, overrides: list[str] | None, log: str) -> None:
     from services.common import logs
 
     logs.configure(style="json" if log == "json" else "console")
     loaded: Any = load(_schema(service), config, overrides or ())
+    _check_link(service, loaded)
     module = importlib.import_module(f"services.{service}.app")
     raise typer.Exit(asyncio.run(module.main(loaded)))
 
@@ -96,8 +105,8 @@ def demo(
     """Watch a small model improve by GEPO on this machine while its samplers are 64 versions behind.
 
     Warm-starts a small model on addition, starts one coordinator, one learner and two samplers as processes that talk
-    only gRPC over loopback, and shows the run live. Ends with report.html, summary.json and a Hugging Face model in
-    --out.
+    only gRPC over loopback, each with a certificate of its own, and shows the run live. Ends with report.html,
+    summary.json and a Hugging Face model in --out.
 
     Exit code 0: every promise was kept. 1: one was not, or the run failed. 2: an option is wrong, nothing was started.
     130: Ctrl-C; the processes were stopped in order, and summary.json says what is known.
@@ -128,15 +137,21 @@ def export(
 def status(
     address: Annotated[str, typer.Argument(help="host:port of the coordinator.")],
     json_: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    ca: Annotated[str, typer.Option(help="PEM file of the run's authority.")] = "",
+    cert: Annotated[str, typer.Option(help="PEM file of an operator's certificate.")] = "",
+    key: Annotated[str, typer.Option(help="PEM file of its private key.")] = "",
+    insecure: Annotated[bool, typer.Option("--insecure", help="Plaintext; for a coordinator on loopback.")] = False,
 ) -> None:
-    """Show a run: versions, queue, ledger, sites."""
+    """Show a run: versions, queue, ledger, sites. Needs an operator's certificate: `heterorl certs issue operator`."""
     from services.common.rpc.client import CoordinatorClient
     from services.common.rpc.retry import RetryPolicy
+    from services.common.tls import TlsConfig
     from services.common.types import RunStatus
     from services.status import status_json, status_tables
 
     async def ask() -> RunStatus:
-        async with CoordinatorClient(address, policy=RetryPolicy(budget_s=5.0)) as client:
+        tls = TlsConfig(ca=ca, cert=cert, key=key, insecure=insecure)
+        async with CoordinatorClient(address, tls=tls, policy=RetryPolicy(budget_s=5.0)) as client:
             return await client.get_status()
 
     answer = asyncio.run(ask())
@@ -146,10 +161,33 @@ def status(
         _console().print(*status_tables(answer))
 
 
+@app.command()
+def health(
+    address: Annotated[str, typer.Argument(help="host:port of the coordinator.")],
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for the answer.", min=0.1)] = 5.0,
+    ca: Annotated[str, typer.Option(help="PEM file of the run's authority.")] = "",
+    cert: Annotated[str, typer.Option(help="PEM file of a certificate of the run, the coordinator's own too.")] = "",
+    key: Annotated[str, typer.Option(help="PEM file of its private key.")] = "",
+    insecure: Annotated[bool, typer.Option("--insecure", help="Plaintext; for a coordinator on loopback.")] = False,
+) -> None:
+    """Ask a coordinator whether it serves; for health checks of containers and load balancers.
+
+    Exit code 0: it serves. 1: it does not, is stopping, or cannot be reached. 2: an option is wrong.
+    """
+    from services.common.rpc.health import check_health
+    from services.common.tls import TlsConfig
+
+    tls = TlsConfig(ca=ca, cert=cert, key=key, insecure=insecure)
+    answer = asyncio.run(check_health(address, tls=tls, timeout_s=timeout))
+    _console(stderr=not answer.is_serving).print(answer.reason)
+    raise typer.Exit(0 if answer.is_serving else 1)
+
+
 @app.command("check-config")
 def check_config(service: Service, config: ConfigOption = None, set_: SetOption = None) -> None:
     """Check a configuration without starting anything; names every wrong key."""
-    load(_schema(service), config, set_ or ())
+    loaded: Any = load(_schema(service), config, set_ or ())
+    _check_link(service, loaded)
     _console().print(f"{service} configuration is valid")
 
 
@@ -202,6 +240,7 @@ lab = typer.Typer(
     rich_markup_mode="markdown",
 )
 app.add_typer(lab, name="lab")
+app.add_typer(certs, name="certs")
 
 
 @lab.command("run")

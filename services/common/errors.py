@@ -7,7 +7,7 @@
       RemoteError             an answer of a peer, one per ErrorReason (services/common/rpc maps it to a status)
         InvalidRequest  ContractMismatch  UnknownVersion  UnknownPayload  DigestMismatch  StaleEpoch  LeaseHeld
         ParentNotHead  StepConflict  GroupNotAvailable  PayloadMissing  TooStale  QuotaExceeded  Draining
-        NotRegistered  RunFinished  StoreFull  Unreachable
+        NotRegistered  RunFinished  StoreFull  Unauthenticated  PermissionDenied  Unreachable
       CorruptData             bytes that fail their own checks: quarantined, never served, never applied
         MalformedPayload  LimitExceeded  StateMismatch  CorruptStore
       UntrustedVersion        a version whose origin or place in the history is not proven; never used
@@ -179,6 +179,18 @@ class StoreFull(RemoteError):
     """The coordinator's disk is full."""
 
     action = "free space on the coordinator; repeat after the stated delay"
+
+
+class Unauthenticated(RemoteError):
+    """The link proves no identity that this run knows; with a delay, a new certificate in the same files is enough."""
+
+    action = "give this node a certificate of this run: heterorl certs issue or renew"
+
+
+class PermissionDenied(RemoteError):
+    """The identity is known, and its role or site may not do this."""
+
+    action = "use a certificate of the right role and site; the same request will be refused again"
 
 
 class Unreachable(RemoteError):

@@ -1,119 +1,220 @@
-"""Every metric of every service, declared once; names follow heterorl_<service>_<thing>_<unit>, labels are bounded."""
+"""Every metric of every service, declared once; names follow heterorl_<service>_<thing>_<unit>, labels are bounded.
+
+Metrics that several services have carry no service in their name. A process shows its own and the common ones. The
+labels `run`, `service`, and at samplers `site`, come from the scrape configuration: no metric has the first two, and no
+metric of a sampler the third.
+
+    policy age   publish -> apply, generate   heterorl_sampler_policy_age_seconds
+                 publish -> lease             heterorl_coordinator_policy_age_seconds
+                 publish -> train             heterorl_learner_policy_age_seconds
+"""
 
 from __future__ import annotations
 
 import errno
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Metric,
+    ProcessCollector,
+    start_http_server,
+)
+from prometheus_client.registry import Collector
 
-from services.common.errors import PortInUse
+from services.common.errors import ConfigError, PortInUse
 
 REGISTRY = CollectorRegistry(auto_describe=True)
+ProcessCollector(registry=REGISTRY)
+
+Service = Literal["coordinator", "learner", "sampler"]
+SERVICES: tuple[Service, ...] = ("coordinator", "learner", "sampler")
+MAX_SITES = 256
+"""Sites with a label of their own; whoever registers under ever new names meets in one label."""
+OTHER_SITES = "other"
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+_AGES = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200, 1800, 2400, 3000, 3600, 7200, 86400)
 _VERSIONS = (0, 1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256)
 
+
+def _counter(name: str, text: str, *labels: str) -> Counter:
+    return Counter(f"heterorl_{name}", text, labels, registry=REGISTRY)
+
+
+def _gauge(name: str, text: str, *labels: str) -> Gauge:
+    return Gauge(f"heterorl_{name}", text, labels, registry=REGISTRY)
+
+
+def _histogram(name: str, text: str, *labels: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
+    return Histogram(f"heterorl_{name}", text, labels, registry=REGISTRY, buckets=buckets)
+
+
 # every service
-RPC_SECONDS = Histogram(
-    "heterorl_rpc_seconds", "Duration of an rpc at its server.", ["method", "code"], registry=REGISTRY, buckets=_SECONDS
-)
-RPC_CLIENT_SECONDS = Histogram(
-    "heterorl_rpc_client_seconds",
-    "Duration of an rpc at its caller.",
-    ["method", "code"],
-    registry=REGISTRY,
-    buckets=_SECONDS,
-)
-RPC_ERRORS = Counter("heterorl_rpc_errors", "Typed refusals.", ["method", "reason"], registry=REGISTRY)
-BYTES = Counter("heterorl_bytes", "Payload bytes moved.", ["kind", "direction"], registry=REGISTRY)
-BANDWIDTH_CAP = Gauge(
-    "heterorl_bandwidth_cap_bytes_per_second", "Configured cap; 0 is none.", ["direction"], registry=REGISTRY
-)
-BANDWIDTH_WAIT = Counter(
-    "heterorl_bandwidth_wait_seconds", "Time that bytes waited for the cap.", ["direction"], registry=REGISTRY
-)
-TOKENS = Counter("heterorl_tokens", "Completion tokens generated or trained.", ["service"], registry=REGISTRY)
-POLICY_AGE_SECONDS = Histogram(
-    "heterorl_policy_age_seconds",
-    "Time from a policy's publication to the training on its groups.",
-    registry=REGISTRY,
-    buckets=_SECONDS,
-)
+RPC_SECONDS = _histogram("rpc_seconds", "Duration of an rpc, by where it was measured.", "side", "method", "code")
+BYTES = _counter("bytes_total", "Payload and group bytes moved, from this process's side.", "kind", "direction")
+TOKENS = _counter("tokens_total", "Completion tokens generated (samplers) or trained (learner).")
+DISK_FREE_BYTES = _gauge("disk_free_bytes", "Free space of the disk that holds this process's state.")
+DISK_SIZE_BYTES = _gauge("disk_size_bytes", "Size of that disk.")
+IDENTITY_REFUSALS = _counter("rpc_identity_refusals_total", "Calls refused for what their certificate says.", "reason")
+CERTIFICATE_EXPIRY = _gauge("certificate_expiry_seconds", "When this node's certificate expires, since the epoch.")
+BANDWIDTH_CAP = _gauge("bandwidth_cap_bytes_per_second", "Configured cap; 0 is none.", "direction")
+BANDWIDTH_WAIT = _counter("bandwidth_wait_seconds_total", "Time that bytes waited for the cap.", "direction")
 
-# coordinator
-HEAD_VERSION = Gauge("heterorl_coordinator_head_version", "Newest policy version.", registry=REGISTRY)
-LEARNER_EPOCH = Gauge("heterorl_coordinator_learner_epoch", "Current learner epoch.", registry=REGISTRY)
-QUEUE_GROUPS = Gauge("heterorl_coordinator_queue_groups", "Groups by state.", ["state"], registry=REGISTRY)
-LEDGER_GROUPS = Gauge("heterorl_coordinator_ledger_groups", "Groups by final account.", ["account"], registry=REGISTRY)
-LEDGER_BALANCED = Gauge("heterorl_coordinator_ledger_balanced", "1 while every group is accounted.", registry=REGISTRY)
-PUSHED_GROUPS = Counter(
-    "heterorl_coordinator_pushed_groups", "Groups pushed, by outcome.", ["status", "reason"], registry=REGISTRY
-)
-SITE_POLICY_VERSION = Gauge(
-    "heterorl_coordinator_site_policy_version", "Version that a site generates with.", ["site"], registry=REGISTRY
-)
+# whoever pulls weights: samplers, and a learner that resumes
+PULL_SECONDS = _histogram("pull_seconds", "Duration of fetching a version.")
+APPLY_SECONDS = _histogram("apply_seconds", "Duration of applying and verifying a version.")
+DIGEST_MISMATCHES = _counter("digest_mismatches_total", "Versions whose recomputed state or payload was wrong.")
 
-# learner
-STEPS = Counter("heterorl_learner_steps", "Optimizer steps.", ["applied"], registry=REGISTRY)
-STEP_SECONDS = Histogram("heterorl_learner_step_seconds", "Duration of a step.", registry=REGISTRY, buckets=_SECONDS)
-ENCODE_SECONDS = Histogram(
-    "heterorl_learner_encode_seconds", "Duration of encoding a version.", registry=REGISTRY, buckets=_SECONDS
+# coordinator: the run
+HEAD_VERSION = _gauge("coordinator_head_version", "Newest policy version.")
+HEAD_TIMESTAMP = _gauge("coordinator_head_timestamp_seconds", "When the newest version was published (start if none).")
+LEARNER_EPOCH = _gauge("coordinator_learner_epoch", "Current learner epoch.")
+DRAINING = _gauge("coordinator_draining", "1 while no work is handed out because the run ends.")
+MAX_POLICY_AGE_SECONDS = _gauge("coordinator_max_policy_age_seconds", "Configured bound on the age of a policy.")
+MAX_STALENESS_VERSIONS = _gauge("coordinator_max_staleness_versions", "Configured bound on staleness.")
+
+# coordinator: groups
+QUEUE_GROUPS = _gauge("coordinator_queue_groups", "Groups by state.", "state")
+QUEUE_OLDEST_SECONDS = _gauge("coordinator_queue_oldest_seconds", "How long the oldest pending group has waited.")
+QUEUE_AGE_SECONDS = _histogram(
+    "coordinator_queue_age_seconds", "Time from a group's arrival to its lease.", "site", buckets=_AGES
 )
-PUBLISH_SECONDS = Histogram(
-    "heterorl_learner_publish_seconds", "Duration of upload and commit.", registry=REGISTRY, buckets=_SECONDS
+LEASED_POLICY_AGE_SECONDS = _histogram(
+    "coordinator_policy_age_seconds",
+    "Time from a policy's publication to the lease of its groups.",
+    "site",
+    buckets=_AGES,
 )
-STALENESS_VERSIONS = Histogram(
-    "heterorl_learner_staleness_versions", "Staleness of trained groups.", registry=REGISTRY, buckets=_VERSIONS
+LEDGER_GROUPS = _gauge("coordinator_ledger_groups", "Groups by account of the conservation law.", "account")
+LEDGER_DROPPED_GROUPS = _gauge("coordinator_ledger_dropped_groups", "Acknowledged groups not trained on.", "reason")
+LEDGER_BALANCED = _gauge("coordinator_ledger_balanced", "1 while every acknowledged group is accounted for.")
+PUSHED_GROUPS = _counter("coordinator_pushed_groups_total", "Groups pushed, by outcome.", "site", "status", "reason")
+
+# coordinator: sites
+SITE_POLICY_VERSION = _gauge("coordinator_site_policy_version", "Version that a site generates with.", "site")
+SITE_SILENCE_SECONDS = _gauge("coordinator_site_silence_seconds", "Time since a site's last sign of life.", "site")
+SITE_WORK_GROUPS = _gauge("coordinator_site_work_groups", "Assignments leased to a site.", "site")
+SITE_PENDING_BYTES = _gauge("coordinator_site_pending_bytes", "Bytes of a site in the queue.", "site")
+SITE_QUOTA_BYTES = _gauge("coordinator_site_quota_bytes", "Bytes that one site may have in the queue.")
+
+# coordinator: store
+COMMIT_SECONDS = _histogram("coordinator_commit_seconds", "Duration of a commit, its fsync included.")
+COMMIT_OPERATIONS = _counter("coordinator_commit_operations_total", "Operations that shared these commits.")
+STORE_USED_BYTES = _gauge("coordinator_store_used_bytes", "Bytes of payloads stored or being uploaded.")
+STORE_LIMIT_BYTES = _gauge("coordinator_store_limit_bytes", "Bytes that payloads may occupy.")
+
+# learner: steps
+STEPS = _counter("learner_steps_total", "Optimizer steps.", "applied")
+STEP_SECONDS = _histogram("learner_step_seconds", "Duration of a step.")
+LAST_STEP_TIMESTAMP = _gauge("learner_last_step_timestamp_seconds", "When the last step ended (start if none).")
+STALENESS_VERSIONS = _histogram("learner_staleness_versions", "Staleness of trained groups.", "site", buckets=_VERSIONS)
+POLICY_AGE_SECONDS = _histogram(
+    "learner_policy_age_seconds",
+    "Time from a policy's publication to the end of the step on its groups.",
+    "site",
+    buckets=_AGES,
 )
-LEARNER_VERSION = Gauge("heterorl_learner_version", "Newest version published by this learner.", registry=REGISTRY)
-LOSS = Gauge("heterorl_learner_loss", "Loss of the newest step.", registry=REGISTRY)
-REWARD = Gauge("heterorl_learner_reward_mean", "Mean reward of the newest step.", registry=REGISTRY)
-KL = Gauge("heterorl_learner_kl_nats", "KL of sampler from learner policy, per sequence.", registry=REGISTRY)
-ESS = Gauge("heterorl_learner_ess_ratio", "Effective sample size over batch size.", registry=REGISTRY)
-IW_VARIANCE = Gauge("heterorl_learner_iw_variance", "Variance of the importance weights.", registry=REGISTRY)
-CLIP_FRACTION = Gauge("heterorl_learner_clip_ratio", "Share of clipped terms.", registry=REGISTRY)
-ENTROPY = Gauge("heterorl_learner_entropy_nats", "Mean entropy per token.", registry=REGISTRY)
-GRAD_NORM = Gauge("heterorl_learner_grad_norm", "Gradient norm before clipping.", registry=REGISTRY)
-EVALUATION_ACCURACY = Gauge("heterorl_learner_evaluation_accuracy_ratio", "Held-out accuracy.", registry=REGISTRY)
+INBOX_SECONDS = _histogram("learner_inbox_seconds", "Time of a trained group in the learner.", buckets=_AGES)
+LOSS = _gauge("learner_loss", "Loss of the newest step.")
+REWARD = _gauge("learner_reward_mean", "Mean reward of the newest step.")
+KL = _gauge("learner_kl_nats", "KL of sampler from learner policy, per sequence.")
+ESS = _gauge("learner_ess_ratio", "Effective sample size over batch size.")
+IW_VARIANCE = _gauge("learner_iw_variance", "Variance of the importance weights.")
+CLIP_FRACTION = _gauge("learner_clip_ratio", "Share of clipped terms.")
+ENTROPY = _gauge("learner_entropy_nats", "Mean entropy per token.")
+GRAD_NORM = _gauge("learner_grad_norm", "Gradient norm before clipping.")
+EVALUATION_ACCURACY = _gauge("learner_evaluation_accuracy_ratio", "Held-out accuracy.")
+
+# learner: versions
+LEARNER_VERSION = _gauge("learner_version", "Newest version published by this learner.")
+LAST_PUBLISH_TIMESTAMP = _gauge(
+    "learner_last_publish_timestamp_seconds", "When this learner last published (start if never)."
+)
+ENCODE_SECONDS = _histogram("learner_encode_seconds", "Duration of encoding a version.")
+PUBLISH_SECONDS = _histogram("learner_publish_seconds", "Duration of upload and commit.")
+VERSION_BYTES = _gauge("learner_version_bytes", "Bytes of the newest payload of a kind.", "kind")
+FULL_BYTES = _gauge("learner_full_bytes", "Bytes of the weights, uncompressed.")
+COMPRESSION_RATIO = _gauge("learner_compression_ratio", "Bytes of the weights over bytes of the newest delta.")
+CHANGED_RATIO = _gauge("learner_changed_ratio", "Share of the weights that the newest version changed.")
 
 # sampler
-POLICY_VERSION = Gauge(
-    "heterorl_sampler_policy_version", "Version that this sampler generates with.", registry=REGISTRY
+POLICY_VERSION = _gauge("sampler_policy_version", "Version that this sampler generates with.")
+SAMPLER_POLICY_AGE_SECONDS = _histogram(
+    "sampler_policy_age_seconds",
+    "Time from a policy's publication to its swap (apply), or to the end of a group made with it (generate).",
+    "stage",
+    buckets=_AGES,
 )
-PULL_SECONDS = Histogram(
-    "heterorl_sampler_pull_seconds", "Duration of fetching a version.", registry=REGISTRY, buckets=_SECONDS
+SWAP_SECONDS = _histogram("sampler_swap_seconds", "Pause of generation for a swap.")
+GENERATE_SECONDS = _histogram("sampler_generate_seconds", "Duration of a generation batch.")
+RTT_SECONDS = _histogram("sampler_rtt_seconds", "Round trip of a heartbeat to the coordinator.")
+PUSH_DELAY_SECONDS = _histogram(
+    "sampler_push_delay_seconds", "Time from a group's generation to its acknowledgement.", buckets=_AGES
 )
-APPLY_SECONDS = Histogram(
-    "heterorl_sampler_apply_seconds",
-    "Duration of applying and verifying a version.",
-    registry=REGISTRY,
-    buckets=_SECONDS,
-)
-SWAP_SECONDS = Histogram(
-    "heterorl_sampler_swap_seconds", "Pause of generation for a swap.", registry=REGISTRY, buckets=_SECONDS
-)
-GENERATE_SECONDS = Histogram(
-    "heterorl_sampler_generate_seconds", "Duration of a generation batch.", registry=REGISTRY, buckets=_SECONDS
-)
-OUTBOX_GROUPS = Gauge("heterorl_sampler_outbox_groups", "Groups waiting in the outbox.", registry=REGISTRY)
-OUTBOX_DROPPED = Counter(
-    "heterorl_sampler_outbox_dropped", "Groups dropped by the outbox.", ["reason"], registry=REGISTRY
-)
-REWARD_ERRORS = Counter("heterorl_sampler_reward_errors", "Groups abandoned by a verifier failure.", registry=REGISTRY)
-DIGEST_MISMATCHES = Counter(
-    "heterorl_sampler_digest_mismatches", "Versions whose recomputed state was wrong.", registry=REGISTRY
-)
+OUTBOX_GROUPS = _gauge("sampler_outbox_groups", "Groups waiting in the outbox.")
+OUTBOX_BYTES = _gauge("sampler_outbox_bytes", "Bytes waiting in the outbox.")
+OUTBOX_DROPPED = _counter("sampler_outbox_dropped_total", "Groups that the coordinator did not take.", "reason")
+REWARD_ERRORS = _counter("sampler_reward_errors_total", "Groups abandoned by a verifier failure.")
 
 
-def serve(port: int, *, address: str = "127.0.0.1") -> int:
-    """Serve /metrics on a port of its own (0 picks a free one); returns the port.
+class SiteLabels:
+    """Label values of sites: the first `limit` names are their own, later ones share OTHER_SITES."""
+
+    def __init__(self, limit: int = MAX_SITES) -> None:
+        self._limit = limit
+        self._known: set[str] = set()
+
+    def of(self, site: str) -> str:
+        """The label of a site."""
+        if site not in self._known:
+            if len(self._known) >= self._limit:
+                return OTHER_SITES
+            self._known.add(site)
+        return site
+
+
+SITES = SiteLabels()
+
+
+def watch_disk(path: Path) -> None:
+    """Show the free space of the disk that holds an existing directory, as it is when asked."""
+    DISK_FREE_BYTES.set_function(lambda: shutil.disk_usage(path).free)
+    DISK_SIZE_BYTES.set_function(lambda: shutil.disk_usage(path).total)
+
+
+class _Own(Collector):
+    """The registry without the other services' metrics, which would read 0 here."""
+
+    def __init__(self, service: Service) -> None:
+        self._others = tuple(f"heterorl_{other}_" for other in SERVICES if other != service)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield this service's metrics."""
+        return (metric for metric in REGISTRY.collect() if not metric.name.startswith(self._others))
+
+
+def serve(port: int, *, service: Service, address: str = "127.0.0.1") -> int:
+    """Serve /metrics of one service on a port of its own (0 picks a free one); returns the port.
 
     Raises:
         PortInUse: the address is taken.
+        ConfigError: the address is none of this machine's.
     """
+    own = CollectorRegistry(auto_describe=False)
+    own.register(_Own(service))
     try:
-        server, _ = start_http_server(port, addr=address, registry=REGISTRY)
+        server, _ = start_http_server(port, addr=address, registry=own)
     except OSError as error:
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError("metrics_host", f"{address} is no address of this machine") from error
         if error.errno == errno.EADDRINUSE:
             raise PortInUse("metrics_port", f"{address}:{port}") from error
         raise

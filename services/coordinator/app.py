@@ -4,6 +4,7 @@
     rpcs        messages of learners and samplers             the peers; the end of the grace period
     gauges      one second                                    the stop event
     composer    versions to merge, its thread                 a publication; a plan; the stop event
+    watchdog    half the service manager's interval           the clock
     main        SIGTERM or SIGINT, or a fatal store error     the operator; the store
 
 Order of the stop: no new calls (health says NOT_SERVING), streams end, running calls finish within the grace period,
@@ -19,10 +20,10 @@ from pathlib import Path
 
 from heterorl.v1 import policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
 
-from services.common import metrics
+from services.common import metrics, notify
 from services.common.clock import Clock, SystemClock
 from services.common.rpc.server import Server
-from services.common.types import RunStatus
+from services.coordinator import observe
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core import Coordinator
 from services.coordinator.servicer import PolicyServicer, RolloutServicer, RunServicer
@@ -34,20 +35,33 @@ GAUGE_INTERVAL_S = 1.0
 async def main(config: CoordinatorConfig) -> int:
     """Serve until a signal; returns the exit code (0 after a signal, 1 after a fatal store error)."""
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
     clock = SystemClock()
+    notifier = notify.from_environment()
+    notify.on_stop((signal.SIGTERM, signal.SIGINT), notifier=notifier, stop=stop.set)
+    async with notify.supervised(notifier, clock):
+        return await _serve(config, clock, stop, notifier)
+
+
+async def _serve(config: CoordinatorConfig, clock: Clock, stop: asyncio.Event, notifier: notify.Notifier) -> int:
     core = await Coordinator.open(config, clock)
-    server = Server(max_message_bytes=config.max_message_bytes, max_concurrent_rpcs=config.max_concurrent_rpcs)
+    server = Server(
+        max_message_bytes=config.max_message_bytes,
+        max_concurrent_rpcs=config.max_concurrent_rpcs,
+        run_id=config.run_id,
+        tls=config.tls,
+    )
     policy_pb2_grpc.add_PolicyServiceServicer_to_server(PolicyServicer(core), server.grpc)
     rollout_pb2_grpc.add_RolloutServiceServicer_to_server(RolloutServicer(core), server.grpc)
     run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core), server.grpc)
     try:
         port = await server.start(config.listen)
-        metrics_port = metrics.serve(config.metrics_port)
+        metrics.watch_disk(config.data_dir)
+        # Before anybody can look: a gauge that was never set reads 0, which an alert takes for a broken ledger.
+        await observe.observe_run(core)
+        metrics_port = metrics.serve(config.metrics_port, service="coordinator", address=config.metrics_host)
         _announce(config, port)
         _LOG.info("run %s: listening on port %d, metrics on port %d", config.run_id, port, metrics_port)
+        notifier.ready(f"run {config.run_id}, port {port}")
         async with asyncio.TaskGroup() as tasks:
             gauges = tasks.create_task(_gauges(core, clock))
             composer = tasks.create_task(core.composer.run())
@@ -57,6 +71,7 @@ async def main(config: CoordinatorConfig) -> int:
             composer.cancel()
     finally:
         _LOG.info("stopping")
+        notifier.stopping()
         await core.end_streams()
         await server.stop(config.stop_grace_s)
         await core.close()
@@ -74,20 +89,5 @@ def _announce(config: CoordinatorConfig, port: int) -> None:
 
 async def _gauges(core: Coordinator, clock: Clock) -> None:
     while True:
-        _observe(await core.get_status())
+        await observe.observe_run(core)
         await clock.sleep(GAUGE_INTERVAL_S)
-
-
-def _observe(status: RunStatus) -> None:
-    ledger = status.ledger
-    metrics.HEAD_VERSION.set(status.head_version)
-    metrics.LEARNER_EPOCH.set(status.epoch)
-    metrics.QUEUE_GROUPS.labels("pending").set(ledger.pending)
-    metrics.QUEUE_GROUPS.labels("leased").set(ledger.leased)
-    metrics.LEDGER_GROUPS.labels("acked").set(ledger.acked)
-    metrics.LEDGER_GROUPS.labels("consumed").set(ledger.consumed)
-    for reason, count in ledger.dropped.items():
-        metrics.LEDGER_GROUPS.labels(f"dropped_{reason.value}").set(count)
-    metrics.LEDGER_BALANCED.set(ledger.is_balanced)
-    for site in status.sites:
-        metrics.SITE_POLICY_VERSION.labels(site.site).set(site.policy_version)

@@ -54,6 +54,11 @@ class BlobStore:
                 else:
                     self._used += path.stat().st_size
 
+    @property
+    def used_bytes(self) -> int:
+        """Bytes stored, and those reserved for uploads under way."""
+        return self._used
+
     def size(self, digest: Digest) -> int | None:
         """Size of a complete payload, or None."""
         path = self.path(digest)

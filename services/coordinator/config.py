@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import Field, model_validator
 
 from services.common.config import Config
+from services.common.tls import ServerTlsConfig
 
 
 class CoordinatorConfig(Config):
@@ -18,8 +19,12 @@ class CoordinatorConfig(Config):
     """Directory of database and payloads; the one thing to back up."""
     listen: str = Field(default="127.0.0.1:50051", pattern=r"^.+:\d{1,5}$")
     """host:port to serve on; port 0 lets the system choose (see the file `address` in data_dir)."""
+    tls: ServerTlsConfig = ServerTlsConfig()
+    """Certificates of the link."""
     metrics_port: int = Field(default=9101, ge=0, le=65535)
-    """Port of the Prometheus metrics on loopback; 0 lets the system choose."""
+    """Port of the Prometheus metrics; 0 lets the system choose."""
+    metrics_host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
+    """Address that the metrics are served on; they carry no secret, and whoever can reach them can read them."""
     seed: int = Field(default=0, ge=0)
     """Seed of the order of the prompts and of all sampling seeds."""
     groups_per_version: int = Field(default=32, ge=1)

@@ -14,10 +14,12 @@ import logging
 import queue
 import sqlite3
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from services.common import metrics
 from services.common.directory import make_directory
 from services.common.errors import CorruptStore, DiskFull, Draining, StoreFull
 
@@ -142,6 +144,7 @@ class Database:
     def _commit(self, batch: list[tuple[Operation, asyncio.Future[Any]]]) -> None:
         results: list[tuple[Any, BaseException | None]] = []
         connection = self._connection
+        started = time.perf_counter()
         try:
             if self._is_failed:
                 raise sqlite3.OperationalError("it failed earlier")
@@ -149,6 +152,8 @@ class Database:
             for operation, _ in batch:
                 results.append(_run_one(connection, operation))
             connection.execute("COMMIT")
+            metrics.COMMIT_SECONDS.observe(time.perf_counter() - started)
+            metrics.COMMIT_OPERATIONS.inc(len(batch))
         except sqlite3.Error as error:
             failure = self._undo(error)
             results = [(None, failure)] * len(batch)

@@ -11,13 +11,14 @@ import grpc.aio
 from heterorl.v1 import policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc, run_pb2, run_pb2_grpc
 
 from services.common.api import CoordinatorApi
-from services.common.errors import DigestMismatch, InvalidRequest
-from services.common.metrics import BYTES, PUSHED_GROUPS
+from services.common.errors import DigestMismatch, HeterorlError, InvalidRequest
+from services.common.metrics import BYTES
 from services.common.rpc import messages
 from services.common.rpc.options import FRAME_BYTES
 from services.common.rpc.run_status import status_to_pb
 from services.common.types import DropReason, Group, PushOutcome, PushStatus, SiteId
 from services.common.wire import contract_from_pb, group_from_pb, group_id_from_pb, group_to_pb
+from services.coordinator import observe
 
 PUSH_BATCH = 16
 """Groups of one push stream that share a commit."""
@@ -157,8 +158,13 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         arrived: asyncio.Queue[rollout_pb2.PushGroupsRequest | None] = asyncio.Queue(PUSH_BATCH)
 
         async def read() -> None:
-            async for message in request_iterator:
-                await arrived.put(message)
+            try:
+                async for message in request_iterator:
+                    await arrived.put(message)
+            except HeterorlError:
+                # Groups before the refused message are committed and answered; then the refusal ends the stream.
+                await arrived.put(None)
+                raise
             await arrived.put(None)
 
         reader = asyncio.create_task(read())
@@ -170,7 +176,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                     batch.append(arrived.get_nowait())
                 is_open = batch[-1] is not None
                 for outcome in await self._push([message for message in batch if message is not None]):
-                    PUSHED_GROUPS.labels(outcome.status.value, outcome.reason.value if outcome.reason else "").inc()
+                    observe.observe_push(outcome)
                     yield messages.outcome_to_pb(outcome)
         finally:
             reader.cancel()
@@ -215,6 +221,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 group=group_to_pb(queued.group), policy_age_s=queued.policy_age_s, queue_age_s=queued.queue_age_s
             )
             BYTES.labels("groups", "out").inc(message.ByteSize())
+            observe.observe_lease(queued)
             yield message
 
     async def AbandonGroups(

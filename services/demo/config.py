@@ -9,6 +9,14 @@ from typing import Any
 from services.demo.options import DemoOptions
 
 SITES = ("site-east", "site-west")
+RUN_ID = "demo"
+NODES = (
+    ("coordinator", "main"),
+    ("learner", "learner"),
+    *(("sampler", site) for site in SITES),
+    ("operator", "demo"),
+)
+"""Role and site of every certificate; the operator's is the live view's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +73,27 @@ TINY = Regime(
 )
 
 
+def certificates_dir(options: DemoOptions) -> Path:
+    """Directory of the demonstration's own authority."""
+    return options.out / "certs"
+
+
+def tls_table(options: DemoOptions, *, role: str, site: str) -> dict[str, str]:
+    """Section `tls` of a node: where `certificates.make_certificates` puts its files."""
+    node = certificates_dir(options) / f"{role}-{site}"
+    return {"ca": str(node / "ca.crt"), "cert": str(node / "node.crt"), "key": str(node / "node.key")}
+
+
 def coordinator_tables(regime: Regime, options: DemoOptions) -> dict[str, Any]:
     """Configuration of the coordinator."""
     return {
-        "run_id": "demo",
+        "run_id": RUN_ID,
         "data_dir": str(options.out / "coordinator"),
         "listen": "127.0.0.1:0",
+        "tls": {
+            **tls_table(options, role="coordinator", site="main"),
+            "revoked": str(certificates_dir(options) / "revoked"),
+        },
         "metrics_port": 0,
         "seed": options.seed,
         "groups_per_version": regime.groups_per_step,
@@ -81,8 +104,9 @@ def coordinator_tables(regime: Regime, options: DemoOptions) -> dict[str, Any]:
 def learner_tables(regime: Regime, options: DemoOptions, *, address: str, model_dir: Path) -> dict[str, Any]:
     """Configuration of the learner."""
     return {
-        "run_id": "demo",
+        "run_id": RUN_ID,
         "coordinator": address,
+        "tls": tls_table(options, role="learner", site="learner"),
         "model_dir": str(model_dir),
         "state_dir": str(options.out / "learner"),
         "metrics_port": 0,
@@ -108,6 +132,7 @@ def sampler_tables(regime: Regime, options: DemoOptions, *, site: str, address: 
     return {
         "site": site,
         "coordinator": address,
+        "tls": tls_table(options, role="sampler", site=site),
         "model_dir": str(model_dir),
         "state_dir": str(options.out / site),
         "metrics_port": 0,

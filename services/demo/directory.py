@@ -17,7 +17,10 @@ from services.demo.config import SITES
 from services.demo.report import PICTURES
 
 MARKER = ".heterorl-demo"
-RESULTS = ("config", "logs", "coordinator", "learner", *SITES, "model", "model.writing", "summary.json", "report.html")
+RESULTS = (
+    *("certs", "config", "logs", "coordinator", "learner", *SITES),
+    *("model", "model.writing", "summary.json", "report.html"),
+)
 OWN = (*RESULTS, *(f"{name}.png" for name in PICTURES))
 _NOTE = "Written by `heterorl demo`. Its next run with this --out replaces its own results here, and nothing else.\n"
 

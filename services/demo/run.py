@@ -1,4 +1,4 @@
-"""`heterorl demo`: warm start, four processes on loopback, a live view, and a verdict.
+"""`heterorl demo`: warm start, four processes on loopback behind certificates, a live view, and a verdict.
 
 Guarantees: a promise that the run broke (ledger, digests, a process that failed, accuracy that did not rise) is an exit
 code other than 0; Ctrl-C at any instant stops every process in order and, once processes run, writes what is known.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
 import json
 import time
 from pathlib import Path
@@ -19,8 +20,19 @@ from rich.live import Live
 from services.common.errors import HeterorlError, RemoteError
 from services.common.rpc.client import CoordinatorClient
 from services.common.rpc.retry import RetryPolicy
+from services.common.tls import TlsConfig
 from services.common.types import RunStatus, StepReport
-from services.demo.config import FULL, SITES, TINY, Regime, coordinator_tables, learner_tables, sampler_tables
+from services.demo.certificates import make_certificates
+from services.demo.config import (
+    FULL,
+    SITES,
+    TINY,
+    Regime,
+    coordinator_tables,
+    learner_tables,
+    sampler_tables,
+    tls_table,
+)
 from services.demo.directory import claim
 from services.demo.interruption import Interruption
 from services.demo.options import DemoOptions
@@ -114,13 +126,15 @@ class _Demo:
         with interruption.cancelling():
             address = await self._start()
             # Short patience: the view is drawn again half a second later.
-            async with CoordinatorClient(address, policy=RetryPolicy(budget_s=3.0)) as client:
+            tls = TlsConfig.model_validate(tls_table(self._options, role="operator", site="demo"))
+            async with CoordinatorClient(address, tls=tls, policy=RetryPolicy(budget_s=3.0)) as client:
                 await self._watch(client)
                 await self._look(client)
 
     async def _start(self) -> str:
         options, regime, out = self._options, self._regime, self._options.out
         self._console.print(f"starting: coordinator, learner, {', '.join(SITES)}")
+        make_certificates(options, now=datetime.datetime.now(datetime.UTC))
         coordinator = start(
             "coordinator", name="coordinator", tables=coordinator_tables(regime, options), directory=out
         )

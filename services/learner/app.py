@@ -9,6 +9,7 @@
     feed      groups of the stream; room in the inbox          the coordinator; Inbox.take; a broken link is re-opened
     session   groups_per_step groups, then its thread, then    Inbox.put; the thread's end; the coordinator's answer,
               upload and commit                                repeated and asked for until it comes
+    watchdog  half the service manager's interval              the clock
     main      the session's end, or the stop event             max_steps; SIGTERM or SIGINT
 
 Every wait ends when the lease is lost, because `renew` fails its TaskGroup and that cancels the others. A step runs in
@@ -26,9 +27,10 @@ import logging
 import random
 import secrets
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.common import metrics
+from services.common import metrics, notify
 from services.common.api import CoordinatorApi
 from services.common.clock import Clock, SystemClock
 from services.common.errors import RemoteError
@@ -47,6 +49,7 @@ from services.learner.feed import feed
 from services.learner.inbox import Inbox
 from services.learner.journal import Journal
 from services.learner.lease import acquire, renew
+from services.learner.observe import observe_start
 from services.learner.patience import Patience
 from services.learner.publish import Publisher
 from services.learner.resume import Resumption
@@ -186,30 +189,43 @@ class _Learner:
 async def main(config: LearnerConfig) -> int:
     """Train until max_steps or a signal; returns the exit code 0."""
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    clock = SystemClock()
+    notifier = notify.from_environment()
+    notify.on_stop((signal.SIGTERM, signal.SIGINT), notifier=notifier, stop=stop.set)
+    async with notify.supervised(notifier, clock):
+        await _train(config, clock, stop, notifier)
+    return 0
+
+
+async def _train(config: LearnerConfig, clock: Clock, stop: asyncio.Event, notifier: notify.Notifier) -> None:
     parts = await in_thread(assemble, config)
-    metrics_port = metrics.serve(config.metrics_port)
+    config.state_dir.mkdir(parents=True, exist_ok=True)
+    metrics.watch_disk(config.state_dir)
+    observe_start()
+    metrics_port = metrics.serve(config.metrics_port, service="learner", address=config.metrics_host)
     _LOG.info("run %s: coordinator %s, metrics on port %d", config.run_id, config.coordinator, metrics_port)
     if parts.signer is not None:
         _LOG.info("versions are signed by %s", parts.signer.public_key)
     async with CoordinatorClient(
-        config.coordinator, max_message_bytes=config.max_message_bytes, bandwidth=config.bandwidth
+        config.coordinator,
+        tls=config.tls,
+        max_message_bytes=config.max_message_bytes,
+        bandwidth=config.bandwidth,
     ) as client:
         result = await run(
             config,
             api=client,
             backend=parts.backend,
             contract=parts.contract,
-            clock=SystemClock(),
+            clock=clock,
             rng=random.Random(),
             evaluator=parts.evaluator,
             signer=parts.signer,
             stop=stop,
+            on_ready=lambda: notifier.ready(f"run {config.run_id}, holder {config.holder}"),
         )
+    notifier.stopping()
     _LOG.info("stopped at step %d, version %d", result.step, result.version)
-    return 0
 
 
 async def run(
@@ -223,8 +239,11 @@ async def run(
     evaluator: Evaluator | None = None,
     signer: Signer | None = None,
     stop: asyncio.Event | None = None,
+    on_ready: Callable[[], None] = lambda: None,
 ) -> RunResult:
-    """Train until `max_steps` or until `stop` is set; `signer` signs every version and must have signed the head.
+    """Train until `max_steps` or until `stop` is set.
+
+    `signer` signs every version and must have signed the head. `on_ready` is called when the lease is asked for.
 
     Raises:
         UntrustedVersion: the coordinator's head is not signed by this learner nor by a trusted earlier one.
@@ -249,6 +268,7 @@ async def run(
             async with asyncio.TaskGroup() as tasks:
                 leading = tasks.create_task(learner.lead())
                 stopped = tasks.create_task(stopping.wait())
+                on_ready()
                 await asyncio.wait([leading, stopped], return_when=asyncio.FIRST_COMPLETED)
                 leading.cancel()
                 stopped.cancel()

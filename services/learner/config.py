@@ -11,6 +11,7 @@ from services.common.config import Config
 from services.common.contract import SamplingConfig
 from services.common.signing import PublicKey
 from services.common.tasks.registry import TaskConfig
+from services.common.tls import TlsConfig
 from services.learner.backend_config import TorchBackendConfig
 from services.learner.loss_config import GepoConfig, LossConfig
 
@@ -41,6 +42,8 @@ class LearnerConfig(Config):
     """Name of this learner. A restart under the same name takes the lease back at once, another name waits."""
     coordinator: str = Field(default="127.0.0.1:50051", pattern=r"^.+:\d{1,5}$")
     """host:port of the coordinator."""
+    tls: TlsConfig = TlsConfig()
+    """Certificates of the link."""
     model_dir: str = Field(default="", max_length=4096)
     """Hugging Face directory or hub id of the model to start from, with its tokenizer."""
     state_dir: Path = Path("runs/learner")
@@ -88,7 +91,9 @@ class LearnerConfig(Config):
     max_message_bytes: int = Field(default=16 << 20, ge=2 << 20, le=512 << 20)
     """Largest message, bytes; the coordinator's."""
     metrics_port: int = Field(default=9102, ge=0, le=65535)
-    """Port of the Prometheus metrics on loopback; 0 lets the system choose."""
+    """Port of the Prometheus metrics; 0 lets the system choose."""
+    metrics_host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
+    """Address that the metrics are served on; they carry no secret, and whoever can reach them can read them."""
 
     @model_validator(mode="after")
     def _check_keys(self) -> LearnerConfig:

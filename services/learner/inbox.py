@@ -28,7 +28,7 @@ class Inbox:
         self._capacity = capacity
         self._condition = asyncio.Condition()
         self._waiting: deque[QueuedGroup] = deque()
-        self._held: dict[GroupId, None] = {}
+        self._held: dict[GroupId, float] = {}
         self._granted = 0
         self._stream = 0
         self._is_closed = False
@@ -47,6 +47,11 @@ class Inbox:
     def held(self) -> tuple[GroupId, ...]:
         """Ids of the groups that this learner holds."""
         return tuple(self._held)
+
+    def held_s(self, group_id: GroupId) -> float:
+        """How long this learner has held a group, seconds of the event loop's clock."""
+        now = asyncio.get_running_loop().time()
+        return now - self._held.get(group_id, now)
 
     def open_stream(self) -> tuple[tuple[GroupId, ...], AsyncIterator[int]]:
         """Begin a stream: the ids it must not send again, and its credits; ends the credits of an earlier stream."""
@@ -75,7 +80,7 @@ class Inbox:
         async with self._condition:
             self._granted = max(0, self._granted - 1)
             if queued.group.id not in self._held:
-                self._held[queued.group.id] = None
+                self._held[queued.group.id] = asyncio.get_running_loop().time()
                 self._waiting.append(queued)
             self._condition.notify_all()
 

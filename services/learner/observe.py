@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 
 from services.common import metrics
-from services.common.types import QueuedGroup, StepReport
+from services.common.types import Manifest, PayloadKind, QueuedGroup, StepReport
 
 _LOG = logging.getLogger(__name__)
+_NUMBERS = (
+    metrics.LOSS, metrics.REWARD, metrics.KL, metrics.ESS, metrics.IW_VARIANCE, metrics.CLIP_FRACTION,
+    metrics.ENTROPY, metrics.GRAD_NORM, metrics.EVALUATION_ACCURACY, metrics.COMPRESSION_RATIO, metrics.CHANGED_RATIO,
+)  # fmt: skip
 
 
-def observe_step(report: StepReport, groups: Sequence[QueuedGroup], *, head_version: int) -> None:
-    """Export one step; staleness is counted from the coordinator's head, so that a restart cannot inflate it."""
+def observe_step(
+    report: StepReport, groups: Sequence[QueuedGroup], *, head_version: int, held_s: Sequence[float]
+) -> None:
+    """Export one step; staleness is counted from the coordinator's head, so that a restart cannot inflate it.
+
+    Args:
+        report: the step.
+        groups: those it trained on.
+        head_version: newest version when the step began.
+        held_s: for each group, seconds since it arrived here; added to its age, which the coordinator stated then.
+    """
     metrics.STEPS.labels(str(report.is_applied).lower()).inc()
     metrics.STEP_SECONDS.observe(report.step_s)
-    metrics.TOKENS.labels("learner").inc(report.num_tokens)
-    for queued in groups:
-        metrics.STALENESS_VERSIONS.observe(head_version - queued.group.oldest_version)
-        metrics.POLICY_AGE_SECONDS.observe(queued.policy_age_s)
+    metrics.TOKENS.inc(report.num_tokens)
+    metrics.LAST_STEP_TIMESTAMP.set_to_current_time()
+    for queued, held in zip(groups, held_s, strict=True):
+        site = metrics.SITES.of(queued.group.id.site)
+        metrics.STALENESS_VERSIONS.labels(site).observe(head_version - queued.group.oldest_version)
+        metrics.POLICY_AGE_SECONDS.labels(site).observe(queued.policy_age_s + held)
+        metrics.INBOX_SECONDS.observe(held)
     metrics.LOSS.set(report.loss)
     metrics.REWARD.set(report.reward_mean)
     metrics.KL.set(report.kl)
@@ -36,3 +53,28 @@ def observe_step(report: StepReport, groups: Sequence[QueuedGroup], *, head_vers
         report.num_tokens,
         report.step_s,
     )
+
+
+def observe_start() -> None:
+    """Say that nothing is known yet: times begin now, numbers are NaN, counters exist, so that no alert is misled."""
+    metrics.LAST_STEP_TIMESTAMP.set_to_current_time()
+    metrics.LAST_PUBLISH_TIMESTAMP.set_to_current_time()
+    for gauge in _NUMBERS:
+        gauge.set(math.nan)
+    # A counter that appears with its first count shows no increase.
+    for applied in ("true", "false"):
+        metrics.STEPS.labels(applied)
+
+
+def observe_version(manifest: Manifest, *, publish_s: float) -> None:
+    """Export one published version."""
+    metrics.LEARNER_VERSION.set(manifest.version)
+    metrics.LAST_PUBLISH_TIMESTAMP.set_to_current_time()
+    metrics.PUBLISH_SECONDS.observe(publish_s)
+    metrics.FULL_BYTES.set(manifest.full_bytes)
+    if manifest.num_elements:
+        metrics.CHANGED_RATIO.set(manifest.num_changed / manifest.num_elements)
+    for payload in manifest.payloads:
+        metrics.VERSION_BYTES.labels(payload.kind.value).set(payload.num_bytes)
+        if payload.kind is PayloadKind.DELTA and payload.num_bytes:
+            metrics.COMPRESSION_RATIO.set(manifest.full_bytes / payload.num_bytes)

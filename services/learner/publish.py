@@ -20,7 +20,7 @@ from pathlib import Path
 
 from services.common.api import CoordinatorApi
 from services.common.errors import GroupNotAvailable, PayloadMissing, RemoteError
-from services.common.metrics import ENCODE_SECONDS, LEARNER_VERSION, PUBLISH_SECONDS
+from services.common.metrics import ENCODE_SECONDS
 from services.common.signing import Signer
 from services.common.types import GroupId, PublishRequest, StepReport
 from services.common.weights.arena import Arena, Layout
@@ -30,6 +30,7 @@ from services.learner.checkpoint import CheckpointStore
 from services.learner.cursor import Cursor, step_id
 from services.learner.encode import Encoded, Position, encode_version
 from services.learner.journal import Journal
+from services.learner.observe import observe_version
 from services.learner.patience import Patience, is_transient
 from services.learner.threads import in_thread
 from services.learner.upload import upload
@@ -134,7 +135,7 @@ class Publisher:
             raise
         publish_s = time.perf_counter() - started
         self._advance(arena, encoded)
-        PUBLISH_SECONDS.observe(publish_s)
+        observe_version(encoded.manifest, publish_s=publish_s)
         self._journal.note_version(encoded.manifest, reports, encode_s=encoded.encode_s, publish_s=publish_s)
         _LOG.info(
             "version %d is published: step %d, %d of %d values changed, %d bytes",
@@ -209,7 +210,6 @@ class Publisher:
             lineage_digest=manifest_digest(encoded.manifest_bytes),
             shadow=arena,
         )
-        LEARNER_VERSION.set(encoded.manifest.version)
         self._remove_files(encoded)
 
     def _remove_files(self, encoded: Encoded) -> None:

@@ -92,7 +92,8 @@ class Session:
                 return None
             head = self.publisher.position.head_version
             report = await in_thread(self.backend.train_step, groups, head_version=head, step=self.step + 1)
-            observe_step(report, groups, head_version=head)
+            held_s = [self.inbox.held_s(queued.group.id) for queued in groups]
+            observe_step(report, groups, head_version=head, held_s=held_s)
             if not report.is_applied:
                 await self._reject(report, groups)
                 continue

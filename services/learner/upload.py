@@ -51,5 +51,5 @@ async def _frames(path: Path, offset: int, payload: PayloadRef) -> AsyncIterator
     with path.open("rb") as file:
         file.seek(offset)
         while frame := await asyncio.to_thread(file.read, FRAME_BYTES):
-            BYTES.labels(payload.kind.value, "sent").inc(len(frame))
+            BYTES.labels(payload.kind.value, "out").inc(len(frame))
             yield frame

@@ -7,6 +7,7 @@
     generate  a verified version; work; room in the outbox  sync; the coordinator; deliver
     deliver   a group that is due                           generate, or time
     beat      the heartbeat's interval                      time
+    watchdog  half the service manager's interval           time
     main      SIGTERM, SIGINT, an order to stop, the end    the operator; beat; generate after a drain
 
 Weights are swapped only between two batches, so a completion never mixes versions. Every wait ends at a signal, the
@@ -21,9 +22,10 @@ import asyncio
 import logging
 import random
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.common import metrics
+from services.common import metrics, notify
 from services.common.api import CoordinatorApi, Registration
 from services.common.bell import Bell
 from services.common.clock import Clock, SystemClock
@@ -48,18 +50,26 @@ _LOG = logging.getLogger(__name__)
 async def main(config: SamplerConfig) -> int:
     """Sample until a signal or the end of the run; returns the exit code."""
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    clock = SystemClock()
+    notifier = notify.from_environment()
+    notify.on_stop((signal.SIGTERM, signal.SIGINT), notifier=notifier, stop=stop.set)
+    async with notify.supervised(notifier, clock):
+        await _sample(config, clock, stop, notifier)
+    return 0
+
+
+async def _sample(config: SamplerConfig, clock: Clock, stop: asyncio.Event, notifier: notify.Notifier) -> None:
     outbox = await asyncio.to_thread(Outbox, config.state_dir)
     try:
-        _LOG.info("metrics on port %d", metrics.serve(config.metrics_port))
-        async with CoordinatorClient(config.coordinator, bandwidth=config.bandwidth) as api:
-            sampler = await asyncio.to_thread(build, config, api, outbox, SystemClock())
-            await sampler.run(stop)
+        metrics.watch_disk(config.state_dir)
+        port = metrics.serve(config.metrics_port, service="sampler", address=config.metrics_host)
+        _LOG.info("metrics on port %d", port)
+        async with CoordinatorClient(config.coordinator, tls=config.tls, bandwidth=config.bandwidth) as api:
+            sampler = await asyncio.to_thread(build, config, api, outbox, clock)
+            await sampler.run(stop, on_ready=lambda: notifier.ready(f"site {config.site}"))
+            notifier.stopping()
     finally:
         outbox.close()
-    return 0
 
 
 def build(
@@ -165,8 +175,10 @@ class Sampler:
     delivery: Delivery
     batch: asyncio.Lock
 
-    async def run(self, stop: asyncio.Event) -> None:
+    async def run(self, stop: asyncio.Event, *, on_ready: Callable[[], None] = lambda: None) -> None:
         """Run until `stop`, until the coordinator orders it, or until the run is drained and the outbox empty.
+
+        `on_ready` is called when the loops run; the first of them may wait long for a coordinator.
 
         Raises:
             ContractMismatch: this node disagrees with the run.
@@ -180,6 +192,7 @@ class Sampler:
                     tasks.create_task(_until(stop)),
                     tasks.create_task(_until(self.session.stopped)),
                 ]
+                on_ready()
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                 async with self.batch:
                     for task in ends:

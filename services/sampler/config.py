@@ -12,6 +12,7 @@ from services.common.config import Config
 from services.common.contract import SamplingConfig
 from services.common.signing import PublicKey
 from services.common.tasks.registry import TaskConfig
+from services.common.tls import TlsConfig
 from services.common.weights.arena import Dtype
 from services.sampler.delay_models import DelayConfig, NoDelay
 
@@ -37,12 +38,16 @@ class SamplerConfig(Config):
     """Name of the site; unique among the run's samplers."""
     coordinator: str = Field(default="127.0.0.1:50051", pattern=r"^.+:\d{1,5}$")
     """host:port of the coordinator."""
+    tls: TlsConfig = TlsConfig()
+    """Certificates of the link."""
     model_dir: str = ""
     """Hugging Face directory or hub id that the run starts from: configuration, tokenizer and layout come from it."""
     state_dir: Path = Path("runs/sampler")
     """Directory of the outbox, the verified versions and the weights being fetched; each sampler needs its own."""
     metrics_port: int = Field(default=9103, ge=0, le=65535)
-    """Port of the Prometheus metrics on loopback; 0 lets the system choose."""
+    """Port of the Prometheus metrics; 0 lets the system choose."""
+    metrics_host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
+    """Address that the metrics are served on; they carry no secret, and whoever can reach them can read them."""
     published_dtype: Dtype = "bf16"
     """Type that the learner publishes: bf16, fp16 or fp32."""
     engine: HfEngineConfig = HfEngineConfig()

@@ -59,8 +59,11 @@ class Delivery:
             return
         settled, asked_s = settle(outcomes)
         if settled:
-            await asyncio.to_thread(self._outbox.delete, settled)
-            metrics.OUTBOX_GROUPS.set((await asyncio.to_thread(self._outbox.level)).num_groups)
+            for stay_s in await asyncio.to_thread(self._outbox.delete, settled, now=self._clock.wall()):
+                metrics.PUSH_DELAY_SECONDS.observe(stay_s)
+            level = await asyncio.to_thread(self._outbox.level)
+            metrics.OUTBOX_GROUPS.set(level.num_groups)
+            metrics.OUTBOX_BYTES.set(level.num_bytes)
             self._bell.ring()
         if len(settled) == len(outcomes):
             self._patience.reset()

@@ -70,6 +70,7 @@ class Generation:
             await self._swap()
             level = await asyncio.to_thread(self._outbox.level)
             metrics.OUTBOX_GROUPS.set(level.num_groups)
+            metrics.OUTBOX_BYTES.set(level.num_bytes)
             if self._engine.version < 0 or level.num_bytes >= self._config.outbox_bytes:
                 await ticket.wait()
                 continue
@@ -100,6 +101,7 @@ class Generation:
             await asyncio.to_thread(self._engine.load, pulled.arena, pulled.version)
         metrics.SWAP_SECONDS.observe(self._clock.monotonic() - started)
         metrics.POLICY_VERSION.set(pulled.version)
+        self._note_age("apply")
         self._session.policy_version = pulled.version
         self._session.state_root = pulled.manifest.state_root
         # What was refused to the old version may be given to the new one.
@@ -149,14 +151,22 @@ class Generation:
                 now + group_delay_s(self._config.delay, seed=self._config.seed, sequence=group.id.sequence)
                 for group in batch.groups
             ]
+            self._outbox.note_spooled([group.id.sequence for group in batch.groups], now)
             await asyncio.to_thread(self._outbox.put, batch.groups, release=release)
         self._bell.ring()
         metrics.GENERATE_SECONDS.observe(batch.generation_s)
-        metrics.TOKENS.labels("sampler").inc(batch.num_tokens)
+        self._note_age("generate", count=len(batch.groups))
+        metrics.TOKENS.inc(batch.num_tokens)
         self._session.tokens_per_s = batch.num_tokens / batch.generation_s if batch.generation_s else 0.0
         if batch.failed:
             metrics.REWARD_ERRORS.inc(len(batch.failed))
             await self._abandon(batch.failed)
+
+    def _note_age(self, stage: str, *, count: int = 1) -> None:
+        age_s = self._policy.age_s(self._engine.version)
+        if age_s is not None:
+            for _ in range(count):
+                metrics.SAMPLER_POLICY_AGE_SECONDS.labels(stage).observe(age_s)
 
     async def _abandon(self, assignments: tuple[int, ...]) -> None:
         try:

@@ -50,6 +50,7 @@ class Outbox:
             self._lock_file.close()
             raise
         self._directory = directory
+        self._spooled: dict[int, float] = {}
         self.incarnation = self._meta("incarnation", uuid.uuid4().hex[:16])
         self._next = int(self._meta("next_sequence", "1"))
 
@@ -108,9 +109,15 @@ class Outbox:
         """Hold nothing back any longer."""
         self._write("UPDATE groups SET release = ?", [(0.0,)])
 
-    def delete(self, sequences: Sequence[int]) -> None:
-        """Forget groups with a terminal outcome."""
+    def note_spooled(self, sequences: Sequence[int], now: float) -> None:
+        """Remember, until they are deleted, when groups were spooled; a restart forgets it."""
+        self._spooled.update(dict.fromkeys(sequences, now))
+
+    def delete(self, sequences: Sequence[int], *, now: float | None = None) -> list[float]:
+        """Forget groups with a terminal outcome; returns how long those stayed whose start is known, seconds."""
         self._write("DELETE FROM groups WHERE sequence = ?", [(sequence,) for sequence in sequences])
+        starts = [self._spooled.pop(sequence) for sequence in sequences if sequence in self._spooled]
+        return [] if now is None else [max(0.0, now - start) for start in starts]
 
     def level(self) -> Level:
         """How full the outbox is."""

@@ -34,6 +34,10 @@ DAMAGED_CAP_S = 300.0
 """A version that fails its checks costs a whole snapshot per attempt: attempts become this rare."""
 
 
+MAX_PUBLISHED = 4096
+"""Versions whose publication is remembered, for their age; far more than staleness may be."""
+
+
 class PolicySync:
     """Two loops around one puller; see the module docstring."""
 
@@ -63,6 +67,7 @@ class PolicySync:
         self._sync_patience = Patience(rng=rng)
         self._damage_patience = Patience(rng=rng, cap_s=DAMAGED_CAP_S)
         self.head_version = -1
+        self._published: dict[int, float] = {}
         # While bytes arrive the link works, and the next failure is the first of a row.
         puller.fetcher.on_frame = self._sync_patience.reset
 
@@ -70,6 +75,11 @@ class PolicySync:
         """The staged version, when it is another than `current`."""
         staged = self._staged
         return staged if staged is not None and staged.version != current else None
+
+    def age_s(self, version: int) -> float | None:
+        """Seconds since a version was published; None for one whose news was never heard."""
+        published = self._published.get(version)
+        return None if published is None else max(0.0, self._clock.monotonic() - published)
 
     async def watch(self) -> None:
         """Follow the head for ever.
@@ -95,7 +105,11 @@ class PolicySync:
             seen_version = update.version
             self._watch_patience.reset()
             self.head_version = update.version
-            self._visibility.see(update.version, self._clock.monotonic() - update.age_s)
+            published = self._clock.monotonic() - update.age_s
+            self._visibility.see(update.version, published)
+            self._published[update.version] = published
+            if len(self._published) > MAX_PUBLISHED:
+                del self._published[next(iter(self._published))]
             self._bell.ring()
 
     async def sync(self) -> None:

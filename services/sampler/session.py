@@ -14,6 +14,7 @@ import logging
 import random
 from collections.abc import Sequence
 
+from services.common import metrics
 from services.common.api import Command, CoordinatorApi, Heartbeat, Registration
 from services.common.bell import Bell
 from services.common.clock import Clock
@@ -96,8 +97,10 @@ class Session:
                 tokens_per_s=self.tokens_per_s,
                 outbox_groups=level.num_groups,
             )
+            sent = self._clock.monotonic()
             try:
                 commands = await self._api.heartbeat(report)
+                metrics.RTT_SECONDS.observe(self._clock.monotonic() - sent)
             except (RemoteError, CorruptData) as error:
                 _LOG.info("no heartbeat: %s", error)
                 commands = ()

@@ -10,9 +10,9 @@ import random
 from dataclasses import dataclass
 
 from services.common.clock import Clock
-from services.common.errors import ContractMismatch, InvalidRequest, RemoteError
+from services.common.errors import ContractMismatch, InvalidRequest, PermissionDenied, RemoteError, Unauthenticated
 
-PERMANENT = (ContractMismatch, InvalidRequest)
+PERMANENT = (ContractMismatch, InvalidRequest, PermissionDenied)
 """Refusals of a peer that no repetition changes: a person must correct this node."""
 
 
@@ -51,7 +51,7 @@ class Patience:
         Raises:
             RemoteError: the failure itself, when no repetition changes it.
         """
-        if isinstance(error, PERMANENT):
+        if isinstance(error, PERMANENT) or (isinstance(error, Unauthenticated) and error.retry_after_s == 0):
             raise error
         return self.delay_s(asked_s=error.retry_after_s if isinstance(error, RemoteError) else 0.0)
 

@@ -20,6 +20,7 @@ from rich.progress import Progress
 from services.common.rpc.client import CoordinatorClient
 from services.common.rpc.retry import RetryPolicy
 from tests.support.cluster import Cluster, account
+from tests.support.links import PLAINTEXT
 from tests.support.witness import Witness, contract_of
 
 SAMPLERS = ["site-a", "site-b"]
@@ -35,7 +36,7 @@ async def campaign(cluster: Cluster, *, kills: int, seed: int, pause_s: tuple[fl
     recoveries: list[float] = []
     for name in ("coordinator", "learner", *SAMPLERS):
         cluster.start(name)
-    async with CoordinatorClient(cluster.address, policy=RetryPolicy(budget_s=2.0, cap_s=0.2)) as client:
+    async with CoordinatorClient(cluster.address, tls=PLAINTEXT, policy=RetryPolicy(budget_s=2.0, cap_s=0.2)) as client:
         witness = Witness(client, contract, seed=seed)
         try:
             await cluster.until(client, lambda status: status.head_version >= 2, timeout_s=120)

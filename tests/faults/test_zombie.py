@@ -7,6 +7,7 @@ import pytest
 
 from services.common.rpc.client import CoordinatorClient
 from tests.support.cluster import Cluster
+from tests.support.links import PLAINTEXT
 
 
 @pytest.mark.slow
@@ -15,7 +16,7 @@ async def test_zombie_learner_has_no_effect_after_another_took_over(tmp_path):
     cluster = Cluster(tmp_path)
     for name in ("coordinator", "learner", "site-a"):
         cluster.start(name)
-    async with CoordinatorClient(cluster.address) as client:
+    async with CoordinatorClient(cluster.address, tls=PLAINTEXT) as client:
         try:
             await cluster.until(client, lambda status: status.head_version >= 3, timeout_s=120)
             zombie = cluster.children["learner"].process

@@ -24,6 +24,7 @@ from services.common.types import Digest, DropReason, PushStatus
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core import Coordinator
 from services.coordinator.servicer import PolicyServicer, RolloutServicer, RunServicer
+from tests.support.links import PLAINTEXT
 from tests.support.run import CONTRACT, INCARNATION, SITE, Run, rollout
 
 QUICK = RetryPolicy(budget_s=0.5, base_s=0.01, cap_s=0.05)
@@ -37,12 +38,14 @@ class Served:
 
     async def __aenter__(self):
         self.core = await Coordinator.open(self.config, SystemClock())
-        self.server = Server(max_message_bytes=self.config.max_message_bytes, max_concurrent_rpcs=64)
+        self.server = Server(
+            max_message_bytes=self.config.max_message_bytes, max_concurrent_rpcs=64, run_id="run", tls=PLAINTEXT
+        )
         policy_pb2_grpc.add_PolicyServiceServicer_to_server(PolicyServicer(self.core), self.server.grpc)
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(RolloutServicer(self.core), self.server.grpc)
         run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(self.core), self.server.grpc)
         self.port = await self.server.start("127.0.0.1:0")
-        self.client = CoordinatorClient(f"127.0.0.1:{self.port}", policy=QUICK)
+        self.client = CoordinatorClient(f"127.0.0.1:{self.port}", tls=PLAINTEXT, policy=QUICK)
         return self
 
     async def __aexit__(self, *exception):
@@ -168,7 +171,9 @@ async def test_caps_slow_payloads_down_and_are_reported(served, run):
     payload = (await served.client.plan_pull(have_version=-1, have_root="", want_version=-1)).payloads[0]
     clock = _SleepingClock()
     bandwidth = BandwidthConfig(down_bytes_per_s=cap)
-    async with CoordinatorClient(f"127.0.0.1:{served.port}", policy=QUICK, bandwidth=bandwidth, clock=clock) as slow:
+    async with CoordinatorClient(
+        f"127.0.0.1:{served.port}", tls=PLAINTEXT, policy=QUICK, bandwidth=bandwidth, clock=clock
+    ) as slow:
         num_bytes = sum([len(frame) async for frame in slow.read_payload(digest=payload.digest, offset=0)])
 
     assert num_bytes == payload.num_bytes
@@ -265,7 +270,7 @@ async def test_client_gives_up_after_its_budget_and_names_the_call(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    async with CoordinatorClient(f"127.0.0.1:{port}", policy=QUICK) as client:
+    async with CoordinatorClient(f"127.0.0.1:{port}", tls=PLAINTEXT, policy=QUICK) as client:
         with pytest.raises(errors.Unreachable, match="GetStatus: no answer"):
             await client.get_status()
         with pytest.raises(errors.Unreachable, match="WatchHead"):
@@ -277,10 +282,10 @@ async def test_client_rides_through_a_restart_of_the_coordinator(tmp_path):
         run = Run(served.client, tmp_path)
         await run.begin()
         port = served.port
-    patient = CoordinatorClient(f"127.0.0.1:{port}", policy=RetryPolicy(budget_s=20))
+    patient = CoordinatorClient(f"127.0.0.1:{port}", tls=PLAINTEXT, policy=RetryPolicy(budget_s=20))
     asking = asyncio.create_task(patient.get_status())
     core = await Coordinator.open(served.config, SystemClock())
-    server = Server(max_message_bytes=2 << 20, max_concurrent_rpcs=8)
+    server = Server(max_message_bytes=2 << 20, max_concurrent_rpcs=8, run_id="run", tls=PLAINTEXT)
     run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core), server.grpc)
     await server.start(f"127.0.0.1:{port}")
 
@@ -296,4 +301,6 @@ async def test_health_says_serving_and_a_taken_port_is_a_typed_error(served):
         answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
     with pytest.raises(PortInUse, match="listen"):
-        await Server(max_message_bytes=2 << 20, max_concurrent_rpcs=8).start(f"127.0.0.1:{served.port}")
+        await Server(max_message_bytes=2 << 20, max_concurrent_rpcs=8, run_id="run", tls=PLAINTEXT).start(
+            f"127.0.0.1:{served.port}"
+        )

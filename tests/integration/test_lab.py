@@ -124,6 +124,7 @@ def test_an_interrupted_experiment_goes_on_where_it_stopped(tmp_path):
         _, heard = process.communicate(timeout=120)
     finally:
         process.kill()
+        process.communicate()
     assert process.returncode == 130, heard
     assert "the same command goes on from here" in heard
 

@@ -9,17 +9,18 @@ from services.common.rpc.client import CoordinatorClient
 from services.common.rpc.server import Server
 from services.coordinator.servicer import PolicyServicer, RolloutServicer, RunServicer
 from tests.support.learner_world import FragileApi, Killed, fill, head_root, learn, learner_config, open_coordinator
+from tests.support.links import PLAINTEXT
 
 
 @pytest.fixture
 async def served(tmp_path):
     core = await open_coordinator(tmp_path)
-    server = Server(max_message_bytes=16 << 20, max_concurrent_rpcs=64)
+    server = Server(max_message_bytes=16 << 20, max_concurrent_rpcs=64, run_id="run", tls=PLAINTEXT)
     policy_pb2_grpc.add_PolicyServiceServicer_to_server(PolicyServicer(core), server.grpc)
     rollout_pb2_grpc.add_RolloutServiceServicer_to_server(RolloutServicer(core), server.grpc)
     run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core), server.grpc)
     port = await server.start("127.0.0.1:0")
-    async with CoordinatorClient(f"127.0.0.1:{port}") as client:
+    async with CoordinatorClient(f"127.0.0.1:{port}", tls=PLAINTEXT) as client:
         yield core, client
         await core.end_streams()
     await server.stop(1.0)

@@ -16,6 +16,7 @@ from services.common.rpc.retry import RetryPolicy
 from services.common.rpc.server import Server
 from services.common.types import PayloadKind
 from services.coordinator.servicer import PolicyServicer
+from tests.support.links import PLAINTEXT
 from tests.support.merging import Counted, merging, published, puller
 
 ROOT = Path(__file__).parents[2]
@@ -25,10 +26,10 @@ QUICK = RetryPolicy(budget_s=5.0, base_s=0.01, cap_s=0.05)
 @asynccontextmanager
 async def served(core):
     """A client of the coordinator behind a port of loopback."""
-    server = Server(max_message_bytes=2 << 20, max_concurrent_rpcs=64)
+    server = Server(max_message_bytes=2 << 20, max_concurrent_rpcs=64, run_id="run", tls=PLAINTEXT)
     policy_pb2_grpc.add_PolicyServiceServicer_to_server(PolicyServicer(core), server.grpc)
     port = await server.start("127.0.0.1:0")
-    client = CoordinatorClient(f"127.0.0.1:{port}", policy=QUICK)
+    client = CoordinatorClient(f"127.0.0.1:{port}", tls=PLAINTEXT, policy=QUICK)
     try:
         yield client
     finally:

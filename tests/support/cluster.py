@@ -15,6 +15,7 @@ from typing import Any
 from services.common.types import GroupId, RunStatus
 from services.demo.processes import Child, start, stop
 from services.demo.tiny_model import write_tiny_model
+from tests.support.certificates import Certificates
 
 RUN = {"task": {"name": "arithmetic", "digits": 1}, "sampling": {"max_new_tokens": 3}, "group_size": 2}
 
@@ -27,13 +28,17 @@ def free_port() -> int:
 
 @dataclass
 class Cluster:
-    """Configurations and processes of one run; `children` are those alive or just killed, by name."""
+    """Configurations and processes of one run; `children` are those alive or just killed, by name.
+
+    Links are plaintext over loopback unless there are `certificates`, of the run `kills`.
+    """
 
     directory: Path
     seed: int = 0
     coordinator: dict[str, Any] = field(default_factory=dict)
     learner: dict[str, Any] = field(default_factory=dict)
     sampler: dict[str, Any] = field(default_factory=dict)
+    certificates: Certificates | None = None
     children: dict[str, Child] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -44,11 +49,18 @@ class Cluster:
         if name == "coordinator":
             own = {
                 "run_id": "kills", "data_dir": str(self.directory / "coordinator"), "listen": self.address,
+                "tls": self._tls("coordinator", "main"),
                 "metrics_port": 0, "groups_per_version": 4, "learner_lease_s": 3.0, "work_lease_s": 10.0,
                 "max_staleness_versions": 1000, "stop_grace_s": 1.0,
             }  # fmt: skip
             return "coordinator", {**own, **self.coordinator}
-        base = {**RUN, "coordinator": self.address, "model_dir": str(self.model_dir), "metrics_port": 0}
+        base = {
+            **RUN,
+            "coordinator": self.address,
+            "tls": self._tls("learner" if name.startswith("learner") else "sampler", name),
+            "model_dir": str(self.model_dir),
+            "metrics_port": 0,
+        }
         if name.startswith("learner"):
             own = {
                 "run_id": "kills", "holder": name, "state_dir": str(self.directory / name), "groups_per_step": 4,
@@ -61,6 +73,12 @@ class Cluster:
             "engine": {"kind": "hf", "threads": 1},
         }  # fmt: skip
         return "sampler", {**base, **own, **self.sampler}
+
+    def _tls(self, role: str, site: str) -> dict[str, Any]:
+        if self.certificates is None:
+            return {"insecure": True}
+        tls = self.certificates.server_tls() if role == "coordinator" else self.certificates.tls(role, site)
+        return tls.model_dump()
 
     def start(self, name: str) -> Child:
         service, tables = self.tables(name)

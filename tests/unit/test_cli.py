@@ -27,6 +27,7 @@ COMMANDS = [
     "demo",
     "export",
     "status",
+    "health",
     "check-config",
     "print-config",
     "verify-lineage",
@@ -55,12 +56,27 @@ def test_every_command_explains_itself(command):
 @pytest.mark.parametrize("service", ["coordinator", "learner", "sampler"])
 def test_default_configuration_is_valid_and_shows_where_values_come_from(service, tmp_path):
     path = tmp_path / "c.toml"
-    path.write_text("metrics_port = 0\n")
+    path.write_text("metrics_port = 0\n[tls]\ninsecure = true\n")
 
     assert invoke("check-config", service, "--config", str(path)).exit_code == 0
     result = invoke("print-config", service, "--config", str(path), "--set", "metrics_port=7")
     assert "--set" in result.output
     assert "default" in result.output
+
+
+@pytest.mark.parametrize("service", ["coordinator", "learner", "sampler"])
+def test_plaintext_to_another_machine_is_refused_before_anything_starts(service):
+    key = "listen" if service == "coordinator" else "coordinator"
+    public = ["--set", f"{key}=10.0.0.1:5", "--set", "tls.insecure=true"]
+
+    for command in (["check-config", service], [service]):
+        assert "tls.ca: is not set" in str(invoke(*command).exception)
+        assert f"{key} is 10.0.0.1:5" in str(invoke(*command, *public).exception)
+
+
+def test_status_asks_for_certificates_unless_told_otherwise():
+    assert "tls.ca: is not set" in str(invoke("status", "127.0.0.1:1").exception)
+    assert "coordinator is 10.0.0.1:1" in str(invoke("status", "10.0.0.1:1", "--insecure").exception)
 
 
 @pytest.mark.parametrize(

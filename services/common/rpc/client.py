@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import grpc.aio
-from heterorl.v1 import policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc, run_pb2, run_pb2_grpc
+from heterorl.v1 import policy_pb2, rollout_pb2, run_pb2
 
 from services.common.api import Command, HeadUpdate, Heartbeat, PullPlan, RegisterAnswer, Registration, WorkGrant
 from services.common.bandwidth import BandwidthConfig, TokenBucket
 from services.common.clock import Clock, SystemClock
-from services.common.errors import HeterorlError, Unreachable
-from services.common.metrics import BANDWIDTH_CAP, BANDWIDTH_WAIT, RPC_CLIENT_SECONDS
+from services.common.errors import Unreachable
+from services.common.metrics import BANDWIDTH_CAP, BANDWIDTH_WAIT, BYTES
 from services.common.rpc import messages, retry
-from services.common.rpc.options import link_options
+from services.common.rpc.attempt import once, timed, typed
+from services.common.rpc.link import Link
 from services.common.rpc.retry import RetryPolicy
 from services.common.rpc.run_status import status_from_pb
-from services.common.rpc.status import from_rpc_error, reason_of
+from services.common.tls import TlsConfig
 from services.common.types import (
     Contract,
     Digest,
@@ -37,13 +36,12 @@ from services.common.types import (
 )
 from services.common.wire import contract_to_pb, group_from_pb, group_id_to_pb, group_to_pb
 
-ResultT = TypeVar("ResultT")
 CALL_TIMEOUT_S = 20.0
 PUSH_TIMEOUT_S = 120.0
 
 
 class CoordinatorClient:
-    """A coordinator at an address; implements services.common.api.CoordinatorApi.
+    """A coordinator at an address; implements services.common.api.CoordinatorApi. Plaintext only if `tls` says so.
 
     Streams (watch_head, read_payload, stream_groups, upload_payload) are not repeated here: their callers hold the
     cursor. They raise Unreachable when the link breaks.
@@ -53,17 +51,14 @@ class CoordinatorClient:
         self,
         address: str,
         *,
+        tls: TlsConfig | None = None,
         max_message_bytes: int = 16 << 20,
         policy: RetryPolicy | None = None,
         clock: Clock | None = None,
         rng: random.Random | None = None,
         bandwidth: BandwidthConfig | None = None,
     ) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=link_options(max_message_bytes))
-        # The generated stub classes carry no types for grpc.aio; their methods are typed at our own border below.
-        self._policy_stub: Any = policy_pb2_grpc.PolicyServiceStub(self._channel)
-        self._rollouts: Any = rollout_pb2_grpc.RolloutServiceStub(self._channel)
-        self._run: Any = run_pb2_grpc.RunServiceStub(self._channel)
+        self._link = Link(address, tls=tls or TlsConfig(), max_message_bytes=max_message_bytes)
         self._retry = policy or RetryPolicy()
         self._clock = clock or SystemClock()
         self._rng = rng or random.Random()
@@ -72,10 +67,11 @@ class CoordinatorClient:
         self._up = TokenBucket(bytes_per_s=caps.up_bytes_per_s, clock=self._clock)
         for direction, cap in (("down", caps.down_bytes_per_s), ("up", caps.up_bytes_per_s)):
             BANDWIDTH_CAP.labels(direction).set(cap)
+            BANDWIDTH_WAIT.labels(direction)
 
     async def close(self) -> None:
         """Close the channel; calls under way are cancelled."""
-        await self._channel.close()
+        await self._link.close()
 
     async def _pace(self, bucket: TokenBucket, direction: str, num_bytes: int) -> None:
         if waited_s := await bucket.take(num_bytes):
@@ -89,33 +85,47 @@ class CoordinatorClient:
         """Close on leaving."""
         await self.close()
 
-    async def _call(self, name: str, method: Any, request: Any, *, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+    async def _call(self, name: str, request: Any, *, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         async def attempt() -> Any:
-            with _timed(name):
-                return await method(request, timeout=timeout_s)
+            async with self._link.stubs() as stubs:
+                with timed(name):
+                    return await stubs.method(name)(request, timeout=timeout_s)
 
         return await retry.call(attempt, name=name, policy=self._retry, clock=self._clock, rng=self._rng)
+
+    async def _streamed(self, name: str, request: Any) -> AsyncIterator[Any]:
+        try:
+            async with self._link.stubs() as stubs:
+                call = stubs.method(name)(request)
+                try:
+                    with timed(name):
+                        async for message in call:
+                            yield message
+                finally:
+                    call.cancel()
+        except grpc.aio.AioRpcError as error:
+            raise typed(name, error) from error
 
     async def acquire_lease(self, *, holder: str, contract: Contract, request_id: str) -> LeaseGrant:
         """Become the run's learner under a new epoch."""
         request = policy_pb2.AcquireLeaseRequest(
             request_id=request_id, holder=holder, contract=contract_to_pb(contract)
         )
-        return messages.grant_from_pb(await self._call("AcquireLease", self._policy_stub.AcquireLease, request))
+        return messages.grant_from_pb(await self._call("AcquireLease", request))
 
     async def renew_lease(self, *, epoch: int) -> LeaseGrant:
         """Extend the lease."""
         request = policy_pb2.RenewLeaseRequest(epoch=epoch)
-        return messages.grant_from_pb(await self._call("RenewLease", self._policy_stub.RenewLease, request))
+        return messages.grant_from_pb(await self._call("RenewLease", request))
 
     async def release_lease(self, *, epoch: int) -> None:
         """End the lease."""
-        await self._call("ReleaseLease", self._policy_stub.ReleaseLease, policy_pb2.ReleaseLeaseRequest(epoch=epoch))
+        await self._call("ReleaseLease", policy_pb2.ReleaseLeaseRequest(epoch=epoch))
 
     async def query_upload(self, *, digest: Digest) -> int:
         """Ask how many bytes of a payload are durable."""
         request = policy_pb2.QueryUploadRequest(digest=digest)
-        return int((await self._call("QueryUpload", self._policy_stub.QueryUpload, request)).num_bytes)
+        return int((await self._call("QueryUpload", request)).num_bytes)
 
     async def upload_payload(
         self, *, epoch: int, digest: Digest, num_bytes: int, offset: int, frames: AsyncIterator[bytes]
@@ -131,26 +141,27 @@ class CoordinatorClient:
                 yield policy_pb2.UploadPayloadRequest(frame=frame, checksum=messages.frame_checksum(frame))
 
         async def attempt() -> int:
-            with _timed("UploadPayload"):
-                return int((await self._policy_stub.UploadPayload(requests())).num_bytes)
+            async with self._link.stubs() as stubs:
+                with timed("UploadPayload"):
+                    return int((await stubs.method("UploadPayload")(requests())).num_bytes)
 
-        return await _once("UploadPayload", attempt)
+        return await once("UploadPayload", attempt)
 
     async def publish_version(self, request: PublishRequest) -> int:
         """Commit one version; the step id makes a repetition harmless."""
         message = messages.publish_to_pb(request)
-        return int((await self._call("PublishVersion", self._policy_stub.PublishVersion, message)).version)
+        return int((await self._call("PublishVersion", message)).version)
 
     async def get_step(self, *, step_id: str) -> int | None:
         """Ask what a step id became."""
         request = policy_pb2.GetStepRequest(step_id=step_id)
-        answer = await self._call("GetStep", self._policy_stub.GetStep, request)
+        answer = await self._call("GetStep", request)
         return int(answer.version) if answer.HasField("version") else None
 
     async def watch_head(self, *, after_version: int) -> AsyncIterator[HeadUpdate]:
         """Yield new heads until the link breaks."""
-        call = self._policy_stub.WatchHead(policy_pb2.WatchHeadRequest(after_version=after_version))
-        async for message in _streamed("WatchHead", call):
+        request = policy_pb2.WatchHeadRequest(after_version=after_version)
+        async for message in self._streamed("WatchHead", request):
             yield HeadUpdate(version=message.version, age_s=message.age_s)
 
     async def get_manifest(self, *, version: int) -> bytes:
@@ -160,7 +171,7 @@ class CoordinatorClient:
     async def get_signed_manifest(self, *, version: int) -> SignedManifest:
         """Fetch the exact bytes of a manifest and its signature."""
         request = policy_pb2.GetManifestRequest(version=version)
-        answer = await self._call("GetManifest", self._policy_stub.GetManifest, request)
+        answer = await self._call("GetManifest", request)
         return SignedManifest(data=answer.manifest, signature=answer.signature)
 
     async def plan_pull(
@@ -170,12 +181,12 @@ class CoordinatorClient:
         request = policy_pb2.PlanPullRequest(
             have_version=have_version, have_root=have_root, want_version=want_version, accept_merged=accept_merged
         )
-        return messages.plan_from_pb(await self._call("PlanPull", self._policy_stub.PlanPull, request))
+        return messages.plan_from_pb(await self._call("PlanPull", request))
 
     async def read_payload(self, *, digest: Digest, offset: int, stop: int | None = None) -> AsyncIterator[bytes]:
         """Yield frames of a payload until `stop` or its end; after Unreachable go on from the bytes received."""
-        call = self._policy_stub.ReadPayload(policy_pb2.ReadPayloadRequest(digest=digest, offset=offset, stop=stop))
-        async for message in _streamed("ReadPayload", call):
+        request = policy_pb2.ReadPayloadRequest(digest=digest, offset=offset, stop=stop)
+        async for message in self._streamed("ReadPayload", request):
             if messages.frame_checksum(message.frame) != message.checksum:
                 raise Unreachable(f"a frame of payload {digest[:12]} was damaged on its way", retry_after_s=1.0)
             await self._pace(self._down, "down", len(message.frame))
@@ -186,12 +197,12 @@ class CoordinatorClient:
         request = rollout_pb2.LeaseWorkRequest(
             site=site, incarnation=incarnation, max_groups=max_groups, policy_version=policy_version
         )
-        return messages.work_grant_from_pb(await self._call("LeaseWork", self._rollouts.LeaseWork, request))
+        return messages.work_grant_from_pb(await self._call("LeaseWork", request))
 
     async def abandon_work(self, *, site: SiteId, incarnation: str, assignments: Sequence[int]) -> None:
         """Give assignments back."""
         request = rollout_pb2.AbandonWorkRequest(site=site, incarnation=incarnation, assignments=list(assignments))
-        await self._call("AbandonWork", self._rollouts.AbandonWork, request)
+        await self._call("AbandonWork", request)
 
     async def push_groups(self, groups: Sequence[Group]) -> list[PushOutcome]:
         """Push groups and return one outcome each, in order; repeating the call is harmless."""
@@ -199,13 +210,15 @@ class CoordinatorClient:
         async def attempt() -> list[PushOutcome]:
             async def requests() -> AsyncIterator[rollout_pb2.PushGroupsRequest]:
                 for group in groups:
-                    request = rollout_pb2.PushGroupsRequest(group=group_to_pb(group))
-                    await self._pace(self._up, "up", request.ByteSize())
-                    yield request
+                    message = rollout_pb2.PushGroupsRequest(group=group_to_pb(group))
+                    await self._pace(self._up, "up", message.ByteSize())
+                    BYTES.labels("groups", "out").inc(message.ByteSize())
+                    yield message
 
-            with _timed("PushGroups"):
-                call = self._rollouts.PushGroups(requests(), timeout=PUSH_TIMEOUT_S)
-                outcomes = [messages.outcome_from_pb(message) async for message in call]
+            async with self._link.stubs() as stubs:
+                with timed("PushGroups"):
+                    call = stubs.method("PushGroups")(requests(), timeout=PUSH_TIMEOUT_S)
+                    outcomes = [messages.outcome_from_pb(message) async for message in call]
             if len(outcomes) != len(groups):
                 raise Unreachable(f"PushGroups: {len(outcomes)} outcomes for {len(groups)} groups", retry_after_s=1.0)
             return outcomes
@@ -222,7 +235,8 @@ class CoordinatorClient:
             async for credit in credits:
                 yield rollout_pb2.StreamGroupsRequest(epoch=epoch, credits=credit)
 
-        async for message in _streamed("StreamGroups", self._rollouts.StreamGroups(requests())):
+        async for message in self._streamed("StreamGroups", requests()):
+            BYTES.labels("groups", "in").inc(message.ByteSize())
             yield QueuedGroup(
                 group=group_from_pb(message.group),
                 policy_age_s=message.policy_age_s,
@@ -234,64 +248,28 @@ class CoordinatorClient:
         request = rollout_pb2.AbandonGroupsRequest(
             epoch=epoch, ids=[group_id_to_pb(group_id) for group_id in ids], reason=reason
         )
-        await self._call("AbandonGroups", self._rollouts.AbandonGroups, request)
+        await self._call("AbandonGroups", request)
 
     async def register(self, registration: Registration) -> RegisterAnswer:
         """Introduce a sampler."""
         request = messages.registration_to_pb(registration)
-        return messages.register_answer_from_pb(await self._call("Register", self._run.Register, request))
+        return messages.register_answer_from_pb(await self._call("Register", request))
 
     async def heartbeat(self, beat: Heartbeat) -> tuple[Command, ...]:
         """Report a sampler's state and receive commands."""
         request = messages.heartbeat_to_pb(beat)
-        return messages.commands_from_pb(await self._call("Heartbeat", self._run.Heartbeat, request))
+        return messages.commands_from_pb(await self._call("Heartbeat", request))
 
     async def get_status(self) -> RunStatus:
         """Ask for the state of the run."""
-        return status_from_pb(await self._call("GetStatus", self._run.GetStatus, run_pb2.GetStatusRequest()))
+        return status_from_pb(await self._call("GetStatus", run_pb2.GetStatusRequest()))
 
     async def list_steps(self, *, after_step: int, limit: int) -> tuple[StepReport, ...]:
         """Ask for step reports after a cursor."""
         request = run_pb2.ListStepsRequest(after_step=after_step, limit=limit)
-        answer = await self._call("ListSteps", self._run.ListSteps, request)
+        answer = await self._call("ListSteps", request)
         return tuple(messages.report_from_pb(report) for report in answer.reports)
 
     async def drain(self, *, reason: str) -> None:
         """Ask the run to finish what is held and stop."""
-        await self._call("Drain", self._run.Drain, run_pb2.DrainRequest(reason=reason))
-
-
-async def _once(name: str, attempt: Callable[[], Awaitable[ResultT]]) -> ResultT:
-    try:
-        return await attempt()
-    except grpc.aio.AioRpcError as error:
-        raise _typed(name, error) from error
-
-
-async def _streamed(name: str, call: Any) -> AsyncIterator[Any]:
-    try:
-        with _timed(name):
-            async for message in call:
-                yield message
-    except grpc.aio.AioRpcError as error:
-        raise _typed(name, error) from error
-    finally:
-        call.cancel()
-
-
-def _typed(name: str, error: grpc.aio.AioRpcError) -> HeterorlError:
-    return from_rpc_error(error) or Unreachable(f"{name}: {error.code().name}: {error.details()}", retry_after_s=1.0)
-
-
-@contextlib.contextmanager
-def _timed(name: str) -> Iterator[None]:
-    started = time.perf_counter()
-    code = "OK"
-    try:
-        yield
-    except grpc.aio.AioRpcError as error:
-        typed = from_rpc_error(error)
-        code = reason_of(typed) if typed is not None else error.code().name
-        raise
-    finally:
-        RPC_CLIENT_SECONDS.labels(name, code).observe(time.perf_counter() - started)
+        await self._call("Drain", run_pb2.DrainRequest(reason=reason))

@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 
 from services.common.errors import HeterorlError
-from services.common.metrics import RPC_ERRORS, RPC_SECONDS
+from services.common.metrics import RPC_SECONDS
 from services.common.rpc.status import reason_of, to_status
 
 _LOG = logging.getLogger(__name__)
@@ -53,7 +53,11 @@ def _unary(inner: Any, method: str) -> Callable[[Any, _Context], Awaitable[Any]]
             answer = await inner(request, context)
         except HeterorlError as error:
             await _refuse(context, error, method, started)
-        RPC_SECONDS.labels(method, "OK").observe(time.perf_counter() - started)
+        except Exception:
+            # A defect here: gRPC answers UNKNOWN, and it must not look like a call that never was.
+            _observe(method, "internal", started)
+            raise
+        _observe(method, "OK", started)
         return answer
 
     return call
@@ -67,14 +71,21 @@ def _stream(inner: Any, method: str) -> Callable[[Any, _Context], AsyncIterator[
                 yield answer
         except HeterorlError as error:
             await _refuse(context, error, method, started)
-        RPC_SECONDS.labels(method, "OK").observe(time.perf_counter() - started)
+        except Exception:
+            # A defect here: gRPC answers UNKNOWN, and it must not look like a call that never was.
+            _observe(method, "internal", started)
+            raise
+        _observe(method, "OK", started)
 
     return call
 
 
 async def _refuse(context: _Context, error: HeterorlError, method: str, started: float) -> None:
     code, message, trailers = to_status(error)
-    RPC_ERRORS.labels(method, reason_of(error)).inc()
-    RPC_SECONDS.labels(method, code.name).observe(time.perf_counter() - started)
+    _observe(method, reason_of(error), started)
     _LOG.debug("%s refused: %s", method, error)
     await context.abort(code, message, trailers)
+
+
+def _observe(method: str, code: str, started: float) -> None:
+    RPC_SECONDS.labels("server", method, code).observe(time.perf_counter() - started)

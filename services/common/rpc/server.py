@@ -1,22 +1,54 @@
-"""A grpc.aio server with our limits, health service, interceptor and graceful stop."""
+"""A grpc.aio server with our limits, certificates, health service, interceptors and graceful stop."""
 
 from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from services.common.errors import PortInUse
+from services.common.errors import ConfigError, PortInUse
+from services.common.identity import Identity, Role
+from services.common.rpc.credentials import MaterialFiles, server_credentials
+from services.common.rpc.gate import Door, Gate
 from services.common.rpc.interceptors import ErrorsAndTimes
 from services.common.rpc.options import server_options
+from services.common.rpc.revocation import Revocations
+from services.common.tls import ServerTlsConfig, check_tls
 
 
 class Server:
     """Wraps the grpc.aio server and its health service."""
 
-    def __init__(self, *, max_message_bytes: int, max_concurrent_rpcs: int) -> None:
+    def __init__(
+        self,
+        *,
+        max_message_bytes: int,
+        max_concurrent_rpcs: int,
+        run_id: str,
+        tls: ServerTlsConfig,
+        wall_time: Callable[[], float] = time.time,
+    ) -> None:
+        """Prepare a server.
+
+        Raises:
+            ConfigError: a file of certificates cannot be used, or is not a coordinator's of this run.
+        """
+        self._tls = tls
+        self._files = None if tls.insecure or not tls.cert else MaterialFiles(tls)
+        if self._files is not None:
+            _check_own(self._files.current().identity, run_id=run_id)
+        gate = Gate(
+            run_id=run_id,
+            is_plaintext=tls.insecure,
+            wall_time=wall_time,
+            revoked=Revocations(Path(tls.revoked)) if tls.revoked else frozenset(),
+        )
         self.grpc = grpc.aio.server(
-            interceptors=[ErrorsAndTimes()],
+            interceptors=[ErrorsAndTimes(), Door(gate)],
             options=server_options(max_message_bytes),
             maximum_concurrent_rpcs=max_concurrent_rpcs,
         )
@@ -27,10 +59,15 @@ class Server:
         """Listen and report SERVING; returns the port.
 
         Raises:
+            ConfigError: plaintext on an address that others can reach.
             PortInUse: the address is taken.
         """
+        check_tls(self._tls, key="listen", address=address)
         try:
-            port = self.grpc.add_insecure_port(address)
+            if self._files is None:
+                port = self.grpc.add_insecure_port(address)
+            else:
+                port = self.grpc.add_secure_port(address, server_credentials(self._files))
         except RuntimeError as error:
             raise PortInUse("listen", address) from error
         await self.grpc.start()
@@ -41,3 +78,8 @@ class Server:
         """Report NOT_SERVING, refuse new calls, give running ones `grace_s` seconds, then cut them."""
         await self._health.enter_graceful_shutdown()
         await self.grpc.stop(grace_s)
+
+
+def _check_own(identity: Identity, *, run_id: str) -> None:
+    if identity.role is not Role.COORDINATOR or identity.run != run_id:
+        raise ConfigError("tls.cert", f"names {identity.uri}, and this is the coordinator of run {run_id}")

@@ -31,6 +31,8 @@ TABLE: dict[type[RemoteError], tuple[errors_pb2.ErrorReason.ValueType, grpc.Stat
     errors.Draining: (_R.ERROR_REASON_DRAINING, grpc.StatusCode.UNAVAILABLE),
     errors.NotRegistered: (_R.ERROR_REASON_NOT_REGISTERED, grpc.StatusCode.FAILED_PRECONDITION),
     errors.RunFinished: (_R.ERROR_REASON_RUN_FINISHED, grpc.StatusCode.FAILED_PRECONDITION),
+    errors.Unauthenticated: (_R.ERROR_REASON_UNAUTHENTICATED, grpc.StatusCode.UNAUTHENTICATED),
+    errors.PermissionDenied: (_R.ERROR_REASON_PERMISSION_DENIED, grpc.StatusCode.PERMISSION_DENIED),
     errors.StoreFull: (_R.ERROR_REASON_STORE_FULL, grpc.StatusCode.RESOURCE_EXHAUSTED),
 }
 _CLASS_OF = {reason: error for error, (reason, _) in TABLE.items()}

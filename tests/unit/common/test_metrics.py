@@ -10,21 +10,61 @@ import pytest
 from services.common import logs, metrics
 from services.common.errors import PortInUse
 
+UNITS = ("_seconds", "_bytes", "_versions", "_groups", "_nats", "_ratio", "_total", "_version", "_epoch")
+WITHOUT_UNIT = {
+    "heterorl_learner_loss", "heterorl_learner_reward_mean", "heterorl_learner_iw_variance",
+    "heterorl_learner_grad_norm", "heterorl_coordinator_ledger_balanced", "heterorl_coordinator_draining",
+}  # fmt: skip
+LABELS = {"side", "method", "code", "kind", "direction", "site", "status", "reason", "state", "account",
+          "applied", "stage"}  # fmt: skip
+
+
+def _own(name):
+    return name.startswith("heterorl_")
+
 
 def test_metrics_are_served_and_a_taken_port_names_its_key():
-    port = metrics.serve(0)
+    port = metrics.serve(0, service="coordinator")
     page = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read().decode()
 
     assert "heterorl_coordinator_head_version" in page
+    assert "heterorl_bytes_total" in page
+    assert "process_resident_memory_bytes" in page
+    assert "heterorl_learner_" not in page
+    assert "heterorl_sampler_" not in page
     with pytest.raises(PortInUse, match="metrics_port"):
-        metrics.serve(port)
+        metrics.serve(port, service="coordinator")
 
 
 def test_metric_names_follow_the_convention():
-    names = [metric.name for metric in metrics.REGISTRY.collect()]
+    found = [metric for metric in metrics.REGISTRY.collect() if _own(metric.name)]
+    # A counter's family is named without the suffix that its samples carry.
+    names = [f"{metric.name}_total" if metric.type == "counter" else metric.name for metric in found]
 
-    assert len(names) == len(set(names)) > 30
+    assert len(names) == len(set(names)) > 60
     assert all(re.fullmatch(r"heterorl_[a-z0-9_]+", name) for name in names)
+    assert [name for name in names if not name.endswith(UNITS)] == sorted(WITHOUT_UNIT, key=names.index)
+    assert [metric.name for metric in found if metric.type == "gauge" and metric.name.endswith("_total")] == []
+
+
+def test_metric_labels_are_of_a_closed_set_and_samplers_leave_the_site_to_the_scrape():
+    declared = [value for value in vars(metrics).values() if hasattr(value, "_labelnames")]
+
+    assert {label for metric in declared for label in metric._labelnames} == LABELS
+    assert [m._name for m in declared if m._name.startswith("heterorl_sampler") and "site" in m._labelnames] == []
+
+
+def test_site_labels_are_bounded_and_stable():
+    labels = metrics.SiteLabels(limit=2)
+
+    assert [labels.of(site) for site in ("a", "b", "c", "a", "d")] == ["a", "b", "other", "a", "other"]
+
+
+def test_disk_is_measured_when_asked(tmp_path):
+    metrics.watch_disk(tmp_path)
+
+    free, size = (gauge.collect()[0].samples[0].value for gauge in (metrics.DISK_FREE_BYTES, metrics.DISK_SIZE_BYTES))
+    assert 0 < free <= size
 
 
 def test_logs_are_text_for_people_and_json_for_machines(capsys):

@@ -104,3 +104,15 @@ async def test_close_wakes_everyone():
     assert await taking == []
     assert await crediting == 0
     assert await inbox.take(1) == []
+
+
+async def test_inbox_knows_how_long_it_has_held_a_group(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now[0])
+    inbox = Inbox(2)
+    first, unknown = queued(1), queued(2)
+    await inbox.put(first)
+    now[0] = 104.5
+
+    assert inbox.held_s(first.group.id) == 4.5
+    assert inbox.held_s(unknown.group.id) == 0.0

@@ -170,3 +170,15 @@ def test_long_groups_stay_small_on_disk_and_in_memory(tmp_path):
     # Two read from disk, one parsed and copied: 7 + 7 + 8 + 8 bytes a token, where all five would be 5 * 7 read alone.
     assert peak < members * length * 33
     outbox.close()
+
+
+def test_outbox_says_how_long_groups_stayed_that_it_saw_arrive(tmp_path):
+    outbox = Outbox(tmp_path / "spool")
+    outbox.put(spooled_groups(outbox, 3, tmp_path), release=[0.0, 0.0, 0.0])
+    outbox.note_spooled([1, 2], 10.0)
+
+    # Group 3 is of an earlier process, as far as this one knows.
+    assert sorted(outbox.delete([1, 3], now=14.0)) == [4.0]
+    assert outbox.delete([2]) == []
+    assert outbox.delete([1, 2], now=20.0) == []
+    outbox.close()

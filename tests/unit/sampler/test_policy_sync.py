@@ -115,3 +115,17 @@ async def test_broken_downloads_that_make_progress_are_taken_up_again_soon(world
 
     assert len(failures) >= 10
     assert set(failures) == {0, 1}, "delays grow although bytes arrive"
+
+
+async def test_age_of_a_policy_is_counted_from_its_publication(world):
+    await world.run.publish()
+    world.clock.advance(30.0)
+    world.start()
+    await world.until(lambda: world.engine.version == 0)
+    started = world.clock.monotonic()
+    age_s = world.sampler.policy.age_s(0)
+
+    assert age_s >= 30.0
+    world.clock.advance(5.0)
+    assert world.sampler.policy.age_s(0) == pytest.approx(age_s + world.clock.monotonic() - started)
+    assert world.sampler.policy.age_s(7) is None

@@ -5,7 +5,14 @@ import random
 
 import pytest
 
-from services.common.errors import ContractMismatch, InvalidRequest, QuotaExceeded, Unreachable
+from services.common.errors import (
+    ContractMismatch,
+    InvalidRequest,
+    PermissionDenied,
+    QuotaExceeded,
+    Unauthenticated,
+    Unreachable,
+)
 from services.sampler.waiting import Patience, ring_or_time
 from tests.support.clock import ManualClock
 
@@ -51,7 +58,14 @@ def test_delay_is_never_less_than_the_peer_asks_for_and_starts_anew_after_a_succ
     assert patience.delay_s() <= 1.0
 
 
-@pytest.mark.parametrize("error", [ContractMismatch("template"), InvalidRequest("site")])
+@pytest.mark.parametrize(
+    "error",
+    [ContractMismatch("template"), InvalidRequest("site"), PermissionDenied("role"), Unauthenticated("revoked")],
+)
 def test_refusal_that_no_repetition_changes_is_not_waited_for(error):
     with pytest.raises(type(error)):
         Patience(rng=random.Random(0)).after(error)
+
+
+def test_an_expired_certificate_is_waited_for_because_a_new_one_may_come():
+    assert Patience(rng=random.Random(0)).after(Unauthenticated("expired", retry_after_s=5.0)) >= 5.0

@@ -59,6 +59,10 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """The run has reached its end."""
     ERROR_REASON_STORE_FULL: _ErrorReason.ValueType  # 17
     """The coordinator's disk is full."""
+    ERROR_REASON_UNAUTHENTICATED: _ErrorReason.ValueType  # 18
+    """The link proves no identity that this run knows."""
+    ERROR_REASON_PERMISSION_DENIED: _ErrorReason.ValueType  # 19
+    """The identity is known and may not do this."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """ErrorReason is the closed set of typed refusals; each names the caller's next move in ErrorDetail.action."""
@@ -99,6 +103,10 @@ ERROR_REASON_RUN_FINISHED: ErrorReason.ValueType  # 16
 """The run has reached its end."""
 ERROR_REASON_STORE_FULL: ErrorReason.ValueType  # 17
 """The coordinator's disk is full."""
+ERROR_REASON_UNAUTHENTICATED: ErrorReason.ValueType  # 18
+"""The link proves no identity that this run knows."""
+ERROR_REASON_PERMISSION_DENIED: ErrorReason.ValueType  # 19
+"""The identity is known and may not do this."""
 Global___ErrorReason: typing_extensions.TypeAlias = ErrorReason
 
 @typing.final

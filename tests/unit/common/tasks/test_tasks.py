@@ -221,13 +221,17 @@ def test_math_verify_compares_mathematics_and_survives_what_hangs_it(tmp_path):
     assert task.score(task.prompt(0), "it is $0.4$")[0].value == 0.0
 
     verifier = MathVerifier(timeout_s=2.0)
-    with pytest.raises(RewardError):
-        verifier.verify(answer="$2$", completion="$9^{9^{9^{9^9}}}$ is $\\boxed{9^{9^{9^{9^9}}}}$")
-    assert verifier.verify(answer="$2$", completion="$2$") is True
-    with pytest.raises(RewardError, match="cannot be parsed"):
-        verifier.verify(answer="", completion="$2$")
-    verifier.close()
-    task._verifier.close()
+    try:
+        with pytest.raises(RewardError):
+            verifier.verify(answer="$2$", completion="$9^{9^{9^{9^9}}}$ is $\\boxed{9^{9^{9^{9^9}}}}$")
+        # The new worker's answer is asked for, not its speed.
+        verifier._timeout_s = 20.0
+        assert verifier.verify(answer="$2$", completion="$2$") is True
+        with pytest.raises(RewardError, match="cannot be parsed"):
+            verifier.verify(answer="", completion="$2$")
+    finally:
+        verifier.close()
+        task._verifier.close()
 
 
 @pytest.fixture

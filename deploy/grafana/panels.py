@@ -1,0 +1,300 @@
+"""The one table of all panels; dashboards, preview and tests are made from it.
+
+Guarantees nothing but data: no layout, no JSON. In queries `$run` and `$site` are dashboard variables, `$window` the
+rate window. Legends use Prometheus labels in double braces.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["timeseries", "stat", "table"]
+
+RUN = 'run=~"$run"'
+SITE = 'run=~"$run",site=~"$site"'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Query:
+    """One PromQL expression and the legend of its series."""
+
+    expr: str
+    legend: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """One panel: `unit` is Grafana's id of a unit, `note` why one would look at it."""
+
+    title: str
+    unit: str
+    queries: tuple[Query, ...]
+    kind: Kind = "timeseries"
+    note: str = ""
+    is_log: bool = False
+    minimum: float | None = None
+    maximum: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dashboard:
+    """One dashboard; `uid` is stable, links point at it."""
+
+    uid: str
+    title: str
+    panels: tuple[Panel, ...]
+    has_sites: bool = True
+
+
+def _gauge(metric: str, legend: str, selector: str = RUN) -> tuple[Query, ...]:
+    return (Query(expr=f"{metric}{{{selector}}}", legend=legend),)
+
+
+def _quantiles(
+    metric: str, legend: str, selector: str, *by: str, share: tuple[float, ...] = (0.5, 0.95)
+) -> tuple[Query, ...]:
+    labels = ", ".join(("le", *by))
+    return tuple(
+        Query(
+            expr=f"histogram_quantile({q}, sum by ({labels}) (rate({metric}_bucket{{{selector}}}[$window])))",
+            legend=f"{legend} p{q * 100:g}".strip(),
+        )
+        for q in share
+    )
+
+
+def _rate(metric: str, legend: str, selector: str, *by: str) -> tuple[Query, ...]:
+    return (Query(expr=f"sum by ({', '.join(by)}) (rate({metric}{{{selector}}}[$window]))", legend=legend),)
+
+
+_STREAMS = "WatchHead|StreamGroups|UploadPayload|ReadPayload"
+_UNARY = f'{RUN},method!~"{_STREAMS}"'
+
+RUN_BOARD = Dashboard(
+    uid="heterorl-run",
+    title="heterorl / Run",
+    panels=(
+        Panel(title="Version", unit="none", kind="stat", queries=_gauge("heterorl_coordinator_head_version", "{{run}}"),
+              note="Newest policy version."),
+        Panel(title="Time since the last step", unit="s", kind="stat",
+              queries=(Query(expr=f"time() - heterorl_learner_last_step_timestamp_seconds{{{RUN}}}",
+                             legend="{{run}}"),),
+              note="Grows when the learner waits for groups or hangs."),
+        Panel(title="Ledger balanced", unit="bool_yes_no", kind="stat",
+              queries=_gauge("heterorl_coordinator_ledger_balanced", "{{run}}"),
+              note="Acked = pending + leased + consumed + dropped."),
+        Panel(title="Staleness used, p95 over the bound", unit="percentunit", kind="stat",
+              queries=(Query(expr=f"histogram_quantile(0.95, sum by (run, le) (rate("
+                                  f"heterorl_learner_staleness_versions_bucket{{{RUN}}}[$window])))"
+                                  f" / on (run) heterorl_coordinator_max_staleness_versions{{{RUN}}}",
+                             legend="{{run}}"),)),
+        Panel(title="Reward", unit="none", queries=_gauge("heterorl_learner_reward_mean", "{{run}}"),
+              note="Mean reward of the newest step."),
+        Panel(title="Held-out accuracy", unit="percentunit",
+              queries=_gauge("heterorl_learner_evaluation_accuracy_ratio", "{{run}}"), minimum=0, maximum=1),
+        Panel(title="KL of sampler from learner policy", unit="none",
+              queries=_gauge("heterorl_learner_kl_nats", "{{run}}"),
+              note="Nats per sequence; how far the behaviour policy is away."),
+        Panel(title="Effective sample size", unit="percentunit",
+              queries=_gauge("heterorl_learner_ess_ratio", "{{run}}"),
+              note="Share of the batch that counts after weighting.", minimum=0, maximum=1),
+        Panel(title="Variance of importance weights", unit="none",
+              queries=_gauge("heterorl_learner_iw_variance", "{{run}}"), minimum=0),
+        Panel(title="Clipped terms", unit="percentunit", queries=_gauge("heterorl_learner_clip_ratio", "{{run}}"),
+              minimum=0),
+        Panel(title="Staleness of trained groups", unit="none",
+              queries=_quantiles("heterorl_learner_staleness_versions", "", RUN),
+              note="Versions between the policy of a group and the head at its step.", minimum=0),
+        Panel(title="Gradient norm", unit="none", queries=_gauge("heterorl_learner_grad_norm", "{{run}}"),
+              is_log=True, note="Before clipping."),
+        Panel(title="Entropy", unit="none", queries=_gauge("heterorl_learner_entropy_nats", "{{run}}"),
+              note="Nats per token; a collapse ends exploration.", minimum=0),
+        Panel(title="Loss", unit="none", queries=_gauge("heterorl_learner_loss", "{{run}}")),
+        Panel(title="Tokens per second", unit="none",
+              queries=_rate("heterorl_tokens_total", "{{service}}", f'{RUN},service!="coordinator"', "service"),
+              minimum=0),
+        Panel(title="Step duration", unit="s", queries=_quantiles("heterorl_learner_step_seconds", "", RUN), minimum=0),
+        Panel(title="Steps per minute", unit="none",
+              queries=(Query(expr=f"60 * sum by (applied) (rate(heterorl_learner_steps_total{{{RUN}}}[$window]))",
+                             legend="applied {{applied}}"),), minimum=0),
+    ),
+    has_sites=False,
+)  # fmt: skip
+
+LATENCY_BOARD = Dashboard(
+    uid="heterorl-latency",
+    title="heterorl / Latency",
+    panels=(
+        Panel(title="Round trip by site", unit="s", is_log=True,
+              queries=_quantiles("heterorl_sampler_rtt_seconds", "{{site}}", SITE, "site"),
+              note="A heartbeat as the sampler sees it, the coordinator's commit included."),
+        Panel(title="Policy age at the swap", unit="s", is_log=True,
+              queries=_quantiles("heterorl_sampler_policy_age_seconds", "{{site}}", f'{SITE},stage="apply"', "site"),
+              note="From publication until a site generates with the version: transit, pull, apply, wait for a batch."),
+        Panel(title="Policy age at the end of generation", unit="s", is_log=True,
+              queries=_quantiles("heterorl_sampler_policy_age_seconds", "{{site}}", f'{SITE},stage="generate"',
+                                 "site")),
+        Panel(title="Push delay by site", unit="s", is_log=True,
+              queries=_quantiles("heterorl_sampler_push_delay_seconds", "{{site}}", SITE, "site"),
+              note="From the spool to the acknowledgement; an outage shows here."),
+        Panel(title="Queue age by site", unit="s", is_log=True,
+              queries=_quantiles("heterorl_coordinator_queue_age_seconds", "{{site}}", SITE, "site"),
+              note="From arrival to the lease by the learner."),
+        Panel(title="Policy age at the lease", unit="s", is_log=True,
+              queries=_quantiles("heterorl_coordinator_policy_age_seconds", "{{site}}", SITE, "site")
+              + _gauge("heterorl_coordinator_max_policy_age_seconds", "bound"),
+              note="Older groups than the bound are dropped."),
+        Panel(title="Policy age when trained", unit="s", is_log=True,
+              queries=_quantiles("heterorl_learner_policy_age_seconds", "{{site}}", SITE, "site"),
+              note="The whole way: publish, apply, generate, push, queue, train."),
+        Panel(title="Staleness when trained", unit="none",
+              queries=_quantiles("heterorl_learner_staleness_versions", "{{site}}", SITE, "site"), minimum=0),
+        Panel(title="Time in the learner's inbox", unit="s",
+              queries=_quantiles("heterorl_learner_inbox_seconds", "", RUN), minimum=0),
+        Panel(title="Rpc duration at the caller", unit="s", is_log=True,
+              queries=_quantiles("heterorl_rpc_seconds", "{{service}}", f'{_UNARY},side="client"', "service",
+                                 share=(0.5, 0.95, 0.99)), note="Without streams, which last."),
+        Panel(title="Rpc duration at the server", unit="s", is_log=True,
+              queries=_quantiles("heterorl_rpc_seconds", "", f'{_UNARY},side="server"', share=(0.5, 0.95, 0.99))),
+        Panel(title="Rpc p95 by method, at the server", unit="s", is_log=True,
+              queries=_quantiles("heterorl_rpc_seconds", "{{method}}", f'{_UNARY},side="server"', "method",
+                                 share=(0.95,))),
+        Panel(title="Rpcs that did not succeed", unit="ops",
+              queries=_rate("heterorl_rpc_seconds_count", "{{method}} {{code}}", f'{RUN},side="client",code!="OK"',
+                            "method", "code"), minimum=0,
+              note="At the caller; refusals such as draining belong to a healthy end of a run."),
+    ),
+)  # fmt: skip
+
+WEIGHTS_BOARD = Dashboard(
+    uid="heterorl-weights",
+    title="heterorl / Weights",
+    panels=(
+        Panel(title="Compression", unit="suffix:x", kind="stat",
+              queries=_gauge("heterorl_learner_compression_ratio", "{{run}}"),
+              note="Bytes of the weights over bytes of the newest delta."),
+        Panel(title="Changed weights", unit="percentunit", kind="stat",
+              queries=_gauge("heterorl_learner_changed_ratio", "{{run}}")),
+        Panel(title="Digest mismatches", unit="none", kind="stat",
+              queries=(Query(expr=f"sum(heterorl_digest_mismatches_total{{{RUN}}})", legend="mismatches"),),
+              note="Anything but 0 is a broken disk, link or program; nothing wrong was generated with."),
+        Panel(title="Payload of the newest version", unit="bytes", is_log=True,
+              queries=_gauge("heterorl_learner_version_bytes", "{{kind}}")
+              + _gauge("heterorl_learner_full_bytes", "weights")),
+        Panel(title="Compression over time", unit="suffix:x",
+              queries=_gauge("heterorl_learner_compression_ratio", "{{run}}"),
+              minimum=0),
+        Panel(title="Changed share over time", unit="percentunit",
+              queries=_gauge("heterorl_learner_changed_ratio", "{{run}}"), minimum=0),
+        Panel(title="Weight bytes moved, at the coordinator", unit="Bps",
+              queries=_rate("heterorl_bytes_total", "{{direction}}", f'{RUN},service="coordinator",kind="weights"',
+                            "direction"), minimum=0),
+        Panel(title="Weight bytes pulled by site", unit="Bps",
+              queries=_rate("heterorl_bytes_total", "{{site}} {{kind}}",
+                            f'{SITE},service="sampler",kind=~"delta|snapshot",direction="in"', "site", "kind"),
+              minimum=0),
+        Panel(title="Encode", unit="s", queries=_quantiles("heterorl_learner_encode_seconds", "", RUN), minimum=0),
+        Panel(title="Upload and commit", unit="s", queries=_quantiles("heterorl_learner_publish_seconds", "", RUN),
+              minimum=0),
+        Panel(title="Pull by site", unit="s", is_log=True,
+              queries=_quantiles("heterorl_pull_seconds", "{{site}}", SITE, "site")),
+        Panel(title="Apply and verify by site", unit="s", is_log=True,
+              queries=_quantiles("heterorl_apply_seconds", "{{site}}", SITE, "site")),
+        Panel(title="Pause of generation by site", unit="s", is_log=True,
+              queries=_quantiles("heterorl_sampler_swap_seconds", "{{site}}", SITE, "site")),
+    ),
+)  # fmt: skip
+
+SITES_BOARD = Dashboard(
+    uid="heterorl-sites",
+    title="heterorl / Sites",
+    panels=(
+        Panel(title="Versions behind the head", unit="none", minimum=0,
+              queries=(Query(expr=f"scalar(max(heterorl_coordinator_head_version{{{RUN}}}))"
+                                  f" - heterorl_coordinator_site_policy_version{{{SITE}}}", legend="{{site}}"),)),
+        Panel(title="Silence", unit="s", queries=_gauge("heterorl_coordinator_site_silence_seconds", "{{site}}", SITE),
+              note="Since the last sign of life.", minimum=0),
+        Panel(title="Tokens per second", unit="none",
+              queries=_rate("heterorl_tokens_total", "{{site}}", f'{SITE},service="sampler"', "site"), minimum=0),
+        Panel(title="Groups per minute", unit="none",
+              queries=(Query(expr="60 * sum by (site, status) (rate(heterorl_coordinator_pushed_groups_total"
+                                  f"{{{SITE}}}[$window]))", legend="{{site}} {{status}}"),), minimum=0),
+        Panel(title="Generation batch", unit="s", is_log=True,
+              queries=_quantiles("heterorl_sampler_generate_seconds", "{{site}}", SITE, "site")),
+        Panel(title="Assignments held", unit="none", minimum=0,
+              queries=_gauge("heterorl_coordinator_site_work_groups", "{{site}}", SITE)),
+        Panel(title="Quota used", unit="percentunit", minimum=0,
+              queries=(Query(expr=f"heterorl_coordinator_site_pending_bytes{{{SITE}}} / on (run) group_left"
+                                  f" heterorl_coordinator_site_quota_bytes{{{RUN}}}", legend="{{site}}"),)),
+        Panel(title="Rejections", unit="ops", minimum=0,
+              queries=_rate("heterorl_coordinator_pushed_groups_total", "{{site}} {{reason}}",
+                            f'{SITE},status="dropped"', "site", "reason"),
+              note="Groups that were acknowledged and dropped, by reason."),
+        Panel(title="Egress", unit="Bps", minimum=0,
+              queries=_rate("heterorl_bytes_total", "{{site}} {{kind}}", f'{SITE},service="sampler",direction="out"',
+                            "site", "kind")),
+        Panel(title="Ingress", unit="Bps", minimum=0,
+              queries=_rate("heterorl_bytes_total", "{{site}} {{kind}}", f'{SITE},service="sampler",direction="in"',
+                            "site", "kind")),
+        Panel(title="Share of time spent waiting for the bandwidth cap", unit="percentunit", minimum=0,
+              queries=_rate("heterorl_bandwidth_wait_seconds_total", "{{site}} {{direction}}",
+                            f'{SITE},service="sampler"', "site", "direction")),
+        Panel(title="Outbox", unit="none",
+              queries=_gauge("heterorl_sampler_outbox_groups", "{{site}}", SITE), minimum=0,
+              note="Groups waiting for the coordinator; grows in an outage, must fall after it."),
+        Panel(title="Verifier failures", unit="ops", minimum=0,
+              queries=_rate("heterorl_sampler_reward_errors_total", "{{site}}", SITE, "site")),
+    ),
+)  # fmt: skip
+
+COORDINATOR_BOARD = Dashboard(
+    uid="heterorl-coordinator",
+    title="heterorl / Coordinator",
+    panels=(
+        Panel(title="Processes up", unit="none", kind="stat",
+              queries=(Query(expr=f"sum by (service) (up{{{RUN}}})", legend="{{service}}"),)),
+        Panel(title="Epoch", unit="none", kind="stat", queries=_gauge("heterorl_coordinator_learner_epoch", "{{run}}"),
+              note="Grows by one with every learner that takes the lease."),
+        Panel(title="Draining", unit="bool_yes_no", kind="stat",
+              queries=_gauge("heterorl_coordinator_draining", "{{run}}")),
+        Panel(title="Commit duration", unit="s", is_log=True,
+              queries=_quantiles("heterorl_coordinator_commit_seconds", "", RUN, share=(0.5, 0.95, 0.99)),
+              note="The fsync of the store; above 100 ms the disk is the bottleneck."),
+        Panel(title="Commits and operations", unit="ops", minimum=0,
+              queries=_rate("heterorl_coordinator_commit_seconds_count", "commits", RUN, "run")
+              + _rate("heterorl_coordinator_commit_operations_total", "operations", RUN, "run"),
+              note="Their ratio is how many operations share one fsync."),
+        Panel(title="Queue", unit="none", queries=_gauge("heterorl_coordinator_queue_groups", "{{state}}"), minimum=0),
+        Panel(title="Oldest pending group", unit="s", minimum=0,
+              queries=_gauge("heterorl_coordinator_queue_oldest_seconds", "{{run}}")),
+        Panel(title="Ledger", unit="none",
+              queries=_gauge("heterorl_coordinator_ledger_groups", "{{account}}"), minimum=0),
+        Panel(title="Dropped groups by reason", unit="none", minimum=0,
+              queries=_gauge("heterorl_coordinator_ledger_dropped_groups", "{{reason}}")),
+        Panel(title="Disk free", unit="percentunit", minimum=0, maximum=1,
+              queries=(Query(expr=f"heterorl_disk_free_bytes{{{RUN}}} / heterorl_disk_size_bytes{{{RUN}}}",
+                             legend="{{service}} {{site}}"),)),
+        Panel(title="Payload store", unit="bytes", minimum=0,
+              queries=_gauge("heterorl_coordinator_store_used_bytes", "used")),
+        Panel(title="Rpcs by method", unit="reqps", minimum=0,
+              queries=_rate("heterorl_rpc_seconds_count", "{{method}}", f'{RUN},side="server"', "method")),
+        Panel(title="Refusals", unit="reqps", minimum=0,
+              queries=_rate("heterorl_rpc_seconds_count", "{{method}} {{code}}", f'{RUN},side="server",code!="OK"',
+                            "method", "code")),
+        Panel(title="Certificates refused", unit="ops", minimum=0,
+              queries=_rate("heterorl_rpc_identity_refusals_total", "{{reason}}", RUN, "reason"),
+              note="Calls by holders of a certificate of this authority that may not make them."),
+        Panel(title="Certificate lifetime left", unit="s", minimum=0,
+              queries=(Query(expr=f"(heterorl_certificate_expiry_seconds{{{RUN}}} > 0) - time()",
+                             legend="{{service}} {{site}}"),),
+              note="Empty over plaintext."),
+        Panel(title="Memory", unit="bytes", minimum=0,
+              queries=_gauge("process_resident_memory_bytes", "{{service}} {{site}}")),
+        Panel(title="Processor", unit="percentunit", minimum=0,
+              queries=_rate("process_cpu_seconds_total", "{{service}} {{site}}", RUN, "service", "site")),
+    ),
+    has_sites=False,
+)  # fmt: skip
+
+BOARDS = (RUN_BOARD, LATENCY_BOARD, WEIGHTS_BOARD, SITES_BOARD, COORDINATOR_BOARD)

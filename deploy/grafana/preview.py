@@ -1,0 +1,177 @@
+"""Draws the dashboards from the table and a Prometheus's data, to look at them without Grafana.
+
+    python -m deploy.grafana.preview http://127.0.0.1:9090 --out DIRECTORY --minutes 30
+
+Places panels as the dashboards do; legends, units and scales are Grafana's in spirit, not pixel by pixel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import time
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+import matplotlib.dates as mdates
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+
+from deploy.grafana.generate import COLUMNS, GRAPHS_PER_ROW, file_of
+from deploy.grafana.panels import BOARDS, Dashboard, Panel, Query
+
+COLOURS = ("#5794f2", "#ff9830", "#73bf69", "#b877d9", "#fade2a", "#f2495c", "#8ab8ff", "#c0d8a8", "#ffb357", "#cfa6e8")
+DARK, PANEL, TEXT, GRID = "#111217", "#181b1f", "#d8d9da", "#2c3036"
+MAX_LEGEND = 6
+SECONDS_PER_DAY = 86_400.0
+"""matplotlib counts days since the Unix epoch."""
+SUFFIXES = {"s": " s", "percentunit": " %", "bytes": "B", "Bps": "B/s", "ops": "/s", "reqps": "/s", "suffix:x": " x"}
+
+
+def fetch(server: str, path: str, **parameters: str) -> Any:
+    """The `result` of a query of the HTTP API."""
+    url = f"{server}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+    with urllib.request.urlopen(url, timeout=60) as answer:
+        return json.load(answer)["data"]["result"]
+
+
+def filled(query: Query, window: str) -> str:
+    """The expression with every run and site chosen."""
+    return query.expr.replace("$window", window).replace("$run", ".*").replace("$site", ".*")
+
+
+def legend(query: Query, labels: dict[str, str]) -> str:
+    """The legend of a series."""
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: labels.get(found.group(1), ""), query.legend).strip()
+
+
+def humane(value: float, unit: str) -> str:
+    """A number as a person reads it."""
+    if math.isnan(value):
+        return "no data"
+    if unit == "bool_yes_no":
+        return "Yes" if value else "No"
+    if unit == "percentunit":
+        return f"{100 * value:.3g} %"
+    suffix = SUFFIXES.get(unit, "")
+    if unit == "s" and 0 < abs(value) < 1:
+        return f"{1000 * value:.3g} ms"
+    for size, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size and unit != "s":
+            return f"{value / size:.3g} {prefix}{suffix.strip()}"
+    return f"{value:.4g}{suffix}"
+
+
+def draw(board: Dashboard, *, server: str, end: float, minutes: float, window: str) -> Figure:
+    """One dashboard as a figure."""
+    stats = [panel for panel in board.panels if panel.kind == "stat"]
+    graphs = [panel for panel in board.panels if panel.kind != "stat"]
+    num_rows = math.ceil(len(graphs) / GRAPHS_PER_ROW)
+    heights = ([0.45] if stats else []) + [1.0] * num_rows
+    figure = plt.figure(figsize=(15, 0.6 + 2.6 * sum(heights)), facecolor=DARK, layout="constrained")
+    figure.suptitle(board.title, color=TEXT, x=0.01, ha="left", fontsize=13)
+    grid = figure.add_gridspec(len(heights), COLUMNS, height_ratios=heights)
+    for position, panel in enumerate(stats):
+        width = COLUMNS // len(stats)
+        axes = figure.add_subplot(grid[0, position * width : (position + 1) * width])
+        _stat(axes, panel, server=server, end=end, window=window)
+    width = COLUMNS // GRAPHS_PER_ROW
+    for position, panel in enumerate(graphs):
+        row, column = divmod(position, GRAPHS_PER_ROW)
+        axes = figure.add_subplot(grid[row + bool(stats), column * width : (column + 1) * width])
+        _graph(axes, panel, server=server, end=end, minutes=minutes, window=window)
+    return figure
+
+
+def _stat(axes: Any, panel: Panel, *, server: str, end: float, window: str) -> None:
+    _style(axes, panel)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    texts = []
+    for query in panel.queries:
+        for row in fetch(server, "query", query=filled(query, window), time=f"{end}"):
+            name = legend(query, row["metric"])
+            texts.append(f"{name} {humane(float(row['value'][1]), panel.unit)}" if name else row["value"][1])
+    axes.text(0.5, 0.5, "   ".join(texts) or "no data", color=COLOURS[2], ha="center", va="center", fontsize=13)
+
+
+def _graph(axes: Any, panel: Panel, *, server: str, end: float, minutes: float, window: str) -> None:
+    _style(axes, panel)
+    span = {"start": f"{end - 60 * minutes}", "end": f"{end}", "step": f"{max(1.0, minutes * 60 / 240):g}"}
+    num_series = 0
+    lowest = math.inf
+    for query in panel.queries:
+        for row in fetch(server, "query_range", query=filled(query, window), **span):
+            name = legend(query, row["metric"])
+            points = [(float(at), float(value)) for at, value in row["values"]]
+            lowest = min([lowest, *(value for _, value in points if value > 0)])
+            style = {"color": "#f2495c", "linestyle": "--"} if name == "bound" else {
+                "color": COLOURS[num_series % len(COLOURS)]}  # fmt: skip
+            label = name if num_series < MAX_LEGEND else None
+            axes.plot(
+                [at / SECONDS_PER_DAY for at, _ in points],
+                [value for _, value in points], linewidth=1.1, label=label, **style,
+            )  # fmt: skip
+            num_series += 1
+    if not num_series:
+        axes.text(0.5, 0.5, "no data", color=TEXT, ha="center", va="center", transform=axes.transAxes)
+        axes.set_xticks([])
+        axes.set_yticks([])
+        return
+    if panel.is_log and math.isfinite(lowest):
+        axes.set_yscale("log")
+    else:
+        top = axes.get_ylim()[1] if panel.maximum is None else panel.maximum
+        # A little below, so that a series of zeros is seen.
+        axes.set_ylim(bottom=None if panel.minimum is None else panel.minimum - 0.02 * top, top=1.05 * top)
+    axes.yaxis.set_major_formatter(lambda value, _: humane(value, panel.unit))
+    axes.yaxis.set_minor_formatter(lambda _, __: "")
+    axes.xaxis.set_major_locator(mdates.AutoDateLocator(maxticks=6))
+    axes.xaxis.set_major_formatter(mdates.DateFormatter("%H:%M"))
+    more = f" and {num_series - MAX_LEGEND} more" if num_series > MAX_LEGEND else ""
+    axes.legend(
+        loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3, fontsize=6, frameon=False, labelcolor=TEXT,
+        title=more or None, title_fontsize=6,
+    )  # fmt: skip
+
+
+def _style(axes: Any, panel: Panel) -> None:
+    axes.set_facecolor(PANEL)
+    axes.set_title(panel.title, color=TEXT, fontsize=9, loc="left")
+    axes.tick_params(colors=TEXT, labelsize=7)
+    axes.grid(visible=True, color=GRID, linewidth=0.6)
+    for side in axes.spines.values():
+        side.set_color(GRID)
+
+
+def main() -> None:
+    """Draw every dashboard."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("server")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--window", default="1m")
+    parser.add_argument("--dpi", type=int, default=70)
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for board in BOARDS:
+        figure = draw(
+            board,
+            server=arguments.server.rstrip("/"),
+            end=time.time(),
+            minutes=arguments.minutes,
+            window=arguments.window,
+        )
+        figure.savefig(arguments.out / file_of(board).replace(".json", ".png"), dpi=arguments.dpi, facecolor=DARK)
+        plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()

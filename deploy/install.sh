@@ -1,0 +1,141 @@
+#!/usr/bin/env bash
+# Install heterorl's services on a machine with systemd; repeat it to upgrade. See deploy/README.md.
+set -euo pipefail
+
+usage() {
+  cat <<'TEXT'
+usage: deploy/install.sh [--dry-run] [--destdir DIR] ROLE...
+
+ROLE is coordinator, learner:NAME or sampler:NAME. NAME names /etc/heterorl/NAME.toml and the instance of the unit.
+
+  --dry-run        print what would be done, change nothing
+  --destdir DIR    put the files under DIR only: no user, no environment (it could not be moved), no word to systemd
+  PYTHON           the interpreter to build environments with (environment variable, default python3)
+
+A second run with the same sources changes nothing; configuration files that are there are never overwritten.
+TEXT
+}
+
+fail() {
+  printf 'install.sh: %s\n' "$1" >&2
+  exit 2
+}
+
+source_dir=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python=${PYTHON:-python3}
+dry_run=false destdir=""
+roles=()
+
+while (($#)); do
+  case $1 in
+    --dry-run) dry_run=true ;;
+    --destdir)
+      (($# > 1)) || fail "--destdir needs a directory"
+      destdir=${2%/}
+      shift
+      ;;
+    -h | --help)
+      usage
+      exit 0
+      ;;
+    coordinator | learner:* | sampler:*) roles+=("$1") ;;
+    *) fail "unknown argument '$1'; --help shows the usage" ;;
+  esac
+  shift
+done
+((${#roles[@]})) || fail "name at least one role: coordinator, learner:NAME or sampler:NAME"
+
+# Instance names become paths and unit names: the characters that need no escaping in either.
+names=()
+for role in "${roles[@]}"; do
+  name=${role#*:}
+  [[ $name =~ ^[A-Za-z0-9_][A-Za-z0-9_.]*(-[A-Za-z0-9_.]+)*$ ]] || fail "'$name' is not a name of letters, digits, '_', '.', '-'"
+  [[ $role == coordinator || $name != coordinator ]] || fail "the name 'coordinator' is the coordinator's"
+  for known in "${names[@]}"; do
+    [[ $known != "$name" ]] || fail "two roles are named '$name'; every instance needs a name of its own"
+  done
+  names+=("$name")
+done
+if ! $dry_run && [[ -z $destdir && $EUID -ne 0 ]]; then
+  fail "run as root, or with --dry-run or --destdir"
+fi
+
+run() {
+  if $dry_run; then
+    printf '+'
+    printf ' %q' "$@"
+    printf '\n'
+  else
+    "$@"
+  fi
+}
+
+# Files belong to root and are read by the service; only its state belongs to it.
+directory() {
+  if [[ ! -d $destdir$2 ]]; then run install -d -m "$1" "$destdir$2"; fi
+}
+file() {
+  if ! cmp -s "$2" "$destdir$3"; then run install -D -m "$1" "$2" "$destdir$3"; fi
+}
+
+make_user() {
+  [[ -z $destdir ]] || return 0
+  if ! getent passwd heterorl >/dev/null; then
+    run useradd --system --user-group --home-dir /var/lib/heterorl --no-create-home --shell /usr/sbin/nologin heterorl
+  fi
+}
+
+# One environment per content: an upgrade is a new directory and one rename, a rollback is the same rename back.
+digest_of_sources() {
+  (cd "$source_dir" &&
+    { find services protos/gen requirements -type f -not -name '*.pyc' -print0 | LC_ALL=C sort -z | xargs -0 sha256sum &&
+      sha256sum pyproject.toml && printf '%s\n' "${kinds[@]}"; }) | sha256sum | cut -c1-12
+}
+
+make_environment() {
+  local target
+  target=/opt/heterorl/$(digest_of_sources)
+  if [[ ! -e $target/complete ]]; then
+    local requirements=() kind
+    for kind in "${kinds[@]}"; do requirements+=(-r "$source_dir/requirements/$kind.txt"); done
+    run rm -rf "$target"
+    run "$python" -m venv "$target"
+    run "$target/bin/pip" install --quiet --disable-pip-version-check "${requirements[@]}"
+    run "$target/bin/pip" install --quiet --disable-pip-version-check --no-deps "$source_dir"
+    run install -D -m 0644 "$source_dir/deploy/README.md" "$target/share/heterorl/README.md"
+    run touch "$target/complete"
+  fi
+  if [[ $(readlink /opt/heterorl/current 2>/dev/null || true) != "$target" ]]; then
+    run ln -sfn "$target" /opt/heterorl/.next
+    run mv -T /opt/heterorl/.next /opt/heterorl/current
+  fi
+}
+
+mapfile -t kinds < <(printf '%s\n' "${roles[@]%%:*}" | LC_ALL=C sort -u)
+make_user
+directory 0755 /opt/heterorl
+directory 0755 /etc/heterorl
+directory 0700 /etc/heterorl/credentials
+if [[ -z $destdir ]]; then make_environment; fi
+for role in "${roles[@]}"; do
+  kind=${role%%:*} name=${role#*:}
+  directory 0700 "/etc/heterorl/credentials/$name"
+  if [[ ! -e $destdir/etc/heterorl/$name.toml ]]; then
+    file 0644 "$source_dir/deploy/config/$kind.toml" "/etc/heterorl/$name.toml"
+  fi
+  if [[ $kind == coordinator && ! -e $destdir/etc/heterorl/revoked ]]; then
+    file 0644 "$source_dir/deploy/config/revoked" /etc/heterorl/revoked
+  fi
+  if [[ $kind == coordinator ]]; then unit=heterorl-coordinator.service; else unit=heterorl-$kind@.service; fi
+  file 0644 "$source_dir/deploy/systemd/$unit" "/etc/systemd/system/$unit"
+done
+if [[ -z $destdir ]]; then run systemctl daemon-reload; fi
+
+if $dry_run; then exit 0; fi
+printf 'Installed. Nothing was started or restarted.\n'
+for role in "${roles[@]}"; do
+  kind=${role%%:*} name=${role#*:}
+  if [[ $kind == coordinator ]]; then unit=heterorl-coordinator; else unit=heterorl-$kind@$name; fi
+  printf '  edit /etc/heterorl/%s.toml, put ca.crt, node.crt and node.key into /etc/heterorl/credentials/%s, then:\n' "$name" "$name"
+  printf '    systemctl enable --now %s (or: systemctl restart %s)\n' "$unit" "$unit"
+done

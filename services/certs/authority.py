@@ -1,0 +1,180 @@
+"""What the authority signs: itself, and one certificate per node. Pure but for fresh keys and serial numbers.
+
+Guarantees: a node's certificate holds exactly one URI; only a coordinator's can prove a server, so no sampler can pose
+as one; none outlives the authority. Keys are ECDSA P-256, which every TLS 1.3 peer speaks.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from services.common.errors import ConfigError
+from services.common.identity import Role, is_name, spiffe_uri
+
+SKEW = datetime.timedelta(minutes=5)
+"""How far ahead of the others the authority's clock may be."""
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """A certificate and its private key, PEM."""
+
+    cert: bytes
+    key: bytes
+
+
+def make_authority(*, run: str, now: datetime.datetime, lifetime: datetime.timedelta) -> Pair:
+    """Make an authority that signs itself and may sign nodes only.
+
+    Raises:
+        ConfigError: the run's name is not allowed.
+    """
+    _check_name("RUN", run)
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"heterorl {run}"[:64])])
+    certificate = (
+        _builder(name, name, key.public_key(), now=now, until=now + lifetime)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(is_authority=True), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    return _pair(certificate, key)
+
+
+def issue_node(
+    authority: Pair,
+    *,
+    run: str,
+    site: str,
+    role: Role,
+    hosts: Sequence[str],
+    now: datetime.datetime,
+    lifetime: datetime.timedelta,
+) -> Pair:
+    """Issue a certificate with a key of its own.
+
+    Args:
+        authority: who signs.
+        run: the run that the node belongs to.
+        site: name of the node's site.
+        role: what the node is.
+        hosts: DNS names and IP addresses that a coordinator is dialled by.
+        now: the beginning of the lifetime, an aware instant.
+        lifetime: how long it is valid; cut at the authority's own end.
+
+    Raises:
+        ConfigError: the authority has expired or cannot be read, a name is not allowed, or hosts do not fit the role.
+    """
+    _check_name("RUN", run)
+    _check_name("SITE", site)
+    try:
+        issuer = x509.load_pem_x509_certificate(authority.cert)
+        issuer_key = load_pem_private_key(authority.key, password=None)
+    except (ValueError, TypeError) as error:
+        raise ConfigError("--dir", f"the authority cannot be read: {error}") from error
+    if not isinstance(issuer_key, ec.EllipticCurvePrivateKey):
+        raise ConfigError("--dir", "the authority's key is not ECDSA")
+    if now >= issuer.not_valid_after_utc:
+        raise ConfigError("--dir", "the authority has expired", action="heterorl certs init in a new directory")
+    if hosts and role is not Role.COORDINATOR:
+        raise ConfigError("--host", f"a {role} serves nobody", action="only the coordinator has hosts")
+    names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(spiffe_uri(run=run, site=site, role=role))]
+    usages = [ExtendedKeyUsageOID.CLIENT_AUTH]
+    if role is Role.COORDINATOR:
+        usages.append(ExtendedKeyUsageOID.SERVER_AUTH)
+        names += [_host(host) for host in dict.fromkeys((*hosts, *LOCAL_HOSTS))]
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"{role} {site}"[:64])])
+    until = min(now + lifetime, issuer.not_valid_after_utc)
+    certificate = (
+        _builder(subject, issuer.subject, key.public_key(), now=now, until=until)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(is_authority=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+        .add_extension(_issuer_id(issuer), critical=False)
+        .sign(issuer_key, hashes.SHA256())
+    )
+    return _pair(certificate, key)
+
+
+def hosts_of(pem: bytes) -> tuple[str, ...]:
+    """DNS names and IP addresses of a certificate, as `issue_node` takes them."""
+    certificate = x509.load_pem_x509_certificate(pem)
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return ()
+    return (*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress)))
+
+
+def _builder(
+    subject: x509.Name,
+    issuer: x509.Name,
+    public_key: ec.EllipticCurvePublicKey,
+    *,
+    now: datetime.datetime,
+    until: datetime.datetime,
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(public_key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - SKEW)
+        .not_valid_after(until)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public_key), critical=False)
+    )
+
+
+def _usage(*, is_authority: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not is_authority,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=is_authority,
+        crl_sign=is_authority,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _issuer_id(issuer: x509.Certificate) -> x509.AuthorityKeyIdentifier:
+    own = issuer.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+    return x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(own)
+
+
+def _host(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        pass
+    try:
+        return x509.DNSName(host)
+    except ValueError as error:
+        raise ConfigError("--host", f"{host!r} is neither a DNS name nor an IP address") from error
+
+
+def _check_name(key: str, text: str) -> None:
+    if not is_name(text):
+        raise ConfigError(key, f"{text!r} is not 1 to 64 letters, digits, dots, dashes or underscores")
+
+
+def _pair(certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> Pair:
+    return Pair(
+        cert=certificate.public_bytes(Encoding.PEM),
+        key=key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
+    )

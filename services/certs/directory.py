@@ -1,0 +1,196 @@
+"""The authority's directory: what was issued, to whom, until when, and what is revoked.
+
+Guarantees: an operation that fails leaves every file as it was or complete; a revoked certificate is not renewed.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.certs.authority import Pair, hosts_of, issue_node, make_authority
+from services.certs.files import PUBLIC, SECRET, locked, write_file
+from services.common.errors import ConfigError
+from services.common.identity import Identity, Refusal, Role, read_identity
+from services.common.rpc.revocation import parse_serials
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Issued:
+    """One certificate in the authority's book; `expires` is an aware instant."""
+
+    identity: Identity
+    expires: datetime.datetime
+    is_revoked: bool
+
+    def state(self, now: datetime.datetime) -> str:
+        """Valid, expired or revoked, for people."""
+        if self.is_revoked:
+            return "revoked"
+        return "valid" if now < self.expires else "expired"
+
+
+class Authority:
+    """The authority of one directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    @property
+    def revoked_path(self) -> Path:
+        """The file that the coordinator's `tls.revoked` names."""
+        return self._directory / "revoked"
+
+    def init(self, *, run: str, now: datetime.datetime, lifetime: datetime.timedelta) -> None:
+        """Make the directory and its authority.
+
+        Raises:
+            ConfigError: there is one already.
+        """
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with locked(self._directory):
+            if (self._directory / "ca.key").exists():
+                raise ConfigError("--dir", f"{self._directory} holds an authority", action="choose another directory")
+            pair = make_authority(run=run, now=now, lifetime=lifetime)
+            (self._directory / "issued").mkdir(exist_ok=True)
+            write_file(self.revoked_path, b"# Serial numbers, hexadecimal, one a line.\n", mode=PUBLIC)
+            write_file(self._directory / "run", f"{run}\n".encode("ascii"), mode=PUBLIC)
+            write_file(self._directory / "ca.crt", pair.cert, mode=PUBLIC)
+            # Last: its presence says that everything else is there.
+            write_file(self._directory / "ca.key", pair.key, mode=SECRET)
+
+    def issue(
+        self,
+        *,
+        role: Role,
+        site: str,
+        hosts: Sequence[str],
+        out: Path | None,
+        now: datetime.datetime,
+        lifetime: datetime.timedelta,
+    ) -> Path:
+        """Issue a node's files; returns their directory.
+
+        Raises:
+            ConfigError: a name is not allowed, or the node has a certificate there already.
+        """
+        target = out or self._directory / f"{role}-{site}"
+        with locked(self._existing()):
+            if (target / "node.key").exists():
+                raise ConfigError("--out", f"{target} holds a certificate", action="heterorl certs renew, or delete it")
+            run = (self._directory / "run").read_text(encoding="ascii").strip()
+            pair = issue_node(self._pair(), run=run, site=site, role=role, hosts=hosts, now=now, lifetime=lifetime)
+            self._hand_out(pair, target)
+        return target
+
+    def renew(self, target: Path, *, now: datetime.datetime, lifetime: datetime.timedelta) -> None:
+        """Replace a node's certificate and key by new ones for the same identity and hosts.
+
+        Raises:
+            ConfigError: there is no certificate of this authority, or it is revoked.
+        """
+        with locked(self._existing()):
+            identity = self._read(target / "node.crt")
+            if not self._book(identity.serial).exists():
+                raise ConfigError("DIRECTORY", f"{target} holds no certificate of this authority")
+            if identity.serial in self._revoked():
+                raise ConfigError("DIRECTORY", f"certificate {identity.serial:x} is revoked", action="issue a new one")
+            hosts = hosts_of((target / "node.crt").read_bytes())
+            pair = issue_node(
+                self._pair(),
+                run=identity.run,
+                site=identity.site,
+                role=identity.role,
+                hosts=hosts,
+                now=now,
+                lifetime=lifetime,
+            )
+            self._hand_out(pair, target)
+
+    def revoke(self, what: str) -> list[Identity]:
+        """Refuse certificates from now on; returns them.
+
+        Args:
+            what: a serial number or a certificate's file names one certificate; a node's directory names all that its
+                role and site ever got, so that a copy of an older key is worth nothing either.
+
+        Raises:
+            ConfigError: this authority issued no such certificate.
+        """
+        with locked(self._existing()):
+            path = Path(what)
+            if path.is_dir():
+                node = self._read(path / "node.crt")
+                book = [entry.identity for entry in self.list()]
+                identities = [entry for entry in book if (entry.role, entry.site) == (node.role, node.site)]
+            else:
+                serial = self._read(path).serial if path.is_file() else _serial(what)
+                if not self._book(serial).exists():
+                    raise ConfigError("WHAT", f"certificate {serial:x} is not of this authority")
+                identities = [self._read(self._book(serial))]
+            known = self._revoked()
+            lines = [
+                f"{entry.serial:x}  # {entry.role} {entry.site}\n" for entry in identities if entry.serial not in known
+            ]
+            text = self.revoked_path.read_text(encoding="ascii") + "".join(lines)
+            write_file(self.revoked_path, text.encode("ascii"), mode=PUBLIC)
+        return identities
+
+    def list(self) -> list[Issued]:
+        """Every certificate that was issued, the one that expires first on top."""
+        book = self._existing() / "issued"
+        revoked = self._revoked()
+        identities = [self._read(path) for path in book.glob("*.crt")]
+        return [
+            Issued(
+                identity=identity,
+                expires=datetime.datetime.fromtimestamp(identity.not_after, datetime.UTC),
+                is_revoked=identity.serial in revoked,
+            )
+            for identity in sorted(identities, key=lambda identity: (identity.not_after, identity.serial))
+        ]
+
+    def _existing(self) -> Path:
+        if not (self._directory / "ca.key").exists():
+            raise ConfigError("--dir", f"{self._directory} holds no authority", action="heterorl certs init RUN first")
+        return self._directory
+
+    def _pair(self) -> Pair:
+        return Pair(cert=(self._directory / "ca.crt").read_bytes(), key=(self._directory / "ca.key").read_bytes())
+
+    def _book(self, serial: int) -> Path:
+        return self._directory / "issued" / f"{serial:x}.crt"
+
+    def _revoked(self) -> frozenset[int]:
+        try:
+            return parse_serials(self.revoked_path.read_text(encoding="ascii"))
+        except (OSError, ValueError) as error:
+            raise ConfigError("--dir", f"cannot read {self.revoked_path}: {error}") from error
+
+    def _read(self, path: Path) -> Identity:
+        try:
+            identity = read_identity(path.read_bytes())
+        except OSError as error:
+            raise ConfigError("DIRECTORY", f"cannot read {path}: {error.strerror}") from error
+        if isinstance(identity, Refusal):
+            raise ConfigError("DIRECTORY", f"{path}: {identity.message}")
+        return identity
+
+    def _hand_out(self, pair: Pair, target: Path) -> None:
+        identity = read_identity(pair.cert)
+        assert isinstance(identity, Identity)
+        # Into the book first: what a node holds can always be found and revoked.
+        write_file(self._book(identity.serial), pair.cert, mode=PUBLIC)
+        target.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_file(target / "ca.crt", (self._directory / "ca.crt").read_bytes(), mode=PUBLIC)
+        write_file(target / "node.key", pair.key, mode=SECRET)
+        write_file(target / "node.crt", pair.cert, mode=PUBLIC)
+
+
+def _serial(text: str) -> int:
+    try:
+        return int(text, 16)
+    except ValueError as error:
+        raise ConfigError("WHAT", f"{text} is neither a file nor a serial number") from error

@@ -1,0 +1,88 @@
+"""Who may call what: one table of rpc against role, and everything that is not in it is refused.
+
+Guarantees: decisions are pure. An rpc without a row is refused for everybody; a sampler speaks for its own site only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from services.common.identity import Identity, LocalPeer, Peer, Refusal, RefusalReason, Role
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Who may call one rpc, and where its requests state a site that must be the caller's own.
+
+    Example:
+        Rule(frozenset({Role.SAMPLER}), site=("group", "id", "site"))
+    """
+
+    roles: frozenset[Role]
+    site: tuple[str, ...] = ()
+
+
+_LEARNER = Rule(frozenset({Role.LEARNER}))
+_OPERATOR = Rule(frozenset({Role.OPERATOR}))
+_READS_WEIGHTS = Rule(frozenset({Role.LEARNER, Role.SAMPLER}))
+_OWN_SITE = Rule(frozenset({Role.SAMPLER}), site=("site",))
+_EVERYBODY = Rule(frozenset(Role))
+
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        "/heterorl.v1.PolicyService/AcquireLease": _LEARNER,
+        "/heterorl.v1.PolicyService/RenewLease": _LEARNER,
+        "/heterorl.v1.PolicyService/ReleaseLease": _LEARNER,
+        "/heterorl.v1.PolicyService/QueryUpload": _LEARNER,
+        "/heterorl.v1.PolicyService/UploadPayload": _LEARNER,
+        "/heterorl.v1.PolicyService/PublishVersion": _LEARNER,
+        "/heterorl.v1.PolicyService/GetStep": _LEARNER,
+        "/heterorl.v1.PolicyService/WatchHead": _READS_WEIGHTS,
+        "/heterorl.v1.PolicyService/GetManifest": _READS_WEIGHTS,
+        "/heterorl.v1.PolicyService/PlanPull": _READS_WEIGHTS,
+        "/heterorl.v1.PolicyService/ReadPayload": _READS_WEIGHTS,
+        "/heterorl.v1.RolloutService/LeaseWork": _OWN_SITE,
+        "/heterorl.v1.RolloutService/AbandonWork": _OWN_SITE,
+        "/heterorl.v1.RolloutService/PushGroups": Rule(frozenset({Role.SAMPLER}), site=("group", "id", "site")),
+        # The learner names groups of all sites: it holds their lease.
+        "/heterorl.v1.RolloutService/StreamGroups": _LEARNER,
+        "/heterorl.v1.RolloutService/AbandonGroups": _LEARNER,
+        "/heterorl.v1.RunService/Register": _OWN_SITE,
+        "/heterorl.v1.RunService/Heartbeat": _OWN_SITE,
+        "/heterorl.v1.RunService/GetStatus": _OPERATOR,
+        "/heterorl.v1.RunService/ListSteps": _OPERATOR,
+        # A learner that reached its last step drains the run.
+        "/heterorl.v1.RunService/Drain": Rule(frozenset({Role.OPERATOR, Role.LEARNER})),
+        "/grpc.health.v1.Health/Check": _EVERYBODY,
+        "/grpc.health.v1.Health/Watch": _EVERYBODY,
+    }
+)
+
+
+def refuse_call(method: str, peer: Peer, *, run: str) -> Refusal | None:
+    """Decide whether a peer may call an rpc (full name, with the leading slash) of a run; None is yes."""
+    rule = RULES.get(method)
+    if rule is None:
+        return Refusal(reason=RefusalReason.UNKNOWN_RPC, message=f"{method} is open to nobody")
+    if isinstance(peer, LocalPeer):
+        return None
+    if peer.run != run:
+        return Refusal(reason=RefusalReason.RUN, message=f"the certificate is of run {peer.run}, this is {run}")
+    if peer.role not in rule.roles:
+        return Refusal(reason=RefusalReason.ROLE, message=f"a {peer.role} may not call {method}")
+    return None
+
+
+def refuse_request(method: str, peer: Peer, request: object) -> Refusal | None:
+    """Decide whether a request speaks for the caller's own site; None is yes. `refuse_call` comes first."""
+    path = RULES[method].site
+    if not path or not isinstance(peer, Identity):
+        return None
+    value = request
+    for name in path:
+        value = getattr(value, name)
+    if value == peer.site:
+        return None
+    return Refusal(reason=RefusalReason.SITE, message=f"{peer.site} may not speak for site {str(value)[:64]!r}")

@@ -1,0 +1,139 @@
+"""Who a peer is: exactly one URI in its certificate, `spiffe://<run>/site/<id>/role/<role>`.
+
+Guarantees: an identity comes from the certificate's own bytes, never from a name that only looks like a URI, and a
+certificate with no URI or with two has none. Must never trust a certificate: the TLS handshake has checked its issuer.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import re
+from dataclasses import dataclass
+
+from cryptography import x509
+
+_NAME = r"[A-Za-z0-9._-]{1,64}"
+"""A run or a site, in certificates as in configurations."""
+_URI = re.compile(rf"spiffe://(?P<run>{_NAME})/site/(?P<site>{_NAME})/role/(?P<role>[a-z]+)")
+
+
+class Role(enum.StrEnum):
+    """What a node is in a run."""
+
+    COORDINATOR = "coordinator"
+    LEARNER = "learner"
+    SAMPLER = "sampler"
+    OPERATOR = "operator"
+
+
+class RefusalReason(enum.StrEnum):
+    """Why a call was refused, as counted."""
+
+    TLS_VERSION = "tls_version"
+    NO_CERTIFICATE = "no_certificate"
+    NO_IDENTITY = "no_identity"
+    EXPIRED = "expired"
+    REVOKED = "revoked"
+    RUN = "run"
+    ROLE = "role"
+    SITE = "site"
+    UNKNOWN_RPC = "unknown_rpc"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """A decision against a call.
+
+    Example:
+        Refusal(reason=RefusalReason.SITE, message="site-a may not speak for site-b")
+    """
+
+    reason: RefusalReason
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What one certificate says; the two instants are seconds since the epoch.
+
+    Example:
+        Identity(run="run", site="site-1", role=Role.SAMPLER, serial=7, not_before=0.0, not_after=86400.0)
+    """
+
+    run: str
+    site: str
+    role: Role
+    serial: int
+    not_before: float
+    not_after: float
+
+    @property
+    def uri(self) -> str:
+        """The identity as it stands in the certificate."""
+        return spiffe_uri(run=self.run, site=self.site, role=self.role)
+
+    def refuse_at(self, now: float) -> Refusal | None:
+        """Refuse outside the certificate's lifetime; `now` in seconds since the epoch."""
+        if self.not_before <= now <= self.not_after:
+            return None
+        when = "is not valid yet" if now < self.not_before else "has expired"
+        return Refusal(reason=RefusalReason.EXPIRED, message=f"the certificate of {self.uri} {when}")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPeer:
+    """The other end of a plaintext link over loopback: whoever is on this machine, in any role."""
+
+
+Peer = Identity | LocalPeer
+
+
+def spiffe_uri(*, run: str, site: str, role: Role) -> str:
+    """Write an identity as the URI of a certificate."""
+    return f"spiffe://{run}/site/{site}/role/{role.value}"
+
+
+def is_name(text: str) -> bool:
+    """Whether a text can name a run or a site."""
+    return re.fullmatch(_NAME, text) is not None
+
+
+@functools.lru_cache(maxsize=4096)
+def read_identity(pem: bytes) -> Identity | Refusal:
+    """Read the identity of one PEM certificate, the first if there are several.
+
+    Names of other kinds (DNS, IP) are ignored here; a DNS name that is spelled like a URI is no URI.
+    """
+    try:
+        certificate = x509.load_pem_x509_certificate(pem)
+        uris = _uris(certificate)
+    except (ValueError, x509.DuplicateExtension, x509.UnsupportedGeneralNameType) as error:
+        return Refusal(reason=RefusalReason.NO_IDENTITY, message=f"the certificate cannot be read: {error}")
+    if len(uris) != 1:
+        return Refusal(
+            reason=RefusalReason.NO_IDENTITY,
+            message=f"the certificate has {len(uris)} URIs; exactly one names its run, site and role",
+        )
+    match = _URI.fullmatch(uris[0])
+    if match is None or match["role"] not in {role.value for role in Role}:
+        return Refusal(
+            reason=RefusalReason.NO_IDENTITY,
+            message=f"{uris[0][:200]!r} is not of the form spiffe://RUN/site/SITE/role/ROLE",
+        )
+    return Identity(
+        run=match["run"],
+        site=match["site"],
+        role=Role(match["role"]),
+        serial=certificate.serial_number,
+        not_before=certificate.not_valid_before_utc.timestamp(),
+        not_after=certificate.not_valid_after_utc.timestamp(),
+    )
+
+
+def _uris(certificate: x509.Certificate) -> list[str]:
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return []
+    return list(names.get_values_for_type(x509.UniformResourceIdentifier))

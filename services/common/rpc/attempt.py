@@ -1,0 +1,48 @@
+"""One try of a call: timed by its outcome, and its failure turned into the typed error that it stands for."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TypeVar
+
+import grpc.aio
+
+from services.common.errors import HeterorlError, Unreachable
+from services.common.metrics import RPC_SECONDS
+from services.common.rpc.status import from_rpc_error, reason_of
+
+ResultT = TypeVar("ResultT")
+
+
+async def once(name: str, attempt: Callable[[], Awaitable[ResultT]]) -> ResultT:
+    """Try once.
+
+    Raises:
+        HeterorlError: the peer's typed refusal, or Unreachable.
+    """
+    try:
+        return await attempt()
+    except grpc.aio.AioRpcError as error:
+        raise typed(name, error) from error
+
+
+def typed(name: str, error: grpc.aio.AioRpcError) -> HeterorlError:
+    """The error that the server raised; Unreachable for a failure of the transport."""
+    return from_rpc_error(error) or Unreachable(f"{name}: {error.code().name}: {error.details()}", retry_after_s=1.0)
+
+
+@contextlib.contextmanager
+def timed(name: str) -> Iterator[None]:
+    """Observe how long the body takes and how it ends."""
+    started = time.perf_counter()
+    code = "OK"
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        refusal = from_rpc_error(error)
+        code = reason_of(refusal) if refusal is not None else error.code().name
+        raise
+    finally:
+        RPC_SECONDS.labels("client", name, code).observe(time.perf_counter() - started)

@@ -1,0 +1,105 @@
+"""A link to one coordinator: one channel, replaced by another when this node's certificates change.
+
+Guarantees: a call begins with the newest certificates, and a replaced channel closes after its last call. A stream that
+the old certificate opened and that is refused for it counts as a broken link, so its owner dials again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+from heterorl.v1 import policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
+
+from services.common.errors import Unreachable
+from services.common.rpc.credentials import MaterialFiles, channel_credentials
+from services.common.rpc.options import link_options
+from services.common.tls import TlsConfig, check_tls
+
+
+class Stubs:
+    """The rpcs of all services over one channel, as attributes by name."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        # The generated stub classes carry no types for grpc.aio; the client types their methods at its own border.
+        stubs: list[Any] = [
+            policy_pb2_grpc.PolicyServiceStub(channel),
+            rollout_pb2_grpc.RolloutServiceStub(channel),
+            run_pb2_grpc.RunServiceStub(channel),
+        ]
+        self._methods = {name: method for stub in stubs for name, method in vars(stub).items()}
+
+    def method(self, name: str) -> Any:
+        """The rpc of a name, such as `GetStatus`."""
+        return self._methods[name]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Lane:
+    channel: grpc.aio.Channel
+    stubs: Stubs
+    number: int
+    num_calls: int = 0
+
+
+class Link:
+    """Channels to `address`."""
+
+    def __init__(self, address: str, *, tls: TlsConfig, max_message_bytes: int) -> None:
+        """Prepare a channel; nothing is dialled before the first call.
+
+        Raises:
+            ConfigError: plaintext to another machine, or a file of certificates that cannot be used.
+        """
+        check_tls(tls, key="coordinator", address=address)
+        self._address = address
+        self._options = link_options(max_message_bytes)
+        self._files = None if tls.insecure else MaterialFiles(tls)
+        self._lane = self._open()
+        self._retired: set[_Lane] = set()
+
+    async def close(self) -> None:
+        """Close all channels; calls under way are cancelled."""
+        for lane in (self._lane, *self._retired):
+            await lane.channel.close()
+
+    @contextlib.asynccontextmanager
+    async def stubs(self) -> AsyncIterator[Stubs]:
+        """Stubs for one call, which keep their channel until the context ends."""
+        lane = await self._current()
+        lane.num_calls += 1
+        try:
+            yield lane.stubs
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED and lane is not await self._current():
+                raise Unreachable("the certificate was replaced meanwhile", retry_after_s=0.1) from error
+            raise
+        finally:
+            lane.num_calls -= 1
+            await self._sweep()
+
+    async def _current(self) -> _Lane:
+        if self._files is not None and self._files.current().number != self._lane.number:
+            self._retired.add(self._lane)
+            self._lane = self._open()
+            await self._sweep()
+        return self._lane
+
+    def _open(self) -> _Lane:
+        if self._files is None:
+            # A proxy from the environment would carry plaintext off this machine.
+            options = [*self._options, ("grpc.enable_http_proxy", 0)]
+            channel, number = grpc.aio.insecure_channel(self._address, options=options), 0
+        else:
+            material = self._files.current()
+            channel = grpc.aio.secure_channel(self._address, channel_credentials(material), options=self._options)
+            number = material.number
+        return _Lane(channel=channel, stubs=Stubs(channel), number=number)
+
+    async def _sweep(self) -> None:
+        for lane in [lane for lane in self._retired if lane.num_calls == 0]:
+            self._retired.discard(lane)
+            await lane.channel.close()

@@ -1,0 +1,69 @@
+"""How a link is secured: certificates by default, plaintext only between processes of one machine.
+
+Guarantees: plaintext needs both the operator's word and an address of loopback. Must never fall back to it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+
+from pydantic import Field
+
+from services.common.config import Config
+from services.common.errors import ConfigError
+
+_ACTION = "make certificates with `heterorl certs init` and `issue`, or set tls.insecure on loopback"
+
+
+class TlsConfig(Config):
+    """Certificates of this node. Files are read again when they change: a rotation needs no restart."""
+
+    ca: str = Field(default="", max_length=4096)
+    """PEM file of the authorities whose certificates are believed; may hold the old and the new one."""
+    cert: str = Field(default="", max_length=4096)
+    """PEM file of this node's certificate, and of intermediate authorities if there are any."""
+    key: str = Field(default="", max_length=4096)
+    """PEM file of this node's private key, mode 0600."""
+    insecure: bool = False
+    """Plaintext without identity; accepted only for an address of loopback."""
+
+
+class ServerTlsConfig(TlsConfig):
+    """Certificates of the coordinator, and those that it no longer accepts."""
+
+    revoked: str = Field(default="", max_length=4096)
+    """File of revoked serial numbers, one hexadecimal number a line; looked at on each call. Empty is none."""
+
+
+def is_loopback(address: str) -> bool:
+    """Whether host:port can only be reached from this machine; a name other than localhost never counts."""
+    host = address.rpartition(":")[0]
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_tls(tls: TlsConfig, *, key: str, address: str) -> None:
+    """Check the rule for a link at `address`, which the setting `key` names.
+
+    Raises:
+        ConfigError: a file is not named, plaintext could leave the machine, or both are asked for.
+    """
+    files = {"tls.ca": tls.ca, "tls.cert": tls.cert, "tls.key": tls.key}
+    if isinstance(tls, ServerTlsConfig) and tls.revoked:
+        files["tls.revoked"] = tls.revoked
+    if not tls.insecure:
+        missing = [name for name, value in files.items() if not value]
+        if missing:
+            raise ConfigError(missing[0], "is not set, and the link needs certificates", action=_ACTION)
+        return
+    stated = [name for name, value in files.items() if value]
+    if stated:
+        raise ConfigError("tls.insecure", f"is set together with {stated[0]}", action="remove one of them")
+    if not is_loopback(address):
+        raise ConfigError(
+            "tls.insecure", f"plaintext is for loopback only, and {key} is {address}", action="use certificates"
+        )

@@ -1,0 +1,119 @@
+"""The coordinator's state to metrics: what one look at the store shows, and what passes by.
+
+Never changes anything; every label is of a closed set or a site's bounded label.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.common import metrics
+from services.common.types import DropReason, LedgerCounts, PushOutcome, QueuedGroup, SiteStatus
+from services.coordinator import lineage
+from services.coordinator.core import Coordinator
+
+SILENCE_LIMIT_S = 86_400.0
+"""A site that said nothing for so long has left; its gauges are no longer shown."""
+_SITE_GAUGES = (
+    metrics.SITE_POLICY_VERSION,
+    metrics.SITE_SILENCE_SECONDS,
+    metrics.SITE_WORK_GROUPS,
+    metrics.SITE_PENDING_BYTES,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """What waits in the store: bytes by site, and the wall times of the oldest pending group and of the head."""
+
+    bytes_by_site: dict[str, int]
+    oldest_arrival: float | None
+    head_published: float | None
+
+
+def read_waiting(connection: sqlite3.Connection) -> Waiting:
+    """One look at the store, as a store operation."""
+    rows = connection.execute(
+        "SELECT site, sum(num_bytes) FROM groups WHERE state IN ('pending', 'leased') GROUP BY site"
+    )
+    (oldest,) = connection.execute("SELECT min(arrived) FROM groups WHERE state = 'pending'").fetchone()
+    head = lineage.read_head(connection)
+    return Waiting(
+        bytes_by_site={site: int(count) for site, count in rows},
+        oldest_arrival=oldest,
+        head_published=None if head.version == lineage.NONE else head.published,
+    )
+
+
+async def observe_run(core: Coordinator) -> None:
+    """Show the run as it is now."""
+    status = await core.get_status()
+    waiting = await core.database.run(read_waiting)
+    config, now = core.config, core.clock.wall()
+    metrics.HEAD_VERSION.set(status.head_version)
+    published = waiting.head_published
+    metrics.HEAD_TIMESTAMP.set(now - status.uptime_s if published is None else published)
+    metrics.LEARNER_EPOCH.set(status.epoch)
+    metrics.DRAINING.set(status.is_draining or config.is_finished(status.head_version))
+    metrics.MAX_POLICY_AGE_SECONDS.set(config.max_policy_age_s)
+    metrics.MAX_STALENESS_VERSIONS.set(config.max_staleness_versions)
+    oldest = waiting.oldest_arrival
+    metrics.QUEUE_OLDEST_SECONDS.set(0.0 if oldest is None else max(0.0, now - oldest))
+    metrics.SITE_QUOTA_BYTES.set(config.site_pending_bytes)
+    metrics.STORE_USED_BYTES.set(core.blobs.used_bytes)
+    metrics.STORE_LIMIT_BYTES.set(config.store_bytes)
+    _observe_ledger(status.ledger)
+    _observe_sites(status.sites, waiting.bytes_by_site)
+
+
+def _observe_ledger(counts: LedgerCounts) -> None:
+    metrics.QUEUE_GROUPS.labels("pending").set(counts.pending)
+    metrics.QUEUE_GROUPS.labels("leased").set(counts.leased)
+    dropped = sum(counts.dropped.values())
+    for account, count in (
+        ("acked", counts.acked), ("pending", counts.pending), ("leased", counts.leased),
+        ("consumed", counts.consumed), ("dropped", dropped),
+    ):  # fmt: skip
+        metrics.LEDGER_GROUPS.labels(account).set(count)
+    for reason in DropReason:
+        metrics.LEDGER_DROPPED_GROUPS.labels(reason.value).set(counts.dropped.get(reason, 0))
+    metrics.LEDGER_BALANCED.set(counts.is_balanced)
+
+
+def _observe_sites(sites: Sequence[SiteStatus], bytes_by_site: dict[str, int]) -> None:
+    """A site is as its incarnation seen last is; those of earlier processes are history."""
+    newest: dict[str, SiteStatus] = {}
+    work: defaultdict[str, int] = defaultdict(int)
+    for status in sites:
+        label = metrics.SITES.of(status.site)
+        work[label] += status.work_leased
+        known = newest.get(label)
+        if 0 <= status.last_seen_s < SILENCE_LIMIT_S and (known is None or status.last_seen_s < known.last_seen_s):
+            newest[label] = status
+    pending: defaultdict[str, int] = defaultdict(int)
+    for site, count in bytes_by_site.items():
+        pending[metrics.SITES.of(site)] += count
+    for label in work.keys() - newest.keys():
+        for gauge in _SITE_GAUGES:
+            gauge.remove(label)
+    for label, status in newest.items():
+        metrics.SITE_POLICY_VERSION.labels(label).set(status.policy_version)
+        metrics.SITE_SILENCE_SECONDS.labels(label).set(status.last_seen_s)
+        metrics.SITE_WORK_GROUPS.labels(label).set(work[label])
+        metrics.SITE_PENDING_BYTES.labels(label).set(pending[label])
+
+
+def observe_push(outcome: PushOutcome) -> None:
+    """Count the outcome of one pushed group."""
+    reason = outcome.reason.value if outcome.reason else ""
+    metrics.PUSHED_GROUPS.labels(metrics.SITES.of(outcome.id.site), outcome.status.value, reason).inc()
+
+
+def observe_lease(queued: QueuedGroup) -> None:
+    """Note the ages of a group that goes to the learner."""
+    site = metrics.SITES.of(queued.group.id.site)
+    metrics.QUEUE_AGE_SECONDS.labels(site).observe(queued.queue_age_s)
+    metrics.LEASED_POLICY_AGE_SECONDS.labels(site).observe(queued.policy_age_s)

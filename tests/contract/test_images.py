@@ -1,0 +1,246 @@
+"""Images and compose files: well-formed, confined, and their commands are ones that the services accept."""
+
+import json
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from services.cli import app
+from services.common.config import load
+from services.coordinator.config import CoordinatorConfig
+from services.learner.config import LearnerConfig
+from services.sampler.config import SamplerConfig
+from tests.support.tools import check, tool
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+FILES = {path.name: yaml.safe_load(path.read_text()) for path in DEPLOY.glob("compose*.yaml")}
+BASE, GPU, WAN = (FILES[name] for name in ("compose.yaml", "compose.gpu.yaml", "compose.wan.yaml"))
+OURS = {"coordinator": "coordinator", "learner": "learner", "sampler-1": "sampler", "sampler-2": "sampler"}
+SCHEMAS = {"coordinator": CoordinatorConfig, "learner": LearnerConfig, "sampler": SamplerConfig}
+STATE = "/var/lib/heterorl"
+CONFINED = [(BASE, name) for name in BASE["services"]] + [(WAN, name) for name in WAN["services"]]
+
+
+def settings(command):
+    return [word.removeprefix("--set=") for word in command if word.startswith("--set=")]
+
+
+def stages():
+    """Name of each stage of the Dockerfile to the stage or image that it is made from."""
+    lines = [line.split() for line in (DEPLOY / "Dockerfile").read_text().splitlines() if line.startswith("FROM ")]
+    return {words[3]: words[1] for words in lines}
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_compose_file_satisfies_the_specification(name):
+    check(tool("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", str(DEPLOY / name))
+
+
+def test_the_specification_refuses_a_wrong_key(tmp_path):
+    wrong = tmp_path / "compose.yaml"
+    wrong.write_text("services: {a: {image: x, memory_limit: 1g}}\n")
+    program = tool("check-jsonschema")
+
+    with pytest.raises(AssertionError, match="memory_limit"):
+        check(program, "--builtin-schema", "vendor.compose-spec", str(wrong))
+
+
+@pytest.mark.parametrize(
+    "overlays", [[], ["gpu"], ["wan"], ["gpu", "wan"]], ids=lambda names: "+".join(["base", *names])
+)
+def test_compose_itself_accepts_base_and_overlays(overlays, tmp_path):
+    files = [DEPLOY / "compose.yaml", *(DEPLOY / f"compose.{name}.yaml" for name in overlays)]
+    arguments = [word for path in files for word in ("-f", str(path))]
+
+    whole = json.loads(check(tool("docker-compose"), *arguments, "config", "--format", "json"))
+
+    assert set(OURS) <= set(whole["services"])
+    # Overlays take nothing of the confinement away.
+    assert all(service["cap_drop"] == ["ALL"] for service in whole["services"].values())
+    assert all(("deploy" in whole["services"][name]) == ("gpu" in overlays) for name in ("learner", "sampler-1"))
+
+
+@pytest.mark.parametrize(("file", "name"), CONFINED, ids=[name for _, name in CONFINED])
+def test_container_is_confined(file, name):
+    service = file["services"][name]
+
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service.get("cap_add", []) == (["NET_ADMIN"] if name.startswith("wan-") else [])
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert not service.get("privileged")
+    assert service["mem_limit"]
+    assert service["pids_limit"]
+    assert "latest" not in service["image"]
+    # What is published is plaintext or has no users: it stays on this machine.
+    assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ()))
+    environment = service.get("environment", {})
+    assert not [key for key in environment if "PASSWORD" in key and not key.endswith("__FILE")]
+
+
+@pytest.mark.parametrize("name", BASE["services"])
+def test_container_says_how_it_is(name):
+    service = BASE["services"][name]
+    stage = (DEPLOY / "Dockerfile").read_text().partition(f" AS {OURS.get(name)}\n")[2].partition("\nFROM ")[0]
+
+    assert "healthcheck" in service or "HEALTHCHECK" in stage
+
+
+@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("overlay", [None, "gpu"])
+def test_command_is_one_that_the_service_accepts(name, overlay):
+    role = OURS[name]
+    service = BASE["services"][name] | ((GPU["services"].get(name, {})) if overlay else {})
+    command = service["command"]
+    assert command[:3] == [role, f"--config=/etc/heterorl/{role}.toml", "--log=json"]
+
+    config = load(SCHEMAS[role], DEPLOY / "config" / f"{role}.toml", settings(command))
+
+    own = config.data_dir if role == "coordinator" else config.state_dir
+    assert own.is_relative_to(STATE)
+    assert any(volume == f"{name}:{STATE}" for volume in service["volumes"])
+    assert name in BASE["volumes"]
+    assert config.metrics_host == "0.0.0.0"
+    if role == "coordinator":
+        assert config.listen == "0.0.0.0:50051"
+    else:
+        assert config.coordinator == "coordinator:50051"
+        device = config.backend.device if role == "learner" else config.engine.device
+        assert device == ("cuda:0" if overlay else "cpu")
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_node_has_certificates_of_its_own_where_its_configuration_names_them(name):
+    (mount,) = [
+        volume
+        for volume in BASE["services"][name]["volumes"]
+        if isinstance(volume, dict) and volume["target"] == "/tls"
+    ]
+    config = load(SCHEMAS[OURS[name]], DEPLOY / "config" / f"{OURS[name]}.toml")
+
+    assert mount["source"] == f"${{HETERORL_SECRETS_DIR:-./secrets}}/{name}"
+    assert mount["read_only"] is True
+    assert (config.tls.ca, config.tls.cert, config.tls.key) == ("/tls/ca.crt", "/tls/node.crt", "/tls/node.key")
+    if name == "coordinator":
+        files = ["--ca", config.tls.ca, "--cert", config.tls.cert, "--key", config.tls.key]
+        words = ["heterorl", "health", "127.0.0.1:50051", *files]
+        assert BASE["services"][name]["healthcheck"]["test"] == ["CMD", *words]
+        assert f"CMD {json.dumps(words)}" in (DEPLOY / "Dockerfile").read_text()
+        # In a directory that is mounted whole: a list that is replaced is seen.
+        assert config.tls.revoked == "/etc/heterorl/revoked"
+        assert (DEPLOY / "config" / "revoked").exists()
+
+
+def test_gpu_overlay_changes_where_numbers_are_computed_and_nothing_else():
+    for name, service in GPU["services"].items():
+        changed = set(service["command"]) ^ set(BASE["services"][name]["command"])
+        keys = {word.removeprefix("--set=").split("=")[0].split(".")[1] for word in changed}
+        assert keys == {"device", "compute_dtype"}
+
+
+def test_samplers_have_sites_of_their_own():
+    configs = [
+        load(SamplerConfig, None, settings(BASE["services"][name]["command"])) for name in ("sampler-1", "sampler-2")
+    ]
+
+    assert {config.site for config in configs} == {"site-1", "site-2"}
+
+
+def test_stop_waits_for_the_step_or_the_batch_under_way():
+    assert BASE["services"]["coordinator"]["stop_grace_period"] == "60s"
+    assert {BASE["services"][name]["stop_grace_period"] for name in OURS if name != "coordinator"} == {"15m"}
+
+
+def test_wan_stands_in_the_network_of_both_ends():
+    modes = {service["network_mode"] for service in WAN["services"].values()}
+
+    assert modes == {"service:coordinator", "service:sampler-1", "service:sampler-2"}
+
+
+def test_every_image_of_ours_is_a_target_and_copies_its_own_packages():
+    targets = {
+        service["build"]["target"]
+        for file in (BASE, WAN)
+        for service in file["services"].values()
+        if "build" in service
+    }
+    text = (DEPLOY / "Dockerfile").read_text()
+
+    assert targets == {"coordinator", "learner", "sampler", "wan"}
+    assert targets <= set(stages())
+    for role in SCHEMAS:
+        assert stages()[role] == "runtime"
+        assert f"COPY --from=build-{role} " in text
+        assert f"COPY requirements/{role}.txt " in text
+    assert "USER 10001:10001" in text
+    assert text.startswith("#")
+    assert "ARG PYTHON_IMAGE=python:3.11-slim\n" in text
+
+
+def test_dockerfile_is_clean():
+    check(tool("hadolint"), str(DEPLOY / "Dockerfile"))
+
+
+def test_build_context_holds_what_the_dockerfile_copies_and_no_more():
+    text = (DEPLOY / "Dockerfile").read_text()
+    copied = {
+        word
+        for line in text.splitlines()
+        if line.startswith("COPY ") and "--from" not in line
+        for word in line.split()[1:-1]
+        if not word.startswith("--")
+    }
+    allowed = {
+        line[1:] for line in (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines() if line.startswith("!")
+    }
+
+    assert {
+        word.replace("coordinator.txt", "*.txt").replace("learner.txt", "*.txt").replace("sampler.txt", "*.txt")
+        for word in copied
+    } == allowed
+    assert all(list(DEPLOY.parent.glob(pattern)) for pattern in allowed)
+
+
+def test_commands_of_the_images_are_in_the_command_line():
+    for line in (DEPLOY / "Dockerfile").read_text().splitlines():
+        words = json.loads(line.split(" ", 1)[1]) if line.startswith("CMD [") else []
+        if words:
+            assert CliRunner().invoke(app, [words[0], "--help"]).exit_code == 0
+            assert words[1:] == ["--config", f"/etc/heterorl/{words[0]}.toml", "--log", "json"]
+
+
+def test_wan_script_asks_tc_for_what_tc_understands(tmp_path):
+    """tc reads all arguments before the kernel is asked: where the kernel has no netem, that is what it says."""
+    if shutil.which("tc") is None or shutil.which("unshare") is None:
+        pytest.skip("tc or unshare is not installed")
+    script = (DEPLOY / "wan.sh").read_text().replace("!= lo", "= lo").partition("\n# A rule lives")[0]
+    (tmp_path / "wan.sh").write_text(script)
+    command = ["unshare", "--map-root-user", "--net", "sh", str(tmp_path / "wan.sh")]
+
+    result = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+
+    assert result.returncode == 0 or "qdisc kind is unknown" in result.stderr, result.stderr
+
+
+def test_versions_of_each_service_are_the_locks():
+    lock = set((DEPLOY.parent / "requirements" / "lock.txt").read_text().splitlines())
+    for role in SCHEMAS:
+        lines = (DEPLOY.parent / "requirements" / f"{role}.txt").read_text().splitlines()
+        assert set(lines[1:]) <= lock
+        assert len(lines) > 10
+
+
+def test_declared_dependencies_are_in_the_subsets():
+    from requirements.subsets import EXTRAS, subset
+
+    project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]
+    assert set(EXTRAS) == set(SCHEMAS)
+    assert set(project["optional-dependencies"]) >= {extra for extras in EXTRAS.values() for extra in extras}
+    for role in SCHEMAS:
+        kept = (DEPLOY.parent / "requirements" / f"{role}.txt").read_text()
+        assert kept == subset(role), "run 'make subsets'"

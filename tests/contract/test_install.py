@@ -1,0 +1,112 @@
+"""The installer: prints before it does, does nothing twice, and never overwrites what an operator wrote."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.tools import check, tool
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "deploy" / "install.sh"
+
+
+def install(*arguments):
+    return subprocess.run(
+        ["bash", str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def tree(directory):
+    paths = sorted(path for path in directory.rglob("*"))
+    return {str(path.relative_to(directory)): (path.stat().st_mode, path.stat().st_mtime_ns) for path in paths}
+
+
+@pytest.mark.parametrize("name", ["install.sh", "wan.sh"])
+def test_shell_scripts_are_clean(name):
+    assert check(tool("shellcheck"), str(ROOT / "deploy" / name)) == ""
+
+
+def test_staged_install_holds_units_configurations_and_closed_credentials(tmp_path):
+    result = install("--destdir", str(tmp_path), "coordinator", "learner:learner", "sampler:site-1", "sampler:site-2")
+
+    assert result.returncode == 0, result.stderr
+    files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert files == {
+        *(f"etc/heterorl/{name}.toml" for name in ("coordinator", "learner", "site-1", "site-2")),
+        "etc/heterorl/revoked",
+        *(f"etc/systemd/system/{path.name}" for path in (ROOT / "deploy" / "systemd").iterdir()),
+    }
+    credentials = tmp_path / "etc/heterorl/credentials"
+    assert {path.name for path in credentials.iterdir()} == {"coordinator", "learner", "site-1", "site-2"}
+    assert {path.stat().st_mode & 0o777 for path in (credentials, *credentials.iterdir())} == {0o700}
+
+
+def test_second_run_changes_nothing(tmp_path):
+    roles = ["coordinator", "sampler:site-1"]
+    install("--destdir", str(tmp_path), *roles)
+    before = tree(tmp_path)
+    assert before
+
+    result = install("--destdir", str(tmp_path), *roles)
+
+    assert result.returncode == 0
+    assert tree(tmp_path) == before
+    assert "+" not in install("--dry-run", "--destdir", str(tmp_path), *roles).stdout
+
+
+def test_upgrade_replaces_units_and_keeps_configurations(tmp_path):
+    install("--destdir", str(tmp_path), "coordinator")
+    config, unit = (
+        tmp_path / "etc/heterorl/coordinator.toml",
+        tmp_path / "etc/systemd/system/heterorl-coordinator.service",
+    )
+    config.write_text('run_id = "mine"\n')
+    (config.parent / "revoked").write_text("12ab\n")
+    unit.write_text("[Service]\n")
+
+    install("--destdir", str(tmp_path), "coordinator")
+
+    assert config.read_text() == 'run_id = "mine"\n'
+    assert (config.parent / "revoked").read_text() == "12ab\n"
+    assert unit.read_bytes() == (ROOT / "deploy/systemd/heterorl-coordinator.service").read_bytes()
+
+
+def test_dry_run_prints_every_step_and_takes_none(tmp_path):
+    result = install("--dry-run", "--destdir", str(tmp_path / "staged"), "coordinator")
+    assert result.returncode == 0
+    assert "heterorl-coordinator.service" in result.stdout
+    assert not (tmp_path / "staged").exists()
+
+    real = install("--dry-run", "learner:learner").stdout.splitlines()
+    position = {word: next(i for i, line in enumerate(real) if word in line) for word in
+                ("learner.txt", "complete", "current", "systemctl")}  # fmt: skip
+    # The environment is whole before its name is switched, and systemd reads units whose program is there.
+    assert sorted(position, key=position.get) == ["learner.txt", "complete", "current", "systemctl"]
+    assert not any("torch" in line or "sampler" in line for line in real)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "at least one role"),
+        (["everything"], "unknown argument"),
+        (["--destdir"], "needs a directory"),
+        (["sampler:"], "not a name"),
+        (["sampler:../x"], "not a name"),
+        (["sampler:-x"], "not a name"),
+        (["sampler:coordinator"], "the coordinator's"),
+        (["learner:a", "sampler:a"], "two roles"),
+    ],
+)
+def test_wrong_argument_is_named_and_nothing_is_done(arguments, complaint):
+    result = install("--dry-run", *arguments)
+
+    assert result.returncode == 2
+    assert complaint in result.stderr
+    assert result.stdout == ""

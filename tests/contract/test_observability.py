@@ -1,0 +1,182 @@
+"""Metrics, dashboards, alerts and runbook say the same: names, labels and links, checked without a server."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deploy.grafana import generate
+from deploy.grafana.panels import BOARDS
+from services.common import metrics
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+RULES = yaml.safe_load((DEPLOY / "prometheus" / "rules.yml").read_text())
+ALERTS = [rule for group in RULES["groups"] for rule in group["rules"]]
+TESTS = yaml.safe_load((ROOT / "tests" / "contract" / "alerts.yml").read_text())
+TARGET_LABELS = {"run", "service", "site", "job", "instance"}
+SUFFIXES = {"histogram": ("_bucket", "_count", "_sum"), "counter": ("_total",), "gauge": ("",)}
+NOT_SHOWN = {
+    "heterorl_bandwidth_cap_bytes_per_second": "a setting; how long bytes wait for it is shown",
+    "heterorl_learner_version": "the coordinator's head is shown; this one helps when both disagree",
+    "heterorl_learner_last_publish_timestamp_seconds": "the coordinator's time of the head is shown and alerted on",
+    "heterorl_sampler_policy_version": "the coordinator shows it per site",
+    "heterorl_sampler_outbox_bytes": "the outbox is shown in groups; bytes are for sizing outbox_bytes",
+    "heterorl_sampler_outbox_dropped": "the coordinator shows it per site and reason",
+}
+EXPRESSIONS = [(f"{board.uid}/{panel.title}", query.expr) for board in BOARDS for panel in board.panels
+               for query in panel.queries] + [(rule["alert"], rule["expr"]) for rule in ALERTS]  # fmt: skip
+
+
+def _samples():
+    """Sample name -> (family, labels), of everything that is declared."""
+    declared = {}
+    for metric in vars(metrics).values():
+        if hasattr(metric, "_labelnames"):
+            for suffix in SUFFIXES[metric._type]:
+                declared[f"{metric._name}{suffix}"] = (metric._name, set(metric._labelnames))
+    return declared
+
+
+SAMPLES = _samples()
+
+
+@pytest.mark.parametrize(("where", "expression"), EXPRESSIONS)
+def test_expression_uses_metrics_and_labels_that_exist(where, expression):
+    names = re.findall(r"\bheterorl_\w+", expression)
+    labels = set(re.findall(r'(\w+)(?:=~|!~|!=|=)"', expression))
+
+    assert [name for name in names if name not in SAMPLES] == []
+    for name, braces in re.findall(r"\b(heterorl_\w+)\{([^}]*)\}", expression):
+        selected = set(re.findall(r"(\w+)(?:=~|!~|!=|=)\"", braces))
+        assert selected <= SAMPLES[name][1] | TARGET_LABELS | {"le"}, where
+    assert labels or names or "up" in expression
+
+
+def test_every_metric_is_on_a_dashboard_or_in_an_alert_or_says_why_not():
+    used = {SAMPLES[name][0] for _, text in EXPRESSIONS for name in re.findall(r"\bheterorl_\w+", text)}
+
+    assert {family for family, _ in SAMPLES.values()} - used == set(NOT_SHOWN)
+
+
+def test_dashboards_are_what_the_table_makes():
+    files = {path.name: path.read_text() for path in (DEPLOY / "grafana" / "dashboards").glob("*.json")}
+
+    assert files == {generate.file_of(board): generate.render(board) for board in BOARDS}, (
+        "run python -m deploy.grafana.generate"
+    )
+
+
+@pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.uid)
+def test_dashboard_has_the_shape_that_grafana_reads(board):
+    made = json.loads(generate.render(board))
+    places = [panel["gridPos"] for panel in made["panels"]]
+    cells = [(x, y) for p in places for x in range(p["x"], p["x"] + p["w"]) for y in range(p["y"], p["y"] + p["h"])]
+    variables = [variable["name"] for variable in made["templating"]["list"]]
+
+    assert made["schemaVersion"] >= 39
+    assert made["uid"] == board.uid
+    assert variables == ["datasource", "run", "site"][: 3 if board.has_sites else 2]
+    assert len({panel["id"] for panel in made["panels"]}) == len(made["panels"])
+    assert len(cells) == len(set(cells))
+    assert max(x for x, _ in cells) < 24
+    for panel in made["panels"]:
+        assert panel["datasource"]["uid"] == "${datasource}"
+        for target in panel["targets"]:
+            # Rates over the scrape's own interval; nothing of the table's own placeholder is left.
+            assert "$window" not in target["expr"]
+            assert set(re.findall(r"\$(\w+)", target["expr"])) <= {*variables, "__rate_interval"}
+
+
+def test_dashboard_titles_and_uids_are_unique():
+    assert len({board.uid for board in BOARDS}) == len({board.title for board in BOARDS}) == len(BOARDS) == 5
+    for board in BOARDS:
+        assert len({panel.title for panel in board.panels}) == len(board.panels)
+
+
+def test_every_alert_has_a_runbook_entry_and_links_it():
+    text = (DEPLOY / "runbook.md").read_text()
+    entries = re.findall(r"^## (\w+)$", text, re.MULTILINE)
+    parts = re.split(r"^## \w+$", text, flags=re.MULTILINE)[1:]
+
+    assert entries == [rule["alert"] for rule in ALERTS]
+    for rule in ALERTS:
+        assert rule["annotations"]["runbook_url"] == f"runbook.md#{rule['alert'].lower()}"
+        assert rule["annotations"]["summary"].isascii()
+        assert rule["labels"]["severity"] in {"warning", "critical"}
+    for name, part in zip(entries, parts, strict=True):
+        assert all(f"**{word}.**" in part for word in ("Meaning", "First look", "Action")), name
+
+
+def test_runbook_names_panels_and_settings_that_exist():
+    text = (DEPLOY / "runbook.md").read_text().replace("\n", " ")
+    titles = {panel.title for board in BOARDS for panel in board.panels}
+    named = set(re.findall(r"\*([A-Z][^*]+)\*(?!\*)", re.sub(r"\*\*[^*]+\*\*", "", text)))
+    settings = " ".join(path.read_text() for path in (ROOT / "services").rglob("*config.py"))
+    keys = set(re.findall(r"`([a-z]+(?:_[a-z]+)+)`", text)) - {"data_dir", "stale_epoch", "store_full"}
+    reasons = {"stale_at_ingest", "unknown_version", "wrong_digest", "quota_exceeded"}
+
+    assert named
+    assert {name for name in named if not any(title.startswith(name) for title in titles)} <= {
+        "at the end of generation"
+    }
+    assert [key for key in sorted(keys - reasons - {"metrics_host"}) if f"    {key}:" not in settings] == []
+
+
+def test_every_alert_is_seen_firing_and_silent_in_the_rule_tests():
+    fired, silent = set(), set()
+    for case in TESTS["tests"]:
+        for check in case["alert_rule_test"]:
+            (fired if check.get("exp_alerts") else silent).add(check["alertname"])
+
+    assert fired == silent == {rule["alert"] for rule in ALERTS}
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian package prometheus)")
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("check", "config", "deploy/prometheus/prometheus.yml"),
+        ("check", "rules", "--lint=all", "--lint-fatal", "deploy/prometheus/rules.yml"),
+        ("test", "rules", "tests/contract/alerts.yml"),
+    ],
+    ids=["config", "rules", "tests"],
+)
+def test_promtool_accepts(command):
+    result = subprocess.run(["promtool", *command], cwd=ROOT, capture_output=True, text=True, check=False)
+
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.skipif(
+    shutil.which("amtool") is None, reason="amtool is not installed (Debian package prometheus-alertmanager)"
+)
+def test_amtool_accepts_the_routes():
+    result = subprocess.run(
+        ["amtool", "check-config", "deploy/prometheus/alertmanager.yml"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_alertmanager_names_alerts_that_exist():
+    text = (DEPLOY / "prometheus" / "alertmanager.yml").read_text()
+
+    assert set(re.findall(r"Heterorl\w+", text)) <= {rule["alert"] for rule in ALERTS}
+
+
+def test_targets_carry_the_labels_that_rules_and_dashboards_need():
+    for name in ("compose.yml", "systemd.example"):
+        entries = yaml.safe_load((DEPLOY / "prometheus" / "targets" / name).read_text())
+        services = [entry["labels"]["service"] for entry in entries]
+
+        assert services == ["coordinator", "learner", "sampler", "sampler"]
+        for entry in entries:
+            wanted = {"run", "service", "site"} if entry["labels"]["service"] == "sampler" else {"run", "service"}
+            assert entry["labels"].keys() == wanted

@@ -1,0 +1,131 @@
+"""The units are well-formed, confined, and say what the services do with signals, exit codes and directories."""
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from services.cli import app
+from services.coordinator.config import CoordinatorConfig
+from tests.support.tools import check, tool
+
+ROOT = Path(__file__).parents[2]
+UNITS = sorted((ROOT / "deploy" / "systemd").glob("*.service"))
+ROLES = {"heterorl-coordinator": "coordinator", "heterorl-learner@": "learner", "heterorl-sampler@": "sampler"}
+MAX_EXPOSURE = 2.0
+PROGRAM = "/opt/heterorl/current/bin/heterorl"
+
+
+def directives(path):
+    """Section.key to its values in order; an empty value of a list is kept, since it means none."""
+    found, section = {}, ""
+    for line in path.read_text().splitlines():
+        if line.startswith("["):
+            section = line.strip("[]")
+        elif line and not line.startswith(("#", ";")):
+            key, separator, value = line.partition("=")
+            assert separator, f"{path.name}: {line}"
+            found.setdefault(f"{section}.{key}", []).append(value)
+    return found
+
+
+def seconds(text):
+    number, unit = re.fullmatch(r"(\d+)(s|min)", text).groups()
+    return int(number) * {"s": 1, "min": 60}[unit]
+
+
+def exposure(path):
+    said = check(tool("systemd-analyze"), "security", "--offline=true", "--no-pager", str(path))
+    return float(re.search(r"Overall exposure level for \S+: ([0-9.]+)", said)[1])
+
+
+def complaints(path, directory):
+    """What systemd says of a unit whose program exists; settings that it does not know, too."""
+    copy = directory / path.name
+    copy.write_text(path.read_text().replace(PROGRAM, "/bin/true"))
+    return check(tool("systemd-analyze"), "verify", "--man=no", str(copy))
+
+
+def test_there_is_a_unit_for_each_role():
+    assert {path.stem for path in UNITS} == set(ROLES)
+
+
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
+def test_systemd_accepts_the_unit_without_a_word(path, tmp_path):
+    assert complaints(path, tmp_path) == ""
+
+
+def test_systemd_would_complain_of_a_wrong_unit(tmp_path):
+    wrong = tmp_path / "heterorl-coordinator.service"
+    wrong.write_text(UNITS[0].read_text().replace("TimeoutStopSec=60s", "TimeoutStopSek=60s"))
+    (tmp_path / "copy").mkdir()
+
+    assert "TimeoutStopSek" in complaints(wrong, tmp_path / "copy")
+
+
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
+def test_exposure_is_small(path):
+    assert exposure(path) <= MAX_EXPOSURE
+
+
+def test_exposure_of_an_open_unit_is_not_small(tmp_path):
+    opened = tmp_path / UNITS[0].name
+    opened.write_text("\n".join(line for line in UNITS[0].read_text().splitlines() if "Protect" not in line))
+
+    assert exposure(opened) > MAX_EXPOSURE
+
+
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
+def test_unit_says_what_the_service_does(path):
+    found = directives(path)
+    one = {key: values[-1] for key, values in found.items()}
+
+    assert one["Service.Type"] == "notify"
+    assert seconds(one["Service.WatchdogSec"]) >= 30
+    assert one["Service.Restart"] == "on-failure"
+    assert one["Service.RestartPreventExitStatus"] == "2"
+    # SIGTERM is for the service alone: a verifier's process that it started is part of the batch under way.
+    assert one["Service.KillMode"] == "mixed"
+    assert one["Service.User"] == "heterorl"
+    assert one["Service.NoNewPrivileges"] == "yes"
+    assert one["Service.CapabilityBoundingSet"] == ""
+    assert one["Service.ProtectSystem"] == "strict"
+    assert one["Service.LoadCredential"].startswith("tls:/etc/heterorl/credentials/")
+    assert "PYTHONFAULTHANDLER=1" in " ".join(found["Service.Environment"])
+
+
+def test_stop_takes_longer_than_what_it_waits_for():
+    timeouts = {ROLES[path.stem]: seconds(directives(path)["Service.TimeoutStopSec"][0]) for path in UNITS}
+
+    assert timeouts["coordinator"] > CoordinatorConfig().stop_grace_s
+    # A batch or a step of long completions takes minutes.
+    assert min(timeouts["learner"], timeouts["sampler"]) >= 600
+
+
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
+def test_command_of_the_unit_is_one_that_the_service_accepts(path, tmp_path):
+    role = ROLES[path.stem]
+    name = "coordinator" if role == "coordinator" else "some-name"
+    found = directives(path)
+    start = found["Service.ExecStart"][0].replace("%i", name).replace("%d", "/run/credentials/unit")
+    program, command, *arguments = shlex.split(start)
+    config = tmp_path / f"{name}.toml"
+    shutil.copy(ROOT / "deploy" / "config" / f"{role}.toml", config)
+    arguments = [argument.replace("/etc/heterorl", str(tmp_path)) for argument in arguments]
+    assert (program, command) == (PROGRAM, role)
+    where = arguments.index("--log")
+    assert arguments[where + 1] == "json"
+
+    result = CliRunner().invoke(app, ["check-config", role, *arguments[:where], *arguments[where + 2 :]])
+
+    assert result.exit_code == 0, result.exception
+    state = "/var/lib/" + found["Service.StateDirectory"][0].replace("%i", name)
+    assert arguments[-1].split("=")[1] == state
+    assert found["Service.WorkingDirectory"][0].replace("%i", name) == state
+    # What `heterorl certs issue` writes, under the names that LoadCredential gives to files of a directory.
+    files = {f"tls.{key}=/run/credentials/unit/tls_{file}" for key, file in
+             {"ca": "ca.crt", "cert": "node.crt", "key": "node.key"}.items()}  # fmt: skip
+    assert files <= set(arguments)

@@ -1,0 +1,111 @@
+"""Every panel and every alert asked of a real Prometheus that scrapes a real small run behind certificates."""
+
+import asyncio
+
+import pytest
+import yaml
+
+from deploy.grafana.panels import BOARDS
+from tests.support.certificates import DAY, Certificates
+from tests.support.cluster import Cluster
+from tests.support.prometheus import DEPLOY, PROMETHEUS, Prometheus, metrics_port, start_prometheus
+
+SITES = ("site-a", "site-b")
+PROCESSES = ("coordinator", "learner", *SITES)
+EMPTY_WHEN_HEALTHY = {
+    "Rejections": "no group of this run is dropped",
+    "Refusals": "refusals come only while processes start",
+    "Rpcs that did not succeed": "as above, seen by the callers",
+}
+"""Panels that may show nothing, and why."""
+ALERTS = [
+    rule
+    for group in yaml.safe_load((DEPLOY / "prometheus" / "rules.yml").read_text())["groups"]
+    for rule in group["rules"]
+]
+
+
+def asked(expression: str) -> str:
+    """A panel's expression as Grafana sends it with all runs and sites chosen."""
+    return expression.replace("$window", "30s").replace("$run", ".*").replace("$site", ".*")
+
+
+async def start_run(directory) -> tuple[Cluster, Prometheus]:
+    """A small run, and a Prometheus with the deployed configuration that scrapes it."""
+    learner = {"evaluation": {"every_versions": 5, "num_prompts": 8, "batch_rows": 8}, "snapshot_every_versions": 5}
+    # Longer than what an alert takes for short.
+    certificates = Certificates(directory / "certs", run="kills", lifetime=9 * DAY)
+    cluster = Cluster(directory, learner=learner, certificates=certificates)
+    try:
+        for name in PROCESSES:
+            cluster.start(name)
+        targets = []
+        async with asyncio.timeout(400):
+            for name in PROCESSES:
+                child = cluster.children[name]
+                while (port := metrics_port(child.log)) is None:
+                    child.check()
+                    await asyncio.sleep(0.1)
+                labels = {"run": "kills", "service": "sampler", "site": name} if name in SITES else {
+                    "run": "kills", "service": name}  # fmt: skip
+                targets.append({"targets": [f"127.0.0.1:{port}"], "labels": labels})
+        return cluster, start_prometheus(directory / "prometheus", targets)
+    except BaseException:
+        cluster.stop()
+        raise
+
+
+async def unanswered(server: Prometheus, expressions: dict[str, str], *, timeout_s: float) -> set[str]:
+    """Names of the expressions that never had data until the time was up."""
+    waiting = dict(expressions)
+    try:
+        async with asyncio.timeout(timeout_s):
+            while waiting:
+                for name, expression in list(waiting.items()):
+                    if await asyncio.to_thread(server.query, expression):
+                        del waiting[name]
+                await asyncio.sleep(1)
+    except TimeoutError:
+        pass
+    return set(waiting)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(PROMETHEUS is None, reason="prometheus is not installed (Debian package prometheus)")
+async def test_every_panel_has_data_and_alerts_are_silent_until_a_process_dies(tmp_path):
+    panels = {
+        f"{board.uid}/{panel.title}/{position}": asked(query.expr)
+        for board in BOARDS
+        for panel in board.panels
+        if panel.title not in EMPTY_WHEN_HEALTHY
+        for position, query in enumerate(panel.queries)
+    }
+    quiet = {
+        f"{panel.title}/{position}": asked(query.expr)
+        for board in BOARDS
+        for panel in board.panels
+        if panel.title in EMPTY_WHEN_HEALTHY
+        for position, query in enumerate(panel.queries)
+    }
+    cluster, server = await start_run(tmp_path)
+    try:
+        silent = await unanswered(server, panels, timeout_s=400)
+        assert silent == set()
+        for expression in quiet.values():
+            server.query(expression)
+
+        rules = [rule for group in server.get("rules")["groups"] for rule in group["rules"]]
+        assert {rule["name"] for rule in rules} == {rule["alert"] for rule in ALERTS}
+        assert {rule["name"]: rule.get("lastError", "") for rule in rules if rule["health"] != "ok"} == {}
+        # A healthy run: every condition of an alert is false at this moment. HeterorlProcessDown and SiteSilent below.
+        assert {rule["alert"]: server.query(rule["expr"]) for rule in ALERTS if server.query(rule["expr"])} == {}
+
+        cluster.kill("site-b")
+        silent = await unanswered(
+            server, {"down": 'ALERTS{alertname="HeterorlProcessDown",site="site-b",run="kills"}'}, timeout_s=60
+        )
+        assert silent == set()
+    finally:
+        server.close()
+        cluster.stop()

@@ -1,0 +1,102 @@
+"""A coordinator behind certificates on a port of loopback, and raw calls that no client of ours would make."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+from heterorl.v1 import policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
+
+from services.certs.authority import Pair
+from services.common.clock import SystemClock
+from services.common.errors import HeterorlError, Unreachable
+from services.common.metrics import IDENTITY_REFUSALS
+from services.common.rpc.client import CoordinatorClient
+from services.common.rpc.link import Stubs
+from services.common.rpc.retry import RetryPolicy
+from services.common.rpc.server import Server
+from services.common.rpc.status import from_rpc_error
+from services.coordinator.config import CoordinatorConfig
+from services.coordinator.core import Coordinator
+from services.coordinator.servicer import PolicyServicer, RolloutServicer, RunServicer
+from tests.support.certificates import Certificates
+from tests.support.run import Run
+
+PATIENT = RetryPolicy(budget_s=20.0, base_s=0.01, cap_s=0.2)
+_OF_SAMPLER = {"watch_head", "plan_pull", "read_payload", "lease_work", "abandon_work", "push_groups", "register", "heartbeat"}  # fmt: skip
+
+
+class SecureRun:
+    """One run with a learner, a sampler and an operator, each with its own certificate; `wall_time` may be moved."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.certificates = Certificates(directory / "certs")
+        self.ahead_s = 0.0
+
+    async def __aenter__(self) -> SecureRun:
+        config = CoordinatorConfig(data_dir=self.directory / "data", groups_per_version=2, max_message_bytes=2 << 20)
+        self.core = await Coordinator.open(config, SystemClock())
+        self.server = Server(
+            max_message_bytes=config.max_message_bytes,
+            max_concurrent_rpcs=64,
+            run_id="run",
+            tls=self.certificates.server_tls(),
+            wall_time=lambda: time.time() + self.ahead_s,
+        )
+        policy_pb2_grpc.add_PolicyServiceServicer_to_server(PolicyServicer(self.core), self.server.grpc)
+        rollout_pb2_grpc.add_RolloutServiceServicer_to_server(RolloutServicer(self.core), self.server.grpc)
+        run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(self.core), self.server.grpc)
+        self.port = await self.server.start("127.0.0.1:0")
+        self.address = f"127.0.0.1:{self.port}"
+        self.learner, self.sampler, self.operator = (
+            CoordinatorClient(self.address, tls=self.certificates.tls(role), policy=PATIENT)
+            for role in ("learner", "sampler", "operator")
+        )
+        self.run = Run(self, self.directory)  # type: ignore[arg-type]
+        await self.run.begin()
+        await self.run.publish()
+        await self.run.register()
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        """Each call by the node whose it is, so that a `Run` can drive all."""
+        return getattr(self.sampler if name in _OF_SAMPLER else self.learner, name)
+
+    async def __aexit__(self, *exception: object) -> None:
+        for client in (self.learner, self.sampler, self.operator):
+            await client.close()
+        await self.core.end_streams()
+        await self.server.stop(0.2)
+        await self.core.close()
+
+    async def attempt(
+        self, pair: Pair | None, method: str, request: Any, *, answers: list[Any] | None = None
+    ) -> HeterorlError:
+        """Call an rpc with any certificate (None: plaintext); returns the refusal as a client of ours would see it.
+
+        The answers of a stream before its refusal go to `answers`.
+        """
+        if pair is None:
+            channel = grpc.aio.insecure_channel(self.address)
+        else:
+            credentials = grpc.ssl_channel_credentials(self.certificates.ca, pair.key or None, pair.cert or None)
+            channel = grpc.aio.secure_channel(self.address, credentials)
+        async with channel:
+            try:
+                if answers is not None:
+                    async for answer in Stubs(channel).method(method)(request, timeout=20):
+                        answers.append(answer)
+                else:
+                    await Stubs(channel).method(method)(request, timeout=20)
+            except grpc.aio.AioRpcError as error:
+                return from_rpc_error(error) or Unreachable(f"{error.code().name}: {error.details()}")
+        raise AssertionError(f"{method} was not refused")
+
+
+def refusals() -> dict[str, float]:
+    """Refusals so far by reason."""
+    samples = [sample for metric in IDENTITY_REFUSALS.collect() for sample in metric.samples]
+    return {sample.labels["reason"]: sample.value for sample in samples if sample.name.endswith("_total")}

@@ -1,0 +1,153 @@
+"""The private authority: files, modes, lifetimes, and its command line."""
+
+import datetime
+import shutil
+import stat
+
+import pytest
+from cryptography import x509
+from typer.testing import CliRunner
+
+from services.certs import files
+from services.certs.directory import Authority
+from services.cli import app
+from services.common.errors import ConfigError
+from services.common.identity import Identity, Role, read_identity
+from tests.support.certificates import DAY, Certificates, now
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["certs", *arguments])
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_life_of_a_certificate_on_the_command_line(tmp_path):
+    root = tmp_path / "ca [x]"
+    base = ["--dir", str(root)]
+
+    assert invoke("init", "my-run", *base).exit_code == 0
+    assert invoke("issue", "coordinator", "main", "--host", "c.example", "--host", "10.0.0.1", *base).exit_code == 0
+    issued = invoke("issue", "sampler", "site-1", *base)
+    assert f'tls.key = "{root}/sampler-site-1/node.key"' in issued.output
+    first = read_identity((root / "sampler-site-1" / "node.crt").read_bytes())
+    assert invoke("renew", str(root / "sampler-site-1"), *base, "--days", "3").exit_code == 0
+    second = read_identity((root / "sampler-site-1" / "node.crt").read_bytes())
+    listed = invoke("list", *base).output
+    assert "renew now" in listed
+    assert "coordinator" in listed
+    assert (second.run, second.site, second.role) == (first.run, first.site, first.role)
+    assert second.serial != first.serial
+    assert invoke("revoke", str(root / "sampler-site-1"), *base).exit_code == 0
+
+    # A node's directory means all its certificates, also the one that was renewed away.
+    assert {f"{first.serial:x}", f"{second.serial:x}"} <= set((root / "revoked").read_text().split())
+    assert invoke("list", *base).output.count("revoked") == 2
+    again = invoke("renew", str(root / "sampler-site-1"), *base)
+    assert isinstance(again.exception, ConfigError)
+    assert "is revoked" in str(again.exception)
+    assert [mode(path) for path in sorted(root.rglob("*.key"))] == [0o600] * 3
+    assert mode(root) == mode(root / "sampler-site-1") == 0o700
+
+
+def test_certificate_says_what_the_node_is_and_no_more(tmp_path):
+    certificates = Certificates(tmp_path / "ca")
+    coordinator, sampler = (
+        x509.load_pem_x509_certificate(certificates.pair(*node).cert)
+        for node in (("coordinator", "main"), ("sampler", "a"))
+    )
+
+    def names(certificate, kind):
+        return certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value.get_values_for_type(
+            kind
+        )
+
+    def usages(certificate):
+        return {usage._name for usage in certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value}
+
+    assert names(sampler, x509.UniformResourceIdentifier) == ["spiffe://run/site/a/role/sampler"]
+    assert names(sampler, x509.DNSName) == names(sampler, x509.IPAddress) == []
+    assert names(coordinator, x509.DNSName) == ["localhost"]
+    assert usages(sampler) == {"clientAuth"}
+    assert usages(coordinator) == {"clientAuth", "serverAuth"}
+    assert not sampler.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+
+
+@pytest.fixture(scope="module")
+def issued(tmp_path_factory):
+    """Two authorities with one sampler each, made once: each file costs two fsyncs."""
+    directory = tmp_path_factory.mktemp("issued")
+    for name in ("ca", "other"):
+        Certificates(directory / name).node("sampler", "a")
+    return directory
+
+
+def test_no_certificate_outlives_its_authority(tmp_path):
+    authority = Authority(tmp_path / "ca")
+    authority.init(run="run", now=now(), lifetime=DAY)
+    target = authority.issue(role=Role.SAMPLER, site="a", hosts=(), out=None, now=now(), lifetime=30 * DAY)
+
+    ends = [x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc for path in target.glob("*.crt")]
+    assert len(ends) == 2
+    assert ends[0] == ends[1]
+    with pytest.raises(ConfigError, match="has expired"):
+        authority.issue(role=Role.SAMPLER, site="b", hosts=(), out=None, now=now() + 2 * DAY, lifetime=DAY)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("init", "run"), "holds an authority"),
+        (("init", "a/b", "--dir", "{}/new"), "not 1 to 64 letters"),
+        (("issue", "sampler", "a/b"), "not 1 to 64 letters"),
+        (("issue", "sampler", ""), "not 1 to 64 letters"),
+        (("issue", "sampler", "b", "--host", "x.example"), "serves nobody"),
+        (("issue", "coordinator", "b", "--host", "b\u00fccher.example"), "neither a DNS name nor"),
+        (("issue", "sampler", "a"), "holds a certificate"),
+        (("issue", "sampler", "b", "--dir", "{}/none"), "holds no authority"),
+        (("list", "--dir", "{}/none"), "holds no authority"),
+        (("revoke", "zz"), "neither a file nor a serial"),
+        (("revoke", "12ab"), "is not of this authority"),
+        (("renew", "{}/none"), "cannot read"),
+        (("renew", "{}/other/sampler-a"), "no certificate of this authority"),
+        (("revoke", "{}/other/sampler-a/node.crt"), "is not of this authority"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, issued, arguments, message):
+    for name in ("ca", "other"):
+        shutil.copytree(issued / name, tmp_path / name)
+    texts = [argument.format(tmp_path) for argument in arguments]
+    base = () if "--dir" in texts else ("--dir", str(tmp_path / "ca"))
+
+    result = invoke(*texts, *base)
+
+    assert isinstance(result.exception, ConfigError), result.output
+    assert message in str(result.exception)
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
+    path = tmp_path / "key"
+    files.write_file(path, b"old", mode=files.SECRET)
+    monkeypatch.setattr(files.os, "fsync", _fail)
+
+    with pytest.raises(OSError, match="no space"):
+        files.write_file(path, b"new", mode=files.SECRET)
+
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def _fail(_handle):
+    raise OSError("no space")
+
+
+def test_list_shows_states_by_the_clock(tmp_path):
+    certificates = Certificates(tmp_path / "ca")
+    certificates.node("sampler", "a")
+    (entry,) = certificates.authority.list()
+
+    assert isinstance(entry.identity, Identity)
+    assert entry.state(now()) == "valid"
+    assert entry.state(now() + datetime.timedelta(days=2)) == "expired"

@@ -1,0 +1,136 @@
+"""The table of rpc against role, cell by cell; and the rule for plaintext."""
+
+import dataclasses
+
+import pytest
+from google.protobuf import descriptor as descriptors
+from grpc_health.v1 import health_pb2
+from heterorl.v1 import policy_pb2, rollout_pb2, run_pb2
+
+from services.common.access import RULES, refuse_call, refuse_request
+from services.common.errors import ConfigError
+from services.common.identity import Identity, LocalPeer, RefusalReason, Role, spiffe_uri
+from services.common.tls import ServerTlsConfig, TlsConfig, check_tls, is_loopback
+
+MODULES = (policy_pb2, rollout_pb2, run_pb2, health_pb2)
+METHODS = {
+    f"/{service.full_name}/{method.name}": method
+    for module in MODULES
+    for service in module.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+}
+ALLOWED = {
+    Role.COORDINATOR: {"Check", "Watch"},
+    Role.OPERATOR: {"Check", "Watch", "GetStatus", "ListSteps", "Drain"},
+    Role.LEARNER: {
+        "Check", "Watch", "AcquireLease", "RenewLease", "ReleaseLease", "QueryUpload", "UploadPayload",
+        "PublishVersion", "GetStep", "WatchHead", "GetManifest", "PlanPull", "ReadPayload", "StreamGroups",
+        "AbandonGroups", "Drain",
+    },
+    Role.SAMPLER: {
+        "Check", "Watch", "WatchHead", "GetManifest", "PlanPull", "ReadPayload", "LeaseWork", "AbandonWork",
+        "PushGroups", "Register", "Heartbeat",
+    },
+}  # fmt: skip
+
+
+def identity(role, **changes):
+    values = {"run": "run", "site": "a", "role": role, "serial": 1, "not_before": 0.0, "not_after": 10.0}
+    return Identity(**{**values, **changes})
+
+
+def test_table_has_every_rpc_of_the_protos_and_no_other():
+    # Two services of Health come with the package; only what we serve counts.
+    served = {name for name in METHODS if not name.endswith("/List")}
+
+    assert set(RULES) == served
+
+
+@pytest.mark.parametrize("role", Role)
+@pytest.mark.parametrize("method", sorted(RULES))
+def test_every_cell(method, role):
+    refusal = refuse_call(method, identity(role), run="run")
+
+    expected = None if method.rpartition("/")[2] in ALLOWED[role] else RefusalReason.ROLE
+    assert (refusal.reason if refusal else None) is expected
+
+
+def test_unknown_rpc_is_open_to_nobody_and_run_comes_before_role():
+    assert refuse_call("/x.Y/Z", LocalPeer(), run="run").reason is RefusalReason.UNKNOWN_RPC
+    other = refuse_call("/heterorl.v1.RunService/GetStatus", identity(Role.OPERATOR, run="other"), run="run")
+    assert other.reason is RefusalReason.RUN
+    assert refuse_call("/heterorl.v1.RunService/GetStatus", LocalPeer(), run="run") is None
+
+
+def _site_paths(message: descriptors.Descriptor, prefix: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
+    paths = {(*prefix, field.name) for field in message.fields if field.name == "site"}
+    for field in message.fields:
+        if field.message_type is not None:
+            paths |= _site_paths(field.message_type, (*prefix, field.name))
+    return paths
+
+
+@pytest.mark.parametrize("method", sorted(name for name, rule in RULES.items() if Role.SAMPLER in rule.roles))
+def test_every_site_that_a_sampler_can_state_is_compared(method):
+    request = METHODS[method].input_type
+
+    assert _site_paths(request) == ({RULES[method].site} if RULES[method].site else set())
+
+
+def test_site_in_a_request_must_be_the_certificates():
+    method = "/heterorl.v1.RolloutService/PushGroups"
+    request = rollout_pb2.PushGroupsRequest()
+    request.group.id.site = "a"
+
+    assert refuse_request(method, identity(Role.SAMPLER), request) is None
+    assert refuse_request(method, identity(Role.SAMPLER, site="b"), request).reason is RefusalReason.SITE
+    assert refuse_request(method, identity(Role.SAMPLER), rollout_pb2.PushGroupsRequest()) is not None
+    assert refuse_request(method, LocalPeer(), request) is None
+
+
+def test_lifetime_has_both_ends():
+    one = identity(Role.SAMPLER)
+
+    assert one.refuse_at(0.0) is one.refuse_at(10.0) is None
+    assert one.refuse_at(-0.1).reason is one.refuse_at(10.1).reason is RefusalReason.EXPIRED
+    assert one.uri == spiffe_uri(run="run", site="a", role=Role.SAMPLER) == "spiffe://run/site/a/role/sampler"
+    assert dataclasses.replace(one, site="b") != one
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("127.0.0.1:1", True), ("127.8.9.1:1", True), ("[::1]:1", True), ("localhost:1", True), ("0.0.0.0:1", False),
+        ("[::]:1", False), ("10.0.0.1:1", False), ("example.org:1", False), ("localhost.example.org:1", False),
+        ("dns:///localhost:1", False), ("ipv4:127.0.0.1,10.0.0.1:1", False), ("127.0.0.1.example.org:1", False),
+    ],
+)  # fmt: skip
+def test_loopback_is_what_no_other_machine_can_reach(address, expected):
+    assert is_loopback(address) is expected
+
+
+FILES = {"ca": "a", "cert": "b", "key": "c"}
+
+
+@pytest.mark.parametrize(
+    ("tls", "address", "key"),
+    [
+        (TlsConfig(), "127.0.0.1:1", "tls.ca"),
+        (TlsConfig(ca="a"), "127.0.0.1:1", "tls.cert"),
+        (TlsConfig(ca="a", cert="b"), "127.0.0.1:1", "tls.key"),
+        (TlsConfig(insecure=True), "10.0.0.1:1", "tls.insecure"),
+        (TlsConfig(insecure=True), "0.0.0.0:1", "tls.insecure"),
+        (TlsConfig(insecure=True, **FILES), "127.0.0.1:1", "tls.insecure"),
+        (ServerTlsConfig(insecure=True, revoked="r"), "127.0.0.1:1", "tls.insecure"),
+        (ServerTlsConfig(**FILES), "10.0.0.1:1", None),
+        (TlsConfig(**FILES), "10.0.0.1:1", None),
+        (TlsConfig(insecure=True), "127.0.0.1:1", None),
+    ],
+)
+def test_plaintext_needs_the_operators_word_and_loopback(tls, address, key):
+    if key is None:
+        check_tls(tls, key="listen", address=address)
+        return
+    with pytest.raises(ConfigError) as wrong:
+        check_tls(tls, key="listen", address=address)
+    assert wrong.value.key == key

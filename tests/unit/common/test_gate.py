@@ -1,0 +1,15 @@
+"""What the gate shows of itself before it refuses anybody."""
+
+from services.common.identity import RefusalReason
+from services.common.metrics import IDENTITY_REFUSALS
+from services.common.rpc.gate import Gate
+from tests.support.secure_run import refusals
+
+
+def test_every_reason_of_a_refusal_is_counted_from_zero():
+    # Other tests of this process have counted.
+    IDENTITY_REFUSALS.clear()
+
+    Gate(run_id="run", is_plaintext=True)
+
+    assert refusals() == {reason.value: 0.0 for reason in RefusalReason}

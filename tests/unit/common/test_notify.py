@@ -1,0 +1,146 @@
+"""What a service manager hears, at a socket that listens like one."""
+
+import asyncio
+import os
+import signal
+import socket
+
+import pytest
+
+from services.common import notify
+from services.common.notify import Notifier, from_environment
+
+
+@pytest.fixture(params=["path", "abstract"])
+def manager(request, tmp_path):
+    """A manager's socket and what NOTIFY_SOCKET says about it."""
+    shown = str(tmp_path / "notify") if request.param == "path" else f"@heterorl-test-{os.getpid()}-{id(tmp_path)}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(shown.replace("@", "\0", 1) if shown.startswith("@") else shown)
+        listener.setblocking(False)
+        yield listener, shown
+
+
+def heard(listener):
+    messages = []
+    while True:
+        try:
+            messages.append(listener.recv(4096).decode())
+        except BlockingIOError:
+            return messages
+
+
+class Ticks:
+    """A clock that lets sleepers sleep as often as asked, then stops everything."""
+
+    def __init__(self, num_sleeps):
+        self.num_sleeps = num_sleeps
+        self.sleeps = []
+
+    async def sleep(self, seconds):
+        self.sleeps.append(seconds)
+        if len(self.sleeps) == self.num_sleeps:
+            raise asyncio.CancelledError
+        await asyncio.sleep(0)
+
+
+def test_manager_hears_each_state_at_both_kinds_of_address(manager):
+    listener, address = manager
+    notifier = Notifier(address)
+
+    notifier.ready("port 1")
+    notifier.alive()
+    notifier.stopping()
+
+    assert heard(listener) == ["READY=1\nSTATUS=port 1", "WATCHDOG=1", "STOPPING=1\nSTATUS=stopping"]
+
+
+def test_without_a_manager_nothing_is_sent_and_nothing_fails(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("no socket without NOTIFY_SOCKET")
+
+    notifier = from_environment({"WATCHDOG_USEC": "1000000"}, pid=1)
+    monkeypatch.setattr(socket, "socket", refuse)
+
+    notifier.ready("x")
+    notifier.alive()
+    notifier.stopping()
+    assert notifier.watchdog_s == 0.0
+
+
+def test_manager_that_went_away_is_reported_once_and_ends_nothing(tmp_path, caplog):
+    notifier = Notifier(str(tmp_path / "gone"))
+
+    notifier.ready("x")
+    notifier.alive()
+
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_manager_that_does_not_read_blocks_nobody(tmp_path):
+    address = str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(address)
+        notifier = Notifier(address)
+        # More than any queue of datagrams (net.unix.max_dgram_qlen) holds; a blocking send would stop here for ever.
+        for _ in range(5000):
+            notifier.alive()
+
+
+@pytest.mark.parametrize(
+    ("variables", "watchdog_s"),
+    [
+        ({"WATCHDOG_USEC": "30000000"}, 30.0),
+        ({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "7"}, 30.0),
+        ({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "8"}, 0.0),
+        ({"WATCHDOG_USEC": "soon"}, 0.0),
+        ({}, 0.0),
+    ],
+)
+def test_watchdog_is_fed_only_by_the_process_it_watches(variables, watchdog_s):
+    assert from_environment({"NOTIFY_SOCKET": "/run/x", **variables}, pid=7).watchdog_s == watchdog_s
+
+
+async def test_watchdog_hears_the_loop_twice_per_interval(manager):
+    listener, address = manager
+    clock = Ticks(3)
+
+    with pytest.raises(asyncio.CancelledError):
+        await notify.feed_watchdog(Notifier(address, watchdog_s=30.0), clock)
+
+    assert clock.sleeps == [15.0, 15.0, 15.0]
+    assert heard(listener) == ["WATCHDOG=1"] * 3
+
+
+async def test_watchdog_that_nobody_asked_for_ends_at_once():
+    await notify.feed_watchdog(Notifier("@heterorl-nobody"), Ticks(1))
+
+
+async def test_supervision_ends_with_its_body_and_passes_errors_on(manager):
+    listener, address = manager
+    notifier = Notifier(address, watchdog_s=0.001)
+    before = asyncio.all_tasks()
+
+    async def fail():
+        async with notify.supervised(notifier, Ticks(10**9)):
+            await asyncio.sleep(0)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await fail()
+
+    assert asyncio.all_tasks() == before
+    assert "WATCHDOG=1" in heard(listener)
+
+
+async def test_signal_says_stopping_before_the_stop_takes_effect(manager):
+    listener, address = manager
+    stop = asyncio.Event()
+    notify.on_stop([signal.SIGUSR1], notifier=Notifier(address), stop=stop.set)
+    try:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        await stop.wait()
+    finally:
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGUSR1)
+
+    assert heard(listener) == ["STOPPING=1\nSTATUS=stopping"]

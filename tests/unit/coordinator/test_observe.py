@@ -1,0 +1,107 @@
+"""What operators see of the coordinator is what its store holds."""
+
+import pytest
+
+from services.common.metrics import REGISTRY
+from services.common.types import DropReason
+from services.coordinator import observe
+from services.coordinator.config import CoordinatorConfig
+from services.coordinator.core import Coordinator
+from tests.support.clock import ManualClock
+from tests.support.run import SITE, Run, credits_of
+
+
+def shown(name, **labels):
+    return REGISTRY.get_sample_value(f"heterorl_{name}", labels)
+
+
+@pytest.fixture
+def clock():
+    return ManualClock()
+
+
+@pytest.fixture
+async def core(tmp_path, clock):
+    core = await Coordinator.open(CoordinatorConfig(data_dir=tmp_path / "data", max_policy_age_s=500), clock)
+    yield core
+    await core.close()
+
+
+@pytest.fixture
+async def run(core, tmp_path):
+    run = Run(core, tmp_path)
+    await run.begin()
+    await run.publish()
+    await run.register()
+    return run
+
+
+async def test_run_is_shown_as_the_store_holds_it(core, run, clock):
+    published = clock.wall()
+    await run.push(2)
+    clock.advance(10.0)
+
+    await observe.observe_run(core)
+
+    assert shown("coordinator_head_version") == 0
+    assert shown("coordinator_head_timestamp_seconds") == published
+    assert shown("coordinator_queue_groups", state="pending") == 2
+    assert shown("coordinator_queue_oldest_seconds") == 10.0
+    assert shown("coordinator_ledger_groups", account="acked") == 2
+    assert shown("coordinator_ledger_balanced") == 1
+    assert shown("coordinator_draining") == 0
+    assert shown("coordinator_max_policy_age_seconds") == 500
+    assert shown("coordinator_site_silence_seconds", site=SITE) == 10.0
+    assert shown("coordinator_site_policy_version", site=SITE) == 0
+    assert shown("coordinator_store_used_bytes") == core.blobs.used_bytes > 0
+    used = await core.database.run(lambda c: c.execute("SELECT sum(num_bytes) FROM groups").fetchone()[0])
+    assert shown("coordinator_site_pending_bytes", site=SITE) == used > 0
+    # Every reason is there from the start, so that its first group shows as an increase.
+    for reason in DropReason:
+        assert shown("coordinator_ledger_dropped_groups", reason=reason.value) == 0
+
+
+async def test_site_is_as_its_newest_incarnation_and_is_forgotten_after_a_day(core, run, clock):
+    await run.lease(1)
+    clock.advance(60.0)
+    # The name sorts before that of the first incarnation: order of rows must not decide.
+    await run.register(incarnation="0-new")
+    await observe.observe_run(core)
+
+    assert shown("coordinator_site_silence_seconds", site=SITE) == 0.0
+    assert shown("coordinator_site_work_groups", site=SITE) == 1
+
+    clock.advance(observe.SILENCE_LIMIT_S)
+    await observe.observe_run(core)
+
+    assert shown("coordinator_site_silence_seconds", site=SITE) is None
+    assert shown("coordinator_site_policy_version", site=SITE) is None
+
+
+async def test_a_ledger_that_lost_a_group_is_shown(core, run):
+    await run.push(1)
+    await core.database.run(lambda connection: connection.execute("DELETE FROM groups"))
+
+    await observe.observe_run(core)
+
+    assert shown("coordinator_ledger_balanced") == 0
+
+
+async def test_ages_of_a_leased_group_and_outcomes_of_pushes_carry_the_site(core, run, clock):
+    labels = {"site": SITE, "status": "accepted", "reason": ""}
+    before = shown("coordinator_pushed_groups_total", **labels) or 0.0
+    ages = shown("coordinator_policy_age_seconds_sum", site=SITE) or 0.0
+    waits = shown("coordinator_queue_age_seconds_sum", site=SITE) or 0.0
+    clock.advance(5.0)
+    work = await run.lease(1)
+    for outcome in await core.push_groups([run.group(work[0])]):
+        observe.observe_push(outcome)
+    clock.advance(7.0)
+    stream = core.stream_groups(epoch=run.epoch, held=(), credits=credits_of(1))
+    observe.observe_lease(await anext(stream))
+    await stream.aclose()
+
+    assert shown("coordinator_pushed_groups_total", **labels) == before + 1
+    # Published 5 s before it was pushed, leased 7 s after.
+    assert shown("coordinator_policy_age_seconds_sum", site=SITE) == ages + 12.0
+    assert shown("coordinator_queue_age_seconds_sum", site=SITE) == waits + 7.0

@@ -12,6 +12,7 @@ from services.cli import app
 from services.common.rpc.client import CoordinatorClient
 from services.coordinator.verify_command import verify_directory
 from tests.support.cluster import Cluster
+from tests.support.links import PLAINTEXT
 
 
 def new_key(path: Path) -> str:
@@ -31,7 +32,7 @@ async def test_signed_run_is_used_by_those_who_trust_it_and_passes_the_audit(tmp
         cluster.start(name)
     cluster.sampler = {"trusted_keys": [stranger]}
     cluster.start("site-b")
-    async with CoordinatorClient(cluster.address) as client:
+    async with CoordinatorClient(cluster.address, tls=PLAINTEXT) as client:
         try:
             await cluster.until(client, lambda status: status.head_version >= 4, timeout_s=120)
             refused = tmp_path / "logs" / "site-b.log"

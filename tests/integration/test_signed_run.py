@@ -37,6 +37,7 @@ from services.sampler.delay_models import FixedDelay, NoDelay
 from services.sampler.policy_sync import PolicySync
 from services.sampler.record import RunReplaced, VersionRecord
 from tests.support.learner_world import fill, learn, learner_config, rows
+from tests.support.links import PLAINTEXT
 from tests.support.merging import LARGER, RandomRun, merging
 from tests.support.run import LAYOUT, Run
 
@@ -49,13 +50,13 @@ async def serving(data_dir):
     core = await Coordinator.open(
         CoordinatorConfig(data_dir=data_dir, groups_per_version=2, max_staleness_versions=500), SystemClock()
     )
-    server = Server(max_message_bytes=16 << 20, max_concurrent_rpcs=64)
+    server = Server(max_message_bytes=16 << 20, max_concurrent_rpcs=64, run_id="run", tls=PLAINTEXT)
     policy_pb2_grpc.add_PolicyServiceServicer_to_server(PolicyServicer(core), server.grpc)
     rollout_pb2_grpc.add_RolloutServiceServicer_to_server(RolloutServicer(core), server.grpc)
     run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core), server.grpc)
     port = await server.start("127.0.0.1:0")
     try:
-        async with CoordinatorClient(f"127.0.0.1:{port}") as client:
+        async with CoordinatorClient(f"127.0.0.1:{port}", tls=PLAINTEXT) as client:
             yield client
             await core.end_streams()
     finally:

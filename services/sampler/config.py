@@ -10,7 +10,6 @@ from pydantic import Field
 from services.common.config import Config
 from services.common.contract import SamplingConfig
 from services.common.tasks.registry import TaskConfig
-from services.common.weights.arena import Dtype
 from services.sampler.delay_models import DelayConfig, NoDelay
 
 
@@ -41,7 +40,7 @@ class SamplerConfig(Config):
     """Directory of the outbox, the verified versions and the weights being fetched; each sampler needs its own."""
     metrics_port: int = Field(default=9103, ge=0, le=65535)
     """Port of the Prometheus metrics on loopback; 0 lets the system choose."""
-    published_dtype: Dtype = "bf16"
+    published_dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Type that the learner publishes: bf16, fp16 or fp32."""
     engine: HfEngineConfig = HfEngineConfig()
     """Engine that generates."""

@@ -34,6 +34,7 @@ from services.common.clock import Clock, SystemClock
 from services.common.errors import RemoteError
 from services.common.rpc.client import CoordinatorClient
 from services.common.types import Contract, LeaseGrant
+from services.common.weights.parallel import num_threads
 from services.learner.admission import Limits
 from services.learner.assembly import assemble
 from services.learner.backends.backend import TrainBackend
@@ -113,6 +114,7 @@ class _Learner:
             patience=self.patience(),
             snapshot_every_versions=self.config.snapshot_every_versions,
             checkpoint_every_versions=self.config.checkpoint_every_versions,
+            threads=num_threads(self.config.backend.threads),
         )
         resumption = Resumption(
             api=self.api,

@@ -229,6 +229,7 @@ class Resumption:
             spool=self.directory / "incoming",
             layout=self.backend.layout,
             clock=self.patience.clock,
+            threads=self.publisher.threads,
         )
         puller.on_frame = self.patience.reset
         return (await self.patience.insist(lambda: puller.pull(held=None, want_version=version))).arena

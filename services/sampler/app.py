@@ -30,6 +30,7 @@ from services.common.clock import Clock, SystemClock
 from services.common.pull import Puller
 from services.common.rpc.client import CoordinatorClient
 from services.common.types import SiteId
+from services.common.weights.parallel import num_threads
 from services.sampler.assembly import Parts, assemble
 from services.sampler.config import SamplerConfig
 from services.sampler.delay import Visibility, max_delay_versions
@@ -93,7 +94,13 @@ def join(
     site = SiteId(config.site)
     bell = Bell()
     batch = asyncio.Lock()
-    puller = Puller(api=api, spool=config.state_dir / "incoming", layout=parts.engine.layout, clock=clock)
+    puller = Puller(
+        api=api,
+        spool=config.state_dir / "incoming",
+        layout=parts.engine.layout,
+        clock=clock,
+        threads=num_threads(config.engine.threads),
+    )
     policy = PolicySync(
         api=api,
         puller=puller,

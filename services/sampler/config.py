@@ -24,7 +24,7 @@ class HfEngineConfig(Config):
     batch_rows: int = Field(default=256, ge=1)
     """Completions generated at once."""
     threads: int = Field(default=0, ge=0)
-    """Threads of torch on the CPU; 0 leaves torch's choice."""
+    """Threads of torch and of the weight codec on the CPU; 0 leaves torch's choice, and one for each core."""
 
 
 class SamplerConfig(Config):

@@ -306,7 +306,7 @@ def peak_bytes(directory, layout, paths):
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize(("density", "chunks"), [(0.014, 2.5), (0.25, 3.5)])
+@pytest.mark.parametrize(("density", "chunks"), [(0.014, 2.5), (0.25, 6.5)])
 def test_memory_is_that_of_a_few_chunks_whatever_the_size_of_the_model(tmp_path, density, chunks):
     """The bound is in chunks: an accumulator of one chunk, the streams of its changes, and blocks of a fixed size."""
     elements = 1 << 18

@@ -31,7 +31,7 @@ def test_results_come_in_order_from_at_most_so_many_threads(threads):
         return 2 * number
 
     for result in in_order(work, items(), threads=threads):
-        given.append(result)
+        given += [result]
 
     assert given == [2 * number for number in range(40)]
     assert len(seen) <= threads

@@ -2,9 +2,9 @@
 
 Every scheme codes the same chunks of the same versions in one process on one thread. Times are processor seconds of
 that thread, the best of several repeats over several versions: neighbours on the machine only ever add to them. GB/s
-are bytes of bf16 weights, not of what is sent. The entropy bound is that of a coder who knows the share of changed elements
-and the distribution of the integer steps: n h(k / n) + k H(step) bits for k of n elements; the conditional one knows
-the share and the steps for each exponent of the old value too, which the receiver holds.
+are bytes of bf16 weights, not of what is sent. The entropy bound is that of a coder who knows the share of changed
+elements and the distribution of the integer steps: n h(k / n) + k H(step) bits for k of n elements; the conditional one
+knows the share and the steps for each exponent of the old value too, which the receiver holds.
 
     python -m benchmarks.weights --out benchmarks/results/weights.json
 """
@@ -40,7 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/weights.json"))
     parser.add_argument("--cache", type=Path, default=Path(".cache/heterorl"))
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=4)
     arguments = parser.parse_args()
     # Before torch is loaded: one thread everywhere.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -57,7 +57,7 @@ def main() -> None:
         if not rows:
             rows.append(limits(states, repeats=arguments.repeats))
         for lag in LAGS.get(run.lr, OTHER_LAGS):
-            pairs = [(states[n], states[n + lag]) for n in range(0, len(states) - lag, max(1, lag // 2))][:8]
+            pairs = [(states[n], states[n + lag]) for n in range(0, len(states) - lag, max(1, lag // 2))][:4]
             rows += measure(pairs, lr=run.lr, lag=lag, repeats=arguments.repeats)
         merged += [merge(run, lag) for lag in MERGES if lag <= run.num_steps]
     results = {
@@ -128,7 +128,7 @@ def run_scheme(scheme: Scheme, pairs: Sequence[Pair], *, repeats: int) -> tuple[
     for number, (old, new) in enumerate(pairs):
         parts = [slice(start, start + CHUNK) for start in range(0, old.size, CHUNK)]
         # Other versions pass through the cache between two repeats.
-        for repeat in range(repeats if number < 4 else 1):
+        for repeat in range(repeats if number < 2 else 1):
             started = time.thread_time()
             coded = [scheme.encode(old[part], new[part]) for part in parts]
             encode_s = min(encode_s, time.thread_time() - started)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
+import shutil
 import struct
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,14 @@ from tests.support.arenas import changed_arena, random_arena, small_layout
 
 _RECORDS = 112
 _RECORD = struct.Struct("<IQQ")
+
+
+def scratch(owner: object) -> Path:
+    """A directory that goes with its owner; in memory where there is such a file system."""
+    memory = Path("/dev/shm")
+    directory = tempfile.mkdtemp(dir=memory if memory.is_dir() else None)
+    weakref.finalize(owner, shutil.rmtree, directory, ignore_errors=True)
+    return Path(directory)
 
 
 def sealed(data: bytes) -> bytes:
@@ -48,9 +57,7 @@ class _Payloads:
     """Valid payloads of a small layout, and a file to write damaged ones to."""
 
     def __init__(self) -> None:
-        # The file system in memory where there is one: a case is then one write to it.
-        self._directory = tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)  # noqa: PTH112
-        self.path = Path(self._directory.name) / "case"
+        self.path = scratch(self) / "case"
         self.layout = small_layout()
         self.old = random_arena(self.layout, seed=1)
         self.root = self.old.state_root()
@@ -134,8 +141,7 @@ class StateTarget:
 
         from services.learner.backends.state import write_state
 
-        self._directory = tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)  # noqa: PTH112
-        self._path = Path(self._directory.name)
+        self._path = scratch(self)
         self._torch = torch
         self._model = torch.nn.Linear(3, 2)
         self._optimizer = torch.optim.AdamW(self._model.parameters())

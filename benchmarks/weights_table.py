@@ -65,7 +65,7 @@ def show(results: dict[str, Any]) -> None:
             f"{row['lr']:g}" if is_first else "",
             str(row["lag_versions"]) if is_first else "",
             f"{100 * row['changed_fraction']:.2f} %" if is_first else "",
-            f"{row['scheme']}  [dim]{row['describe']}[/dim]",
+            row["scheme"],
             f"{row['ratio']:.1f}",
             f"{row['entropy_bound_ratio']:.1f}" if is_first else "",
             f"{row['encode_gb_s']:.2f}",
@@ -73,6 +73,8 @@ def show(results: dict[str, Any]) -> None:
             style="bold" if row["scheme"] in OURS else None,
         )
     console.print(table)
+    for scheme, text in {row["scheme"]: row["describe"] for row in results["rows"] if "describe" in row}.items():
+        console.print(f"[dim]{scheme}: {text}[/dim]")
     limits = next(row for row in results["rows"] if row["scheme"] == "limits")
     speeds = (f"{name.removesuffix('_gb_s')} {value}" for name, value in limits.items() if name != "scheme")
     console.print(f"Limits, GB/s: {', '.join(speeds)}")

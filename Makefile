@@ -5,7 +5,7 @@ BIN := .venv/bin
 SETUP := .venv/.installed
 N ?= 1000
 
-.PHONY: help demo test test-fast test-images check kills lab-quick lab-stale64 lab-recommend bench-losses coverage protos lock clean bench-merge subsets dashboards
+.PHONY: help demo test test-fast test-images check kills lab-quick lab-stale64 lab-recommend bench-losses coverage protos lock clean bench-merge subsets dashboards bench-weights fuzz
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -53,6 +53,12 @@ bench-losses: $(SETUP)  ## Time a learner step under each loss beside the cheape
 
 bench-merge: $(SETUP)  ## Merged deltas beside the chain: bytes and seconds for samplers 1 to 256 versions behind
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.weights_merge --out benchmarks/results/weights_merge.json
+
+bench-weights: $(SETUP)  ## Weight deltas of real GRPO steps: ours, open schemes, the entropy bound; trains once, 4 minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.weights --out benchmarks/results/weights.json
+
+fuzz: $(SETUP)  ## Mutate N inputs of every decoder of foreign bytes; no crash may be found
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --cases $(N)
 
 dashboards: $(SETUP)  ## Write the Grafana dashboards from deploy/grafana/panels.py
 	$(BIN)/python -m deploy.grafana.generate

@@ -59,7 +59,9 @@ class Puller:
         layout: Layout,
         clock: Clock,
         num_streams: int = 1,
+        threads: int = 1,
     ) -> None:
+        self._threads = threads
         self._api = api
         self._layout = layout
         self._clock = clock
@@ -146,12 +148,13 @@ class Puller:
                 raise StateMismatch(f"the manifest of version {manifest.version} does not name this payload")
             elif parent is not None:
                 verify_child(parent=parent, parent_digest=parent_digest, child=manifest)
-            apply_payload(path, staging, expected_from_root=None if parent is None else parent.state_root)
+            from_root = None if parent is None else parent.state_root
+            apply_payload(path, staging, expected_from_root=from_root, threads=self._threads)
             parent, parent_digest = manifest, manifest_digest(data)
         assert parent is not None, "the plan was checked"
         if parent.version != plan.target_version:
             raise StateMismatch(f"the plan leads to version {parent.version}, not {plan.target_version}")
-        verify_state(parent, staging)
+        verify_state(parent, staging, threads=self._threads)
         return PulledVersion(arena=staging, manifest=parent, manifest_digest=Digest(parent_digest))
 
 

@@ -178,7 +178,8 @@ class Manifest:
     `chunk_digests` are xxh3-128 (16 bytes each) of every arena chunk after the step, in arena order;
     `state_root` = blake3(layout_id || chunk digests). `parent_digest` is the digest of the parent's manifest bytes,
     empty for the first version. `parent_version` is -1 for the first version. `chunk_elements` is the length of every
-    chunk but the last of a width, 0 when not stated.
+    chunk but the last of a width (half of it for elements of 4 bytes), 0 when not stated. `num_byte_elements` of the
+    elements have one byte each.
     """
 
     run_id: str
@@ -195,6 +196,7 @@ class Manifest:
     full_bytes: int
     payloads: tuple[PayloadRef, ...]
     chunk_elements: int = 0
+    num_byte_elements: int = 0
 
     @property
     def abandoned(self) -> range:

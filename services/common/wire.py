@@ -260,6 +260,7 @@ def manifest_to_bytes(value: Manifest) -> bytes:
         full_bytes=value.full_bytes,
         payloads=[payload_to_pb(payload) for payload in value.payloads],
         chunk_elements=value.chunk_elements,
+        num_byte_elements=value.num_byte_elements,
     ).SerializeToString(deterministic=True)
 
 
@@ -289,6 +290,7 @@ def manifest_from_bytes(data: bytes) -> Manifest:
         full_bytes=message.full_bytes,
         payloads=payloads,
         chunk_elements=message.chunk_elements,
+        num_byte_elements=message.num_byte_elements,
     )
 
 

@@ -38,6 +38,7 @@ from services.common.rpc.client import CoordinatorClient
 from services.common.signing import Signer
 from services.common.trust import Trust
 from services.common.types import Contract, LeaseGrant
+from services.common.weights.parallel import num_threads
 from services.learner.admission import Limits
 from services.learner.assembly import assemble
 from services.learner.backends.backend import TrainBackend
@@ -120,6 +121,7 @@ class _Learner:
             snapshot_every_versions=self.config.snapshot_every_versions,
             checkpoint_every_versions=self.config.checkpoint_every_versions,
             signer=self.signer,
+            threads=num_threads(self.config.backend.threads),
         )
         resumption = Resumption(
             api=self.api,

@@ -39,6 +39,6 @@ class TorchBackendConfig(Config):
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
     """Where the weights live: cpu, cuda or cuda:N."""
     threads: int = Field(default=0, ge=0)
-    """Threads of torch on the CPU; 0 leaves torch's choice."""
+    """Threads of torch and of the weight codec on the CPU; 0 leaves torch's choice, and one for each core."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""

@@ -44,7 +44,15 @@ class Encoded:
 
 
 def encode_version(
-    position: Position, arena: Arena, *, directory: Path, run_id: str, epoch: int, step: int, with_snapshot: bool
+    position: Position,
+    arena: Arena,
+    *,
+    directory: Path,
+    run_id: str,
+    epoch: int,
+    step: int,
+    with_snapshot: bool,
+    threads: int = 1,
 ) -> Encoded:
     """Encode `arena` as the successor of a position.
 
@@ -58,11 +66,11 @@ def encode_version(
     infos: list[PayloadInfo] = []
     if shadow is not None and shadow.layout.layout_id == arena.layout.layout_id:
         path = directory / f"v{version:08d}.delta"
-        infos.append(write_delta(path, shadow, arena))
+        infos.append(write_delta(path, shadow, arena, threads=threads))
         files.append((_ref(infos[-1], PayloadKind.DELTA, position.lineage_version, version), path))
     if with_snapshot or not files:
         path = directory / f"v{version:08d}.snapshot"
-        infos.append(write_snapshot(path, arena))
+        infos.append(write_snapshot(path, arena, threads=threads))
         files.append((_ref(infos[-1], PayloadKind.SNAPSHOT, -1, version), path))
     manifest = build_manifest(
         run_id=run_id,

@@ -57,7 +57,10 @@ class Publisher:
         snapshot_every_versions: int,
         checkpoint_every_versions: int,
         signer: Signer | None = None,
+        threads: int = 1,
     ) -> None:
+        self.threads = threads
+        """Chunks of weights that are coded at once."""
         self._api = api
         self._run_id = run_id
         self._epoch = epoch
@@ -114,6 +117,7 @@ class Publisher:
             epoch=self._epoch,
             step=step,
             with_snapshot=version % self._snapshot_every == 0,
+            threads=self.threads,
         )
         ENCODE_SECONDS.observe(encoded.encode_s)
         cursor = self._cursor(encoded, consumed, reports)

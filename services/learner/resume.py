@@ -246,6 +246,7 @@ class Resumption:
             spool=self.directory / "incoming",
             layout=self.backend.layout,
             clock=self.patience.clock,
+            threads=self.publisher.threads,
         )
         puller.fetcher.on_frame = self.patience.reset
         pull = functools.partial(puller.pull, held=None, want_version=version, admit=self._admit)

@@ -33,6 +33,7 @@ from services.common.pull import Puller
 from services.common.rpc.client import CoordinatorClient
 from services.common.trust import Trust
 from services.common.types import SiteId
+from services.common.weights.parallel import num_threads
 from services.sampler.assembly import Parts, assemble
 from services.sampler.config import SamplerConfig
 from services.sampler.delay import Visibility, max_delay_versions
@@ -110,6 +111,7 @@ def join(
         layout=parts.engine.layout,
         clock=clock,
         num_streams=config.pull_streams,
+        threads=num_threads(config.engine.threads),
     )
     policy = PolicySync(
         api=api,

@@ -13,7 +13,6 @@ from services.common.contract import SamplingConfig
 from services.common.signing import PublicKey
 from services.common.tasks.registry import TaskConfig
 from services.common.tls import TlsConfig
-from services.common.weights.arena import Dtype
 from services.sampler.delay_models import DelayConfig, NoDelay
 
 
@@ -28,7 +27,7 @@ class HfEngineConfig(Config):
     batch_rows: int = Field(default=256, ge=1)
     """Completions generated at once."""
     threads: int = Field(default=0, ge=0)
-    """Threads of torch on the CPU; 0 leaves torch's choice."""
+    """Threads of torch and of the weight codec on the CPU; 0 leaves torch's choice, and one for each core."""
 
 
 class SamplerConfig(Config):
@@ -48,7 +47,7 @@ class SamplerConfig(Config):
     """Port of the Prometheus metrics; 0 lets the system choose."""
     metrics_host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
     """Address that the metrics are served on; they carry no secret, and whoever can reach them can read them."""
-    published_dtype: Dtype = "bf16"
+    published_dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Type that the learner publishes: bf16, fp16 or fp32."""
     engine: HfEngineConfig = HfEngineConfig()
     """Engine that generates."""

@@ -117,6 +117,7 @@ manifests = st.builds(
     step=uint,
     num_changed=uint,
     num_elements=uint,
+    num_byte_elements=uint,
     full_bytes=uint,
     payloads=st.lists(payloads, max_size=2).map(tuple),
 )

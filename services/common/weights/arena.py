@@ -17,13 +17,16 @@ import numpy.typing as npt
 import xxhash
 
 from services.common.types import Digest
+from services.common.weights.parallel import in_order
 
-Dtype = Literal["bf16", "fp16", "fp32"]
+Dtype = Literal["bf16", "fp16", "fp32", "fp8_e4m3", "fp8_e5m2", "int8"]
 IntArray = npt.NDArray[np.signedinteger[Any]]
 
-WIDTH: dict[Dtype, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
+WIDTH: dict[Dtype, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}
+WIDTHS = (2, 4, 1)
+"""Bytes of an element, in the order in which the arena holds the arrays."""
 CHUNK_ELEMENTS = 4 << 20
-_INTEGER: dict[int, type[np.int16] | type[np.int32]] = {2: np.int16, 4: np.int32}
+_INTEGER: dict[int, type[np.int8] | type[np.int16] | type[np.int32]] = {1: np.int8, 2: np.int16, 4: np.int32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +79,7 @@ class Layout:
 
         Args:
             specs: one for each tensor, in any order.
-            chunk_elements: length of all chunks but the last of a width, at least 1.
+            chunk_elements: length of all chunks but the last of a width, at least 1; half of it for 4-byte elements.
 
         Raises:
             ValueError: a name is repeated, a dtype is unknown, a size is impossible, or an alias names a missing,
@@ -89,7 +92,7 @@ class Layout:
         if len(by_name) != len(table):
             raise ValueError("tensor names repeat")
         offsets: dict[str, int] = {}
-        lengths = {2: 0, 4: 0}
+        lengths = dict.fromkeys(WIDTHS, 0)
         for spec in table:
             if spec.dtype not in WIDTH or min(spec.shape, default=0) < 0:
                 raise ValueError(f"{spec.name} cannot be {spec.dtype} of shape {spec.shape}")
@@ -167,22 +170,30 @@ class Arena:
         """xxh3-128 of the chunk's little-endian bytes."""
         return digest_integers(self.chunk(index))
 
-    def digests(self) -> tuple[bytes, ...]:
+    def digests(self, *, threads: int = 1) -> tuple[bytes, ...]:
         """Digest of every chunk, in order."""
-        return tuple(self.digest_chunk(index) for index in range(self.num_chunks))
+        return tuple(in_order(self.digest_chunk, range(self.num_chunks), threads=threads))
 
-    def state_root(self) -> Digest:
+    def state_root(self, *, threads: int = 1) -> Digest:
         """Identity of the state."""
-        return state_root(self.layout.layout_id, self.digests())
+        return state_root(self.layout.layout_id, self.digests(threads=threads))
 
 
 def cut(lengths: dict[int, int], chunk_elements: int) -> tuple[Chunk, ...]:
-    """Cut the array of each element width, in the order given, into chunks of `chunk_elements`; the last is shorter."""
+    """Cut the array of each element width, in the order given, into chunks; the last of a width is shorter.
+
+    A chunk has `chunk_elements` elements, those of 4 bytes half as many: all need about the same memory.
+    """
     return tuple(
-        Chunk(width=width, start=start, stop=min(start + chunk_elements, length))
+        Chunk(width=width, start=start, stop=min(start + chunk_length(width, chunk_elements), length))
         for width, length in lengths.items()
-        for start in range(0, length, chunk_elements)
+        for start in range(0, length, chunk_length(width, chunk_elements))
     )
+
+
+def chunk_length(width: int, chunk_elements: int) -> int:
+    """Elements of a chunk of a width, but for the last."""
+    return max(1, chunk_elements // 2) if width == 4 else chunk_elements
 
 
 def zeros(chunk: Chunk) -> IntArray:
@@ -203,7 +214,7 @@ def state_root(layout_id: Digest, digests: Sequence[bytes]) -> Digest:
 
 def _layout_id(specs: Sequence[TensorSpec], offsets: dict[str, int], chunk_elements: int) -> Digest:
     # Length prefixes keep two different tables from spelling the same bytes.
-    hasher = blake3.blake3(b"heterorl layout 1")
+    hasher = blake3.blake3(b"heterorl layout 2")
     hasher.update(chunk_elements.to_bytes(8, "little"))
     for spec in specs:
         for text in (spec.name, spec.dtype, spec.alias_of):

@@ -1,33 +1,34 @@
 """One chunk of weights as bytes: exact, without a Python loop over elements and without reading a bit as a float.
 
-    0  SAME    nothing: no element changed.
-    1  GAPULP  changed elements by position and integer step; written out in services.common.weights.steps.
-    4 PLANES  the bytes of all elements by significance, highest first; for each of the w bytes of an element:
-                u32 size s, little-endian
-                s bytes: the n bytes of the plane themselves when s = n, else (s < n) one zstandard frame of them
-              Exponents compress, mantissas do not.
-    5  RAW     little-endian integers.
+    0  SAME      nothing: no element changed.
+    1  GAPULP    changed elements by position and integer step; written out in services.common.weights.steps.
+    2  SPLIT     the same with small weights apart, from services.common.weights.split; only where it is asked for.
+    3  DENSE8    the steps of all elements, one byte each; written out in services.common.weights.dense.
+    4  PLANES    the elements by significance of their bytes; there too.
+    5  RAW       little-endian integers.
     6  STEP_RAW  the steps of all elements as little-endian integers.
 
-A step is the integer difference, wrapping in the element's width, so steps add up without the state they start from.
-Methods 3 and 6 appear only where deltas were composed: with the state at hand 4 and 5 are as small.
+The encoder chooses by the share of elements that changed: SAME, GAPULP up to DENSE_SHARE, DENSE8 above; what would
+save less than half is compared with the state itself. A step is the integer difference, wrapping in the element's width
+(1, 2 or 4 bytes), so steps add up without the state they start from. Method 6 appears only where deltas were composed:
+with the state at hand 5 is as small.
 
-Decoding checks every size before it allocates; what fails leaves the chunk as it was.
+Equal inputs give equal bytes. Decoding checks every size before it allocates and every position before it writes; what
+fails leaves the chunk as it was. Memory beside the chunk: at most 20 MB for one of 8 MiB.
 """
 
 from __future__ import annotations
 
 import enum
-import struct
 
 import numpy as np
 
 from services.common.errors import MalformedPayload
 from services.common.weights.arena import IntArray
-from services.common.weights.steps import decode_steps, encode_differences, encode_steps
-from services.common.weights.zstd_reader import compress, decompress
-
-_SIZE = struct.Struct("<I")
+from services.common.weights.dense import apply_dense, apply_planes, encode_dense, encode_planes
+from services.common.weights.split import apply_split, encode_split
+from services.common.weights.step_reader import StepReader
+from services.common.weights.steps import MAX_WIDE_SHARE, StepWriter, changes, count_changes
 
 
 class Method(enum.IntEnum):
@@ -35,7 +36,8 @@ class Method(enum.IntEnum):
 
     SAME = 0
     GAPULP = 1
-    STEP_PLANES = 3
+    SPLIT = 2
+    DENSE8 = 3
     PLANES = 4
     RAW = 5
     STEP_RAW = 6
@@ -45,49 +47,43 @@ METHODS = frozenset(Method)
 WHOLE_METHODS = frozenset({Method.PLANES, Method.RAW})
 """Methods that need no state before; all that a snapshot may use."""
 DENSE_SHARE = 0.6
-"""Share of changed elements above which composed steps are not coded by position."""
+"""Share of changed elements above which steps are not coded by position."""
 
 
-def encode_chunk(old: IntArray | None, new: IntArray) -> tuple[Method, bytes, int]:
+def encode_chunk(old: IntArray | None, new: IntArray, *, split: bool = False) -> tuple[Method, bytes, int]:
     """Code a chunk against the state before (None: no such state); returns (method, bytes, elements changed).
 
-    The bytes are never more than those of the chunk itself.
+    The bytes are never more than those of the chunk itself. With `split`, sparse changes are coded by SPLIT.
     """
-    num_changed = new.size
-    steps: list[tuple[Method, bytes]] = []
-    if old is not None:
-        index = np.flatnonzero(old != new)
-        num_changed = index.size
-        if num_changed == 0:
-            return Method.SAME, b"", 0
-        steps = [(Method.GAPULP, encode_steps(old, new, index))]
-        # Planes of weights save about a third; steps that save a half need no rival.
-        if len(steps[0][1]) <= new.nbytes // 2:
-            return *steps[0], num_changed
-    return *_smallest(steps + _whole(new)), num_changed
+    if old is None:
+        return *_whole(new), new.size
+    if split:
+        parts = encode_split(old, new)
+        if parts is not None and len(parts[0]) <= new.nbytes // 2:
+            return Method.SPLIT, *parts
+    best, num_changed = _steps(old, new)
+    # Planes of weights save about a third; steps that save a half need no rival.
+    if best is not None and len(best[1]) <= new.nbytes // 2:
+        return *best, num_changed
+    best = _smaller(_denser(best, old, new), _whole(new))
+    return *best, num_changed
 
 
 def encode_composed(values: IntArray, *, is_whole: bool) -> tuple[Method, bytes, int]:
     """Code a chunk that `apply_chunk` made from zeros: steps, or a state when a whole method took part.
 
-    The result depends on the values alone, so however deltas are composed, equal steps give equal bytes. Returns
-    (method, bytes, elements changed); the bytes are never more than those of the chunk itself.
+    The result depends on the values alone, so however deltas are composed, equal steps give equal bytes; where the
+    direct difference is coded as steps, they are its bytes too. Returns (method, bytes, elements changed); the bytes
+    are never more than those of the chunk itself.
     """
     if is_whole:
-        return *_smallest(_whole(values)), values.size
-    index = np.flatnonzero(values)
-    if index.size == 0:
-        return Method.SAME, b"", 0
-    steps: list[tuple[Method, bytes]] = []
-    # Positions of almost everything cost more than planes, and most of the memory.
-    if index.size <= DENSE_SHARE * values.size:
-        steps = [(Method.GAPULP, encode_differences(values[index], index))]
-        if len(steps[0][1]) <= values.nbytes // 2:
-            return *steps[0], index.size
-    num_changed = index.size
-    del index
-    steps += [(Method.STEP_PLANES, _encode_planes(_zigzag(values))), (Method.STEP_RAW, _little(values).tobytes())]
-    return *_smallest(steps), num_changed
+        return *_whole(values), values.size
+    best, num_changed = _steps(None, values)
+    if best is None or len(best[1]) > values.nbytes // 2:
+        best = _denser(best, None, values)
+        if best is None or len(best[1]) > values.nbytes:
+            best = (Method.STEP_RAW, _little(values).tobytes())
+    return *best, num_changed
 
 
 def apply_chunk(method: int, data: memoryview, chunk: IntArray) -> None:
@@ -101,76 +97,59 @@ def apply_chunk(method: int, data: memoryview, chunk: IntArray) -> None:
         if len(data):
             raise MalformedPayload("a SAME chunk has bytes")
     elif method == Method.GAPULP:
-        index, step = decode_steps(data, chunk)
-        # Positions ascend strictly, so plain addition (which wraps) touches each element once.
-        chunk[index] += step
+        for index, step in StepReader(data, num_elements=chunk.size, dtype=chunk.dtype).blocks():
+            # Positions ascend strictly, so plain addition (which wraps) touches each element once.
+            chunk[index] += step
+    elif method == Method.SPLIT:
+        apply_split(data, chunk)
+    elif method == Method.DENSE8:
+        apply_dense(data, chunk)
     elif method == Method.PLANES:
-        chunk[:] = _decode_planes(data, chunk)
-    elif method == Method.RAW:
+        apply_planes(data, chunk)
+    elif method in (Method.RAW, Method.STEP_RAW):
         if len(data) != chunk.nbytes:
-            raise MalformedPayload(f"a RAW chunk has {len(data)} bytes, not {chunk.nbytes}")
-        chunk[:] = np.frombuffer(data, chunk.dtype.newbyteorder("<"))
-    elif method == Method.STEP_PLANES:
-        chunk += _unzigzag(_decode_planes(data, chunk))
-    elif method == Method.STEP_RAW:
-        if len(data) != chunk.nbytes:
-            raise MalformedPayload(f"a STEP_RAW chunk has {len(data)} bytes, not {chunk.nbytes}")
-        chunk += np.frombuffer(data, chunk.dtype.newbyteorder("<"))
+            raise MalformedPayload(f"a {Method(method).name} chunk has {len(data)} bytes, not {chunk.nbytes}")
+        values = np.frombuffer(data, chunk.dtype.newbyteorder("<"))
+        if method == Method.RAW:
+            chunk[:] = values
+        else:
+            chunk += values
     else:
         raise MalformedPayload(f"unknown method {method}")
 
 
-def _whole(values: IntArray) -> list[tuple[Method, bytes]]:
-    return [(Method.PLANES, _encode_planes(values)), (Method.RAW, _little(values).tobytes())]
+def _steps(old: IntArray | None, new: IntArray) -> tuple[tuple[Method, bytes] | None, int]:
+    """Steps as their density asks for, and the number of them; None where too many are wide."""
+    writer = StepWriter()
+    for block in changes(old, new):
+        writer.add(*block)
+        if writer.num_wide > new.size // MAX_WIDE_SHARE:
+            return None, count_changes(old, new)
+        if writer.num_changed > DENSE_SHARE * new.size:
+            del writer, block
+            dense = encode_dense(old, new)
+            return None if dense is None else (Method.DENSE8, dense), count_changes(old, new)
+    if not writer.num_changed:
+        return (Method.SAME, b""), 0
+    return (Method.GAPULP, writer.finish()), writer.num_changed
 
 
-def _smallest(candidates: list[tuple[Method, bytes]]) -> tuple[Method, bytes]:
-    return min(candidates, key=lambda candidate: len(candidate[1]))
+def _denser(best: tuple[Method, bytes] | None, old: IntArray | None, new: IntArray) -> tuple[Method, bytes] | None:
+    """Positions that gain little are compared with DENSE8, where that is possible."""
+    if best is None or best[0] is Method.DENSE8:
+        return best
+    dense = encode_dense(old, new)
+    return best if dense is None else _smaller(best, (Method.DENSE8, dense))
 
 
-def _zigzag(steps: IntArray) -> IntArray:
-    # Small steps of both signs have the same high bytes, zeros, which the planes then compress away.
-    zigzag: IntArray = (steps << 1) ^ (steps >> (8 * steps.itemsize - 1))
-    return zigzag
+def _whole(values: IntArray) -> tuple[Method, bytes]:
+    planes = encode_planes(values)
+    return (Method.PLANES, planes) if len(planes) <= values.nbytes else (Method.RAW, _little(values).tobytes())
 
 
-def _unzigzag(values: IntArray) -> IntArray:
-    unsigned = values.astype(values.dtype.newbyteorder("="), copy=False).view(f"u{values.itemsize}")
-    steps: IntArray = (unsigned >> 1).view(f"i{values.itemsize}")
-    steps ^= -(unsigned & 1).view(f"i{values.itemsize}")
-    return steps
+def _smaller(one: tuple[Method, bytes] | None, other: tuple[Method, bytes]) -> tuple[Method, bytes]:
+    return one if one is not None and len(one[1]) <= len(other[1]) else other
 
 
 def _little(values: IntArray) -> IntArray:
     return values.astype(values.dtype.newbyteorder("<"), copy=False)
-
-
-def _encode_planes(new: IntArray) -> bytes:
-    columns = _little(new).view(np.uint8).reshape(-1, new.itemsize)
-    parts: list[bytes] = []
-    for column in reversed(range(new.itemsize)):
-        plane = columns[:, column].tobytes()
-        frame = compress(plane)
-        data = frame if len(frame) < len(plane) else plane
-        parts += [_SIZE.pack(len(data)), data]
-    return b"".join(parts)
-
-
-def _decode_planes(data: memoryview, chunk: IntArray) -> IntArray:
-    columns = np.empty((chunk.size, chunk.itemsize), np.uint8)
-    position = 0
-    for column in reversed(range(chunk.itemsize)):
-        if position + _SIZE.size > len(data):
-            raise MalformedPayload("a plane has no size")
-        (size,) = _SIZE.unpack_from(data, position)
-        position += _SIZE.size
-        plane = data[position : position + size]
-        position += size
-        if size > chunk.size or position > len(data):
-            raise MalformedPayload("a plane is longer than its chunk")
-        content = plane if size == chunk.size else decompress(plane, num_bytes=chunk.size)
-        columns[:, column] = np.frombuffer(content, np.uint8)
-    if position != len(data):
-        raise MalformedPayload("bytes after the last plane")
-    values: IntArray = columns.reshape(-1).view(chunk.dtype.newbyteorder("<"))
-    return values

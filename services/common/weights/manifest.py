@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.common.errors import MalformedPayload, StateMismatch
 from services.common.types import Manifest, PayloadRef
-from services.common.weights.arena import CHUNK_ELEMENTS, Arena, Chunk, cut, state_root
+from services.common.weights.arena import CHUNK_ELEMENTS, Arena, Chunk, chunk_length, cut, state_root
 from services.common.weights.payload import PayloadInfo
 
 NO_VERSION = -1
@@ -37,6 +37,7 @@ def build_manifest(
         num_elements=info.num_elements,
         full_bytes=arena.layout.full_bytes,
         chunk_elements=arena.layout.chunk_elements,
+        num_byte_elements=arena.layout.lengths[1],
         payloads=payloads,
     )
 
@@ -80,23 +81,25 @@ def verify_descendant(*, ancestor: Manifest, child: Manifest) -> None:
 def chunks_of(manifest: Manifest) -> tuple[Chunk, ...]:
     """The chunks of a version's state, from the sizes that its manifest states: no tensor table is needed.
 
-    With n2 + n4 = num_elements and 2 n2 + 4 n4 = full_bytes, the widths have n4 = full_bytes / 2 - num_elements and
-    n2 = num_elements - n4 elements.
+    With n1 stated, n1 + n2 + n4 = num_elements and n1 + 2 n2 + 4 n4 = full_bytes, the widths have
+    n4 = (full_bytes + n1) / 2 - num_elements and n2 = num_elements - n1 - n4 elements.
 
     Raises:
         MalformedPayload: the sizes contradict each other or the number of chunk digests.
     """
     chunk_elements = manifest.chunk_elements or CHUNK_ELEMENTS
-    wide = manifest.full_bytes // 2 - manifest.num_elements
-    lengths = {2: manifest.num_elements - wide, 4: wide}
-    num_chunks = sum(-(-length // chunk_elements) for length in lengths.values())
+    narrow = manifest.num_byte_elements
+    wide = (manifest.full_bytes + narrow) // 2 - manifest.num_elements
+    lengths = {2: manifest.num_elements - narrow - wide, 4: wide, 1: narrow}
+    num_chunks = sum(-(-length // chunk_length(width, chunk_elements)) for width, length in lengths.items())
+    is_whole = (manifest.full_bytes + narrow) % 2 == 0
     # Counted before any chunk is made: the sizes are a sender's word.
-    if min(lengths.values()) < 0 or manifest.full_bytes % 2 or num_chunks != len(manifest.chunk_digests):
+    if min(lengths.values()) < 0 or not is_whole or num_chunks != len(manifest.chunk_digests):
         raise MalformedPayload(f"the sizes of version {manifest.version} do not add up")
     return cut(lengths, chunk_elements)
 
 
-def verify_state(manifest: Manifest, arena: Arena) -> None:
+def verify_state(manifest: Manifest, arena: Arena, *, threads: int = 1) -> None:
     """Recompute the whole state and compare it with the manifest.
 
     Raises:
@@ -104,7 +107,7 @@ def verify_state(manifest: Manifest, arena: Arena) -> None:
     """
     if arena.layout.layout_id != manifest.layout_id:
         raise StateMismatch(f"version {manifest.version} has another layout")
-    digests = arena.digests()
+    digests = arena.digests(threads=threads)
     if len(digests) != len(manifest.chunk_digests):
         raise StateMismatch(f"version {manifest.version} has {len(manifest.chunk_digests)} chunks, not {len(digests)}")
     for number, (mine, stated) in enumerate(zip(digests, manifest.chunk_digests, strict=True)):

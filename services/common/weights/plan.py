@@ -43,6 +43,9 @@ def plan_pull(
             return _describe(version, want_version, via, spent)
         for payload in into(version):
             start = NOTHING if payload.kind is PayloadKind.SNAPSHOT else payload.from_version
+            if start == NOTHING and payload.kind is not PayloadKind.SNAPSHOT:
+                # Nothing can be built from a difference to nothing, whatever is stated.
+                continue
             total = spent + payload.num_bytes
             if total < cost.get(start, total + 1):
                 cost[start] = total

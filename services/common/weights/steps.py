@@ -1,4 +1,4 @@
-"""Changed elements of a chunk as positions and exact integer steps (method GAPULP).
+"""Changed elements of a chunk as positions and exact integer steps (method GAPULP): writing.
 
 A step is new bits - old bits, wrapping in the element's width w bytes; it is never 0. Layout, little-endian:
 
@@ -13,194 +13,170 @@ A step is new bits - old bits, wrapping in the element's width w bytes; it is ne
         wide frame      v * w bytes: all lowest bytes, then all second lowest, ...
 
 A frame is zstandard, or nothing when its stream is empty. At learning rates of RL almost all steps are +-1, so a
-change costs about 7.6 bits for where and 1.8 bits for how much. Decoding checks every size before it allocates and
-every position before the caller writes.
+change costs about 7.6 bits for where and 1.8 bits for how much. A chunk is read in blocks that fit the cache, so
+memory is the streams' own and a few blocks; services.common.weights.step_reader undoes it.
 """
 
 from __future__ import annotations
 
-import struct
-from dataclasses import dataclass
+from collections.abc import Iterator
+from struct import Struct
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from services.common.errors import MalformedPayload
 from services.common.weights.arena import IntArray
-from services.common.weights.zstd_reader import compress, decompress
+from services.common.weights.zstd_reader import compress
 
 U8Array = npt.NDArray[np.uint8]
 IndexArray = npt.NDArray[np.int64]
 UnsignedArray = npt.NDArray[np.unsignedinteger[Any]]
-UnsignedType = np.dtype[np.unsignedinteger[Any]]
 
-_HEADER = struct.Struct("<8I")
-_ESCAPE = 255
-_BYTE = np.arange(256, dtype=np.uint8)
-# One uint32 for each byte: the four 2-bit codes in it as four bytes.
-_FOUR_CODES = np.stack([_BYTE & 3, (_BYTE >> 2) & 3, (_BYTE >> 4) & 3, _BYTE >> 6], axis=1).copy().view(np.uint32)[:, 0]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Magnitudes:
-    """|step| - 1 in three streams, each holding what the one before could not."""
-
-    codes: U8Array
-    escapes: U8Array
-    wide: UnsignedArray
+HEADER = Struct("<8I")
+ESCAPE = 255
+SCAN_ELEMENTS = 1 << 17
+"""Elements compared at once; their flags stay in the second-level cache."""
+MAX_WIDE_SHARE = 4
+"""An encoder codes no steps when more than one in so many elements takes a wide one: little is gained then."""
+BATCH_CHANGES = 1 << 16
+"""Changes turned into streams at once; calls cost little beside them."""
 
 
-def encode_steps(old: IntArray, new: IntArray, index: IndexArray) -> bytes:
-    """Code the elements at `index`, ascending and not empty, where `old` and `new` differ."""
-    return encode_differences(new[index] - old[index], index)
+def changes(old: IntArray | None, new: IntArray) -> Iterator[tuple[int, IndexArray, IntArray]]:
+    """Blocks of a chunk as (start, positions from there, steps), ascending; without `old`, `new` holds the steps."""
+    for start in range(0, new.size, SCAN_ELEMENTS):
+        after = new[start : start + SCAN_ELEMENTS]
+        if old is None:
+            index = np.flatnonzero(after != 0)
+            step: IntArray = after[index]
+        else:
+            before = old[start : start + SCAN_ELEMENTS]
+            index = np.flatnonzero(before != after)
+            step = after[index]
+            step -= before[index]
+        if index.size:
+            yield start, index, step
 
 
-def encode_differences(step: IntArray, index: IndexArray) -> bytes:
-    """Code steps, none of them 0, of the elements at `index`, ascending and not empty."""
-    gaps = _encode_gaps(index)
-    # The most negative step is its own absolute value; read without a sign it is right.
-    magnitudes = _split_magnitudes(np.abs(step).view(_unsigned(step)))
-    frames = [
-        compress(gaps.data),
-        compress(_pack_codes(magnitudes.codes).data),
-        compress(magnitudes.escapes.data),
-        compress(_to_planes(magnitudes.wide)),
-    ]
-    header = _HEADER.pack(
-        index.size, gaps.size, magnitudes.escapes.size, magnitudes.wide.size, *(len(frame) for frame in frames)
-    )
-    return b"".join([header, frames[0], np.packbits(step < 0).tobytes(), *frames[1:]])
+def count_changes(old: IntArray | None, new: IntArray) -> int:
+    """Number of changed elements, in the memory of one block."""
+    total = 0
+    for start in range(0, new.size, SCAN_ELEMENTS):
+        after = new[start : start + SCAN_ELEMENTS]
+        total += int(np.count_nonzero(after if old is None else old[start : start + SCAN_ELEMENTS] != after))
+    return total
 
 
-def decode_steps(data: memoryview, chunk: IntArray) -> tuple[IndexArray, IntArray]:
-    """Positions, strictly ascending inside `chunk`, and the step of each.
+class StepWriter:
+    """Collects changes in ascending order, then gives the bytes; the bytes depend on the changes alone."""
 
-    Raises:
-        MalformedPayload: the bytes break the format.
-        LimitExceeded: a frame states another size than the header.
-    """
-    if len(data) < _HEADER.size:
-        raise MalformedPayload("a GAPULP chunk is shorter than its header")
-    num_changed, num_gaps, num_escapes, num_wide, *sizes = _HEADER.unpack_from(data)
-    if not 0 < num_changed <= chunk.size or not num_wide <= num_escapes <= num_changed:
-        raise MalformedPayload(f"{num_changed}, {num_escapes}, {num_wide} steps in a chunk of {chunk.size} elements")
-    # A 255 skips 255 elements of the chunk, which bounds how many there can be.
-    if not num_changed <= num_gaps <= num_changed + chunk.size // _ESCAPE:
-        raise MalformedPayload(f"{num_gaps} gap bytes for {num_changed} changes")
-    sizes.insert(1, (num_changed + 7) // 8)
-    if _HEADER.size + sum(sizes) != len(data):
-        raise MalformedPayload("the streams of a GAPULP chunk do not add up")
-    parts: list[memoryview] = []
-    position = _HEADER.size
-    for size in sizes:
-        parts.append(data[position : position + size])
-        position += size
-    gap_frame, sign_bits, code_frame, escape_frame, wide_frame = parts
-    index = _decode_gaps(np.frombuffer(decompress(gap_frame, num_bytes=num_gaps), np.uint8), num_changed, chunk.size)
-    signs = np.unpackbits(np.frombuffer(sign_bits, np.uint8))
-    if signs[num_changed:].any():
-        raise MalformedPayload("bits after the last sign")
-    magnitudes = _Magnitudes(
-        codes=_unpack_codes(decompress(code_frame, num_bytes=(num_changed + 3) // 4), num_changed),
-        escapes=np.frombuffer(decompress(escape_frame, num_bytes=num_escapes), np.uint8),
-        wide=_from_planes(decompress(wide_frame, num_bytes=num_wide * chunk.itemsize), _unsigned(chunk)),
-    )
-    return index, _join_magnitudes(magnitudes, signs[:num_changed], chunk)
+    def __init__(self) -> None:
+        self.num_changed = 0
+        self.num_wide = 0
+        self._pending: list[tuple[npt.NDArray[np.int32], IntArray]] = []
+        self._num_pending = 0
+        self._last = -1
+        self._gaps: list[U8Array] = []
+        self._signs: list[U8Array] = []
+        self._codes: list[U8Array] = []
+        self._escapes: list[U8Array] = []
+        self._wide: list[UnsignedArray] = []
 
+    def add(self, start: int, index: IndexArray, step: IntArray) -> None:
+        """Add the elements at `start + index` and their steps, none of them 0."""
+        # Positions in 4 bytes: a chunk has fewer than 2^31 elements.
+        narrow = index.astype(np.int32)
+        narrow += np.int32(start)
+        self._pending.append((narrow, step))
+        self._num_pending += index.size
+        self.num_changed += index.size
+        if self._num_pending >= BATCH_CHANGES:
+            self._flush(is_last=False)
 
-def _unsigned(values: IntArray) -> UnsignedType:
-    return np.dtype(np.uint16) if values.itemsize == 2 else np.dtype(np.uint32)
+    def finish(self) -> bytes:
+        """The bytes of all changes, at least one."""
+        self._flush(is_last=True)
+        num_gaps, num_escapes = (sum(part.size for part in parts) for parts in (self._gaps, self._escapes))
+        # One stream after another, each given up once it is compressed.
+        gaps = compress(_joined(self._gaps).data)
+        codes = compress(_joined(self._codes).data)
+        escapes = compress(_joined(self._escapes).data)
+        wide = compress(to_planes(_joined(self._wide)))
+        sizes = (len(frame) for frame in (gaps, codes, escapes, wide))
+        header = HEADER.pack(self.num_changed, num_gaps, num_escapes, self.num_wide, *sizes)
+        return b"".join([header, gaps, *(signs.data for signs in self._signs), codes, escapes, wide])
 
-
-def _encode_gaps(index: IndexArray) -> U8Array:
-    gaps = np.diff(index, prepend=-1)
-    gaps -= 1
-    long = np.flatnonzero(gaps >= _ESCAPE)
-    if not long.size:
-        return gaps.astype(np.uint8)
-    num_escapes = np.zeros(gaps.size, np.int64)
-    num_escapes[long] = gaps[long] // _ESCAPE
-    gaps[long] %= _ESCAPE
-    last = np.cumsum(num_escapes)
-    last += np.arange(gaps.size)
-    coded = np.full(int(last[-1]) + 1, _ESCAPE, np.uint8)
-    coded[last] = gaps
-    return coded
-
-
-def _decode_gaps(coded: U8Array, num_changed: int, num_elements: int) -> IndexArray:
-    last = np.flatnonzero(coded != _ESCAPE)
-    if last.size != num_changed or last[-1] != coded.size - 1:
-        raise MalformedPayload(f"{last.size} gaps for {num_changed} changes, or an open end")
-    index: IndexArray = np.cumsum(coded, dtype=np.int64)
-    if last.size != coded.size:
-        index = index[last]
-    index += np.arange(num_changed)
-    if index[-1] >= num_elements:
-        raise MalformedPayload(f"position {index[-1]} in a chunk of {num_elements} elements")
-    return index
+    def _flush(self, *, is_last: bool) -> None:
+        if not self._pending:
+            return
+        index = np.concatenate([part for part, _ in self._pending])
+        step = np.concatenate([part for _, part in self._pending])
+        # Signs and codes fill whole bytes until the last batch.
+        cut = index.size if is_last else index.size // 8 * 8
+        self._pending = [(index[cut:], step[cut:])] if cut < index.size else []
+        self._num_pending = index.size - cut
+        index, step = index[:cut], step[:cut]
+        self._gaps.append(_encode_gaps(index, self._last))
+        self._last = int(index[-1])
+        self._signs.append(np.packbits(step < 0))
+        # The most negative step is its own absolute value; read without a sign it is right.
+        rest: UnsignedArray = np.abs(step).view(f"u{step.itemsize}")
+        rest -= np.uint8(1)
+        codes = np.minimum(rest, 3).astype(np.uint8)
+        self._codes.append(pack_codes(codes))
+        escaped = rest[codes == 3] - np.uint8(3)
+        if escaped.size:
+            self._escapes.append(np.minimum(escaped, ESCAPE).astype(np.uint8))
+            self._wide.append(escaped[escaped >= ESCAPE] - np.uint8(ESCAPE))
+            self.num_wide += self._wide[-1].size
 
 
-def _split_magnitudes(magnitude: UnsignedArray) -> _Magnitudes:
-    rest = magnitude - 1
-    codes = np.minimum(rest, 3).astype(np.uint8)
-    escaped = rest[codes == 3] - 3
-    return _Magnitudes(
-        codes=codes,
-        escapes=np.minimum(escaped, _ESCAPE).astype(np.uint8),
-        wide=escaped[escaped >= _ESCAPE] - _ESCAPE,
-    )
+def encode_steps(old: IntArray | None, new: IntArray) -> tuple[bytes, int]:
+    """Code the elements where `old` and `new` differ, at least one; without `old`, `new` holds the steps."""
+    writer = StepWriter()
+    for block in changes(old, new):
+        writer.add(*block)
+    return writer.finish(), writer.num_changed
 
 
-def _join_magnitudes(magnitudes: _Magnitudes, signs: U8Array, chunk: IntArray) -> IntArray:
-    unsigned = _unsigned(chunk)
-    escaped = np.flatnonzero(magnitudes.codes == 3)
-    wide = np.flatnonzero(magnitudes.escapes == _ESCAPE)
-    if (escaped.size, wide.size) != (magnitudes.escapes.size, magnitudes.wide.size):
-        raise MalformedPayload("magnitudes and escapes disagree")
-    # The largest step, 2^(bits - 1), goes down only; a larger one, or this one upwards, would wrap into another step.
-    largest = 1 << (8 * chunk.itemsize - 1)
-    largest_wide = largest - 1 - 3 - _ESCAPE
-    if (magnitudes.wide > largest_wide).any():
-        raise MalformedPayload("a step leaves its width")
-    escapes = magnitudes.escapes.astype(unsigned)
-    escapes[wide] += magnitudes.wide
-    magnitude = magnitudes.codes.astype(unsigned)
-    magnitude[escaped] += escapes
-    magnitude += np.uint8(1)
-    if (magnitudes.wide == largest_wide).any() and (magnitude[signs == 0] == largest).any():
-        raise MalformedPayload("a step upwards leaves its width")
-    step: IntArray = magnitude.view(chunk.dtype)
-    # Two's complement without a branch: -x = (x ^ -1) + 1.
-    sign = signs.astype(chunk.dtype)
-    step ^= -sign
-    step += sign
-    return step
-
-
-def _pack_codes(codes: U8Array) -> U8Array:
-    padded = np.zeros((codes.size + 3) // 4 * 4, np.uint8)
-    padded[: codes.size] = codes
-    # Byte j of a word holds code j; shifting by 6 j brings it to bit 2 j of the lowest byte, which the cast keeps.
-    words = padded.view("<u4")
-    packed: U8Array = (words | words >> 6 | words >> 12 | words >> 18).astype(np.uint8)
-    return packed
-
-
-def _unpack_codes(packed: bytes, num_changed: int) -> U8Array:
-    codes: U8Array = _FOUR_CODES[np.frombuffer(packed, np.uint8)].view(np.uint8)
-    if codes[num_changed:].any():
-        raise MalformedPayload("bits after the last magnitude")
-    return codes[:num_changed]
-
-
-def _to_planes(values: UnsignedArray) -> bytes:
+def to_planes(values: UnsignedArray) -> bytes:
+    """All lowest bytes, then all second lowest, ..."""
     little = values.astype(values.dtype.newbyteorder("<"), copy=False)
     return little.view(np.uint8).reshape(-1, values.itemsize).T.tobytes()
 
 
-def _from_planes(data: bytes, unsigned: UnsignedType) -> UnsignedArray:
-    planes = np.frombuffer(data, np.uint8).reshape(unsigned.itemsize, -1)
-    little: UnsignedArray = np.ascontiguousarray(planes.T).reshape(-1).view(unsigned.newbyteorder("<"))
-    return little.astype(unsigned, copy=False)
+def pack_codes(codes: U8Array) -> U8Array:
+    """Four 2-bit codes to a byte, low bits first; the last byte is filled with zeros."""
+    if codes.size % 4:
+        codes = np.concatenate([codes, np.zeros(-codes.size % 4, np.uint8)])
+    # Byte j of a word holds code j; shifting by 6 j brings it to bit 2 j of the lowest byte, which the cast keeps.
+    words = codes.view("<u4")
+    packed: U8Array = (words | words >> 6 | words >> 12 | words >> 18).astype(np.uint8)
+    return packed
+
+
+def _encode_gaps(index: npt.NDArray[np.int32], last: int) -> U8Array:
+    gaps = np.empty_like(index)
+    gaps[0] = index[0] - last
+    np.subtract(index[1:], index[:-1], out=gaps[1:])
+    gaps -= 1
+    long = np.flatnonzero(gaps >= ESCAPE)
+    if not long.size:
+        return gaps.astype(np.uint8)
+    num_escapes = gaps[long] // ESCAPE
+    gaps[long] -= num_escapes * ESCAPE
+    # Where the gap itself goes: after the escapes of all before it and its own.
+    place = np.zeros(gaps.size, np.int64)
+    place[long] = num_escapes
+    np.cumsum(place, out=place)
+    place += np.arange(gaps.size)
+    coded = np.full(int(place[-1]) + 1, ESCAPE, np.uint8)
+    coded[place] = gaps
+    return coded
+
+
+def _joined(parts: list[Any]) -> Any:
+    joined = parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, np.uint8)
+    parts.clear()
+    return joined

@@ -8,8 +8,15 @@ from torch import nn
 from services.common.errors import ConfigError, StateMismatch
 from services.common.weights.arena import Arena, Dtype, Layout, TensorSpec
 
-TORCH_DTYPE: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_INTEGER = {2: torch.int16, 4: torch.int32}
+TORCH_DTYPE: dict[Dtype, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+"""int8 is missing: what it stands for depends on scales that belong to the quantiser."""
+_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -46,7 +53,7 @@ def store(model: nn.Module, arena: Arena, *, published: Arena | None = None, dea
     for spec in arena.layout.specs:
         if not spec.alias_of:
             rounded = tensors[spec.name].detach().to(device="cpu", dtype=TORCH_DTYPE[spec.dtype]).contiguous()
-            if not rounded.isfinite().all():
+            if not rounded.to(torch.float32).isfinite().all():
                 raise ConfigError(
                     "published_dtype", f"{spec.name} is not finite as {spec.dtype}", action="publish a wider type"
                 )

@@ -100,6 +100,15 @@ def _check(
             raise CorruptStore(f"checkpoint {directory}: part of the optimizer state of {name} is missing")
         if all(found) and any(moments[f"{key}/{name}"].shape != parameter.shape for key in _MOMENTS[:2]):
             raise CorruptStore(f"checkpoint {directory}: optimizer state of another model", action="check model_dir")
+        if all(found) and any(moments[f"{key}/{name}"].dtype != torch.float32 for key in _MOMENTS):
+            raise CorruptStore(f"checkpoint {directory}: optimizer state of {name} in another type")
+        if all(found) and moments[f"step/{name}"].shape != ():
+            raise CorruptStore(f"checkpoint {directory}: the step count of {name} is not a number")
     if "random/cpu" not in moments:
         raise CorruptStore(f"checkpoint {directory}: the random state is missing")
+    for name in ("random/cpu", "random/cuda"):
+        # Torch takes bytes only, and of the CPU a fixed number of them.
+        state, size = moments.get(name), torch.get_rng_state().shape
+        if state is not None and (state.dtype != torch.uint8 or (name == "random/cpu" and state.shape != size)):
+            raise CorruptStore(f"checkpoint {directory}: {name} is not a random state")
     return applied_steps

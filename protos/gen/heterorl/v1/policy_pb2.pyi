@@ -138,6 +138,7 @@ class Manifest(google.protobuf.message.Message):
     FULL_BYTES_FIELD_NUMBER: builtins.int
     PAYLOADS_FIELD_NUMBER: builtins.int
     CHUNK_ELEMENTS_FIELD_NUMBER: builtins.int
+    NUM_BYTE_ELEMENTS_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """Name of the run."""
     epoch: builtins.int
@@ -161,7 +162,9 @@ class Manifest(google.protobuf.message.Message):
     full_bytes: builtins.int
     """Size of the uncompressed state, bytes."""
     chunk_elements: builtins.int
-    """Elements of every chunk but the last of a width; 0: 4 Mi."""
+    """Elements of every chunk but the last of a width, half of it for elements of four bytes; 0: 4 Mi."""
+    num_byte_elements: builtins.int
+    """Elements of one byte each."""
     @property
     def chunk_digests(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """xxh3-128 of every chunk of the state, 16 bytes each, in arena order."""
@@ -187,8 +190,9 @@ class Manifest(google.protobuf.message.Message):
         full_bytes: builtins.int = ...,
         payloads: collections.abc.Iterable[Global___PayloadRef] | None = ...,
         chunk_elements: builtins.int = ...,
+        num_byte_elements: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chunk_digests", b"chunk_digests", "chunk_elements", b"chunk_elements", "epoch", b"epoch", "full_bytes", b"full_bytes", "layout_id", b"layout_id", "num_changed", b"num_changed", "num_elements", b"num_elements", "parent_digest", b"parent_digest", "parent_version", b"parent_version", "payloads", b"payloads", "run_id", b"run_id", "state_root", b"state_root", "step", b"step", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunk_digests", b"chunk_digests", "chunk_elements", b"chunk_elements", "epoch", b"epoch", "full_bytes", b"full_bytes", "layout_id", b"layout_id", "num_byte_elements", b"num_byte_elements", "num_changed", b"num_changed", "num_elements", b"num_elements", "parent_digest", b"parent_digest", "parent_version", b"parent_version", "payloads", b"payloads", "run_id", b"run_id", "state_root", b"state_root", "step", b"step", "version", b"version"]) -> None: ...
 
 Global___Manifest: typing_extensions.TypeAlias = Manifest
 

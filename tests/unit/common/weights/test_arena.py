@@ -20,7 +20,7 @@ def test_layout_places_tensors_by_name_and_width_and_aliases_nowhere():
 
     # Two bytes: embed (217), norm (5). Four bytes: gate (33), scale (1).
     assert layout.offsets == {"embed": 0, "norm": 217, "gate": 0, "scale": 33}
-    assert layout.lengths == {2: 222, 4: 34}
+    assert layout.lengths == {2: 222, 4: 34, 1: 0}
     assert layout.num_elements == 256
     assert layout.full_bytes == 2 * 222 + 4 * 34
 
@@ -34,9 +34,10 @@ def test_chunks_cover_each_width_once_in_order_regardless_of_tensor_borders():
         (2, 100, 150),
         (2, 150, 200),
         (2, 200, 222),
-        (4, 0, 34),
+        (4, 0, 25),
+        (4, 25, 34),
     ]
-    assert [chunk.num_bytes for chunk in layout.chunks] == [100, 100, 100, 100, 44, 136]
+    assert [chunk.num_bytes for chunk in layout.chunks] == [100, 100, 100, 100, 44, 100, 36]
 
 
 def test_layout_id_is_the_same_for_the_same_table_in_any_order():

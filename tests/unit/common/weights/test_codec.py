@@ -13,7 +13,7 @@ from services.common.errors import CorruptData, LimitExceeded, MalformedPayload
 from services.common.weights.codec import Method, apply_chunk, encode_chunk
 from services.common.weights.zstd_reader import compress, decompress
 
-DTYPES = (np.int16, np.int32)
+DTYPES = (np.int8, np.int16, np.int32)
 
 
 def arrays(dtype, size):

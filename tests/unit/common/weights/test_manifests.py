@@ -6,7 +6,7 @@ import pytest
 
 from services.common.errors import MalformedPayload, StateMismatch
 from services.common.types import Digest, Manifest, PayloadKind, PayloadRef
-from services.common.weights.arena import Arena, Layout
+from services.common.weights.arena import Arena, Layout, TensorSpec
 from services.common.weights.manifest import (
     build_manifest,
     chunks_of,
@@ -123,7 +123,7 @@ def test_any_flipped_bit_of_a_state_is_found_in_its_chunk(lineage):
     ("changes", "match"),
     [
         ({"layout_id": Digest("00" * 32)}, "another layout"),
-        ({"chunk_digests": ()}, "has 0 chunks, not 6"),
+        ({"chunk_digests": ()}, "has 0 chunks, not 7"),
         ({"state_root": Digest("00" * 32)}, "state root"),
     ],
 )
@@ -140,7 +140,7 @@ def stated(layout, **changes):
         "run_id": "run", "epoch": 1, "version": 5, "parent_version": 4, "parent_digest": "", "step": 5,
         "layout_id": layout.layout_id, "chunk_digests": arena.digests(), "state_root": arena.state_root(),
         "num_changed": 0, "num_elements": layout.num_elements, "full_bytes": layout.full_bytes, "payloads": (),
-        "chunk_elements": layout.chunk_elements,
+        "chunk_elements": layout.chunk_elements, "num_byte_elements": layout.lengths[1],
     }  # fmt: skip
     return Manifest(**{**values, **changes})
 
@@ -150,6 +150,17 @@ def test_chunks_are_known_from_the_sizes_alone(chunk_elements):
     layout = small_layout(chunk_elements=chunk_elements)
 
     assert chunks_of(stated(layout)) == layout.chunks
+
+
+@pytest.mark.parametrize("chunk_elements", [1, 7, 1000])
+def test_chunks_of_elements_of_one_byte_are_known_too(chunk_elements):
+    narrow = [TensorSpec(name="q", dtype="fp8_e4m3", shape=(61,)), TensorSpec(name="r", dtype="int8", shape=(4, 5))]
+
+    for specs in (narrow, [*SPECS, *narrow]):
+        layout = small_layout(specs=specs, chunk_elements=chunk_elements)
+        assert chunks_of(stated(layout)) == layout.chunks
+        with pytest.raises(MalformedPayload):
+            chunks_of(stated(layout, num_byte_elements=82))
 
 
 def test_chunks_have_the_usual_length_when_a_manifest_does_not_state_it():

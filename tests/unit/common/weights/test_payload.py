@@ -42,9 +42,9 @@ def stepped(arena, seed, *, share=0.2):
 
 
 def test_layout_is_sorted_cut_into_chunks_and_stores_aliases_once():
-    # Width 2: embed 33 + scale 25 = 58 elements -> 6 chunks of 10; width 4: 7 elements -> 1 chunk.
+    # Width 2: embed 33 + scale 25 = 58 elements -> 6 chunks of 10; width 4: 7 elements -> 2 chunks of 5.
     assert [spec.name for spec in LAYOUT.specs] == ["embed", "empty", "head", "norm", "scale"]
-    assert len(LAYOUT.chunks) == 7
+    assert len(LAYOUT.chunks) == 8
     assert LAYOUT.num_elements == 65
     assert LAYOUT.full_bytes == 58 * 2 + 7 * 4
     arena = Arena(LAYOUT)

@@ -14,7 +14,7 @@ from services.common.weights.codec import Method
 from services.common.weights.payload import apply_payload, write_delta, write_snapshot
 from tests.support.arenas import changed_arena, random_arena, small_layout
 
-NUM_CHUNKS = 6
+NUM_CHUNKS = 7
 HEADER_BEGIN, HEADER_END = 12, 112 + 20 * NUM_CHUNKS
 CHUNKS_BEGIN = HEADER_END + 8
 
@@ -109,25 +109,25 @@ def test_header_of_an_impossible_size_is_refused_unread(delta, size):
     refuse(path, old, data[:8] + struct.pack("<I", size) + data[12:], error=MalformedPayload, match="is cut")
 
 
-@pytest.mark.parametrize("num_chunks", [0, 5, 7, 2**32 - 1])
+@pytest.mark.parametrize("num_chunks", [0, 6, 8, 2**32 - 1])
 def test_another_number_of_chunks_is_refused(delta, num_chunks):
     path, old, data = delta
 
-    refuse(path, old, sealed(data, 108, struct.pack("<I", num_chunks)), error=MalformedPayload, match="chunks, of 6")
+    refuse(path, old, sealed(data, 108, struct.pack("<I", num_chunks)), error=MalformedPayload, match="chunks, of 7")
 
 
-@pytest.mark.parametrize(("stated", "actual"), [(7, 7), (6, 7), (7, 6)])
+@pytest.mark.parametrize(("stated", "actual"), [(8, 8), (7, 8), (8, 7)])
 def test_chunk_of_no_use_to_the_layout_is_refused(delta, stated, actual):
-    # A seventh record for an empty SAME chunk; all sizes and checksums fit.
+    # An eighth record for an empty SAME chunk; all sizes and checksums fit.
     path, old, data = delta
     header = data[HEADER_BEGIN:108] + struct.pack("<I", stated) + data[112:HEADER_END]
     header += struct.pack("<IQQ", Method.SAME, 0, xxhash.xxh3_64_intdigest(b"")) * (actual - NUM_CHUNKS)
     head = data[:8] + struct.pack("<I", len(header)) + header + xxhash.xxh3_64_digest(header)[::-1]
 
-    refuse(path, old, head + data[CHUNKS_BEGIN:], error=MalformedPayload, match="chunks, of 6")
+    refuse(path, old, head + data[CHUNKS_BEGIN:], error=MalformedPayload, match="chunks, of 7")
 
 
-@pytest.mark.parametrize("method", [2, 7, 2**32 - 1])
+@pytest.mark.parametrize("method", [7, 2**32 - 1])
 def test_unknown_method_is_refused(delta, method):
     path, old, data = delta
 
@@ -149,8 +149,8 @@ def test_difference_in_a_snapshot_is_refused(tmp_path, method):
 def test_chunk_that_is_coded_in_more_bytes_than_it_has_is_refused_unread(delta):
     path, old, data = delta
 
-    # A chunk of 50 elements of two bytes; the last of 34 elements of four.
-    for number, num_bytes in ((0, 101), (0, 2**63), (5, 137)):
+    # A chunk of 50 elements of two bytes; the sixth of 25 elements of four.
+    for number, num_bytes in ((0, 101), (0, 2**63), (5, 101)):
         damaged = sealed(data, record(number) + 4, struct.pack("<Q", num_bytes))
         refuse(path, old, damaged, error=LimitExceeded, match=f"in {num_bytes}")
 
@@ -169,9 +169,9 @@ def test_broken_chunk_under_correct_checksums_is_refused(delta):
     chunk = bytes([data[CHUNKS_BEGIN] ^ 1]) + data[CHUNKS_BEGIN + 1 : CHUNKS_BEGIN + num_bytes]
     damaged = data[:CHUNKS_BEGIN] + chunk + data[CHUNKS_BEGIN + num_bytes :]
 
-    # The first field of a GAPULP chunk is the number of changes, which its streams then contradict.
-    assert struct.unpack_from("<I", data, record(0))[0] == Method.GAPULP
-    refuse(path, old, sealed(damaged, record(0) + 12, xxhash.xxh3_64_digest(chunk)[::-1]), error=MalformedPayload)
+    # The first field is the number of changes, or of wide ones, which the streams then contradict.
+    assert struct.unpack_from("<I", data, record(0))[0] in (Method.GAPULP, Method.DENSE8)
+    refuse(path, old, sealed(damaged, record(0) + 12, xxhash.xxh3_64_digest(chunk)[::-1]))
 
 
 def test_file_that_shrinks_between_the_passes_is_refused(delta, monkeypatch):

@@ -85,17 +85,17 @@ def test_file_follows_its_byte_table(tmp_path):
     write_delta(tmp_path / "d", old, new)
     data = (tmp_path / "d").read_bytes()
 
-    # Six chunks: five of two-byte elements, one of four-byte ones.
-    assert data[:12] == b"HRLW0001" + (100 + 20 * 6).to_bytes(4, "little")
+    # Seven chunks: five of two-byte elements, two of four-byte ones.
+    assert data[:12] == b"HRLW0001" + (100 + 20 * 7).to_bytes(4, "little")
     assert data[12:44].hex() == old.layout.layout_id
     assert data[44:76].hex() == old.state_root()
     assert data[76:108].hex() == new.state_root()
-    assert data[108:112] == (6).to_bytes(4, "little")
-    assert data[232:240] == xxhash.xxh3_64_intdigest(data[12:232]).to_bytes(8, "little")
-    position = 240
-    for number in range(6):
+    assert data[108:112] == (7).to_bytes(4, "little")
+    assert data[252:260] == xxhash.xxh3_64_intdigest(data[12:252]).to_bytes(8, "little")
+    position = 260
+    for number in range(7):
         method, size, checksum = struct.unpack_from("<IQQ", data, 112 + 20 * number)
-        assert method in (0, 1, 4, 5)
+        assert method in (0, 1, 3, 4, 5)
         assert xxhash.xxh3_64_intdigest(data[position : position + size]) == checksum
         position += size
     assert position == len(data)

@@ -1,0 +1,1 @@
+"""Structured fuzzing of every decoder of bytes that another process wrote: `make fuzz N=...`."""

@@ -1,0 +1,161 @@
+"""Targets: protobuf to values, manifests to chunks, and plans of payloads."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import DecodeError, Message
+from heterorl.v1 import common_pb2, policy_pb2, rollout_pb2, run_pb2
+
+from services.common import wire
+from services.common.errors import InvalidRequest
+from services.common.rpc import messages, run_status
+from services.common.types import Digest, PayloadKind, PayloadRef
+from services.common.weights.manifest import chunks_of
+from services.common.weights.plan import plan_pull
+from tests.fuzz.mutate import LONG_EDGES, mutated
+
+DECODERS: list[tuple[type[Message], Callable[[Any], Any]]] = [
+    (rollout_pb2.Group, wire.group_from_pb),
+    (common_pb2.Contract, wire.contract_from_pb),
+    (policy_pb2.PayloadRef, wire.payload_from_pb),
+    (common_pb2.StepReport, messages.report_from_pb),
+    (rollout_pb2.PushGroupsResponse, messages.outcome_from_pb),
+    (rollout_pb2.LeaseWorkResponse, messages.work_grant_from_pb),
+    (policy_pb2.AcquireLeaseResponse, messages.grant_from_pb),
+    (policy_pb2.PublishVersionRequest, messages.publish_from_pb),
+    (policy_pb2.PlanPullResponse, messages.plan_from_pb),
+    (run_pb2.RegisterRequest, messages.registration_from_pb),
+    (run_pb2.RegisterResponse, messages.register_answer_from_pb),
+    (run_pb2.HeartbeatRequest, messages.heartbeat_from_pb),
+    (run_pb2.HeartbeatResponse, messages.commands_from_pb),
+    (run_pb2.GetStatusResponse, run_status.status_from_pb),
+]
+_INTEGERS = {
+    FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
+    FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63 - 1),
+    FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
+    FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
+}
+
+
+def any_value(field: FieldDescriptor, draw: random.Random) -> Any:
+    """A value of a scalar field's type, often at an edge of it."""
+    if field.cpp_type in _INTEGERS:
+        low, high = _INTEGERS[field.cpp_type]
+        return draw.choice([draw.randrange(10), low, high, draw.randint(low, high)])
+    if field.cpp_type == FieldDescriptor.CPPTYPE_ENUM:
+        return draw.choice([value.number for value in field.enum_type.values] + [-1, 99])
+    if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
+        return draw.random() < 0.5
+    if field.cpp_type in (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE):
+        return draw.choice([0.0, -0.0, 1.5, float("nan"), float("inf"), -1e30])
+    if field.type == FieldDescriptor.TYPE_BYTES:
+        return draw.randbytes(draw.choice((0, 1, 16, 40)))
+    return draw.choice(["", "x", "run", "0" * 64, "\0", "\u20ac" * 5, "f" * 64])
+
+
+def any_message(kind: type[Message], draw: random.Random, *, depth: int = 3) -> Message:
+    """A message with some fields set to any values."""
+    message = kind()
+    for field in message.DESCRIPTOR.fields:
+        if draw.random() < 0.2:
+            continue
+        is_repeated = field.is_repeated if hasattr(field, "is_repeated") else field.label == field.LABEL_REPEATED
+        if field.message_type is not None:
+            inner = field.message_type._concrete_class
+            if field.message_type.GetOptions().map_entry or depth == 0:
+                continue
+            for _ in range(draw.randrange(3) if is_repeated else 1):
+                value = any_message(inner, draw, depth=depth - 1)
+                target = getattr(message, field.name)
+                target.add().CopyFrom(value) if is_repeated else target.CopyFrom(value)
+        elif is_repeated:
+            getattr(message, field.name).extend(any_value(field, draw) for _ in range(draw.randrange(4)))
+        else:
+            setattr(message, field.name, any_value(field, draw))
+    return message
+
+
+class MessageTarget:
+    """*_from_pb of what gRPC lets through: a value or a typed error."""
+
+    def case(self, draw: random.Random) -> tuple[int, bytes]:
+        """A decoder and serialised bytes, damaged in half of the cases."""
+        number = draw.randrange(len(DECODERS))
+        data = any_message(DECODERS[number][0], draw).SerializeToString()
+        if draw.random() < 0.5 and data:
+            data = mutated(data, draw, other=data)
+        return number, data
+
+    def run(self, case: tuple[int, bytes]) -> None:
+        """Decode."""
+        kind, decode = DECODERS[case[0]]
+        try:
+            message = kind.FromString(case[1])
+        except DecodeError as error:
+            # gRPC refuses these before any handler sees them.
+            raise InvalidRequest(str(error)) from error
+        decode(message)
+
+
+class ManifestTarget:
+    """manifest_from_bytes and chunks_of: chunks that are as many as the digests, or a typed error."""
+
+    def case(self, draw: random.Random) -> bytes:
+        """A manifest's bytes; sizes often nearly fit."""
+        message = any_message(policy_pb2.Manifest, draw)
+        assert isinstance(message, policy_pb2.Manifest)
+        if draw.random() < 0.5:
+            lengths = [draw.randrange(200) for _ in "abc"]
+            message.num_byte_elements, message.num_elements = lengths[0], sum(lengths)
+            message.full_bytes = lengths[0] + 2 * lengths[1] + 4 * lengths[2]
+            message.chunk_elements = draw.choice((1, 7, 50, 1000))
+            del message.chunk_digests[:]
+            message.chunk_digests.extend([bytes(16)] * draw.choice((1, 3, 6)))
+        if draw.random() < 0.3:
+            name = draw.choice(("num_elements", "full_bytes", "chunk_elements", "num_byte_elements"))
+            setattr(message, name, draw.choice(LONG_EDGES))
+        data = message.SerializeToString()
+        return mutated(data, draw, other=data) if draw.random() < 0.4 and data else data
+
+    def run(self, case: bytes) -> None:
+        """Decode, and derive the chunks."""
+        manifest = wire.manifest_from_bytes(case)
+        chunks = chunks_of(manifest)
+        assert len(chunks) == len(manifest.chunk_digests), "chunks and digests disagree"
+        assert sum(chunk.num_bytes for chunk in chunks) == manifest.full_bytes, "chunks and bytes disagree"
+
+
+class PlanTarget:
+    """plan_pull over any payloads: a path that leads to the goal, or a typed error."""
+
+    def case(self, draw: random.Random) -> tuple[list[PayloadRef], int, int]:
+        """Payloads of random versions, what is held and what is wanted."""
+        payloads = [
+            PayloadRef(
+                kind=draw.choice(list(PayloadKind)),
+                from_version=draw.randrange(-1, 8),
+                to_version=draw.randrange(9),
+                digest=Digest(f"{number:064x}"),
+                num_bytes=draw.choice((0, 1, 10, 2**62)),
+            )
+            for number in range(draw.randrange(14))
+        ]
+        return payloads, draw.randrange(-1, 9), draw.randrange(9)
+
+    def run(self, case: tuple[list[PayloadRef], int, int]) -> None:
+        """Plan, and walk the plan."""
+        payloads, have, want = case
+        _, path, _ = plan_pull(
+            lambda version: [p for p in payloads if p.to_version == version], have_version=have, want_version=want
+        )
+        at = have
+        for payload in path:
+            if payload.kind is not PayloadKind.SNAPSHOT:
+                assert payload.from_version == at, "the path is broken"
+            at = payload.to_version
+        assert at == want, "the path ends elsewhere"

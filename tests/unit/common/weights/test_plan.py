@@ -81,3 +81,11 @@ def test_plan_costs_as_little_as_brute_force(data):
             plan(edges, have, want)
     else:
         assert sum(p.num_bytes for p in plan(edges, have, want)[1]) == best
+
+
+def test_difference_to_nothing_is_no_way_to_a_version():
+    delta = PayloadRef(kind=PayloadKind.DELTA, from_version=-1, to_version=3, digest="0" * 64, num_bytes=1)
+
+    for have in (-1, 2):
+        with pytest.raises(UnknownVersion):
+            plan_pull(lambda version: [delta] if version == 3 else [], have_version=have, want_version=3)

@@ -5,7 +5,7 @@ BIN := .venv/bin
 SETUP := .venv/.installed
 N ?= 1000
 
-.PHONY: help demo test test-fast test-images check kills lab-quick lab-stale64 lab-recommend bench-losses coverage protos lock clean bench-merge subsets dashboards bench-weights fuzz
+.PHONY: help demo test test-fast test-images check kills lab-quick lab-stale64 lab-recommend bench-losses coverage protos lock clean bench-merge subsets dashboards bench-weights bench-pull fuzz
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -42,10 +42,10 @@ kills: $(SETUP)  ## Kill real processes N times during a run and account for eve
 lab-quick: $(SETUP)  ## Three algorithms online and 64 versions behind, in three minutes
 	$(BIN)/heterorl lab run quick
 
-lab-stale64: $(SETUP)  ## Every loss of the sources at 0, 8 and 64 versions, 5 seeds: 40 minutes on two cores
+lab-stale64: $(SETUP)  ## Every loss of the sources at 0, 8 and 64 versions, 5 seeds: 55 minutes on two cores
 	$(BIN)/heterorl lab run stale64
 
-lab-recommend: $(SETUP)  ## Plain GEPO beside its combinations, 64 versions behind, 10 seeds: 20 minutes on two cores
+lab-recommend: $(SETUP)  ## Plain GEPO beside its combinations, 64 versions behind, 10 seeds: 30 minutes on two cores
 	$(BIN)/heterorl lab run recommend
 
 bench-losses: $(SETUP)  ## Time a learner step under each loss beside the cheapest
@@ -56,6 +56,9 @@ bench-merge: $(SETUP)  ## Merged deltas beside the chain: bytes and seconds for 
 
 bench-weights: $(SETUP)  ## Weight deltas of real GRPO steps: ours, open schemes, the entropy bound; trains once, 4 minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.weights --out benchmarks/results/weights.json
+
+bench-pull: $(SETUP)  ## A 1 GB model from coordinator to sampler, beside bare gRPC, raw TCP and memcpy; 5 GB of memory
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.pull --out benchmarks/results/pull.json
 
 fuzz: $(SETUP)  ## Mutate N inputs of every decoder of foreign bytes; no crash may be found
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --cases $(N)

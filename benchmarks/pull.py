@@ -1,0 +1,332 @@
+"""A version from a coordinator's process to a sampler's memory, beside what the link and the machine could do at best.
+
+One bf16 model of random weights; the coordinator is the service's own process with its files, the way is loopback. In
+one run, on the same files:
+
+    pull          plan, fetch (frames, checksums, fsync, digest), apply, digest of the whole state
+    fetch         the same without applying
+    bare gRPC     a server that does nothing but stream the same frames to a client that does nothing
+    raw TCP       sendfile to recv_into
+    memcpy        one copy of the model in memory
+
+    python -m benchmarks.pull --out benchmarks/results/pull.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import platform
+import random
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import numpy as np
+import psutil
+from heterorl.v1 import policy_pb2
+from rich.console import Console
+from rich.table import Table
+
+from services.common.clock import SystemClock
+from services.common.fetch import Fetcher
+from services.common.pull import PulledVersion, Puller
+from services.common.rpc.client import CoordinatorClient
+from services.common.rpc.options import FRAME_BYTES, link_options
+from services.common.tls import TlsConfig
+from services.common.types import (
+    Contract,
+    Digest,
+    LogprobMode,
+    PayloadKind,
+    PayloadRef,
+    PublishRequest,
+    SamplingSemantics,
+)
+from services.common.weights.arena import Arena, Layout, TensorSpec
+from services.common.weights.manifest import build_manifest
+from services.common.weights.payload import PayloadInfo, write_delta, write_snapshot
+from services.common.wire import manifest_digest, manifest_to_bytes
+from services.demo.processes import start, stop
+from services.learner.patience import Patience
+from services.learner.upload import upload
+
+CHANGED = 0.0135
+"""Share of elements that one step at learning rate 1e-6 changes."""
+GOAL = 0.6
+REPEATS = 3
+_BARE = "/bench.Bare/Read"
+
+
+def build_arenas(num_bytes: int) -> tuple[Arena, Arena]:
+    """A bf16 model with weights of ordinary size, and its successor."""
+    layout = Layout.build([TensorSpec(name="w", dtype="bf16", shape=(num_bytes // 2,))])
+    rng = np.random.default_rng(0)
+    old = Arena(layout)
+    for number in range(old.num_chunks):
+        chunk = old.chunk(number)
+        bits = (0.02 * rng.standard_normal(chunk.size, np.float32)).view(np.uint32)
+        chunk[:] = (bits >> 16).astype(np.uint16).view(np.int16)
+    new = old.copy()
+    for number in range(new.num_chunks):
+        chunk = new.chunk(number)
+        where = rng.integers(0, chunk.size, int(CHANGED * chunk.size))
+        chunk[where] += rng.choice(np.array([-1, 1], np.int16), where.size)
+    return old, new
+
+
+async def publish(client: CoordinatorClient, arenas: tuple[Arena, Arena], directory: Path) -> list[PayloadRef]:
+    """Upload and publish versions 0 and 1 as a learner does."""
+    layout_id = arenas[0].layout.layout_id
+    contract = Contract(
+        tokenizer_digest=Digest("1" * 64),
+        chat_template_digest=Digest("2" * 64),
+        task_digest=Digest("3" * 64),
+        layout_id=layout_id,
+        vocab_size=2,
+        num_prompts=1,
+        group_size=2,
+        sampling=SamplingSemantics(
+            temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=1, logprob_mode=LogprobMode.PROCESSED
+        ),
+    )
+    epoch = (await client.acquire_lease(holder="bench", contract=contract, request_id="bench")).epoch
+    patience = Patience(clock=SystemClock(), rng=random.Random(0), base_s=0.1, cap_s=1.0)
+    parent_digest, refs = "", []
+    for version, arena in enumerate(arenas):
+        path = directory / f"v{version}"
+        info: PayloadInfo = write_delta(path, arenas[0], arena) if version else write_snapshot(path, arena)
+        ref = PayloadRef(
+            kind=PayloadKind.DELTA if version else PayloadKind.SNAPSHOT,
+            from_version=version - 1,
+            to_version=version,
+            digest=info.digest,
+            num_bytes=info.num_bytes,
+        )
+        await upload(client, ref, path, epoch=epoch, patience=patience)
+        manifest = build_manifest(
+            run_id="bench",
+            epoch=epoch,
+            version=version,
+            parent_version=version - 1,
+            parent_digest=parent_digest,
+            arena=arena,
+            step=version,
+            info=info,
+            payloads=(ref,),
+        )
+        data = manifest_to_bytes(manifest)
+        await client.publish_version(
+            PublishRequest(
+                epoch=epoch,
+                step_id=f"step-{version}",
+                parent_version=version - 1,
+                lineage_version=version - 1,
+                manifest=data,
+                consumed=(),
+                reports=(),
+            )
+        )
+        parent_digest = manifest_digest(data)
+        refs.append(ref)
+    return refs
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+async def best_of(run: Callable[[], Awaitable[Any]]) -> tuple[Any, float]:
+    """The result of the last of some runs, and the seconds of the fastest."""
+    times = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        result = await run()
+        times.append(time.perf_counter() - started)
+    return result, min(times)
+
+
+def serve_bare(path: str, ready: Any) -> None:
+    """A gRPC server that streams a file's frames and does nothing else."""
+
+    async def read(_request: bytes, _context: Any) -> AsyncIterator[bytes]:
+        with await asyncio.to_thread(Path(path).open, "rb") as file:
+            while frame := file.read(FRAME_BYTES):
+                yield policy_pb2.ReadPayloadResponse(frame=frame).SerializeToString()
+
+    async def serve() -> None:
+        server = grpc.aio.server(options=link_options(16 << 20))
+        handler = grpc.unary_stream_rpc_method_handler(read)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench.Bare", {"Read": handler}),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        ready.send(port)
+        await server.wait_for_termination()
+
+    asyncio.run(serve())
+
+
+async def read_bare(port: int) -> int:
+    """Read everything and drop it."""
+    num_bytes = 0
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=link_options(16 << 20)) as channel:
+        method = channel.unary_stream(_BARE, response_deserializer=policy_pb2.ReadPayloadResponse.FromString)
+        async for message in method(b""):
+            num_bytes += len(message.frame)
+    return num_bytes
+
+
+def serve_tcp(path: str, ready: Any) -> None:
+    """Send a file to whoever connects."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ready.send(server.getsockname()[1])
+        while True:
+            link, _ = server.accept()
+            with link, Path(path).open("rb") as file:
+                link.sendfile(file)
+
+
+async def read_tcp(port: int) -> int:
+    """Read everything into one buffer."""
+    buffer, num_bytes = bytearray(FRAME_BYTES), 0
+    with socket.create_connection(("127.0.0.1", port)) as link:
+        while got := link.recv_into(buffer):
+            num_bytes += got
+    return num_bytes
+
+
+async def measure(directory: Path, *, num_bytes: int, streams: int) -> dict[str, Any]:
+    """All figures of one run."""
+    arenas = build_arenas(num_bytes)
+    address = f"127.0.0.1:{free_port()}"
+    tables = {
+        "run_id": "bench",
+        "data_dir": str(directory / "coordinator"),
+        "listen": address,
+        "metrics_port": 0,
+        "tls": {"insecure": True},
+    }
+    child = start("coordinator", name="coordinator", tables=tables, directory=directory)
+    try:
+        async with CoordinatorClient(address, tls=TlsConfig(insecure=True)) as client:
+            refs = await publish(client, arenas, directory)
+            rows = {}
+            held: PulledVersion | None = None
+            for ref in refs:
+                rows[ref.kind.value], held = await _pull_row(
+                    client, ref, held, directory, layout=arenas[0].layout, streams=streams
+                )
+            assert held is not None
+            assert held.arena.digests() == arenas[1].digests()
+            peak = psutil.Process(child.process.pid).memory_info().rss
+    finally:
+        stop([child])
+    for kind, ref in zip(rows, refs, strict=True):
+        rows[kind] |= await _limits(directory / f"v{ref.to_version}", ref.num_bytes)
+    target = np.empty(num_bytes // 2, np.int16)
+    _, memcpy_s = await best_of(lambda: asyncio.to_thread(np.copyto, target, arenas[0].view("w")))
+    return {
+        "model_bytes": num_bytes,
+        "streams": streams,
+        "processor": platform.processor() or "cpu",
+        "repeats": REPEATS,
+        "memcpy_gb_s": round(num_bytes / memcpy_s / 1e9, 3),
+        "coordinator_rss_mb": round(peak / 1e6, 1),
+        "goal_ratio": GOAL,
+        "rows": rows,
+    }
+
+
+async def _pull_row(
+    client: CoordinatorClient,
+    ref: PayloadRef,
+    held: PulledVersion | None,
+    directory: Path,
+    *,
+    layout: Layout,
+    streams: int,
+) -> tuple[dict[str, Any], PulledVersion]:
+    spool = directory / "spool"
+
+    async def pull() -> PulledVersion:
+        puller = Puller(api=client, spool=spool, layout=layout, clock=SystemClock(), num_streams=streams)
+        return await puller.pull(held=held, want_version=ref.to_version)
+
+    async def fetch() -> Path:
+        shutil.rmtree(spool, ignore_errors=True)
+        return await Fetcher(api=client, spool=spool, clock=SystemClock(), num_streams=streams).fetch(ref)
+
+    _, fetch_s = await best_of(fetch)
+    shutil.rmtree(spool)
+    pulled, pull_s = await best_of(pull)
+    row = {
+        "bytes": ref.num_bytes,
+        "ratio": round(layout.full_bytes / ref.num_bytes, 2),
+        "pull_s": round(pull_s, 4),
+        "pull_model_gb_s": round(layout.full_bytes / pull_s / 1e9, 3),
+        "fetch_gb_s": round(ref.num_bytes / fetch_s / 1e9, 4),
+    }
+    return row, pulled
+
+
+async def _limits(path: Path, num_bytes: int) -> dict[str, float]:
+    found = {}
+    for name, serve, read in (("bare_grpc", serve_bare, read_bare), ("raw_tcp", serve_tcp, read_tcp)):
+        ours, theirs = multiprocessing.Pipe()
+        process = multiprocessing.get_context("spawn").Process(target=serve, args=(str(path), theirs), daemon=True)
+        process.start()
+        port = ours.recv()
+        got, seconds = await best_of(lambda read=read, port=port: read(port))  # type: ignore[misc]
+        process.kill()
+        process.join()
+        assert got == num_bytes
+        found[f"{name}_gb_s"] = round(num_bytes / seconds / 1e9, 4)
+    return found
+
+
+def main() -> None:
+    """Measure, print a table, write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/pull.json"))
+    parser.add_argument("--model-mb", type=int, default=1000)
+    parser.add_argument("--streams", type=int, default=1)
+    parser.add_argument(
+        "--directory", type=Path, default=None, help="where the files lie; a temporary one if not given"
+    )
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="heterorl-pull-", dir=arguments.directory) as directory:
+        results = asyncio.run(
+            measure(Path(directory), num_bytes=arguments.model_mb * 1_000_000, streams=arguments.streams)
+        )
+    table = Table(
+        title=f"{arguments.model_mb} MB of bf16 over loopback, GB/s of payload; memcpy {results['memcpy_gb_s']}"
+    )
+    for column in ("payload", "MB", "pull s", "fetch", "bare gRPC", "raw TCP", "fetch / bare gRPC"):
+        table.add_column(column, justify="right")
+    for kind, row in results["rows"].items():
+        row["fetch_to_bare_grpc"] = round(row["fetch_gb_s"] / row["bare_grpc_gb_s"], 3)
+        table.add_row(
+            kind,
+            f"{row['bytes'] / 1e6:.1f}",
+            f"{row['pull_s']:.2f}",
+            f"{row['fetch_gb_s']:.3f}",
+            f"{row['bare_grpc_gb_s']:.3f}",
+            f"{row['raw_tcp_gb_s']:.3f}",
+            f"{row['fetch_to_bare_grpc']:.2f}",
+        )
+    Console().print(table)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -46,6 +46,20 @@ PUSHED_GROUPS = Counter(
 SITE_POLICY_VERSION = Gauge(
     "heterorl_coordinator_site_policy_version", "Version that a site generates with.", ["site"], registry=REGISTRY
 )
+STORE_BYTES = Gauge(
+    "heterorl_coordinator_store_bytes", "Bytes of payloads on disk, or of the limit.", ["what"], registry=REGISTRY
+)
+SNAPSHOT_AGE_SECONDS = Gauge(
+    "heterorl_coordinator_snapshot_age_seconds",
+    "Age of the version of the newest verified snapshot.",
+    registry=REGISTRY,
+)
+RECLAIMED_BYTES = Counter(
+    "heterorl_coordinator_reclaimed_bytes", "Bytes of payloads that nobody needed any more.", registry=REGISTRY
+)
+DAMAGED_PAYLOADS = Counter(
+    "heterorl_coordinator_damaged_payloads", "Payloads found changed or lost on disk.", registry=REGISTRY
+)
 
 # learner
 STEPS = Counter("heterorl_learner_steps", "Optimizer steps.", ["applied"], registry=REGISTRY)

@@ -2,8 +2,9 @@
 
 Guarantees: what is returned has exactly the manifest's state; what was held is never changed; a fetch goes on from the
 bytes on disk, also after a restart; a stalled link fails in bounded time; anything that fails its check is thrown away
-and the version is built again: without merged deltas, if there were any, and at last from a snapshot. Never repeats a
-call: whoever asked decides when to ask again.
+and the version is built again: without merged deltas, if there were any, and at last from a snapshot. Where the run's
+first version is the caller's base model, nothing of it is fetched. A plan whose payloads went meanwhile is made anew a
+few times; beyond that never repeats a call: whoever asked decides when to ask again.
 """
 
 from __future__ import annotations
@@ -27,15 +28,18 @@ from services.common.errors import (
     UnknownPayload,
     Unreachable,
 )
+from services.common.link_estimate import LinkEstimate
 from services.common.types import Digest, Manifest, PayloadKind, PayloadRef
 from services.common.weights.arena import Arena, Layout
-from services.common.weights.manifest import verify_child, verify_descendant, verify_state
+from services.common.weights.manifest import verify_child, verify_merged, verify_snapshot, verify_state
 from services.common.weights.payload import apply_payload, file_digest
 from services.common.wire import manifest_digest, manifest_from_bytes
 
 _LOG = logging.getLogger(__name__)
 STALL_S = 60.0
 """A link that brings no frame (at most 1 MiB) for so long is given up; the bytes received stay."""
+MAX_REPLANS = 3
+"""Times that a plan is made anew because the coordinator no longer has one of its payloads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,7 +62,15 @@ class Puller:
     `on_frame` is called whenever bytes arrive, so that the caller can tell a slow link from a dead one.
     """
 
-    def __init__(self, *, api: CoordinatorApi, spool: Path, layout: Layout, clock: Clock) -> None:
+    def __init__(
+        self,
+        *,
+        api: CoordinatorApi,
+        spool: Path,
+        layout: Layout,
+        clock: Clock,
+        base: Callable[[], Arena | None] = lambda: None,
+    ) -> None:
         self._api = api
         self._spool = spool
         self._layout = layout
@@ -66,6 +78,10 @@ class Puller:
         self._is_held_distrusted = False
         self._are_merged_distrusted = False
         self._has_merged = False
+        self._load_base: Callable[[], Arena | None] = base
+        self._base: Arena | None = None
+        self._is_from_base = False
+        self._link = LinkEstimate()
         self.on_frame: Callable[[], None] = _ignore
         spool.mkdir(parents=True, exist_ok=True)
 
@@ -74,31 +90,44 @@ class Puller:
 
         Raises:
             UnknownVersion: no such version, or no payloads lead to it.
+            UnknownPayload: the coordinator's payloads go as fast as plans are made.
             Unreachable: the link broke or stalled; calling again goes on from the bytes received.
             CorruptData: even the snapshot fails its checks.
         """
         start = None if self._is_held_distrusted else held
+        num_replans = 0
         while True:
             try:
                 pulled = await self._pull(start, want_version)
                 break
             except UnknownPayload as error:
-                # Only of a merged delta: the coordinator may delete one at any time.
-                _LOG.info("version %d is built from single deltas: %s", want_version, error)
-                self._are_merged_distrusted = True
+                # Deleted, or found damaged; the next plan does without it.
+                num_replans += 1
+                if num_replans > MAX_REPLANS:
+                    raise
+                _LOG.info("the plan for version %d is made anew: %s", want_version, error)
+                self._are_merged_distrusted = self._are_merged_distrusted or self._has_merged
             except CorruptData as error:
                 self._discard(error)
-                if start is None and not self._has_merged:
+                if start is None and not self._has_merged and not self._is_from_base:
                     raise
                 # Each next way is dearer and depends on less. Remembered, since it may take several calls; the way that
                 # failed would only fail again in between.
                 if self._has_merged:
                     self._are_merged_distrusted, way = True, "from single deltas"
+                elif self._is_from_base:
+                    self._forget_base()
+                    way = "from a snapshot"
                 else:
                     self._is_held_distrusted, start, way = True, None, "from a snapshot"
                 _LOG.error("version %d failed its checks, building it %s: %s", want_version, way, error)
         self._is_held_distrusted = self._are_merged_distrusted = False
+        # Whoever holds a version needs its base no more, and memory for it is that of a whole state.
+        self._forget_base()
         return pulled
+
+    def _forget_base(self) -> None:
+        self._base, self._load_base = None, lambda: None
 
     def _discard(self, error: CorruptData) -> None:
         metrics.DIGEST_MISMATCHES.inc()
@@ -106,13 +135,18 @@ class Puller:
         self._keep_only(())
 
     async def _pull(self, held: PulledVersion | None, want_version: int) -> PulledVersion:
-        self._has_merged = False
+        self._has_merged = self._is_from_base = False
+        base_root = "" if held is not None else await self._base_root()
         plan = await self._api.plan_pull(
             have_version=-1 if held is None else held.version,
             have_root="" if held is None else held.manifest.state_root,
             want_version=want_version,
             accept_merged=not self._are_merged_distrusted,
+            base_root=base_root,
+            object_bytes=self._link.object_bytes,
         )
+        if base_root:
+            held = await self._as_version(plan, base_root)
         _check_plan(plan, held=held, want_version=want_version)
         if plan.kind is PlanKind.SAME and held is not None:
             return held
@@ -128,6 +162,23 @@ class Puller:
         self._keep_only(())
         return pulled
 
+    async def _base_root(self) -> Digest | str:
+        if self._base is None:
+            self._base = await asyncio.to_thread(self._load_base)
+        return "" if self._base is None else await asyncio.to_thread(self._base.state_root)
+
+    async def _as_version(self, plan: PullPlan, base_root: str) -> PulledVersion | None:
+        """The base model as the version that a plan starts from; None when it starts from nothing."""
+        if plan.payloads and plan.payloads[0].kind is PayloadKind.SNAPSHOT:
+            return None
+        self._is_from_base = True
+        start = plan.payloads[0].from_version if plan.payloads else plan.target_version
+        data = await self._api.get_manifest(version=start)
+        manifest = manifest_from_bytes(data)
+        if manifest.state_root != base_root or self._base is None:
+            raise StateMismatch(f"version {start} is not the base model")
+        return PulledVersion(arena=self._base, manifest=manifest, manifest_digest=manifest_digest(data))
+
     def _apply(self, plan: PullPlan, paths: list[Path], held: PulledVersion | None) -> PulledVersion:
         from_snapshot = plan.payloads[0].kind is PayloadKind.SNAPSHOT
         before = None if from_snapshot or held is None else held
@@ -139,7 +190,10 @@ class Puller:
             if manifest.layout_id != self._layout.layout_id:
                 raise StateMismatch(f"version {manifest.version} has another layout", action="check model_dir")
             if payload.kind is PayloadKind.MERGED:
-                _verify_merged(payload, parent, manifest)
+                verify_merged(payload, parent, manifest)
+            elif payload.kind is PayloadKind.SNAPSHOT:
+                # The coordinator's own are named by no manifest; the state that comes of it is what is checked.
+                verify_snapshot(payload, manifest)
             elif payload not in manifest.payloads:
                 raise StateMismatch(f"the manifest of version {manifest.version} does not name this payload")
             elif parent is not None:
@@ -165,6 +219,8 @@ class Puller:
 
     async def _append(self, payload: PayloadRef, path: Path, offset: int) -> None:
         frames = self._api.read_payload(digest=payload.digest, offset=offset)
+        begin, before = self._clock.monotonic(), offset
+        first: tuple[int, float] | None = None
         with path.open("ab") as file:
             try:
                 while (frame := await self._next(frames)) is not None:
@@ -172,18 +228,18 @@ class Puller:
                     if offset > payload.num_bytes:
                         raise LimitExceeded(f"payload {payload.digest[:12]} is longer than stated")
                     file.write(frame)
+                    first = first or (len(frame), self._clock.monotonic() - begin)
                     metrics.BYTES.labels(payload.kind.value, "in").inc(len(frame))
                     self.on_frame()
-            except UnknownPayload as error:
-                if payload.kind is PayloadKind.MERGED:
-                    raise
-                raise MalformedPayload(f"payload {payload.digest[:12]} is gone") from error
             finally:
                 if isinstance(frames, AsyncGenerator):
                     await frames.aclose()
                 await asyncio.to_thread(_sync, file)
         if offset < payload.num_bytes:
             raise Unreachable(f"payload {payload.digest[:12]} ended after {offset} bytes", retry_after_s=1.0)
+        if first is not None:
+            total_s = self._clock.monotonic() - begin
+            self._link.note(first_bytes=first[0], first_s=first[1], total_bytes=offset - before, total_s=total_s)
 
     async def _next(self, frames: AsyncIterator[bytes]) -> bytes | None:
         """The next frame, None at the end.
@@ -230,12 +286,6 @@ async def _step(frames: AsyncIterator[bytes]) -> bytes | None:
 
 def _ignore() -> None:
     pass
-
-
-def _verify_merged(payload: PayloadRef, before: Manifest | None, after: Manifest) -> None:
-    if before is None or (payload.from_version, payload.to_version) != (before.version, after.version):
-        raise StateMismatch(f"a merged delta from version {payload.from_version} to {payload.to_version} does not fit")
-    verify_descendant(ancestor=before, child=after)
 
 
 def _sync(file: BinaryIO) -> None:

@@ -328,3 +328,8 @@ class RunStatus:
     changed_fraction: float
     sites: tuple[SiteStatus, ...]
     last_report: StepReport | None
+    store_bytes: int = 0
+    store_limit_bytes: int = 0
+    snapshot_version: int = -1
+    snapshot_age_s: float = 0.0
+    reclaimed_bytes: int = 0

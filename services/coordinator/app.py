@@ -4,6 +4,7 @@
     rpcs        messages of learners and samplers             the peers; the end of the grace period
     gauges      one second                                    the stop event
     composer    versions to merge, its thread                 a publication; a plan; the stop event
+    keeper      payloads to verify, a snapshot to write       a publication; the stop event
     main        SIGTERM or SIGINT, or a fatal store error     the operator; the store
 
 Order of the stop: no new calls (health says NOT_SERVING), streams end, running calls finish within the grace period,
@@ -51,10 +52,12 @@ async def main(config: CoordinatorConfig) -> int:
         async with asyncio.TaskGroup() as tasks:
             gauges = tasks.create_task(_gauges(core, clock))
             composer = tasks.create_task(core.composer.run())
+            keeper = tasks.create_task(core.keeper.run())
             core.on_fatal.add_done_callback(lambda _: stop.set())
             await stop.wait()
             gauges.cancel()
             composer.cancel()
+            keeper.cancel()
     finally:
         _LOG.info("stopping")
         await core.end_streams()
@@ -88,6 +91,9 @@ def _observe(status: RunStatus) -> None:
     metrics.LEDGER_GROUPS.labels("consumed").set(ledger.consumed)
     for reason, count in ledger.dropped.items():
         metrics.LEDGER_GROUPS.labels(f"dropped_{reason.value}").set(count)
+    metrics.STORE_BYTES.labels("used").set(status.store_bytes)
+    metrics.STORE_BYTES.labels("limit").set(status.store_limit_bytes)
+    metrics.SNAPSHOT_AGE_SECONDS.set(status.snapshot_age_s)
     metrics.LEDGER_BALANCED.set(ledger.is_balanced)
     for site in status.sites:
         metrics.SITE_POLICY_VERSION.labels(site.site).set(site.policy_version)

@@ -60,6 +60,11 @@ CREATE TABLE work (
     assignment INTEGER PRIMARY KEY, prompt_index INTEGER NOT NULL, seed INTEGER NOT NULL, site TEXT NOT NULL,
     incarnation TEXT NOT NULL, is_leased INTEGER NOT NULL, holders TEXT NOT NULL);
 """
+_ADDED = """
+CREATE TABLE IF NOT EXISTS verified (version INTEGER PRIMARY KEY, digest TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS retired (digest TEXT PRIMARY KEY) WITHOUT ROWID;
+"""
+"""Tables that a store may lack: a program that does not know them goes on as before."""
 
 
 class Database:
@@ -214,6 +219,7 @@ def _connect(path: Path) -> sqlite3.Connection:
             connection.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
         elif version != SCHEMA_VERSION:
             raise CorruptStore(f"{path} has schema {version}, this program needs {SCHEMA_VERSION}")
+        connection.executescript(f"BEGIN; {_ADDED} COMMIT;")
     except sqlite3.OperationalError as error:
         connection.close()
         if error.sqlite_errorcode in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):

@@ -93,7 +93,9 @@ def join(
     site = SiteId(config.site)
     bell = Bell()
     batch = asyncio.Lock()
-    puller = Puller(api=api, spool=config.state_dir / "incoming", layout=parts.engine.layout, clock=clock)
+    puller = Puller(
+        api=api, spool=config.state_dir / "incoming", layout=parts.engine.layout, clock=clock, base=parts.base
+    )
     policy = PolicySync(
         api=api,
         puller=puller,

@@ -2,12 +2,13 @@
 
 Versions are nodes, payloads are edges. Kept is whatever one of these needs:
 
-    the newest `window` versions: each delta into them, and each snapshot where no delta leads on
-    any version that the staleness bound lets a sampler ask for, from nothing: the cheapest verified way
+    the newest `window` versions: each delta into them
+    any version that the staleness bound lets a sampler ask for, from nothing: the cheapest verified way to the oldest of
+    them, and each snapshot of a later one that no delta leads to
     the head, from each of the newest two verified snapshots: so one damaged file costs no rebuild
     the head and the oldest version asked for, from each version in use or under a lease: the cheapest way
     what is leased or read at the moment
-    snapshots that are not verified yet, unless two newer ones are
+    snapshots newer than the newest verified one
 
 Only verified snapshots count as a start. When no verified way leads to the head, nothing goes at all.
 """
@@ -64,7 +65,7 @@ def decide_retirement(graph: Graph, needs: Needs) -> Retirement:
     oldest_way = ways.cheapest(NOTHING, lowest)
     if way is None or oldest_way is None:
         return Retirement(payloads=(), way=(), reason="no verified snapshot leads to the head")
-    kept = {*way, *oldest_way, *ways.of_window(head - needs.window)}
+    kept = {*way, *oldest_way, *ways.deltas_after(head - needs.window), *ways.gaps_after(lowest)}
     kept.update(payload for payload in graph.payloads if payload.digest in needs.leased)
     kept.update(ways.of_snapshots(head))
     for start in needs.in_use:
@@ -97,13 +98,16 @@ class _Ways:
         except UnknownVersion:
             return None
 
-    def of_window(self, after: int) -> Iterable[PayloadRef]:
-        """Deltas into the versions after `after`, and snapshots of those that have none."""
-        for version in [version for version in (*self._into, *self._snapshots) if version > after]:
-            deltas = [payload for payload in self._into[version] if payload.kind is not PayloadKind.SNAPSHOT]
-            yield from deltas
-            if not deltas and version in self._snapshots:
-                yield self._snapshots[version]
+    def deltas_after(self, version: int) -> Iterable[PayloadRef]:
+        """Deltas into later versions."""
+        for newer in [newer for newer in self._into if newer > version]:
+            yield from self._deltas_into(newer)
+
+    def gaps_after(self, version: int) -> Iterable[PayloadRef]:
+        """Snapshots of later versions that no delta leads to."""
+        for newer, payload in self._snapshots.items():
+            if newer > version and not self._deltas_into(newer):
+                yield payload
 
     def of_snapshots(self, head: int) -> Iterable[PayloadRef]:
         """The newest verified snapshots with their ways to the head, and what is newer than them and not verified."""
@@ -112,16 +116,16 @@ class _Ways:
             yield self._snapshots[version]
             yield from self._after(version, head)
         for version, payload in self._snapshots.items():
-            if version not in self._verified and (len(newest) < KEPT_SNAPSHOTS or version > newest[0]):
+            if version > max(newest, default=NOTHING):
                 yield payload
 
     def _after(self, start: int, goal: int) -> tuple[PayloadRef, ...]:
         """The cheapest deltas from a version on; none when only another snapshot leads there."""
 
-        def into(version: int) -> list[PayloadRef]:
-            return [payload for payload in self._into[version] if payload.kind is not PayloadKind.SNAPSHOT]
-
         try:
-            return plan_pull(into, have_version=start, want_version=goal)[1]
+            return plan_pull(self._deltas_into, have_version=start, want_version=goal)[1]
         except UnknownVersion:
             return ()
+
+    def _deltas_into(self, version: int) -> list[PayloadRef]:
+        return [payload for payload in self._into[version] if payload.kind is not PayloadKind.SNAPSHOT]

@@ -103,14 +103,18 @@ class Keeper:
         try:
             while True:
                 self._wake.clear()
-                while await self._verify_newest() or await self._write_due():
-                    pass
-                await self.collect()
+                await self.work()
                 if not self._wake.is_set():
                     self._idle.set()
                 await self._wake.wait()
         except (CorruptStore, Draining, _Stopped):
             return
+
+    async def work(self) -> None:
+        """Verify, write and delete what is due now."""
+        while await self._verify_newest() or await self._write_due():
+            pass
+        await self.collect()
 
     async def check(self, digest: Digest, path: Path) -> None:
         """Compare a file with its name before it is sent; what differs is put aside and never offered again.

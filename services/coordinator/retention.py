@@ -3,14 +3,14 @@
 Versions are nodes, payloads are edges. Kept is whatever one of these needs:
 
     the newest `window` versions: each delta into them
-    any version that the staleness bound lets a sampler ask for, from nothing: the cheapest verified way to the oldest of
-    them, and each snapshot of a later one that no delta leads to
+    any version that the staleness bound lets a sampler ask for, from nothing: the cheapest way to the oldest of them,
+    a verified one if there is any, and each snapshot of a later one that no delta leads to
     the head, from each of the newest two verified snapshots: so one damaged file costs no rebuild
     the head and the oldest version asked for, from each version in use or under a lease: the cheapest way
     what is leased or read at the moment
     snapshots newer than the newest verified one
 
-Only verified snapshots count as a start. When no verified way leads to the head, nothing goes at all.
+When no verified way leads to the head, nothing goes at all.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def decide_retirement(graph: Graph, needs: Needs) -> Retirement:
     lowest = next(version for version in graph.lineage if version >= head - needs.staleness)
     ways = _Ways(graph)
     way = ways.cheapest(NOTHING, head)
-    oldest_way = ways.cheapest(NOTHING, lowest)
-    if way is None or oldest_way is None:
+    if way is None:
         return Retirement(payloads=(), way=(), reason="no verified snapshot leads to the head")
+    oldest_way = ways.cheapest(NOTHING, lowest) or ways.unverified(lowest)
     kept = {*way, *oldest_way, *ways.deltas_after(head - needs.window), *ways.gaps_after(lowest)}
     kept.update(payload for payload in graph.payloads if payload.digest in needs.leased)
     kept.update(ways.of_snapshots(head))
@@ -97,6 +97,18 @@ class _Ways:
             return plan_pull(lambda version: self._into[version], have_version=start, want_version=goal)[1]
         except UnknownVersion:
             return None
+
+    def unverified(self, goal: int) -> tuple[PayloadRef, ...]:
+        """The cheapest way from any snapshot; none when there is none."""
+
+        def into(version: int) -> list[PayloadRef]:
+            snapshot = self._snapshots.get(version)
+            return [*self._deltas_into(version), *([snapshot] if snapshot else [])]
+
+        try:
+            return plan_pull(into, have_version=NOTHING, want_version=goal)[1]
+        except UnknownVersion:
+            return ()
 
     def deltas_after(self, version: int) -> Iterable[PayloadRef]:
         """Deltas into later versions."""

@@ -250,7 +250,7 @@ async def test_payload_that_changed_on_disk_is_never_sent_and_the_next_plan_does
 
 
 async def test_uploads_that_no_version_names_are_given_up(tmp_path):
-    async with keeping(tmp_path, merged_bytes=0) as (core, _):
+    async with keeping(tmp_path, merged_bytes=0, snapshot_ratio=1e9) as (core, _):
         run = await published(core, tmp_path, 2)
         arena = run.arena
         request = await run.prepare()

@@ -350,3 +350,20 @@ async def test_sampler_tells_what_an_object_costs_and_the_plan_goes_by_it(tmp_pa
 
         assert "round trips" in far.reason
         assert "round trips" not in near.reason
+
+
+async def test_merged_delta_that_somebody_fetches_outlives_its_use(tmp_path):
+    async with keeping(tmp_path) as (core, clock):
+        run = await published(core, tmp_path, 4)
+        await core.composer.settle()
+        plan = await core.plan_pull(have_version=0, have_root=run.roots[0], want_version=4, accept_merged=True)
+        (merged,) = plan.payloads
+
+        def leased():
+            return core.leases.payloads(clock.monotonic())
+
+        assert await core.merges.evict(head=4, window=0, budget_bytes=0, leased=leased) == []
+        assert core.merges.path(merged).exists()
+        clock.advance(601)
+        await core.merges.evict(head=4, window=0, budget_bytes=0, leased=leased)
+        assert not core.merges.path(merged).exists()

@@ -23,16 +23,8 @@ SMALL = {"merged_bytes": 0, "snapshot_ratio": 0.02, "keep_versions": 2, "max_sta
 
 
 async def beat(core, held, incarnation=INCARNATION):
-    await core.heartbeat(
-        Heartbeat(
-            site=SITE,
-            incarnation=incarnation,
-            policy_version=held.version,
-            state_root=held.manifest.state_root,
-            tokens_per_s=0.0,
-            outbox_groups=0,
-        )  # fmt: skip
-    )
+    state = {"policy_version": held.version, "state_root": held.manifest.state_root}
+    await core.heartbeat(Heartbeat(site=SITE, incarnation=incarnation, tokens_per_s=0.0, outbox_groups=0, **state))
 
 
 class Connection:
@@ -152,8 +144,9 @@ class History:
         await self.run.publish(snapshot=True, lineage_version=self.run.head)
 
     async def roll_back(self):
-        if self.run.head > 2:
-            await self.run.publish(snapshot=True, lineage_version=self.run.head - 1)
+        lineage = (await self.core.database.run(shelf.graph)).lineage
+        if len(lineage) > 1:
+            await self.run.publish(snapshot=True, lineage_version=lineage[-2])
 
     async def join(self):
         self.num_sites += 1

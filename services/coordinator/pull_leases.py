@@ -63,10 +63,6 @@ class PullLeases:
         self._expire(now)
         return frozenset(plan[0] for plan in self._ends)
 
-    def is_read(self, digest: Digest) -> bool:
-        """Whether a payload is being read."""
-        return digest in self._reading
-
     def _renew(self, plan: _Plan, now: float) -> None:
         # Put last: the order is that of the last sign of life.
         self._ends.pop(plan, None)

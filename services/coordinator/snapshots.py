@@ -8,16 +8,15 @@ version's manifest, so what a sampler would end with is known, and a damaged pay
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from services.common.errors import CorruptData, StateMismatch
 from services.common.types import Manifest, PayloadKind, PayloadRef
-from services.common.weights.arena import digest_integers, state_root, zeros
+from services.common.weights.arena import Chunk, digest_integers, state_root, zeros
 from services.common.weights.codec import apply_chunk
 from services.common.weights.compose import compose
-from services.common.weights.container import NO_ROOT, read_chunk, read_header
+from services.common.weights.container import NO_ROOT, Header, read_chunk, read_header
 from services.common.weights.manifest import chunks_of
 from services.common.weights.plan import NOTHING
 
@@ -76,7 +75,10 @@ def decide_snapshot(way: Sequence[PayloadRef], *, snapshot_ratio: float, window:
 
 
 def verify_way(paths: Sequence[Path], manifests: Sequence[Manifest], *, on_chunk: Callable[[], None]) -> None:
-    """Rebuild every state along a way that begins with a snapshot, and compare it with its manifest.
+    """Rebuild the states along a way that begins with a snapshot, and compare them with their manifests.
+
+    The first and the last are compared; when the last is wrong, all of them, to find the payload. Files are open only
+    while they are read: a way may have more payloads than a process may have files.
 
     Args:
         paths: the payloads, each starting from the state that the one before leads to.
@@ -88,32 +90,55 @@ def verify_way(paths: Sequence[Path], manifests: Sequence[Manifest], *, on_chunk
         FileNotFoundError: a payload is gone.
     """
     chunks = chunks_of(manifests[-1])
-    with ExitStack() as stack:
-        files = [stack.enter_context(path.open("rb")) for path in paths]
-        headers = []
-        before = NO_ROOT
-        for index, (file, manifest) in enumerate(zip(files, manifests, strict=True)):
-            try:
+    headers: list[tuple[Header, int]] = []
+    before = NO_ROOT
+    for index, (path, manifest) in enumerate(zip(paths, manifests, strict=True)):
+        try:
+            with path.open("rb") as file:
                 header = read_header(file, layout_id=manifest.layout_id, chunks=chunks)
-                if (header.from_root, header.to_root) != (before, manifest.state_root):
-                    raise StateMismatch(f"it leads from {header.from_root[:12]} to {header.to_root[:12]}")
-                if state_root(manifest.layout_id, manifest.chunk_digests) != manifest.state_root:
-                    raise StateMismatch(f"the manifest of version {manifest.version} contradicts itself")
-            except CorruptData as error:
-                raise DamagedPayload(index, str(error)) from error
-            headers.append(header)
-            before = header.to_root
-        for number, chunk in enumerate(chunks):
-            on_chunk()
-            values = zeros(chunk)
-            for index, (file, header, manifest) in enumerate(zip(files, headers, manifests, strict=True)):
-                record = header.records[number]
-                try:
-                    apply_chunk(record.method, memoryview(read_chunk(file, record, number=number)), values)
-                    if digest_integers(values) != manifest.chunk_digests[number]:
-                        raise StateMismatch(f"chunk {number} differs from version {manifest.version}")
-                except CorruptData as error:
-                    raise DamagedPayload(index, str(error)) from error
+                headers.append((header, file.tell()))
+            if (header.from_root, header.to_root) != (before, manifest.state_root):
+                raise StateMismatch(f"it leads from {header.from_root[:12]} to {header.to_root[:12]}")
+            if state_root(manifest.layout_id, manifest.chunk_digests) != manifest.state_root:
+                raise StateMismatch(f"the manifest of version {manifest.version} contradicts itself")
+        except CorruptData as error:
+            raise DamagedPayload(index, str(error)) from error
+        before = header.to_root
+    places = [begin for _, begin in headers]
+    for number, chunk in enumerate(chunks):
+        on_chunk()
+        if _rebuild_chunk(paths, headers, places, number, chunk, manifests, is_each_compared=False) is not None:
+            wrong = _rebuild_chunk(paths, headers, places, number, chunk, manifests, is_each_compared=True)
+            index = len(paths) - 1 if wrong is None else wrong
+            raise DamagedPayload(index, f"chunk {number} differs from version {manifests[index].version}")
+        places = [place + header.records[number].num_bytes for place, (header, _) in zip(places, headers, strict=True)]
+
+
+def _rebuild_chunk(
+    paths: Sequence[Path],
+    headers: Sequence[tuple[Header, int]],
+    places: Sequence[int],
+    number: int,
+    chunk: Chunk,
+    manifests: Sequence[Manifest],
+    *,
+    is_each_compared: bool,
+) -> int | None:
+    """Index of the first payload compared that leads to another chunk, or None."""
+    values = zeros(chunk)
+    for index, (path, (header, _), manifest) in enumerate(zip(paths, headers, manifests, strict=True)):
+        record = header.records[number]
+        try:
+            with path.open("rb") as file:
+                file.seek(places[index])
+                data = read_chunk(file, record, number=number)
+            apply_chunk(record.method, memoryview(data), values)
+        except CorruptData as error:
+            raise DamagedPayload(index, str(error)) from error
+        is_compared = is_each_compared or index in (0, len(paths) - 1)
+        if is_compared and digest_integers(values) != manifest.chunk_digests[number]:
+            return index
+    return None
 
 
 def write_snapshot(paths: Sequence[Path], target: Path, work: Work, on_chunk: Callable[[], None]) -> PayloadRef:

@@ -15,7 +15,7 @@ import asyncio
 import logging
 import sqlite3
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -107,7 +107,7 @@ class Keeper:
                 if not self._wake.is_set():
                     self._idle.set()
                 await self._wake.wait()
-        except (CorruptStore, Draining, _Stopped):
+        except (CorruptStore, Draining):
             return
 
     async def work(self) -> None:
@@ -139,9 +139,11 @@ class Keeper:
         work = await self._database.run(shelf.unverified_snapshot)
         if work is None:
             return False
-        if await self._is_proved(work):
-            await self._database.run(lambda connection: shelf.note_verified(connection, work.payloads[0]))
-            _LOG.info("the snapshot of version %d is verified", work.payloads[0].to_version)
+        if not await self._is_proved(work):
+            # Put aside, and another one is the newest; or unreadable for now.
+            return await self._database.run(shelf.unverified_snapshot) != work
+        await self._database.run(lambda connection: shelf.note_verified(connection, work.payloads[0]))
+        _LOG.info("the snapshot of version %d is verified", work.payloads[0].to_version)
         return True
 
     async def _write_due(self) -> bool:
@@ -158,7 +160,7 @@ class Keeper:
         scratch = self._rebuilt / "snapshot"
         try:
             payload = await self._in_thread(lambda: write_snapshot(self._paths(work), scratch, work, self._check_stop))
-            await self._blobs.adopt(scratch, digest=payload.digest, num_bytes=payload.num_bytes)
+            await self._on_disk(self._blobs.adopt(scratch, digest=payload.digest, num_bytes=payload.num_bytes))
         except DamagedPayload as error:
             await self._put_aside(work.payloads[error.index].digest, str(error))
             return True
@@ -178,11 +180,9 @@ class Keeper:
             await self._put_aside(work.payloads[error.index].digest, str(error))
         except OSError as error:
             _LOG.warning("version %d cannot be rebuilt: %s", work.manifests[-1].version, error)
-            missing = [p for p, path in zip(work.payloads, self._paths(work), strict=True) if not path.exists()]
-            for payload in missing:
-                await self._put_aside(payload.digest, "it is gone")
-            if not missing:
-                raise _Stopped from error
+            for payload, path in zip(work.payloads, self._paths(work), strict=True):
+                if not path.exists():
+                    await self._put_aside(payload.digest, "it is gone")
         else:
             return True
         return False
@@ -191,7 +191,7 @@ class Keeper:
         DAMAGED_PAYLOADS.inc()
         _LOG.error("payload %s is out of use: %s", digest[:12], problem)
         await self._database.run(lambda connection: shelf.strike_out(connection, digest))
-        await self._blobs.set_aside(digest)
+        await self._on_disk(self._blobs.set_aside(digest))
         await self._merges.drop(digest)
 
     def _paths(self, work: Work) -> list[Path]:
@@ -259,8 +259,11 @@ class Keeper:
             is_named = await self._database.run(lambda connection: shelf.is_named(connection, digest))
             return is_named or digest in self._leases.payloads(self._clock.monotonic())
 
+        return await self._on_disk(self._blobs.remove(digest, is_needed=is_needed))
+
+    async def _on_disk(self, action: Awaitable[ResultT]) -> ResultT:
         try:
-            return await self._blobs.remove(digest, is_needed=is_needed)
+            return await action
         except CorruptStore as error:
             self._database.fail(str(error))
             raise
@@ -279,7 +282,10 @@ class Keeper:
     async def _in_thread(self, function: Callable[[], ResultT]) -> ResultT:
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="keeper", initializer=lower_priority)
-        return await asyncio.get_running_loop().run_in_executor(self._executor, function)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._executor, function)
+        except _Stopped as error:
+            raise Draining("the coordinator is stopping", retry_after_s=1.0) from error
 
     def _check_stop(self) -> None:
         if self._stopping.is_set():

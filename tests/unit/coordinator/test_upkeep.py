@@ -367,3 +367,22 @@ async def test_merged_delta_that_somebody_fetches_outlives_its_use(tmp_path):
         clock.advance(601)
         await core.merges.evict(head=4, window=0, budget_bytes=0, leased=leased)
         assert not core.merges.path(merged).exists()
+
+
+async def test_nothing_is_retired_when_the_head_cannot_be_rebuilt(tmp_path):
+    async with keeping(tmp_path, merged_bytes=0) as (core, _):
+        run = await published(core, tmp_path, 5)
+        await run.publish(snapshot=True, lineage_version=4)
+        await core.keeper._verify_newest()
+        await run.publish()
+        victim = (await core.plan_pull(have_version=6, have_root=run.roots[6], want_version=7)).payloads[0]
+        await run.publish()
+        path = core.blobs.path(victim.digest)
+        data = bytearray(path.read_bytes())
+        data[-3] ^= 4
+        path.write_bytes(data)
+        before = stored_files(tmp_path)
+        await core.keeper.collect(missing_bytes=1)
+
+        # The abandoned version 5 and all before the snapshot of 6 could go, but for the damage behind it.
+        assert before - stored_files(tmp_path) == {victim.digest}

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from services.common.api import Heartbeat, PlanKind
-from services.common.errors import PayloadMissing, StoreFull, UnknownPayload, UnknownVersion
+from services.common.errors import PayloadMissing, StoreFull, UnknownPayload, UnknownVersion, UntrustedVersion
 from services.common.metrics import DAMAGED_PAYLOADS
 from services.common.types import PayloadKind
 from services.common.weights.payload import write_snapshot
@@ -326,6 +326,15 @@ async def test_joiner_with_the_base_model_fetches_no_snapshot(tmp_path):
         api = Counted(core)
         same = await puller(api, tmp_path / "a", base=lambda: base).pull(held=None, want_version=0)
         assert (same.version, api.num_read) == (0, 0)
+        plans = []
+
+        async def admit(plan):
+            plans.append(plan)
+            raise UntrustedVersion("no")
+
+        with pytest.raises(UntrustedVersion):
+            await puller(api, tmp_path / "judged", base=lambda: base).pull(held=None, want_version=0, admit=admit)
+        assert plans[0].manifests == (await core.get_manifest(version=0),)
         for _ in range(5):
             await run.publish()
         pulled = await puller(api, tmp_path / "b", base=lambda: base).pull(held=None, want_version=-1)

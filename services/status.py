@@ -40,6 +40,7 @@ def status_tables(status: RunStatus) -> tuple[Table, Table]:
         ("learner", f"{status.learner or 'none'} (epoch {status.epoch})"),
         ("weights", f"{status.bytes_last:,} of {status.bytes_full:,} bytes ({ratio:.1f}x)"),
         ("changed", f"{status.changed_fraction:.2%} of the elements"),
+        ("store", _store(status)),
         ("queue", f"{ledger.pending} pending, {ledger.leased} leased"),
         ("trained", f"{ledger.consumed} groups"),
         ("dropped", dropped),
@@ -66,3 +67,11 @@ def status_tables(status: RunStatus) -> tuple[Table, Table]:
             f"{site.last_seen_s:.0f} s ago",
         )
     return run, sites
+
+
+def _store(status: RunStatus) -> str:
+    snapshot = "no verified snapshot"
+    if status.snapshot_version >= 0:
+        snapshot = f"snapshot of version {status.snapshot_version}, {status.snapshot_age_s:.0f} s old"
+    used = f"{status.store_bytes:,} of {status.store_limit_bytes:,} bytes"
+    return f"{used}, {snapshot}, {status.reclaimed_bytes:,} bytes reclaimed"

@@ -152,9 +152,21 @@ class CoordinatorApi(Protocol):
         ...
 
     async def plan_pull(
-        self, *, have_version: int, have_root: str, want_version: int, accept_merged: bool = False
+        self,
+        *,
+        have_version: int,
+        have_root: str,
+        want_version: int,
+        accept_merged: bool = False,
+        base_root: str = "",
+        object_bytes: int = 0,
     ) -> PullPlan:
-        """Plan from (have_version, have_root), or from nothing when have_version is -1; want_version -1 is the head."""
+        """Plan from (have_version, have_root), or from nothing when have_version is -1; want_version -1 is the head.
+
+        `base_root` is the state of the model that the caller has without the run (empty: none); a plan may start from
+        the version that has it. `object_bytes` is what each payload costs the caller beside its bytes: bandwidth times
+        round trip.
+        """
         ...
 
     def read_payload(self, *, digest: Digest, offset: int, stop: int | None = None) -> AsyncIterator[bytes]: ...

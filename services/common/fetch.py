@@ -4,7 +4,8 @@
     DIGEST.OFFSET    bytes from an offset on, while several streams fetch; appended to DIGEST when all are there
 
 Guarantees: a fetch goes on from the bytes on disk, also after a restart and with another number of streams; a stream
-that brings nothing for a while fails; a file is returned only with the digest it is named by. Never repeats a call.
+that brings nothing for a while fails; a file is returned only with the digest it is named by. Each fetch that ends well
+says what the link is like, over all its streams together. Never repeats a call.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from typing import BinaryIO
 from services.common import metrics
 from services.common.api import CoordinatorApi
 from services.common.clock import Clock
-from services.common.errors import LimitExceeded, MalformedPayload, UnknownPayload, Unreachable
+from services.common.errors import LimitExceeded, MalformedPayload, Unreachable
+from services.common.link_estimate import LinkEstimate
 from services.common.ranges import Gap, Piece, find_gaps
-from services.common.types import PayloadKind, PayloadRef
+from services.common.types import PayloadRef
 from services.common.weights.payload import file_digest
 
 STALL_S = 60.0
@@ -39,6 +41,7 @@ class Fetcher:
         self._spool = spool
         self._clock = clock
         self._num_streams = num_streams
+        self.link = LinkEstimate()
         self.on_frame: Callable[[], None] = _ignore
         spool.mkdir(parents=True, exist_ok=True)
 
@@ -47,7 +50,7 @@ class Fetcher:
 
         Raises:
             Unreachable: the link broke or stalled; calling again goes on from the bytes received.
-            UnknownPayload: a merged delta that the coordinator has deleted.
+            UnknownPayload: the coordinator has it no longer.
             CorruptData: it has other bytes than its name says, or more.
         """
         pieces = self._pieces(payload)
@@ -81,11 +84,12 @@ class Fetcher:
         """Fetch gaps, `num_streams` at once. A broken link is told when all have ended: what others bring is kept."""
         free = asyncio.Semaphore(self._num_streams)
         broken: list[Unreachable] = []
+        watch = _Stopwatch(clock=self._clock, num_streams=min(len(gaps), self._num_streams))
 
         async def fill(gap: Gap) -> None:
             async with free:
                 try:
-                    await self._append(payload, gap)
+                    await self._append(payload, gap, watch)
                 except Unreachable as error:
                     broken.append(error)
 
@@ -94,12 +98,13 @@ class Fetcher:
             await asyncio.gather(*streams)
             if broken:
                 raise broken[0]
+            watch.tell(self.link)
         finally:
             for stream in streams:
                 stream.cancel()
             await asyncio.gather(*streams, return_exceptions=True)
 
-    async def _append(self, payload: PayloadRef, gap: Gap) -> None:
+    async def _append(self, payload: PayloadRef, gap: Gap, watch: _Stopwatch) -> None:
         offset = gap.begin
         # Without an end where it is the payload's own: a coordinator that sends more is caught.
         bound = {} if gap.end == payload.num_bytes else {"stop": gap.end}
@@ -112,12 +117,9 @@ class Fetcher:
                     if offset > gap.end:
                         raise LimitExceeded(f"payload {payload.digest[:12]} is longer than stated")
                     file.write(frame)
+                    watch.note(len(frame), is_first=offset == gap.begin + len(frame))
                     metrics.BYTES.labels(payload.kind.value, "in").inc(len(frame))
                     self.on_frame()
-            except UnknownPayload as error:
-                if payload.kind is PayloadKind.MERGED:
-                    raise
-                raise MalformedPayload(f"payload {payload.digest[:12]} is gone") from error
             finally:
                 if isinstance(frames, AsyncGenerator):
                     await frames.aclose()
@@ -142,6 +144,32 @@ class Fetcher:
             step.cancel()
             timer.cancel()
             await asyncio.gather(step, timer, return_exceptions=True)
+
+
+class _Stopwatch:
+    """Bytes and seconds of one fetch: until every stream that began has brought a frame, and until the end."""
+
+    def __init__(self, *, clock: Clock, num_streams: int) -> None:
+        self._clock = clock
+        self._num_waiting = num_streams
+        self._begin = clock.monotonic()
+        self._first: tuple[int, float] | None = None
+        self._num_bytes = 0
+
+    def note(self, num_bytes: int, *, is_first: bool) -> None:
+        """A frame arrived, the first of its stream or a later one."""
+        self._num_bytes += num_bytes
+        self._num_waiting -= is_first
+        if self._first is None and self._num_waiting == 0:
+            # With streams side by side the first frame alone would hide what the others had brought by then.
+            self._first = (self._num_bytes, self._clock.monotonic() - self._begin)
+
+    def tell(self, link: LinkEstimate) -> None:
+        """Say what was seen; nothing when nothing was missing."""
+        if self._first is not None:
+            first_bytes, first_s = self._first
+            total_s = self._clock.monotonic() - self._begin
+            link.note(first_bytes=first_bytes, first_s=first_s, total_bytes=self._num_bytes, total_s=total_s)
 
 
 def _join(path: Path, parts: dict[int, Path]) -> None:

@@ -110,6 +110,11 @@ COMMIT_SECONDS = _histogram("coordinator_commit_seconds", "Duration of a commit,
 COMMIT_OPERATIONS = _counter("coordinator_commit_operations_total", "Operations that shared these commits.")
 STORE_USED_BYTES = _gauge("coordinator_store_used_bytes", "Bytes of payloads stored or being uploaded.")
 STORE_LIMIT_BYTES = _gauge("coordinator_store_limit_bytes", "Bytes that payloads may occupy.")
+SNAPSHOT_AGE_SECONDS = _gauge(
+    "coordinator_snapshot_age_seconds", "Age of the version of the newest verified snapshot; 0 while there is none."
+)
+RECLAIMED_BYTES = _counter("coordinator_reclaimed_bytes_total", "Bytes of payloads that nobody needed any more.")
+DAMAGED_PAYLOADS = _counter("coordinator_damaged_payloads_total", "Payloads found changed or lost on disk.")
 
 # learner: steps
 STEPS = _counter("learner_steps_total", "Optimizer steps.", "applied")

@@ -2,13 +2,15 @@
 
 Guarantees: what is returned has exactly the manifest's state; what was held is never changed; a fetch goes on from the
 bytes on disk, also after a restart; a stalled link fails in bounded time; anything that fails its check is thrown away
-and the version is built again: without merged deltas, if there were any, and at last from a snapshot. Never repeats a
-call: whoever asked decides when to ask again.
+and the version is built again: without merged deltas, if there were any, and at last from a snapshot. Where the run's
+first version is the caller's base model, nothing of it is fetched. A plan whose payloads went meanwhile is made anew a
+few times; beyond that never repeats a call: whoever asked decides when to ask again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -23,15 +25,17 @@ from services.common.errors import (
     UnknownPayload,
 )
 from services.common.fetch import Fetcher
-from services.common.types import Digest, Manifest, PayloadKind, PayloadRef
+from services.common.types import Digest, Manifest, PayloadKind
 from services.common.weights.arena import Arena, Layout
-from services.common.weights.manifest import verify_child, verify_descendant, verify_state
+from services.common.weights.manifest import verify_child, verify_merged, verify_snapshot, verify_state
 from services.common.weights.payload import apply_payload
 from services.common.wire import manifest_digest, manifest_from_bytes
 
 _LOG = logging.getLogger(__name__)
 Admit = Callable[[PullPlan], Awaitable[None]]
-"""Looks at the manifests of a plan other than SAME and raises when the version is not to be built."""
+"""Looks at the manifests of a plan and raises when the version is not to be built; not asked about what is held."""
+MAX_REPLANS = 3
+"""Times that a plan is made anew because the coordinator no longer has one of its payloads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,7 +53,10 @@ class PulledVersion:
 
 
 class Puller:
-    """Builds versions of one layout in one spool directory, which is its own."""
+    """Builds versions of one layout in one spool directory, which is its own.
+
+    `base` gives the weights that the caller has without the run, if any; it is asked until a version was built.
+    """
 
     def __init__(
         self,
@@ -58,6 +65,7 @@ class Puller:
         spool: Path,
         layout: Layout,
         clock: Clock,
+        base: Callable[[], Arena | None] = lambda: None,
         num_streams: int = 1,
         threads: int = 1,
     ) -> None:
@@ -69,6 +77,9 @@ class Puller:
         self._is_held_distrusted = False
         self._are_merged_distrusted = False
         self._has_merged = False
+        self._load_base: Callable[[], Arena | None] = base
+        self._base: Arena | None = None
+        self._is_from_base = False
 
     async def pull(self, *, held: PulledVersion | None, want_version: int, admit: Admit | None = None) -> PulledVersion:
         """Build `want_version` (-1: the head) from what is held; `admit` may refuse a plan before a byte is fetched.
@@ -76,31 +87,44 @@ class Puller:
         Raises:
             UntrustedVersion: `admit` refused it; nothing has changed.
             UnknownVersion: no such version, or no payloads lead to it.
+            UnknownPayload: the coordinator's payloads go as fast as plans are made.
             Unreachable: the link broke or stalled; calling again goes on from the bytes received.
             CorruptData: even the snapshot fails its checks.
         """
         start = None if self._is_held_distrusted else held
+        num_replans = 0
         while True:
             try:
                 pulled = await self._pull(start, want_version, admit)
                 break
             except UnknownPayload as error:
-                # Only of a merged delta: the coordinator may delete one at any time.
-                _LOG.info("version %d is built from single deltas: %s", want_version, error)
-                self._are_merged_distrusted = True
+                # Deleted, or found damaged; the next plan does without it.
+                num_replans += 1
+                if num_replans > MAX_REPLANS:
+                    raise
+                _LOG.info("the plan for version %d is made anew: %s", want_version, error)
+                self._are_merged_distrusted = self._are_merged_distrusted or self._has_merged
             except CorruptData as error:
                 self._discard(error)
-                if start is None and not self._has_merged:
+                if start is None and not self._has_merged and not self._is_from_base:
                     raise
                 # Each next way is dearer and depends on less. Remembered, since it may take several calls; the way that
                 # failed would only fail again in between.
                 if self._has_merged:
                     self._are_merged_distrusted, way = True, "from single deltas"
+                elif self._is_from_base:
+                    self._forget_base()
+                    way = "from a snapshot"
                 else:
                     self._is_held_distrusted, start, way = True, None, "from a snapshot"
                 _LOG.error("version %d failed its checks, building it %s: %s", want_version, way, error)
         self._is_held_distrusted = self._are_merged_distrusted = False
+        # Whoever holds a version needs its base no more, and memory for it is that of a whole state.
+        self._forget_base()
         return pulled
+
+    def _forget_base(self) -> None:
+        self._base, self._load_base = None, lambda: None
 
     def _discard(self, error: CorruptData) -> None:
         metrics.DIGEST_MISMATCHES.inc()
@@ -108,15 +132,22 @@ class Puller:
         self.fetcher.keep_only(())
 
     async def _pull(self, held: PulledVersion | None, want_version: int, admit: Admit | None) -> PulledVersion:
-        self._has_merged = False
+        self._has_merged = self._is_from_base = False
+        base_root = "" if held is not None else await self._base_root()
         plan = await self._api.plan_pull(
             have_version=-1 if held is None else held.version,
             have_root="" if held is None else held.manifest.state_root,
             want_version=want_version,
             accept_merged=not self._are_merged_distrusted,
+            base_root=base_root,
+            object_bytes=self.fetcher.link.object_bytes,
         )
+        if base_root:
+            held, plan = await self._from_base(plan, base_root)
         _check_plan(plan, held=held, want_version=want_version)
         if plan.kind is PlanKind.SAME and held is not None:
+            if self._is_from_base and admit is not None:
+                await admit(plan)
             return held
         _LOG.debug("version %d: %s", plan.target_version, plan.reason)
         self._has_merged = any(payload.kind is PayloadKind.MERGED for payload in plan.payloads)
@@ -132,6 +163,28 @@ class Puller:
         self.fetcher.keep_only(())
         return pulled
 
+    async def _base_root(self) -> Digest | str:
+        if self._base is None:
+            self._base = await asyncio.to_thread(self._load_base)
+        return "" if self._base is None else await asyncio.to_thread(self._base.state_root, threads=self._threads)
+
+    async def _from_base(self, plan: PullPlan, base_root: str) -> tuple[PulledVersion | None, PullPlan]:
+        """The base model as the version that a plan starts from, None when it starts from nothing; and the plan.
+
+        A plan that needs no payload gets the base's own manifest: nobody judged that version before.
+        """
+        if plan.payloads and plan.payloads[0].kind is PayloadKind.SNAPSHOT:
+            return None, plan
+        self._is_from_base = True
+        start = plan.payloads[0].from_version if plan.payloads else plan.target_version
+        signed = await self._api.get_signed_manifest(version=start)
+        manifest = manifest_from_bytes(signed.data)
+        if (manifest.version, manifest.state_root) != (start, base_root) or self._base is None:
+            raise StateMismatch(f"version {start} is not the base model")
+        if not plan.payloads:
+            plan = dataclasses.replace(plan, manifests=(signed.data,), signature=signed.signature)
+        return PulledVersion(arena=self._base, manifest=manifest, manifest_digest=manifest_digest(signed.data)), plan
+
     def _apply(self, plan: PullPlan, paths: list[Path], held: PulledVersion | None) -> PulledVersion:
         from_snapshot = plan.payloads[0].kind is PayloadKind.SNAPSHOT
         before = None if from_snapshot or held is None else held
@@ -143,7 +196,10 @@ class Puller:
             if manifest.layout_id != self._layout.layout_id:
                 raise StateMismatch(f"version {manifest.version} has another layout", action="check model_dir")
             if payload.kind is PayloadKind.MERGED:
-                _verify_merged(payload, parent, manifest)
+                verify_merged(payload, parent, manifest)
+            elif payload.kind is PayloadKind.SNAPSHOT:
+                # The coordinator's own are named by no manifest; the state that comes of it is what is checked.
+                verify_snapshot(payload, manifest)
             elif payload not in manifest.payloads:
                 raise StateMismatch(f"the manifest of version {manifest.version} does not name this payload")
             elif parent is not None:
@@ -167,9 +223,3 @@ def _check_plan(plan: PullPlan, *, held: PulledVersion | None, want_version: int
             raise StateMismatch(f"the plan says that version {plan.target_version} is held already")
     elif not plan.payloads or len(plan.payloads) != len(plan.manifests):
         raise StateMismatch(f"the plan has {len(plan.payloads)} payloads and {len(plan.manifests)} manifests")
-
-
-def _verify_merged(payload: PayloadRef, before: Manifest | None, after: Manifest) -> None:
-    if before is None or (payload.from_version, payload.to_version) != (before.version, after.version):
-        raise StateMismatch(f"a merged delta from version {payload.from_version} to {payload.to_version} does not fit")
-    verify_descendant(ancestor=before, child=after)

@@ -349,3 +349,8 @@ class RunStatus:
     sites: tuple[SiteStatus, ...]
     last_report: StepReport | None
     is_head_signed: bool = False
+    store_bytes: int = 0
+    store_limit_bytes: int = 0
+    snapshot_version: int = -1
+    snapshot_age_s: float = 0.0
+    reclaimed_bytes: int = 0

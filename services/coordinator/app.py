@@ -5,6 +5,7 @@
     gauges      one second                                    the stop event
     composer    versions to merge, its thread                 a publication; a plan; the stop event
     watchdog    half the service manager's interval           the clock
+    keeper      payloads to verify, a snapshot to write       a publication; the stop event
     main        SIGTERM or SIGINT, or a fatal store error     the operator; the store
 
 Order of the stop: no new calls (health says NOT_SERVING), streams end, running calls finish within the grace period,
@@ -65,10 +66,12 @@ async def _serve(config: CoordinatorConfig, clock: Clock, stop: asyncio.Event, n
         async with asyncio.TaskGroup() as tasks:
             gauges = tasks.create_task(_gauges(core, clock))
             composer = tasks.create_task(core.composer.run())
+            keeper = tasks.create_task(core.keeper.run())
             core.on_fatal.add_done_callback(lambda _: stop.set())
             await stop.wait()
             gauges.cancel()
             composer.cancel()
+            keeper.cancel()
     finally:
         _LOG.info("stopping")
         notifier.stopping()

@@ -2,21 +2,21 @@
 
     data_dir/blobs/ab/<digest>      complete, verified, never changed
     data_dir/partial/<digest>       an upload; its length is what `query` reports after an fsync
+    data_dir/damaged/<digest>       a payload whose bytes changed on disk; for a person to look at, never served
 
 Order of completion: verify, fsync file, rename, fsync directory. A file whose fsync failed is removed: what the disk
-holds of it is unknown, and a second fsync would not tell.
+holds of it is unknown, and a second fsync would not tell. What is read is compared with its name before the first byte
+leaves. A payload that a publication names is held, so that nobody deletes it between the check and the commit.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
-import os
 import re
-from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
 from services.common.directory import make_directory, sync_directory
 from services.common.errors import (
@@ -29,8 +29,15 @@ from services.common.errors import (
 )
 from services.common.types import Digest
 from services.common.weights.payload import file_digest
+from services.coordinator.blob_files import (
+    FRAME_BYTES,
+    remove_file,
+    sync_and_close,
+    typed_error,
+    write_all,
+)
 
-FRAME_BYTES = 1 << 20
+__all__ = ["FRAME_BYTES", "BlobStore"]
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -40,11 +47,15 @@ class BlobStore:
     def __init__(self, root: Path, *, store_bytes: int, max_payload_bytes: int) -> None:
         self._blobs = root / "blobs"
         self._partial = root / "partial"
+        self._damaged = root / "damaged"
         self._store_bytes = store_bytes
         self._max_payload_bytes = max_payload_bytes
         self._locks: defaultdict[Digest, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._held: Counter[Digest] = Counter()
         self._used = 0
         """Bytes on disk, and those that the uploads under way may still bring."""
+        self.make_room: Callable[[int], Awaitable[None]] = _no_room
+        """Called with the bytes that are missing before an upload is refused."""
         for directory in (self._blobs, self._partial):
             make_directory(directory)
             for path in directory.rglob("*"):
@@ -56,7 +67,7 @@ class BlobStore:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes stored, and those reserved for uploads under way."""
+        """Bytes on disk, and those that uploads under way may still bring."""
         return self._used
 
     def size(self, digest: Digest) -> int | None:
@@ -87,10 +98,8 @@ class BlobStore:
             have = self._partial_size(digest)
             if not 0 <= offset <= have:
                 raise InvalidRequest(f"offset {offset} is beyond the {have} durable bytes", action="ask QueryUpload")
-            if self._used + num_bytes - have > self._store_bytes:
-                raise StoreFull(f"payloads would exceed store_bytes = {self._store_bytes}", retry_after_s=30.0)
             # Reserved before the first byte: uploads side by side share what is left.
-            self._used += num_bytes - have
+            await self._reserve(num_bytes - have)
             try:
                 written = await self._write(digest, offset=offset, num_bytes=num_bytes, frames=frames)
                 if written == num_bytes:
@@ -105,8 +114,7 @@ class BlobStore:
         Raises:
             DigestMismatch: the bytes were all there and wrong; the upload starts again.
         """
-        if self.size(digest) == num_bytes:
-            return True
+        # Under the lock although there may be nothing to do: a deletion under way ends first.
         async with self._locks[digest]:
             if self.size(digest) is None and self._partial_size(digest) == num_bytes:
                 try:
@@ -115,12 +123,100 @@ class BlobStore:
                     self._used -= num_bytes - self.query(digest)
             return self.size(digest) == num_bytes
 
+    @contextmanager
+    def held(self, digests: Iterable[Digest]) -> Iterator[None]:
+        """Keep payloads, present or not, from `remove` until their publication is committed."""
+        names = Counter(digests)
+        self._held += names
+        try:
+            yield
+        finally:
+            self._held -= names
+
+    async def adopt(self, path: Path, *, digest: Digest, num_bytes: int) -> None:
+        """Give a durable file of this file system its place among the payloads.
+
+        Raises:
+            StoreFull: the quota is reached.
+            CorruptStore: the disk failed; the process must end.
+        """
+        async with self._locks[digest]:
+            if self.size(digest) is not None:
+                await asyncio.to_thread(path.unlink)
+                return
+            await self._reserve(num_bytes)
+            try:
+                await asyncio.to_thread(self._name, path, self.path(digest))
+            finally:
+                self._used -= num_bytes - (self.size(digest) or 0)
+
+    async def remove(self, digest: Digest, *, is_needed: Callable[[], Awaitable[bool]]) -> int | None:
+        """Delete a payload or an upload; returns the bytes freed, None when it must stay.
+
+        Whoever publishes holds the payload first and looks for it under its lock; so either this sees the hold, or
+        the publication sees that the payload is gone, or `is_needed` sees the publication.
+        """
+        lock = self._locks[digest]
+        if lock.locked():
+            # Written, or looked at by a publication. Not waited for: the writer may wait for the room.
+            return None
+        async with lock:
+            if digest in self._held or await is_needed():
+                return None
+            freed = 0
+            for path in (self.path(digest), self._partial / digest):
+                if path.exists():
+                    size = path.stat().st_size
+                    await asyncio.to_thread(remove_file, path)
+                    self._used -= size
+                    freed += size
+            return freed
+
+    async def set_aside(self, digest: Digest) -> None:
+        """Move a damaged payload out of the way."""
+        async with self._locks[digest]:
+            if (size := self.size(digest)) is not None:
+                await asyncio.to_thread(self._name, self.path(digest), self._damaged / digest)
+                self._used -= size
+
+    def stored(self) -> frozenset[Digest]:
+        """Every payload and upload that is there, but those that are written at the moment."""
+        found = {path.name for folder in (self._blobs, self._partial) for path in folder.rglob("*") if path.is_file()}
+        return frozenset(
+            Digest(name)
+            for name in found
+            if not ((lock := self._locks.get(Digest(name))) and lock.locked()) and name not in self._held
+        )
+
+    async def is_sound(self, digest: Digest) -> bool:
+        """Whether the bytes on disk are still those that the name says.
+
+        Raises:
+            UnknownPayload: not stored.
+        """
+        try:
+            return await asyncio.to_thread(file_digest, self.path(digest)) == digest
+        except FileNotFoundError as error:
+            raise UnknownPayload(f"payload {digest[:12]} is not stored") from error
+
+    async def _reserve(self, num_bytes: int) -> None:
+        missing = self._used + num_bytes - self._store_bytes
+        if missing > 0:
+            await self.make_room(missing)
+        if self._used + num_bytes > self._store_bytes:
+            raise StoreFull(
+                f"{num_bytes} more bytes of payloads would exceed store_bytes = {self._store_bytes};"
+                f" {self._used} are used and nothing more can be deleted now",
+                retry_after_s=30.0,
+            )
+        self._used += num_bytes
+
     async def _write(self, digest: Digest, *, offset: int, num_bytes: int, frames: AsyncIterator[bytes]) -> int:
         path = self._partial / digest
         try:
             file = await asyncio.to_thread(path.open, "r+b" if path.exists() else "w+b", buffering=0)
         except OSError as error:
-            raise _typed(error) from error
+            raise typed_error(error) from error
         try:
             position = offset
             file.truncate(offset)
@@ -128,12 +224,12 @@ class BlobStore:
             async for frame in frames:
                 if position + len(frame) > num_bytes:
                     raise InvalidRequest(f"the frames exceed the stated {num_bytes} bytes")
-                await asyncio.to_thread(_write_all, file, frame)
+                await asyncio.to_thread(write_all, file, frame)
                 position += len(frame)
             return position
         finally:
             # Also after a broken link: what arrived is durable, so the sender goes on from here.
-            await asyncio.to_thread(_sync_and_close, file, path)
+            await asyncio.to_thread(sync_and_close, file, path)
 
     def _complete(self, digest: Digest) -> None:
         partial, target = self._partial / digest, self.path(digest)
@@ -142,15 +238,18 @@ class BlobStore:
             partial.unlink()
             raise DigestMismatch(f"the content of payload {digest[:12]} has digest {found[:12]}")
         # Again, although `_write` did it: the bytes may be those of a process that died before its fsync.
-        _sync_and_close(partial.open("rb"), partial)
+        sync_and_close(partial.open("rb"), partial)
+        self._name(partial, target)
+
+    def _name(self, source: Path, target: Path) -> None:
         try:
             make_directory(target.parent)
-            partial.replace(target)
+            source.replace(target)
         except OSError as error:
-            raise _typed(error) from error
+            raise typed_error(error) from error
         try:
             sync_directory(target.parent)
-            sync_directory(self._partial)
+            sync_directory(source.parent)
         except OSError as error:
             raise CorruptStore(f"the disk of the payloads failed: {error}") from error
 
@@ -166,53 +265,5 @@ class BlobStore:
         return path.stat().st_size if path.exists() else 0
 
 
-async def read_frames(path: Path, *, offset: int, stop: int | None = None) -> AsyncIterator[bytes]:
-    """Yield [offset, stop) of a payload's file in frames of at most 1 MiB; one deleted meanwhile is read to its end.
-
-    Args:
-        path: the file.
-        offset: position of the first byte.
-        stop: position after the last byte; None for the end of the file.
-
-    Raises:
-        UnknownPayload: there is no such file.
-        InvalidRequest: the range is not within the file.
-    """
-    try:
-        file = path.open("rb")
-    except FileNotFoundError as error:
-        raise UnknownPayload(f"payload {path.name[-64:][:12]} is not stored") from error
-    with file:
-        size = os.fstat(file.fileno()).st_size
-        end = size if stop is None else stop
-        if not 0 <= offset <= end <= size:
-            raise InvalidRequest(f"bytes {offset} to {end} are not within the {size} bytes of the payload")
-        file.seek(offset)
-        while frame := await asyncio.to_thread(file.read, min(FRAME_BYTES, end - offset)):
-            offset += len(frame)
-            yield frame
-
-
-def _write_all(file: BinaryIO, frame: bytes) -> None:
-    view = memoryview(frame)
-    try:
-        while view:
-            view = view[file.write(view) :]
-    except OSError as error:
-        raise _typed(error) from error
-
-
-def _sync_and_close(file: BinaryIO, path: Path) -> None:
-    try:
-        os.fsync(file.fileno())
-    except OSError as error:
-        path.unlink()
-        raise _typed(error) from error
-    finally:
-        file.close()
-
-
-def _typed(error: OSError) -> Exception:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return StoreFull("the coordinator's disk is full", retry_after_s=5.0)
-    return CorruptStore(f"the disk of the payloads failed: {error}")
+async def _no_room(_missing: int) -> None:
+    pass

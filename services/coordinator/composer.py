@@ -68,8 +68,15 @@ class Composer:
     """The one who makes merged deltas. Belongs to the event loop."""
 
     def __init__(
-        self, *, merges: Merges, database: Database, path_of: Callable[[Digest], Path], config: CoordinatorConfig
+        self,
+        *,
+        merges: Merges,
+        database: Database,
+        path_of: Callable[[Digest], Path],
+        config: CoordinatorConfig,
+        leased: Callable[[], frozenset[Digest]],
     ) -> None:
+        self._leased = leased
         self._merges = merges
         self._database = database
         self._path_of = path_of
@@ -104,7 +111,7 @@ class Composer:
         """Compose what is due until cancelled; returns when the store ends, or when merging is off."""
         if not self._budget_bytes:
             return
-        executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="composer", initializer=_lower_priority)
+        executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="composer", initializer=lower_priority)
         try:
             while True:
                 self._wake.clear()
@@ -149,7 +156,9 @@ class Composer:
         _LOG.debug("versions %d to %d are one delta", payload.from_version, payload.to_version)
         # What had to go for want of room would be due at once, for ever.
         self._skipped |= set(
-            await self._merges.evict(head=choice.head, window=self._window, budget_bytes=self._budget_bytes)
+            await self._merges.evict(
+                head=choice.head, window=self._window, budget_bytes=self._budget_bytes, leased=self._leased
+            )
         )
         return True
 
@@ -228,7 +237,8 @@ def _path_over(connection: sqlite3.Connection, span: Span, merged_into: lineage.
         return ()
 
 
-def _lower_priority() -> None:
+def lower_priority() -> None:
+    """Put the calling thread behind everything else."""
     # Linux gives each thread a priority of its own; elsewhere this would slow the whole process.
     if sys.platform == "linux":
         with contextlib.suppress(OSError):

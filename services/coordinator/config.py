@@ -40,7 +40,13 @@ class CoordinatorConfig(Config):
     site_pending_bytes: int = Field(default=256 << 20, ge=1 << 16)
     """Bytes that one site may have in the queue."""
     store_bytes: int = Field(default=1 << 40, ge=1 << 20)
-    """Bytes that payloads may occupy on disk."""
+    """Bytes that payloads may occupy on disk; what no sampler needs is deleted before anything is refused."""
+    keep_versions: int = Field(default=0, ge=0)
+    """Newest versions whose deltas are all kept; 0 means four times max_staleness_versions, and at least 256."""
+    snapshot_ratio: float = Field(default=0.25, gt=0)
+    """A snapshot is due when the deltas after the newest one cost more than this share of its bytes."""
+    pull_lease_s: float = Field(default=600.0, gt=0)
+    """How long what was planned for a sampler stays although it fetches nothing, seconds."""
     merged_bytes: int = Field(default=64 << 30, ge=0)
     """Bytes that merged deltas may occupy on disk, beside store_bytes; 0 makes none. Safe to delete any time."""
     max_payload_bytes: int = Field(default=64 << 30, ge=1 << 10)
@@ -60,6 +66,8 @@ class CoordinatorConfig(Config):
     def _one_group_fits(self) -> CoordinatorConfig:
         if self.site_pending_bytes < self.max_message_bytes:
             raise ValueError("site_pending_bytes is below max_message_bytes: the largest group would wait for ever")
+        if 0 < self.keep_versions < self.max_staleness_versions:
+            raise ValueError("keep_versions is below max_staleness_versions: what samplers may still pull would go")
         return self
 
     def is_finished(self, head: int) -> bool:
@@ -68,8 +76,8 @@ class CoordinatorConfig(Config):
 
     @property
     def merge_window_versions(self) -> int:
-        """How far behind the head merged deltas are kept ready."""
-        return max(256, 4 * self.max_staleness_versions)
+        """How far behind the head deltas are kept, and merged ones ready."""
+        return self.keep_versions or max(256, 4 * self.max_staleness_versions)
 
     @property
     def outstanding_limit(self) -> int:

@@ -30,8 +30,10 @@ from services.coordinator.config import CoordinatorConfig
 from services.coordinator.database import Database, get_meta, set_meta
 from services.coordinator.merges import Merges
 from services.coordinator.policies import Policies
+from services.coordinator.pull_leases import PullLeases
 from services.coordinator.rollouts import Rollouts
 from services.coordinator.sites import Sites
+from services.coordinator.upkeep import Keeper
 
 _LOG = logging.getLogger(__name__)
 
@@ -61,6 +63,18 @@ class Coordinator(Policies, Rollouts):
             )
             merges = Merges(config.data_dir / "merged")
             await merges.open(database)
+            sites = Sites(work_lease_s=config.work_lease_s)
+            leases = PullLeases(term_s=config.pull_lease_s, started=now)
+            keeper = Keeper(
+                config=config,
+                clock=clock,
+                database=database,
+                blobs=blobs,
+                merges=merges,
+                leases=leases,
+                in_use=sites.versions_in_use,
+            )
+            await keeper.recover()
         except BaseException:
             await database.close()
             raise
@@ -70,8 +84,16 @@ class Coordinator(Policies, Rollouts):
             database=database,
             blobs=blobs,
             merges=merges,
-            composer=Composer(merges=merges, database=database, path_of=blobs.path, config=config),
-            sites=Sites(work_lease_s=config.work_lease_s),
+            composer=Composer(
+                merges=merges,
+                database=database,
+                path_of=blobs.path,
+                config=config,
+                leased=lambda: leases.payloads(clock.monotonic()),
+            ),
+            leases=leases,
+            keeper=keeper,
+            sites=sites,
             bell=Bell(),
             queue=queue.Queue(config=config),
             started=now,
@@ -91,6 +113,7 @@ class Coordinator(Policies, Rollouts):
     async def close(self) -> None:
         """End the streams and close the store."""
         await self.end_streams()
+        await self.keeper.close()
         await self.database.close()
 
     # run
@@ -136,10 +159,16 @@ class Coordinator(Policies, Rollouts):
 
     async def get_status(self) -> RunStatus:
         """The state of the run."""
-        now = self.clock.monotonic()
+        now, wall = self.clock.monotonic(), self.clock.wall()
         return await self.database.run(
             lambda connection: reports.run_status(
-                connection, config=self.config, sites=self.sites, now=now, uptime_s=now - self.started
+                connection,
+                config=self.config,
+                sites=self.sites,
+                now=now,
+                wall=wall,
+                uptime_s=now - self.started,
+                store_bytes=self.blobs.used_bytes,
             )
         )
 

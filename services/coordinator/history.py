@@ -18,7 +18,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from services.common.errors import CorruptStore, OperatorError
-from services.common.types import Digest
+from services.common.types import Digest, PayloadKind, PayloadRef
 
 STORE_FILE = "coordinator.sqlite"
 _SHARED_LOCK_BYTE = 0x40000002
@@ -47,6 +47,8 @@ class History:
 
     run_id: str
     versions: tuple[StoredVersion, ...]
+    offered: tuple[PayloadRef, ...]
+    """Payloads that the store offers; others were deleted, whatever manifests name."""
     blobs: Path
 
     def payload(self, digest: Digest) -> Path:
@@ -121,4 +123,10 @@ def _read(connection: sqlite3.Connection, directory: Path) -> History:
         )
         for version, epoch, manifest, digest, root, is_abandoned in rows
     )
-    return History(run_id="" if row is None else str(row[0]), versions=versions, blobs=directory / "blobs")
+    payloads = connection.execute("SELECT kind, from_version, to_version, digest, num_bytes FROM payloads")
+    offered = tuple(
+        PayloadRef(kind=PayloadKind(kind), from_version=a, to_version=b, digest=Digest(digest), num_bytes=size)
+        for kind, a, b, digest, size in payloads
+    )
+    run_id = "" if row is None else str(row[0])
+    return History(run_id=run_id, versions=versions, offered=offered, blobs=directory / "blobs")

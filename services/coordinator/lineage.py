@@ -11,7 +11,6 @@ import sqlite3
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from services.common.api import PlanKind, PullPlan
 from services.common.errors import (
     ContractMismatch,
     InvalidRequest,
@@ -29,7 +28,6 @@ from services.common.types import (
     PayloadRef,
     PublishRequest,
 )
-from services.common.weights.plan import plan_pull
 from services.common.wire import bytes_digest, contract_from_bytes, contract_to_bytes, manifest_digest
 from services.coordinator import manifests
 from services.coordinator.database import get_meta, set_meta
@@ -217,49 +215,6 @@ def is_in_lineage(connection: sqlite3.Connection, version: int) -> bool:
     """Whether a version exists and was not abandoned."""
     row = connection.execute("SELECT is_abandoned FROM versions WHERE version = ?", (version,)).fetchone()
     return row is not None and not row[0]
-
-
-def no_merged(_version: int) -> tuple[PayloadRef, ...]:
-    """No merged delta leads anywhere."""
-    return ()
-
-
-def plan(
-    connection: sqlite3.Connection,
-    *,
-    have_version: int,
-    have_root: str,
-    want_version: int,
-    merged_into: MergedInto,
-) -> PullPlan:
-    """Plan a pull; what the caller claims to hold counts only when its state root is that version's.
-
-    `merged_into` names the merged deltas that lead to a version.
-
-    Raises:
-        UnknownVersion: the wanted version does not exist or was abandoned.
-    """
-    want = read_head(connection).version if want_version == NONE else want_version
-    if not is_in_lineage(connection, want):
-        raise UnknownVersion(f"version {want} does not exist in the lineage")
-    start, note = have_version, ""
-    if have_version != NONE:
-        root = connection.execute("SELECT state_root FROM versions WHERE version = ?", (have_version,)).fetchone()
-        if root is None or root[0] != have_root:
-            start, note = NONE, f"; version {have_version} of the caller is not the run's"
-
-    def into(version: int) -> list[PayloadRef]:
-        return [*payloads_into(connection, version), *merged_into(version)]
-
-    kind, payloads, reason = plan_pull(into, have_version=start, want_version=want)
-    return PullPlan(
-        kind=PlanKind(kind),
-        target_version=want,
-        payloads=payloads,
-        manifests=tuple(manifests.read_manifest(connection, payload.to_version) for payload in payloads),
-        reason=reason + note,
-        signature=manifests.read_signature(connection, want) if payloads else b"",
-    )
 
 
 def payloads_into(connection: sqlite3.Connection, version: int) -> list[PayloadRef]:

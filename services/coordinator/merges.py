@@ -14,7 +14,7 @@ import logging
 import re
 import sqlite3
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from services.common.directory import make_directory, sync_directory
@@ -94,10 +94,20 @@ class Merges:
         self._replace_into()
         return bool(missing)
 
-    async def evict(self, *, head: int, window: int, budget_bytes: int) -> list[Span]:
-        """Delete what is useless or too much; whoever reads one of them reads it to the end. Returns their spans."""
+    async def drop(self, digest: Digest) -> None:
+        """Delete a damaged one; it is made again from its parts."""
+        for span in [span for span, payload in self._index.items() if payload.digest == digest]:
+            await asyncio.to_thread(self.path(self._index.pop(span)).unlink, missing_ok=True)
+        self._replace_into()
+
+    async def evict(
+        self, *, head: int, window: int, budget_bytes: int, leased: Callable[[], frozenset[Digest]] = frozenset
+    ) -> list[Span]:
+        """Delete what is useless or too much, but nothing that somebody fetches; returns the spans deleted."""
         sizes = {span: payload.num_bytes for span, payload in self._index.items()}
         evicted = to_evict(sizes, head=head, window=window, budget_bytes=budget_bytes)
+        kept = leased()
+        evicted = [span for span in evicted if self._index[span].digest not in kept]
         paths = [self.path(self._index.pop(span)) for span in evicted]
         self._replace_into()
         for path in paths:

@@ -15,8 +15,10 @@ from services.coordinator.composer import Composer
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.database import Database
 from services.coordinator.merges import Merges
+from services.coordinator.pull_leases import PullLeases
 from services.coordinator.queue import Queue
 from services.coordinator.sites import Sites
+from services.coordinator.upkeep import Keeper
 
 ResultT = TypeVar("ResultT")
 
@@ -31,6 +33,8 @@ class Node:
     blobs: BlobStore
     merges: Merges
     composer: Composer
+    leases: PullLeases
+    keeper: Keeper
     sites: Sites
     bell: Bell
     queue: Queue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from services.common.api import HeadUpdate, PullPlan
 from services.common.errors import (
@@ -21,12 +21,13 @@ from services.common.types import (
     Digest,
     GroupId,
     LeaseGrant,
+    Manifest,
     PublishRequest,
     SignedManifest,
 )
 from services.common.wire import manifest_from_bytes
-from services.coordinator import lineage, manifests, queue, reports
-from services.coordinator.blobs import read_frames
+from services.coordinator import lineage, manifests, plans, queue, reports
+from services.coordinator.blob_files import read_frames
 from services.coordinator.database import get_meta, set_meta
 from services.coordinator.membership import decide_acquire
 from services.coordinator.node import Node
@@ -107,6 +108,10 @@ class Policies(Node):
     async def publish_version(self, request: PublishRequest) -> int:
         """Commit one version and consume its groups, in one transaction."""
         manifest = manifest_from_bytes(request.manifest)
+        with self.blobs.held(payload.digest for payload in manifest.payloads):
+            return await self._publish(request, manifest)
+
+    async def _publish(self, request: PublishRequest, manifest: Manifest) -> int:
         for payload in manifest.payloads:
             if not await self.blobs.ensure(digest=payload.digest, num_bytes=payload.num_bytes):
                 raise PayloadMissing(f"{payload.kind.value} {payload.digest[:12]} is not complete")
@@ -133,6 +138,7 @@ class Policies(Node):
         if refused:
             raise GroupNotAvailable(why)
         self.composer.poke()
+        self.keeper.poke()
         _LOG.debug("version %d published", version)
         return version
 
@@ -163,33 +169,54 @@ class Policies(Node):
         return await self.database.run(lambda connection: manifests.read_signed_manifest(connection, version))
 
     async def plan_pull(
-        self, *, have_version: int, have_root: str, want_version: int, accept_merged: bool = False
+        self,
+        *,
+        have_version: int,
+        have_root: str,
+        want_version: int,
+        accept_merged: bool = False,
+        base_root: str = "",
+        object_bytes: int = 0,
     ) -> PullPlan:
         """Plan the cheapest way to a version by what is there; what would be cheaper is made for the next caller."""
 
         def operation(connection: sqlite3.Connection) -> tuple[PullPlan, int]:
-            plan = lineage.plan(
+            plan = plans.plan(
                 connection,
                 have_version=have_version,
                 have_root=have_root,
                 want_version=want_version,
-                merged_into=self.merges.into if accept_merged else lineage.no_merged,
+                base_root=base_root,
+                object_bytes=object_bytes,
+                merged_into=self.merges.into if accept_merged else plans.no_merged,
             )
             return plan, lineage.read_head(connection).version
 
-        plan, head = await self.database.run(operation)
+        plan, head = await self._leased(operation, have_version)
         if accept_merged:
             while await self.merges.forget_missing(plan.payloads):
                 self.composer.poke()
-                plan, head = await self.database.run(operation)
+                plan, head = await self._leased(operation, have_version)
             span = worth_merging(plan.payloads, head=head)
             if span is not None:
                 self.composer.request(span)
         return plan
 
+    async def _leased(
+        self, operation: Callable[[sqlite3.Connection], tuple[PullPlan, int]], have_version: int
+    ) -> tuple[PullPlan, int]:
+        plan, head = await self.database.run(operation)
+        # Nothing is awaited in between: a deletion decided after this plan was made sees its lease.
+        self.leases.grant(have_version=have_version, payloads=plan.payloads, now=self.clock.monotonic())
+        return plan, head
+
     async def read_payload(self, *, digest: Digest, offset: int, stop: int | None = None) -> AsyncIterator[bytes]:
-        """Yield frames of a payload."""
+        """Yield frames of a payload that still has the bytes of its name."""
         merged = self.merges.find(digest)
         path = self.blobs.path(digest) if merged is None else merged
-        async for frame in read_frames(path, offset=offset, stop=stop):
-            yield frame
+        with self.leases.reading(digest):
+            self.leases.touch(digest, self.clock.monotonic())
+            await self.keeper.check(digest, path)
+            async for frame in read_frames(path, offset=offset, stop=stop):
+                self.leases.touch(digest, self.clock.monotonic())
+                yield frame

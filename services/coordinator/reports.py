@@ -7,7 +7,7 @@ import json
 import sqlite3
 
 from services.common.types import RunStatus, StepReport
-from services.coordinator import ledger, lineage, manifests
+from services.coordinator import ledger, lineage, manifests, shelf
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.database import get_meta
 from services.coordinator.sites import Sites
@@ -27,13 +27,21 @@ def list_steps(connection: sqlite3.Connection, after_step: int, limit: int) -> t
 
 
 def run_status(
-    connection: sqlite3.Connection, *, config: CoordinatorConfig, sites: Sites, now: float, uptime_s: float
+    connection: sqlite3.Connection,
+    *,
+    config: CoordinatorConfig,
+    sites: Sites,
+    now: float,
+    wall: float,
+    uptime_s: float,
+    store_bytes: int,
 ) -> RunStatus:
     """The state of the run."""
     row = connection.execute(
         "SELECT version, bytes_full, bytes_last, changed_fraction FROM versions ORDER BY version DESC LIMIT 1"
     ).fetchone()
     last = connection.execute("SELECT report FROM steps ORDER BY step DESC, version DESC LIMIT 1").fetchone()
+    snapshot_version, snapshot_published = shelf.newest_snapshot(connection)
     is_held = get_meta(connection, "lease_released") == "0"
     return RunStatus(
         run_id=config.run_id,
@@ -49,4 +57,9 @@ def run_status(
         sites=sites.statuses(connection, now),
         last_report=StepReport(**json.loads(last[0])) if last else None,
         is_head_signed=bool(row and manifests.read_signature(connection, row[0])),
+        store_bytes=store_bytes,
+        store_limit_bytes=config.store_bytes,
+        snapshot_version=snapshot_version,
+        snapshot_age_s=max(0.0, wall - snapshot_published) if snapshot_version >= 0 else 0.0,
+        reclaimed_bytes=shelf.reclaimed_bytes(connection),
     )

@@ -114,6 +114,8 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
             have_root=request.have_root,
             want_version=request.want_version,
             accept_merged=request.accept_merged,
+            base_root=request.base_root,
+            object_bytes=request.object_bytes,
         )
         return messages.plan_to_pb(plan)
 

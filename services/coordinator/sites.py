@@ -66,6 +66,10 @@ class Sites:
             tokens_per_s=beat.tokens_per_s,
         )
 
+    def versions_in_use(self, since: float) -> frozenset[int]:
+        """Versions that sites seen since then generate with."""
+        return frozenset(seen.policy_version for seen in self._seen.values() if seen.at >= since)
+
     def register(self, connection: sqlite3.Connection, registration: Registration) -> int:
         """Make a registration durable; returns the highest sequence known of the incarnation."""
         key = (registration.site, registration.incarnation)

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from services.common.types import Manifest
 from services.coordinator.history import History, read_history
+from services.coordinator.kept import rebuildable, with_offered
 from services.coordinator.replay import check_payloads, num_rebuilt, replay
 from services.coordinator.verify import Check, Report, check_manifests
 
@@ -38,12 +39,18 @@ def verify_directory(
     manifests = check_manifests(history, keys=keys, report=report)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        total = sum(payload.num_bytes for manifest in manifests.values() for payload in manifest.payloads)
+        for version, manifest in sorted(manifests.items()):
+            if not manifest.payloads:
+                report.find(Check.PAYLOADS, version, "names no payload that leads to it")
+        kept = with_offered(history, manifests)
+        total = sum(payload.num_bytes for manifest in kept.values() for payload in manifest.payloads)
         hashing = progress.add_task("hashing payloads", total=total)
-        files = check_payloads(history, manifests, report=report, advance=lambda n: progress.advance(hashing, n))
+        files = check_payloads(history, kept, report=report, advance=lambda n: progress.advance(hashing, n))
         if is_replaying:
-            rebuilding = progress.add_task("rebuilding states", total=num_rebuilt(manifests))
-            replay(manifests, files, report=report, advance=lambda n: progress.advance(rebuilding, n))
+            rebuilding = progress.add_task("rebuilding states", total=num_rebuilt(kept))
+            replay(
+                rebuildable(manifests, kept), files, report=report, advance=lambda n: progress.advance(rebuilding, n)
+            )
     console.print(_checks(report, keys=keys, is_replaying=is_replaying))
     if report.findings:
         console.print(_findings(report))

@@ -120,7 +120,7 @@ class Resumption:
             cursor,
             head_version=head,
             committed_version=committed,
-            is_in_lineage=committed is not None and await self._can_pull(committed),
+            is_in_lineage=committed is not None and await self._is_in_lineage(committed, cursor.state_root),
         )
         _LOG.info("checkpoint %s: %s, %s", path.name, action.value, reason)
         if action is Action.SKIP:
@@ -137,9 +137,12 @@ class Resumption:
         assert committed is not None, "only a committed version is rolled back to"
         return await self._roll_back(cursor, arena, committed, head)
 
-    async def _can_pull(self, version: int) -> bool:
+    async def _is_in_lineage(self, version: int, state_root: str) -> bool:
+        # Planned from itself: an old version is in the lineage also when nothing leads to it any more.
         try:
-            await self.patience.insist(lambda: self.api.plan_pull(have_version=-1, have_root="", want_version=version))
+            await self.patience.insist(
+                lambda: self.api.plan_pull(have_version=version, have_root=state_root, want_version=version)
+            )
         except UnknownVersion:
             return False
         return True

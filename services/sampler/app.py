@@ -110,6 +110,7 @@ def join(
         spool=config.state_dir / "incoming",
         layout=parts.engine.layout,
         clock=clock,
+        base=parts.base,
         num_streams=config.pull_streams,
         threads=num_threads(config.engine.threads),
     )

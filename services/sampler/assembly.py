@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from services.common.prompts import Prompter
 from services.common.tasks.registry import build_task
 from services.common.tasks.task import Task
 from services.common.types import Contract
+from services.common.weights.arena import Arena
 from services.sampler.config import SamplerConfig
 
 
@@ -25,6 +27,8 @@ class Parts:
     task: Task
     prompter: Prompter
     contract: Contract
+    base: Callable[[], Arena | None] = lambda: None
+    """Weights of model_dir in the published type, until the engine loads others."""
 
 
 def assemble(config: SamplerConfig) -> Parts:
@@ -58,4 +62,4 @@ def assemble(config: SamplerConfig) -> Parts:
         group_size=config.group_size,
         sampling=sampling,
     )
-    return Parts(engine=engine, task=task, prompter=prompter, contract=contract)
+    return Parts(engine=engine, task=task, prompter=prompter, contract=contract, base=engine.base)

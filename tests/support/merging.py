@@ -75,8 +75,8 @@ class Counted:
             yield frame
 
 
-def puller(api: Any, spool: Path) -> Puller:
-    return Puller(api=api, spool=spool, layout=LARGER, clock=ManualClock())
+def puller(api: Any, spool: Path, **changes: Any) -> Puller:
+    return Puller(api=api, spool=spool, layout=LARGER, clock=ManualClock(), **changes)
 
 
 @contextlib.asynccontextmanager
@@ -99,3 +99,24 @@ async def published(core: Coordinator, directory: Path, count: int) -> RandomRun
     while run.head < count:
         await run.publish()
     return run
+
+
+@contextlib.asynccontextmanager
+async def keeping(directory: Path, **changes: Any) -> AsyncIterator[tuple[Coordinator, ManualClock]]:
+    """A coordinator whose composer runs and whose keeper works when told; every plan of an earlier process has ended."""
+    clock = ManualClock()
+    values: dict[str, Any] = {"keep_versions": 4, "max_staleness_versions": 2, "snapshot_ratio": 0.05, **changes}
+    core = await Coordinator.open(CoordinatorConfig(data_dir=directory / "data", **values), clock)
+    clock.advance(2 * core.config.pull_lease_s)
+    task = asyncio.create_task(core.composer.run())
+    try:
+        yield core, clock
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        await core.close()
+
+
+def stored_files(directory: Path) -> set[str]:
+    """Names of the payloads on disk."""
+    return {path.name for path in (directory / "data" / "blobs").rglob("*") if path.is_file()}

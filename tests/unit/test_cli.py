@@ -184,7 +184,7 @@ def test_status_is_shown_to_people_and_programs():
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(*status_tables(foreign))
     text = console.export_text()
-    assert [table.row_count for table in status_tables(status)] == [11, 1]
+    assert [table.row_count for table in status_tables(status)] == [12, 1]
     assert all(name in text for name in ("[/r]", "[/l]", "[/s]", "4, unsigned"))
     console.print(*status_tables(dataclasses.replace(status, is_head_signed=True)))
     assert "4, signed" in console.export_text()

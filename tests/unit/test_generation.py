@@ -201,3 +201,15 @@ def test_prompter_is_lossless_and_needs_a_template_to_use_one(model_dir):
     prompter.tokenizer.chat_template = "{% for m in messages %}({{ m['content'] }}){% endfor %}="
     prompter.use_chat_template = True
     assert prompter.decode(prompter.encode("12")) == "(12)="
+
+
+def test_base_is_the_weights_of_the_model_directory_until_others_are_loaded(model_dir):
+    engine = engine_of(model_dir)
+    base = engine.base()
+    assert base is not None
+    root = base.state_root()
+    assert engine_of(model_dir).base().state_root() == root
+
+    engine.load(base, version=0)
+
+    assert engine.base() is None

@@ -62,6 +62,14 @@ class HfEngine:
         """Version of the loaded weights; -1 before the first `load`."""
         return self._version
 
+    def base(self) -> Arena | None:
+        """Weights of model_dir in the published type; None once others were loaded."""
+        if self.version >= 0:
+            return None
+        arena = Arena(self._layout)
+        tensors.store(self.model, arena)
+        return arena
+
     def load(self, arena: Arena, version: int) -> None:
         """Swap the weights, between two calls of `generate`."""
         assert not self._is_generating, "weights are swapped between generation batches"

@@ -175,11 +175,23 @@ class CoordinatorClient:
         return SignedManifest(data=answer.manifest, signature=answer.signature)
 
     async def plan_pull(
-        self, *, have_version: int, have_root: str, want_version: int, accept_merged: bool = False
+        self,
+        *,
+        have_version: int,
+        have_root: str,
+        want_version: int,
+        accept_merged: bool = False,
+        base_root: str = "",
+        object_bytes: int = 0,
     ) -> PullPlan:
         """Ask for the cheapest way to a version."""
         request = policy_pb2.PlanPullRequest(
-            have_version=have_version, have_root=have_root, want_version=want_version, accept_merged=accept_merged
+            have_version=have_version,
+            have_root=have_root,
+            want_version=want_version,
+            accept_merged=accept_merged,
+            base_root=base_root,
+            object_bytes=object_bytes,
         )
         return messages.plan_from_pb(await self._call("PlanPull", request))
 

@@ -33,6 +33,11 @@ def status_to_pb(value: RunStatus) -> run_pb2.GetStatusResponse:
         ],
         last_report=report_to_pb(value.last_report) if value.last_report else None,
         is_head_signed=value.is_head_signed,
+        store_bytes=value.store_bytes,
+        store_limit_bytes=value.store_limit_bytes,
+        snapshot_version=value.snapshot_version if value.snapshot_version >= 0 else None,
+        snapshot_age_s=value.snapshot_age_s,
+        reclaimed_bytes=value.reclaimed_bytes,
     )
 
 
@@ -73,4 +78,9 @@ def status_from_pb(message: run_pb2.GetStatusResponse) -> RunStatus:
         ),
         last_report=report_from_pb(message.last_report) if message.HasField("last_report") else None,
         is_head_signed=message.is_head_signed,
+        store_bytes=message.store_bytes,
+        store_limit_bytes=message.store_limit_bytes,
+        snapshot_version=message.snapshot_version if message.HasField("snapshot_version") else -1,
+        snapshot_age_s=message.snapshot_age_s,
+        reclaimed_bytes=message.reclaimed_bytes,
     )

@@ -78,6 +78,27 @@ def verify_descendant(*, ancestor: Manifest, child: Manifest) -> None:
         raise StateMismatch(f"version {child.version} has another layout than version {ancestor.version}")
 
 
+def verify_merged(payload: PayloadRef, before: Manifest | None, after: Manifest) -> None:
+    """Check that a merged delta leads from one version to the other; see `verify_descendant`.
+
+    Raises:
+        StateMismatch: it leads elsewhere, or there is nothing before it.
+    """
+    if before is None or (payload.from_version, payload.to_version) != (before.version, after.version):
+        raise StateMismatch(f"a merged delta from version {payload.from_version} to {payload.to_version} does not fit")
+    verify_descendant(ancestor=before, child=after)
+
+
+def verify_snapshot(payload: PayloadRef, manifest: Manifest) -> None:
+    """Check that a snapshot says to be of this version; what it holds is for `verify_state` to say.
+
+    Raises:
+        StateMismatch: it is of another version.
+    """
+    if (payload.from_version, payload.to_version) != (NO_VERSION, manifest.version):
+        raise StateMismatch(f"a snapshot of version {payload.to_version} is not one of version {manifest.version}")
+
+
 def chunks_of(manifest: Manifest) -> tuple[Chunk, ...]:
     """The chunks of a version's state, from the sizes that its manifest states: no tensor table is needed.
 

@@ -154,7 +154,7 @@ async def test_delta_of_another_base_changes_nothing_and_is_replaced_by_a_snapsh
     api, run, puller, _, _ = world
     held = await puller.pull(held=None, want_version=1)
 
-    async def plan_pull(*, have_version, have_root, want_version, accept_merged=True):
+    async def plan_pull(*, have_version, have_root, want_version, **_):
         if have_version >= 0:
             have_version, have_root = 2, run.roots[2]
         return await api._core.plan_pull(have_version=have_version, have_root=have_root, want_version=want_version)

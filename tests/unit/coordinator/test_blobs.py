@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from services.common.errors import CorruptStore, DigestMismatch, InvalidRequest, StoreFull
 from services.common.types import Digest
-from services.coordinator.blobs import FRAME_BYTES, BlobStore, read_frames
+from services.coordinator.blob_files import FRAME_BYTES, read_frames
+from services.coordinator.blobs import BlobStore
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core import Coordinator
 from tests.support.clock import ManualClock

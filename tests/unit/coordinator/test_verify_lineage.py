@@ -19,10 +19,12 @@ from services.common.signing import new_key
 from services.common.types import PayloadKind
 from services.common.wire import manifest_digest, manifest_from_bytes, manifest_to_bytes
 from services.coordinator import history as history_module
+from services.coordinator import shelf
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core import Coordinator
 from services.coordinator.history import read_history
 from services.coordinator.verify_command import verify_directory
+from tests.support.merging import keeping, published
 from tests.support.run import Run
 
 
@@ -416,3 +418,34 @@ def test_faults_beyond_the_table_are_counted(recorded, monkeypatch):
 def test_lock_bytes_are_those_of_the_file_format():
     # https://sqlite.org/src/file/src/os.h: PENDING_BYTE 0x40000000, SHARED_FIRST two after it, 510 bytes.
     assert (history_module._SHARED_LOCK_BYTE - 0x40000000, history_module._SHARED_LOCK_BYTES) == (2, 510)
+
+
+async def test_history_of_which_payloads_were_deleted_is_sound_and_the_rest_is_rebuilt(tmp_path):
+    async with keeping(tmp_path) as (core, _):
+        run = await published(core, tmp_path, 0)
+        for _ in range(30):
+            await run.publish()
+            await core.composer.settle()
+            await core.keeper.work()
+        offered = await core.database.run(lambda connection: shelf.graph(connection).payloads)
+    (data,) = (path.parent for path in tmp_path.rglob("coordinator.sqlite"))
+    first = min(p.to_version for p in offered if p.kind is PayloadKind.SNAPSHOT)
+    assert first > 0
+
+    def verify():
+        text = io.StringIO()
+        code = verify_directory(data, keys=[], is_replaying=True, console=Console(file=text, width=200))
+        return code, text.getvalue()
+
+    code, text = verify()
+    assert code == 0, text
+    rows = {line.split("│")[1].strip(): line.split("│")[2].strip() for line in text.splitlines() if "│" in line}
+    rebuilt = [p for p in offered if p.kind is PayloadKind.SNAPSHOT or p.from_version >= first]
+    assert (rows["payloads by digest"], rows["states rebuilt"]) == (str(len(offered)), str(len(rebuilt)))
+
+    # The coordinator's own snapshot is looked at too.
+    snapshot = next(p for p in offered if p.to_version == first and p.kind is PayloadKind.SNAPSHOT)
+    read_history(data).payload(snapshot.digest).unlink()
+    code, text = verify()
+    assert code == 2
+    assert "is not stored" in text

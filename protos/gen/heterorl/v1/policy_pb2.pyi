@@ -643,6 +643,8 @@ class PlanPullRequest(google.protobuf.message.Message):
     HAVE_ROOT_FIELD_NUMBER: builtins.int
     WANT_VERSION_FIELD_NUMBER: builtins.int
     ACCEPT_MERGED_FIELD_NUMBER: builtins.int
+    BASE_ROOT_FIELD_NUMBER: builtins.int
+    OBJECT_BYTES_FIELD_NUMBER: builtins.int
     have_version: builtins.int
     """Version that the caller holds; -1 for none."""
     have_root: builtins.str
@@ -651,6 +653,10 @@ class PlanPullRequest(google.protobuf.message.Message):
     """Version that the caller wants; -1 for the head."""
     accept_merged: builtins.bool
     """Whether the caller applies merged deltas; otherwise none is planned."""
+    base_root: builtins.str
+    """State root (hex) of the model that the caller has without the run; empty for none."""
+    object_bytes: builtins.int
+    """What each payload costs beside its bytes, bytes: bandwidth times round trip."""
     def __init__(
         self,
         *,
@@ -658,8 +664,10 @@ class PlanPullRequest(google.protobuf.message.Message):
         have_root: builtins.str = ...,
         want_version: builtins.int = ...,
         accept_merged: builtins.bool = ...,
+        base_root: builtins.str = ...,
+        object_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accept_merged", b"accept_merged", "have_root", b"have_root", "have_version", b"have_version", "want_version", b"want_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accept_merged", b"accept_merged", "base_root", b"base_root", "have_root", b"have_root", "have_version", b"have_version", "object_bytes", b"object_bytes", "want_version", b"want_version"]) -> None: ...
 
 Global___PlanPullRequest: typing_extensions.TypeAlias = PlanPullRequest
 

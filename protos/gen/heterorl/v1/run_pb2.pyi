@@ -285,6 +285,11 @@ class GetStatusResponse(google.protobuf.message.Message):
     SITES_FIELD_NUMBER: builtins.int
     LAST_REPORT_FIELD_NUMBER: builtins.int
     IS_HEAD_SIGNED_FIELD_NUMBER: builtins.int
+    STORE_BYTES_FIELD_NUMBER: builtins.int
+    STORE_LIMIT_BYTES_FIELD_NUMBER: builtins.int
+    SNAPSHOT_VERSION_FIELD_NUMBER: builtins.int
+    SNAPSHOT_AGE_S_FIELD_NUMBER: builtins.int
+    RECLAIMED_BYTES_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """Name of the run."""
     head_version: builtins.int
@@ -313,6 +318,16 @@ class GetStatusResponse(google.protobuf.message.Message):
     """Share of elements that the newest version changed."""
     is_head_signed: builtins.bool
     """Whether the newest version came with a signature, which the coordinator cannot check."""
+    store_bytes: builtins.int
+    """Bytes that payloads occupy on disk."""
+    store_limit_bytes: builtins.int
+    """Bytes that they may occupy."""
+    snapshot_version: builtins.int
+    """Version of the newest verified snapshot; unset when there is none."""
+    snapshot_age_s: builtins.float
+    """Time since the publication of that version, seconds."""
+    reclaimed_bytes: builtins.int
+    """Bytes of payloads deleted since the run began."""
     @property
     def dropped(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DropCount]:
         """Groups dropped, by reason."""
@@ -345,10 +360,18 @@ class GetStatusResponse(google.protobuf.message.Message):
         sites: collections.abc.Iterable[Global___SiteStatus] | None = ...,
         last_report: heterorl.v1.common_pb2.StepReport | None = ...,
         is_head_signed: builtins.bool = ...,
+        store_bytes: builtins.int = ...,
+        store_limit_bytes: builtins.int = ...,
+        snapshot_version: builtins.int | None = ...,
+        snapshot_age_s: builtins.float = ...,
+        reclaimed_bytes: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_last_report", b"_last_report", "last_report", b"last_report"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_last_report", b"_last_report", "acked", b"acked", "bytes_full", b"bytes_full", "bytes_last", b"bytes_last", "changed_fraction", b"changed_fraction", "consumed", b"consumed", "dropped", b"dropped", "epoch", b"epoch", "head_version", b"head_version", "is_draining", b"is_draining", "is_head_signed", b"is_head_signed", "last_report", b"last_report", "learner", b"learner", "leased", b"leased", "pending", b"pending", "run_id", b"run_id", "sites", b"sites", "uptime_s", b"uptime_s"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_last_report", b"_last_report", "_snapshot_version", b"_snapshot_version", "last_report", b"last_report", "snapshot_version", b"snapshot_version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_last_report", b"_last_report", "_snapshot_version", b"_snapshot_version", "acked", b"acked", "bytes_full", b"bytes_full", "bytes_last", b"bytes_last", "changed_fraction", b"changed_fraction", "consumed", b"consumed", "dropped", b"dropped", "epoch", b"epoch", "head_version", b"head_version", "is_draining", b"is_draining", "is_head_signed", b"is_head_signed", "last_report", b"last_report", "learner", b"learner", "leased", b"leased", "pending", b"pending", "reclaimed_bytes", b"reclaimed_bytes", "run_id", b"run_id", "sites", b"sites", "snapshot_age_s", b"snapshot_age_s", "snapshot_version", b"snapshot_version", "store_bytes", b"store_bytes", "store_limit_bytes", b"store_limit_bytes", "uptime_s", b"uptime_s"]) -> None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_last_report", b"_last_report"]) -> typing.Literal["last_report"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_snapshot_version", b"_snapshot_version"]) -> typing.Literal["snapshot_version"] | None: ...
 
 Global___GetStatusResponse: typing_extensions.TypeAlias = GetStatusResponse
 

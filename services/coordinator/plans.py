@@ -1,0 +1,70 @@
+"""Plans of pulls, as a store operation: what the caller holds is believed only with its state root."""
+
+from __future__ import annotations
+
+import sqlite3
+
+from services.common.api import PlanKind, PullPlan
+from services.common.errors import UnknownVersion
+from services.common.types import PayloadRef
+from services.common.weights.plan import plan_pull
+from services.coordinator import lineage, manifests
+
+
+def no_merged(_version: int) -> tuple[PayloadRef, ...]:
+    """No merged delta leads anywhere."""
+    return ()
+
+
+def plan(
+    connection: sqlite3.Connection,
+    *,
+    have_version: int,
+    have_root: str,
+    want_version: int,
+    merged_into: lineage.MergedInto,
+    base_root: str = "",
+    object_bytes: int = 0,
+) -> PullPlan:
+    """Plan a pull; what the caller claims to hold counts only when its state root is that version's.
+
+    `merged_into` names the merged deltas that lead to a version; `base_root` is the state of the caller's base model.
+
+    Raises:
+        UnknownVersion: the wanted version does not exist or was abandoned.
+    """
+    want = lineage.read_head(connection).version if want_version == lineage.NONE else want_version
+    if not lineage.is_in_lineage(connection, want):
+        raise UnknownVersion(f"version {want} does not exist in the lineage")
+    start, note = have_version, ""
+    if have_version != lineage.NONE:
+        root = connection.execute("SELECT state_root FROM versions WHERE version = ?", (have_version,)).fetchone()
+        if root is None or root[0] != have_root:
+            start, note = lineage.NONE, f"; version {have_version} of the caller is not the run's"
+
+    def into(version: int) -> list[PayloadRef]:
+        return [*lineage.payloads_into(connection, version), *merged_into(version)]
+
+    kind, payloads, reason = plan_pull(
+        into,
+        have_version=start,
+        want_version=want,
+        base_version=_version_of_root(connection, base_root),
+        object_bytes=object_bytes,
+    )
+    return PullPlan(
+        kind=PlanKind(kind),
+        target_version=want,
+        payloads=payloads,
+        manifests=tuple(manifests.read_manifest(connection, payload.to_version) for payload in payloads),
+        reason=reason + note,
+        signature=manifests.read_signature(connection, want) if payloads else b"",
+    )
+
+
+def _version_of_root(connection: sqlite3.Connection, root: str) -> int:
+    """The first version if it has this state: the one that anybody may hold without the run."""
+    row = connection.execute(
+        "SELECT version FROM versions WHERE version = 0 AND state_root = ? AND is_abandoned = 0", (root,)
+    ).fetchone()
+    return lineage.NONE if row is None else int(row[0])

@@ -1,0 +1,143 @@
+"""What of the published payloads may go: pure, by what pulls can still ask for, never by counting versions alone.
+
+Versions are nodes, payloads are edges. Kept is whatever one of these needs:
+
+    the newest `window` versions: each delta into them
+    any version that the staleness bound lets a sampler ask for, from nothing: the cheapest way to the oldest of them,
+    a verified one if there is any, and each snapshot of a later one that no delta leads to
+    the head, from each of the newest two verified snapshots: so one damaged file costs no rebuild
+    the head and the oldest version asked for, from each version in use or under a lease: the cheapest way
+    what is leased or read at the moment
+    snapshots newer than the newest verified one
+
+When no verified way leads to the head, nothing goes at all.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from services.common.errors import UnknownVersion
+from services.common.types import Digest, PayloadKind, PayloadRef
+from services.common.weights.plan import NOTHING, plan_pull
+
+KEPT_SNAPSHOTS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graph:
+    """The published payloads. `lineage` is ascending; its last version is the head. `verified` are versions."""
+
+    payloads: Sequence[PayloadRef]
+    lineage: Sequence[int]
+    verified: Collection[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What must stay possible. `in_use` are versions; `window` is at least `staleness`."""
+
+    window: int
+    staleness: int
+    in_use: Collection[int]
+    leased: Collection[Digest]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retirement:
+    """What may go, and the verified way to the head that everything then depends on (empty: nothing may go)."""
+
+    payloads: tuple[PayloadRef, ...]
+    way: tuple[PayloadRef, ...]
+    reason: str
+
+
+def decide_retirement(graph: Graph, needs: Needs) -> Retirement:
+    """Choose the payloads that nobody needs."""
+    if not graph.lineage:
+        return Retirement(payloads=(), way=(), reason="there is no version")
+    head = graph.lineage[-1]
+    lowest = next(version for version in graph.lineage if version >= head - needs.staleness)
+    ways = _Ways(graph)
+    way = ways.cheapest(NOTHING, head)
+    if way is None:
+        return Retirement(payloads=(), way=(), reason="no verified snapshot leads to the head")
+    oldest_way = ways.cheapest(NOTHING, lowest) or ways.unverified(lowest)
+    kept = {*way, *oldest_way, *ways.deltas_after(head - needs.window), *ways.gaps_after(lowest)}
+    kept.update(payload for payload in graph.payloads if payload.digest in needs.leased)
+    kept.update(ways.of_snapshots(head))
+    for start in needs.in_use:
+        for goal in (lowest, head):
+            kept.update(ways.cheapest(start, goal) or () if start < goal else ())
+    retired = tuple(payload for payload in graph.payloads if payload not in kept)
+    return Retirement(payloads=retired, way=way, reason=f"{len(retired)} of {len(graph.payloads)} are not needed")
+
+
+class _Ways:
+    """Ways over the lineage that begin with a verified snapshot or with a version that somebody holds."""
+
+    def __init__(self, graph: Graph) -> None:
+        lineage = set(graph.lineage)
+        self._verified = sorted(version for version in graph.verified if version in lineage)
+        self._into: defaultdict[int, list[PayloadRef]] = defaultdict(list)
+        self._snapshots: dict[int, PayloadRef] = {}
+        for payload in graph.payloads:
+            if payload.to_version not in lineage:
+                continue
+            if payload.kind is PayloadKind.SNAPSHOT:
+                self._snapshots[payload.to_version] = payload
+            if payload.kind is not PayloadKind.SNAPSHOT or payload.to_version in graph.verified:
+                self._into[payload.to_version].append(payload)
+
+    def cheapest(self, start: int, goal: int) -> tuple[PayloadRef, ...] | None:
+        """The cheapest way, or None."""
+        try:
+            return plan_pull(lambda version: self._into[version], have_version=start, want_version=goal)[1]
+        except UnknownVersion:
+            return None
+
+    def unverified(self, goal: int) -> tuple[PayloadRef, ...]:
+        """The cheapest way from any snapshot; none when there is none."""
+
+        def into(version: int) -> list[PayloadRef]:
+            snapshot = self._snapshots.get(version)
+            return [*self._deltas_into(version), *([snapshot] if snapshot else [])]
+
+        try:
+            return plan_pull(into, have_version=NOTHING, want_version=goal)[1]
+        except UnknownVersion:
+            return ()
+
+    def deltas_after(self, version: int) -> Iterable[PayloadRef]:
+        """Deltas into later versions."""
+        for newer in [newer for newer in self._into if newer > version]:
+            yield from self._deltas_into(newer)
+
+    def gaps_after(self, version: int) -> Iterable[PayloadRef]:
+        """Snapshots of later versions that no delta leads to."""
+        for newer, payload in self._snapshots.items():
+            if newer > version and not self._deltas_into(newer):
+                yield payload
+
+    def of_snapshots(self, head: int) -> Iterable[PayloadRef]:
+        """The newest verified snapshots with their ways to the head, and what is newer than them and not verified."""
+        newest = [version for version in self._verified if version in self._snapshots][-KEPT_SNAPSHOTS:]
+        for version in newest:
+            yield self._snapshots[version]
+            yield from self._after(version, head)
+        for version, payload in self._snapshots.items():
+            if version > max(newest, default=NOTHING):
+                yield payload
+
+    def _after(self, start: int, goal: int) -> tuple[PayloadRef, ...]:
+        """The cheapest deltas from a version on; none when only another snapshot leads there."""
+
+        try:
+            return plan_pull(self._deltas_into, have_version=start, want_version=goal)[1]
+        except UnknownVersion:
+            return ()
+
+    def _deltas_into(self, version: int) -> list[PayloadRef]:
+        return [payload for payload in self._into[version] if payload.kind is not PayloadKind.SNAPSHOT]

@@ -1,0 +1,166 @@
+"""What the store says of the payloads that are kept, as store operations, and the directory where they are rebuilt."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from services.common.directory import make_directory
+from services.common.errors import UnknownVersion
+from services.common.types import Digest, PayloadKind, PayloadRef
+from services.common.weights.plan import NOTHING, plan_pull
+from services.common.wire import manifest_from_bytes
+from services.coordinator import lineage, manifests
+from services.coordinator.database import get_meta, set_meta
+from services.coordinator.retention import Graph
+from services.coordinator.snapshots import Work
+
+
+def empty(directory: Path) -> None:
+    """Make a directory and remove what an earlier process left in it."""
+    make_directory(directory)
+    for path in directory.iterdir():
+        path.unlink()
+
+
+def graph(connection: sqlite3.Connection) -> Graph:
+    """The published payloads over the versions that they touch."""
+    rows = connection.execute("SELECT kind, from_version, to_version, digest, num_bytes FROM payloads")
+    payloads = [
+        PayloadRef(kind=PayloadKind(kind), from_version=a, to_version=b, digest=Digest(digest), num_bytes=size)
+        for kind, a, b, digest, size in rows
+    ]
+    oldest = min((payload.to_version for payload in payloads), default=0)
+    # The head belongs to it also when all its payloads were struck out.
+    versions = connection.execute(
+        "SELECT version FROM versions WHERE is_abandoned = 0 AND"
+        " (version >= ? OR version = (SELECT max(version) FROM versions)) ORDER BY version",
+        (oldest,),
+    )
+    return Graph(
+        payloads=payloads,
+        lineage=[int(row[0]) for row in versions],
+        verified=_verified(connection),
+    )
+
+
+def work(connection: sqlite3.Connection, way: Sequence[PayloadRef]) -> Work:
+    """A way with the manifests that it leads to."""
+    stated = (manifest_from_bytes(manifests.read_manifest(connection, payload.to_version)) for payload in way)
+    return Work(payloads=tuple(way), manifests=tuple(stated))
+
+
+def unverified_snapshot(connection: sqlite3.Connection) -> Work | None:
+    """The newest snapshot of the lineage, when it is not verified yet."""
+    row = connection.execute(
+        "SELECT p.from_version, p.to_version, p.digest, p.num_bytes, f.version FROM payloads p"
+        " JOIN versions v ON v.version = p.to_version LEFT JOIN verified f ON f.version = p.to_version"
+        " WHERE p.kind = ? AND v.is_abandoned = 0 ORDER BY p.to_version DESC LIMIT 1",
+        (PayloadKind.SNAPSHOT.value,),
+    ).fetchone()
+    if row is None or row[4] is not None:
+        return None
+    payload = PayloadRef(
+        kind=PayloadKind.SNAPSHOT, from_version=row[0], to_version=row[1], digest=Digest(row[2]), num_bytes=row[3]
+    )
+    return work(connection, (payload,))
+
+
+def note_verified(connection: sqlite3.Connection, payload: PayloadRef) -> None:
+    """Remember that a snapshot was decoded and is its version's state."""
+    connection.execute("INSERT OR REPLACE INTO verified VALUES (?, ?)", (payload.to_version, payload.digest))
+
+
+def add_snapshot(connection: sqlite3.Connection, payload: PayloadRef) -> bool:
+    """Offer a verified snapshot that the coordinator wrote; False when its version was abandoned or has one."""
+    inserted = 0
+    if lineage.is_in_lineage(connection, payload.to_version):
+        inserted = connection.execute(
+            "INSERT OR IGNORE INTO payloads VALUES (?, ?, ?, ?, ?)",
+            (payload.to_version, payload.kind.value, payload.from_version, payload.digest, payload.num_bytes),
+        ).rowcount
+    if inserted:
+        note_verified(connection, payload)
+    return bool(inserted)
+
+
+def way_of_joiner(connection: sqlite3.Connection, merged_into: lineage.MergedInto) -> tuple[PayloadRef, ...]:
+    """The cheapest way from a verified snapshot to the head; empty when there is none."""
+    verified = _verified(connection)
+
+    def into(version: int) -> list[PayloadRef]:
+        payloads = [*lineage.payloads_into(connection, version), *merged_into(version)]
+        return [p for p in payloads if p.kind is not PayloadKind.SNAPSHOT or version in verified]
+
+    try:
+        head = lineage.read_head(connection).version
+        return plan_pull(into, have_version=NOTHING, want_version=head)[1]
+    except UnknownVersion:
+        return ()
+
+
+def strike_out(connection: sqlite3.Connection, digest: Digest) -> None:
+    """Offer a payload no longer."""
+    connection.execute("DELETE FROM verified WHERE digest = ?", (digest,))
+    connection.execute("DELETE FROM payloads WHERE digest = ?", (digest,))
+
+
+def retire(connection: sqlite3.Connection, payloads: Iterable[PayloadRef]) -> None:
+    """Offer payloads no longer, and write down the files that may go."""
+    for payload in payloads:
+        connection.execute(
+            "DELETE FROM payloads WHERE to_version = ? AND kind = ? AND from_version = ?",
+            (payload.to_version, payload.kind.value, payload.from_version),
+        )
+        if payload.kind is PayloadKind.SNAPSHOT:
+            connection.execute("DELETE FROM verified WHERE version = ?", (payload.to_version,))
+        retire_digests(connection, [payload.digest])
+
+
+def retire_digests(connection: sqlite3.Connection, digests: Iterable[Digest]) -> None:
+    """Write down files that may go, unless a version names them."""
+    for digest in digests:
+        if not is_named(connection, digest):
+            connection.execute("INSERT OR IGNORE INTO retired VALUES (?)", (digest,))
+
+
+def retired(connection: sqlite3.Connection) -> list[Digest]:
+    """Files that may go; those that a version came to name again are forgotten here."""
+    connection.execute("DELETE FROM retired WHERE digest IN (SELECT digest FROM payloads)")
+    return [Digest(row[0]) for row in connection.execute("SELECT digest FROM retired ORDER BY digest")]
+
+
+def forget_retired(connection: sqlite3.Connection, freed: Mapping[Digest, int]) -> None:
+    """Note that files are gone, and their bytes."""
+    connection.executemany("DELETE FROM retired WHERE digest = ?", [(digest,) for digest in freed])
+    set_meta(connection, "reclaimed_bytes", str(reclaimed_bytes(connection) + sum(freed.values())))
+
+
+def reclaimed_bytes(connection: sqlite3.Connection) -> int:
+    """Bytes of payloads deleted since the run began."""
+    return int(get_meta(connection, "reclaimed_bytes") or 0)
+
+
+def is_named(connection: sqlite3.Connection, digest: Digest) -> bool:
+    """Whether a version offers a payload."""
+    return connection.execute("SELECT 1 FROM payloads WHERE digest = ? LIMIT 1", (digest,)).fetchone() is not None
+
+
+def named(connection: sqlite3.Connection) -> tuple[frozenset[Digest], int]:
+    """Every payload that a version offers or that may go already, and the head."""
+    rows = connection.execute("SELECT digest FROM payloads UNION SELECT digest FROM retired")
+    return frozenset(Digest(row[0]) for row in rows), lineage.read_head(connection).version
+
+
+def newest_snapshot(connection: sqlite3.Connection) -> tuple[int, float]:
+    """The newest verified snapshot and when its version was published; (-1, 0) when there is none."""
+    row = connection.execute(
+        "SELECT version, published FROM verified JOIN versions USING (version) WHERE is_abandoned = 0"
+        " ORDER BY version DESC LIMIT 1"
+    ).fetchone()
+    return (lineage.NONE, 0.0) if row is None else (int(row[0]), float(row[1]))
+
+
+def _verified(connection: sqlite3.Connection) -> frozenset[int]:
+    return frozenset(int(row[0]) for row in connection.execute("SELECT version FROM verified"))

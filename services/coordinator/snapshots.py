@@ -1,0 +1,166 @@
+"""Snapshots that the coordinator writes itself, and the proof that a way of payloads leads where it says.
+
+Both take one chunk after another: memory is one chunk, its coded form and the temporaries of the codec, whatever the
+size of the model. A way is proved by rebuilding each state along it and comparing every chunk's digest with that
+version's manifest, so what a sampler would end with is known, and a damaged payload is known by its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.common.errors import CorruptData, StateMismatch
+from services.common.types import Manifest, PayloadKind, PayloadRef
+from services.common.weights.arena import Chunk, digest_integers, state_root, zeros
+from services.common.weights.codec import apply_chunk
+from services.common.weights.compose import compose
+from services.common.weights.container import NO_ROOT, Header, read_chunk, read_header
+from services.common.weights.manifest import chunks_of
+from services.common.weights.plan import NOTHING
+
+
+class DamagedPayload(CorruptData):
+    """A payload does not lead to the state that its version's manifest states."""
+
+    def __init__(self, index: int, problem: str) -> None:
+        super().__init__(problem)
+        self.index = index
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """A way that begins with a snapshot; `manifests[i]` is of the version that `payloads[i]` leads to."""
+
+    payloads: tuple[PayloadRef, ...]
+    manifests: tuple[Manifest, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Due:
+    """Whether a snapshot of the head is worth its bytes, and why."""
+
+    is_due: bool
+    reason: str
+
+
+def decide_snapshot(way: Sequence[PayloadRef], *, snapshot_ratio: float, window: int, object_bytes: int = 0) -> Due:
+    """Decide by the way that a new sampler would take.
+
+    Its deltas cost D = sum(bytes + object_bytes), its snapshot S bytes. With the snapshot renewed at D = r S, deltas
+    add at most a share r to what a new sampler pulls, and a run whose merged deltas grow to r S in k versions writes
+    S / k bytes a version to disk. Beyond `window` versions a snapshot is due whatever the bytes, since the deltas that
+    the way needs could not be deleted.
+
+    Args:
+        way: the snapshot first, then deltas to the head.
+        snapshot_ratio: r.
+        window: newest versions whose deltas are kept anyhow.
+        object_bytes: what each payload costs beside its bytes.
+    """
+    if not way or way[0].kind is not PayloadKind.SNAPSHOT:
+        return Due(is_due=False, reason="there is no snapshot to start from")
+    deltas = way[1:]
+    if not deltas:
+        return Due(is_due=False, reason="the head has a snapshot")
+    cost = sum(payload.num_bytes + object_bytes for payload in deltas)
+    limit = snapshot_ratio * way[0].num_bytes
+    versions = deltas[-1].to_version - way[0].to_version
+    if cost > limit:
+        return Due(is_due=True, reason=f"{len(deltas)} deltas cost {cost} bytes, the snapshot {way[0].num_bytes}")
+    if versions > window:
+        return Due(is_due=True, reason=f"the newest snapshot is {versions} versions old, {window} are kept")
+    return Due(is_due=False, reason=f"{len(deltas)} deltas cost {cost} bytes, {limit:.0f} are the bound")
+
+
+def verify_way(paths: Sequence[Path], manifests: Sequence[Manifest], *, on_chunk: Callable[[], None]) -> None:
+    """Rebuild the states along a way that begins with a snapshot, and compare them with their manifests.
+
+    The first and the last are compared; when the last is wrong, all of them, to find the payload. Files are open only
+    while they are read: a way may have more payloads than a process may have files.
+
+    Args:
+        paths: the payloads, each starting from the state that the one before leads to.
+        manifests: of the version that each payload leads to.
+        on_chunk: called before each chunk; what it raises ends the work.
+
+    Raises:
+        DamagedPayload: names the first payload that breaks the format or leads to another state.
+        FileNotFoundError: a payload is gone.
+    """
+    chunks = chunks_of(manifests[-1])
+    headers: list[tuple[Header, int]] = []
+    before = NO_ROOT
+    for index, (path, manifest) in enumerate(zip(paths, manifests, strict=True)):
+        try:
+            with path.open("rb") as file:
+                header = read_header(file, layout_id=manifest.layout_id, chunks=chunks)
+                headers.append((header, file.tell()))
+            if (header.from_root, header.to_root) != (before, manifest.state_root):
+                raise StateMismatch(f"it leads from {header.from_root[:12]} to {header.to_root[:12]}")
+            if state_root(manifest.layout_id, manifest.chunk_digests) != manifest.state_root:
+                raise StateMismatch(f"the manifest of version {manifest.version} contradicts itself")
+        except CorruptData as error:
+            raise DamagedPayload(index, str(error)) from error
+        before = header.to_root
+    places = [begin for _, begin in headers]
+    for number, chunk in enumerate(chunks):
+        on_chunk()
+        if _rebuild_chunk(paths, headers, places, number, chunk, manifests, is_each_compared=False) is not None:
+            wrong = _rebuild_chunk(paths, headers, places, number, chunk, manifests, is_each_compared=True)
+            index = len(paths) - 1 if wrong is None else wrong
+            raise DamagedPayload(index, f"chunk {number} differs from version {manifests[index].version}")
+        places = [place + header.records[number].num_bytes for place, (header, _) in zip(places, headers, strict=True)]
+
+
+def _rebuild_chunk(
+    paths: Sequence[Path],
+    headers: Sequence[tuple[Header, int]],
+    places: Sequence[int],
+    number: int,
+    chunk: Chunk,
+    manifests: Sequence[Manifest],
+    *,
+    is_each_compared: bool,
+) -> int | None:
+    """Index of the first payload compared that leads to another chunk, or None."""
+    values = zeros(chunk)
+    for index, (path, (header, _), manifest) in enumerate(zip(paths, headers, manifests, strict=True)):
+        record = header.records[number]
+        try:
+            with path.open("rb") as file:
+                file.seek(places[index])
+                data = read_chunk(file, record, number=number)
+            apply_chunk(record.method, memoryview(data), values)
+        except CorruptData as error:
+            raise DamagedPayload(index, str(error)) from error
+        is_compared = is_each_compared or index in (0, len(paths) - 1)
+        if is_compared and digest_integers(values) != manifest.chunk_digests[number]:
+            return index
+    return None
+
+
+def write_snapshot(paths: Sequence[Path], target: Path, work: Work, on_chunk: Callable[[], None]) -> PayloadRef:
+    """Compose a way into one snapshot and prove it; durable when it returns.
+
+    Raises:
+        DamagedPayload: a payload of the way is not what it should be; `target` is gone.
+        OSError: a payload is gone, or the disk is full.
+    """
+    last = work.manifests[-1]
+    try:
+        composed = compose(paths, target, layout_id=last.layout_id, chunks=chunks_of(last), on_chunk=on_chunk)
+        verify_way([target], [last], on_chunk=on_chunk)
+    except CorruptData as error:
+        target.unlink(missing_ok=True)
+        # The sum is wrong: find out which part.
+        verify_way(paths, work.manifests, on_chunk=on_chunk)
+        raise OSError(f"the snapshot of version {last.version} is wrong although its parts are right") from error
+    return PayloadRef(
+        kind=PayloadKind.SNAPSHOT,
+        from_version=NOTHING,
+        to_version=last.version,
+        digest=composed.digest,
+        num_bytes=composed.num_bytes,
+    )

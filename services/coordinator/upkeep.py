@@ -1,0 +1,292 @@
+"""Keeps the payloads servable and few: verifies snapshots, writes them when they are due, deletes what nobody needs.
+
+    loop    waits for                          unblocked by
+    run     something to verify or write       poke: a new version
+    run     its thread                         the thread; the end of the process, between two chunks
+
+A deletion survives a crash at any point: rows first, in one transaction that writes down what they named, then the
+files, then the note. So a plan never names a file that may go, and a start ends what an earlier process began. Before
+anything is retired, the way to the head that everything then depends on is rebuilt and compared with its manifests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from services.common.clock import Clock
+from services.common.errors import CorruptStore, Draining, StoreFull, UnknownPayload
+from services.common.metrics import DAMAGED_PAYLOADS, RECLAIMED_BYTES
+from services.common.types import Digest, PayloadKind, PayloadRef
+from services.common.weights.compose import MAX_PAYLOADS
+from services.common.weights.payload import file_digest
+from services.coordinator import shelf
+from services.coordinator.blobs import BlobStore
+from services.coordinator.composer import lower_priority
+from services.coordinator.config import CoordinatorConfig
+from services.coordinator.database import Database
+from services.coordinator.merges import Merges
+from services.coordinator.pull_leases import PullLeases
+from services.coordinator.retention import Needs, Retirement, decide_retirement
+from services.coordinator.snapshots import DamagedPayload, Work, decide_snapshot, verify_way, write_snapshot
+
+_LOG = logging.getLogger(__name__)
+ResultT = TypeVar("ResultT")
+BATCHES = 8
+"""Versions of the window are given up an eighth of it at a time: each time costs a rebuild of the head."""
+UNPUBLISHED_VERSIONS = 2
+"""An upload that no version named while the head moved on so far is given up."""
+
+
+class _Stopped(Exception):
+    """The process ends; what is under way is thrown away."""
+
+
+class Keeper:
+    """The one who deletes payloads and writes snapshots. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        *,
+        config: CoordinatorConfig,
+        clock: Clock,
+        database: Database,
+        blobs: BlobStore,
+        merges: Merges,
+        leases: PullLeases,
+        in_use: Callable[[float], frozenset[int]],
+    ) -> None:
+        self._config = config
+        self._clock = clock
+        self._database = database
+        self._blobs = blobs
+        self._merges = merges
+        self._leases = leases
+        self._in_use = in_use
+        self._rebuilt = config.data_dir / "rebuilt"
+        self._collecting = asyncio.Lock()
+        self._unpublished: dict[Digest, int] = {}
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._stopping = threading.Event()
+        self._executor: ThreadPoolExecutor | None = None
+        blobs.make_room = self._make_room
+
+    def poke(self) -> None:
+        """Look again for something to do."""
+        self._idle.clear()
+        self._wake.set()
+
+    async def settle(self) -> None:
+        """Wait until nothing is left to do; `run` must be running."""
+        await self._idle.wait()
+
+    async def recover(self) -> None:
+        """End what an earlier process began; nothing is served yet."""
+        await asyncio.to_thread(shelf.empty, self._rebuilt)
+        await self._sweep()
+
+    async def close(self) -> None:
+        """End the thread between two chunks."""
+        self._stopping.set()
+        if self._executor is not None:
+            await asyncio.to_thread(self._executor.shutdown)
+
+    async def run(self) -> None:
+        """Verify, write and delete what is due until cancelled; returns when the store ends."""
+        try:
+            while True:
+                self._wake.clear()
+                await self.work()
+                if not self._wake.is_set():
+                    self._idle.set()
+                await self._wake.wait()
+        except (CorruptStore, Draining):
+            return
+
+    async def work(self) -> None:
+        """Verify, write and delete what is due now."""
+        while await self._verify_newest() or await self._write_due():
+            pass
+        await self.collect()
+
+    async def check(self, digest: Digest, path: Path) -> None:
+        """Compare a file with its name before it is sent; what differs is put aside and never offered again.
+
+        Raises:
+            UnknownPayload: not there, or not what it was; the caller plans again.
+        """
+        try:
+            found = await asyncio.to_thread(file_digest, path)
+        except OSError as error:
+            if await self._database.run(lambda connection: shelf.is_named(connection, digest)):
+                await self._put_aside(digest, str(error))
+            raise UnknownPayload(f"payload {digest[:12]} is not stored") from error
+        if found != digest:
+            await self._put_aside(digest, "its bytes on disk changed")
+            raise UnknownPayload(f"payload {digest[:12]} was damaged on disk")
+
+    # snapshots
+
+    async def _verify_newest(self) -> bool:
+        """Verify the newest snapshot that is not; returns whether there was one."""
+        work = await self._database.run(shelf.unverified_snapshot)
+        if work is None:
+            return False
+        if not await self._is_proved(work):
+            # Put aside, and another one is the newest; or unreadable for now.
+            return await self._database.run(shelf.unverified_snapshot) != work
+        await self._database.run(lambda connection: shelf.note_verified(connection, work.payloads[0]))
+        _LOG.info("the snapshot of version %d is verified", work.payloads[0].to_version)
+        return True
+
+    async def _write_due(self) -> bool:
+        """Write a snapshot when one is due; returns whether it did."""
+        way = await self._database.run(lambda connection: shelf.way_of_joiner(connection, self._merges.into))
+        due = decide_snapshot(
+            way, snapshot_ratio=self._config.snapshot_ratio, window=self._config.merge_window_versions
+        )
+        if not due.is_due:
+            return False
+        # A longer way is shortened by a snapshot on it.
+        work = await self._database.run(lambda connection: shelf.work(connection, way[:MAX_PAYLOADS]))
+        _LOG.debug("a snapshot of version %d is written: %s", work.manifests[-1].version, due.reason)
+        scratch = self._rebuilt / "snapshot"
+        try:
+            payload = await self._in_thread(lambda: write_snapshot(self._paths(work), scratch, work, self._check_stop))
+            await self._on_disk(self._blobs.adopt(scratch, digest=payload.digest, num_bytes=payload.num_bytes))
+        except DamagedPayload as error:
+            await self._put_aside(work.payloads[error.index].digest, str(error))
+            return True
+        except (StoreFull, OSError) as error:
+            # The next version is the next attempt.
+            _LOG.warning("no snapshot of version %d: %s", work.manifests[-1].version, error)
+            return False
+        finally:
+            scratch.unlink(missing_ok=True)
+        return await self._database.run(lambda connection: shelf.add_snapshot(connection, payload))
+
+    async def _is_proved(self, work: Work) -> bool:
+        """Rebuild every state along a way; a payload that is not what it should be is put aside."""
+        try:
+            await self._in_thread(lambda: verify_way(self._paths(work), work.manifests, on_chunk=self._check_stop))
+        except DamagedPayload as error:
+            await self._put_aside(work.payloads[error.index].digest, str(error))
+        except OSError as error:
+            _LOG.warning("version %d cannot be rebuilt: %s", work.manifests[-1].version, error)
+            for payload, path in zip(work.payloads, self._paths(work), strict=True):
+                if not path.exists():
+                    await self._put_aside(payload.digest, "it is gone")
+        else:
+            return True
+        return False
+
+    async def _put_aside(self, digest: Digest, problem: str) -> None:
+        DAMAGED_PAYLOADS.inc()
+        _LOG.error("payload %s is out of use: %s", digest[:12], problem)
+        await self._database.run(lambda connection: shelf.strike_out(connection, digest))
+        await self._on_disk(self._blobs.set_aside(digest))
+        await self._merges.drop(digest)
+
+    def _paths(self, work: Work) -> list[Path]:
+        return [
+            self._merges.path(payload) if payload.kind is PayloadKind.MERGED else self._blobs.path(payload.digest)
+            for payload in work.payloads
+        ]
+
+    # deletion
+
+    async def collect(self, *, missing_bytes: int = 0) -> int:
+        """Delete what nobody needs; returns the bytes freed. In batches, unless bytes are missing."""
+        async with self._collecting:
+            await self._give_up_unpublished()
+            if not self._leases.are_known(self._clock.monotonic()):
+                return await self._sweep()
+            retirement = await self._database.run(self._decision())
+            is_worth_it = len(retirement.payloads) * BATCHES >= self._config.merge_window_versions
+            if retirement.payloads and (missing_bytes or is_worth_it):
+                work = await self._database.run(lambda connection: shelf.work(connection, retirement.way))
+                if await self._is_proved(work):
+                    await self._database.run(self._retire(proved=retirement.way))
+            return await self._sweep()
+
+    async def _make_room(self, missing_bytes: int) -> None:
+        await self.collect(missing_bytes=missing_bytes)
+
+    def _decision(self) -> Callable[[sqlite3.Connection], Retirement]:
+        now = self._clock.monotonic()
+        term_s = self._config.pull_lease_s
+        needs = Needs(
+            window=self._config.merge_window_versions,
+            staleness=self._config.max_staleness_versions,
+            in_use=self._in_use(now - term_s) | self._leases.versions(now),
+            leased=self._leases.payloads(now),
+        )
+        return lambda connection: decide_retirement(shelf.graph(connection), needs)
+
+    def _retire(self, *, proved: tuple[PayloadRef, ...]) -> Callable[[sqlite3.Connection], None]:
+        decide = self._decision()
+
+        def operation(connection: sqlite3.Connection) -> None:
+            # Decided again in the transaction that retires: versions and leases may have come in between.
+            retirement = decide(connection)
+            if retirement.way[: len(proved)] == proved:
+                shelf.retire(connection, retirement.payloads)
+
+        return operation
+
+    async def _sweep(self) -> int:
+        """Delete the files of retired payloads; returns the bytes freed."""
+        freed: dict[Digest, int] = {}
+        for digest in await self._database.run(shelf.retired):
+            num_bytes = await self._remove(digest)
+            if num_bytes is not None:
+                freed[digest] = num_bytes
+        total = sum(freed.values())
+        if freed:
+            await self._database.run(lambda connection: shelf.forget_retired(connection, freed))
+            RECLAIMED_BYTES.inc(total)
+        return total
+
+    async def _remove(self, digest: Digest) -> int | None:
+        async def is_needed() -> bool:
+            is_named = await self._database.run(lambda connection: shelf.is_named(connection, digest))
+            return is_named or digest in self._leases.payloads(self._clock.monotonic())
+
+        return await self._on_disk(self._blobs.remove(digest, is_needed=is_needed))
+
+    async def _on_disk(self, action: Awaitable[ResultT]) -> ResultT:
+        try:
+            return await action
+        except CorruptStore as error:
+            self._database.fail(str(error))
+            raise
+
+    async def _give_up_unpublished(self) -> None:
+        """Retire uploads that no version came to name."""
+        named, head = await self._database.run(shelf.named)
+        waiting = self._blobs.stored() - named
+        self._unpublished = {digest: self._unpublished.get(digest, head) for digest in waiting}
+        given_up = [d for d, seen in self._unpublished.items() if head >= seen + UNPUBLISHED_VERSIONS]
+        if given_up:
+            await self._database.run(lambda connection: shelf.retire_digests(connection, given_up))
+
+    # the thread
+
+    async def _in_thread(self, function: Callable[[], ResultT]) -> ResultT:
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="keeper", initializer=lower_priority)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._executor, function)
+        except _Stopped as error:
+            raise Draining("the coordinator is stopping", retry_after_s=1.0) from error
+
+    def _check_stop(self) -> None:
+        if self._stopping.is_set():
+            raise _Stopped

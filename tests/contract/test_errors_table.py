@@ -45,6 +45,14 @@ def test_unknown_error_is_internal_and_a_broken_link_is_not_typed():
     assert from_rpc_error(broken) is None
 
 
+def test_internal_without_our_detail_is_the_transports():
+    core = grpc.aio.AioRpcError(
+        grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), details="Internal error from Core"
+    )
+
+    assert from_rpc_error(core) is None
+
+
 def test_oversized_message_becomes_a_quota_error():
     refused = grpc.aio.AioRpcError(
         grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.aio.Metadata(), grpc.aio.Metadata(), details="Received message larger"

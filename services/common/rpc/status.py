@@ -73,15 +73,19 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> HeterorlError | None:
         status = rpc_status.from_call(error)
     except ValueError:
         status = None
+    from_peer = False
     for packed in status.details if status is not None else ():
         detail = errors_pb2.ErrorDetail()
         if packed.Is(detail.DESCRIPTOR) and packed.Unpack(detail):
+            from_peer = True
             error_class = _CLASS_OF.get(detail.reason)
             if error_class is not None:
                 return error_class(
                     error.details() or "", action=detail.action or None, retry_after_s=detail.retry_after_s
                 )
-    if error.code() in RETRYABLE_CODES:
+    if error.code() in RETRYABLE_CODES or (error.code() is grpc.StatusCode.INTERNAL and not from_peer):
+        # Our server always says why. gRPC itself answers a bare INTERNAL when the connection ends under a call, as
+        # after a process was suspended for longer than its pings may take.
         return None
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return errors.QuotaExceeded(

@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from services.common.types import RunStatus
+from services.common.types import RunStatus, SiteStatus
 
 
 def status_json(status: RunStatus) -> dict[str, Any]:
@@ -54,7 +54,9 @@ def status_tables(status: RunStatus) -> tuple[Table, Table]:
     for row in rows:
         # Names come from other machines: text, never markup.
         run.add_row(*map(Text, row))
-    sites = Table("site", "version", "behind", "accepted", "dropped", "tokens/s", "leased", "seen", title="sites")
+    sites = Table(
+        "site", "version", "behind", "accepted", "dropped", "tokens/s", "leased", "canary", "seen", title="sites"
+    )
     for site in status.sites:
         sites.add_row(
             Text(site.site),
@@ -64,9 +66,18 @@ def status_tables(status: RunStatus) -> tuple[Table, Table]:
             str(site.groups_dropped),
             f"{site.tokens_per_s:.0f}",
             str(site.work_leased),
+            Text(_canary(site)),
             f"{site.last_seen_s:.0f} s ago",
         )
+        if site.quarantine:
+            run.add_row(Text(f"quarantine of {site.site}"), Text(site.quarantine))
     return run, sites
+
+
+def _canary(site: SiteStatus) -> str:
+    if site.quarantine:
+        return "QUARANTINE"
+    return "" if site.canary_difference is None else f"{site.canary_difference:.2g} nats"
 
 
 def _store(status: RunStatus) -> str:

@@ -51,6 +51,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "/heterorl.v1.RolloutService/AbandonGroups": _LEARNER,
         "/heterorl.v1.RunService/Register": _OWN_SITE,
         "/heterorl.v1.RunService/Heartbeat": _OWN_SITE,
+        "/heterorl.v1.RunService/ReportCanary": _OWN_SITE,
         "/heterorl.v1.RunService/GetStatus": _OPERATOR,
         "/heterorl.v1.RunService/ListSteps": _OPERATOR,
         # A learner that reached its last step drains the run.

@@ -114,6 +114,24 @@ class Heartbeat:
     outbox_groups: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryReport:
+    """A sampler's log-probs of the canary's tokens under a version."""
+
+    site: SiteId
+    incarnation: str
+    version: int
+    logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryVerdict:
+    """Median of |difference| from the learner, nats (None: it stated none), and why the site is in quarantine."""
+
+    difference: float | None
+    quarantine: str
+
+
 class CoordinatorApi(Protocol):
     """All that a learner, a sampler or an operator can ask of a coordinator."""
 
@@ -194,6 +212,10 @@ class CoordinatorApi(Protocol):
     async def register(self, registration: Registration) -> RegisterAnswer: ...
 
     async def heartbeat(self, beat: Heartbeat) -> tuple[Command, ...]: ...
+
+    async def report_canary(self, report: CanaryReport) -> CanaryVerdict:
+        """Compare with the learner's; a site that is off gets no work until a later version of its is right."""
+        ...
 
     async def get_status(self) -> RunStatus: ...
 

@@ -7,7 +7,7 @@
       RemoteError             an answer of a peer, one per ErrorReason (services/common/rpc maps it to a status)
         InvalidRequest  ContractMismatch  UnknownVersion  UnknownPayload  DigestMismatch  StaleEpoch  LeaseHeld
         ParentNotHead  StepConflict  GroupNotAvailable  PayloadMissing  TooStale  QuotaExceeded  Draining
-        NotRegistered  RunFinished  StoreFull  Unauthenticated  PermissionDenied  Unreachable
+        NotRegistered  Quarantined  RunFinished  StoreFull  Unauthenticated  PermissionDenied  Unreachable
       CorruptData             bytes that fail their own checks: quarantined, never served, never applied
         MalformedPayload  LimitExceeded  StateMismatch  CorruptStore
       UntrustedVersion        a version whose origin or place in the history is not proven; never used
@@ -167,6 +167,12 @@ class NotRegistered(RemoteError):
     """The coordinator does not know this (site, incarnation)."""
 
     action = "register, then repeat"
+
+
+class Quarantined(RemoteError):
+    """The site's canary contradicts the learner's: its weights, settings or kernels are not what it states."""
+
+    action = "reload the weights or correct the engine's settings; a version that scores right ends the quarantine"
 
 
 class RunFinished(RemoteError):

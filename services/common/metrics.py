@@ -103,6 +103,10 @@ SITE_POLICY_VERSION = _gauge("coordinator_site_policy_version", "Version that a 
 SITE_SILENCE_SECONDS = _gauge("coordinator_site_silence_seconds", "Time since a site's last sign of life.", "site")
 SITE_WORK_GROUPS = _gauge("coordinator_site_work_groups", "Assignments leased to a site.", "site")
 SITE_PENDING_BYTES = _gauge("coordinator_site_pending_bytes", "Bytes of a site in the queue.", "site")
+SITE_CANARY_NATS = _gauge(
+    "coordinator_site_canary_nats", "Median difference of a site's canary log-probs from the learner's.", "site"
+)
+SITE_QUARANTINED = _gauge("coordinator_site_quarantined", "1 while a site's canary contradicts the learner's.", "site")
 SITE_QUOTA_BYTES = _gauge("coordinator_site_quota_bytes", "Bytes that one site may have in the queue.")
 
 # coordinator: store

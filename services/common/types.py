@@ -253,6 +253,8 @@ class PublishRequest:
     reports: tuple[StepReport, ...]
     signature: bytes = b""
     """Ed25519 signature of `manifest`; empty when the run is not signed."""
+    canary: tuple[float, ...] = ()
+    """The learner's log-probs of the canary's tokens; empty when it states none."""
 
 
 class PushStatus(enum.Enum):
@@ -330,6 +332,10 @@ class SiteStatus:
     groups_dropped: int
     tokens_per_s: float
     work_leased: int
+    canary_difference: float | None = None
+    """Median of |difference| from the learner in the newest canary, nats; None before the first."""
+    quarantine: str = ""
+    """Why the site is in quarantine; empty when it is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,19 +11,20 @@ import logging
 import sqlite3
 from dataclasses import dataclass
 
-from services.common.api import Command, Heartbeat, RegisterAnswer, Registration
+from services.common.api import CanaryReport, CanaryVerdict, Command, Heartbeat, RegisterAnswer, Registration
 from services.common.bell import Bell
 from services.common.clock import Clock
 from services.common.errors import (
     ContractMismatch,
     Draining,
     InvalidRequest,
+    NotRegistered,
 )
 from services.common.types import (
     RunStatus,
     StepReport,
 )
-from services.coordinator import lineage, queue, reports
+from services.coordinator import canary, lineage, queue, reports
 from services.coordinator.blobs import BlobStore
 from services.coordinator.composer import Composer
 from services.coordinator.config import CoordinatorConfig
@@ -156,6 +157,23 @@ class Coordinator(Policies, Rollouts):
         if Command.REGISTER not in commands:
             self.sites.beat(beat, self.clock.monotonic())
         return commands
+
+    async def report_canary(self, report: CanaryReport) -> CanaryVerdict:
+        """Compare a site's canary with the learner's; quarantine it or end its quarantine."""
+
+        def operation(connection: sqlite3.Connection) -> tuple[str, CanaryVerdict]:
+            if not self.sites.is_known(connection, report.site, report.incarnation):
+                raise NotRegistered(f"site {report.site}, incarnation {report.incarnation}, is not registered")
+            before = canary.read_quarantines(connection).get(report.site, "")
+            return before, canary.compare(connection, report, threshold=self.config.canary_threshold)
+
+        before, verdict = await self.database.run(operation)
+        self.sites.note_canary(report, verdict.difference, self.clock.monotonic())
+        if verdict.quarantine and not before:
+            _LOG.error("site %s goes into quarantine: %s", report.site, verdict.quarantine)
+        elif before and not verdict.quarantine:
+            _LOG.info("site %s leaves quarantine with version %d", report.site, report.version)
+        return verdict
 
     async def get_status(self) -> RunStatus:
         """The state of the run."""

@@ -65,6 +65,8 @@ CREATE TABLE work (
 _ADDED = """
 CREATE TABLE IF NOT EXISTS signatures (version INTEGER PRIMARY KEY, signature BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS verified (version INTEGER PRIMARY KEY, digest TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS canaries (version INTEGER PRIMARY KEY, logprobs BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS quarantines (site TEXT PRIMARY KEY, version INTEGER NOT NULL, reason TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS retired (digest TEXT PRIMARY KEY) WITHOUT ROWID;
 """
 """Tables that a store of this schema may have been created without; an older program ignores them."""

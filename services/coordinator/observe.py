@@ -22,6 +22,7 @@ _SITE_GAUGES = (
     metrics.SITE_SILENCE_SECONDS,
     metrics.SITE_WORK_GROUPS,
     metrics.SITE_PENDING_BYTES,
+    metrics.SITE_QUARANTINED,
 )
 
 
@@ -105,6 +106,9 @@ def _observe_sites(sites: Sequence[SiteStatus], bytes_by_site: dict[str, int]) -
         metrics.SITE_SILENCE_SECONDS.labels(label).set(status.last_seen_s)
         metrics.SITE_WORK_GROUPS.labels(label).set(work[label])
         metrics.SITE_PENDING_BYTES.labels(label).set(pending[label])
+        metrics.SITE_QUARANTINED.labels(label).set(bool(status.quarantine))
+        if status.canary_difference is not None:
+            metrics.SITE_CANARY_NATS.labels(label).set(status.canary_difference)
 
 
 def observe_push(outcome: PushOutcome) -> None:

@@ -26,7 +26,7 @@ from services.common.types import (
     SignedManifest,
 )
 from services.common.wire import manifest_from_bytes
-from services.coordinator import lineage, manifests, plans, queue, reports
+from services.coordinator import canary, lineage, manifests, plans, queue, reports
 from services.coordinator.blob_files import read_frames
 from services.coordinator.database import get_meta, set_meta
 from services.coordinator.membership import decide_acquire
@@ -132,6 +132,7 @@ class Policies(Node):
                 return lineage.NONE, refused, why
             queue.abandon_consumed(connection, lineage.abandon_versions(connection, request))
             lineage.write_version(connection, request, manifest, now=now, reports=steps)
+            canary.write_stated(connection, manifest.version, request)
             return manifest.version, [], ""
 
         version, refused, why = await self.change(operation)

@@ -25,7 +25,7 @@ from services.common.types import (
     SiteId,
     WorkAssignment,
 )
-from services.coordinator import ledger, lineage, queue, work
+from services.coordinator import canary, ledger, lineage, queue, work
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.database import get_meta
 from services.coordinator.node import Node
@@ -59,6 +59,7 @@ class Rollouts(Node):
                 return (), f"policy {policy_version} is not one of this run's versions 0..{head}"
             if not lineage.is_in_lineage(connection, policy_version):
                 return (), f"policy {policy_version} was abandoned; pull version {head}"
+            canary.check_site(connection, site)
             work.expire(connection, self.sites.expired(work.leased(connection), now))
             counts = ledger.counts(connection)
             load = Load(

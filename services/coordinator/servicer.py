@@ -13,7 +13,7 @@ from heterorl.v1 import policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_gr
 from services.common.api import CoordinatorApi
 from services.common.errors import DigestMismatch, HeterorlError, InvalidRequest
 from services.common.metrics import BYTES
-from services.common.rpc import messages
+from services.common.rpc import canary, messages
 from services.common.rpc.options import FRAME_BYTES
 from services.common.rpc.run_status import status_to_pb
 from services.common.types import DropReason, Group, PushOutcome, PushStatus, SiteId
@@ -245,6 +245,11 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
 
     async def Heartbeat(self, request: run_pb2.HeartbeatRequest, context: Context) -> run_pb2.HeartbeatResponse:
         return messages.commands_to_pb(await self._api.heartbeat(messages.heartbeat_from_pb(request)))
+
+    async def ReportCanary(
+        self, request: run_pb2.ReportCanaryRequest, context: Context
+    ) -> run_pb2.ReportCanaryResponse:
+        return canary.verdict_to_pb(await self._api.report_canary(canary.canary_from_pb(request)))
 
     async def GetStatus(self, request: run_pb2.GetStatusRequest, context: Context) -> run_pb2.GetStatusResponse:
         return status_to_pb(await self._api.get_status())

@@ -9,8 +9,9 @@ import sqlite3
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from services.common.api import Heartbeat, Registration
+from services.common.api import CanaryReport, Heartbeat, Registration
 from services.common.types import SiteId, SiteStatus, WorkAssignment
+from services.coordinator import canary
 from services.coordinator.work import Handed
 
 
@@ -20,6 +21,7 @@ class _Seen:
     policy_version: int = -1
     state_root: str = ""
     tokens_per_s: float = 0.0
+    canary_difference: float | None = None
 
 
 class Sites:
@@ -59,12 +61,16 @@ class Sites:
 
     def beat(self, beat: Heartbeat, now: float) -> None:
         """Note what a heartbeat says."""
-        self._seen[beat.site, beat.incarnation] = _Seen(
-            at=now,
-            policy_version=beat.policy_version,
-            state_root=beat.state_root,
-            tokens_per_s=beat.tokens_per_s,
-        )
+        seen = self._seen.setdefault((beat.site, beat.incarnation), _Seen(at=now))
+        seen.at = now
+        seen.policy_version = beat.policy_version
+        seen.state_root = beat.state_root
+        seen.tokens_per_s = beat.tokens_per_s
+
+    def note_canary(self, report: CanaryReport, difference: float | None, now: float) -> None:
+        """Note how far a site's canary is off."""
+        seen = self._seen.setdefault((report.site, report.incarnation), _Seen(at=now))
+        seen.canary_difference = difference
 
     def versions_in_use(self, since: float) -> frozenset[int]:
         """Versions that sites seen since then generate with."""
@@ -100,6 +106,7 @@ class Sites:
             )
         }
         rows = connection.execute("SELECT site, incarnation, accepted, dropped FROM sites ORDER BY site, incarnation")
+        quarantines = canary.read_quarantines(connection)
         statuses = []
         for site, incarnation, accepted, dropped in rows:
             seen = self._seen.get((site, incarnation))
@@ -114,6 +121,8 @@ class Sites:
                     groups_dropped=dropped,
                     tokens_per_s=seen.tokens_per_s if seen else 0.0,
                     work_leased=leased.get((site, incarnation), 0),
+                    canary_difference=seen.canary_difference if seen else None,
+                    quarantine=quarantines.get(site, ""),
                 )
             )
         return tuple(statuses)

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from services.common.canary import ScoredText
 from services.common.generation.engine import Completion, Engine
 from services.common.prompts import Prompter
 from services.common.tasks.task import Task
-from services.common.types import Int32Array, QueuedGroup, StepReport
+from services.common.types import Float32Array, Int32Array, QueuedGroup, StepReport
 from services.common.weights.arena import Arena, Layout
 from services.learner.backends.torch import TorchBackend
 from services.learner.evaluate import Evaluation, Evaluator
@@ -158,6 +159,10 @@ class ChargedEngine:
     def load(self, arena: Arena, version: int) -> None:
         """Swap the weights."""
         self.inner.load(arena, version)
+
+    def score(self, texts: Sequence[ScoredText]) -> list[Float32Array]:
+        """Score a canary."""
+        return self.inner.score(texts)
 
     def generate(
         self, prompts: Sequence[Int32Array], *, seeds: Sequence[int], num_per_prompt: int

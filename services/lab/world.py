@@ -123,7 +123,8 @@ def _sampler(
     engine = ChargedEngine(inner=parts.engine, charge=loop.charge, group_s=_group_s(cell))
     return sampler_app.join(
         config,
-        dataclasses.replace(parts, engine=engine),
+        # One program scores both sides here: nothing to find, and the calls would take virtual time.
+        dataclasses.replace(parts, engine=engine, canary=()),
         api=_link(cell, coordinator, config.site),
         outbox=outbox,
         record=VersionRecord(config.state_dir / "versions.jsonl"),

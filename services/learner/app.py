@@ -42,6 +42,7 @@ from services.common.weights.parallel import num_threads
 from services.learner.admission import Limits
 from services.learner.assembly import assemble
 from services.learner.backends.backend import TrainBackend
+from services.learner.canary import Canary
 from services.learner.checkpoint import CheckpointStore
 from services.learner.config import LearnerConfig
 from services.learner.directory import hold_directory
@@ -80,6 +81,7 @@ class _Learner:
     rng: random.Random
     evaluator: Evaluator | None
     signer: Signer | None
+    canary: Canary | None
     result: RunResult
 
     def patience(self) -> Patience:
@@ -121,6 +123,7 @@ class _Learner:
             snapshot_every_versions=self.config.snapshot_every_versions,
             checkpoint_every_versions=self.config.checkpoint_every_versions,
             signer=self.signer,
+            canary=self.canary,
             threads=num_threads(self.config.backend.threads),
         )
         resumption = Resumption(
@@ -223,6 +226,7 @@ async def _train(config: LearnerConfig, clock: Clock, stop: asyncio.Event, notif
             rng=random.Random(),
             evaluator=parts.evaluator,
             signer=parts.signer,
+            canary=parts.canary,
             stop=stop,
             on_ready=lambda: notifier.ready(f"run {config.run_id}, holder {config.holder}"),
         )
@@ -240,12 +244,14 @@ async def run(
     rng: random.Random,
     evaluator: Evaluator | None = None,
     signer: Signer | None = None,
+    canary: Canary | None = None,
     stop: asyncio.Event | None = None,
     on_ready: Callable[[], None] = lambda: None,
 ) -> RunResult:
     """Train until `max_steps` or until `stop` is set.
 
-    `signer` signs every version and must have signed the head. `on_ready` is called when the lease is asked for.
+    `signer` signs every version and must have signed the head; `canary` is stated with each. `on_ready` is called when
+    the lease is asked for.
 
     Raises:
         UntrustedVersion: the coordinator's head is not signed by this learner nor by a trusted earlier one.
@@ -262,6 +268,7 @@ async def run(
         rng=rng,
         evaluator=evaluator,
         signer=signer,
+        canary=canary,
         result=RunResult(step=0, version=-1, is_finished=False),
     )
     stopping = stop or asyncio.Event()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from services.common.canary import canary_texts
 from services.common.contract import build_contract
 from services.common.errors import ConfigError
 from services.common.prompts import Prompter
@@ -17,8 +18,10 @@ from services.common.tasks.task import Task
 from services.common.types import Contract
 from services.learner.backends.backend import TrainBackend
 from services.learner.backends.torch import TorchBackend
+from services.learner.canary import Canary
 from services.learner.config import LearnerConfig
 from services.learner.evaluate import EngineGenerator, Evaluator
+from services.learner.logprobs import logit_temperature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +32,7 @@ class Parts:
     contract: Contract
     evaluator: Evaluator | None
     signer: Signer | None = None
+    canary: Canary | None = None
 
 
 def assemble(config: LearnerConfig) -> Parts:
@@ -57,7 +61,8 @@ def assemble(config: LearnerConfig) -> Parts:
         sampling=sampling,
     )
     evaluator = _build_evaluator(config, task, prompter) if config.evaluation.every_versions else None
-    return Parts(backend=backend, contract=contract, evaluator=evaluator, signer=signer)
+    canary = Canary(model, canary_texts(task, prompter), temperature=logit_temperature(sampling))
+    return Parts(backend=backend, contract=contract, evaluator=evaluator, signer=signer, canary=canary)
 
 
 def _build_evaluator(config: LearnerConfig, task: Task, prompter: Prompter) -> Evaluator:

@@ -26,6 +26,7 @@ from services.common.types import GroupId, PublishRequest, StepReport
 from services.common.weights.arena import Arena, Layout
 from services.common.wire import manifest_digest
 from services.learner.backends.backend import TrainBackend
+from services.learner.canary import Canary
 from services.learner.checkpoint import CheckpointStore
 from services.learner.cursor import Cursor, step_id
 from services.learner.encode import Encoded, Position, encode_version
@@ -57,6 +58,7 @@ class Publisher:
         snapshot_every_versions: int,
         checkpoint_every_versions: int,
         signer: Signer | None = None,
+        canary: Canary | None = None,
         threads: int = 1,
     ) -> None:
         self.threads = threads
@@ -72,6 +74,7 @@ class Publisher:
         self._snapshot_every = snapshot_every_versions
         self._checkpoint_every = checkpoint_every_versions
         self._signer = signer
+        self._canary = canary
         self._spare: Arena | None = None
         self.position = Position(head_version=-1, lineage_version=-1, lineage_digest="", shadow=None)
         directory.mkdir(parents=True, exist_ok=True)
@@ -131,7 +134,7 @@ class Publisher:
         started = time.perf_counter()
         await self._upload(encoded)
         try:
-            await self._commit(self._request(cursor), encoded)
+            await self._commit(await self._request(cursor), encoded)
         except GroupNotAvailable:
             if checkpoint is not None:
                 await in_thread(self._store.discard, checkpoint)
@@ -167,7 +170,7 @@ class Publisher:
             reports=tuple(reports),
         )
 
-    def _request(self, cursor: Cursor) -> PublishRequest:
+    async def _request(self, cursor: Cursor) -> PublishRequest:
         return PublishRequest(
             epoch=self._epoch,
             step_id=cursor.step_id,
@@ -177,6 +180,7 @@ class Publisher:
             consumed=cursor.consumed,
             reports=cursor.reports,
             signature=b"" if self._signer is None else self._signer.sign(cursor.manifest),
+            canary=() if self._canary is None else await in_thread(self._canary.score),
         )
 
     async def _upload(self, encoded: Encoded) -> None:

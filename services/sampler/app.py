@@ -155,6 +155,7 @@ def join(
         config=config,
         api=api,
         engine=parts.engine,
+        canary=parts.canary,
         maker=maker,
         outbox=outbox,
         policy=policy,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from services.common.canary import ScoredText, canary_texts
 from services.common.contract import build_contract
 from services.common.errors import ConfigError
 from services.common.generation.engine import Engine
@@ -29,6 +30,8 @@ class Parts:
     contract: Contract
     base: Callable[[], Arena | None] = lambda: None
     """Weights of model_dir in the published type, until the engine loads others."""
+    canary: tuple[ScoredText, ...] = ()
+    """What the engine is compared with the learner on; none: it is not."""
 
 
 def assemble(config: SamplerConfig) -> Parts:
@@ -62,4 +65,11 @@ def assemble(config: SamplerConfig) -> Parts:
         group_size=config.group_size,
         sampling=sampling,
     )
-    return Parts(engine=engine, task=task, prompter=prompter, contract=contract, base=engine.base)
+    return Parts(
+        engine=engine,
+        task=task,
+        prompter=prompter,
+        contract=contract,
+        base=engine.base,
+        canary=canary_texts(task, prompter),
+    )

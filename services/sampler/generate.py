@@ -15,8 +15,9 @@ import random
 from collections.abc import Sequence
 
 from services.common import metrics
-from services.common.api import CoordinatorApi
+from services.common.api import CanaryReport, CoordinatorApi
 from services.common.bell import Bell
+from services.common.canary import ScoredText
 from services.common.clock import Clock
 from services.common.errors import NotRegistered, RemoteError, RunFinished
 from services.common.generation.engine import Engine
@@ -41,6 +42,7 @@ class Generation:
         config: SamplerConfig,
         api: CoordinatorApi,
         engine: Engine,
+        canary: Sequence[ScoredText] = (),
         maker: RolloutMaker,
         outbox: Outbox,
         policy: PolicySync,
@@ -54,6 +56,7 @@ class Generation:
         self._config = config
         self._api = api
         self._engine = engine
+        self._canary = canary
         self._maker = maker
         self._outbox = outbox
         self._policy = policy
@@ -104,8 +107,29 @@ class Generation:
         self._note_age("apply")
         self._session.policy_version = pulled.version
         self._session.state_root = pulled.manifest.state_root
+        await self._compare(pulled.version)
         # What was refused to the old version may be given to the new one.
         self._ask_time = self._clock.monotonic()
+
+    async def _compare(self, version: int) -> None:
+        """Let the coordinator compare the engine with the learner before anything is generated with the version."""
+        if not self._canary:
+            return
+        scores = await asyncio.to_thread(self._engine.score, self._canary)
+        report = CanaryReport(
+            site=self._session.registration.site,
+            incarnation=self._session.registration.incarnation,
+            version=version,
+            logprobs=tuple(float(value) for score in scores for value in score),
+        )
+        try:
+            verdict = await self._api.report_canary(report)
+        except RemoteError as error:
+            # Nothing is generated without a lease either, and most reasons for this refuse that too.
+            _LOG.info("no canary of version %d: %s", version, error)
+            return
+        if verdict.quarantine:
+            _LOG.error("this site is in quarantine and gets no work: %s", verdict.quarantine)
 
     async def _lease(self) -> tuple[WorkAssignment, ...]:
         """Work, or none; then `_ask_time` says when to ask again."""

@@ -9,9 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common import wire
-from services.common.api import Command, Heartbeat, PlanKind, PullPlan, RegisterAnswer, Registration, WorkGrant
+from services.common.api import (
+    CanaryReport,
+    CanaryVerdict,
+    Command,
+    Heartbeat,
+    PlanKind,
+    PullPlan,
+    RegisterAnswer,
+    Registration,
+    WorkGrant,
+)
 from services.common.errors import InvalidRequest, MalformedPayload
-from services.common.rpc import messages
+from services.common.rpc import canary, messages
 from services.common.rpc.run_status import status_from_pb, status_to_pb
 from services.common.types import (
     Contract,
@@ -40,6 +50,7 @@ from services.common.types import (
 text = st.text(alphabet="abc-0", min_size=1, max_size=8)
 uint = st.integers(0, 2**40)
 version = st.integers(-1, 2**40)
+single = st.floats(width=32, allow_nan=False)
 real = st.floats(allow_nan=False, allow_infinity=False, width=64)
 digest = st.text(alphabet="0123456789abcdef", min_size=64, max_size=64)
 group_ids = st.builds(GroupId, site=text, incarnation=text, sequence=uint)
@@ -248,6 +259,16 @@ CASES = [
         ),
         messages.heartbeat_to_pb,
         messages.heartbeat_from_pb,
+    ),
+    (
+        st.builds(CanaryReport, site=text, incarnation=text, version=version, logprobs=st.lists(single).map(tuple)),
+        canary.canary_to_pb,
+        canary.canary_from_pb,
+    ),
+    (
+        st.builds(CanaryVerdict, difference=st.none() | real, quarantine=text),
+        canary.verdict_to_pb,
+        canary.verdict_from_pb,
     ),
     (st.lists(st.sampled_from(Command)).map(tuple), messages.commands_to_pb, messages.commands_from_pb),
     (

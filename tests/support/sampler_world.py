@@ -14,11 +14,12 @@ from typing import Any, cast
 
 import numpy as np
 
+from services.common.canary import ScoredText
 from services.common.errors import RewardError, Unreachable
 from services.common.generation.engine import Completion
 from services.common.prompts import Prompter
 from services.common.tasks.task import Prompt
-from services.common.types import Digest, FinishReason, Int32Array, RewardPart, VersionSpan
+from services.common.types import Digest, FinishReason, Float32Array, Int32Array, RewardPart, VersionSpan
 from services.common.weights.arena import Arena, Layout
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core import Coordinator
@@ -47,6 +48,10 @@ class SilentEngine:
         self.proceed = threading.Event()
         self.proceed.set()
         self.is_held = False
+        self.scores = np.zeros(0, np.float32)
+
+    def score(self, texts: Sequence[ScoredText]) -> list[Float32Array]:
+        return [self.scores for _ in texts]
 
     def load(self, arena: Arena, version: int) -> None:
         self.loaded.append((version, arena.state_root()))
@@ -164,6 +169,7 @@ class World:
         self.link = Link(core)
         self.task = FixedTask()
         self.settings: dict[str, Any] = {}
+        self.canary: tuple[ScoredText, ...] = ()
         self.running: asyncio.Task[None] | None = None
         self.threads = CountingThreads()
         asyncio.get_running_loop().set_default_executor(self.threads)
@@ -190,7 +196,8 @@ class World:
         self.engine = SilentEngine()
         self.outbox = Outbox(config.state_dir)
         parts = Parts(
-            engine=self.engine, task=self.task, prompter=cast("Prompter", FixedPrompter()), contract=CONTRACT
+            engine=self.engine, task=self.task, prompter=cast("Prompter", FixedPrompter()), contract=CONTRACT,
+            canary=self.canary,
         )  # fmt: skip
         api: Any = self.link
         record = VersionRecord(config.state_dir / "versions.jsonl")

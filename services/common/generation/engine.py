@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from services.common.canary import ScoredText
 from services.common.types import FinishReason, Float32Array, Int32Array, VersionSpan
 from services.common.weights.arena import Arena, Layout
 
@@ -50,6 +51,10 @@ class Engine(Protocol):
 
     def load(self, arena: Arena, version: int) -> None:
         """Swap the weights, between two calls of `generate`."""
+        ...
+
+    def score(self, texts: Sequence[ScoredText]) -> list[Float32Array]:
+        """Log-probs [T] of each text's completion under the loaded weights, as `generate` would state them."""
         ...
 
     def generate(

@@ -10,10 +10,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from services.common.canary import ScoredText
 from services.common.errors import ConfigError
 from services.common.generation.draw import draw, gumbel
 from services.common.generation.engine import Completion
-from services.common.types import FinishReason, Int32Array, SamplingSemantics, VersionSpan
+from services.common.types import FinishReason, Float32Array, Int32Array, LogprobMode, SamplingSemantics, VersionSpan
 from services.common.weights import tensors
 from services.common.weights.arena import Arena, Dtype, Layout
 
@@ -75,6 +76,20 @@ class HfEngine:
         assert not self._is_generating, "weights are swapped between generation batches"
         tensors.load(arena, self.model)
         self._version = version
+
+    @torch.inference_mode()
+    def score(self, texts: Sequence[ScoredText]) -> list[Float32Array]:
+        """Score one text after another: few and short."""
+        is_raw = self._sampling.logprob_mode is LogprobMode.RAW
+        temperature = 1.0 if is_raw else self._sampling.temperature
+        scores = []
+        for text in texts:
+            ids = torch.from_numpy(np.concatenate([text.prompt, text.completion]).astype(np.int64)).to(self._device)
+            logits = self.model(input_ids=ids[None], use_cache=False).logits[0, text.prompt.size - 1 : -1].float()
+            targets = ids[text.prompt.size :, None]
+            logprobs = (logits / temperature).log_softmax(-1).gather(1, targets)[:, 0]
+            scores.append(logprobs.cpu().numpy().astype(np.float32))
+        return scores
 
     def generate(
         self, prompts: Sequence[Int32Array], *, seeds: Sequence[int], num_per_prompt: int

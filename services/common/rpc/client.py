@@ -9,12 +9,14 @@ from typing import Any
 import grpc.aio
 from heterorl.v1 import policy_pb2, rollout_pb2, run_pb2
 
-from services.common.api import Command, HeadUpdate, Heartbeat, PullPlan, RegisterAnswer, Registration, WorkGrant
+from services.common.api import (
+    CanaryReport, CanaryVerdict, Command, HeadUpdate, Heartbeat, PullPlan, RegisterAnswer, Registration, WorkGrant,
+)  # fmt: skip
 from services.common.bandwidth import BandwidthConfig, TokenBucket
 from services.common.clock import Clock, SystemClock
 from services.common.errors import Unreachable
 from services.common.metrics import BANDWIDTH_CAP, BANDWIDTH_WAIT, BYTES
-from services.common.rpc import messages, retry
+from services.common.rpc import canary, messages, retry
 from services.common.rpc.attempt import once, timed, typed
 from services.common.rpc.link import Link
 from services.common.rpc.retry import RetryPolicy
@@ -271,6 +273,10 @@ class CoordinatorClient:
         """Report a sampler's state and receive commands."""
         request = messages.heartbeat_to_pb(beat)
         return messages.commands_from_pb(await self._call("Heartbeat", request))
+
+    async def report_canary(self, report: CanaryReport) -> CanaryVerdict:
+        """Report a sampler's log-probs of the canary."""
+        return canary.verdict_from_pb(await self._call("ReportCanary", canary.canary_to_pb(report)))
 
     async def get_status(self) -> RunStatus:
         """Ask for the state of the run."""

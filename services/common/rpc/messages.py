@@ -121,6 +121,7 @@ def publish_to_pb(value: PublishRequest) -> policy_pb2.PublishVersionRequest:
         consumed=[group_id_to_pb(group_id) for group_id in value.consumed],
         reports=[report_to_pb(report) for report in value.reports],
         signature=value.signature,
+        canary_logprobs=value.canary,
     )
 
 
@@ -135,6 +136,7 @@ def publish_from_pb(message: policy_pb2.PublishVersionRequest) -> PublishRequest
         consumed=tuple(group_id_from_pb(group_id) for group_id in message.consumed),
         reports=tuple(report_from_pb(report) for report in message.reports),
         signature=message.signature,
+        canary=tuple(message.canary_logprobs),
     )
 
 

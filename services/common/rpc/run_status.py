@@ -73,6 +73,8 @@ def status_from_pb(message: run_pb2.GetStatusResponse) -> RunStatus:
                 groups_dropped=site.groups_dropped,
                 tokens_per_s=site.tokens_per_s,
                 work_leased=site.work_leased,
+                canary_difference=site.canary_difference if site.HasField("canary_difference") else None,
+                quarantine=site.quarantine,
             )
             for site in message.sites
         ),

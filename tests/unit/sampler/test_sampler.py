@@ -2,9 +2,11 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from services.common.api import Command, HeadUpdate
+from services.common.canary import ScoredText
 from services.common.errors import ContractMismatch, DiskFull, InvalidRequest, NotRegistered, Unreachable
 from services.common.types import PushOutcome, PushStatus
 from services.sampler.record import RunReplaced
@@ -23,6 +25,28 @@ async def generating(world, *, batches=1):
     await world.run.publish()
     world.start()
     await world.until(lambda: world.engine.num_batches >= batches)
+
+
+# ---- the canary
+
+
+async def test_sampler_whose_engine_is_off_gets_no_work_until_a_version_is_right(world):
+    world.canary = (ScoredText(prompt=np.array([2], np.int32), completion=np.array([5, 1], np.int32)),)
+    stated = (-0.5, -1.0)
+    world.start()
+    world.engine.scores = np.array([-1.5, -2.0], np.float32)
+    await world.core.publish_version(dataclasses.replace(await world.run.prepare(), canary=stated))
+    world.run.head = 0
+    await world.until(lambda: world.link.calls["lease_work"] >= 3)
+    (site,) = (await world.core.get_status()).sites
+    assert world.engine.num_batches == 0
+    assert "1 nats off" in site.quarantine
+
+    world.engine.scores = np.array(stated, np.float32)
+    await world.core.publish_version(dataclasses.replace(await world.run.prepare(), canary=stated))
+    await world.until(lambda: world.engine.num_batches >= 1)
+    assert world.engine.version == 1
+    assert world.link.calls["report_canary"] == 2
 
 
 # ---- T7: no verified version, no work

@@ -63,6 +63,8 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """The link proves no identity that this run knows."""
     ERROR_REASON_PERMISSION_DENIED: _ErrorReason.ValueType  # 19
     """The identity is known and may not do this."""
+    ERROR_REASON_QUARANTINED: _ErrorReason.ValueType  # 20
+    """The site's canary contradicts the learner's."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """ErrorReason is the closed set of typed refusals; each names the caller's next move in ErrorDetail.action."""
@@ -107,6 +109,8 @@ ERROR_REASON_UNAUTHENTICATED: ErrorReason.ValueType  # 18
 """The link proves no identity that this run knows."""
 ERROR_REASON_PERMISSION_DENIED: ErrorReason.ValueType  # 19
 """The identity is known and may not do this."""
+ERROR_REASON_QUARANTINED: ErrorReason.ValueType  # 20
+"""The site's canary contradicts the learner's."""
 Global___ErrorReason: typing_extensions.TypeAlias = ErrorReason
 
 @typing.final

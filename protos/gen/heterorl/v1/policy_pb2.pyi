@@ -461,6 +461,7 @@ class PublishVersionRequest(google.protobuf.message.Message):
     CONSUMED_FIELD_NUMBER: builtins.int
     REPORTS_FIELD_NUMBER: builtins.int
     SIGNATURE_FIELD_NUMBER: builtins.int
+    CANARY_LOGPROBS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Epoch of the learner's lease."""
     request_id: builtins.str
@@ -481,6 +482,10 @@ class PublishVersionRequest(google.protobuf.message.Message):
     def reports(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[heterorl.v1.common_pb2.StepReport]:
         """Steps that the version contains."""
 
+    @property
+    def canary_logprobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """Learner's log-probs of the canary's tokens under this version; empty when it states none."""
+
     def __init__(
         self,
         *,
@@ -492,8 +497,9 @@ class PublishVersionRequest(google.protobuf.message.Message):
         consumed: collections.abc.Iterable[heterorl.v1.common_pb2.GroupId] | None = ...,
         reports: collections.abc.Iterable[heterorl.v1.common_pb2.StepReport] | None = ...,
         signature: builtins.bytes = ...,
+        canary_logprobs: collections.abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["consumed", b"consumed", "epoch", b"epoch", "lineage_version", b"lineage_version", "manifest", b"manifest", "parent_version", b"parent_version", "reports", b"reports", "request_id", b"request_id", "signature", b"signature"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["canary_logprobs", b"canary_logprobs", "consumed", b"consumed", "epoch", b"epoch", "lineage_version", b"lineage_version", "manifest", b"manifest", "parent_version", b"parent_version", "reports", b"reports", "request_id", b"request_id", "signature", b"signature"]) -> None: ...
 
 Global___PublishVersionRequest: typing_extensions.TypeAlias = PublishVersionRequest
 

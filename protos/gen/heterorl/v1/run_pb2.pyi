@@ -179,6 +179,62 @@ class HeartbeatResponse(google.protobuf.message.Message):
 Global___HeartbeatResponse: typing_extensions.TypeAlias = HeartbeatResponse
 
 @typing.final
+class ReportCanaryRequest(google.protobuf.message.Message):
+    """ReportCanaryRequest states what a sampler's engine computes for the canary."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SITE_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
+    site: builtins.str
+    """Name of the site."""
+    incarnation: builtins.str
+    """Incarnation of the site's outbox."""
+    version: builtins.int
+    """Version that the engine has loaded."""
+    @property
+    def logprobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """Log-probs of the canary's tokens, in order."""
+
+    def __init__(
+        self,
+        *,
+        site: builtins.str = ...,
+        incarnation: builtins.str = ...,
+        version: builtins.int = ...,
+        logprobs: collections.abc.Iterable[builtins.float] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "logprobs", b"logprobs", "site", b"site", "version", b"version"]) -> None: ...
+
+Global___ReportCanaryRequest: typing_extensions.TypeAlias = ReportCanaryRequest
+
+@typing.final
+class ReportCanaryResponse(google.protobuf.message.Message):
+    """ReportCanaryResponse is the comparison's outcome."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DIFFERENCE_FIELD_NUMBER: builtins.int
+    QUARANTINE_FIELD_NUMBER: builtins.int
+    difference: builtins.float
+    """Median of |difference| from the learner's log-probs, nats; unset when the learner stated none."""
+    quarantine: builtins.str
+    """Why the site is in quarantine; empty when it is not."""
+    def __init__(
+        self,
+        *,
+        difference: builtins.float | None = ...,
+        quarantine: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_difference", b"_difference", "difference", b"difference"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_difference", b"_difference", "difference", b"difference", "quarantine", b"quarantine"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_difference", b"_difference"]) -> typing.Literal["difference"] | None: ...
+
+Global___ReportCanaryResponse: typing_extensions.TypeAlias = ReportCanaryResponse
+
+@typing.final
 class GetStatusRequest(google.protobuf.message.Message):
     """GetStatusRequest asks for the state of the run."""
 
@@ -227,6 +283,8 @@ class SiteStatus(google.protobuf.message.Message):
     GROUPS_DROPPED_FIELD_NUMBER: builtins.int
     TOKENS_PER_S_FIELD_NUMBER: builtins.int
     WORK_LEASED_FIELD_NUMBER: builtins.int
+    CANARY_DIFFERENCE_FIELD_NUMBER: builtins.int
+    QUARANTINE_FIELD_NUMBER: builtins.int
     site: builtins.str
     """Name of the site."""
     incarnation: builtins.str
@@ -245,6 +303,10 @@ class SiteStatus(google.protobuf.message.Message):
     """Generation speed, tokens per second."""
     work_leased: builtins.int
     """Assignments leased."""
+    canary_difference: builtins.float
+    """Median of |difference| from the learner in the site's newest canary, nats; unset before the first."""
+    quarantine: builtins.str
+    """Why the site is in quarantine; empty when it is not."""
     def __init__(
         self,
         *,
@@ -257,8 +319,12 @@ class SiteStatus(google.protobuf.message.Message):
         groups_dropped: builtins.int = ...,
         tokens_per_s: builtins.float = ...,
         work_leased: builtins.int = ...,
+        canary_difference: builtins.float | None = ...,
+        quarantine: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["groups_accepted", b"groups_accepted", "groups_dropped", b"groups_dropped", "incarnation", b"incarnation", "last_seen_s", b"last_seen_s", "policy_version", b"policy_version", "site", b"site", "state_root", b"state_root", "tokens_per_s", b"tokens_per_s", "work_leased", b"work_leased"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_canary_difference", b"_canary_difference", "canary_difference", b"canary_difference"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_canary_difference", b"_canary_difference", "canary_difference", b"canary_difference", "groups_accepted", b"groups_accepted", "groups_dropped", b"groups_dropped", "incarnation", b"incarnation", "last_seen_s", b"last_seen_s", "policy_version", b"policy_version", "quarantine", b"quarantine", "site", b"site", "state_root", b"state_root", "tokens_per_s", b"tokens_per_s", "work_leased", b"work_leased"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_canary_difference", b"_canary_difference"]) -> typing.Literal["canary_difference"] | None: ...
 
 Global___SiteStatus: typing_extensions.TypeAlias = SiteStatus
 

@@ -45,6 +45,11 @@ class RunServiceStub(object):
                 request_serializer=heterorl_dot_v1_dot_run__pb2.HeartbeatRequest.SerializeToString,
                 response_deserializer=heterorl_dot_v1_dot_run__pb2.HeartbeatResponse.FromString,
                 _registered_method=True)
+        self.ReportCanary = channel.unary_unary(
+                '/heterorl.v1.RunService/ReportCanary',
+                request_serializer=heterorl_dot_v1_dot_run__pb2.ReportCanaryRequest.SerializeToString,
+                response_deserializer=heterorl_dot_v1_dot_run__pb2.ReportCanaryResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/heterorl.v1.RunService/GetStatus',
                 request_serializer=heterorl_dot_v1_dot_run__pb2.GetStatusRequest.SerializeToString,
@@ -80,6 +85,15 @@ class RunServiceServicer(object):
         """Heartbeat reports a sampler's state; the answer carries commands, since samplers only dial out.
 
         UNAVAILABLE: go on and repeat.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReportCanary(self, request, context):
+        """ReportCanary compares a sampler's log-probs of the canary with the learner's of the same version.
+
+        FAILED_PRECONDITION NOT_REGISTERED: register, then repeat. UNAVAILABLE: go on; the next version is reported again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -124,6 +138,11 @@ def add_RunServiceServicer_to_server(servicer, server):
                     servicer.Heartbeat,
                     request_deserializer=heterorl_dot_v1_dot_run__pb2.HeartbeatRequest.FromString,
                     response_serializer=heterorl_dot_v1_dot_run__pb2.HeartbeatResponse.SerializeToString,
+            ),
+            'ReportCanary': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportCanary,
+                    request_deserializer=heterorl_dot_v1_dot_run__pb2.ReportCanaryRequest.FromString,
+                    response_serializer=heterorl_dot_v1_dot_run__pb2.ReportCanaryResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -196,6 +215,33 @@ class RunService(object):
             '/heterorl.v1.RunService/Heartbeat',
             heterorl_dot_v1_dot_run__pb2.HeartbeatRequest.SerializeToString,
             heterorl_dot_v1_dot_run__pb2.HeartbeatResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportCanary(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/heterorl.v1.RunService/ReportCanary',
+            heterorl_dot_v1_dot_run__pb2.ReportCanaryRequest.SerializeToString,
+            heterorl_dot_v1_dot_run__pb2.ReportCanaryResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -57,6 +57,22 @@ _RunServiceHeartbeatType = typing_extensions.TypeVar(
     ],
 )
 
+_RunServiceReportCanaryType = typing_extensions.TypeVar(
+    '_RunServiceReportCanaryType',
+    grpc.UnaryUnaryMultiCallable[
+        heterorl.v1.run_pb2.ReportCanaryRequest,
+        heterorl.v1.run_pb2.ReportCanaryResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        heterorl.v1.run_pb2.ReportCanaryRequest,
+        heterorl.v1.run_pb2.ReportCanaryResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        heterorl.v1.run_pb2.ReportCanaryRequest,
+        heterorl.v1.run_pb2.ReportCanaryResponse,
+    ],
+)
+
 _RunServiceGetStatusType = typing_extensions.TypeVar(
     '_RunServiceGetStatusType',
     grpc.UnaryUnaryMultiCallable[
@@ -105,7 +121,7 @@ _RunServiceDrainType = typing_extensions.TypeVar(
     ],
 )
 
-class RunServiceStub(typing.Generic[_RunServiceRegisterType, _RunServiceHeartbeatType, _RunServiceGetStatusType, _RunServiceListStepsType, _RunServiceDrainType]):
+class RunServiceStub(typing.Generic[_RunServiceRegisterType, _RunServiceHeartbeatType, _RunServiceReportCanaryType, _RunServiceGetStatusType, _RunServiceListStepsType, _RunServiceDrainType]):
     """RunService admits sites and shows the state of the run."""
 
     @typing.overload
@@ -117,6 +133,10 @@ class RunServiceStub(typing.Generic[_RunServiceRegisterType, _RunServiceHeartbea
         grpc.UnaryUnaryMultiCallable[
             heterorl.v1.run_pb2.HeartbeatRequest,
             heterorl.v1.run_pb2.HeartbeatResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            heterorl.v1.run_pb2.ReportCanaryRequest,
+            heterorl.v1.run_pb2.ReportCanaryResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             heterorl.v1.run_pb2.GetStatusRequest,
@@ -141,6 +161,10 @@ class RunServiceStub(typing.Generic[_RunServiceRegisterType, _RunServiceHeartbea
         grpc.aio.UnaryUnaryMultiCallable[
             heterorl.v1.run_pb2.HeartbeatRequest,
             heterorl.v1.run_pb2.HeartbeatResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            heterorl.v1.run_pb2.ReportCanaryRequest,
+            heterorl.v1.run_pb2.ReportCanaryResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             heterorl.v1.run_pb2.GetStatusRequest,
@@ -169,6 +193,12 @@ class RunServiceStub(typing.Generic[_RunServiceRegisterType, _RunServiceHeartbea
     UNAVAILABLE: go on and repeat.
     """
 
+    ReportCanary: _RunServiceReportCanaryType
+    """ReportCanary compares a sampler's log-probs of the canary with the learner's of the same version.
+
+    FAILED_PRECONDITION NOT_REGISTERED: register, then repeat. UNAVAILABLE: go on; the next version is reported again.
+    """
+
     GetStatus: _RunServiceGetStatusType
     """GetStatus shows the run.
 
@@ -195,6 +225,10 @@ RunServiceAsyncStub: typing_extensions.TypeAlias = RunServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         heterorl.v1.run_pb2.HeartbeatRequest,
         heterorl.v1.run_pb2.HeartbeatResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        heterorl.v1.run_pb2.ReportCanaryRequest,
+        heterorl.v1.run_pb2.ReportCanaryResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         heterorl.v1.run_pb2.GetStatusRequest,
@@ -234,6 +268,17 @@ class RunServiceServicer(metaclass=abc.ABCMeta):
         """Heartbeat reports a sampler's state; the answer carries commands, since samplers only dial out.
 
         UNAVAILABLE: go on and repeat.
+        """
+
+    @abc.abstractmethod
+    def ReportCanary(
+        self,
+        request: heterorl.v1.run_pb2.ReportCanaryRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[heterorl.v1.run_pb2.ReportCanaryResponse, collections.abc.Awaitable[heterorl.v1.run_pb2.ReportCanaryResponse]]:
+        """ReportCanary compares a sampler's log-probs of the canary with the learner's of the same version.
+
+        FAILED_PRECONDITION NOT_REGISTERED: register, then repeat. UNAVAILABLE: go on; the next version is reported again.
         """
 
     @abc.abstractmethod

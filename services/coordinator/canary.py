@@ -1,0 +1,94 @@
+"""Which sites compute what the learner computes: the learner's canary per version, and the quarantine of a site.
+
+A site enters when its canary differs by more than the threshold, and leaves when one of its versions is right. In
+quarantine it gets no work, so that no rollout says log-probs that its engine did not draw with; it is durable, since a
+restarted coordinator must not trust what the last one did not.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.common.api import CanaryReport, CanaryVerdict
+from services.common.errors import InvalidRequest, Quarantined
+from services.common.types import PublishRequest
+
+MAX_LOGPROBS = 4096
+KEPT_VERSIONS = 4096
+"""Versions whose canary is kept; no sampler may be so far behind."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """What a canary means: the new reason of the quarantine (empty: none), or None to leave things as they are."""
+
+    difference: float | None
+    quarantine: str | None
+
+
+def judge(report: CanaryReport, stated: tuple[float, ...], *, threshold: float) -> Judgement:
+    """Decide on a site from its canary and the learner's of the same version."""
+    if not stated or threshold == 0:
+        return Judgement(difference=None, quarantine=None)
+    if len(report.logprobs) != len(stated):
+        reason = f"version {report.version}: {len(report.logprobs)} canary log-probs, the learner has {len(stated)}"
+        return Judgement(difference=None, quarantine=reason)
+    if not np.isfinite(report.logprobs).all():
+        return Judgement(difference=None, quarantine=f"version {report.version}: canary log-probs are not finite")
+    differences = np.abs(np.asarray(stated, np.float64) - np.asarray(report.logprobs, np.float64))
+    difference = float(np.median(differences))
+    reason = f"version {report.version}: canary log-probs are {difference:.3g} nats off (median), allowed {threshold:g}"
+    return Judgement(difference=difference, quarantine=reason if difference > threshold else "")
+
+
+def write_stated(connection: sqlite3.Connection, version: int, request: PublishRequest) -> None:
+    """Set: record the learner's canary of a version.
+
+    Raises:
+        InvalidRequest: too many log-probs, or one that is not finite.
+    """
+    if len(request.canary) > MAX_LOGPROBS or not np.isfinite(request.canary).all():
+        raise InvalidRequest(f"canary_logprobs: more than {MAX_LOGPROBS}, or not all finite")
+    if request.canary:
+        logprobs = np.asarray(request.canary, "<f4").tobytes()
+        connection.execute("INSERT OR REPLACE INTO canaries VALUES (?, ?)", (version, logprobs))
+        connection.execute("DELETE FROM canaries WHERE version < ?", (version - KEPT_VERSIONS,))
+
+
+def read_stated(connection: sqlite3.Connection, version: int) -> tuple[float, ...]:
+    """The learner's canary of a version; empty when it stated none."""
+    row = connection.execute("SELECT logprobs FROM canaries WHERE version = ?", (version,)).fetchone()
+    return tuple(np.frombuffer(row[0], "<f4").tolist()) if row else ()
+
+
+def compare(connection: sqlite3.Connection, report: CanaryReport, *, threshold: float) -> CanaryVerdict:
+    """Set: judge a site's canary and keep the outcome."""
+    if len(report.logprobs) > MAX_LOGPROBS:
+        raise InvalidRequest(f"logprobs: {len(report.logprobs)}, allowed are {MAX_LOGPROBS}")
+    judgement = judge(report, read_stated(connection, report.version), threshold=threshold)
+    if judgement.quarantine:
+        connection.execute(
+            "INSERT OR REPLACE INTO quarantines VALUES (?, ?, ?)", (report.site, report.version, judgement.quarantine)
+        )
+    elif judgement.quarantine is not None:
+        connection.execute("DELETE FROM quarantines WHERE site = ?", (report.site,))
+    return CanaryVerdict(difference=judgement.difference, quarantine=read_quarantines(connection).get(report.site, ""))
+
+
+def read_quarantines(connection: sqlite3.Connection) -> dict[str, str]:
+    """Reasons by site."""
+    return dict(connection.execute("SELECT site, reason FROM quarantines"))
+
+
+def check_site(connection: sqlite3.Connection, site: str) -> None:
+    """Refuse a site in quarantine.
+
+    Raises:
+        Quarantined: with the reason.
+    """
+    row = connection.execute("SELECT reason FROM quarantines WHERE site = ?", (site,)).fetchone()
+    if row is not None:
+        raise Quarantined(f"site {site} is in quarantine: {row[0]}", retry_after_s=5.0)

@@ -1,0 +1,77 @@
+"""The learner's canary: what an engine with the same weights computes, in the contract's semantics."""
+
+import numpy as np
+import pytest
+import torch
+
+from services.common.canary import MAX_TOKENS, NUM_SEQUENCES, ScoredText, canary_texts
+from services.common.generation.hf import HfEngine
+from services.common.prompts import Prompter
+from services.common.tasks.arithmetic import ArithmeticTask
+from services.common.types import LogprobMode, SamplingSemantics
+from services.common.weights import tensors
+from services.common.weights.arena import Arena
+from services.demo.tiny_model import write_tiny_model
+from services.learner.canary import Canary
+from services.learner.logprobs import logit_temperature
+from services.learner.model import load_model
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model"), seed=3, hidden_size=32)
+
+
+def _sampling(temperature=1.0, mode=LogprobMode.PROCESSED):
+    return SamplingSemantics(temperature=temperature, top_p=1.0, top_k=0, max_new_tokens=6, logprob_mode=mode)
+
+
+def _engine(model_dir, sampling):
+    return HfEngine(
+        model_dir=str(model_dir), published_dtype="fp32", compute_dtype="fp32", device="cpu", sampling=sampling,
+        batch_rows=8, eos_token_id=1,
+    )  # fmt: skip
+
+
+def test_canary_is_held_out_prompts_with_their_answers(model_dir):
+    prompter = Prompter(str(model_dir), use_chat_template=False)
+    task = ArithmeticTask(digits=2)
+
+    texts = canary_texts(task, prompter)
+
+    assert len(texts) == NUM_SEQUENCES
+    for index, text in enumerate(texts):
+        prompt = task.evaluation_prompt(index)
+        assert text.prompt.tolist() == prompter.encode(prompt.text).tolist()
+        assert prompter.decode(text.completion) == prompt.answer
+        assert text.completion[-1] == prompter.eos_token_id
+        assert text.completion.size <= MAX_TOKENS
+
+
+@pytest.mark.parametrize("sampling", [_sampling(), _sampling(0.5), _sampling(0.5, LogprobMode.RAW)])
+def test_learner_and_engine_score_the_canary_alike_and_other_weights_differently(model_dir, sampling):
+    texts = canary_texts(ArithmeticTask(digits=2), Prompter(str(model_dir), use_chat_template=False))
+    model, engine = load_model(model_dir), _engine(model_dir, sampling)
+    canary = Canary(model, texts, temperature=logit_temperature(sampling))
+
+    stated = canary.score()
+
+    assert np.concatenate(engine.score(texts)) == pytest.approx(np.array(stated), abs=1e-5)
+    assert len(stated) == sum(text.completion.size for text in texts)
+    with torch.no_grad():
+        next(model.parameters()).mul_(1.5)
+    moved = np.array(canary.score())
+    assert np.median(np.abs(moved - stated)) > 0.1
+    arena = Arena(engine.layout)
+    tensors.store(model, arena)
+    engine.load(arena, 1)
+    assert np.concatenate(engine.score(texts)) == pytest.approx(moved, abs=1e-5)
+
+
+def test_score_is_what_generate_states(model_dir):
+    engine = _engine(model_dir, _sampling(0.7))
+    prompt = np.array([3, 12, 4], np.int32)
+
+    for (row,) in engine.generate([prompt], seeds=[5], num_per_prompt=1):
+        (score,) = engine.score([ScoredText(prompt=prompt, completion=row.token_ids)])
+        np.testing.assert_allclose(score, row.logprobs, atol=1e-5)

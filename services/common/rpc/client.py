@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
 
-import grpc.aio
 from heterorl.v1 import policy_pb2, rollout_pb2, run_pb2
 
 from services.common.api import (
-    CanaryReport, CanaryVerdict, Command, HeadUpdate, Heartbeat, PullPlan, RegisterAnswer, Registration, WorkGrant,
-)  # fmt: skip
-from services.common.bandwidth import BandwidthConfig, TokenBucket
-from services.common.clock import Clock, SystemClock
+    CanaryReport,
+    CanaryVerdict,
+    Command,
+    HeadUpdate,
+    Heartbeat,
+    PullPlan,
+    RegisterAnswer,
+    Registration,
+    WorkGrant,
+)
 from services.common.errors import Unreachable
-from services.common.metrics import BANDWIDTH_CAP, BANDWIDTH_WAIT, BYTES
+from services.common.metrics import BYTES
 from services.common.rpc import canary, messages, retry
-from services.common.rpc.attempt import once, timed, typed
-from services.common.rpc.link import Link
-from services.common.rpc.retry import RetryPolicy
+from services.common.rpc.attempt import once, timed
+from services.common.rpc.calls import Calls
 from services.common.rpc.run_status import status_from_pb
-from services.common.tls import TlsConfig
 from services.common.types import (
     Contract,
     Digest,
@@ -38,75 +39,15 @@ from services.common.types import (
 )
 from services.common.wire import contract_to_pb, group_from_pb, group_id_to_pb, group_to_pb
 
-CALL_TIMEOUT_S = 20.0
 PUSH_TIMEOUT_S = 120.0
 
 
-class CoordinatorClient:
+class CoordinatorClient(Calls):
     """A coordinator at an address; implements services.common.api.CoordinatorApi. Plaintext only if `tls` says so.
 
     Streams (watch_head, read_payload, stream_groups, upload_payload) are not repeated here: their callers hold the
     cursor. They raise Unreachable when the link breaks.
     """
-
-    def __init__(
-        self,
-        address: str,
-        *,
-        tls: TlsConfig | None = None,
-        max_message_bytes: int = 16 << 20,
-        policy: RetryPolicy | None = None,
-        clock: Clock | None = None,
-        rng: random.Random | None = None,
-        bandwidth: BandwidthConfig | None = None,
-    ) -> None:
-        self._link = Link(address, tls=tls or TlsConfig(), max_message_bytes=max_message_bytes)
-        self._retry = policy or RetryPolicy()
-        self._clock = clock or SystemClock()
-        self._rng = rng or random.Random()
-        caps = bandwidth or BandwidthConfig()
-        self._down = TokenBucket(bytes_per_s=caps.down_bytes_per_s, clock=self._clock)
-        self._up = TokenBucket(bytes_per_s=caps.up_bytes_per_s, clock=self._clock)
-        for direction, cap in (("down", caps.down_bytes_per_s), ("up", caps.up_bytes_per_s)):
-            BANDWIDTH_CAP.labels(direction).set(cap)
-            BANDWIDTH_WAIT.labels(direction)
-
-    async def close(self) -> None:
-        """Close the channel; calls under way are cancelled."""
-        await self._link.close()
-
-    async def _pace(self, bucket: TokenBucket, direction: str, num_bytes: int) -> None:
-        if waited_s := await bucket.take(num_bytes):
-            BANDWIDTH_WAIT.labels(direction).inc(waited_s)
-
-    async def __aenter__(self) -> CoordinatorClient:
-        """Use as a context."""
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        """Close on leaving."""
-        await self.close()
-
-    async def _call(self, name: str, request: Any, *, timeout_s: float = CALL_TIMEOUT_S) -> Any:
-        async def attempt() -> Any:
-            async with self._link.stubs() as stubs:
-                with timed(name):
-                    return await stubs.method(name)(request, timeout=timeout_s)
-
-        return await retry.call(attempt, name=name, policy=self._retry, clock=self._clock, rng=self._rng)
-
-    async def _streamed(self, name: str, request: Any) -> AsyncIterator[Any]:
-        try:
-            async with self._link.stubs() as stubs:
-                call = stubs.method(name)(request)
-                try:
-                    with timed(name):
-                        async for message in call:
-                            yield message
-                finally:
-                    call.cancel()
-        except grpc.aio.AioRpcError as error:
-            raise typed(name, error) from error
 
     async def acquire_lease(self, *, holder: str, contract: Contract, request_id: str) -> LeaseGrant:
         """Become the run's learner under a new epoch."""

@@ -1,0 +1,83 @@
+"""Calls to a coordinator at an address: repeated, timed, paced; what they mean is `client`'s."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator
+from typing import Any, Self
+
+import grpc.aio
+
+from services.common.bandwidth import BandwidthConfig, TokenBucket
+from services.common.clock import Clock, SystemClock
+from services.common.metrics import BANDWIDTH_CAP, BANDWIDTH_WAIT
+from services.common.rpc import retry
+from services.common.rpc.attempt import timed, typed
+from services.common.rpc.link import Link
+from services.common.rpc.retry import RetryPolicy
+from services.common.tls import TlsConfig
+
+CALL_TIMEOUT_S = 20.0
+
+
+class Calls:
+    """A link and the ways to call over it."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        tls: TlsConfig | None = None,
+        max_message_bytes: int = 16 << 20,
+        policy: RetryPolicy | None = None,
+        clock: Clock | None = None,
+        rng: random.Random | None = None,
+        bandwidth: BandwidthConfig | None = None,
+    ) -> None:
+        self._link = Link(address, tls=tls or TlsConfig(), max_message_bytes=max_message_bytes)
+        self._retry = policy or RetryPolicy()
+        self._clock = clock or SystemClock()
+        self._rng = rng or random.Random()
+        caps = bandwidth or BandwidthConfig()
+        self._down = TokenBucket(bytes_per_s=caps.down_bytes_per_s, clock=self._clock)
+        self._up = TokenBucket(bytes_per_s=caps.up_bytes_per_s, clock=self._clock)
+        for direction, cap in (("down", caps.down_bytes_per_s), ("up", caps.up_bytes_per_s)):
+            BANDWIDTH_CAP.labels(direction).set(cap)
+            BANDWIDTH_WAIT.labels(direction)
+
+    async def close(self) -> None:
+        """Close the channel; calls under way are cancelled."""
+        await self._link.close()
+
+    async def _pace(self, bucket: TokenBucket, direction: str, num_bytes: int) -> None:
+        if waited_s := await bucket.take(num_bytes):
+            BANDWIDTH_WAIT.labels(direction).inc(waited_s)
+
+    async def __aenter__(self) -> Self:
+        """Use as a context."""
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        """Close on leaving."""
+        await self.close()
+
+    async def _call(self, name: str, request: Any, *, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        async def attempt() -> Any:
+            async with self._link.stubs() as stubs:
+                with timed(name):
+                    return await stubs.method(name)(request, timeout=timeout_s)
+
+        return await retry.call(attempt, name=name, policy=self._retry, clock=self._clock, rng=self._rng)
+
+    async def _streamed(self, name: str, request: Any) -> AsyncIterator[Any]:
+        try:
+            async with self._link.stubs() as stubs:
+                call = stubs.method(name)(request)
+                try:
+                    with timed(name):
+                        async for message in call:
+                            yield message
+                finally:
+                    call.cancel()
+        except grpc.aio.AioRpcError as error:
+            raise typed(name, error) from error

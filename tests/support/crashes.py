@@ -170,7 +170,8 @@ class Disk:
         assert not name.endswith(".sqlite"), "a checkpoint of SQLite is not modelled: the scenario is too large"
         if mode == LOST:
             return durable
-        same = len(os.path.commonprefix([now, durable]))
+        same = next((place for place, (a, b) in enumerate(zip(now, durable, strict=False)) if a != b), len(durable))
+        same = min(same, len(now))
         return now[: same + (len(now) - same) // 2]
 
     # what is on disk

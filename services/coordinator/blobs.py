@@ -58,6 +58,11 @@ class BlobStore:
         """Called with the bytes that are missing before an upload is refused."""
         for directory in (self._blobs, self._partial):
             make_directory(directory)
+        for path in self._partial.iterdir():
+            # A power cut may have kept both names of a payload that was completed.
+            if (self._blobs / path.name[:2] / path.name).exists():
+                path.unlink()
+        for directory in (self._blobs, self._partial):
             # An earlier process may have died between a new name and the fsync of its directory.
             sync_directory(directory)
             for path in directory.rglob("*"):

@@ -61,10 +61,12 @@ def write_all(file: BinaryIO, frame: bytes) -> None:
         raise typed_error(error) from error
 
 
-def sync_and_close(file: BinaryIO, path: Path) -> None:
-    """Make a file's bytes durable, or remove it: what the disk holds of it is unknown then."""
+def sync_and_close(file: BinaryIO, path: Path, *, is_new: bool = False) -> None:
+    """Make a file's bytes durable, and its name if new, or remove it: what the disk holds of it is unknown then."""
     try:
         os.fsync(file.fileno())
+        if is_new:
+            sync_directory(path.parent)
     except OSError as error:
         path.unlink()
         raise typed_error(error) from error

@@ -58,9 +58,15 @@ class BlobStore:
         """Called with the bytes that are missing before an upload is refused."""
         for directory in (self._blobs, self._partial):
             make_directory(directory)
+        for path in self._partial.iterdir():
+            # A power cut may have kept both names of a payload that was completed.
+            if (self._blobs / path.name[:2] / path.name).exists():
+                path.unlink()
+        for directory in (self._blobs, self._partial):
+            # An earlier process may have died between a new name and the fsync of its directory.
+            sync_directory(directory)
             for path in directory.rglob("*"):
                 if path.is_dir():
-                    # An earlier process may have died between a rename and its fsync.
                     sync_directory(path)
                 else:
                     self._used += path.stat().st_size
@@ -213,8 +219,9 @@ class BlobStore:
 
     async def _write(self, digest: Digest, *, offset: int, num_bytes: int, frames: AsyncIterator[bytes]) -> int:
         path = self._partial / digest
+        is_new = not path.exists()
         try:
-            file = await asyncio.to_thread(path.open, "r+b" if path.exists() else "w+b", buffering=0)
+            file = await asyncio.to_thread(path.open, "w+b" if is_new else "r+b", buffering=0)
         except OSError as error:
             raise typed_error(error) from error
         try:
@@ -229,7 +236,7 @@ class BlobStore:
             return position
         finally:
             # Also after a broken link: what arrived is durable, so the sender goes on from here.
-            await asyncio.to_thread(sync_and_close, file, path)
+            await asyncio.to_thread(sync_and_close, file, path, is_new=is_new)
 
     def _complete(self, digest: Digest) -> None:
         partial, target = self._partial / digest, self.path(digest)

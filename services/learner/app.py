@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from services.common import metrics, notify
 from services.common.api import CoordinatorApi
 from services.common.clock import Clock, SystemClock
+from services.common.directory import make_directory
 from services.common.errors import RemoteError
 from services.common.rpc.client import CoordinatorClient
 from services.common.signing import Signer
@@ -138,6 +139,8 @@ class _Learner:
             directory=directory / "payloads",
             trust=Trust(() if self.signer is None else (self.signer.public_key, *self.config.trusted_keys)),
         )
+        await in_thread(store.remove_unfinished)
+        await in_thread(publisher.remove_leftovers)
         outcome = Outcome.REFUSED
         while outcome is Outcome.REFUSED:
             step = await resumption.run()
@@ -204,7 +207,7 @@ async def main(config: LearnerConfig) -> int:
 
 async def _train(config: LearnerConfig, clock: Clock, stop: asyncio.Event, notifier: notify.Notifier) -> None:
     parts = await in_thread(assemble, config)
-    config.state_dir.mkdir(parents=True, exist_ok=True)
+    make_directory(config.state_dir)
     metrics.watch_disk(config.state_dir)
     observe_start()
     metrics_port = metrics.serve(config.metrics_port, service="learner", address=config.metrics_host)

@@ -18,6 +18,7 @@ import os
 import shutil
 from pathlib import Path
 
+from services.common.directory import make_directory
 from services.common.errors import CorruptStore, DiskFull
 from services.common.types import Digest
 from services.common.weights.arena import Arena
@@ -39,7 +40,7 @@ class CheckpointStore:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        root.mkdir(parents=True, exist_ok=True)
+        make_directory(root)
 
     def write(self, cursor: Cursor, *, backend: TrainBackend, arena: Arena, snapshot: Path | None) -> Path:
         """Write a checkpoint and drop all but the two newest.
@@ -77,6 +78,11 @@ class CheckpointStore:
         for old in self.paths()[NUM_KEPT:]:
             _remove(old)
         return final
+
+    def remove_unfinished(self) -> None:
+        """Remove what an earlier process did not finish; its version may come to be written under another number."""
+        for path in self._root.glob("writing-*"):
+            _remove(path)
 
     def paths(self) -> list[Path]:
         """Directories that are named as checkpoints, newest first; `read` tells whether they are valid."""

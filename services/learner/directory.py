@@ -7,6 +7,7 @@ import fcntl
 from collections.abc import Iterator
 from pathlib import Path
 
+from services.common.directory import make_directory
 from services.common.errors import ConfigError
 
 
@@ -17,7 +18,7 @@ def hold_directory(path: Path) -> Iterator[Path]:
     Raises:
         ConfigError: another process holds it.
     """
-    path.mkdir(parents=True, exist_ok=True)
+    make_directory(path)
     with (path / "lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -19,6 +19,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from services.common.directory import make_directory
 from services.common.types import Manifest, PayloadKind, StepReport
 
 VERSIONS_FILE = "versions.jsonl"
@@ -31,7 +32,7 @@ class Journal:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory)
         for name in (VERSIONS_FILE, STEPS_FILE, EVALUATIONS_FILE):
             _cut_torn_line(directory / name)
         self._last_version = max((row["version"] for row in read_rows(directory / VERSIONS_FILE)), default=-1)

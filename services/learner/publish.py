@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from services.common.api import CoordinatorApi
+from services.common.directory import make_directory
 from services.common.errors import GroupNotAvailable, PayloadMissing, RemoteError
 from services.common.metrics import ENCODE_SECONDS
 from services.common.signing import Signer
@@ -77,7 +78,12 @@ class Publisher:
         self._canary = canary
         self._spare: Arena | None = None
         self.position = Position(head_version=-1, lineage_version=-1, lineage_digest="", shadow=None)
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory)
+
+    def remove_leftovers(self) -> None:
+        """Remove payloads of an earlier process: what it did not publish is encoded again."""
+        for path in self._directory.glob("v[0-9]*"):
+            path.unlink()
 
     async def stage(self, backend: TrainBackend) -> Arena:
         """Round the masters into an arena of its own; the shadow is not touched."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from services.common.directory import sync_directory
+from services.common.directory import make_directory, sync_directory
 from services.common.errors import ConfigError, CorruptStore, DiskFull
 from services.common.types import Group
 from services.common.wire import group_from_bytes, group_to_bytes
@@ -41,7 +41,7 @@ class Outbox:
     """SQLite spool in one directory."""
 
     def __init__(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory)
         self._lock_file = _lock(directory / "lock")
         self._mutex = threading.Lock()
         try:

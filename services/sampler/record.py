@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.common.directory import sync_directory
+from services.common.directory import make_directory, sync_directory
 from services.common.errors import CorruptStore, DiskFull, OperatorError
 from services.common.types import Digest
 
@@ -54,7 +54,7 @@ class VersionRecord:
         if path.exists():
             self._read()
         else:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_directory(path.parent)
             path.touch()
             # Without this a power cut could take the whole file, fsynced rows and all.
             sync_directory(path.parent)

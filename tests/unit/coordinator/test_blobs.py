@@ -18,6 +18,7 @@ from services.coordinator.blobs import BlobStore
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core import Coordinator
 from tests.support.clock import ManualClock
+from tests.support.crashes import Disk
 from tests.support.run import Run, frames
 
 MAX_BYTES = 1 << 20
@@ -69,6 +70,24 @@ def test_upload_in_any_pieces_with_restarts_and_repeats_arrives_whole(data, piec
 
     with tempfile.TemporaryDirectory() as root:
         asyncio.run(upload(Path(root)))
+
+
+async def test_power_cut_takes_neither_bytes_called_durable_nor_a_payload_in_a_folder_of_a_killed_process(tmp_path):
+    data = bytes(range(100))
+    disk = Disk(tmp_path / "root")
+    with disk.installed():
+        store(disk.root)
+        with disk.watch():
+            # A process that was killed here had not made the folder's name durable.
+            (disk.root / "blobs" / digest_of(data)[:2]).mkdir()
+            blobs = store(disk.root)
+            disk.acknowledged.append(await append(blobs, data, end=50))
+            disk.acknowledged.append(await append(blobs, data, offset=50))
+
+    for number, image in enumerate(disk.images):
+        again = store(image.write(tmp_path / f"image-{number}"))
+        assert again.query(digest_of(data)) >= max(image.acknowledged, default=0), image
+    assert image.acknowledged == (50, 100)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,6 @@ from services.common.types import (
 )
 from services.common.wire import manifest_from_bytes
 from services.coordinator import lineage, manifests, plans, queue, reports
-from services.coordinator.blob_files import read_frames
 from services.coordinator.database import get_meta, set_meta
 from services.coordinator.membership import decide_acquire
 from services.coordinator.node import Node
@@ -216,7 +215,6 @@ class Policies(Node):
         path = self.blobs.path(digest) if merged is None else merged
         with self.leases.reading(digest):
             self.leases.touch(digest, self.clock.monotonic())
-            await self.keeper.check(digest, path)
-            async for frame in read_frames(path, offset=offset, stop=stop):
+            async for frame in self.keeper.read(digest, path, offset=offset, stop=stop):
                 self.leases.touch(digest, self.clock.monotonic())
                 yield frame

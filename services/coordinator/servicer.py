@@ -71,12 +71,14 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
 
         async def frames() -> AsyncIterator[bytes]:
             async for message in request_iterator:
-                if message.WhichOneof("part") != "frame" or not 0 < len(message.frame) <= FRAME_BYTES:
+                # Once: each access of a bytes field copies it.
+                frame = message.frame
+                if message.WhichOneof("part") != "frame" or not 0 < len(frame) <= FRAME_BYTES:
                     raise InvalidRequest(f"upload: frames carry 1 to {FRAME_BYTES} bytes")
-                if messages.frame_checksum(message.frame) != message.checksum:
+                if messages.frame_checksum(frame) != message.checksum:
                     raise DigestMismatch("upload: a frame was damaged on its way", action="ask QueryUpload")
-                BYTES.labels("weights", "in").inc(len(message.frame))
-                yield message.frame
+                BYTES.labels("weights", "in").inc(len(frame))
+                yield frame
 
         num_bytes = await self._api.upload_payload(
             epoch=first.header.epoch,

@@ -4,9 +4,9 @@
     thread  waits for a frame; unblocked by put
 
 A frame is handed over at once when the thread is free, so that over a slow link nothing waits in memory; over a fast
-one a batch is handed over at a time. What is on disk is made durable behind the writer, every SYNC_BYTES and when a fetch
-breaks. A file that arrived whole is not waited for: it is used at once and removed, and whoever finds it after a power
-cut compares it with its digest first.
+one a batch is handed over at a time. What is on disk is made durable behind the writer, every SYNC_BYTES and when a
+fetch breaks. A file that arrived whole is not waited for: it is used at once and removed, and whoever finds it after a
+power cut compares it with its digest first.
 """
 
 from __future__ import annotations

@@ -167,6 +167,14 @@ class Policies(Node):
         """Exact bytes of a manifest and its signature."""
         return await self.database.run(lambda connection: manifests.read_signed_manifest(connection, version))
 
+    async def list_manifests(self, *, first_version: int, last_version: int) -> tuple[bytes, ...]:
+        """Exact bytes of the newest manifests of a range, as many as fit one answer."""
+
+        def operation(connection: sqlite3.Connection) -> tuple[bytes, ...]:
+            return manifests.read_manifests(connection, first=first_version, last=last_version)
+
+        return await self.database.run(operation)
+
     async def plan_pull(
         self,
         *,

@@ -110,6 +110,12 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         signed = await self._api.get_signed_manifest(version=request.version)
         return policy_pb2.GetManifestResponse(manifest=signed.data, signature=signed.signature)
 
+    async def ListManifests(
+        self, request: policy_pb2.ListManifestsRequest, context: Context
+    ) -> policy_pb2.ListManifestsResponse:
+        found = await self._api.list_manifests(first_version=request.first_version, last_version=request.last_version)
+        return policy_pb2.ListManifestsResponse(manifests=found)
+
     async def PlanPull(self, request: policy_pb2.PlanPullRequest, context: Context) -> policy_pb2.PlanPullResponse:
         plan = await self._api.plan_pull(
             have_version=request.have_version,

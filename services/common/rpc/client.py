@@ -174,6 +174,11 @@ class CoordinatorClient:
         answer = await self._call("GetManifest", request)
         return SignedManifest(data=answer.manifest, signature=answer.signature)
 
+    async def list_manifests(self, *, first_version: int, last_version: int) -> tuple[bytes, ...]:
+        """Fetch the exact bytes of the newest manifests of a range, as many as fit one answer."""
+        request = policy_pb2.ListManifestsRequest(first_version=first_version, last_version=last_version)
+        return tuple((await self._call("ListManifests", request)).manifests)
+
     async def plan_pull(
         self,
         *,

@@ -5,7 +5,7 @@ BIN := .venv/bin
 SETUP := .venv/.installed
 N ?= 1000
 
-.PHONY: help demo test test-fast test-images check kills lab-quick lab-stale64 lab-recommend bench-losses coverage protos lock clean bench-merge subsets dashboards bench-weights bench-pull fuzz
+.PHONY: help demo test test-fast test-images check kills lab-quick lab-stale64 lab-recommend bench-losses coverage protos lock clean bench-merge subsets dashboards bench-weights bench-pull bench-serve fuzz
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -59,6 +59,9 @@ bench-weights: $(SETUP)  ## Weight deltas of real GRPO steps: ours, open schemes
 
 bench-pull: $(SETUP)  ## A 1 GB model from coordinator to sampler, beside bare gRPC, raw TCP and memcpy; 5 GB of memory
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.pull --out benchmarks/results/pull.json
+
+bench-serve: $(SETUP)  ## A coordinator's memory while 8 samplers read a 4 GB model at once; 4 GB of disk
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.serve --out benchmarks/results/serve.json
 
 fuzz: $(SETUP)  ## Mutate N inputs of every decoder of foreign bytes; no crash may be found
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --cases $(N)

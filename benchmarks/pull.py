@@ -3,8 +3,8 @@
 One bf16 model of random weights; the coordinator is the service's own process with its files, the way is loopback. In
 one run, on the same files:
 
-    pull          plan, fetch (frames, checksums, fsync, digest), apply, digest of the whole state
-    fetch         the same without applying
+    pull          plan, fetch (frames, checksums, files, digest), apply, digest of the whole state
+    fetch         the same without applying, in a process that keeps freed frames as services do; so does bare gRPC
     bare gRPC     a server that does nothing but stream the same frames to a client that does nothing
     raw TCP       sendfile to recv_into
     memcpy        one copy of the model in memory
@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
 import platform
 import random
 import shutil
@@ -35,6 +36,7 @@ from heterorl.v1 import policy_pb2
 from rich.console import Console
 from rich.table import Table
 
+from services.common.allocator import keep_freed_frames
 from services.common.clock import SystemClock
 from services.common.fetch import Fetcher
 from services.common.pull import PulledVersion, Puller
@@ -82,10 +84,9 @@ def build_arenas(num_bytes: int) -> tuple[Arena, Arena]:
     return old, new
 
 
-async def publish(client: CoordinatorClient, arenas: tuple[Arena, Arena], directory: Path) -> list[PayloadRef]:
-    """Upload and publish versions 0 and 1 as a learner does."""
-    layout_id = arenas[0].layout.layout_id
-    contract = Contract(
+def contract_of(layout_id: Digest) -> Contract:
+    """What a learner of this layout would state."""
+    return Contract(
         tokenizer_digest=Digest("1" * 64),
         chat_template_digest=Digest("2" * 64),
         task_digest=Digest("3" * 64),
@@ -97,6 +98,11 @@ async def publish(client: CoordinatorClient, arenas: tuple[Arena, Arena], direct
             temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=1, logprob_mode=LogprobMode.PROCESSED
         ),
     )
+
+
+async def publish(client: CoordinatorClient, arenas: tuple[Arena, Arena], directory: Path) -> list[PayloadRef]:
+    """Upload and publish versions 0 and 1 as a learner does."""
+    contract = contract_of(arenas[0].layout.layout_id)
     epoch = (await client.acquire_lease(holder="bench", contract=contract, request_id="bench")).epoch
     patience = Patience(clock=SystemClock(), rng=random.Random(0), base_s=0.1, cap_s=1.0)
     parent_digest, refs = "", []
@@ -158,6 +164,8 @@ async def best_of(run: Callable[[], Awaitable[Any]]) -> tuple[Any, float]:
 def serve_bare(path: str, ready: Any) -> None:
     """A gRPC server that streams a file's frames and does nothing else."""
 
+    keep_freed_frames()
+
     async def read(_request: bytes, _context: Any) -> AsyncIterator[bytes]:
         with await asyncio.to_thread(Path(path).open, "rb") as file:
             while frame := file.read(FRAME_BYTES):
@@ -206,6 +214,8 @@ async def read_tcp(port: int) -> int:
 
 async def measure(directory: Path, *, num_bytes: int, streams: int) -> dict[str, Any]:
     """All figures of one run."""
+    load = os.getloadavg()[0]
+    keep_freed_frames()
     arenas = build_arenas(num_bytes)
     address = f"127.0.0.1:{free_port()}"
     tables = {
@@ -238,6 +248,8 @@ async def measure(directory: Path, *, num_bytes: int, streams: int) -> dict[str,
         "model_bytes": num_bytes,
         "streams": streams,
         "processor": platform.processor() or "cpu",
+        "cores": os.cpu_count(),
+        "load_average_before": round(load, 2),
         "repeats": REPEATS,
         "memcpy_gb_s": round(num_bytes / memcpy_s / 1e9, 3),
         "coordinator_rss_mb": round(peak / 1e6, 1),

@@ -59,11 +59,13 @@ def _check_link(service: str, config: Any) -> None:
 
 def _serve(service: str, config: Path | None, overrides: list[str] | None, log: str) -> None:
     from services.common import logs
+    from services.common.allocator import keep_freed_frames
 
     logs.configure(style="json" if log == "json" else "console")
     loaded: Any = load(_schema(service), config, overrides or ())
     _check_link(service, loaded)
     module = importlib.import_module(f"services.{service}.app")
+    keep_freed_frames()
     raise typer.Exit(asyncio.run(module.main(loaded)))
 
 

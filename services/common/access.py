@@ -41,6 +41,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "/heterorl.v1.PolicyService/GetStep": _LEARNER,
         "/heterorl.v1.PolicyService/WatchHead": _READS_WEIGHTS,
         "/heterorl.v1.PolicyService/GetManifest": _READS_WEIGHTS,
+        "/heterorl.v1.PolicyService/ListManifests": _READS_WEIGHTS,
         "/heterorl.v1.PolicyService/PlanPull": _READS_WEIGHTS,
         "/heterorl.v1.PolicyService/ReadPayload": _READS_WEIGHTS,
         "/heterorl.v1.RolloutService/LeaseWork": _OWN_SITE,

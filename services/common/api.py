@@ -169,6 +169,10 @@ class CoordinatorApi(Protocol):
         """The exact bytes of a manifest with the signature that its publisher sent."""
         ...
 
+    async def list_manifests(self, *, first_version: int, last_version: int) -> tuple[bytes, ...]:
+        """The exact bytes of manifests of [first_version, last_version], newest first: at least one, as many as fit."""
+        ...
+
     async def plan_pull(
         self,
         *,

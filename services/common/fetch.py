@@ -11,10 +11,8 @@ says what the link is like, over all its streams together. Never repeats a call.
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
-from typing import BinaryIO
 
 from services.common import metrics
 from services.common.api import CoordinatorApi
@@ -22,12 +20,11 @@ from services.common.clock import Clock
 from services.common.errors import LimitExceeded, MalformedPayload, Unreachable
 from services.common.link_estimate import LinkEstimate
 from services.common.ranges import Gap, Piece, find_gaps
+from services.common.spool import PieceWriter, RunningDigest, join, settle
 from services.common.types import PayloadRef
-from services.common.weights.payload import file_digest
 
 STALL_S = 60.0
 """A link that brings no frame (at most 1 MiB) for so long is given up; the bytes received stay."""
-COPY_BYTES = 1 << 20
 
 
 class Fetcher:
@@ -57,10 +54,10 @@ class Fetcher:
         if any(piece.start + piece.length > payload.num_bytes for piece in pieces):
             raise LimitExceeded(f"payload {payload.digest[:12]} is longer than its {payload.num_bytes} bytes")
         gaps = find_gaps(pieces, num_bytes=payload.num_bytes, num_streams=self._num_streams)
-        await self._fill(payload, gaps)
+        digest = RunningDigest()
+        await self._fill(payload, gaps, digest)
         path = self._spool / payload.digest
-        await asyncio.to_thread(_join, path, self._parts(payload))
-        if await asyncio.to_thread(file_digest, path) != payload.digest:
+        if await asyncio.to_thread(join, path, self._parts(payload), digest) != payload.digest:
             raise MalformedPayload(f"payload {payload.digest[:12]} arrived with another digest")
         return path
 
@@ -80,7 +77,7 @@ class Fetcher:
         found = {int(path.suffix[1:]): path for path in self._spool.glob(f"{payload.digest}.*")}
         return dict(sorted(found.items()))
 
-    async def _fill(self, payload: PayloadRef, gaps: list[Gap]) -> None:
+    async def _fill(self, payload: PayloadRef, gaps: list[Gap], digest: RunningDigest) -> None:
         """Fetch gaps, `num_streams` at once. A broken link is told when all have ended: what others bring is kept."""
         free = asyncio.Semaphore(self._num_streams)
         broken: list[Unreachable] = []
@@ -89,7 +86,7 @@ class Fetcher:
         async def fill(gap: Gap) -> None:
             async with free:
                 try:
-                    await self._append(payload, gap, watch)
+                    await self._append(payload, gap, watch, digest)
                 except Unreachable as error:
                     broken.append(error)
 
@@ -104,46 +101,75 @@ class Fetcher:
                 stream.cancel()
             await asyncio.gather(*streams, return_exceptions=True)
 
-    async def _append(self, payload: PayloadRef, gap: Gap, watch: _Stopwatch) -> None:
+    async def _append(self, payload: PayloadRef, gap: Gap, watch: _Stopwatch, digest: RunningDigest) -> None:
+        """Fetch one gap; ends when it stalls."""
+        pulse = _Pulse(self._clock)
+        # Two tasks for a stream, not for each frame: those would cost more than the frames do.
+        receiving = asyncio.ensure_future(self._receive(payload, gap, watch, digest, pulse))
+        stalled = asyncio.ensure_future(pulse.stop())
+        try:
+            await asyncio.wait([receiving, stalled], return_when=asyncio.FIRST_COMPLETED)
+            if not receiving.done():
+                raise Unreachable(f"no bytes of the payload in {STALL_S:g} s", retry_after_s=1.0)
+            receiving.result()
+        finally:
+            receiving.cancel()
+            stalled.cancel()
+            # Also when cancelled twice: whoever fetches next appends to the same file.
+            await settle(receiving, stalled)
+
+    async def _receive(
+        self, payload: PayloadRef, gap: Gap, watch: _Stopwatch, digest: RunningDigest, pulse: _Pulse
+    ) -> None:
         offset = gap.begin
         # Without an end where it is the payload's own: a coordinator that sends more is caught.
         bound = {} if gap.end == payload.num_bytes else {"stop": gap.end}
-        frames = self._api.read_payload(digest=payload.digest, offset=offset, **bound)
+        count = metrics.BYTES.labels(payload.kind.value, "in").inc
         path = self._spool / (payload.digest if gap.start == 0 else f"{payload.digest}.{gap.start}")
-        with path.open("ab") as file:
+        writer = PieceWriter(path, digest=digest if gap.start == 0 else None)
+        frames = self._api.read_payload(digest=payload.digest, offset=offset, **bound)
+        try:
+            async for frame in frames:
+                offset += len(frame)
+                if offset > gap.end:
+                    raise LimitExceeded(f"payload {payload.digest[:12]} is longer than stated")
+                watch.note(len(frame), is_first=offset == gap.begin + len(frame))
+                count(len(frame))
+                self.on_frame()
+                # A slow disk is not a slow link.
+                pulse.pause()
+                await writer.put(frame)
+                pulse.beat()
+        finally:
+            pulse.pause()
             try:
-                while (frame := await self._next(frames)) is not None:
-                    offset += len(frame)
-                    if offset > gap.end:
-                        raise LimitExceeded(f"payload {payload.digest[:12]} is longer than stated")
-                    file.write(frame)
-                    watch.note(len(frame), is_first=offset == gap.begin + len(frame))
-                    metrics.BYTES.labels(payload.kind.value, "in").inc(len(frame))
-                    self.on_frame()
-            finally:
                 if isinstance(frames, AsyncGenerator):
                     await frames.aclose()
-                await asyncio.to_thread(_sync, file)
+            finally:
+                await writer.close(durable=offset < gap.end)
         if offset < gap.end:
             raise Unreachable(f"payload {payload.digest[:12]} ended after {offset} bytes", retry_after_s=1.0)
 
-    async def _next(self, frames: AsyncIterator[bytes]) -> bytes | None:
-        """The next frame, None at the end.
 
-        Raises:
-            Unreachable: none came for STALL_S.
-        """
-        step = asyncio.ensure_future(_step(frames))
-        timer = asyncio.ensure_future(self._clock.sleep(STALL_S))
-        try:
-            await asyncio.wait([step, timer], return_when=asyncio.FIRST_COMPLETED)
-            if not step.done():
-                raise Unreachable(f"no bytes of the payload in {STALL_S:g} s", retry_after_s=1.0)
-            return step.result()
-        finally:
-            step.cancel()
-            timer.cancel()
-            await asyncio.gather(step, timer, return_exceptions=True)
+class _Pulse:
+    """Signs of life of one stream, and the one watch that waits for them to stop."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._at: float | None = clock.monotonic()
+
+    def beat(self) -> None:
+        """The next frame is waited for from now on."""
+        self._at = self._clock.monotonic()
+
+    def pause(self) -> None:
+        """Nothing is waited for."""
+        self._at = None
+
+    async def stop(self) -> None:
+        """Return when nothing came for STALL_S."""
+        while (left_s := STALL_S if self._at is None else self._at + STALL_S - self._clock.monotonic()) > 0.0:
+            await self._clock.sleep(left_s)
 
 
 class _Stopwatch:
@@ -172,27 +198,5 @@ class _Stopwatch:
             link.note(first_bytes=first_bytes, first_s=first_s, total_bytes=self._num_bytes, total_s=total_s)
 
 
-def _join(path: Path, parts: dict[int, Path]) -> None:
-    """Append parts to the file that they continue. A crash in between leaves pieces that say again what is missing."""
-    for start, part in parts.items():
-        with path.open("ab") as whole, part.open("rb") as more:
-            more.seek(whole.tell() - start)
-            while block := more.read(COPY_BYTES):
-                whole.write(block)
-            _sync(whole)
-        part.unlink()
-
-
-async def _step(frames: AsyncIterator[bytes]) -> bytes | None:
-    async for frame in frames:
-        return frame
-    return None
-
-
 def _ignore() -> None:
     pass
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())

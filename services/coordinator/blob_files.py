@@ -2,44 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import BinaryIO
 
 from services.common.directory import sync_directory
-from services.common.errors import CorruptStore, InvalidRequest, StoreFull, UnknownPayload
+from services.common.errors import CorruptStore, StoreFull
 
 FRAME_BYTES = 1 << 20
-
-
-async def read_frames(path: Path, *, offset: int, stop: int | None = None) -> AsyncIterator[bytes]:
-    """Yield [offset, stop) of a payload's file in frames of at most 1 MiB; one deleted meanwhile is read to its end.
-
-    Args:
-        path: the file.
-        offset: position of the first byte.
-        stop: position after the last byte; None for the end of the file.
-
-    Raises:
-        UnknownPayload: there is no such file.
-        InvalidRequest: the range is not within the file.
-    """
-    try:
-        file = path.open("rb")
-    except FileNotFoundError as error:
-        raise UnknownPayload(f"payload {path.name[-64:][:12]} is not stored") from error
-    with file:
-        size = os.fstat(file.fileno()).st_size
-        end = size if stop is None else stop
-        if not 0 <= offset <= end <= size:
-            raise InvalidRequest(f"bytes {offset} to {end} are not within the {size} bytes of the payload")
-        file.seek(offset)
-        while frame := await asyncio.to_thread(file.read, min(FRAME_BYTES, end - offset)):
-            offset += len(frame)
-            yield frame
 
 
 def remove_file(path: Path) -> None:

@@ -7,8 +7,13 @@ from __future__ import annotations
 
 import sqlite3
 
-from services.common.errors import UnknownVersion
+from services.common.errors import InvalidRequest, UnknownVersion
 from services.common.types import SignedManifest
+
+MAX_MANIFESTS = 256
+"""Manifests in one answer."""
+MAX_MANIFEST_BYTES = 4 << 20
+"""Bytes of the manifests in one answer, beyond which only the first may go."""
 
 
 def read_manifest(connection: sqlite3.Connection, version: int) -> bytes:
@@ -21,6 +26,34 @@ def read_manifest(connection: sqlite3.Connection, version: int) -> bytes:
     if row is None:
         raise UnknownVersion(f"version {version} does not exist")
     return bytes(row[0])
+
+
+def read_manifests(
+    connection: sqlite3.Connection,
+    *,
+    first: int,
+    last: int,
+    max_manifests: int = MAX_MANIFESTS,
+    max_bytes: int = MAX_MANIFEST_BYTES,
+) -> tuple[bytes, ...]:
+    """Exact bytes of the manifests of versions last, last - 1, ..., first, as many as fit; at least one.
+
+    Raises:
+        InvalidRequest: the range is empty.
+        UnknownVersion: the newest does not exist.
+    """
+    if first > last:
+        raise InvalidRequest(f"versions {first} to {last} are no range")
+    found = [read_manifest(connection, last)]
+    num_bytes = len(found[0])
+    for version in range(last - 1, max(first, last - max_manifests + 1) - 1, -1):
+        # Before the bytes are read: a range is a caller's, and one operation of the store must stay short.
+        row = connection.execute("SELECT length(manifest) FROM versions WHERE version = ?", (version,)).fetchone()
+        if row is None or num_bytes + row[0] > max_bytes:
+            break
+        num_bytes += row[0]
+        found.append(read_manifest(connection, version))
+    return tuple(found)
 
 
 def read_signed_manifest(connection: sqlite3.Connection, version: int) -> SignedManifest:

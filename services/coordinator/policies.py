@@ -27,7 +27,6 @@ from services.common.types import (
 )
 from services.common.wire import manifest_from_bytes
 from services.coordinator import canary, lineage, manifests, plans, queue, reports
-from services.coordinator.blob_files import read_frames
 from services.coordinator.database import get_meta, set_meta
 from services.coordinator.membership import decide_acquire
 from services.coordinator.node import Node
@@ -169,6 +168,14 @@ class Policies(Node):
         """Exact bytes of a manifest and its signature."""
         return await self.database.run(lambda connection: manifests.read_signed_manifest(connection, version))
 
+    async def list_manifests(self, *, first_version: int, last_version: int) -> tuple[bytes, ...]:
+        """Exact bytes of the newest manifests of a range, as many as fit one answer."""
+
+        def operation(connection: sqlite3.Connection) -> tuple[bytes, ...]:
+            return manifests.read_manifests(connection, first=first_version, last=last_version)
+
+        return await self.database.run(operation)
+
     async def plan_pull(
         self,
         *,
@@ -217,7 +224,6 @@ class Policies(Node):
         path = self.blobs.path(digest) if merged is None else merged
         with self.leases.reading(digest):
             self.leases.touch(digest, self.clock.monotonic())
-            await self.keeper.check(digest, path)
-            async for frame in read_frames(path, offset=offset, stop=stop):
+            async for frame in self.keeper.read(digest, path, offset=offset, stop=stop):
                 self.leases.touch(digest, self.clock.monotonic())
                 yield frame

@@ -71,12 +71,14 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
 
         async def frames() -> AsyncIterator[bytes]:
             async for message in request_iterator:
-                if message.WhichOneof("part") != "frame" or not 0 < len(message.frame) <= FRAME_BYTES:
+                # Once: each access of a bytes field copies it.
+                frame = message.frame
+                if message.WhichOneof("part") != "frame" or not 0 < len(frame) <= FRAME_BYTES:
                     raise InvalidRequest(f"upload: frames carry 1 to {FRAME_BYTES} bytes")
-                if messages.frame_checksum(message.frame) != message.checksum:
+                if messages.frame_checksum(frame) != message.checksum:
                     raise DigestMismatch("upload: a frame was damaged on its way", action="ask QueryUpload")
-                BYTES.labels("weights", "in").inc(len(message.frame))
-                yield message.frame
+                BYTES.labels("weights", "in").inc(len(frame))
+                yield frame
 
         num_bytes = await self._api.upload_payload(
             epoch=first.header.epoch,
@@ -107,6 +109,12 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
     ) -> policy_pb2.GetManifestResponse:
         signed = await self._api.get_signed_manifest(version=request.version)
         return policy_pb2.GetManifestResponse(manifest=signed.data, signature=signed.signature)
+
+    async def ListManifests(
+        self, request: policy_pb2.ListManifestsRequest, context: Context
+    ) -> policy_pb2.ListManifestsResponse:
+        found = await self._api.list_manifests(first_version=request.first_version, last_version=request.last_version)
+        return policy_pb2.ListManifestsResponse(manifests=found)
 
     async def PlanPull(self, request: policy_pb2.PlanPullRequest, context: Context) -> policy_pb2.PlanPullResponse:
         plan = await self._api.plan_pull(

@@ -15,7 +15,7 @@ import asyncio
 import logging
 import sqlite3
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -25,7 +25,6 @@ from services.common.errors import CorruptStore, Draining, StoreFull, UnknownPay
 from services.common.metrics import DAMAGED_PAYLOADS, RECLAIMED_BYTES
 from services.common.types import Digest, PayloadKind, PayloadRef
 from services.common.weights.compose import MAX_PAYLOADS
-from services.common.weights.payload import file_digest
 from services.coordinator import shelf
 from services.coordinator.blobs import BlobStore
 from services.coordinator.composer import lower_priority
@@ -34,6 +33,7 @@ from services.coordinator.database import Database
 from services.coordinator.merges import Merges
 from services.coordinator.pull_leases import PullLeases
 from services.coordinator.retention import Needs, Retirement, decide_retirement
+from services.coordinator.served import DamagedFile, PayloadReader
 from services.coordinator.snapshots import DamagedPayload, Work, decide_snapshot, verify_way, write_snapshot
 
 _LOG = logging.getLogger(__name__)
@@ -76,6 +76,7 @@ class Keeper:
         self._idle = asyncio.Event()
         self._stopping = threading.Event()
         self._executor: ThreadPoolExecutor | None = None
+        self._reader = PayloadReader()
         blobs.make_room = self._make_room
 
     def poke(self) -> None:
@@ -93,8 +94,9 @@ class Keeper:
         await self._sweep()
 
     async def close(self) -> None:
-        """End the thread between two chunks."""
+        """End the thread between two chunks, and the passes of readers."""
         self._stopping.set()
+        await self._reader.close()
         if self._executor is not None:
             await asyncio.to_thread(self._executor.shutdown)
 
@@ -116,21 +118,22 @@ class Keeper:
             pass
         await self.collect()
 
-    async def check(self, digest: Digest, path: Path) -> None:
-        """Compare a file with its name before it is sent; what differs is put aside and never offered again.
+    async def read(self, digest: Digest, path: Path, *, offset: int, stop: int | None) -> AsyncIterator[bytes]:
+        """Yield frames of a payload; what is not what its name says is put aside and never offered again.
 
         Raises:
             UnknownPayload: not there, or not what it was; the caller plans again.
         """
         try:
-            found = await asyncio.to_thread(file_digest, path)
+            async for frame in self._reader.read(digest, path, offset=offset, stop=stop):
+                yield frame
         except OSError as error:
             if await self._database.run(lambda connection: shelf.is_named(connection, digest)):
                 await self._put_aside(digest, str(error))
             raise UnknownPayload(f"payload {digest[:12]} is not stored") from error
-        if found != digest:
-            await self._put_aside(digest, "its bytes on disk changed")
-            raise UnknownPayload(f"payload {digest[:12]} was damaged on disk")
+        except DamagedFile as error:
+            await self._put_aside(digest, str(error))
+            raise UnknownPayload(f"payload {digest[:12]} was damaged on disk") from error
 
     # snapshots
 

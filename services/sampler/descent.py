@@ -9,16 +9,16 @@ XX"""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from services.common.errors import UnknownVersion, UnprovenDescent
 from services.common.types import Manifest
 from services.common.wire import manifest_digest, manifest_from_bytes
 from services.sampler.record import RunReplaced, SeenVersion
 
-Fetch = Callable[[int], Awaitable[bytes]]
-MAX_PARALLEL = 16
+Fetch = Callable[[int, int], Awaitable[Sequence[bytes]]]
+"""From the oldest and the newest of a range of versions to their manifests, newest first, as many as fit one answer."""
+MAX_AT_ONCE = 256
 """Manifests asked for at once, so that a long way back costs few round trips."""
 NOTHING_ABANDONED = range(0)
 
@@ -30,7 +30,7 @@ async def check_descent(data: bytes, *, newest: SeenVersion | None, known: Mappi
         data: exact bytes of the new version's manifest.
         newest: the highest version used; None accepts whatever comes first.
         known: manifests at hand by version, exact bytes; trusted no more than fetched ones.
-        fetch: gets the exact bytes of another manifest.
+        fetch: gets the exact bytes of other manifests.
 
     Raises:
         RunReplaced: the version is older, of another run, or descends from a sibling of `newest`.
@@ -64,12 +64,19 @@ def _same(newest: SeenVersion, digest: str, problem: str) -> None:
 async def _parent(child: Manifest, manifests: dict[int, bytes], *, oldest: int, fetch: Fetch) -> Manifest:
     number = child.parent_version
     if number not in manifests:
-        wanted = range(max(oldest, number - MAX_PARALLEL + 1), number + 1)
-        missing = [version for version in wanted if version not in manifests]
+        first = max(oldest, number - MAX_AT_ONCE + 1)
         try:
-            manifests.update(zip(missing, await asyncio.gather(*map(fetch, missing)), strict=True))
+            found = await fetch(first, number)
         except UnknownVersion as error:
             raise UnprovenDescent(f"the coordinator does not show the way to version {child.version}") from error
+        if not found:
+            raise UnprovenDescent(f"the coordinator does not show the way to version {child.version}")
+        # What is held already is kept; what is beyond the range was not asked for.
+        manifests.update(
+            (version, data)
+            for version, data in zip(range(number, first - 1, -1), found, strict=False)
+            if version not in manifests
+        )
     data = manifests[number]
     if manifest_digest(data) != child.parent_digest:
         raise UnprovenDescent(f"version {child.version} names another version {number} than the coordinator shows")

@@ -183,7 +183,7 @@ class PolicySync:
             target,
             newest=self._record.newest,
             known={manifest_from_bytes(data).version: data for data in plan.manifests},
-            fetch=lambda version: self._api.get_manifest(version=version),
+            fetch=lambda first, last: self._api.list_manifests(first_version=first, last_version=last),
         )
         if abandoned:
             _LOG.warning(

@@ -117,6 +117,11 @@ class CoordinatorClient(Calls):
         answer = await self._call("GetManifest", request)
         return SignedManifest(data=answer.manifest, signature=answer.signature)
 
+    async def list_manifests(self, *, first_version: int, last_version: int) -> tuple[bytes, ...]:
+        """Fetch the exact bytes of the newest manifests of a range, as many as fit one answer."""
+        request = policy_pb2.ListManifestsRequest(first_version=first_version, last_version=last_version)
+        return tuple((await self._call("ListManifests", request)).manifests)
+
     async def plan_pull(
         self,
         *,
@@ -142,10 +147,12 @@ class CoordinatorClient(Calls):
         """Yield frames of a payload until `stop` or its end; after Unreachable go on from the bytes received."""
         request = policy_pb2.ReadPayloadRequest(digest=digest, offset=offset, stop=stop)
         async for message in self._streamed("ReadPayload", request):
-            if messages.frame_checksum(message.frame) != message.checksum:
+            # Once: each access of a bytes field copies it.
+            frame = message.frame
+            if messages.frame_checksum(frame) != message.checksum:
                 raise Unreachable(f"a frame of payload {digest[:12]} was damaged on its way", retry_after_s=1.0)
-            await self._pace(self._down, "down", len(message.frame))
-            yield message.frame
+            await self._pace(self._down, "down", len(frame))
+            yield frame
 
     async def lease_work(self, *, site: SiteId, incarnation: str, max_groups: int, policy_version: int) -> WorkGrant:
         """Ask for prompt groups."""

@@ -24,12 +24,12 @@ ALLOWED = {
     Role.OPERATOR: {"Check", "Watch", "GetStatus", "ListSteps", "Drain"},
     Role.LEARNER: {
         "Check", "Watch", "AcquireLease", "RenewLease", "ReleaseLease", "QueryUpload", "UploadPayload",
-        "PublishVersion", "GetStep", "WatchHead", "GetManifest", "PlanPull", "ReadPayload", "StreamGroups",
-        "AbandonGroups", "Drain",
+        "PublishVersion", "GetStep", "WatchHead", "GetManifest", "ListManifests", "PlanPull", "ReadPayload",
+        "StreamGroups", "AbandonGroups", "Drain",
     },
     Role.SAMPLER: {
-        "Check", "Watch", "WatchHead", "GetManifest", "PlanPull", "ReadPayload", "LeaseWork", "AbandonWork",
-        "PushGroups", "Register", "Heartbeat",
+        "Check", "Watch", "WatchHead", "GetManifest", "ListManifests", "PlanPull", "ReadPayload", "LeaseWork",
+        "AbandonWork", "PushGroups", "Register", "Heartbeat",
     },
 }  # fmt: skip
 

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from services.common.errors import CorruptStore, DigestMismatch, InvalidRequest, StoreFull
 from services.common.types import Digest
-from services.coordinator.blob_files import FRAME_BYTES, read_frames
+from services.coordinator.blob_files import FRAME_BYTES
 from services.coordinator.blobs import BlobStore
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core import Coordinator
+from services.coordinator.served import PayloadReader
 from tests.support.clock import ManualClock
 from tests.support.crashes import Disk
 from tests.support.run import Run, frames
@@ -42,7 +43,7 @@ async def append(blobs, data, *, digest=None, offset=0, end=None, num_bytes=None
 
 
 async def content(blobs, digest, offset=0):
-    return b"".join([frame async for frame in read_frames(blobs.path(digest), offset=offset)])
+    return b"".join([frame async for frame in PayloadReader().read(digest, blobs.path(digest), offset=offset)])
 
 
 async def broken_link(data):
@@ -156,7 +157,8 @@ async def test_content_is_read_in_frames_of_a_bounded_size(tmp_path):
     blobs = store(tmp_path, max_payload_bytes=10 << 20)
     data = os.urandom(2 * FRAME_BYTES + 5)
     await blobs.append(digest=digest_of(data), num_bytes=len(data), offset=0, frames=frames(data))
-    sizes = [len(frame) async for frame in read_frames(blobs.path(digest_of(data)), offset=0)]
+    digest = digest_of(data)
+    sizes = [len(frame) async for frame in PayloadReader().read(digest, blobs.path(digest), offset=0)]
     assert sizes == [FRAME_BYTES, FRAME_BYTES, 5]
 
 
@@ -261,15 +263,3 @@ async def test_payload_is_not_named_from_an_upload_that_began_anew(tmp_path):
         await sender
     assert not await asked
     assert blobs.query(digest_of(data)) == 4
-
-
-async def test_range_is_read_exactly(tmp_path):
-    blobs, data = store(tmp_path), bytes(range(256)) * 10
-    await append(blobs, data)
-    path = blobs.path(digest_of(data))
-
-    assert b"".join([frame async for frame in read_frames(path, offset=7, stop=1000)]) == data[7:1000]
-    assert [frame async for frame in read_frames(path, offset=7, stop=7)] == []
-    for offset, stop in ((8, 7), (0, len(data) + 1), (-1, 5)):
-        with pytest.raises(InvalidRequest, match="not within"):
-            await anext(read_frames(path, offset=offset, stop=stop))

@@ -1,6 +1,5 @@
 """A version may follow what was used only by descent or by a record of what it abandons."""
 
-import asyncio
 import dataclasses
 
 import pytest
@@ -8,7 +7,7 @@ import pytest
 from services.common.errors import UnknownVersion, UnprovenDescent
 from services.common.types import Manifest
 from services.common.wire import manifest_digest, manifest_to_bytes
-from services.sampler.descent import MAX_PARALLEL, check_descent
+from services.sampler.descent import MAX_AT_ONCE, check_descent
 from services.sampler.record import RunReplaced, SeenVersion
 
 FIRST = Manifest(
@@ -36,11 +35,11 @@ def used(data: bytes, number: int, *, run_id: str = "run") -> SeenVersion:
 async def check(data, newest, manifests, *, known=None):
     asked = []
 
-    async def fetch(version):
-        asked.append(version)
-        if version >= len(manifests):
-            raise UnknownVersion(f"version {version}")
-        return manifests[version]
+    async def fetch(first, last):
+        asked.append((first, last))
+        if last >= len(manifests):
+            raise UnknownVersion(f"version {last}")
+        return manifests[first : last + 1][::-1]
 
     abandoned = await check_descent(data, newest=newest, known=known or {}, fetch=fetch)
     return abandoned, asked
@@ -59,26 +58,48 @@ async def test_descent_is_followed_through_every_manifest_between():
     abandoned, asked = await check(line[5], used(line[1], 1), line)
 
     assert list(abandoned) == []
-    assert sorted(asked) == [2, 3, 4]
+    assert asked == [(2, 4)]
     known = {2: line[2], 3: line[3], 4: line[4]}
     assert (await check(line[5], used(line[1], 1), [], known=known))[1] == []
 
 
 async def test_long_way_back_asks_for_many_at_once():
-    line = chain(3 * MAX_PARALLEL)
-    under_way, most = 0, 0
+    line = chain(2 * MAX_AT_ONCE + 10)
+    _, asked = await check(line[-1], used(line[0], 0), line)
 
-    async def fetch(version):
-        nonlocal under_way, most
-        under_way += 1
-        most = max(most, under_way)
-        await asyncio.sleep(0)
-        under_way -= 1
-        return line[version]
+    last = len(line) - 2
+    assert asked == [(last - 255, last), (last - 511, last - 256), (1, last - 512)]
 
-    await check_descent(line[-1], newest=used(line[0], 0), known={}, fetch=fetch)
 
-    assert most == MAX_PARALLEL
+@pytest.mark.parametrize("size", [1, 3, 7])
+async def test_answers_that_hold_fewer_are_followed_by_further_questions(size):
+    line, asked = chain(12), []
+
+    async def fetch(first, last):
+        asked.append((first, last))
+        return line[max(first, last - size + 1) : last + 1][::-1]
+
+    await check_descent(line[11], newest=used(line[2], 2), known={9: line[9]}, fetch=fetch)
+    assert asked[0] == (3, 10)
+    assert len(asked) <= -(-8 // size)
+    with pytest.raises(RunReplaced):
+        await check_descent(line[11], newest=used(chain(3, step=9)[2], 2), known={}, fetch=fetch)
+
+
+@pytest.mark.parametrize("answer", ["nothing", "too much", "another order", "one left out"])
+async def test_answer_that_is_not_what_was_asked_for_proves_nothing(answer):
+    line, other = chain(9), chain(9, step=9)
+    newest = used(line[2], 2)
+
+    async def fetch(first, last):
+        good = line[first : last + 1][::-1]
+        if answer == "too much":
+            # Behind the range, a branch on which the version used would be an ancestor.
+            return [*other[first : last + 1][::-1], *line[::-1]]
+        return {"nothing": [], "another order": good[::-1], "one left out": good[:1] + good[2:]}[answer]
+
+    with pytest.raises(UnprovenDescent):
+        await check_descent(line[8], newest=newest, known={}, fetch=fetch)
 
 
 async def test_older_version_is_refused_though_genuine():

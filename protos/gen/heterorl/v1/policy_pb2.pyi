@@ -640,6 +640,50 @@ class GetManifestResponse(google.protobuf.message.Message):
 Global___GetManifestResponse: typing_extensions.TypeAlias = GetManifestResponse
 
 @typing.final
+class ListManifestsRequest(google.protobuf.message.Message):
+    """ListManifestsRequest asks for the manifests of a range of versions."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FIRST_VERSION_FIELD_NUMBER: builtins.int
+    LAST_VERSION_FIELD_NUMBER: builtins.int
+    first_version: builtins.int
+    """Oldest version."""
+    last_version: builtins.int
+    """Newest version."""
+    def __init__(
+        self,
+        *,
+        first_version: builtins.int = ...,
+        last_version: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["first_version", b"first_version", "last_version", b"last_version"]) -> None: ...
+
+Global___ListManifestsRequest: typing_extensions.TypeAlias = ListManifestsRequest
+
+@typing.final
+class ListManifestsResponse(google.protobuf.message.Message):
+    """ListManifestsResponse carries manifests without their signatures: each vouches for the one after it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MANIFESTS_FIELD_NUMBER: builtins.int
+    @property
+    def manifests(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """Exact bytes of the manifests of last_version, the version before it and so on; at least one, at most 256, and no
+        more than fit in 4 MiB unless the first alone is larger.
+        """
+
+    def __init__(
+        self,
+        *,
+        manifests: collections.abc.Iterable[builtins.bytes] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["manifests", b"manifests"]) -> None: ...
+
+Global___ListManifestsResponse: typing_extensions.TypeAlias = ListManifestsResponse
+
+@typing.final
 class PlanPullRequest(google.protobuf.message.Message):
     """PlanPullRequest asks for a plan."""
 

@@ -80,6 +80,11 @@ class PolicyServiceStub(object):
                 request_serializer=heterorl_dot_v1_dot_policy__pb2.GetManifestRequest.SerializeToString,
                 response_deserializer=heterorl_dot_v1_dot_policy__pb2.GetManifestResponse.FromString,
                 _registered_method=True)
+        self.ListManifests = channel.unary_unary(
+                '/heterorl.v1.PolicyService/ListManifests',
+                request_serializer=heterorl_dot_v1_dot_policy__pb2.ListManifestsRequest.SerializeToString,
+                response_deserializer=heterorl_dot_v1_dot_policy__pb2.ListManifestsResponse.FromString,
+                _registered_method=True)
         self.PlanPull = channel.unary_unary(
                 '/heterorl.v1.PolicyService/PlanPull',
                 request_serializer=heterorl_dot_v1_dot_policy__pb2.PlanPullRequest.SerializeToString,
@@ -182,6 +187,16 @@ class PolicyServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListManifests(self, request, context):
+        """ListManifests returns the exact bytes of the manifests of a range of versions, newest first, as many as fit.
+
+        NOT_FOUND UNKNOWN_VERSION: ask for the head. INVALID_ARGUMENT: correct the range. UNAVAILABLE: repeat; what is missing
+        at the old end of the range is asked for again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def PlanPull(self, request, context):
         """PlanPull chooses the payloads that lead from what the caller has to what it wants.
 
@@ -247,6 +262,11 @@ def add_PolicyServiceServicer_to_server(servicer, server):
                     servicer.GetManifest,
                     request_deserializer=heterorl_dot_v1_dot_policy__pb2.GetManifestRequest.FromString,
                     response_serializer=heterorl_dot_v1_dot_policy__pb2.GetManifestResponse.SerializeToString,
+            ),
+            'ListManifests': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListManifests,
+                    request_deserializer=heterorl_dot_v1_dot_policy__pb2.ListManifestsRequest.FromString,
+                    response_serializer=heterorl_dot_v1_dot_policy__pb2.ListManifestsResponse.SerializeToString,
             ),
             'PlanPull': grpc.unary_unary_rpc_method_handler(
                     servicer.PlanPull,
@@ -503,6 +523,33 @@ class PolicyService(object):
             '/heterorl.v1.PolicyService/GetManifest',
             heterorl_dot_v1_dot_policy__pb2.GetManifestRequest.SerializeToString,
             heterorl_dot_v1_dot_policy__pb2.GetManifestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListManifests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/heterorl.v1.PolicyService/ListManifests',
+            heterorl_dot_v1_dot_policy__pb2.ListManifestsRequest.SerializeToString,
+            heterorl_dot_v1_dot_policy__pb2.ListManifestsResponse.FromString,
             options,
             channel_credentials,
             insecure,

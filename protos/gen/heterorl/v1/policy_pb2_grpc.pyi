@@ -169,6 +169,22 @@ _PolicyServiceGetManifestType = typing_extensions.TypeVar(
     ],
 )
 
+_PolicyServiceListManifestsType = typing_extensions.TypeVar(
+    '_PolicyServiceListManifestsType',
+    grpc.UnaryUnaryMultiCallable[
+        heterorl.v1.policy_pb2.ListManifestsRequest,
+        heterorl.v1.policy_pb2.ListManifestsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        heterorl.v1.policy_pb2.ListManifestsRequest,
+        heterorl.v1.policy_pb2.ListManifestsResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        heterorl.v1.policy_pb2.ListManifestsRequest,
+        heterorl.v1.policy_pb2.ListManifestsResponse,
+    ],
+)
+
 _PolicyServicePlanPullType = typing_extensions.TypeVar(
     '_PolicyServicePlanPullType',
     grpc.UnaryUnaryMultiCallable[
@@ -201,7 +217,7 @@ _PolicyServiceReadPayloadType = typing_extensions.TypeVar(
     ],
 )
 
-class PolicyServiceStub(typing.Generic[_PolicyServiceAcquireLeaseType, _PolicyServiceRenewLeaseType, _PolicyServiceReleaseLeaseType, _PolicyServiceQueryUploadType, _PolicyServiceUploadPayloadType, _PolicyServicePublishVersionType, _PolicyServiceGetStepType, _PolicyServiceWatchHeadType, _PolicyServiceGetManifestType, _PolicyServicePlanPullType, _PolicyServiceReadPayloadType]):
+class PolicyServiceStub(typing.Generic[_PolicyServiceAcquireLeaseType, _PolicyServiceRenewLeaseType, _PolicyServiceReleaseLeaseType, _PolicyServiceQueryUploadType, _PolicyServiceUploadPayloadType, _PolicyServicePublishVersionType, _PolicyServiceGetStepType, _PolicyServiceWatchHeadType, _PolicyServiceGetManifestType, _PolicyServiceListManifestsType, _PolicyServicePlanPullType, _PolicyServiceReadPayloadType]):
     """PolicyService versions policies and brokers their weights."""
 
     @typing.overload
@@ -241,6 +257,10 @@ class PolicyServiceStub(typing.Generic[_PolicyServiceAcquireLeaseType, _PolicySe
         grpc.UnaryUnaryMultiCallable[
             heterorl.v1.policy_pb2.GetManifestRequest,
             heterorl.v1.policy_pb2.GetManifestResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            heterorl.v1.policy_pb2.ListManifestsRequest,
+            heterorl.v1.policy_pb2.ListManifestsResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             heterorl.v1.policy_pb2.PlanPullRequest,
@@ -289,6 +309,10 @@ class PolicyServiceStub(typing.Generic[_PolicyServiceAcquireLeaseType, _PolicySe
         grpc.aio.UnaryUnaryMultiCallable[
             heterorl.v1.policy_pb2.GetManifestRequest,
             heterorl.v1.policy_pb2.GetManifestResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            heterorl.v1.policy_pb2.ListManifestsRequest,
+            heterorl.v1.policy_pb2.ListManifestsResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             heterorl.v1.policy_pb2.PlanPullRequest,
@@ -359,6 +383,13 @@ class PolicyServiceStub(typing.Generic[_PolicyServiceAcquireLeaseType, _PolicySe
     NOT_FOUND UNKNOWN_VERSION: ask for the head. UNAVAILABLE: repeat.
     """
 
+    ListManifests: _PolicyServiceListManifestsType
+    """ListManifests returns the exact bytes of the manifests of a range of versions, newest first, as many as fit.
+
+    NOT_FOUND UNKNOWN_VERSION: ask for the head. INVALID_ARGUMENT: correct the range. UNAVAILABLE: repeat; what is missing
+    at the old end of the range is asked for again.
+    """
+
     PlanPull: _PolicyServicePlanPullType
     """PlanPull chooses the payloads that lead from what the caller has to what it wants.
 
@@ -407,6 +438,10 @@ PolicyServiceAsyncStub: typing_extensions.TypeAlias = PolicyServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         heterorl.v1.policy_pb2.GetManifestRequest,
         heterorl.v1.policy_pb2.GetManifestResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        heterorl.v1.policy_pb2.ListManifestsRequest,
+        heterorl.v1.policy_pb2.ListManifestsResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         heterorl.v1.policy_pb2.PlanPullRequest,
@@ -523,6 +558,18 @@ class PolicyServiceServicer(metaclass=abc.ABCMeta):
         """GetManifest returns the exact bytes of a version's manifest.
 
         NOT_FOUND UNKNOWN_VERSION: ask for the head. UNAVAILABLE: repeat.
+        """
+
+    @abc.abstractmethod
+    def ListManifests(
+        self,
+        request: heterorl.v1.policy_pb2.ListManifestsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[heterorl.v1.policy_pb2.ListManifestsResponse, collections.abc.Awaitable[heterorl.v1.policy_pb2.ListManifestsResponse]]:
+        """ListManifests returns the exact bytes of the manifests of a range of versions, newest first, as many as fit.
+
+        NOT_FOUND UNKNOWN_VERSION: ask for the head. INVALID_ARGUMENT: correct the range. UNAVAILABLE: repeat; what is missing
+        at the old end of the range is asked for again.
         """
 
     @abc.abstractmethod

@@ -1,0 +1,20 @@
+"""The memory of a coordinator does not depend on the size of what it serves."""
+
+import pytest
+
+from benchmarks import serve
+
+MODEL_BYTES = 256_000_000
+CLIENTS = 8
+GROWTH_BYTES = 100_000_000
+"""Far below the payload; eight callers with two frames each in the reader, and as many in gRPC, take about half of it."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_coordinator_serves_eight_at_once_in_less_memory_than_the_payload(tmp_path):
+    served = await serve.serve(tmp_path, num_bytes=MODEL_BYTES, clients=CLIENTS, read=serve.read_here)
+
+    assert served.payload_bytes >= MODEL_BYTES
+    assert served.rss_peak - served.rss_before < GROWTH_BYTES
+    assert served.rss_peak < serve.LIMIT_MB * 1_000_000

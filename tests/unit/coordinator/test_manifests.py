@@ -1,0 +1,55 @@
+"""Manifests of a range: newest first, exact, and no more than fit."""
+
+import sqlite3
+
+import pytest
+
+from services.common.errors import InvalidRequest, UnknownVersion
+from services.coordinator.manifests import MAX_MANIFESTS, read_manifests
+
+SIZES = [10, 20, 30, 40, 50]
+
+
+@pytest.fixture
+def connection():
+    made = sqlite3.connect(":memory:")
+    made.execute("CREATE TABLE versions (version INTEGER PRIMARY KEY, manifest BLOB)")
+    yield made
+    made.close()
+
+
+def fill(connection, sizes):
+    data = [bytes([version % 256]) * size for version, size in enumerate(sizes)]
+    connection.executemany("INSERT INTO versions VALUES (?, ?)", enumerate(data))
+    return data
+
+
+def test_range_comes_newest_first(connection):
+    data = fill(connection, SIZES)
+
+    assert read_manifests(connection, first=1, last=3) == (data[3], data[2], data[1])
+    assert read_manifests(connection, first=2, last=2) == (data[2],)
+
+
+@pytest.mark.parametrize(("max_bytes", "count"), [(1, 1), (50, 1), (89, 1), (90, 2), (149, 4), (150, 5), (999, 5)])
+def test_answer_holds_as_many_as_fit_and_at_least_one(connection, max_bytes, count):
+    data = fill(connection, SIZES)
+
+    assert read_manifests(connection, first=0, last=4, max_bytes=max_bytes) == tuple(data[::-1][:count])
+
+
+def test_number_of_manifests_is_bounded(connection):
+    data = fill(connection, [1] * (MAX_MANIFESTS + 10))
+
+    assert read_manifests(connection, first=0, last=MAX_MANIFESTS + 5) == tuple(data[6 : MAX_MANIFESTS + 6][::-1])
+
+
+def test_impossible_ranges_are_refused(connection):
+    fill(connection, SIZES)
+
+    with pytest.raises(InvalidRequest):
+        read_manifests(connection, first=3, last=2)
+    with pytest.raises(UnknownVersion):
+        read_manifests(connection, first=3, last=5)
+    # A range that begins before the first version holds what there is.
+    assert len(read_manifests(connection, first=-(2**63), last=4)) == 5

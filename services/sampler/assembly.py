@@ -52,6 +52,7 @@ def assemble(config: SamplerConfig) -> Parts:
         sampling=sampling,
         batch_rows=config.engine.batch_rows,
         eos_token_id=prompter.eos_token_id,
+        lora=config.lora,
     )
     contract = build_contract(
         tokenizer=prompter.tokenizer,
@@ -61,5 +62,6 @@ def assemble(config: SamplerConfig) -> Parts:
         vocab_size=engine.vocab_size,
         group_size=config.group_size,
         sampling=sampling,
+        lora=engine.lora,
     )
     return Parts(engine=engine, task=task, prompter=prompter, contract=contract, base=engine.base)

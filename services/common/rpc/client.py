@@ -12,6 +12,7 @@ from heterorl.v1 import policy_pb2, rollout_pb2, run_pb2
 from services.common.api import Command, HeadUpdate, Heartbeat, PullPlan, RegisterAnswer, Registration, WorkGrant
 from services.common.bandwidth import BandwidthConfig, TokenBucket
 from services.common.clock import Clock, SystemClock
+from services.common.contract_wire import contract_to_pb
 from services.common.errors import Unreachable
 from services.common.metrics import BANDWIDTH_CAP, BANDWIDTH_WAIT, BYTES
 from services.common.rpc import messages, retry
@@ -34,7 +35,7 @@ from services.common.types import (
     SiteId,
     StepReport,
 )
-from services.common.wire import contract_to_pb, group_from_pb, group_id_to_pb, group_to_pb
+from services.common.wire import group_from_pb, group_id_to_pb, group_to_pb
 
 CALL_TIMEOUT_S = 20.0
 PUSH_TIMEOUT_S = 120.0

@@ -127,11 +127,12 @@ def export(
     checkpoint: Annotated[Path, typer.Option(help="A learner's checkpoint directory or its state directory.")],
     model_dir: Annotated[Path, typer.Option(help="The model that the run started from (config, tokenizer).")],
     out: Annotated[Path, typer.Option(help="Directory to write.")],
+    adapter: Annotated[bool, typer.Option("--adapter", help="The adapters alone, as peft reads them.")] = False,
 ) -> None:
-    """Write a trained model as a Hugging Face directory (safetensors, config, tokenizer)."""
+    """Write a trained model as a Hugging Face directory (safetensors, config, tokenizer); adapters are merged."""
     from services.learner.export import export_model
 
-    export_model(model_dir=model_dir, source=checkpoint, out_dir=out)
+    export_model(model_dir=model_dir, source=checkpoint, out_dir=out, adapter_only=adapter)
     _console().print(f"model written to {out}")
 
 

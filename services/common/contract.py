@@ -8,7 +8,7 @@ from pydantic import Field
 
 from services.common.config import Config
 from services.common.tasks.task import Task
-from services.common.types import Contract, Digest, LogprobMode, SamplingSemantics
+from services.common.types import NO_LORA, Contract, Digest, LogprobMode, LoraSettings, SamplingSemantics
 from services.common.wire import bytes_digest
 
 
@@ -58,12 +58,14 @@ def build_contract(
     vocab_size: int,
     group_size: int,
     sampling: SamplingSemantics,
+    lora: LoraSettings = NO_LORA,
 ) -> Contract:
     """State what this node runs with."""
     return Contract(
         tokenizer_digest=tokenizer_digest(tokenizer),
         chat_template_digest=chat_template_digest(tokenizer, use_chat_template=use_chat_template),
         task_digest=task.digest,
+        lora=lora,
         layout_id=layout_id,
         vocab_size=vocab_size,
         num_prompts=task.num_prompts,

@@ -12,6 +12,7 @@
         MalformedPayload  LimitExceeded  StateMismatch  CorruptStore
       UntrustedVersion        a version whose origin or place in the history is not proven; never used
         UnsignedManifest  WrongSignature  UnprovenDescent
+      NotReversible           a delta that cannot be undone without the state before it
       RewardError             a verifier failed; never a zero reward
 
 `ValueError` and `assert` are for our own mistakes.
@@ -253,6 +254,12 @@ class UnprovenDescent(UntrustedVersion):
     """The coordinator does not show the manifests that lead from a version used before to this one."""
 
     action = "asked for again; if it repeats, distrust the coordinator"
+
+
+class NotReversible(HeterorlError):
+    """A delta holds a state, or steps that need one: the way back is not in it."""
+
+    action = "rebuild the earlier version from its snapshot"
 
 
 class RewardError(HeterorlError):

@@ -115,6 +115,23 @@ class SamplingSemantics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSettings:
+    """Low-rank adapters of a run; `rank` 0: none, all weights are trained. `base_digest` names the frozen weights.
+
+    Example: LoraSettings(rank=8, alpha=16.0, target_modules=("q_proj", "v_proj"), base_digest=digest)
+    """
+
+    rank: int = 0
+    alpha: float = 0.0
+    target_modules: tuple[str, ...] = ()
+    base_digest: str = ""
+
+
+NO_LORA = LoraSettings()
+"""All weights are trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Contract:
     """What every node of a run must agree on; the first learner states it, later nodes must equal it.
 
@@ -124,6 +141,8 @@ class Contract:
     tokenizer_digest: Digest
     chat_template_digest: Digest
     task_digest: Digest
+    # Before the layout, which depends on it: the first difference is the one that a node is told.
+    lora: LoraSettings = NO_LORA
     layout_id: Digest
     vocab_size: int
     num_prompts: int

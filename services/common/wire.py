@@ -14,6 +14,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from heterorl.v1 import common_pb2, policy_pb2, rollout_pb2
 
+from services.common.contract_wire import contract_from_pb, contract_to_pb
 from services.common.errors import InvalidRequest, MalformedPayload
 from services.common.types import (
     Contract,
@@ -23,13 +24,11 @@ from services.common.types import (
     Group,
     GroupId,
     Int32Array,
-    LogprobMode,
     Manifest,
     PayloadKind,
     PayloadRef,
     RewardPart,
     Rollout,
-    SamplingSemantics,
     SiteId,
     VersionSpan,
 )
@@ -41,13 +40,8 @@ _FINISH = {
     FinishReason.EOS: rollout_pb2.FINISH_REASON_EOS,
     FinishReason.LENGTH: rollout_pb2.FINISH_REASON_LENGTH,
 }
-_MODE = {
-    LogprobMode.RAW: common_pb2.LOGPROB_MODE_RAW,
-    LogprobMode.PROCESSED: common_pb2.LOGPROB_MODE_PROCESSED,
-}
 _PAYLOAD = {kind: policy_pb2.PayloadKind.Value(f"PAYLOAD_KIND_{kind.name}") for kind in PayloadKind}
 _FINISH_OF = {pb: value for value, pb in _FINISH.items()}
-_MODE_OF = {pb: value for value, pb in _MODE.items()}
 _PAYLOAD_OF = {pb: value for value, pb in _PAYLOAD.items()}
 
 
@@ -153,55 +147,6 @@ def group_digest(value: Group) -> Digest:
 def bytes_digest(data: bytes) -> Digest:
     """Blake3 of bytes, lower-case hex."""
     return Digest(blake3.blake3(data).hexdigest())
-
-
-def contract_to_pb(value: Contract) -> common_pb2.Contract:
-    """Convert a contract."""
-    sampling = value.sampling
-    return common_pb2.Contract(
-        tokenizer_digest=value.tokenizer_digest,
-        chat_template_digest=value.chat_template_digest,
-        task_digest=value.task_digest,
-        layout_id=value.layout_id,
-        vocab_size=value.vocab_size,
-        num_prompts=value.num_prompts,
-        group_size=value.group_size,
-        sampling=common_pb2.SamplingSemantics(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_new_tokens=sampling.max_new_tokens,
-            logprob_mode=_MODE[sampling.logprob_mode],
-        ),
-    )
-
-
-def contract_from_pb(message: common_pb2.Contract) -> Contract:
-    """Convert a contract.
-
-    Raises:
-        InvalidRequest: the log-prob mode is not stated.
-    """
-    sampling = message.sampling
-    mode = _MODE_OF.get(sampling.logprob_mode)
-    if mode is None:
-        raise InvalidRequest("contract.sampling.logprob_mode: not stated")
-    return Contract(
-        tokenizer_digest=Digest(message.tokenizer_digest),
-        chat_template_digest=Digest(message.chat_template_digest),
-        task_digest=Digest(message.task_digest),
-        layout_id=Digest(message.layout_id),
-        vocab_size=message.vocab_size,
-        num_prompts=message.num_prompts,
-        group_size=message.group_size,
-        sampling=SamplingSemantics(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_new_tokens=sampling.max_new_tokens,
-            logprob_mode=mode,
-        ),
-    )
 
 
 def contract_to_bytes(value: Contract) -> bytes:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from services.common.types import Contract
+from services.common.types import Contract, LoraSettings, SamplingSemantics
+
+_KEYS = {"lora.base_digest": "model_dir (the base model under the adapters)"}
+"""Settings that a node's configuration knows by another name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +44,11 @@ def contract_difference(stated: Contract, offered: Contract) -> str:
     """Name the first setting in which two contracts differ, with both values; empty when they agree."""
     for entry in fields(Contract):
         mine, theirs = getattr(stated, entry.name), getattr(offered, entry.name)
-        if entry.name == "sampling":
-            for part in fields(mine):
-                if getattr(mine, part.name) != getattr(theirs, part.name):
-                    return (
-                        f"sampling.{part.name}: the run has {getattr(mine, part.name)}, "
-                        f"this node {getattr(theirs, part.name)}"
-                    )
-        elif mine != theirs:
-            return f"{entry.name}: the run has {mine}, this node {theirs}"
+        if mine == theirs:
+            continue
+        name = entry.name
+        if isinstance(mine, SamplingSemantics | LoraSettings):
+            part = next(part.name for part in fields(mine) if getattr(mine, part.name) != getattr(theirs, part.name))
+            name, mine, theirs = f"{name}.{part}", getattr(mine, part), getattr(theirs, part)
+        return f"{_KEYS.get(name, name)}: the run has {mine}, this node {theirs}"
     return ""

@@ -11,13 +11,14 @@ import grpc.aio
 from heterorl.v1 import policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc, run_pb2, run_pb2_grpc
 
 from services.common.api import CoordinatorApi
+from services.common.contract_wire import contract_from_pb
 from services.common.errors import DigestMismatch, HeterorlError, InvalidRequest
 from services.common.metrics import BYTES
 from services.common.rpc import canary, messages
 from services.common.rpc.options import FRAME_BYTES
 from services.common.rpc.run_status import status_to_pb
 from services.common.types import DropReason, Group, PushOutcome, PushStatus, SiteId
-from services.common.wire import contract_from_pb, group_from_pb, group_id_from_pb, group_to_pb
+from services.common.wire import group_from_pb, group_id_from_pb, group_to_pb
 from services.coordinator import observe
 
 PUSH_BATCH = 16

@@ -49,7 +49,9 @@ def assemble(config: LearnerConfig) -> Parts:
     task = build_task(config.task)
     prompter = Prompter(config.model_dir, use_chat_template=config.use_chat_template)
     sampling = config.sampling.semantics()
-    backend = TorchBackend(model_dir=config.model_dir, config=config.backend, loss=config.loss, sampling=sampling)
+    backend = TorchBackend(
+        model_dir=config.model_dir, config=config.backend, loss=config.loss, sampling=sampling, lora=config.lora
+    )
     model: Any = backend.torch_model
     contract = build_contract(
         tokenizer=prompter.tokenizer,
@@ -59,6 +61,7 @@ def assemble(config: LearnerConfig) -> Parts:
         vocab_size=int(model.config.vocab_size),
         group_size=config.group_size,
         sampling=sampling,
+        lora=backend.lora,
     )
     evaluator = _build_evaluator(config, task, prompter) if config.evaluation.every_versions else None
     canary = Canary(model, canary_texts(task, prompter), temperature=logit_temperature(sampling))
@@ -84,6 +87,7 @@ def _build_evaluator(config: LearnerConfig, task: Task, prompter: Prompter) -> E
         sampling=sampling,
         batch_rows=options.batch_rows,
         eos_token_id=prompter.eos_token_id,
+        lora=config.lora,
     )
     return Evaluator(
         task=task,

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from services.common.bandwidth import BandwidthConfig
 from services.common.config import Config
 from services.common.contract import SamplingConfig
+from services.common.lora import LoraConfig
 from services.common.signing import PublicKey
 from services.common.tasks.registry import TaskConfig
 from services.common.tls import TlsConfig
@@ -76,6 +77,8 @@ class LearnerConfig(Config):
     """Algorithm, advantage, clip and KL."""
     backend: TorchBackendConfig = TorchBackendConfig()
     """Where and how gradients are computed."""
+    lora: LoraConfig = LoraConfig()
+    """Low-rank adapters that are trained and sent instead of all weights; the same on every node."""
     snapshot_every_versions: int = Field(default=50, ge=1)
     """Versions between snapshots, published beside the delta; bounds what a new sampler has to fetch."""
     checkpoint_every_versions: int = Field(default=1, ge=1)

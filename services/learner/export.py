@@ -6,14 +6,17 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from services.common.adapters import attach, base_digest, merge
 from services.common.errors import ConfigError, CorruptStore
-from services.common.types import Digest
+from services.common.types import NO_LORA, Digest, LoraSettings
 from services.common.weights import tensors
 from services.common.weights.arena import Arena, Dtype
 from services.common.weights.manifest import verify_state
 from services.common.weights.payload import apply_payload
 from services.common.wire import manifest_from_bytes
-from services.learner.checkpoint import DONE_FILE, PUBLISHED_FILE, CheckpointStore, read_checkpoint
+from services.learner.adapter_files import write_adapter
+from services.learner.backends.state import read_lora
+from services.learner.checkpoint import BACKEND_DIRECTORY, DONE_FILE, PUBLISHED_FILE, CheckpointStore, read_checkpoint
 
 _DTYPES: tuple[Dtype, ...] = ("bf16", "fp16", "fp32")
 _TOKENIZER_FILES = (
@@ -28,17 +31,21 @@ _TOKENIZER_FILES = (
 )
 
 
-def export_model(*, model_dir: str | Path, source: Path | Arena, out_dir: Path) -> None:
+def export_model(*, model_dir: str | Path, source: Path | Arena, out_dir: Path, adapter_only: bool = False) -> None:
     """Write safetensors in the published type, config, generation config and tokenizer.
+
+    A checkpoint of adapters is added to the base model in fp32, which samplers never do: they compute the sum of the
+    two outputs, so the merged model is theirs up to rounding. The adapters alone are what was published, bit for bit.
 
     Args:
         model_dir: the model that the run started from.
         source: published weights; a checkpoint directory; or a state directory, of which the newest valid checkpoint
             is taken.
         out_dir: must not exist, or be empty; appears complete or not at all.
+        adapter_only: write the adapters of a checkpoint as files for `peft`, without the base model.
 
     Raises:
-        ConfigError: `out_dir` is in use, or `model_dir` is another model.
+        ConfigError: `out_dir` is in use, `model_dir` is another model, or there are no adapters to write.
         CorruptStore: there is no valid checkpoint.
     """
     from transformers import AutoModelForCausalLM
@@ -49,28 +56,46 @@ def export_model(*, model_dir: str | Path, source: Path | Arena, out_dir: Path) 
         model: Any = AutoModelForCausalLM.from_pretrained(str(model_dir), dtype="float32")
     except (OSError, ValueError) as error:
         raise ConfigError("model_dir", f"cannot load {model_dir}: {error}") from error
-    arena = source if isinstance(source, Arena) else read_published(source, model)
+    path = source if isinstance(source, Arena) or (source / DONE_FILE).exists() else _newest(source)
+    lora = NO_LORA if isinstance(path, Arena) else read_lora(path / BACKEND_DIRECTORY)
+    if adapter_only and not lora.rank:
+        raise ConfigError("adapter", "the run trains all weights", action="export without it")
+    if lora.rank:
+        _attach(model, lora)
+    arena = path if isinstance(path, Arena) else read_published(path, model)
     dtype = next(spec.dtype for spec in arena.layout.specs)
-    model = model.to(tensors.TORCH_DTYPE[dtype])
+    if not lora.rank:
+        model = model.to(tensors.TORCH_DTYPE[dtype])
     tensors.load(arena, model)
     temporary = out_dir.with_name(f"{out_dir.name}.writing")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    model.save_pretrained(temporary, safe_serialization=True)
+    if adapter_only:
+        write_adapter(temporary, model, lora, dtype=tensors.TORCH_DTYPE[dtype], model_dir=str(model_dir))
+    else:
+        merge(model)
+        model.to(tensors.TORCH_DTYPE[dtype]).save_pretrained(temporary, safe_serialization=True)
     _copy_tokenizer(str(model_dir), temporary)
     if out_dir.exists():
         out_dir.rmdir()
     temporary.rename(out_dir)
 
 
-def read_published(source: Path, model: Any) -> Arena:
+def _attach(model: Any, lora: LoraSettings) -> None:
+    if base_digest(model) != lora.base_digest:
+        raise ConfigError(
+            "model_dir", "is not the model that the adapters were trained on", action="name the run's model_dir"
+        )
+    attach(model, lora)
+
+
+def read_published(path: Path, model: Any) -> Arena:
     """The published weights of a checkpoint, verified against its manifest.
 
     Raises:
         ConfigError: the checkpoint is of another model.
         CorruptStore: no valid checkpoint is there.
     """
-    path = source if (source / DONE_FILE).exists() else _newest(source)
     manifest = manifest_from_bytes(read_checkpoint(path).manifest)
     arena = _arena_for(model, manifest.layout_id)
     apply_payload(path / PUBLISHED_FILE, arena, expected_from_root=None)

@@ -55,6 +55,7 @@ def assemble(config: SamplerConfig) -> Parts:
         sampling=sampling,
         batch_rows=config.engine.batch_rows,
         eos_token_id=prompter.eos_token_id,
+        lora=config.lora,
     )
     contract = build_contract(
         tokenizer=prompter.tokenizer,
@@ -64,6 +65,7 @@ def assemble(config: SamplerConfig) -> Parts:
         vocab_size=engine.vocab_size,
         group_size=config.group_size,
         sampling=sampling,
+        lora=engine.lora,
     )
     return Parts(
         engine=engine,

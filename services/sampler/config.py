@@ -10,6 +10,7 @@ from pydantic import Field
 from services.common.bandwidth import BandwidthConfig
 from services.common.config import Config
 from services.common.contract import SamplingConfig
+from services.common.lora import LoraConfig
 from services.common.signing import PublicKey
 from services.common.tasks.registry import TaskConfig
 from services.common.tls import TlsConfig
@@ -49,6 +50,8 @@ class SamplerConfig(Config):
     """Address that the metrics are served on; they carry no secret, and whoever can reach them can read them."""
     published_dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Type that the learner publishes: bf16, fp16 or fp32."""
+    lora: LoraConfig = LoraConfig()
+    """Low-rank adapters on the weights of model_dir; the same on every node."""
     engine: HfEngineConfig = HfEngineConfig()
     """Engine that generates."""
     task: TaskConfig = TaskConfig()

@@ -24,6 +24,7 @@ from services.common.errors import InvalidRequest, MalformedPayload
 from services.common.rpc import canary, messages
 from services.common.rpc.run_status import status_from_pb, status_to_pb
 from services.common.types import (
+    NO_LORA,
     Contract,
     DropReason,
     FinishReason,
@@ -31,6 +32,7 @@ from services.common.types import (
     GroupId,
     LedgerCounts,
     LogprobMode,
+    LoraSettings,
     Manifest,
     PayloadKind,
     PayloadRef,
@@ -106,6 +108,14 @@ contracts = st.builds(
     num_prompts=uint,
     group_size=st.integers(0, 999),
     sampling=sampling,
+    lora=st.just(NO_LORA)
+    | st.builds(
+        LoraSettings,
+        rank=st.integers(1, 1024),
+        alpha=real,
+        target_modules=st.lists(text, max_size=3).map(tuple),
+        base_digest=digest,
+    ),
 )
 payloads = st.builds(
     PayloadRef,

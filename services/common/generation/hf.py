@@ -10,11 +10,21 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from services.common.adapters import attach, base_digest
 from services.common.canary import ScoredText
 from services.common.errors import ConfigError
 from services.common.generation.draw import draw, gumbel
 from services.common.generation.engine import Completion
-from services.common.types import FinishReason, Float32Array, Int32Array, LogprobMode, SamplingSemantics, VersionSpan
+from services.common.lora import ALL_WEIGHTS, LoraConfig
+from services.common.types import (
+    Digest,
+    FinishReason,
+    Float32Array,
+    Int32Array,
+    LogprobMode,
+    SamplingSemantics,
+    VersionSpan,
+)
 from services.common.weights import tensors
 from services.common.weights.arena import Arena, Dtype, Layout
 
@@ -34,6 +44,7 @@ class HfEngine:
         sampling: SamplingSemantics,
         batch_rows: int,
         eos_token_id: int,
+        lora: LoraConfig = ALL_WEIGHTS,
     ) -> None:
         from transformers import AutoModelForCausalLM, __version__
 
@@ -42,6 +53,9 @@ class HfEngine:
         except (OSError, ValueError) as error:
             raise ConfigError("model_dir", f"cannot load {model_dir}: {error}") from error
         self.model: Any = model.to(device).eval()
+        self.lora = lora.settings(base_digest(self.model) if lora.is_on else Digest(""))
+        if self.lora.rank:
+            attach(self.model, self.lora)
         self._layout = tensors.layout_of(self.model, published_dtype)
         self._sampling = sampling
         self._batch_rows = batch_rows

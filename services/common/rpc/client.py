@@ -17,6 +17,7 @@ from services.common.api import (
     Registration,
     WorkGrant,
 )
+from services.common.contract_wire import contract_to_pb
 from services.common.errors import Unreachable
 from services.common.metrics import BYTES
 from services.common.rpc import canary, messages, retry
@@ -37,7 +38,7 @@ from services.common.types import (
     SiteId,
     StepReport,
 )
-from services.common.wire import contract_to_pb, group_from_pb, group_id_to_pb, group_to_pb
+from services.common.wire import group_from_pb, group_id_to_pb, group_to_pb
 
 PUSH_TIMEOUT_S = 120.0
 

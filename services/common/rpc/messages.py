@@ -6,6 +6,7 @@ import xxhash
 from heterorl.v1 import common_pb2, policy_pb2, rollout_pb2, run_pb2
 
 from services.common.api import Command, Heartbeat, PlanKind, PullPlan, RegisterAnswer, Registration, WorkGrant
+from services.common.contract_wire import contract_from_pb, contract_to_pb
 from services.common.errors import InvalidRequest
 from services.common.types import (
     Digest,
@@ -19,8 +20,6 @@ from services.common.types import (
     WorkAssignment,
 )
 from services.common.wire import (
-    contract_from_pb,
-    contract_to_pb,
     group_id_from_pb,
     group_id_to_pb,
     payload_from_pb,

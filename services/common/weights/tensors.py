@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from services.common.adapters import PARTS, has_adapters
 from services.common.errors import ConfigError, StateMismatch
 from services.common.weights.arena import Arena, Dtype, Layout, TensorSpec
 
@@ -20,8 +21,14 @@ _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent floating-point buffers by name, tied names included."""
-    return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if tensor.is_floating_point()}
+    """What is published: parameters and persistent floating-point buffers by name, tied names included.
+
+    Of a model with adapters these alone: the weights under them are frozen, and every node has them.
+    """
+    tensors = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if tensor.is_floating_point()}
+    if has_adapters(model):
+        return {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[2] in PARTS}
+    return tensors
 
 
 def layout_of(model: nn.Module, dtype: Dtype) -> Layout:

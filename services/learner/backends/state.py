@@ -2,13 +2,14 @@
 
     weights.safetensors     fp32 masters by parameter name, tied ones once
     optimizer.safetensors   `exp_avg/NAME`, `exp_avg_sq/NAME`, `step/NAME` of AdamW; `random/cpu`, `random/cuda`
-    state.json              {"format": 1, "applied_steps": n}
+    state.json              {"format": 1, "applied_steps": n}, and "lora": the settings of adapters where there are some
 
 Guarantees: read_state checks everything before it changes anything; what it restores is bit-identical.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from services.common.adapters import trainable
 from services.common.errors import CorruptStore
+from services.common.types import NO_LORA, LoraSettings
 
 WEIGHTS_FILE = "weights.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -26,9 +29,16 @@ FORMAT = 1
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
-def write_state(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, applied_steps: int) -> None:
-    """Write the three files into an existing directory."""
-    parameters = dict(model.named_parameters())
+def write_state(
+    directory: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    applied_steps: int,
+    lora: LoraSettings,
+) -> None:
+    """Write the three files into an existing directory; of a model with adapters, these alone are its weights."""
+    parameters = trainable(model)
     weights = {name: parameter.detach().cpu().contiguous() for name, parameter in parameters.items()}
     moments = {
         f"{key}/{name}": optimizer.state[parameter][key].detach().cpu().contiguous()
@@ -42,7 +52,9 @@ def write_state(directory: Path, model: nn.Module, optimizer: torch.optim.Optimi
         moments["random/cuda"] = torch.cuda.get_rng_state(device)
     save_file(weights, directory / WEIGHTS_FILE)
     save_file(moments, directory / OPTIMIZER_FILE)
-    counters = {"format": FORMAT, "applied_steps": applied_steps}
+    counters: dict[str, object] = {"format": FORMAT, "applied_steps": applied_steps}
+    if lora.rank:
+        counters["lora"] = dataclasses.asdict(lora)
     (directory / COUNTERS_FILE).write_text(json.dumps(counters), encoding="utf-8")
 
 
@@ -56,7 +68,7 @@ def read_state(directory: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     Raises:
         CorruptStore: a file is missing, broken, or of another model; nothing was changed.
     """
-    parameters = dict(model.named_parameters())
+    parameters = trainable(model)
     try:
         weights = load_file(directory / WEIGHTS_FILE)
         moments = load_file(directory / OPTIMIZER_FILE)
@@ -77,6 +89,26 @@ def read_state(directory: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     if device.type == "cuda" and "random/cuda" in moments:
         torch.cuda.set_rng_state(moments["random/cuda"], device)
     return applied_steps
+
+
+def read_lora(directory: Path) -> LoraSettings:
+    """The adapter settings that a state was written with; rank 0 where it holds all weights.
+
+    Raises:
+        CorruptStore: the file is missing or broken.
+    """
+    try:
+        stated = json.loads((directory / COUNTERS_FILE).read_text(encoding="utf-8")).get("lora")
+        if stated is None:
+            return NO_LORA
+        return LoraSettings(
+            rank=int(stated["rank"]),
+            alpha=float(stated["alpha"]),
+            target_modules=tuple(str(name) for name in stated["target_modules"]),
+            base_digest=str(stated["base_digest"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptStore(f"checkpoint {directory} cannot be read: {error!r}") from error
 
 
 def _check(

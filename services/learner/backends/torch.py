@@ -13,9 +13,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from services.common.adapters import attach, base_digest, trainable
 from services.common.clock import Clock, SystemClock
 from services.common.errors import ConfigError
-from services.common.types import QueuedGroup, SamplingSemantics, StepReport
+from services.common.lora import ALL_WEIGHTS, LoraConfig
+from services.common.types import Digest, QueuedGroup, SamplingSemantics, StepReport
 from services.common.weights import tensors
 from services.common.weights.arena import Arena, Layout
 from services.learner.backend_config import TorchBackendConfig
@@ -42,14 +44,19 @@ class TorchBackend:
         config: TorchBackendConfig,
         loss: LossConfig,
         sampling: SamplingSemantics,
+        lora: LoraConfig = ALL_WEIGHTS,
         clock: Clock | None = None,
     ) -> None:
         """Load the model and check that it can be trained this way.
 
         Raises:
-            ConfigError: the model cannot be loaded or trained in the chosen layout, or the device does not exist.
+            ConfigError: the model cannot be loaded or trained in the chosen layout, the device does not exist, or
+                there are no layers for the adapters.
         """
         model = load_model(model_dir, gradient_checkpointing=config.gradient_checkpointing)
+        self.lora = lora.settings(base_digest(model) if lora.is_on else Digest(""))
+        if self.lora.rank:
+            attach(model, self.lora)
         try:
             self._model = model.to(config.device)
         except (RuntimeError, AssertionError) as error:
@@ -131,7 +138,7 @@ class TorchBackend:
 
     def save(self, directory: Path) -> None:
         """Write weights, optimizer, random state and counters as files; making them durable is the caller's."""
-        write_state(directory, self._model, self._optimizer, applied_steps=self._applied_steps)
+        write_state(directory, self._model, self._optimizer, applied_steps=self._applied_steps, lora=self.lora)
 
     def restore(self, directory: Path) -> None:
         """Read what `save` wrote; the next step is then bit for bit the step after `save`.
@@ -145,7 +152,7 @@ class TorchBackend:
 
     def _new_optimizer(self) -> torch.optim.AdamW:
         return torch.optim.AdamW(
-            self._model.parameters(),
+            trainable(self._model).values(),
             lr=self._config.lr,
             betas=self._config.betas,
             weight_decay=self._config.weight_decay,

@@ -4,7 +4,9 @@ isort:skip_file
 The wire of heterorl: what crosses the Internet between sites."""
 
 import builtins
+import collections.abc
 import google.protobuf.descriptor
+import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import sys
@@ -115,6 +117,7 @@ class Contract(google.protobuf.message.Message):
     NUM_PROMPTS_FIELD_NUMBER: builtins.int
     GROUP_SIZE_FIELD_NUMBER: builtins.int
     SAMPLING_FIELD_NUMBER: builtins.int
+    LORA_FIELD_NUMBER: builtins.int
     tokenizer_digest: builtins.str
     """Blake3 (hex) of the tokenizer."""
     chat_template_digest: builtins.str
@@ -133,6 +136,10 @@ class Contract(google.protobuf.message.Message):
     def sampling(self) -> Global___SamplingSemantics:
         """How tokens are drawn and what their log-probs mean."""
 
+    @property
+    def lora(self) -> Global___LoraSettings:
+        """Adapters that are trained on a frozen base model; absent when all weights are trained."""
+
     def __init__(
         self,
         *,
@@ -144,11 +151,44 @@ class Contract(google.protobuf.message.Message):
         num_prompts: builtins.int = ...,
         group_size: builtins.int = ...,
         sampling: Global___SamplingSemantics | None = ...,
+        lora: Global___LoraSettings | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chat_template_digest", b"chat_template_digest", "group_size", b"group_size", "layout_id", b"layout_id", "num_prompts", b"num_prompts", "sampling", b"sampling", "task_digest", b"task_digest", "tokenizer_digest", b"tokenizer_digest", "vocab_size", b"vocab_size"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["lora", b"lora", "sampling", b"sampling"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chat_template_digest", b"chat_template_digest", "group_size", b"group_size", "layout_id", b"layout_id", "lora", b"lora", "num_prompts", b"num_prompts", "sampling", b"sampling", "task_digest", b"task_digest", "tokenizer_digest", b"tokenizer_digest", "vocab_size", b"vocab_size"]) -> None: ...
 
 Global___Contract: typing_extensions.TypeAlias = Contract
+
+@typing.final
+class LoraSettings(google.protobuf.message.Message):
+    """LoraSettings states the low-rank adapters of a run."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    ALPHA_FIELD_NUMBER: builtins.int
+    TARGET_MODULES_FIELD_NUMBER: builtins.int
+    BASE_DIGEST_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    """Rank of every adapter, at least 1."""
+    alpha: builtins.float
+    """The adapter's output is scaled by alpha / rank."""
+    base_digest: builtins.str
+    """Blake3 (hex) of the base model's weights."""
+    @property
+    def target_modules(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Last parts of the names of the adapted linear layers, sorted."""
+
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        alpha: builtins.float = ...,
+        target_modules: collections.abc.Iterable[builtins.str] | None = ...,
+        base_digest: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["alpha", b"alpha", "base_digest", b"base_digest", "rank", b"rank", "target_modules", b"target_modules"]) -> None: ...
+
+Global___LoraSettings: typing_extensions.TypeAlias = LoraSettings
 
 @typing.final
 class StepReport(google.protobuf.message.Message):

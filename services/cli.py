@@ -57,14 +57,14 @@ def _check_link(service: str, config: Any) -> None:
     check_tls(config.tls, key=key, address=getattr(config, key))
 
 
-def _serve(service: str, config: Path | None, overrides: list[str] | None, log: str) -> None:
+def _serve(service: str, config: Path | None, overrides: list[str] | None, log: str, **options: int) -> None:
     from services.common import logs
 
     logs.configure(style="json" if log == "json" else "console")
     loaded: Any = load(_schema(service), config, overrides or ())
     _check_link(service, loaded)
     module = importlib.import_module(f"services.{service}.app")
-    raise typer.Exit(asyncio.run(module.main(loaded)))
+    raise typer.Exit(asyncio.run(module.main(loaded, **options)))
 
 
 @app.command()
@@ -74,9 +74,17 @@ def coordinator(config: ConfigOption = None, set_: SetOption = None, log: LogOpt
 
 
 @app.command()
-def learner(config: ConfigOption = None, set_: SetOption = None, log: LogOption = "console") -> None:
+def learner(
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    log: LogOption = "console",
+    nproc: Annotated[
+        int,
+        typer.Option("--nproc", help="Processes that share the work; more than 1 needs backend `deepspeed`.", min=1),
+    ] = 1,
+) -> None:
     """Run the learner: streams whole groups, takes optimizer steps, publishes versions."""
-    _serve("learner", config, set_, log)
+    _serve("learner", config, set_, log, num_ranks=nproc)
 
 
 @app.command()

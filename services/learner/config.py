@@ -12,7 +12,7 @@ from services.common.contract import SamplingConfig
 from services.common.signing import PublicKey
 from services.common.tasks.registry import TaskConfig
 from services.common.tls import TlsConfig
-from services.learner.backend_config import TorchBackendConfig
+from services.learner.backend_config import BackendConfig, TorchBackendConfig
 from services.learner.loss_config import GepoConfig, LossConfig
 
 
@@ -74,7 +74,7 @@ class LearnerConfig(Config):
     """Steps' worth of groups that wait in memory; while they wait they grow older."""
     loss: LossConfig = GepoConfig()
     """Algorithm, advantage, clip and KL."""
-    backend: TorchBackendConfig = TorchBackendConfig()
+    backend: BackendConfig = TorchBackendConfig()
     """Where and how gradients are computed."""
     snapshot_every_versions: int = Field(default=50, ge=1)
     """Versions between snapshots, published beside the delta; bounds what a new sampler has to fetch."""

@@ -78,10 +78,7 @@ def learner(
     config: ConfigOption = None,
     set_: SetOption = None,
     log: LogOption = "console",
-    nproc: Annotated[
-        int,
-        typer.Option("--nproc", help="Processes that share the work; more than 1 needs backend `deepspeed`.", min=1),
-    ] = 1,
+    nproc: Annotated[int, typer.Option(help="Processes; more than 1 needs backend deepspeed.", min=1)] = 1,
 ) -> None:
     """Run the learner: streams whole groups, takes optimizer steps, publishes versions."""
     _serve("learner", config, set_, log, num_ranks=nproc)

@@ -53,7 +53,7 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1) -> Parts:
     task = build_task(config.task)
     prompter = Prompter(config.model_dir, use_chat_template=config.use_chat_template)
     sampling = config.sampling.semantics()
-    backend, close = _build_backend(config, num_ranks)
+    backend, close = build_backend(config, num_ranks)
     model: Any = backend.torch_model
     contract = build_contract(
         tokenizer=prompter.tokenizer,
@@ -68,7 +68,13 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1) -> Parts:
     return Parts(backend=backend, contract=contract, evaluator=evaluator, signer=signer, close=close)
 
 
-def _build_backend(config: LearnerConfig, num_ranks: int) -> tuple[TrainBackend, Callable[[], None]]:
+def build_backend(config: LearnerConfig, num_ranks: int) -> tuple[TrainBackend, Callable[[], None]]:
+    """The backend of rank 0, with the other ranks started, and what ends them.
+
+    Raises:
+        ConfigError: the backend is one process, or cannot be built.
+        DependencyMissing: its package is not installed.
+    """
     options = config.backend
     if isinstance(options, TorchBackendConfig):
         if num_ranks > 1:
@@ -79,7 +85,8 @@ def _build_backend(config: LearnerConfig, num_ranks: int) -> tuple[TrainBackend,
         return TorchBackend(
             model_dir=config.model_dir, config=options, loss=config.loss, sampling=sampling
         ), lambda: None
-    import_deepspeed()
+    # Before processes are started, which would all miss it.
+    import_deepspeed(options.device)
     local = LocalRanks(num_ranks)
     local.configure(config)
     ranks = join_ranks(config, rank=0, num_ranks=num_ranks, rendezvous=local.rendezvous)

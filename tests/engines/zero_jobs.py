@@ -91,7 +91,6 @@ _OPERATIONS = {
     "load": _load,
     "save": _save,
     "restore": lambda backend, directory: backend.restore(Path(directory)),
-    "largest": lambda backend: backend.largest_gather,
 }
 
 
@@ -149,7 +148,8 @@ def main() -> None:
         else:
             answer = run_job(backend, operations)
             backend.stop()
-        print("ANSWER", json.dumps(answer), flush=True)
+        sys.stdout.write(f"ANSWER {json.dumps(answer)}\n")
+        sys.stdout.flush()
     local.close()
     if ranks is not None:
         ranks.leave()

@@ -1,8 +1,9 @@
-"""From a language model and a configuration to a DeepSpeed engine whose masters are exactly the model's fp32 weights."""
+"""From a language model to a DeepSpeed engine whose masters are exactly the model's fp32 weights."""
 
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +18,13 @@ from services.learner.backends.zero_state import ZeroState
 from services.learner.backends.zero_step import LogprobModel
 
 
-def import_deepspeed() -> Any:
-    """The package, quietly.
+def import_deepspeed(device: str = "cpu") -> Any:
+    """The package, quietly; it chooses its kind of device once, when it is first imported.
 
     Raises:
         DependencyMissing: it is not installed.
     """
+    os.environ.setdefault("DS_ACCELERATOR", device)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -79,7 +81,7 @@ def build_engine(model: nn.Module, config: DeepSpeedBackendConfig, *, temperatur
         DependencyMissing: DeepSpeed is not installed.
         ConfigError: the rank has no such device.
     """
-    deepspeed = import_deepspeed()
+    deepspeed = import_deepspeed(config.device)
     device = torch.device(config.device if config.device == "cpu" else f"cuda:{ranks.rank}")
     if device.type == "cuda" and ranks.rank >= torch.cuda.device_count():
         raise ConfigError("backend.device", f"there is no {device} for rank {ranks.rank}", action="lower --nproc")
@@ -90,12 +92,14 @@ def build_engine(model: nn.Module, config: DeepSpeedBackendConfig, *, temperatur
             action=f"set DS_ACCELERATOR={device.type} in the environment, or change backend.device",
         )
     shapes = {name: parameter.shape for name, parameter in model.named_parameters() if parameter.requires_grad}
-    masters = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()}
-    is_low = config.compute_dtype == "bf16"
-    wrapped = LogprobModel(
-        model, temperature=temperature, autocast_dtype=torch.bfloat16 if is_low and config.stage == 0 else None
-    )
+    is_low = config.compute_dtype == "bf16" and config.stage > 0
+    masters: dict[str, torch.Tensor] = {}
+    if is_low:
+        masters = {name: parameter.detach() for name, parameter in model.named_parameters() if name in shapes}
+        model.to(torch.bfloat16)
+    products = torch.bfloat16 if config.compute_dtype == "bf16" and not is_low else None
+    wrapped = LogprobModel(model, temperature=temperature, autocast_dtype=products)
     own = engine_config(config, world_size=ranks.world_size)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -115,7 +119,7 @@ def build_engine(model: nn.Module, config: DeepSpeedBackendConfig, *, temperatur
         engine, *_ = deepspeed.initialize(model=wrapped, optimizer=optimizer, config=own)
     named = {name: parameter for name, parameter in model.named_parameters() if name in shapes}
     state = ZeroState(engine, stage=config.stage, parameters=named, shapes=shapes, ranks=ranks)
-    if is_low and config.stage:
+    if is_low:
         # DeepSpeed starts its masters from the bf16 copy, and rounds buffers such as the frequencies of positions.
         for name, values in masters.items():
             state.put(name, "", values.reshape(-1))

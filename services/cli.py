@@ -57,7 +57,7 @@ def _check_link(service: str, config: Any) -> None:
     check_tls(config.tls, key=key, address=getattr(config, key))
 
 
-def _serve(service: str, config: Path | None, overrides: list[str] | None, log: str) -> None:
+def _serve(service: str, config: Path | None, overrides: list[str] | None, log: str, **options: int) -> None:
     from services.common import logs
     from services.common.allocator import keep_freed_frames
 
@@ -66,7 +66,7 @@ def _serve(service: str, config: Path | None, overrides: list[str] | None, log: 
     _check_link(service, loaded)
     module = importlib.import_module(f"services.{service}.app")
     keep_freed_frames()
-    raise typer.Exit(asyncio.run(module.main(loaded)))
+    raise typer.Exit(asyncio.run(module.main(loaded, **options)))
 
 
 @app.command()
@@ -76,9 +76,14 @@ def coordinator(config: ConfigOption = None, set_: SetOption = None, log: LogOpt
 
 
 @app.command()
-def learner(config: ConfigOption = None, set_: SetOption = None, log: LogOption = "console") -> None:
+def learner(
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    log: LogOption = "console",
+    nproc: Annotated[int, typer.Option(help="Processes; more than 1 needs backend deepspeed.", min=1)] = 1,
+) -> None:
     """Run the learner: streams whole groups, takes optimizer steps, publishes versions."""
-    _serve("learner", config, set_, log)
+    _serve("learner", config, set_, log, num_ranks=nproc)
 
 
 @app.command()

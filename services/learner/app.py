@@ -194,19 +194,21 @@ class _Learner:
             _LOG.warning("the lease could not be released: %s", error)
 
 
-async def main(config: LearnerConfig) -> int:
-    """Train until max_steps or a signal; returns the exit code 0."""
+async def main(config: LearnerConfig, *, num_ranks: int = 1) -> int:
+    """Train on so many processes of this machine until max_steps or a signal; returns the exit code 0."""
     stop = asyncio.Event()
     clock = SystemClock()
     notifier = notify.from_environment()
     notify.on_stop((signal.SIGTERM, signal.SIGINT), notifier=notifier, stop=stop.set)
     async with notify.supervised(notifier, clock):
-        await _train(config, clock, stop, notifier)
+        await _train(config, num_ranks, clock, stop, notifier)
     return 0
 
 
-async def _train(config: LearnerConfig, clock: Clock, stop: asyncio.Event, notifier: notify.Notifier) -> None:
-    parts = await in_thread(assemble, config)
+async def _train(
+    config: LearnerConfig, num_ranks: int, clock: Clock, stop: asyncio.Event, notifier: notify.Notifier
+) -> None:
+    parts = await in_thread(assemble, config, num_ranks=num_ranks)
     make_directory(config.state_dir)
     metrics.watch_disk(config.state_dir)
     observe_start()
@@ -234,6 +236,7 @@ async def _train(config: LearnerConfig, clock: Clock, stop: asyncio.Event, notif
             on_ready=lambda: notifier.ready(f"run {config.run_id}, holder {config.holder}"),
         )
     notifier.stopping()
+    await in_thread(parts.close)
     _LOG.info("stopped at step %d, version %d", result.step, result.version)
 
 

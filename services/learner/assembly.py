@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,12 +18,17 @@ from services.common.prompts import Prompter
 from services.common.signing import Signer, load_signer
 from services.common.tasks.registry import build_task
 from services.common.tasks.task import Task
-from services.common.types import Contract
+from services.common.types import NO_LORA, Contract
+from services.learner.backend_config import DeepSpeedBackendConfig, TorchBackendConfig
 from services.learner.backends.backend import TrainBackend
+from services.learner.backends.collectives import Collectives
+from services.learner.backends.deepspeed import DeepSpeedBackend
 from services.learner.backends.torch import TorchBackend
+from services.learner.backends.zero_engine import import_deepspeed
 from services.learner.canary import Canary
 from services.learner.config import LearnerConfig
 from services.learner.evaluate import EngineGenerator, Evaluator
+from services.learner.local_ranks import LocalRanks
 from services.learner.logprobs import logit_temperature
 
 
@@ -33,10 +41,12 @@ class Parts:
     evaluator: Evaluator | None
     signer: Signer | None = None
     canary: Canary | None = None
+    close: Callable[[], None] = lambda: None
+    """Ends the other ranks; for an orderly end, because they end with this process anyway."""
 
 
-def assemble(config: LearnerConfig) -> Parts:
-    """Load the model and everything that goes with it.
+def assemble(config: LearnerConfig, *, num_ranks: int = 1) -> Parts:
+    """Load the model and everything that goes with it; start the other ranks, if there are to be any.
 
     Raises:
         ConfigError: key, model, tokenizer or task cannot be loaded.
@@ -44,14 +54,10 @@ def assemble(config: LearnerConfig) -> Parts:
     signer = None if config.signing_key is None else load_signer(config.signing_key)
     if not config.model_dir:
         raise ConfigError("model_dir", "is not set", action="name a Hugging Face directory or hub id")
-    if config.backend.threads:
-        torch.set_num_threads(config.backend.threads)
     task = build_task(config.task)
     prompter = Prompter(config.model_dir, use_chat_template=config.use_chat_template)
     sampling = config.sampling.semantics()
-    backend = TorchBackend(
-        model_dir=config.model_dir, config=config.backend, loss=config.loss, sampling=sampling, lora=config.lora
-    )
+    backend, close = build_backend(config, num_ranks)
     model: Any = backend.torch_model
     contract = build_contract(
         tokenizer=prompter.tokenizer,
@@ -61,11 +67,69 @@ def assemble(config: LearnerConfig) -> Parts:
         vocab_size=int(model.config.vocab_size),
         group_size=config.group_size,
         sampling=sampling,
-        lora=backend.lora,
+        lora=backend.lora if isinstance(backend, TorchBackend) else NO_LORA,
     )
     evaluator = _build_evaluator(config, task, prompter) if config.evaluation.every_versions else None
-    canary = Canary(model, canary_texts(task, prompter), temperature=logit_temperature(sampling))
-    return Parts(backend=backend, contract=contract, evaluator=evaluator, signer=signer, canary=canary)
+    # In ZeRO stage 3 no rank alone has the weights, and versions are published without a canary.
+    is_whole = isinstance(config.backend, TorchBackendConfig) or config.backend.stage < 3
+    texts = canary_texts(task, prompter)
+    canary = Canary(model, texts, temperature=logit_temperature(sampling)) if is_whole else None
+    return Parts(backend=backend, contract=contract, evaluator=evaluator, signer=signer, canary=canary, close=close)
+
+
+def build_backend(config: LearnerConfig, num_ranks: int) -> tuple[TrainBackend, Callable[[], None]]:
+    """The backend of rank 0, with the other ranks started, and what ends them.
+
+    Raises:
+        ConfigError: the backend is one process, or cannot be built.
+        DependencyMissing: its package is not installed.
+    """
+    options = config.backend
+    if isinstance(options, TorchBackendConfig):
+        if num_ranks > 1:
+            raise ConfigError("--nproc", "backend torch is one process", action="set backend.kind to deepspeed")
+        if options.threads:
+            torch.set_num_threads(options.threads)
+        sampling = config.sampling.semantics()
+        backend = TorchBackend(
+            model_dir=config.model_dir, config=options, loss=config.loss, sampling=sampling, lora=config.lora
+        )
+        return backend, lambda: None
+    if config.lora.is_on:
+        raise ConfigError("lora", "backend deepspeed trains all weights", action="remove [lora] or use backend torch")
+    # Before processes are started, which would all miss it.
+    import_deepspeed(options.device)
+    local = LocalRanks(num_ranks)
+    local.configure(config)
+    ranks = join_ranks(config, rank=0, num_ranks=num_ranks, rendezvous=local.rendezvous)
+    backend = build_deepspeed(config, ranks)
+
+    def close() -> None:
+        backend.stop()
+        local.close()
+        ranks.leave()
+
+    return backend, close
+
+
+def join_ranks(config: LearnerConfig, *, rank: int, num_ranks: int, rendezvous: Path) -> Collectives:
+    """Meet the other ranks of a learner that is divided; every rank calls it once."""
+    # All cores for every rank would be threads that wait for each other.
+    torch.set_num_threads(config.backend.threads or max(1, (os.cpu_count() or 1) // num_ranks))
+    device = "cuda" if config.backend.device.startswith("cuda") else "cpu"
+    return Collectives(rank=rank, world_size=num_ranks, rendezvous=rendezvous, device=device)
+
+
+def build_deepspeed(config: LearnerConfig, ranks: Collectives) -> DeepSpeedBackend:
+    """This rank's part of a backend that all ranks build together."""
+    assert isinstance(config.backend, DeepSpeedBackendConfig)
+    return DeepSpeedBackend(
+        model_dir=config.model_dir,
+        config=config.backend,
+        loss=config.loss,
+        sampling=config.sampling.semantics(),
+        ranks=ranks,
+    )
 
 
 def _build_evaluator(config: LearnerConfig, task: Task, prompter: Prompter) -> Evaluator:

@@ -1,20 +1,19 @@
-"""How the learner computes: optimizer, precision, device and micro-batches of one process."""
+"""How the learner computes: optimizer, precision, devices, micro-batches, and how many processes share the work."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from services.common.config import Config
 
 _Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
-class TorchBackendConfig(Config):
-    """One process, CPU or one GPU; weights are kept in fp32 and published in a narrower type."""
+class _Training(Config):
+    """What every backend has."""
 
-    kind: Literal["torch"] = "torch"
     lr: float = Field(default=1e-6, gt=0.0, le=1.0)
     """AdamW step size after warm-up."""
     betas: tuple[_Decay, _Decay] = (0.9, 0.999)
@@ -34,11 +33,52 @@ class TorchBackendConfig(Config):
     dead_band_ulp: float = Field(default=0.0, ge=0.0, le=4.0)
     """Weights within this many units in the last place of what was published last keep it: 0.75 makes deltas about a
     quarter smaller. 0 rounds every weight; below 0.5 nothing is gained. What is kept back is published later."""
-    compute_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Type of matrix products; log-probabilities are normalised in fp32 either way."""
-    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
-    """Where the weights live: cpu, cuda or cuda:N."""
     threads: int = Field(default=0, ge=0)
     """Threads of torch and of the weight codec on the CPU; 0 leaves torch's choice, and one for each core."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+
+
+class TorchBackendConfig(_Training):
+    """One process, CPU or one GPU; weights are kept in fp32 and published in a narrower type."""
+
+    kind: Literal["torch"] = "torch"
+    compute_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type of matrix products; log-probabilities are normalised in fp32 either way."""
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
+    """Where the weights live: cpu, cuda or cuda:N."""
+
+
+class DeepSpeedBackendConfig(_Training):
+    """One process for each device of this machine (`heterorl learner --nproc N`), joined by DeepSpeed's ZeRO."""
+
+    kind: Literal["deepspeed"] = "deepspeed"
+    stage: Literal[0, 1, 2, 3] = 2
+    """What is divided among the ranks: 0 nothing, 1 optimizer and masters, 2 gradients too, 3 the weights too."""
+    offload_optimizer: bool = False
+    """Keep masters and moments in host memory and step there; stages 1 to 3."""
+    compute_dtype: Literal["fp32", "bf16"] = "fp32"
+    """bf16: forward, backward and the copy of the weights they use; masters, moments and accumulated gradients stay
+    fp32. In stage 0 the weights are the masters, and matrix products alone are bf16."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """cuda gives each rank the GPU of its number."""
+
+    @model_validator(mode="after")
+    def _check_offload(self) -> DeepSpeedBackendConfig:
+        if self.offload_optimizer and self.stage == 0:
+            raise ValueError(
+                "offload_optimizer needs stage 1, 2 or 3: stage 0 keeps the optimizer where the weights are"
+            )
+        return self
+
+
+def _kind(value: Any) -> str:
+    # A table without `kind` is the one process of before.
+    kind = value.get("kind", "torch") if isinstance(value, dict) else getattr(value, "kind", "")
+    return str(kind)
+
+
+BackendConfig = Annotated[
+    Annotated[TorchBackendConfig, Tag("torch")] | Annotated[DeepSpeedBackendConfig, Tag("deepspeed")],
+    Discriminator(_kind),
+]

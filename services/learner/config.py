@@ -13,7 +13,7 @@ from services.common.lora import LoraConfig
 from services.common.signing import PublicKey
 from services.common.tasks.registry import TaskConfig
 from services.common.tls import TlsConfig
-from services.learner.backend_config import TorchBackendConfig
+from services.learner.backend_config import BackendConfig, TorchBackendConfig
 from services.learner.loss_config import GepoConfig, LossConfig
 
 
@@ -75,7 +75,7 @@ class LearnerConfig(Config):
     """Steps' worth of groups that wait in memory; while they wait they grow older."""
     loss: LossConfig = GepoConfig()
     """Algorithm, advantage, clip and KL."""
-    backend: TorchBackendConfig = TorchBackendConfig()
+    backend: BackendConfig = TorchBackendConfig()
     """Where and how gradients are computed."""
     lora: LoraConfig = LoraConfig()
     """Low-rank adapters that are trained and sent instead of all weights; the same on every node."""

@@ -87,31 +87,42 @@ def accumulate_gradients(
         else:
             with torch.no_grad():
                 first = [forward(forward.collate(part))[0] for part in parts]
-        parts = _planned(rule, batch, parts, first, max_new_tokens=max_new_tokens)
+        ready_parts = iter(
+            planned(rule, batch, [entry for part in parts for entry in part], first, max_new_tokens=max_new_tokens)
+        )
+        parts = [[next(ready_parts) for _ in part] for part in parts]
     samples = []
     for sequences in parts:
         micro_batch = forward.collate(sequences)
         logprobs_N, entropies_N = forward(micro_batch) if ready is None else ready
-        total, sample = _loss(rule, micro_batch, logprobs_N, entropies_N, batch, max_new_tokens=max_new_tokens)
+        total, sample = micro_batch_loss(
+            rule, micro_batch, logprobs_N, entropies_N, batch, max_new_tokens=max_new_tokens
+        )
         total.backward()  # type: ignore[no-untyped-call]
         samples.append(sample)
     return samples
 
 
-def _planned(
+def planned(
     rule: Rule,
     batch: Batch,
-    parts: list[list[TrainingSequence]],
-    logprobs: list[torch.Tensor],
+    sequences: Sequence[TrainingSequence],
+    logprobs: Sequence[torch.Tensor],
     *,
     max_new_tokens: int,
-) -> list[list[TrainingSequence]]:
-    """The same parts with what couples their sequences filled in."""
-    ordered = [sequence for part in parts for sequence in part]
-    values = torch.cat(logprobs).split([sequence.token_ids.size for sequence in ordered])
-    ready = plan(rule, dataclasses.replace(batch, sequences=tuple(ordered)), values, max_new_tokens=max_new_tokens)
-    remaining = iter(ready.sequences)
-    return [[next(remaining) for _ in part] for part in parts]
+) -> tuple[TrainingSequence, ...]:
+    """The same sequences with what couples them filled in.
+
+    Args:
+        rule: the loss.
+        batch: the whole step.
+        sequences: all of the step, in the order of `logprobs`.
+        logprobs: of all their tokens one after another, in pieces of any length.
+        max_new_tokens: the run's limit on completion tokens.
+    """
+    values = torch.cat(list(logprobs)).split([sequence.token_ids.size for sequence in sequences])
+    whole = dataclasses.replace(batch, sequences=tuple(sequences))
+    return plan(rule, whole, values, max_new_tokens=max_new_tokens).sequences
 
 
 def apply_gradients(
@@ -145,7 +156,7 @@ def learning_rate(*, lr: float, warmup_steps: int, applied_steps: int) -> float:
     return lr * min(1.0, (applied_steps + 1) / warmup_steps) if warmup_steps else lr
 
 
-def _loss(
+def micro_batch_loss(
     rule: Rule,
     micro_batch: MicroBatch,
     logprobs_N: torch.Tensor,
@@ -154,6 +165,16 @@ def _loss(
     *,
     max_new_tokens: int,
 ) -> tuple[torch.Tensor, MicroBatchSample]:
+    """The part of the step's loss that one micro-batch contributes, and what was measured of it.
+
+    Args:
+        rule: the loss.
+        micro_batch: the sequences.
+        logprobs_N: under the current weights, with gradient.
+        entropies_N: of the distributions that the tokens were drawn from.
+        batch: the whole step, from which all averaging constants come.
+        max_new_tokens: the run's limit on completion tokens.
+    """
     mask_BT = micro_batch.mask_BT
     learner_BT = torch.zeros_like(micro_batch.sampler_logprobs_BT).masked_scatter(mask_BT, logprobs_N.to(torch.float64))
     if rule.scope == "microbatch":

@@ -59,15 +59,32 @@ def store(model: nn.Module, arena: Arena, *, published: Arena | None = None, dea
     tensors = _tensors(model)
     for spec in arena.layout.specs:
         if not spec.alias_of:
-            rounded = tensors[spec.name].detach().to(device="cpu", dtype=TORCH_DTYPE[spec.dtype]).contiguous()
-            if not rounded.to(torch.float32).isfinite().all():
-                raise ConfigError(
-                    "published_dtype", f"{spec.name} is not finite as {spec.dtype}", action="publish a wider type"
-                )
-            if published is not None and dead_band_ulp:
-                bits = torch.from_numpy(published.view(spec.name)).view(rounded.dtype)
-                rounded = torch.where(_is_within(tensors[spec.name], bits, dead_band_ulp), bits, rounded)
-            arena.view(spec.name)[...] = rounded.view(_INTEGER[rounded.element_size()]).numpy()
+            store_tensor(spec, tensors[spec.name], arena, published=published, dead_band_ulp=dead_band_ulp)
+
+
+@torch.no_grad()
+def store_tensor(
+    spec: TensorSpec,
+    tensor: torch.Tensor,
+    arena: Arena,
+    *,
+    published: Arena | None = None,
+    dead_band_ulp: float = 0.0,
+) -> None:
+    """`store` of one tensor that owns its storage.
+
+    Raises:
+        ConfigError: a weight is not finite in the published type.
+    """
+    rounded = tensor.detach().to(device="cpu", dtype=TORCH_DTYPE[spec.dtype]).contiguous()
+    if not rounded.to(torch.float32).isfinite().all():
+        raise ConfigError(
+            "published_dtype", f"{spec.name} is not finite as {spec.dtype}", action="publish a wider type"
+        )
+    if published is not None and dead_band_ulp:
+        bits = torch.from_numpy(published.view(spec.name)).view(rounded.dtype)
+        rounded = torch.where(_is_within(tensor, bits, dead_band_ulp), bits, rounded)
+    arena.view(spec.name)[...] = rounded.view(_INTEGER[rounded.element_size()]).numpy()
 
 
 def _is_within(master: torch.Tensor, published: torch.Tensor, dead_band_ulp: float) -> torch.Tensor:

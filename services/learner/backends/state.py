@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -75,7 +76,7 @@ def read_state(directory: Path, model: nn.Module, optimizer: torch.optim.Optimiz
         counters = json.loads((directory / COUNTERS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, SafetensorError) as error:
         raise CorruptStore(f"checkpoint {directory} cannot be read: {error}") from error
-    applied_steps = _check(directory, parameters, weights, moments, counters)
+    applied_steps = check_state(directory, parameters, weights, moments, counters)
     for name, parameter in parameters.items():
         parameter.copy_(weights[name])
         if f"step/{name}" in moments:
@@ -111,13 +112,21 @@ def read_lora(directory: Path) -> LoraSettings:
         raise CorruptStore(f"checkpoint {directory} cannot be read: {error!r}") from error
 
 
-def _check(
+def check_state(
     directory: Path,
-    parameters: dict[str, nn.Parameter],
+    parameters: Mapping[str, torch.Tensor],
     weights: dict[str, torch.Tensor],
     moments: dict[str, torch.Tensor],
     counters: object,
 ) -> int:
+    """Check what was read of a checkpoint against a model; types and shapes are enough, but for the random state.
+
+    Returns:
+        The number of applied steps.
+
+    Raises:
+        CorruptStore: they do not fit.
+    """
     if not isinstance(counters, dict) or counters.get("format") != FORMAT:
         raise CorruptStore(f"checkpoint {directory}: {COUNTERS_FILE} is not of format {FORMAT}")
     applied_steps = counters.get("applied_steps")

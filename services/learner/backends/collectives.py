@@ -1,0 +1,91 @@
+"""What the ranks of one learner say to each other: bytes and plain tensors over gloo, no pickle.
+
+Guarantees: waiting for a command may take for ever, anything else may not; a rank that dies ends the waits of the
+others with an error, because its sockets close. Everything here runs on the CPU: gathering weights takes no memory of
+an accelerator.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+_FOREVER = datetime.timedelta(days=365)
+OPERATION_TIMEOUT = datetime.timedelta(minutes=30)
+"""Of one collective operation inside a step."""
+
+
+class Collectives:
+    """The process group of one learner's ranks; all of them call the same methods in the same order."""
+
+    def __init__(self, *, rank: int, world_size: int, rendezvous: Path, device: str) -> None:
+        """Join the others, who meet at a file, so that no port is opened but those of gloo on loopback.
+
+        Args:
+            rank: 0 is the learner itself.
+            world_size: ranks, all on this machine.
+            rendezvous: a file in a directory of ours that does not exist yet; the same for all.
+            device: `cpu` or `cuda`.
+        """
+        self.rank = rank
+        self.world_size = world_size
+        os.environ.update(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
+        )
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        # Nothing listens there: the group below exists before DeepSpeed asks, and it reads these nevertheless.
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "1")
+        backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+        store = dist.FileStore(str(rendezvous), world_size)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=OPERATION_TIMEOUT)
+        self._control = dist.new_group(backend="gloo", timeout=_FOREVER)
+
+    def broadcast_bytes(self, data: bytes = b"") -> bytes:
+        """Rank 0's bytes, on every rank."""
+        size = torch.tensor([len(data)])
+        dist.broadcast(size, src=0, group=self._control)
+        buffer = torch.empty(int(size), dtype=torch.uint8)
+        if self.rank == 0 and data:
+            buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if buffer.numel():
+            dist.broadcast(buffer, src=0, group=self._control)
+        return buffer.numpy().tobytes()
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, by rank, on every rank."""
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([len(data)]), group=self._control)
+        longest = max(int(size) for size in sizes)
+        own = torch.zeros(max(1, longest), dtype=torch.uint8)
+        if data:
+            own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        everyone = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(everyone, own, group=self._control)
+        return [part.numpy()[: int(size)].tobytes() for part, size in zip(everyone, sizes, strict=True)]
+
+    def broadcast(self, values: torch.Tensor) -> None:
+        """Overwrite `values`, on the CPU, with those of rank 0."""
+        dist.broadcast(values, src=0, group=self._control)
+
+    def send(self, values: torch.Tensor) -> None:
+        """Send to rank 0, which receives from this rank."""
+        dist.send(values, dst=0, group=self._control)
+
+    def receive(self, values: torch.Tensor, *, rank: int) -> None:
+        """Fill `values` with what `rank` sends to this one."""
+        dist.recv(values, src=rank, group=self._control)
+
+    def all_agree(self, is_fine: bool) -> bool:
+        """Whether it is fine on every rank."""
+        verdict = torch.tensor([int(is_fine)])
+        dist.all_reduce(verdict, op=dist.ReduceOp.MIN, group=self._control)
+        return bool(verdict)
+
+    def leave(self) -> None:
+        """End the group."""
+        dist.destroy_process_group()

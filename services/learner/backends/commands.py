@@ -1,0 +1,70 @@
+"""What rank 0 tells the other ranks to do, as bytes.
+
+    u32 little-endian length n; n bytes of JSON {"do": ..., "sizes": [...], ...}; blobs of those sizes
+
+Blobs are groups in their wire form, of `services.common.wire`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from services.common.types import Group
+from services.common.wire import group_from_bytes, group_to_bytes
+
+
+class Do(Enum):
+    """The methods of TrainBackend that all ranks take part in, and the end."""
+
+    TRAIN = "train"
+    STORE = "store"
+    LOAD_PUBLISHED = "load_published"
+    SAVE = "save"
+    RESTORE = "restore"
+    STOP = "stop"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One command.
+
+    Example: Command(do=Do.RESTORE, directory=Path("v00000001/backend"))
+    """
+
+    do: Do
+    groups: Sequence[Group] = ()
+    head_version: int = 0
+    directory: Path = Path()
+
+
+def command_to_bytes(command: Command) -> bytes:
+    """Write a command."""
+    blobs = [group_to_bytes(group) for group in command.groups]
+    header = {
+        "do": command.do.value,
+        "head_version": command.head_version,
+        "directory": str(command.directory),
+        "sizes": [len(blob) for blob in blobs],
+    }
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(4, "little") + text + b"".join(blobs)
+
+
+def command_from_bytes(data: bytes) -> Command:
+    """Read a command of another rank of the same learner."""
+    start = 4 + int.from_bytes(data[:4], "little")
+    header = json.loads(data[4:start])
+    groups = []
+    for size in header["sizes"]:
+        groups.append(group_from_bytes(data[start : start + size]))
+        start += size
+    return Command(
+        do=Do(header["do"]),
+        groups=tuple(groups),
+        head_version=header["head_version"],
+        directory=Path(header["directory"]),
+    )

@@ -1,0 +1,112 @@
+"""The other processes of a learner that trains on several devices: started, watched, ended with it.
+
+    rank 0      the learner itself, which alone knows the coordinator
+    rank n      `python -m services.learner.rank`, on whose standard input one line of JSON says what to train; the end
+                of that input is the end of rank 0, whatever killed it
+
+Guarantees: no rank outlives another for long. A rank that ends before it was told to ends the learner with exit code 1:
+the others may wait for it inside an operation that nothing can interrupt, and a start resumes from the checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from services.common.errors import OperatorError
+from services.learner.config import LearnerConfig
+
+_LOG = logging.getLogger(__name__)
+GRACE_S = 10.0
+EXIT_CODE = 1
+
+
+class RankFailed(OperatorError):
+    """A rank ended before its time; the others cannot go on without it."""
+
+    action = "see its log above; start the learner again: it resumes from the newest checkpoint"
+
+    def __init__(self, rank: int, code: int) -> None:
+        self.rank = rank
+        self.code = code
+        super().__init__(f"rank {rank} {_how(code)}; all ranks are stopped")
+
+
+def _end_process(error: RankFailed) -> None:
+    _LOG.error("%s", error)
+    logging.shutdown()
+    os._exit(EXIT_CODE)
+
+
+class LocalRanks:
+    """Ranks 1 to n - 1 as child processes."""
+
+    def __init__(self, num_ranks: int, *, on_failure: Callable[[RankFailed], None] = _end_process) -> None:
+        """Start the children; they wait for `configure`.
+
+        Args:
+            num_ranks: with rank 0; at least 1.
+            on_failure: called in a thread when a child ends before `close`.
+        """
+        self.num_ranks = num_ranks
+        self._directory = Path(tempfile.mkdtemp(prefix="heterorl-ranks-"))
+        self.rendezvous = self._directory / "rendezvous"
+        self._on_failure = on_failure
+        self._is_closing = False
+        self._children = [self._start(rank) for rank in range(1, num_ranks)]
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of ranks 1, 2, ..."""
+        return [child.pid for child in self._children]
+
+    def configure(self, config: LearnerConfig) -> None:
+        """Say what to train; after the backend's `stop` it may be said again."""
+        line = config.model_dump_json().encode() + b"\n"
+        for child in self._children:
+            assert child.stdin is not None, "it was made with a pipe"
+            child.stdin.write(line)
+            child.stdin.flush()
+
+    def close(self) -> None:
+        """End the children, which must be out of all collective operations."""
+        self._is_closing = True
+        for child in self._children:
+            assert child.stdin is not None, "it was made with a pipe"
+            child.stdin.close()
+        for child in self._children:
+            try:
+                child.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+        command = [
+            sys.executable, "-m", "services.learner.rank",
+            "--rank", str(rank), "--world-size", str(self.num_ranks), "--rendezvous", str(self.rendezvous),
+        ]  # fmt: skip
+        child = subprocess.Popen(command, stdin=subprocess.PIPE)
+        threading.Thread(target=self._watch, args=(rank, child), daemon=True, name=f"rank-{rank}").start()
+        return child
+
+    def _watch(self, rank: int, child: subprocess.Popen[bytes]) -> None:
+        code = child.wait()
+        if not self._is_closing:
+            self._on_failure(RankFailed(rank, code))
+
+
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"ended with code {code}"
+    known = {entry.value for entry in signal.Signals}
+    return f"was ended by {signal.Signals(-code).name if -code in known else f'signal {-code}'}"

@@ -1,0 +1,159 @@
+"""A learner's rank 0 in a process of its own, with its other ranks: does what it reads, a line of JSON a job.
+
+A job is a configuration and a list of operations; the answer is a list of what each gave. `python -m
+tests.engines.zero_jobs NUM_RANKS` trains by DeepSpeed; `run_job` does the same with any backend.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from services.common.errors import HeterorlError
+from services.common.weights.arena import Arena
+from services.learner.config import LearnerConfig
+from tests.support.training import random_groups
+
+
+def run_job(backend: Any, operations: list[list[Any]]) -> list[Any]:
+    return [_operate(backend, *operation) for operation in operations]
+
+
+def _operate(backend: Any, name: str, *arguments: Any) -> Any:
+    try:
+        return _OPERATIONS[name](backend, *arguments)
+    except HeterorlError as error:
+        return {"error": type(error).__name__, "message": str(error)}
+
+
+def _train(backend: Any, seed: int, num_groups: int = 5) -> dict[str, Any]:
+    groups = random_groups(num_groups, seed=seed)
+    report = backend.train_step(groups, head_version=2, step=seed)
+    return {**dataclasses.asdict(report), **{f"extra_{key}": value for key, value in backend.last_extras.items()}}
+
+
+def _train_bad(backend: Any, seed: int) -> dict[str, Any]:
+    groups = random_groups(5, seed=seed)
+    groups[3].group.rollouts[0].sampler_logprobs[0] = float("nan")
+    report = backend.train_step(groups, head_version=2, step=seed)
+    return {"is_applied": report.is_applied}
+
+
+def _explode(backend: Any, seed: int) -> dict[str, Any]:
+    """A loss that is finite, with a gradient that is not."""
+    import torch
+
+    hooks = [
+        parameter.register_hook(lambda gradient: gradient * torch.inf) for parameter in backend.torch_model.parameters()
+    ]
+    report = backend.train_step(random_groups(5, seed=seed), head_version=2, step=seed)
+    for hook in hooks:
+        hook.remove()
+    return {"is_applied": report.is_applied, "loss": report.loss}
+
+
+def _store(backend: Any, path: str = "") -> str:
+    arena = Arena(backend.layout)
+    backend.store(arena)
+    if path:
+        np.save(path, np.concatenate([arena.view(name).reshape(-1) for name in arena.layout.offsets]))
+    return str(arena.state_root())
+
+
+def _load(backend: Any, path: str) -> str:
+    arena, start = Arena(backend.layout), 0
+    values = np.load(path)
+    for name in arena.layout.offsets:
+        view = arena.view(name)
+        view[...] = values[start : start + view.size].reshape(view.shape)
+        start += view.size
+    backend.load_published(arena)
+    return ""
+
+
+def _save(backend: Any, directory: str) -> str:
+    Path(directory).mkdir()
+    backend.save(Path(directory))
+    return ""
+
+
+_OPERATIONS = {
+    "train": _train,
+    "train_bad": _train_bad,
+    "explode": _explode,
+    "store": _store,
+    "load": _load,
+    "save": _save,
+    "restore": lambda backend, directory: backend.restore(Path(directory)),
+}
+
+
+class Ranks:
+    """The process, from the test's side."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.engines.zero_jobs", str(num_ranks)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, config: LearnerConfig, operations: list[list[Any]]) -> Any:
+        assert self.process.stdin
+        assert self.process.stdout
+        self.process.stdin.write(json.dumps([config.model_dump(mode="json"), operations]) + "\n")
+        self.process.stdin.flush()
+        while line := self.process.stdout.readline():
+            if line.startswith("ANSWER "):
+                return json.loads(line.removeprefix("ANSWER "))
+        raise AssertionError(f"the ranks ended with code {self.process.wait()}")
+
+    def close(self) -> int:
+        assert self.process.stdin
+        assert self.process.stdout
+        self.process.stdin.close()
+        try:
+            return self.process.wait(20)
+        finally:
+            self.process.kill()
+            self.process.stdout.close()
+
+
+def main() -> None:
+    from services.common import logs
+    from services.learner.assembly import build_deepspeed, join_ranks
+    from services.learner.local_ranks import LocalRanks
+
+    logs.configure(level="WARNING")
+    num_ranks = int(sys.argv[1])
+    local = LocalRanks(num_ranks)
+    ranks = None
+    for line in sys.stdin:
+        table, operations = json.loads(line)
+        config = LearnerConfig.model_validate(table)
+        local.configure(config)
+        if ranks is None:
+            ranks = join_ranks(config, rank=0, num_ranks=num_ranks, rendezvous=local.rendezvous)
+        try:
+            backend = build_deepspeed(config, ranks)
+        except HeterorlError as error:
+            answer: list[Any] = [{"error": type(error).__name__, "message": str(error)}]
+        else:
+            answer = run_job(backend, operations)
+            backend.stop()
+        sys.stdout.write(f"ANSWER {json.dumps(answer)}\n")
+        sys.stdout.flush()
+    local.close()
+    if ranks is not None:
+        ranks.leave()
+
+
+if __name__ == "__main__":
+    main()

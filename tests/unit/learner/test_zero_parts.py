@@ -1,0 +1,154 @@
+"""The parts of the divided backend that need no DeepSpeed."""
+
+import importlib.util
+import json
+import threading
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from services.common.config import load
+from services.common.errors import ConfigError, CorruptStore, DependencyMissing
+from services.learner.backend_config import DeepSpeedBackendConfig, TorchBackendConfig
+from services.learner.backends.commands import Command, Do, command_from_bytes, command_to_bytes
+from services.learner.backends.zero_engine import engine_config, import_deepspeed
+from services.learner.backends.zero_files import TensorFile, write_tensors
+from services.learner.config import LearnerConfig
+from services.learner.local_ranks import LocalRanks
+from tests.support.training import random_groups
+
+
+def test_streamed_file_is_a_safetensors_file(tmp_path):
+    tensors = {"b": torch.arange(6.0).reshape(2, 3), "a": torch.tensor(-0.0), "r": torch.arange(5, dtype=torch.uint8)}
+    path = tmp_path / "x.safetensors"
+
+    write_tensors(path, [("b", "F32", (2, 3)), ("a", "F32", ()), ("r", "U8", (5,))], iter(tensors.values()))
+
+    read = load_file(path)
+    assert read.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(read[name].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8))
+
+
+def test_pieces_are_read_from_a_file_of_the_torch_backend(tmp_path):
+    path = tmp_path / "x.safetensors"
+    save_file({"w": torch.arange(12.0).reshape(3, 4), "n": torch.tensor(7.0), "e": torch.zeros(0, 3)}, path)
+
+    file = TensorFile(path)
+
+    assert file.flat("w")[5:8].tolist() == [5.0, 6.0, 7.0]
+    assert file.flat("n").tolist() == [7.0]
+    assert file.flat("e").numel() == 0
+    assert file.tensors["w"].shape == (3, 4)
+
+
+def test_reading_a_piece_leaves_the_file_as_it_was(tmp_path):
+    path = tmp_path / "x.safetensors"
+    save_file({"w": torch.arange(12.0)}, path)
+    before = path.read_bytes()
+
+    TensorFile(path).flat("w").zero_()
+
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-5], lambda data: b"\xff" * 8 + data[8:], lambda data: b""])
+def test_broken_file_is_refused(tmp_path, damage):
+    path = tmp_path / "x.safetensors"
+    save_file({"w": torch.arange(12.0)}, path)
+    path.write_bytes(damage(path.read_bytes()))
+
+    with pytest.raises(CorruptStore):
+        TensorFile(path)
+
+
+def test_tensor_of_another_type_is_not_taken_for_fp32(tmp_path):
+    save_file({"w": torch.zeros(4, dtype=torch.bfloat16)}, tmp_path / "x.safetensors")
+
+    assert TensorFile(tmp_path / "x.safetensors").tensors["w"].dtype == torch.float64
+
+
+def test_command_survives_its_way(tmp_path):
+    groups = tuple(queued.group for queued in random_groups(3))
+
+    read = command_from_bytes(command_to_bytes(Command(do=Do.TRAIN, groups=groups, head_version=7)))
+
+    assert (read.do, read.head_version) == (Do.TRAIN, 7)
+    assert [group.id for group in read.groups] == [group.id for group in groups]
+    assert all(
+        (one.token_ids == other.token_ids).all() and (one.sampler_logprobs == other.sampler_logprobs).all()
+        for mine, yours in zip(groups, read.groups, strict=True)
+        for one, other in zip(mine.rollouts, yours.rollouts, strict=True)
+    )
+    assert command_from_bytes(command_to_bytes(Command(do=Do.RESTORE, directory=tmp_path))).directory == tmp_path
+
+
+def test_backend_without_a_kind_is_torch_and_errors_name_the_key(tmp_path):
+    assert isinstance(load(LearnerConfig, None, ["backend.lr=0.1"]).backend, TorchBackendConfig)
+    chosen = load(LearnerConfig, None, ["backend.kind=deepspeed", "backend.stage=3"]).backend
+    assert isinstance(chosen, DeepSpeedBackendConfig)
+    assert chosen.stage == 3
+    for override in ("backend.stage=4", "backend.offload_optimizer=1", "backend.lr=0", "backend.kind=tpu"):
+        with pytest.raises(ConfigError, match="backend"):
+            load(LearnerConfig, None, ["backend.kind=deepspeed", "backend.stage=0", override])
+
+
+def test_configuration_reaches_another_rank_as_it_is():
+    config = load(LearnerConfig, None, ["backend.kind=deepspeed", "backend.stage=1"])
+
+    assert LearnerConfig.model_validate_json(config.model_dump_json()) == config
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_engine_never_scales_a_gradient_by_a_count_of_samples(stage):
+    config = engine_config(DeepSpeedBackendConfig(stage=stage, compute_dtype="bf16", grad_clip=0.5), world_size=4)
+
+    assert config["gradient_accumulation_steps"] == config["train_micro_batch_size_per_gpu"] == 1
+    assert config["train_batch_size"] == 4
+    assert config["gradient_clipping"] == (0.5 if stage else 0.0)
+    assert config["bf16"]["enabled"] == (stage > 0)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is not None, reason="it is installed")
+def test_missing_package_is_named_with_its_extra():
+    with pytest.raises(DependencyMissing, match=r"heterorl\[deepspeed\]"):
+        import_deepspeed()
+
+
+def test_several_processes_need_a_backend_that_divides(tmp_path):
+    from services.learner.assembly import build_backend
+
+    with pytest.raises(ConfigError, match="--nproc"):
+        build_backend(LearnerConfig(model_dir="x"), 2)
+
+
+@pytest.mark.slow
+def test_rank_that_ends_before_its_time_is_reported():
+    failed, failures = threading.Event(), []
+
+    def note(error):
+        failures.append(error)
+        failed.set()
+
+    ranks = LocalRanks(2, on_failure=note)
+    [child] = ranks._children
+    child.kill()
+
+    assert failed.wait(30)
+    ranks.close()
+    assert json.dumps(str(failures[0]))
+    assert (failures[0].rank, failures[0].code) == (1, -9)
+    assert "rank 1 was ended by SIGKILL" in str(failures[0])
+
+
+@pytest.mark.slow
+def test_rank_ends_with_the_pipe_of_rank_0():
+    failures = []
+    ranks = LocalRanks(2, on_failure=failures.append)
+    [child] = ranks._children
+
+    ranks.close()
+
+    assert child.returncode == 0
+    assert failures == []

@@ -45,15 +45,23 @@ class Engine(Protocol):
 
     @property
     def version(self) -> int:
-        """Version of the loaded weights; -1 before the first `load`."""
+        """Version of the loaded weights; -1 before the first `load` and after one that failed."""
         ...
 
     def load(self, arena: Arena, version: int) -> None:
-        """Swap the weights, between two calls of `generate`."""
+        """Swap the weights, between two calls of `generate`.
+
+        Raises:
+            EngineError: nothing is generated before a `load` succeeds.
+        """
         ...
 
     def generate(
         self, prompts: Sequence[Int32Array], *, seeds: Sequence[int], num_per_prompt: int
     ) -> list[list[Completion]]:
-        """Draw `num_per_prompt` completions of each prompt."""
+        """Draw `num_per_prompt` completions of each prompt.
+
+        Raises:
+            EngineError: nothing is generated before a `load` succeeds.
+        """
         ...

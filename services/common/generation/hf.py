@@ -76,6 +76,9 @@ class HfEngine:
         tensors.load(arena, self.model)
         self._version = version
 
+    def close(self) -> None:
+        """Nothing: it computes in this process."""
+
     def generate(
         self, prompts: Sequence[Int32Array], *, seeds: Sequence[int], num_per_prompt: int
     ) -> list[list[Completion]]:

@@ -7,7 +7,7 @@ ENGINES := .venv-engines/bin
 ENGINES_SETUP := .venv-engines/.installed
 N ?= 1000
 
-.PHONY: help demo test test-fast test-engines test-images check kills lab-quick lab-stale64 lab-recommend bench-losses coverage protos lock clean bench-merge subsets dashboards bench-weights bench-pull fuzz
+.PHONY: help demo test test-fast test-engines test-images check kills lab-quick lab-stale64 lab-recommend bench-losses coverage protos lock clean bench-merge subsets dashboards bench-weights bench-pull bench-sampler fuzz
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -73,6 +73,9 @@ bench-weights: $(SETUP)  ## Weight deltas of real GRPO steps: ours, open schemes
 
 bench-pull: $(SETUP)  ## A 1 GB model from coordinator to sampler, beside bare gRPC, raw TCP and memcpy; 5 GB of memory
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.pull --out benchmarks/results/pull.json
+
+bench-sampler: $(ENGINES_SETUP)  ## Tokens per second and the pause of a swap, for transformers and vLLM
+	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(ENGINES)/python -m benchmarks.sampler --out benchmarks/results/sampler.json
 
 fuzz: $(SETUP)  ## Mutate N inputs of every decoder of foreign bytes; no crash may be found
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --cases $(N)

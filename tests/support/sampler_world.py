@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from services.common.errors import RewardError, Unreachable
+from services.common.errors import EngineError, RewardError, Unreachable
 from services.common.generation.engine import Completion
 from services.common.prompts import Prompter
 from services.common.tasks.task import Prompt
@@ -34,7 +34,7 @@ STREAMS = ("watch_head", "read_payload")
 
 
 class SilentEngine:
-    """Implements Engine: every completion is the same; notes what was loaded; can hold a batch."""
+    """Implements Engine: every completion is the same; notes what was loaded; can hold a batch; fails as it is told."""
 
     name = "silent"
     dtype = "fp32"
@@ -47,14 +47,22 @@ class SilentEngine:
         self.proceed = threading.Event()
         self.proceed.set()
         self.is_held = False
+        self.load_failures: list[EngineError] = []
+        self.batch_failures: list[EngineError] = []
 
     def load(self, arena: Arena, version: int) -> None:
+        self.version = -1
+        if self.load_failures:
+            raise self.load_failures.pop()
         self.loaded.append((version, arena.state_root()))
         self.version = version
 
     def generate(
         self, prompts: Sequence[Int32Array], *, seeds: Sequence[int], num_per_prompt: int
     ) -> list[list[Completion]]:
+        if self.batch_failures:
+            self.version = -1
+            raise self.batch_failures.pop()
         self.num_batches += 1
         self.is_held = True
         assert self.proceed.wait(30)

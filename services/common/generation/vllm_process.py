@@ -65,6 +65,7 @@ class VllmProcess:
         self._thread.start()
         try:
             self._engine: Any = self._wait(_start(arguments), START_S)
+            self.call("end_with", os.getpid())
         except EngineDied:
             self._end_loop()
             raise

@@ -7,10 +7,15 @@ import vllm: the class is mixed into the worker that vLLM made.
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import psutil
 import torch
+
+WATCH_S = 2.0
 
 
 class ArenaWorker:
@@ -51,6 +56,23 @@ class ArenaWorker:
         if next(model.parameters()).device.type == "cpu":
             _pack_again(model)
         return len(names)
+
+    def end_with(self, pid: int) -> None:
+        """End vLLM's processes when the process `pid` that started them is gone; killed, it cannot tell them itself."""
+        # The engine's own process is a child of `pid`: this one, or the parent of this one.
+        engine = psutil.Process(os.getpid() if os.getppid() == pid else os.getppid())
+        threading.Thread(target=_watch, args=(engine, pid), name="end-with", daemon=True).start()
+
+
+def _watch(engine: psutil.Process, pid: int) -> None:
+    pause = threading.Event()
+    try:
+        while engine.ppid() == pid:
+            pause.wait(WATCH_S)
+        engine.kill()
+    except psutil.NoSuchProcess:
+        pass
+    os._exit(1)
 
 
 def _tensors_of(path: str, aliases: Mapping[str, str], names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:

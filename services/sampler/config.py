@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from services.common.bandwidth import BandwidthConfig
 from services.common.config import Config
@@ -59,7 +59,15 @@ class VllmEngineConfig(Config):
     """Threads of the weight codec and the reference on the CPU; 0 leaves torch's choice, and one for each core."""
 
 
-EngineConfig = Annotated[HfEngineConfig | VllmEngineConfig, Field(discriminator="kind")]
+def _kind(value: object) -> str:
+    # Tables that set a detail of the default engine need not name it.
+    kind = value.get("kind", "hf") if isinstance(value, dict) else getattr(value, "kind", "")
+    return str(kind)
+
+
+EngineConfig = Annotated[
+    Annotated[HfEngineConfig, Tag("hf")] | Annotated[VllmEngineConfig, Tag("vllm")], Discriminator(_kind)
+]
 
 
 class SamplerConfig(Config):

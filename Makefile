@@ -3,9 +3,11 @@ SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 SETUP := .venv/.installed
+ENGINES := .venv-engines/bin
+ENGINES_SETUP := .venv-engines/.installed
 N ?= 1000
 
-.PHONY: help demo test test-fast test-images check kills lab-quick lab-stale64 lab-recommend bench-losses coverage protos lock clean bench-merge subsets dashboards bench-weights bench-pull bench-serve fuzz
+.PHONY: help demo test test-fast test-engines test-images check kills lab-quick lab-stale64 lab-recommend bench-losses coverage protos lock clean bench-merge subsets dashboards bench-weights bench-pull bench-serve bench-sampler fuzz
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -14,6 +16,15 @@ $(SETUP): requirements/lock.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/lock.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+# The engines pin another protobuf and transformers than the services' own environment. DeepSpeed's build imports torch.
+$(ENGINES_SETUP): requirements/engines.txt pyproject.toml
+	test -x $(ENGINES)/python || $(PYTHON) -m venv .venv-engines
+	$(ENGINES)/pip install --quiet --disable-pip-version-check --no-deps -r <(grep -v ^deepspeed requirements/engines.txt)
+	DS_BUILD_OPS=0 $(ENGINES)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+		-r <(grep ^deepspeed requirements/engines.txt)
+	echo "$(CURDIR):$(CURDIR)/protos/gen" | tr : '\n' > $$($(ENGINES)/python -c 'import site; print(site.getsitepackages()[0])')/heterorl.pth
 	touch $@
 
 demo: $(SETUP)  ## Train a small model by GEPO with samplers 64 versions behind; ends with a report
@@ -25,6 +36,9 @@ test: $(SETUP)  ## Run all tests with coverage
 
 test-fast: $(SETUP)  ## Run the tests that start no processes
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -q -m "not slow"
+
+test-engines: $(ENGINES_SETUP)  ## Run the tests of vLLM and DeepSpeed in their own environment
+	OMP_NUM_THREADS=1 $(ENGINES)/pytest -n 1 -q tests/engines
 
 test-images: $(SETUP)  ## Build the coordinator's image without a container engine and run it; needs a package index
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m image
@@ -63,6 +77,9 @@ bench-pull: $(SETUP)  ## A 1 GB model from coordinator to sampler, beside bare g
 bench-serve: $(SETUP)  ## A coordinator's memory while 8 samplers read a 4 GB model at once; 4 GB of disk
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.serve --out benchmarks/results/serve.json
 
+bench-sampler: $(ENGINES_SETUP)  ## Tokens per second and the pause of a swap, for transformers and vLLM
+	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(ENGINES)/python -m benchmarks.sampler --out benchmarks/results/sampler.json
+
 fuzz: $(SETUP)  ## Mutate N inputs of every decoder of foreign bytes; no crash may be found
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --cases $(N)
 
@@ -81,4 +98,4 @@ lock: $(SETUP)  ## Write the exact versions of the current environment
 	$(BIN)/python requirements/subsets.py
 
 clean:  ## Remove what the targets made
-	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
+	rm -rf .venv .venv-engines runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*

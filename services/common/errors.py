@@ -13,6 +13,8 @@
       UntrustedVersion        a version whose origin or place in the history is not proven; never used
         UnsignedManifest  WrongSignature  UnprovenDescent
       NotReversible           a delta that cannot be undone without the state before it
+      EngineError             the engine generates nothing until a version is loaded anew
+        StaleWeights  EngineDied
       RewardError             a verifier failed; never a zero reward
 
 `ValueError` and `assert` are for our own mistakes.
@@ -264,3 +266,25 @@ class NotReversible(HeterorlError):
 
 class RewardError(HeterorlError):
     """A verifier crashed or timed out: the group is abandoned and counted, never given a zero reward."""
+
+
+class EngineError(HeterorlError):
+    """An engine that generates nothing until it has loaded a version anew; nothing it computed since is used."""
+
+
+class StaleWeights(EngineError):
+    """After a swap the engine computes something else than the version's weights do."""
+
+    def __init__(self, version: int, *, difference: float, tolerance: float) -> None:
+        self.version = version
+        self.difference = difference
+        super().__init__(
+            f"version {version}: log-probs differ from the reference by {difference:.2g}, allowed are {tolerance:.2g}",
+            action="the engine is started again with the whole version",
+        )
+
+
+class EngineDied(EngineError):
+    """The engine's process ended or answers no more."""
+
+    action = "the engine is started again with the whole version"

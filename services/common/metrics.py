@@ -171,6 +171,11 @@ PUSH_DELAY_SECONDS = _histogram(
 OUTBOX_GROUPS = _gauge("sampler_outbox_groups", "Groups waiting in the outbox.")
 OUTBOX_BYTES = _gauge("sampler_outbox_bytes", "Bytes waiting in the outbox.")
 OUTBOX_DROPPED = _counter("sampler_outbox_dropped_total", "Groups that the coordinator did not take.", "reason")
+ENGINE_FAILURES = _counter(
+    "sampler_engine_failures_total",
+    "Times the engine was not trusted: its canary differed from the reference (stale), or its process failed (died).",
+    "reason",
+)
 REWARD_ERRORS = _counter("sampler_reward_errors_total", "Groups abandoned by a verifier failure.")
 
 

@@ -91,10 +91,10 @@ def build_backend(config: LearnerConfig, num_ranks: int) -> tuple[TrainBackend, 
         if options.threads:
             torch.set_num_threads(options.threads)
         sampling = config.sampling.semantics()
-        backend = TorchBackend(
+        single = TorchBackend(
             model_dir=config.model_dir, config=options, loss=config.loss, sampling=sampling, lora=config.lora
         )
-        return backend, lambda: None
+        return single, lambda: None
     if config.lora.is_on:
         raise ConfigError("lora", "backend deepspeed trains all weights", action="remove [lora] or use backend torch")
     # Before processes are started, which would all miss it.

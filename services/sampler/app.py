@@ -67,8 +67,11 @@ async def _sample(config: SamplerConfig, clock: Clock, stop: asyncio.Event, noti
         _LOG.info("metrics on port %d", port)
         async with CoordinatorClient(config.coordinator, tls=config.tls, bandwidth=config.bandwidth) as api:
             sampler = await asyncio.to_thread(build, config, api, outbox, clock)
-            await sampler.run(stop, on_ready=lambda: notifier.ready(f"site {config.site}"))
-            notifier.stopping()
+            try:
+                await sampler.run(stop, on_ready=lambda: notifier.ready(f"site {config.site}"))
+                notifier.stopping()
+            finally:
+                await asyncio.to_thread(sampler.close)
     finally:
         outbox.close()
 
@@ -166,7 +169,9 @@ def join(
         rng=rng,
     )
     delivery = Delivery(api=api, outbox=outbox, clock=clock, bell=bell, rng=rng)
-    return Sampler(session=session, policy=policy, generation=generation, delivery=delivery, batch=batch)
+    return Sampler(
+        session=session, policy=policy, generation=generation, delivery=delivery, batch=batch, close=parts.close
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -178,6 +183,7 @@ class Sampler:
     generation: Generation
     delivery: Delivery
     batch: asyncio.Lock
+    close: Callable[[], None]
 
     async def run(self, stop: asyncio.Event, *, on_ready: Callable[[], None] = lambda: None) -> None:
         """Run until `stop`, until the coordinator orders it, or until the run is drained and the outbox empty.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -12,12 +13,13 @@ from services.common.contract import build_contract
 from services.common.errors import ConfigError
 from services.common.generation.engine import Engine
 from services.common.generation.hf import HfEngine
+from services.common.generation.vllm import VllmEngine
 from services.common.prompts import Prompter
 from services.common.tasks.registry import build_task
 from services.common.tasks.task import Task
-from services.common.types import Contract
+from services.common.types import NO_LORA, Contract, SamplingSemantics
 from services.common.weights.arena import Arena
-from services.sampler.config import SamplerConfig
+from services.sampler.config import HfEngineConfig, SamplerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,8 @@ class Parts:
     """Weights of model_dir in the published type, until the engine loads others."""
     canary: tuple[ScoredText, ...] = ()
     """What the engine is compared with the learner on; none: it is not."""
+    close: Callable[[], None] = lambda: None
+    """Ends what the engine runs outside this process."""
 
 
 def assemble(config: SamplerConfig) -> Parts:
@@ -39,6 +43,8 @@ def assemble(config: SamplerConfig) -> Parts:
 
     Raises:
         ConfigError: one of them cannot be loaded.
+        DependencyMissing: the engine's package is not installed.
+        EngineDied: the engine's own process does not start.
     """
     if not config.model_dir:
         raise ConfigError("model_dir", "is not set", action="name a Hugging Face directory or hub id")
@@ -47,16 +53,7 @@ def assemble(config: SamplerConfig) -> Parts:
     task = build_task(config.task)
     prompter = Prompter(config.model_dir, use_chat_template=config.use_chat_template)
     sampling = config.sampling.semantics()
-    engine = HfEngine(
-        model_dir=config.model_dir,
-        published_dtype=config.published_dtype,
-        compute_dtype=config.engine.compute_dtype,
-        device=config.engine.device,
-        sampling=sampling,
-        batch_rows=config.engine.batch_rows,
-        eos_token_id=prompter.eos_token_id,
-        lora=config.lora,
-    )
+    engine = _build_engine(config, sampling, eos_token_id=prompter.eos_token_id)
     contract = build_contract(
         tokenizer=prompter.tokenizer,
         use_chat_template=config.use_chat_template,
@@ -65,7 +62,7 @@ def assemble(config: SamplerConfig) -> Parts:
         vocab_size=engine.vocab_size,
         group_size=config.group_size,
         sampling=sampling,
-        lora=engine.lora,
+        lora=engine.lora if isinstance(engine, HfEngine) else NO_LORA,
     )
     return Parts(
         engine=engine,
@@ -74,4 +71,38 @@ def assemble(config: SamplerConfig) -> Parts:
         contract=contract,
         base=engine.base,
         canary=canary_texts(task, prompter),
+        close=engine.close,
+    )
+
+
+def _build_engine(config: SamplerConfig, sampling: SamplingSemantics, *, eos_token_id: int) -> HfEngine | VllmEngine:
+    settings = config.engine
+    if isinstance(settings, HfEngineConfig):
+        return HfEngine(
+            model_dir=config.model_dir,
+            published_dtype=config.published_dtype,
+            compute_dtype=settings.compute_dtype,
+            device=settings.device,
+            sampling=sampling,
+            batch_rows=settings.batch_rows,
+            eos_token_id=eos_token_id,
+            lora=config.lora,
+        )
+    if config.lora.is_on:
+        raise ConfigError("lora", "engine vllm takes all weights", action="remove [lora] or use engine hf")
+    return VllmEngine(
+        model_dir=config.model_dir,
+        published_dtype=config.published_dtype,
+        compute_dtype=settings.compute_dtype,
+        sampling=sampling,
+        batch_rows=settings.batch_rows,
+        eos_token_id=eos_token_id,
+        weights_dir=Path(settings.weights_dir) if settings.weights_dir else config.state_dir / "engine",
+        tensor_parallel_size=settings.tensor_parallel_size,
+        enforce_eager=settings.enforce_eager,
+        has_prefix_cache=settings.prefix_cache,
+        max_model_len=settings.max_model_len,
+        kv_cache_bytes=settings.kv_cache_bytes,
+        memory_share=settings.memory_share,
+        canary_tolerance=settings.canary_tolerance,
     )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from services.common.bandwidth import BandwidthConfig
 from services.common.config import Config
@@ -31,6 +31,46 @@ class HfEngineConfig(Config):
     """Threads of torch and of the weight codec on the CPU; 0 leaves torch's choice, and one for each core."""
 
 
+class VllmEngineConfig(Config):
+    """vLLM in a process of its own, on the device that its package is built for."""
+
+    kind: Literal["vllm"] = "vllm"
+    compute_dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """Type of the matrix products; log-probs are float32 in any case."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Devices that share the model."""
+    batch_rows: int = Field(default=256, ge=1)
+    """Completions generated at once."""
+    enforce_eager: bool = True
+    """Compile nothing and record no graphs: slower on a GPU, quicker to start."""
+    prefix_cache: bool = True
+    """Share keys and values of equal prompt prefixes within a version."""
+    max_model_len: int = Field(default=0, ge=0)
+    """Longest prompt and completion, tokens; 0 is the model's."""
+    kv_cache_bytes: int = Field(default=0, ge=0)
+    """Memory of keys and values; 0 leaves it to vLLM. Set it on the CPU, where vLLM takes most of the machine's."""
+    memory_share: float = Field(default=0.9, gt=0, le=1)
+    """Share of the device's memory for weights, keys and values."""
+    canary_tolerance: float = Field(default=0.0, ge=0)
+    """Mean difference of log-probs from the float32 reference at which a swap is refused, nats; 0 takes 1e-4 for fp32,
+    0.02 for fp16 and 0.1 for bf16."""
+    weights_dir: str = ""
+    """Where weights lie on their way to vLLM's processes; empty is state_dir. A memory file system saves time."""
+    threads: int = Field(default=0, ge=0)
+    """Threads of the weight codec and the reference on the CPU; 0 leaves torch's choice, and one for each core."""
+
+
+def _kind(value: object) -> str:
+    # Tables that set a detail of the default engine need not name it.
+    kind = value.get("kind", "hf") if isinstance(value, dict) else getattr(value, "kind", "")
+    return str(kind)
+
+
+EngineConfig = Annotated[
+    Annotated[HfEngineConfig, Tag("hf")] | Annotated[VllmEngineConfig, Tag("vllm")], Discriminator(_kind)
+]
+
+
 class SamplerConfig(Config):
     """One sampler at one site."""
 
@@ -52,8 +92,8 @@ class SamplerConfig(Config):
     """Type that the learner publishes: bf16, fp16 or fp32."""
     lora: LoraConfig = LoraConfig()
     """Low-rank adapters on the weights of model_dir; the same on every node."""
-    engine: HfEngineConfig = HfEngineConfig()
-    """Engine that generates."""
+    engine: EngineConfig = HfEngineConfig()
+    """Engine that generates; `kind` is hf or vllm."""
     task: TaskConfig = TaskConfig()
     """Prompts and reward; the same on every node."""
     sampling: SamplingConfig = SamplingConfig()

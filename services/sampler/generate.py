@@ -2,9 +2,10 @@
 
     generate  waits for a verified version, work, and room in the outbox; unblocked by sync, the coordinator, deliver
 
-Guarantees: without a verified version nothing is generated; weights are swapped only between two batches, so that a
-completion never mixes versions; a group is in the outbox before its assignment is forgotten; whoever holds the lock
-`batch` never interrupts a batch under way.
+Guarantees: without a verified version nothing is generated, nor with an engine that failed: it is given the version
+again, ever more rarely, until a swap succeeds; weights are swapped only between two batches, so that a completion never
+mixes versions; a group is in the outbox before its assignment is forgotten; whoever holds the lock `batch` never
+interrupts a batch under way.
 """
 
 from __future__ import annotations
@@ -19,18 +20,20 @@ from services.common.api import CanaryReport, CoordinatorApi
 from services.common.bell import Bell
 from services.common.canary import ScoredText
 from services.common.clock import Clock
-from services.common.errors import NotRegistered, RemoteError, RunFinished
+from services.common.errors import EngineError, NotRegistered, RemoteError, RunFinished, StaleWeights
 from services.common.generation.engine import Engine
 from services.common.types import WorkAssignment
 from services.sampler.config import SamplerConfig
 from services.sampler.delay import group_delay_s
 from services.sampler.outbox import Outbox
 from services.sampler.policy_sync import PolicySync
-from services.sampler.rollouts import RolloutMaker
-from services.sampler.session import Session
+from services.sampler.rollouts import Batch, RolloutMaker
+from services.sampler.session import NO_ROOT, Session
 from services.sampler.waiting import Patience, ring_or_time
 
 _LOG = logging.getLogger(__name__)
+ENGINE_CAP_S = 300.0
+"""A new engine process loads the whole model: attempts become this rare."""
 
 
 class Generation:
@@ -64,7 +67,8 @@ class Generation:
         self._clock = clock
         self._bell = bell
         self._patience = Patience(rng=rng)
-        self._ask_time = clock.monotonic()
+        self._engine_patience = Patience(rng=rng, cap_s=ENGINE_CAP_S)
+        self._ask_time = self._swap_time = clock.monotonic()
 
     async def generate(self) -> None:
         """Generate until the run drains."""
@@ -74,6 +78,9 @@ class Generation:
             level = await asyncio.to_thread(self._outbox.level)
             metrics.OUTBOX_GROUPS.set(level.num_groups)
             metrics.OUTBOX_BYTES.set(level.num_bytes)
+            if self._engine.version < 0 and self._policy.take(-1) is not None:
+                await ring_or_time(ticket, clock=self._clock, seconds=self._swap_time - self._clock.monotonic())
+                continue
             if self._engine.version < 0 or level.num_bytes >= self._config.outbox_bytes:
                 await ticket.wait()
                 continue
@@ -97,11 +104,16 @@ class Generation:
 
     async def _swap(self) -> None:
         pulled = self._policy.take(self._engine.version)
-        if pulled is None:
-            return
         started = self._clock.monotonic()
-        async with self._batch:
-            await asyncio.to_thread(self._engine.load, pulled.arena, pulled.version)
+        if pulled is None or started < self._swap_time:
+            return
+        try:
+            async with self._batch:
+                await asyncio.to_thread(self._engine.load, pulled.arena, pulled.version)
+        except EngineError as error:
+            self._note_failure(error)
+            return
+        self._engine_patience.reset()
         metrics.SWAP_SECONDS.observe(self._clock.monotonic() - started)
         metrics.POLICY_VERSION.set(pulled.version)
         self._note_age("apply")
@@ -116,6 +128,8 @@ class Generation:
         if not self._canary:
             return
         scores = await asyncio.to_thread(self._engine.score, self._canary)
+        if not scores:
+            return
         report = CanaryReport(
             site=self._session.registration.site,
             incarnation=self._session.registration.incarnation,
@@ -130,6 +144,12 @@ class Generation:
             return
         if verdict.quarantine:
             _LOG.error("this site is in quarantine and gets no work: %s", verdict.quarantine)
+
+    def _note_failure(self, error: EngineError) -> None:
+        metrics.ENGINE_FAILURES.labels("stale" if isinstance(error, StaleWeights) else "died").inc()
+        self._session.policy_version, self._session.state_root = -1, NO_ROOT
+        self._swap_time = self._clock.monotonic() + self._engine_patience.delay_s()
+        _LOG.error("nothing is generated until the engine has loaded a version: %s", error)
 
     async def _lease(self) -> tuple[WorkAssignment, ...]:
         """Work, or none; then `_ask_time` says when to ask again."""
@@ -163,6 +183,23 @@ class Generation:
         return grant.assignments
 
     async def _fill(self, work: Sequence[WorkAssignment]) -> None:
+        try:
+            batch = await self._make(work)
+        except EngineError as error:
+            self._note_failure(error)
+            await self._abandon(tuple(assignment.id for assignment in work))
+            return
+        self._bell.ring()
+        metrics.GENERATE_SECONDS.observe(batch.generation_s)
+        self._note_age("generate", count=len(batch.groups))
+        metrics.TOKENS.inc(batch.num_tokens)
+        self._session.tokens_per_s = batch.num_tokens / batch.generation_s if batch.generation_s else 0.0
+        if batch.failed:
+            metrics.REWARD_ERRORS.inc(len(batch.failed))
+            await self._abandon(batch.failed)
+
+    async def _make(self, work: Sequence[WorkAssignment]) -> Batch:
+        """Generate and spool; the lock covers both, so that nothing generated is lost to a stop."""
         async with self._batch:
             batch = await asyncio.to_thread(
                 self._maker.make,
@@ -177,14 +214,7 @@ class Generation:
             ]
             self._outbox.note_spooled([group.id.sequence for group in batch.groups], now)
             await asyncio.to_thread(self._outbox.put, batch.groups, release=release)
-        self._bell.ring()
-        metrics.GENERATE_SECONDS.observe(batch.generation_s)
-        self._note_age("generate", count=len(batch.groups))
-        metrics.TOKENS.inc(batch.num_tokens)
-        self._session.tokens_per_s = batch.num_tokens / batch.generation_s if batch.generation_s else 0.0
-        if batch.failed:
-            metrics.REWARD_ERRORS.inc(len(batch.failed))
-            await self._abandon(batch.failed)
+        return batch
 
     def _note_age(self, stage: str, *, count: int = 1) -> None:
         age_s = self._policy.age_s(self._engine.version)

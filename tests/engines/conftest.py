@@ -1,6 +1,6 @@
-"""These tests need optional engines and run in an environment of their own: `make test-engines`."""
+"""What needs an engine's package is collected where the package is: `make test-engines`."""
 
-import importlib.util
+from importlib.util import find_spec
 
-_NEEDS = {"test_deepspeed_*.py": "deepspeed"}
-collect_ignore_glob = [pattern for pattern, package in _NEEDS.items() if importlib.util.find_spec(package) is None]
+collect_ignore_glob = [pattern for module, pattern in (("vllm", "test_vllm_*.py"), ("deepspeed", "test_deepspeed_*.py"))
+                       if find_spec(module) is None]  # fmt: skip

@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 
 from services.common.canary import ScoredText
-from services.common.errors import RewardError, Unreachable
+from services.common.errors import EngineError, RewardError, Unreachable
 from services.common.generation.engine import Completion
 from services.common.prompts import Prompter
 from services.common.tasks.task import Prompt
@@ -35,7 +35,7 @@ STREAMS = ("watch_head", "read_payload")
 
 
 class SilentEngine:
-    """Implements Engine: every completion is the same; notes what was loaded; can hold a batch."""
+    """Implements Engine: every completion is the same; notes what was loaded; can hold a batch; fails as it is told."""
 
     name = "silent"
     dtype = "fp32"
@@ -49,17 +49,25 @@ class SilentEngine:
         self.proceed.set()
         self.is_held = False
         self.scores = np.zeros(0, np.float32)
+        self.load_failures: list[EngineError] = []
+        self.batch_failures: list[EngineError] = []
 
     def score(self, texts: Sequence[ScoredText]) -> list[Float32Array]:
         return [self.scores for _ in texts]
 
     def load(self, arena: Arena, version: int) -> None:
+        self.version = -1
+        if self.load_failures:
+            raise self.load_failures.pop()
         self.loaded.append((version, arena.state_root()))
         self.version = version
 
     def generate(
         self, prompts: Sequence[Int32Array], *, seeds: Sequence[int], num_per_prompt: int
     ) -> list[list[Completion]]:
+        if self.batch_failures:
+            self.version = -1
+            raise self.batch_failures.pop()
         self.num_batches += 1
         self.is_held = True
         assert self.proceed.wait(30)

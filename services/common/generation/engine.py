@@ -46,19 +46,30 @@ class Engine(Protocol):
 
     @property
     def version(self) -> int:
-        """Version of the loaded weights; -1 before the first `load`."""
+        """Version of the loaded weights; -1 before the first `load` and after one that failed."""
         ...
 
     def load(self, arena: Arena, version: int) -> None:
-        """Swap the weights, between two calls of `generate`."""
+        """Swap the weights, between two calls of `generate`.
+
+        Raises:
+            EngineError: nothing is generated before a `load` succeeds.
+        """
         ...
 
     def score(self, texts: Sequence[ScoredText]) -> list[Float32Array]:
-        """Log-probs [T] of each text's completion under the loaded weights, as `generate` would state them."""
+        """Log-probs [T] of each text's completion under the loaded weights, as `generate` would state them.
+
+        Empty when the engine cannot tell those of tokens that it did not draw.
+        """
         ...
 
     def generate(
         self, prompts: Sequence[Int32Array], *, seeds: Sequence[int], num_per_prompt: int
     ) -> list[list[Completion]]:
-        """Draw `num_per_prompt` completions of each prompt."""
+        """Draw `num_per_prompt` completions of each prompt.
+
+        Raises:
+            EngineError: nothing is generated before a `load` succeeds.
+        """
         ...

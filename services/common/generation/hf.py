@@ -105,6 +105,9 @@ class HfEngine:
             scores.append(logprobs.cpu().numpy().astype(np.float32))
         return scores
 
+    def close(self) -> None:
+        """Nothing: it computes in this process."""
+
     def generate(
         self, prompts: Sequence[Int32Array], *, seeds: Sequence[int], num_per_prompt: int
     ) -> list[list[Completion]]:

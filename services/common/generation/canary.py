@@ -1,0 +1,122 @@
+"""Whether an engine computes with the weights that it was given: its log-probs beside a float32 forward of the arena.
+
+A swap that leaves part of the weights old raises no error in an engine; it shows in what the engine computes. The
+reference is the Hugging Face model in float32 on the CPU; it widens one module's weights at a time out of the arena, so
+that it needs no copy of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from services.common.errors import StaleWeights
+from services.common.types import Float32Array, Int32Array, LogprobMode, SamplingSemantics
+from services.common.weights.arena import Arena
+from services.common.weights.tensors import TORCH_DTYPE
+
+PROMPT_LENGTHS = (3, 9, 17)
+NUM_NEW_TOKENS = 8
+SEED = 20_011
+
+
+def canary_prompts(vocab_size: int, *, max_length: int) -> list[Int32Array]:
+    """Random token ids, the same at every call: whatever they are, equal weights give them equal log-probs."""
+    rng = np.random.default_rng(SEED)
+    return [rng.integers(0, vocab_size, min(length, max_length)).astype(np.int32) for length in PROMPT_LENGTHS]
+
+
+class Reference:
+    """A Hugging Face causal language model whose weights are taken from an arena while it computes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model: Any = model.eval()
+        for parameter in model.parameters():
+            # Its own weights are never used again: the arena's are.
+            parameter.requires_grad_(False)
+            parameter.data = parameter.data.new_empty(0)
+
+    @torch.inference_mode()
+    def logprobs(
+        self, arena: Arena, sequences: Sequence[Int32Array], starts: Sequence[int], sampling: SamplingSemantics
+    ) -> list[Float32Array]:
+        """Log-probs of the tokens of each sequence but the first.
+
+        Args:
+            arena: the weights; they may change after the call.
+            sequences: token ids, [T] each, T at least 2.
+            starts: index of the first token drawn by sampling; tokens before it are of the raw logits.
+            sampling: what the log-prob of a drawn token means.
+
+        Returns:
+            float32 [T - 1] for each sequence.
+        """
+        result = []
+        with self._bound(arena):
+            for sequence, start in zip(sequences, starts, strict=True):
+                ids = torch.from_numpy(sequence.astype(np.int64))[None]
+                logits = self._model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+                if sampling.logprob_mode is LogprobMode.PROCESSED:
+                    logits[start - 1 :] /= sampling.temperature
+                chosen = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+                result.append(chosen.numpy().astype(np.float32))
+        return result
+
+    @contextmanager
+    def _bound(self, arena: Arena) -> Iterator[None]:
+        handles = []
+        for path, module in self._model.named_modules():
+            own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+            names = [name for name, _ in own if f"{path}.{name}".lstrip(".") in arena.layout.by_name]
+            if names:
+                widen, drop = _hooks(arena, path, names)
+                handles += [module.register_forward_pre_hook(widen), module.register_forward_hook(drop)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _hooks(arena: Arena, path: str, names: Sequence[str]) -> tuple[Callable[..., None], Callable[..., None]]:
+    def widen(module: nn.Module, _: object) -> None:
+        for name in names:
+            full = f"{path}.{name}".lstrip(".")
+            bits = torch.from_numpy(arena.view(full)).view(TORCH_DTYPE[arena.layout.spec(full).dtype])
+            getattr(module, name).data = bits.float()
+
+    def drop(module: nn.Module, *_: object) -> None:
+        for name in names:
+            tensor = getattr(module, name)
+            tensor.data = tensor.data.new_empty(0)
+
+    return widen, drop
+
+
+def check(
+    engine: Sequence[Float32Array], reference: Sequence[Float32Array], *, version: int, tolerance: float
+) -> float:
+    """Compare log-probs token by token.
+
+    Args:
+        engine: what the engine computed, float32 [T - 1] for each sequence.
+        reference: the same of the reference.
+        version: the version that both were given, for the message.
+        tolerance: largest mean absolute difference of a sequence, nats.
+
+    Returns:
+        The largest mean absolute difference.
+
+    Raises:
+        StaleWeights: a sequence differs by more, or is not finite.
+    """
+    worst = max(float(np.abs(one - other).mean()) for one, other in zip(engine, reference, strict=True))
+    # Written so that a NaN is refused too.
+    if not worst <= tolerance:
+        raise StaleWeights(version, difference=worst, tolerance=tolerance)
+    return worst

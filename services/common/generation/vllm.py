@@ -1,0 +1,286 @@
+"""vLLM behind the Engine Protocol: a process of its own that keeps running while its weights are swapped in place.
+
+    load   weights file -> every worker's `load_arena_file` -> cache reset, version label -> canary beside the reference
+
+Guarantees: without a canary that agrees with the float32 reference nothing is generated: `version` is -1 and `generate`
+refuses; the next `load` after a failure starts a new process from a whole model directory; no key or value outlives its
+version. Weights travel as a safetensors file in a directory that only this user can read.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from services.common.canary import ScoredText
+from services.common.errors import ConfigError, EngineDied, EngineError
+from services.common.generation import canary
+from services.common.generation.engine import Completion
+from services.common.generation.vllm_process import VllmProcess, import_vllm
+from services.common.generation.vllm_requests import chosen, completion, logprobs_mode, seed_of, settings
+from services.common.generation.weights_file import stored_names, write_weights
+from services.common.types import Float32Array, Int32Array, LogprobMode, SamplingSemantics
+from services.common.weights import tensors
+from services.common.weights.arena import Arena, Dtype, Layout
+
+_LOG = logging.getLogger(__name__)
+ComputeDtype = Literal["fp32", "bf16", "fp16"]
+_COMPUTE: dict[ComputeDtype, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+TOLERANCE: dict[ComputeDtype, float] = {"fp32": 1e-4, "fp16": 0.02, "bf16": 0.1}
+"""Mean difference from the reference that rounding explains, nats."""
+
+
+class VllmEngine:
+    """Implements services.common.generation.engine.Engine."""
+
+    def __init__(
+        self,
+        *,
+        model_dir: str,
+        published_dtype: Dtype,
+        compute_dtype: ComputeDtype,
+        sampling: SamplingSemantics,
+        batch_rows: int,
+        eos_token_id: int,
+        weights_dir: Path,
+        tensor_parallel_size: int = 1,
+        enforce_eager: bool = True,
+        has_prefix_cache: bool = True,
+        max_model_len: int = 0,
+        kv_cache_bytes: int = 0,
+        memory_share: float = 0.9,
+        canary_tolerance: float = 0.0,
+    ) -> None:
+        """Load the model twice: into vLLM, and on the CPU as the reference, which keeps no weights of its own.
+
+        Args:
+            model_dir: Hugging Face directory or hub id.
+            published_dtype: type of the weights that `load` takes.
+            compute_dtype: type of the matrix products.
+            sampling: how tokens are drawn.
+            batch_rows: completions generated at once.
+            eos_token_id: ends a completion; nothing else does.
+            weights_dir: where a private directory for the weights on their way is made.
+            tensor_parallel_size: workers that share the model.
+            enforce_eager: compile nothing, record no graphs.
+            has_prefix_cache: let completions of one version share the keys and values of equal prompt prefixes.
+            max_model_len: longest prompt and completion, tokens; 0 is the model's.
+            kv_cache_bytes: memory of keys and values; 0 leaves it to vLLM.
+            memory_share: of the device's memory, for weights, keys and values.
+            canary_tolerance: of the mean difference from the reference, nats; 0 is TOLERANCE.
+
+        Raises:
+            DependencyMissing: vLLM is not installed.
+            ConfigError: the model cannot be loaded, or vLLM cannot draw as `sampling` says.
+            EngineDied: vLLM does not start.
+        """
+        package = import_vllm()
+        mode = logprobs_mode(sampling)
+        self.model, self.vocab_size = _load_on_cpu(model_dir, published_dtype)
+        self._layout = tensors.layout_of(self.model, published_dtype)
+        self._sampling, self._eos = sampling, eos_token_id
+        self._tolerance = canary_tolerance or TOLERANCE[compute_dtype]
+        self._stored = stored_names(self._layout, _derived(self.model))
+        self._reference: canary.Reference | None = None
+        self._version = -1
+        self._is_trusted = True
+        self.name = f"vllm-{package.__version__}"
+        self.dtype: str = compute_dtype
+        self.swap_bytes = 0
+        self.canary_difference = 0.0
+        self.max_model_len = max_model_len or int(self.model.config.max_position_embeddings)
+        weights_dir.mkdir(parents=True, exist_ok=True)
+        # mkdtemp makes it readable by this user alone.
+        self._directory = tempfile.TemporaryDirectory(prefix="weights-", dir=weights_dir)
+        self._arguments: dict[str, Any] = {
+            "dtype": _COMPUTE[compute_dtype],
+            "tensor_parallel_size": tensor_parallel_size,
+            "enforce_eager": enforce_eager,
+            "enable_prefix_caching": has_prefix_cache,
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": batch_rows,
+            "kv_cache_memory_bytes": kv_cache_bytes or None,
+            "gpu_memory_utilization": memory_share,
+            "logprobs_mode": mode,
+            "generation_config": "vllm",
+            "skip_tokenizer_init": True,
+            "disable_log_stats": True,
+            "worker_extension_cls": "services.common.generation.vllm_worker.ArenaWorker",
+        }
+        self._process: VllmProcess | None = VllmProcess({**self._arguments, "model": model_dir})
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of the weights it takes."""
+        return self._layout
+
+    @property
+    def version(self) -> int:
+        """Version of the loaded weights; -1 before the first `load` and after one that failed."""
+        return self._version
+
+    def base(self) -> Arena | None:
+        """Weights of model_dir in the published type; None once others were loaded."""
+        if self._reference is not None:
+            return None
+        arena = Arena(self._layout)
+        tensors.store(self.model, arena)
+        return arena
+
+    def load(self, arena: Arena, version: int) -> None:
+        """Swap the weights, between two calls of `generate`.
+
+        Raises:
+            StaleWeights: the engine computes something else than the weights say.
+            EngineDied: its process does not do what it is asked.
+        """
+        self._reference = self._reference or canary.Reference(self.model)
+        self._version = -1
+        was_trusted, self._is_trusted = self._is_trusted, False
+        path = Path(self._directory.name) / "model.safetensors"
+        try:
+            self.swap_bytes = write_weights(arena, path, names=self._stored)
+            if was_trusted and self._process is not None:
+                self._swap(path)
+            else:
+                self._start_again(path)
+            self._alive().set_version(str(version))
+            self._check(arena, version)
+        finally:
+            path.unlink(missing_ok=True)
+        self._version = version
+        self._is_trusted = True
+
+    def generate(
+        self, prompts: Sequence[Int32Array], *, seeds: Sequence[int], num_per_prompt: int
+    ) -> list[list[Completion]]:
+        """Draw `num_per_prompt` completions of each prompt.
+
+        Raises:
+            ConfigError: a prompt leaves no room for a completion.
+            EngineError: no trusted version is loaded, or the process ended.
+        """
+        if not self._is_trusted:
+            raise EngineError("the engine generates nothing: its weights are not those of a version")
+        limit = self._sampling.max_new_tokens
+        longest = max((prompt.size for prompt in prompts), default=0)
+        if longest + limit > self.max_model_len:
+            raise ConfigError(
+                "engine.max_model_len", f"{self.max_model_len} holds no prompt of {longest} and {limit} new tokens"
+            )
+        requests = [
+            (
+                prompt.tolist(),
+                settings(self._sampling, seed=seed_of(seed, member), max_tokens=limit, stop_token_ids=[self._eos]),
+            )
+            for prompt, seed in zip(prompts, seeds, strict=True)
+            for member in range(num_per_prompt)
+        ]
+        outputs = self._asked(lambda process: process.generate(requests))
+        rows = [completion(output.outputs[0], eos_token_id=self._eos) for output in outputs]
+        return [rows[first : first + num_per_prompt] for first in range(0, len(rows), num_per_prompt)]
+
+    def score(self, texts: Sequence[ScoredText]) -> list[Float32Array]:
+        """Score texts in one batch; empty where vLLM cannot: what it says of given tokens knows no temperature.
+
+        Raises:
+            EngineDied: the process ended.
+        """
+        is_raw = self._sampling.logprob_mode is LogprobMode.RAW
+        if not is_raw and self._sampling.temperature != 1.0:
+            return []
+        forced = settings(self._sampling, seed=0, max_tokens=1, prompt_logprobs=0)
+        sequences = [np.concatenate([text.prompt, text.completion]) for text in texts]
+        outputs = self._asked(lambda process: process.generate([(ids.tolist(), forced) for ids in sequences]))
+        return [
+            chosen(text.completion, output.prompt_logprobs[text.prompt.size :])
+            for text, output in zip(texts, outputs, strict=True)
+        ]
+
+    def close(self) -> None:
+        """End the process and delete the weights on their way."""
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+        self._is_trusted = False
+        self._directory.cleanup()
+
+    def _swap(self, path: Path) -> None:
+        owners = {self._layout.spec(name).name: name for name in self._stored}
+        aliases = {
+            spec.name: owners[spec.alias_of or spec.name]
+            for spec in self._layout.specs
+            if spec.name != owners[spec.alias_of or spec.name]
+        }
+        counts = self._alive().call("load_arena_file", str(path), aliases)
+        if set(counts) != {len(self._stored)}:
+            raise EngineDied(f"the workers read {counts} tensors of {len(self._stored)}")
+
+    def _start_again(self, path: Path) -> None:
+        """A new process that loads the version as any model: nothing of the old process remains."""
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+        directory = Path(self._directory.name) / "model"
+        directory.mkdir(exist_ok=True)
+        self.model.config.save_pretrained(directory)
+        path.replace(directory / "model.safetensors")
+        try:
+            self._process = VllmProcess({**self._arguments, "model": str(directory)})
+        finally:
+            shutil.rmtree(directory)
+
+    def _check(self, arena: Arena, version: int) -> None:
+        assert self._reference is not None
+        room = self.max_model_len - canary.NUM_NEW_TOKENS
+        prompts = canary.canary_prompts(self.vocab_size, max_length=room)
+        forced = settings(self._sampling, seed=canary.SEED, max_tokens=canary.NUM_NEW_TOKENS, prompt_logprobs=0)
+        outputs = self._alive().generate([(prompt.tolist(), forced) for prompt in prompts])
+        drawn = [output.outputs[0] for output in outputs]
+        sequences = [
+            np.concatenate([prompt, np.array(one.token_ids, np.int32)])
+            for prompt, one in zip(prompts, drawn, strict=True)
+        ]
+        computed = [
+            chosen(sequence[1:], [*output.prompt_logprobs[1:], *one.logprobs])
+            for sequence, output, one in zip(sequences, outputs, drawn, strict=True)
+        ]
+        expected = self._reference.logprobs(arena, sequences, [prompt.size for prompt in prompts], self._sampling)
+        self.canary_difference = canary.check(computed, expected, version=version, tolerance=self._tolerance)
+        _LOG.debug("version %d: the canary differs by %.2g", version, self.canary_difference)
+
+    def _asked(self, question: Callable[[VllmProcess], list[Any]]) -> list[Any]:
+        try:
+            return question(self._alive())
+        except EngineDied:
+            self._version = -1
+            self._is_trusted = False
+            raise
+
+    def _alive(self) -> VllmProcess:
+        if self._process is None:
+            raise EngineDied("vLLM is not running")
+        return self._process
+
+
+def _derived(model: Any) -> Callable[[str], bool]:
+    """Whether transformers ties the tensor of a name to another one; its table holds names, or patterns of names."""
+    tied = list(getattr(model, "_tied_weights_keys", None) or ())
+    return lambda name: any(re.fullmatch(pattern, name) for pattern in tied)
+
+
+def _load_on_cpu(model_dir: str, dtype: Dtype) -> tuple[Any, int]:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=tensors.TORCH_DTYPE[dtype])
+    except (OSError, ValueError) as error:
+        raise ConfigError("model_dir", f"cannot load {model_dir}: {error}") from error
+    return model.eval(), int(model.config.vocab_size)

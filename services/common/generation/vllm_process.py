@@ -1,0 +1,148 @@
+"""vLLM's asynchronous engine as blocking calls: a thread with an event loop here, the model in a process of its own.
+
+Guarantees: what goes to the worker process is a method's name, plain values and the path of a file, never code or a
+pickled tensor; every failure of vLLM is an EngineError; `close` ends the process. Must never decide what a version is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import os
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+from services.common.errors import DependencyMissing, EngineDied
+
+_LOG = logging.getLogger(__name__)
+_T = TypeVar("_T")
+START_S = 1800.0
+"""Loading a large model from a slow disk."""
+ANSWER_S = 600.0
+"""A swap, a question: anything but generation, which may take as long as its tokens do."""
+
+
+def import_vllm() -> Any:
+    """The package, which takes seconds to import.
+
+    Raises:
+        DependencyMissing: it is not installed.
+    """
+    # Read at import. Usage reports would tell a third party what runs here.
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    try:
+        import vllm
+    except ImportError as error:
+        raise DependencyMissing("vllm", "vllm") from error
+    return vllm
+
+
+class VllmProcess:
+    """One running engine; a fresh one is made to start again."""
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        """Start the engine's process and load its model.
+
+        Args:
+            arguments: of vLLM's AsyncEngineArgs.
+
+        Raises:
+            DependencyMissing: vLLM is not installed.
+            EngineDied: it does not start.
+        """
+        vllm = import_vllm()
+        if arguments.get("enforce_eager"):
+            # Eager means nothing is compiled: vLLM's sampler would otherwise run a C++ compiler at its first token.
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        self._sampling_params = vllm.SamplingParams
+        self._tokens_prompt = vllm.inputs.TokensPrompt
+        self._num_requests = 0
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
+        self._thread.start()
+        try:
+            self._engine: Any = self._wait(_start(arguments), START_S)
+            self.call("end_with", os.getpid())
+        except EngineDied:
+            self._end_loop()
+            raise
+
+    def generate(self, requests: Sequence[tuple[Sequence[int], Mapping[str, Any]]]) -> list[Any]:
+        """vLLM's RequestOutput of every (prompt token ids, sampling parameters).
+
+        Raises:
+            EngineDied: the process ended or refused a request.
+        """
+        return self._wait(self._generate(requests), None)
+
+    def call(self, method: str, *arguments: str | int | Mapping[str, str] | None) -> list[Any]:
+        """Call a method of the worker extension in every worker; returns what each answered.
+
+        Raises:
+            EngineDied: one of them failed.
+        """
+        return self._wait(self._engine.collective_rpc(method, timeout=ANSWER_S, args=arguments), 2 * ANSWER_S)
+
+    def set_version(self, label: str) -> None:
+        """Label tokens from now on, and forget every key and value computed before."""
+        self._wait(self._set_version(label), ANSWER_S)
+
+    def close(self) -> None:
+        """End the process."""
+        try:
+            self._wait(_shutdown(self._engine), ANSWER_S)
+        except EngineDied as error:
+            _LOG.info("the engine was gone already: %s", error)
+        self._end_loop()
+
+    async def _generate(self, requests: Sequence[tuple[Sequence[int], Mapping[str, Any]]]) -> list[Any]:
+        async with asyncio.TaskGroup() as tasks:
+            waiting = [tasks.create_task(self._one(ids, settings)) for ids, settings in requests]
+        return [task.result() for task in waiting]
+
+    async def _one(self, ids: Sequence[int], settings: Mapping[str, Any]) -> Any:
+        from vllm.sampling_params import RequestOutputKind
+
+        self._num_requests += 1
+        parameters = self._sampling_params(**settings, output_kind=RequestOutputKind.FINAL_ONLY)
+        prompt = self._tokens_prompt(prompt_token_ids=list(ids))
+        result: Any = None
+        async for output in self._engine.generate(prompt, parameters, request_id=str(self._num_requests)):
+            result = output
+        return result
+
+    async def _set_version(self, label: str) -> None:
+        if not await self._engine.reset_prefix_cache():
+            raise RuntimeError("requests were under way while the version changed")
+        await self._engine.update_weight_version(label)
+
+    def _wait(self, work: Coroutine[Any, Any, _T], timeout_s: float | None) -> _T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(timeout_s)
+        except concurrent.futures.TimeoutError as error:
+            future.cancel()
+            raise EngineDied(f"vLLM gave no answer in {timeout_s:.0f} s") from error
+        except Exception as error:
+            cause = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
+            raise EngineDied(f"vLLM: {type(cause).__name__}: {cause}") from error
+
+    def _end_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10.0)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+
+async def _start(arguments: Mapping[str, Any]) -> Any:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+
+async def _shutdown(engine: Any) -> None:
+    engine.shutdown()

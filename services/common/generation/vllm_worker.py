@@ -1,0 +1,101 @@
+"""What runs inside vLLM's worker processes: it puts a file of weights into the model in place.
+
+Guarantees: after `load_arena_file` returned, every parameter and everything that vLLM derived from one (fused,
+packed) comes from the file; a file that leaves a parameter untouched is an error. Reads safetensors only. Must never
+import vllm: the class is mixed into the worker that vLLM made.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import psutil
+import torch
+
+WATCH_S = 2.0
+
+
+class ArenaWorker:
+    """Mixed into vLLM's worker (`worker_extension_cls`), whose attributes it uses; called by `collective_rpc`."""
+
+    def load_arena_file(self, path: str, aliases: Mapping[str, str]) -> int:
+        """Replace the model's weights by those of a safetensors file with Hugging Face names.
+
+        Args:
+            path: file that all workers of this machine can read; each takes its own shard of every tensor.
+            aliases: names of tied tensors that the file does not have, and the names it has them under.
+
+        Returns:
+            The number of tensors read.
+
+        Raises:
+            RuntimeError: the file has a tensor that the model lacks, or lacks one that the model has.
+        """
+        worker: Any = self
+        model: Any = worker.model_runner.get_model()
+        names: set[str] = set()
+        loaded: set[str] = set()
+        expected = {name for name, _ in model.named_parameters()}
+        load_weights = model.load_weights
+
+        def note(weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+            loaded.update(load_weights(weights) or ())
+            return loaded
+
+        # reload_weights only warns of parameters that no tensor reached.
+        model.load_weights = note
+        try:
+            worker.reload_weights(weights_iterator=_tensors_of(path, aliases, names))
+        finally:
+            del model.load_weights
+        if expected - loaded:
+            raise RuntimeError(f"no weights for {sorted(expected - loaded)[:3]}")
+        if next(model.parameters()).device.type == "cpu":
+            _pack_again(model)
+        return len(names)
+
+    def end_with(self, pid: int) -> None:
+        """End vLLM's processes when the process `pid` that started them is gone; killed, it cannot tell them itself."""
+        # The engine's own process is a child of `pid`: this one, or the parent of this one.
+        engine = psutil.Process(os.getpid() if os.getppid() == pid else os.getppid())
+        threading.Thread(target=_watch, args=(engine, pid), name="end-with", daemon=True).start()
+
+
+def _watch(engine: psutil.Process, pid: int) -> None:
+    pause = threading.Event()
+    try:
+        while engine.ppid() == pid:
+            pause.wait(WATCH_S)
+        engine.kill()
+    except psutil.NoSuchProcess:
+        pass
+    os._exit(1)
+
+
+def _tensors_of(path: str, aliases: Mapping[str, str], names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt", device="cpu") as file:
+        for name in file.keys():  # noqa: SIM118 - a file is no dictionary
+            names.add(name)
+            yield name, file.get_tensor(name)
+        # A reload takes tied layers apart: each needs the tensor under its own name.
+        for alias, name in aliases.items():
+            yield alias, file.get_tensor(name)
+
+
+def _pack_again(model: Any) -> None:
+    """Make vLLM's packed copies anew where its own reload does not.
+
+    On the CPU a layer multiplies with a packed copy of its weight (`cpu_linear`). The reload makes the copy again in
+    every layer that a tensor was loaded into. An output layer tied to the embedding is none of them in architectures
+    that skip its name, and would go on with the old copy.
+    """
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        # Layers whose weight was given up for its packed copy (now empty) were loaded, hence packed again.
+        if hasattr(module, "cpu_linear") and weight is not None and weight.numel():
+            module.quant_method.process_weights_after_loading(module)

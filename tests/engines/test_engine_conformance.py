@@ -1,0 +1,131 @@
+"""Every engine keeps the Engine Protocol's promises: one suite, run against each that is installed."""
+
+from importlib.util import find_spec
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from services.common.types import FinishReason, VersionSpan
+from services.common.weights.arena import Arena
+from tests.support.engines import EOS, PROMPTS, Truth, disturbed, hf_engine, semantics, vllm_engine, write_model
+
+pytestmark = [pytest.mark.timeout(1500), pytest.mark.slow, pytest.mark.filterwarnings("default")]
+NEEDS_VLLM = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make test-engines")
+TEMPERATURE = 0.8
+SAMPLING = semantics(temperature=TEMPERATURE)
+SEEDS = [11, 12, 13, 14]
+
+
+class Subject:
+    """An engine, what it started from, and versions that only grow: tests come in any order."""
+
+    def __init__(self, engine, base: Arena, truth: Truth) -> None:
+        self.engine, self.base, self.truth, self.version = engine, base, truth, -1
+
+    def load(self, arena: Arena) -> int:
+        self.version += 1
+        self.engine.load(arena, self.version)
+        return self.version
+
+    def generate(self, *, seeds=SEEDS, prompts=PROMPTS, num_per_prompt=3):
+        return self.engine.generate(prompts, seeds=seeds, num_per_prompt=num_per_prompt)
+
+
+@pytest.fixture(scope="module", params=["hf", pytest.param("vllm", marks=NEEDS_VLLM)])
+def subject(request, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as environment:
+        # Several processes share the test machine's cores: none may claim one of its own.
+        environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        directory = tmp_path_factory.mktemp("engine")
+        model_dir = write_model(directory / "model")
+        if request.param == "hf":
+            engine = hf_engine(model_dir, temperature=TEMPERATURE)
+        else:
+            engine = vllm_engine(model_dir, directory / "weights", temperature=TEMPERATURE)
+        base = engine.base()
+        assert base is not None
+        yield Subject(engine, base, Truth(model_dir))
+        engine.close()
+
+
+def tokens(groups):
+    return [[row.token_ids.tolist() for row in rows] for rows in groups]
+
+
+def test_logprobs_equal_a_float32_forward(subject):
+    subject.load(subject.base)
+
+    groups = subject.generate()
+
+    assert all(row.logprobs.dtype == np.float32 and (row.logprobs <= 0).all() for rows in groups for row in rows)
+    assert subject.truth.difference(subject.base, groups, SAMPLING) < 1e-5
+
+
+def test_equal_seeds_draw_equal_tokens_whatever_else_is_in_the_batch(subject):
+    subject.load(subject.base)
+
+    together = tokens(subject.generate())
+    alone = [
+        tokens(subject.generate(prompts=[prompt], seeds=[seed]))[0] for prompt, seed in zip(PROMPTS, SEEDS, strict=True)
+    ]
+
+    assert together == alone
+    assert together != tokens(subject.generate(seeds=[21, 22, 23, 24]))
+    assert all(len({tuple(ids) for ids in rows}) > 1 for rows in together)
+
+
+def test_completions_end_with_the_end_token_or_at_the_limit(subject):
+    subject.load(subject.base)
+
+    rows = [row for rows in subject.generate(num_per_prompt=24) for row in rows]
+
+    ended = [row for row in rows if row.finish_reason is FinishReason.EOS]
+    assert 0 < len(ended) < len(rows)
+    assert all(row.token_ids[-1] == EOS and (row.token_ids[:-1] != EOS).all() for row in ended)
+    cut = [row for row in rows if row.finish_reason is FinishReason.LENGTH]
+    assert all(len(row.token_ids) == SAMPLING.max_new_tokens and (row.token_ids != EOS).all() for row in cut)
+    assert all(row.token_ids.dtype == np.int32 and len(row.logprobs) == len(row.token_ids) for row in rows)
+
+
+def test_draws_follow_the_policy(subject):
+    subject.load(subject.base)
+    num = 600
+
+    rows = subject.generate(prompts=PROMPTS[:1], seeds=[5], num_per_prompt=num)[0]
+
+    first = np.array([row.token_ids[0] for row in rows])
+    probability = {int(row.token_ids[0]): float(np.exp(row.logprobs[0])) for row in rows}
+    for token, share in probability.items():
+        # 5 standard errors of the share of a token in `num` draws
+        assert abs((first == token).mean() - share) <= 5 * (share * (1 - share) / num) ** 0.5 + 1e-6
+    # what was never drawn is rare: 0.97^600 is 1e-8
+    assert sum(probability.values()) > 0.9
+
+
+def test_twenty_swaps_each_generate_with_their_own_version(subject):
+    state, seen = subject.base, []
+    for step in range(20):
+        # Small steps, as a learner makes them: a state that is one version old must show.
+        state = disturbed(state, seed=step, scale=0.02)
+        version = subject.load(state)
+
+        groups = subject.generate(num_per_prompt=2)
+
+        assert subject.truth.difference(state, groups, SAMPLING) < 1e-5
+        rows = [row for rows in groups for row in rows]
+        assert all(row.spans == (VersionSpan(version=version, start=0, end=len(row.token_ids)),) for row in rows)
+        seen.append([row.logprobs.tolist() for row in rows])
+    assert all(one != other for one, other in pairwise(seen))
+    previous = disturbed(subject.base, seed=0, scale=0.02)
+    assert subject.truth.difference(previous, groups, SAMPLING) > 1e-3
+
+
+def test_weights_are_free_to_change_after_a_swap(subject):
+    state = disturbed(subject.base, seed=3)
+    subject.load(state)
+    before = subject.generate()
+    for index in range(state.num_chunks):
+        state.chunk(index)[:] = 0
+
+    assert tokens(subject.generate()) == tokens(before)

@@ -1,0 +1,97 @@
+"""A whole run as processes: coordinator, learner, a sampler with transformers and one with vLLM, training together."""
+
+import json
+import re
+import urllib.request
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+
+from services.common.rpc.client import CoordinatorClient
+from services.coordinator import ledger
+from tests.support.cluster import Cluster
+from tests.support.engines import write_model
+from tests.support.links import PLAINTEXT
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+NUM_SWAPS = 20
+ENGINES = {
+    "hf": {"kind": "hf", "threads": 1},
+    "vllm": {"kind": "vllm", "compute_dtype": "fp32", "kv_cache_bytes": 32 << 20, "batch_rows": 32, "threads": 1},
+}
+
+
+class TwoEngines(Cluster):
+    """Sites are named for their engines."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        # vLLM's attention takes no heads as small as those of the other tests' model.
+        self.model_dir = write_model(self.directory / "wide-model")
+
+    def tables(self, name):
+        service, tables = super().tables(name)
+        return service, {**tables, "engine": ENGINES[name]} if service == "sampler" else tables
+
+
+def scraped(log: Path) -> dict[str, float]:
+    """Metrics of a process by name and labels, from the port that its log names."""
+    port = re.findall(r"metrics on port (\d+)", log.read_text())[-1]
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
+
+
+def swaps(log: Path) -> int:
+    """Swaps of a sampler so far; 0 before its metrics are there."""
+    if "metrics on port" not in log.read_text():
+        return 0
+    return int(scraped(log)["heterorl_sampler_swap_seconds_count"])
+
+
+async def test_hf_and_vllm_samplers_train_together_over_twenty_swaps(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    cluster = TwoEngines(tmp_path)
+    log = tmp_path / "logs" / "vllm.log"
+    # The slow starter first: while it loads, the others would only move on without it.
+    for name in ("coordinator", "learner", "vllm", "hf"):
+        cluster.start(name)
+    family = []
+    async with CoordinatorClient(cluster.address, tls=PLAINTEXT) as client:
+        try:
+            status = await cluster.until(client, lambda status: swaps(log) > NUM_SWAPS, timeout_s=840)
+            metrics = scraped(log)
+            for child in cluster.children.values():
+                child.check()
+            family = psutil.Process(cluster.children["vllm"].process.pid).children(recursive=True)
+            # Without a word: vLLM's processes must notice by themselves.
+            cluster.kill("vllm")
+            del cluster.children["vllm"]
+        finally:
+            cluster.stop()
+    _, alive = psutil.wait_procs(family, timeout=60)
+    assert family
+    assert alive == []
+
+    # Every swap was green: its canary agreed, and no engine was started twice.
+    assert [name for name in metrics if "engine_failures_total{" in name] == []
+    assert {site.site for site in status.sites} == {"hf", "vllm"}
+    connection = cluster.database()
+    roots = dict(connection.execute("SELECT version, state_root FROM versions"))
+    groups = connection.execute("SELECT site, oldest_version, state FROM groups").fetchall()
+    engines = dict(connection.execute("SELECT site, engine FROM sites"))
+    rewards = connection.execute("SELECT COUNT(*) FROM steps").fetchone()[0]
+    assert ledger.counts(connection).is_balanced
+    connection.close()
+    assert engines["hf"].startswith("hf-")
+    assert engines["vllm"].startswith("vllm-")
+    # Both sites' groups were trained, vLLM's under many versions, each with the digest that the coordinator has.
+    consumed = Counter(site for site, _, state in groups if state == "consumed")
+    assert min(consumed["hf"], consumed["vllm"]) > 0
+    assert len({version for site, version, _ in groups if site == "vllm"}) >= NUM_SWAPS // 2
+    for site in ENGINES:
+        seen = [json.loads(line) for line in (tmp_path / site / "versions.jsonl").read_text().splitlines()]
+        assert all(roots[entry["version"]] == entry["state_root"] for entry in seen if "version" in entry)
+    assert rewards >= NUM_SWAPS

@@ -1,0 +1,82 @@
+"""vLLM's own reload leaves weights old on the CPU; ours does not, and the canary sees it when a swap goes wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from services.common.errors import EngineDied, EngineError, StaleWeights
+from services.common.generation import vllm
+from services.common.types import VersionSpan
+from tests.support.engines import PROMPTS, Truth, disturbed, semantics, vllm_engine, write_model
+
+pytestmark = [pytest.mark.timeout(1500), pytest.mark.slow, pytest.mark.filterwarnings("default")]
+SAMPLING = semantics()
+
+
+@pytest.fixture(scope="module", params=["Qwen3", "Llama"])
+def made(request, tmp_path_factory):
+    """An engine over tied weights, its first weights and the truth."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        directory = tmp_path_factory.mktemp("engine")
+        model_dir = write_model(directory / "model", family=request.param)
+        engine = vllm_engine(model_dir, directory / "weights")
+        yield engine, engine.base(), Truth(model_dir)
+        engine.close()
+
+
+def generate(engine):
+    return engine.generate(PROMPTS, seeds=[1, 2, 3, 4], num_per_prompt=2)
+
+
+def test_swaps_are_seen_go_wrong_and_are_put_right(made, monkeypatch):
+    engine, base, truth = made
+    weights_dir = Path(engine._directory.name)
+    assert weights_dir.stat().st_mode & 0o077 == 0
+
+    # In place and right: the canary is far below what is allowed.
+    state = disturbed(base, seed=1)
+    engine.load(state, 1)
+    assert engine.canary_difference < 1e-5
+    assert truth.difference(state, generate(engine), SAMPLING) < 1e-5
+    assert list(weights_dir.iterdir()) == []
+
+    # The trap: vLLM's own reload of a checkpoint returns without an error and computes something else.
+    state = disturbed(base, seed=2)
+    checkpoint = weights_dir / "checkpoint"
+    checkpoint.mkdir()
+    vllm.write_weights(state, checkpoint / "model.safetensors", names=engine._stored)
+    engine._alive().call("reload_weights", None, str(checkpoint))
+    assert truth.difference(state, generate(engine), SAMPLING) > 1e-2
+
+    # Sabotage: one tensor of the next swap is the old one. The engine refuses to generate.
+    state = disturbed(base, seed=3)
+    spoiled = state.copy()
+    spoiled.view("model.layers.1.self_attn.o_proj.weight")[:] = base.view("model.layers.1.self_attn.o_proj.weight")
+    write = vllm.write_weights
+    with monkeypatch.context() as patched:
+        patched.setattr(vllm, "write_weights", lambda arena, path, names: write(spoiled, path, names=names))
+        with pytest.raises(StaleWeights, match="version 3"):
+            engine.load(state, 3)
+    assert engine.version == -1
+    with pytest.raises(EngineError, match="generates nothing"):
+        generate(engine)
+
+    # Repeated, the swap starts a new process from the whole version.
+    old = engine._process
+    engine.load(state, 3)
+    assert engine._process is not old
+    groups = generate(engine)
+    assert truth.difference(state, groups, SAMPLING) < 1e-5
+    assert all(row.spans == (VersionSpan(version=3, start=0, end=len(row.token_ids)),) for g in groups for row in g)
+
+    # The new process swaps in place as the first one did; a file without a tensor is refused before anything is drawn.
+    state = disturbed(base, seed=4)
+    engine.load(state, 4)
+    assert truth.difference(state, generate(engine), SAMPLING) < 1e-5
+    with monkeypatch.context() as patched:
+        patched.setattr(vllm, "write_weights", lambda arena, path, names: write(arena, path, names=names[:-1]))
+        with pytest.raises(EngineDied, match="no weights for"):
+            engine.load(state, 5)
+    assert engine.version == -1
+    assert list(weights_dir.glob("*.safetensors")) == []

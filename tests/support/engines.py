@@ -1,0 +1,96 @@
+"""Engines under the same settings, arenas to swap between, and the slow truth about their log-probs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from services.common.generation.engine import Completion
+from services.common.generation.hf import HfEngine
+from services.common.types import Float32Array, Int32Array, LogprobMode, SamplingSemantics
+from services.common.weights import tensors
+from services.common.weights.arena import Arena
+from services.demo.tiny_model import build_tokenizer
+
+EOS = 1
+PROMPTS = [np.array(ids, np.int32) for ids in ([2, 3, 12, 4], [5], [6, 7, 8, 9, 10, 12, 2], [3, 3])]
+
+
+def semantics(**changes: Any) -> SamplingSemantics:
+    values = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_new_tokens": 12, "logprob_mode": LogprobMode.PROCESSED}
+    return SamplingSemantics(**{**values, **changes})
+
+
+def write_model(directory: Path, *, family: str = "Qwen3", is_tied: bool = True) -> Path:
+    """A random model of 90 thousand parameters; heads of 32, the least that vLLM's attention takes on a CPU."""
+    import transformers
+
+    tokenizer = build_tokenizer()
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=256, tie_word_embeddings=is_tied,
+        eos_token_id=EOS, pad_token_id=0, bos_token_id=None, initializer_range=0.15,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def hf_engine(model_dir: Path, **changes: Any) -> HfEngine:
+    return HfEngine(
+        model_dir=str(model_dir), published_dtype="fp32", compute_dtype="fp32", device="cpu",
+        sampling=semantics(**changes), batch_rows=32, eos_token_id=EOS,
+    )  # fmt: skip
+
+
+def vllm_engine(model_dir: Path, weights_dir: Path, **changes: Any) -> Any:
+    from services.common.generation.vllm import VllmEngine
+
+    values = {"compute_dtype": "fp32", "batch_rows": 32, "kv_cache_bytes": 32 << 20, **changes.pop("engine", {})}
+    return VllmEngine(
+        model_dir=str(model_dir), published_dtype="fp32", sampling=semantics(**changes), eos_token_id=EOS,
+        weights_dir=weights_dir, **values,
+    )  # fmt: skip
+
+
+def disturbed(arena: Arena, *, seed: int, scale: float = 0.2) -> Arena:
+    """The arena with every fp32 weight multiplied by 1 + scale x N(0, 1)."""
+    rng = np.random.default_rng(seed)
+    result = arena.copy()
+    for spec in result.layout.specs:
+        if not spec.alias_of:
+            values = result.view(spec.name).view(np.float32)
+            values *= 1 + scale * rng.standard_normal(values.shape).astype(np.float32)
+    return result
+
+
+class Truth:
+    """A full float32 forward of prompt and completion, without cache or batch."""
+
+    def __init__(self, model_dir: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+
+    def logprobs(self, arena: Arena, prompt: Int32Array, row: Completion, sampling: SamplingSemantics) -> Float32Array:
+        """Log-probs of the completion's tokens under the arena's weights, in the contract's semantics."""
+        tensors.load(arena, self._model)
+        whole = torch.tensor([[*prompt.tolist(), *row.token_ids.tolist()]])
+        with torch.no_grad():
+            logits = self._model(input_ids=whole).logits[0, prompt.size - 1 : -1]
+        if sampling.logprob_mode is LogprobMode.PROCESSED:
+            logits = logits / sampling.temperature
+        result: Float32Array = logits.log_softmax(-1).gather(1, whole[0, prompt.size :, None])[:, 0].numpy()
+        return result
+
+    def difference(self, arena: Arena, groups: list[list[Completion]], sampling: SamplingSemantics) -> float:
+        """Largest difference of any token of completions of PROMPTS."""
+        return max(
+            float(np.abs(row.logprobs - self.logprobs(arena, prompt, row, sampling)).max())
+            for prompt, rows in zip(PROMPTS, groups, strict=True)
+            for row in rows
+        )

@@ -1,0 +1,69 @@
+"""A sampler whose engine cannot be trusted: it takes no work, says so, and goes on when a swap succeeds."""
+
+import pytest
+
+from services.common import metrics
+from services.common.errors import EngineDied, StaleWeights
+from tests.support.sampler_world import World
+
+
+@pytest.fixture
+async def world(tmp_path):
+    world = await World.open(tmp_path)
+    yield world
+    await world.close()
+
+
+def failures(reason):
+    return metrics.ENGINE_FAILURES.labels(reason)._value.get()
+
+
+async def generating(world):
+    await world.run.publish()
+    world.start()
+    await world.until(lambda: world.engine.num_batches >= 1)
+
+
+async def test_engine_that_fails_its_canary_gets_the_version_again_and_no_work_meanwhile(world):
+    await generating(world)
+    stale = StaleWeights(1, difference=0.65, tolerance=1e-4)
+    world.engine.load_failures = [stale] * 4
+    before = failures("stale")
+    await world.run.publish()
+    await world.until(lambda: failures("stale") >= before + 3)
+    asked, batches = world.link.calls["lease_work"], world.engine.num_batches
+    assert world.sampler.session.policy_version == -1
+
+    await world.until(lambda: not world.engine.load_failures)
+    assert (world.link.calls["lease_work"], world.engine.num_batches) == (asked, batches)
+    await world.until(lambda: world.engine.num_batches > batches)
+
+    assert failures("stale") == before + 4
+    assert [version for version, _ in world.engine.loaded] == [0, 1]
+    assert world.sampler.session.policy_version == 1
+
+
+async def test_attempts_become_rare_and_a_success_forgets_them(world):
+    await generating(world)
+    world.engine.load_failures = [EngineDied("gone")] * 12
+    began = world.clock.monotonic()
+    await world.run.publish()
+    await world.until(lambda: not world.engine.load_failures, step_s=1.0)
+    await world.until(lambda: world.engine.version == 1, step_s=1.0)
+
+    # twelve draws of at most 1, 2, 4 ... 256, 300, 300, 300 s; at one draw a second it would be twelve
+    assert world.clock.monotonic() - began > 60
+    assert world.sampler.generation._engine_patience.num_failures == 0
+
+
+async def test_engine_that_dies_in_a_batch_hands_its_work_back_and_loads_its_version_again(world):
+    await generating(world)
+    before, batches = failures("died"), world.engine.num_batches
+    abandoned = world.link.calls["abandon_work"]
+    world.engine.batch_failures = [EngineDied("killed")]
+
+    await world.until(lambda: failures("died") > before)
+    await world.until(lambda: world.engine.num_batches > batches + 1)
+
+    assert world.link.calls["abandon_work"] == abandoned + 1
+    assert [version for version, _ in world.engine.loaded] == [0, 0]

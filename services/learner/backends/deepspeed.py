@@ -10,7 +10,6 @@ the others are through.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Sequence

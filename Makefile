@@ -7,7 +7,7 @@ ENGINES := .venv-engines/bin
 ENGINES_SETUP := .venv-engines/.installed
 N ?= 1000
 
-.PHONY: help demo test test-fast test-engines test-images check kills lab-quick lab-stale64 lab-recommend bench-losses coverage protos lock clean bench-merge subsets dashboards bench-weights bench-pull bench-serve bench-sampler fuzz
+.PHONY: help demo test test-fast test-engines test-images check kills lab-quick lab-stale64 lab-recommend bench-losses bench-learner coverage protos lock clean bench-merge subsets dashboards bench-weights bench-pull bench-serve bench-sampler fuzz
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -64,6 +64,9 @@ lab-recommend: $(SETUP)  ## Plain GEPO beside its combinations, 64 versions behi
 
 bench-losses: $(SETUP)  ## Time a learner step under each loss beside the cheapest
 	$(BIN)/python -m benchmarks.loss_step --out benchmarks/results/losses.json
+
+bench-learner: $(SETUP)  ## A GRPO step beside TRL's: tokens per second and peak memory at a vocabulary of 32 000
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.learner --out benchmarks/results/learner.json
 
 bench-merge: $(SETUP)  ## Merged deltas beside the chain: bytes and seconds for samplers 1 to 256 versions behind
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.weights_merge --out benchmarks/results/weights_merge.json

@@ -10,6 +10,7 @@ the others may wait for it inside an operation that nothing can interrupt, and a
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import shutil
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +29,8 @@ from services.learner.config import LearnerConfig
 _LOG = logging.getLogger(__name__)
 GRACE_S = 10.0
 EXIT_CODE = 1
+BLAME_S = 1.0
+"""How long an error waits for the end of a rank that may be its cause."""
 
 
 class RankFailed(OperatorError):
@@ -61,7 +65,9 @@ class LocalRanks:
         self.rendezvous = self._directory / "rendezvous"
         self._on_failure = on_failure
         self._is_closing = False
+        self._watchers: list[threading.Thread] = []
         self._children = [self._start(rank) for rank in range(1, num_ranks)]
+        atexit.register(self._blame)
 
     @property
     def pids(self) -> list[int]:
@@ -79,6 +85,7 @@ class LocalRanks:
     def close(self) -> None:
         """End the children, which must be out of all collective operations."""
         self._is_closing = True
+        atexit.unregister(self._blame)
         for child in self._children:
             assert child.stdin is not None, "it was made with a pipe"
             child.stdin.close()
@@ -96,8 +103,20 @@ class LocalRanks:
             "--rank", str(rank), "--world-size", str(self.num_ranks), "--rendezvous", str(self.rendezvous),
         ]  # fmt: skip
         child = subprocess.Popen(command, stdin=subprocess.PIPE)
-        threading.Thread(target=self._watch, args=(rank, child), daemon=True, name=f"rank-{rank}").start()
+        watcher = threading.Thread(target=self._watch, args=(rank, child), daemon=True, name=f"rank-{rank}")
+        watcher.start()
+        self._watchers.append(watcher)
         return child
+
+    def _blame(self) -> None:
+        """This process ends by an error, which may be the echo of a rank's end: let that be reported first."""
+        deadline = time.monotonic() + BLAME_S
+        while time.monotonic() < deadline and all(child.poll() is None for child in self._children):
+            time.sleep(0.05)
+        for watcher, child in zip(self._watchers, self._children, strict=True):
+            if child.poll() is not None:
+                watcher.join(BLAME_S)
+        self._is_closing = True
 
     def _watch(self, rank: int, child: subprocess.Popen[bytes]) -> None:
         code = child.wait()

@@ -86,8 +86,11 @@ def _numbers(reports):
 def _assert_close(actual, expected, *, tolerance):
     for one, other in zip(actual, expected, strict=True):
         assert one["is_applied"] == other["is_applied"]
-        for key in ("loss", "grad_norm", "kl", "entropy", "ess_fraction", "clip_fraction", "extra_lr"):
-            assert one[key] == pytest.approx(other[key], abs=tolerance, rel=tolerance), key
+        assert one["loss"] == pytest.approx(other["loss"], abs=tolerance)
+        assert one["extra_lr"] == pytest.approx(other["extra_lr"], rel=1e-12)
+        # Ten times wider: functions of weights that have gone apart by rounding, AdamW enlarging what is near 0.
+        for key in ("grad_norm", "kl", "entropy", "ess_fraction", "clip_fraction"):
+            assert one[key] == pytest.approx(other[key], abs=10 * tolerance, rel=10 * tolerance), key
 
 
 @pytest.mark.parametrize("loss", ["gepo", "grpo"])
@@ -142,7 +145,7 @@ def test_bf16_products_stay_near_and_masters_start_exact(config, two_ranks, tmp_
 
         assert np.array_equal(_bits(first), start)
         # bf16 keeps 8 bits: log-probs differ by about 1 %, and AdamW's first steps have the size lr whatever they see.
-        _assert_close(actual[1:-1], expected[1:-1], tolerance=0.15)
+        _assert_close(actual[1:-1], expected[1:-1], tolerance=0.015)
         assert 0 < np.abs(_weights(last) - weights).max() <= 2 * 4 * 1e-3
 
 
@@ -188,7 +191,7 @@ def test_checkpoint_continues_at_the_same_and_at_another_number_of_ranks(
     assert np.array_equal(_bits(second), _bits(first))
     tolerance = 1e-6 if dtype == "fp32" else 2e-3
     assert np.abs(_weights(last) - _weights(straight)).max() <= tolerance
-    _assert_close(back[1:2], reports[5:6], tolerance=1e-5 if dtype == "fp32" else 0.1)
+    _assert_close(back[1:2], reports[5:6], tolerance=1e-6 if dtype == "fp32" else 0.01)
 
 
 def test_checkpoints_go_to_the_torch_backend_and_back(config, two_ranks, tmp_path):

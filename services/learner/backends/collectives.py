@@ -41,7 +41,7 @@ class Collectives:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "1")
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
-        store = dist.FileStore(str(rendezvous), world_size)
+        store = dist.FileStore(str(rendezvous), world_size)  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=OPERATION_TIMEOUT)
         self._control = dist.new_group(backend="gloo", timeout=_FOREVER)
 

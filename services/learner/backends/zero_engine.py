@@ -32,6 +32,8 @@ def import_deepspeed(device: str = "cpu") -> Any:
     except ImportError as error:
         raise DependencyMissing("deepspeed", "deepspeed") from error
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # It calls torch by names that torch is about to drop, at every step.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     # A shared-memory all-reduce that DeepSpeed would compile at each first start, behind a lock that a kill leaves.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed

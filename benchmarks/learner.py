@@ -1,0 +1,281 @@
+"""Throughput and memory of one GRPO optimizer step: this learner beside TRL's GRPOTrainer, on the same rollouts.
+
+Both train the same Qwen3-architecture model in fp32 by GRPO with AdamW and read the same tokens, padded, in one pass;
+generation is in neither. Each system runs in a process of its own, because the peak of resident memory belongs to a
+process; what the process held before the first step is subtracted in `step_memory_mb`. Tokens are completion tokens.
+`tokens_per_s` counts processor seconds of one thread, since neighbours on the machine stretch wall-clock time;
+`tokens_per_wall_s` is what the clock said. The step is the fastest of those measured after a warm-up.
+
+    python -m benchmarks.learner --out benchmarks/results/learner.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+VOCAB_SIZE = 32_000
+SYSTEMS = ("heterorl", "trl")
+
+
+def write_model(directory: Path, *, hidden_size: int, layers: int) -> int:
+    """A random model with a vocabulary of 32 000 and the smallest tokenizer; returns the number of parameters."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from services.demo.tiny_model import build_tokenizer
+
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=hidden_size,
+            intermediate_size=3 * hidden_size,
+            num_hidden_layers=layers,
+            num_attention_heads=hidden_size // 64,
+            num_key_value_heads=max(1, hidden_size // 128),
+            head_dim=64,
+            tie_word_embeddings=True,
+            eos_token_id=1,
+            pad_token_id=0,
+            bos_token_id=None,
+        )
+    )
+    model.save_pretrained(directory)
+    build_tokenizer().save_pretrained(directory)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def rollouts(options: dict[str, Any]) -> list[list[tuple[np.ndarray, np.ndarray, float]]]:
+    """Per group: token ids, sampler log-probs and reward of each rollout; lengths from a half to all of the longest."""
+    rng = np.random.default_rng(0)
+    groups = []
+    for _ in range(options["groups"]):
+        members = []
+        for member in range(options["group_size"]):
+            length = int(rng.integers(options["max_tokens"] // 2, options["max_tokens"] + 1))
+            tokens = rng.integers(2, VOCAB_SIZE, length).astype(np.int32)
+            members.append((tokens, np.full(length, -np.log(VOCAB_SIZE), np.float32), float(member % 2)))
+        groups.append(members)
+    return groups
+
+
+PROMPT = np.arange(2, 18, dtype=np.int32)
+
+
+def heterorl_step(model_dir: Path, options: dict[str, Any]) -> Callable[[], object]:
+    """A step of the torch backend."""
+    from services.common.types import (
+        Digest,
+        FinishReason,
+        Group,
+        GroupId,
+        LogprobMode,
+        QueuedGroup,
+        Rollout,
+        SamplingSemantics,
+        SiteId,
+        VersionSpan,
+    )
+    from services.learner.backend_config import TorchBackendConfig
+    from services.learner.backends.torch import TorchBackend
+    from services.learner.loss_config import GrpoConfig
+
+    groups = [
+        QueuedGroup(
+            group=Group(
+                id=GroupId(site=SiteId("a"), incarnation="a", sequence=number + 1),
+                assignment=number,
+                prompt_index=number,
+                prompt_token_ids=PROMPT,
+                rollouts=tuple(
+                    Rollout(
+                        token_ids=tokens,
+                        sampler_logprobs=logprobs,
+                        spans=(VersionSpan(version=0, start=0, end=tokens.size),),
+                        reward=reward,
+                        reward_parts=(),
+                        finish_reason=FinishReason.EOS,
+                    )
+                    for tokens, logprobs, reward in members
+                ),
+                oldest_version=0,
+                state_root=Digest("0" * 64),
+                generation_s=0.0,
+            ),
+            policy_age_s=0.0,
+            queue_age_s=0.0,
+        )
+        for number, members in enumerate(rollouts(options))
+    ]
+    backend = TorchBackend(
+        model_dir=model_dir,
+        config=TorchBackendConfig(lr=1e-5, micro_batch_tokens=1 << 30, gradient_checkpointing=options["checkpointing"]),
+        loss=GrpoConfig(),
+        sampling=SamplingSemantics(
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            max_new_tokens=options["max_tokens"],
+            logprob_mode=LogprobMode.PROCESSED,
+        ),
+    )
+    return lambda: backend.train_step(groups, head_version=0, step=1)
+
+
+def trl_step(model_dir: Path, options: dict[str, Any]) -> Callable[[], object]:
+    """The loss of a real GRPOTrainer on prepared inputs, its backward pass, clipping and AdamW."""
+    import datasets
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    count = options["groups"] * options["group_size"]
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32),
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=GRPOConfig(
+            output_dir=str(model_dir / "trl"),
+            use_cpu=True,
+            report_to=[],
+            bf16=False,
+            per_device_train_batch_size=count,
+            num_generations=options["group_size"],
+            max_completion_length=options["max_tokens"],
+            beta=0.0,
+            loss_type="grpo",
+            gradient_checkpointing=options["checkpointing"],
+        ),
+        train_dataset=datasets.Dataset.from_dict({"prompt": ["1+1="] * count}),
+        processing_class=AutoTokenizer.from_pretrained(model_dir),
+    )
+    trainer.current_gradient_accumulation_steps = 1
+    model: Any = trainer.model
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    members = [entry for group in rollouts(options) for entry in group]
+    longest = max(tokens.size for tokens, _, _ in members)
+    ids = torch.zeros(count, longest, dtype=torch.long)
+    mask, old = torch.zeros(count, longest, dtype=torch.long), torch.zeros(count, longest)
+    for row, (tokens, logprobs, _) in enumerate(members):
+        ids[row, : tokens.size] = torch.from_numpy(tokens.astype(np.int64))
+        mask[row, : tokens.size] = 1
+        old[row, : tokens.size] = torch.from_numpy(logprobs)
+    rewards = torch.tensor([reward for _, _, reward in members]).view(options["groups"], -1)
+    advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+    inputs = {
+        "prompt_ids": torch.from_numpy(PROMPT.astype(np.int64)).repeat(count, 1),
+        "prompt_mask": torch.ones(count, PROMPT.size, dtype=torch.long),
+        "completion_ids": ids,
+        "completion_mask": mask,
+        "advantages": advantages.flatten(),
+        "old_per_token_logps": old,
+        "num_items_in_batch": mask.sum(),
+    }
+
+    def step() -> object:
+        loss = trainer.compute_loss(model, inputs)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def measure(system: str, model_dir: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """Take the steps, in this process."""
+    import torch
+
+    torch.set_num_threads(1)
+    step = {"heterorl": heterorl_step, "trl": trl_step}[system](model_dir, options)
+    tokens = sum(entry[0].size for group in rollouts(options) for entry in group)
+    before_mb = _resident_mb()
+    step()
+    seconds, wall = [], []
+    for _ in range(options["steps"]):
+        started, started_wall = time.process_time(), time.perf_counter()
+        step()
+        seconds.append(time.process_time() - started)
+        wall.append(time.perf_counter() - started_wall)
+    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {
+        "system": system,
+        "vocab": VOCAB_SIZE,
+        "tokens": tokens,
+        "gradient_checkpointing": options["checkpointing"],
+        "tokens_per_s": round(tokens / min(seconds), 1),
+        "tokens_per_wall_s": round(tokens / min(wall), 1),
+        "peak_memory_mb": round(peak_mb),
+        "step_memory_mb": round(peak_mb - before_mb),
+    }
+
+
+def _resident_mb() -> float:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * resource.getpagesize() / (1 << 20)
+
+
+def main() -> None:
+    """Run every system in a child and write the rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/learner.json"))
+    parser.add_argument("--hidden-size", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--groups", type=int, default=2)
+    parser.add_argument("--group-size", type=int, default=4)
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--system", choices=SYSTEMS, help="measure one system in this process, of --model-dir")
+    parser.add_argument("--model-dir", type=Path)
+    arguments = parser.parse_args()
+    options = {key: value for key, value in vars(arguments).items() if isinstance(value, int)}
+    if arguments.system:
+        sys.stdout.write("ROW " + json.dumps(measure(arguments.system, arguments.model_dir, options)) + "\n")
+        return
+    with tempfile.TemporaryDirectory() as name:
+        num_parameters = write_model(Path(name), hidden_size=arguments.hidden_size, layers=arguments.layers)
+        rows = []
+        for system in SYSTEMS:
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.learner",
+                *sys.argv[1:],
+                "--system",
+                system,
+                "--model-dir",
+                name,
+            ]
+            answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            line = next(line for line in answer.stdout.splitlines() if line.startswith("ROW "))
+            rows.append({"model": f"qwen3-{num_parameters / 1e6:.1f}M", **json.loads(line.removeprefix("ROW "))})
+            print(json.dumps(rows[-1]))
+    import torch
+    import transformers
+    import trl
+
+    report = {
+        "machine": {"processor": platform.machine(), "threads": 1},
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "trl": trl.__version__},
+        "options": options,
+        "rows": rows,
+    }
+    arguments.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

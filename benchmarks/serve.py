@@ -147,8 +147,7 @@ async def serve(
             contract = contract_of(manifest.layout_id)
             lease = await client.acquire_lease(holder="bench", contract=contract, request_id="bench")
             before = _resident(child.process.pid, "VmRSS")
-            # The peak from here on: 5 is the kernel's word for that.
-            Path(f"/proc/{child.process.pid}/clear_refs").write_text("5", encoding="ascii")
+            _forget_peak(child.process.pid)
             assert lease.epoch == manifest.epoch
             await client.publish_version(
                 PublishRequest(
@@ -169,6 +168,11 @@ async def serve(
     finally:
         stop([child])
     return Served(payload_bytes=payload.num_bytes, seconds=seconds, rss_before=before, rss_peak=peak)
+
+
+def _forget_peak(pid: int) -> None:
+    """Let the kernel take the peak from here on; 5 is its word for that."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="ascii")
 
 
 def _resident(pid: int, field: str) -> int:

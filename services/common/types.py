@@ -253,6 +253,8 @@ class PublishRequest:
     reports: tuple[StepReport, ...]
     signature: bytes = b""
     """Ed25519 signature of `manifest`; empty when the run is not signed."""
+    encode_s: float = 0.0
+    """For people to see; no part of the publication's content."""
 
 
 class PushStatus(enum.Enum):
@@ -330,6 +332,7 @@ class SiteStatus:
     groups_dropped: int
     tokens_per_s: float
     work_leased: int
+    apply_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -354,3 +357,6 @@ class RunStatus:
     snapshot_version: int = -1
     snapshot_age_s: float = 0.0
     reclaimed_bytes: int = 0
+    delta_bytes: int = 0
+    snapshot_bytes: int = 0
+    encode_s: float = 0.0

@@ -22,6 +22,7 @@ _SITE_GAUGES = (
     metrics.SITE_SILENCE_SECONDS,
     metrics.SITE_WORK_GROUPS,
     metrics.SITE_PENDING_BYTES,
+    metrics.SITE_APPLY_SECONDS,
 )
 
 
@@ -105,6 +106,7 @@ def _observe_sites(sites: Sequence[SiteStatus], bytes_by_site: dict[str, int]) -
         metrics.SITE_SILENCE_SECONDS.labels(label).set(status.last_seen_s)
         metrics.SITE_WORK_GROUPS.labels(label).set(work[label])
         metrics.SITE_PENDING_BYTES.labels(label).set(pending[label])
+        metrics.SITE_APPLY_SECONDS.labels(label).set(status.apply_s)
 
 
 def observe_push(outcome: PushOutcome) -> None:

@@ -132,6 +132,7 @@ class Policies(Node):
                 return lineage.NONE, refused, why
             queue.abandon_consumed(connection, lineage.abandon_versions(connection, request))
             lineage.write_version(connection, request, manifest, now=now, reports=steps)
+            set_meta(connection, "encode_s", str(request.encode_s))
             return manifest.version, [], ""
 
         version, refused, why = await self.change(operation)

@@ -20,6 +20,7 @@ class _Seen:
     policy_version: int = -1
     state_root: str = ""
     tokens_per_s: float = 0.0
+    apply_s: float = 0.0
 
 
 class Sites:
@@ -64,6 +65,7 @@ class Sites:
             policy_version=beat.policy_version,
             state_root=beat.state_root,
             tokens_per_s=beat.tokens_per_s,
+            apply_s=beat.apply_s,
         )
 
     def versions_in_use(self, since: float) -> frozenset[int]:
@@ -114,6 +116,7 @@ class Sites:
                     groups_dropped=dropped,
                     tokens_per_s=seen.tokens_per_s if seen else 0.0,
                     work_leased=leased.get((site, incarnation), 0),
+                    apply_s=seen.apply_s if seen else 0.0,
                 )
             )
         return tuple(statuses)

@@ -121,6 +121,7 @@ def publish_to_pb(value: PublishRequest) -> policy_pb2.PublishVersionRequest:
         consumed=[group_id_to_pb(group_id) for group_id in value.consumed],
         reports=[report_to_pb(report) for report in value.reports],
         signature=value.signature,
+        encode_s=value.encode_s,
     )
 
 
@@ -135,6 +136,7 @@ def publish_from_pb(message: policy_pb2.PublishVersionRequest) -> PublishRequest
         consumed=tuple(group_id_from_pb(group_id) for group_id in message.consumed),
         reports=tuple(report_from_pb(report) for report in message.reports),
         signature=message.signature,
+        encode_s=message.encode_s,
     )
 
 
@@ -240,6 +242,7 @@ def heartbeat_to_pb(value: Heartbeat) -> run_pb2.HeartbeatRequest:
         state_root=value.state_root,
         tokens_per_s=value.tokens_per_s,
         outbox_groups=value.outbox_groups,
+        apply_s=value.apply_s,
     )
 
 
@@ -252,6 +255,7 @@ def heartbeat_from_pb(message: run_pb2.HeartbeatRequest) -> Heartbeat:
         state_root=message.state_root,
         tokens_per_s=message.tokens_per_s,
         outbox_groups=message.outbox_groups,
+        apply_s=message.apply_s,
     )
 
 

@@ -38,6 +38,9 @@ def status_to_pb(value: RunStatus) -> run_pb2.GetStatusResponse:
         snapshot_version=value.snapshot_version if value.snapshot_version >= 0 else None,
         snapshot_age_s=value.snapshot_age_s,
         reclaimed_bytes=value.reclaimed_bytes,
+        delta_bytes=value.delta_bytes,
+        snapshot_bytes=value.snapshot_bytes,
+        encode_s=value.encode_s,
     )
 
 
@@ -73,6 +76,7 @@ def status_from_pb(message: run_pb2.GetStatusResponse) -> RunStatus:
                 groups_dropped=site.groups_dropped,
                 tokens_per_s=site.tokens_per_s,
                 work_leased=site.work_leased,
+                apply_s=site.apply_s,
             )
             for site in message.sites
         ),
@@ -83,4 +87,7 @@ def status_from_pb(message: run_pb2.GetStatusResponse) -> RunStatus:
         snapshot_version=message.snapshot_version if message.HasField("snapshot_version") else -1,
         snapshot_age_s=message.snapshot_age_s,
         reclaimed_bytes=message.reclaimed_bytes,
+        delta_bytes=message.delta_bytes,
+        snapshot_bytes=message.snapshot_bytes,
+        encode_s=message.encode_s,
     )

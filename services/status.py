@@ -32,14 +32,14 @@ def status_json(status: RunStatus) -> dict[str, Any]:
 def status_tables(status: RunStatus) -> tuple[Table, Table]:
     """A run's state as two tables: the run, and its sites."""
     run = Table(title=Text(f"run {status.run_id}"), show_header=False)
-    ratio = status.bytes_full / status.bytes_last if status.bytes_last else 0.0
     ledger = status.ledger
     dropped = ", ".join(f"{reason.value} {count}" for reason, count in ledger.dropped.items() if count) or "none"
     rows = [
         ("version", f"{status.head_version}, {'signed' if status.is_head_signed else 'unsigned'}"),
         ("learner", f"{status.learner or 'none'} (epoch {status.epoch})"),
-        ("weights", f"{status.bytes_last:,} of {status.bytes_full:,} bytes ({ratio:.1f}x)"),
+        ("weights", _weights(status)),
         ("changed", f"{status.changed_fraction:.2%} of the elements"),
+        ("encode", f"{status.encode_s:.3g} s" if status.encode_s else "-"),
         ("store", _store(status)),
         ("queue", f"{ledger.pending} pending, {ledger.leased} leased"),
         ("trained", f"{ledger.consumed} groups"),
@@ -55,7 +55,17 @@ def status_tables(status: RunStatus) -> tuple[Table, Table]:
         # Names come from other machines: text, never markup.
         run.add_row(*map(Text, row))
     sites = Table(
-        "site", "version", "behind", "accepted", "dropped", "tokens/s", "leased", "canary", "seen", title="sites"
+        "site",
+        "version",
+        "behind",
+        "accepted",
+        "dropped",
+        "tokens/s",
+        "leased",
+        "apply",
+        "canary",
+        "seen",
+        title="sites",
     )
     for site in status.sites:
         sites.add_row(
@@ -66,6 +76,7 @@ def status_tables(status: RunStatus) -> tuple[Table, Table]:
             str(site.groups_dropped),
             f"{site.tokens_per_s:.0f}",
             str(site.work_leased),
+            f"{site.apply_s:.3g} s" if site.apply_s else "-",
             Text(_canary(site)),
             f"{site.last_seen_s:.0f} s ago",
         )
@@ -78,6 +89,17 @@ def _canary(site: SiteStatus) -> str:
     if site.quarantine:
         return "QUARANTINE"
     return "" if site.canary_difference is None else f"{site.canary_difference:.2g} nats"
+
+
+def _weights(status: RunStatus) -> str:
+    """The payloads of the newest version beside the size of the weights."""
+    sizes = {"delta": status.delta_bytes, "full": status.snapshot_bytes}
+    parts = [
+        f"{name} {num_bytes:,} bytes ({status.bytes_full / num_bytes:.1f}x)"
+        for name, num_bytes in sizes.items()
+        if num_bytes
+    ]
+    return f"{status.bytes_full:,} bytes; {', '.join(parts) or 'no payload'}"
 
 
 def _store(status: RunStatus) -> str:

@@ -173,7 +173,7 @@ WEIGHTS_BOARD = Dashboard(
     panels=(
         Panel(title="Compression", unit="suffix:x", kind="stat",
               queries=_gauge("heterorl_learner_compression_ratio", "{{run}}"),
-              note="Bytes of the weights over bytes of the newest delta."),
+              note="Bytes of the weights over bytes of the newest version's smallest payload."),
         Panel(title="Changed weights", unit="percentunit", kind="stat",
               queries=_gauge("heterorl_learner_changed_ratio", "{{run}}")),
         Panel(title="Digest mismatches", unit="none", kind="stat",
@@ -194,6 +194,13 @@ WEIGHTS_BOARD = Dashboard(
               queries=_rate("heterorl_bytes_total", "{{site}} {{kind}}",
                             f'{SITE},service="sampler",kind=~"delta|snapshot",direction="in"', "site", "kind"),
               minimum=0),
+        Panel(title="Versions per minute by payload", unit="none",
+              queries=(Query(expr=f"60 * sum by (payload) (rate(heterorl_learner_versions_total{{{RUN}}}[$window]))",
+                             legend="{{payload}}"),),
+              note="Full where a delta would not be smaller than a snapshot: too much changed.", minimum=0),
+        Panel(title="Encode and apply, newest version", unit="s", is_log=True,
+              queries=_gauge("heterorl_learner_version_encode_seconds", "encode")
+              + _gauge("heterorl_coordinator_site_apply_seconds", "apply {{site}}", SITE)),
         Panel(title="Encode", unit="s", queries=_quantiles("heterorl_learner_encode_seconds", "", RUN), minimum=0),
         Panel(title="Upload and commit", unit="s", queries=_quantiles("heterorl_learner_publish_seconds", "", RUN),
               minimum=0),

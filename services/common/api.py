@@ -112,6 +112,8 @@ class Heartbeat:
     state_root: str
     tokens_per_s: float
     outbox_groups: int
+    apply_s: float = 0.0
+    """Seconds that applying and verifying the newest weights took; 0 before the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -108,6 +108,7 @@ SITE_CANARY_NATS = _gauge(
 )
 SITE_QUARANTINED = _gauge("coordinator_site_quarantined", "1 while a site's canary contradicts the learner's.", "site")
 SITE_QUOTA_BYTES = _gauge("coordinator_site_quota_bytes", "Bytes that one site may have in the queue.")
+SITE_APPLY_SECONDS = _gauge("coordinator_site_apply_seconds", "Duration of a site's newest apply and verify.", "site")
 
 # coordinator: store
 COMMIT_SECONDS = _histogram("coordinator_commit_seconds", "Duration of a commit, its fsync included.")
@@ -149,9 +150,13 @@ LAST_PUBLISH_TIMESTAMP = _gauge(
 )
 ENCODE_SECONDS = _histogram("learner_encode_seconds", "Duration of encoding a version.")
 PUBLISH_SECONDS = _histogram("learner_publish_seconds", "Duration of upload and commit.")
+VERSION_ENCODE_SECONDS = _gauge("learner_version_encode_seconds", "Duration of encoding the newest version.")
+VERSIONS = _counter("learner_versions_total", "Versions published, by what a sampler at the parent pulls.", "payload")
 VERSION_BYTES = _gauge("learner_version_bytes", "Bytes of the newest payload of a kind.", "kind")
 FULL_BYTES = _gauge("learner_full_bytes", "Bytes of the weights, uncompressed.")
-COMPRESSION_RATIO = _gauge("learner_compression_ratio", "Bytes of the weights over bytes of the newest delta.")
+COMPRESSION_RATIO = _gauge(
+    "learner_compression_ratio", "Bytes of the weights over bytes of the newest version's smallest payload."
+)
 CHANGED_RATIO = _gauge("learner_changed_ratio", "Share of the weights that the newest version changed.")
 
 # sampler

@@ -74,6 +74,8 @@ class Puller:
         self._layout = layout
         self._clock = clock
         self.fetcher = Fetcher(api=api, spool=spool, clock=clock, num_streams=num_streams)
+        self.apply_s = 0.0
+        """Seconds that applying and verifying took the last time; 0 before the first."""
         self._is_held_distrusted = False
         self._are_merged_distrusted = False
         self._has_merged = False
@@ -159,7 +161,8 @@ class Puller:
         fetched = self._clock.monotonic()
         metrics.PULL_SECONDS.observe(fetched - started)
         pulled = await asyncio.to_thread(self._apply, plan, paths, held)
-        metrics.APPLY_SECONDS.observe(self._clock.monotonic() - fetched)
+        self.apply_s = self._clock.monotonic() - fetched
+        metrics.APPLY_SECONDS.observe(self.apply_s)
         self.fetcher.keep_only(())
         return pulled
 

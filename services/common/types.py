@@ -274,6 +274,8 @@ class PublishRequest:
     """Ed25519 signature of `manifest`; empty when the run is not signed."""
     canary: tuple[float, ...] = ()
     """The learner's log-probs of the canary's tokens; empty when it states none."""
+    encode_s: float = 0.0
+    """For people to see; no part of the publication's content."""
 
 
 class PushStatus(enum.Enum):
@@ -355,6 +357,7 @@ class SiteStatus:
     """Median of |difference| from the learner in the newest canary, nats; None before the first."""
     quarantine: str = ""
     """Why the site is in quarantine; empty when it is not."""
+    apply_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -379,3 +382,6 @@ class RunStatus:
     snapshot_version: int = -1
     snapshot_age_s: float = 0.0
     reclaimed_bytes: int = 0
+    delta_bytes: int = 0
+    snapshot_bytes: int = 0
+    encode_s: float = 0.0

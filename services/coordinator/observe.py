@@ -23,6 +23,7 @@ _SITE_GAUGES = (
     metrics.SITE_WORK_GROUPS,
     metrics.SITE_PENDING_BYTES,
     metrics.SITE_QUARANTINED,
+    metrics.SITE_APPLY_SECONDS,
 )
 
 
@@ -109,6 +110,7 @@ def _observe_sites(sites: Sequence[SiteStatus], bytes_by_site: dict[str, int]) -
         metrics.SITE_QUARANTINED.labels(label).set(bool(status.quarantine))
         if status.canary_difference is not None:
             metrics.SITE_CANARY_NATS.labels(label).set(status.canary_difference)
+        metrics.SITE_APPLY_SECONDS.labels(label).set(status.apply_s)
 
 
 def observe_push(outcome: PushOutcome) -> None:

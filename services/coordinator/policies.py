@@ -132,6 +132,7 @@ class Policies(Node):
             queue.abandon_consumed(connection, lineage.abandon_versions(connection, request))
             lineage.write_version(connection, request, manifest, now=now, reports=steps)
             canary.write_stated(connection, manifest.version, request)
+            set_meta(connection, "encode_s", str(request.encode_s))
             return manifest.version, [], ""
 
         version, refused, why = await self.change(operation)

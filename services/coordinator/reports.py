@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sqlite3
 
-from services.common.types import RunStatus, StepReport
+from services.common.types import PayloadKind, RunStatus, StepReport
 from services.coordinator import ledger, lineage, manifests, shelf
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.database import get_meta
@@ -42,6 +42,7 @@ def run_status(
     ).fetchone()
     last = connection.execute("SELECT report FROM steps ORDER BY step DESC, version DESC LIMIT 1").fetchone()
     snapshot_version, snapshot_published = shelf.newest_snapshot(connection)
+    sizes = {payload.kind: payload.num_bytes for payload in lineage.payloads_into(connection, row[0])} if row else {}
     is_held = get_meta(connection, "lease_released") == "0"
     return RunStatus(
         run_id=config.run_id,
@@ -62,4 +63,7 @@ def run_status(
         snapshot_version=snapshot_version,
         snapshot_age_s=max(0.0, wall - snapshot_published) if snapshot_version >= 0 else 0.0,
         reclaimed_bytes=shelf.reclaimed_bytes(connection),
+        delta_bytes=sizes.get(PayloadKind.DELTA, 0),
+        snapshot_bytes=sizes.get(PayloadKind.SNAPSHOT, 0),
+        encode_s=float(get_meta(connection, "encode_s") or 0.0),
     )

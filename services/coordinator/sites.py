@@ -22,6 +22,7 @@ class _Seen:
     state_root: str = ""
     tokens_per_s: float = 0.0
     canary_difference: float | None = None
+    apply_s: float = 0.0
 
 
 class Sites:
@@ -66,6 +67,7 @@ class Sites:
         seen.policy_version = beat.policy_version
         seen.state_root = beat.state_root
         seen.tokens_per_s = beat.tokens_per_s
+        seen.apply_s = beat.apply_s
 
     def note_canary(self, report: CanaryReport, difference: float | None, now: float) -> None:
         """Note how far a site's canary is off."""
@@ -123,6 +125,7 @@ class Sites:
                     work_leased=leased.get((site, incarnation), 0),
                     canary_difference=seen.canary_difference if seen else None,
                     quarantine=quarantines.get(site, ""),
+                    apply_s=seen.apply_s if seen else 0.0,
                 )
             )
         return tuple(statuses)

@@ -64,17 +64,22 @@ def observe_start() -> None:
     # A counter that appears with its first count shows no increase.
     for applied in ("true", "false"):
         metrics.STEPS.labels(applied)
+    for payload in ("delta", "full"):
+        metrics.VERSIONS.labels(payload)
 
 
-def observe_version(manifest: Manifest, *, publish_s: float) -> None:
+def observe_version(manifest: Manifest, *, encode_s: float, publish_s: float) -> None:
     """Export one published version."""
     metrics.LEARNER_VERSION.set(manifest.version)
     metrics.LAST_PUBLISH_TIMESTAMP.set_to_current_time()
+    metrics.ENCODE_SECONDS.observe(encode_s)
+    metrics.VERSION_ENCODE_SECONDS.set(encode_s)
     metrics.PUBLISH_SECONDS.observe(publish_s)
     metrics.FULL_BYTES.set(manifest.full_bytes)
     if manifest.num_elements:
         metrics.CHANGED_RATIO.set(manifest.num_changed / manifest.num_elements)
     for payload in manifest.payloads:
         metrics.VERSION_BYTES.labels(payload.kind.value).set(payload.num_bytes)
-        if payload.kind is PayloadKind.DELTA and payload.num_bytes:
-            metrics.COMPRESSION_RATIO.set(manifest.full_bytes / payload.num_bytes)
+    kinds = {payload.kind for payload in manifest.payloads}
+    metrics.VERSIONS.labels("delta" if PayloadKind.DELTA in kinds else "full").inc()
+    metrics.COMPRESSION_RATIO.set(manifest.full_bytes / min(payload.num_bytes for payload in manifest.payloads))

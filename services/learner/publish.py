@@ -21,7 +21,6 @@ from pathlib import Path
 from services.common.api import CoordinatorApi
 from services.common.directory import make_directory
 from services.common.errors import GroupNotAvailable, PayloadMissing, RemoteError
-from services.common.metrics import ENCODE_SECONDS
 from services.common.signing import Signer
 from services.common.types import GroupId, PublishRequest, StepReport
 from services.common.weights.arena import Arena, Layout
@@ -128,7 +127,6 @@ class Publisher:
             with_snapshot=version % self._snapshot_every == 0,
             threads=self.threads,
         )
-        ENCODE_SECONDS.observe(encoded.encode_s)
         cursor = self._cursor(encoded, consumed, reports)
         is_rollback = cursor.lineage_version != cursor.parent_version
         is_due = is_last or is_rollback or version % self._checkpoint_every == 0
@@ -140,7 +138,7 @@ class Publisher:
         started = time.perf_counter()
         await self._upload(encoded)
         try:
-            await self._commit(await self._request(cursor), encoded)
+            await self._commit(await self._request(cursor, encode_s=encoded.encode_s), encoded)
         except GroupNotAvailable:
             if checkpoint is not None:
                 await in_thread(self._store.discard, checkpoint)
@@ -148,7 +146,7 @@ class Publisher:
             raise
         publish_s = time.perf_counter() - started
         self._advance(arena, encoded)
-        observe_version(encoded.manifest, publish_s=publish_s)
+        observe_version(encoded.manifest, encode_s=encoded.encode_s, publish_s=publish_s)
         self._journal.note_version(encoded.manifest, reports, encode_s=encoded.encode_s, publish_s=publish_s)
         _LOG.info(
             "version %d is published: step %d, %d of %d values changed, %d bytes",
@@ -176,7 +174,7 @@ class Publisher:
             reports=tuple(reports),
         )
 
-    async def _request(self, cursor: Cursor) -> PublishRequest:
+    async def _request(self, cursor: Cursor, *, encode_s: float) -> PublishRequest:
         return PublishRequest(
             epoch=self._epoch,
             step_id=cursor.step_id,
@@ -187,6 +185,7 @@ class Publisher:
             reports=cursor.reports,
             signature=b"" if self._signer is None else self._signer.sign(cursor.manifest),
             canary=() if self._canary is None else await in_thread(self._canary.score),
+            encode_s=encode_s,
         )
 
     async def _upload(self, encoded: Encoded) -> None:

@@ -119,6 +119,7 @@ class Generation:
         self._note_age("apply")
         self._session.policy_version = pulled.version
         self._session.state_root = pulled.manifest.state_root
+        self._session.apply_s = self._policy.apply_s
         await self._compare(pulled.version)
         # What was refused to the old version may be given to the new one.
         self._ask_time = self._clock.monotonic()

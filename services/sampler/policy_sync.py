@@ -76,6 +76,11 @@ class PolicySync:
         staged = self._staged
         return staged if staged is not None and staged.version != current else None
 
+    @property
+    def apply_s(self) -> float:
+        """Seconds that applying and verifying the newest weights took; 0 before the first."""
+        return self._puller.apply_s
+
     def age_s(self, version: int) -> float | None:
         """Seconds since a version was published; None for one whose news was never heard."""
         published = self._published.get(version)

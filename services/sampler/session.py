@@ -48,6 +48,7 @@ class Session:
         self.policy_version = -1
         self.state_root = NO_ROOT
         self.tokens_per_s = 0.0
+        self.apply_s = 0.0
         self.is_draining = False
         self.stopped = asyncio.Event()
         self._api = api
@@ -96,6 +97,7 @@ class Session:
                 state_root=self.state_root,
                 tokens_per_s=self.tokens_per_s,
                 outbox_groups=level.num_groups,
+                apply_s=self.apply_s,
             )
             sent = self._clock.monotonic()
             try:

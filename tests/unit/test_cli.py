@@ -166,12 +166,13 @@ def test_module_runs_as_a_program():
 def test_status_is_shown_to_people_and_programs():
     site = SiteStatus(
         site="eu", incarnation="i", policy_version=3, state_root="", last_seen_s=1.0, groups_accepted=5,
-        groups_dropped=1, tokens_per_s=10.0, work_leased=2,
+        groups_dropped=1, tokens_per_s=10.0, work_leased=2, apply_s=0.125,
     )  # fmt: skip
     ledger = LedgerCounts(acked=6, pending=1, leased=1, consumed=3, dropped={DropReason.SURPLUS: 1})
     status = RunStatus(
         run_id="r", head_version=4, epoch=1, learner="l", is_draining=True, uptime_s=9.0, ledger=ledger, bytes_full=100,
-        bytes_last=10, changed_fraction=0.1, sites=(site,), last_report=REPORT,
+        bytes_last=10, changed_fraction=0.1, sites=(site,), last_report=REPORT, delta_bytes=10, snapshot_bytes=80,
+        encode_s=0.5,
     )  # fmt: skip
 
     shown = status_json(status)
@@ -184,7 +185,8 @@ def test_status_is_shown_to_people_and_programs():
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(*status_tables(foreign))
     text = console.export_text()
-    assert [table.row_count for table in status_tables(status)] == [12, 1]
+    assert [table.row_count for table in status_tables(status)] == [13, 1]
     assert all(name in text for name in ("[/r]", "[/l]", "[/s]", "4, unsigned"))
+    assert all(part in text for part in ("delta 10 bytes (10.0x), full 80 bytes (1.2x)", "10.00%", "0.5 s", "0.125 s"))
     console.print(*status_tables(dataclasses.replace(status, is_head_signed=True)))
     assert "4, signed" in console.export_text()

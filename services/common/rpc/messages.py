@@ -121,6 +121,7 @@ def publish_to_pb(value: PublishRequest) -> policy_pb2.PublishVersionRequest:
         reports=[report_to_pb(report) for report in value.reports],
         signature=value.signature,
         canary_logprobs=value.canary,
+        encode_s=value.encode_s,
     )
 
 
@@ -136,6 +137,7 @@ def publish_from_pb(message: policy_pb2.PublishVersionRequest) -> PublishRequest
         reports=tuple(report_from_pb(report) for report in message.reports),
         signature=message.signature,
         canary=tuple(message.canary_logprobs),
+        encode_s=message.encode_s,
     )
 
 
@@ -241,6 +243,7 @@ def heartbeat_to_pb(value: Heartbeat) -> run_pb2.HeartbeatRequest:
         state_root=value.state_root,
         tokens_per_s=value.tokens_per_s,
         outbox_groups=value.outbox_groups,
+        apply_s=value.apply_s,
     )
 
 
@@ -253,6 +256,7 @@ def heartbeat_from_pb(message: run_pb2.HeartbeatRequest) -> Heartbeat:
         state_root=message.state_root,
         tokens_per_s=message.tokens_per_s,
         outbox_groups=message.outbox_groups,
+        apply_s=message.apply_s,
     )
 
 

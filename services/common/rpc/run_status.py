@@ -38,6 +38,9 @@ def status_to_pb(value: RunStatus) -> run_pb2.GetStatusResponse:
         snapshot_version=value.snapshot_version if value.snapshot_version >= 0 else None,
         snapshot_age_s=value.snapshot_age_s,
         reclaimed_bytes=value.reclaimed_bytes,
+        delta_bytes=value.delta_bytes,
+        snapshot_bytes=value.snapshot_bytes,
+        encode_s=value.encode_s,
     )
 
 
@@ -75,6 +78,7 @@ def status_from_pb(message: run_pb2.GetStatusResponse) -> RunStatus:
                 work_leased=site.work_leased,
                 canary_difference=site.canary_difference if site.HasField("canary_difference") else None,
                 quarantine=site.quarantine,
+                apply_s=site.apply_s,
             )
             for site in message.sites
         ),
@@ -85,4 +89,7 @@ def status_from_pb(message: run_pb2.GetStatusResponse) -> RunStatus:
         snapshot_version=message.snapshot_version if message.HasField("snapshot_version") else -1,
         snapshot_age_s=message.snapshot_age_s,
         reclaimed_bytes=message.reclaimed_bytes,
+        delta_bytes=message.delta_bytes,
+        snapshot_bytes=message.snapshot_bytes,
+        encode_s=message.encode_s,
     )

@@ -47,10 +47,18 @@ def test_version_shows_what_its_delta_saved():
         payloads=(delta, snapshot),
     )  # fmt: skip
 
-    observe_version(manifest, publish_s=0.1)
+    before = {payload: shown("versions_total", payload=payload) or 0.0 for payload in ("delta", "full")}
+
+    observe_version(manifest, encode_s=0.25, publish_s=0.1)
+    full = dataclasses.replace(manifest, payloads=(snapshot,))
 
     assert shown("version") == 4
     assert shown("version_bytes", kind="delta") == 50
     assert shown("version_bytes", kind="snapshot") == 900
     assert shown("compression_ratio") == 20.0
     assert shown("changed_ratio") == 0.05
+    assert shown("version_encode_seconds") == 0.25
+    assert shown("versions_total", payload="delta") == before["delta"] + 1
+    observe_version(full, encode_s=0.5, publish_s=0.1)
+    assert shown("versions_total", payload="full") == before["full"] + 1
+    assert shown("compression_ratio") == 1000 / 900, "of what is pulled, not of an older delta"

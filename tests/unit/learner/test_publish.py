@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import random
 
+import numpy as np
 import pytest
 
 from services.common.api import PlanKind
@@ -543,3 +544,62 @@ async def test_new_layout_is_published_as_a_snapshot(tmp_path):
     encoded = encode_version(position, new, directory=tmp_path, run_id="run", epoch=1, step=1, with_snapshot=False)
 
     assert [payload.kind for payload in encoded.manifest.payloads] == [PayloadKind.SNAPSHOT]
+
+
+STEPPED = Layout.build([TensorSpec(name="a", dtype="bf16", shape=(20_000,))], chunk_elements=8_000)
+
+
+@pytest.mark.parametrize("with_snapshot", [False, True])
+@pytest.mark.parametrize(
+    ("change", "has_delta"),
+    [("one in a hundred by one", True), ("every one by up to 20000", True), ("to any bits", False)],
+)
+def test_delta_gives_way_to_a_snapshot_that_is_not_larger(tmp_path, change, has_delta, with_snapshot):
+    rng = np.random.default_rng(3)
+    old = Arena(STEPPED)
+    old.view("a")[...] = rng.integers(-(2**15), 2**15, 20_000)
+    new = old.copy()
+    if change == "to any bits":
+        new.view("a")[...] = rng.integers(-(2**15), 2**15, 20_000)
+    elif change == "every one by up to 20000":
+        # In two of three chunks; the third is the same, so the delta has two thirds of the weights, more than half.
+        new.view("a")[:16_000] += rng.integers(1, 20_000, 16_000).astype(np.int16)
+    else:
+        new.view("a")[::100] += 1
+    position = Position(head_version=3, lineage_version=3, lineage_digest="0" * 64, shadow=old)
+
+    encoded = encode_version(
+        position, new, directory=tmp_path, run_id="run", epoch=1, step=1, with_snapshot=with_snapshot
+    )
+
+    kinds = [PayloadKind.DELTA] * has_delta + [PayloadKind.SNAPSHOT] * (with_snapshot or not has_delta)
+    assert [payload.kind for payload in encoded.manifest.payloads] == kinds
+    assert sorted(tmp_path.iterdir()) == sorted(path for _, path in encoded.files), "what is not published is gone"
+    num_changed = int(np.count_nonzero(old.view("a") != new.view("a")))
+    assert encoded.manifest.num_changed == num_changed, "also where the delta that counted it is not published"
+    state = old.copy()
+    for ref, path in encoded.files:
+        start = old.state_root() if ref.kind is PayloadKind.DELTA else None
+        apply_payload(path, state, expected_from_root=start)
+        assert state.state_root() == encoded.manifest.state_root
+
+
+async def test_version_of_other_weights_altogether_is_published_full(coordinator, tmp_path):
+    world = await World.open(coordinator, tmp_path)
+    await world.resume()
+    bits = np.random.default_rng(5).integers(-(2**31), 2**31, world.backend.weights.size, dtype=np.int64)
+    world.backend.weights = bits.astype(np.int32).view(np.float32)
+
+    await world.publisher.publish(await world.publisher.stage(world.backend), step=1, saved_by=world.backend)
+    world.backend.weights = world.backend.weights.copy()
+    world.backend.weights[0] = 1.0
+    await world.publisher.publish(await world.publisher.stage(world.backend), step=2, saved_by=world.backend)
+
+    kinds = [
+        [payload.kind for payload in manifest_from_bytes(await coordinator.get_manifest(version=version)).payloads]
+        for version in range(3)
+    ]
+    assert kinds == [[PayloadKind.SNAPSHOT], [PayloadKind.SNAPSHOT], [PayloadKind.DELTA]]
+    puller = Puller(api=coordinator, spool=tmp_path / "spool", layout=LAYOUT, clock=SystemClock())
+    held = await puller.pull(held=None, want_version=0)
+    assert (await puller.pull(held=held, want_version=2)).arena.state_root() == await head_root(coordinator)

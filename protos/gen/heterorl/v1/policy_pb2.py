@@ -25,17 +25,17 @@ _sym_db = _symbol_database.Default()
 from heterorl.v1 import common_pb2 as heterorl_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18heterorl/v1/policy.proto\x12\x0bheterorl.v1\x1a\x18heterorl/v1/common.proto\"\x81\x01\n\nPayloadRef\x12&\n\x04kind\x18\x01 \x01(\x0e\x32\x18.heterorl.v1.PayloadKind\x12\x14\n\x0c\x66rom_version\x18\x02 \x01(\x03\x12\x12\n\nto_version\x18\x03 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\"\xd2\x02\n\x08Manifest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x03\x12\x16\n\x0eparent_version\x18\x04 \x01(\x03\x12\x15\n\rparent_digest\x18\x05 \x01(\t\x12\x11\n\tlayout_id\x18\x06 \x01(\t\x12\x15\n\rchunk_digests\x18\x07 \x03(\x0c\x12\x12\n\nstate_root\x18\x08 \x01(\t\x12\x0c\n\x04step\x18\t \x01(\x04\x12\x13\n\x0bnum_changed\x18\n \x01(\x04\x12\x14\n\x0cnum_elements\x18\x0b \x01(\x04\x12\x12\n\nfull_bytes\x18\x0c \x01(\x04\x12)\n\x08payloads\x18\r \x03(\x0b\x32\x17.heterorl.v1.PayloadRef\x12\x16\n\x0e\x63hunk_elements\x18\x0e \x01(\x04\x12\x19\n\x11num_byte_elements\x18\x0f \x01(\x04\"b\n\x13\x41\x63quireLeaseRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06holder\x18\x02 \x01(\t\x12\'\n\x08\x63ontract\x18\x03 \x01(\x0b\x32\x15.heterorl.v1.Contract\"Z\n\x14\x41\x63quireLeaseResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\r\n\x05ttl_s\x18\x02 \x01(\x01\x12\x14\n\x0chead_version\x18\x03 \x01(\x03\x12\x0e\n\x06holder\x18\x04 \x01(\t\"\"\n\x11RenewLeaseRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"X\n\x12RenewLeaseResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\r\n\x05ttl_s\x18\x02 \x01(\x01\x12\x14\n\x0chead_version\x18\x03 \x01(\x03\x12\x0e\n\x06holder\x18\x04 \x01(\t\"$\n\x13ReleaseLeaseRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"\x16\n\x14ReleaseLeaseResponse\"$\n\x12QueryUploadRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\"(\n\x13QueryUploadResponse\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\"P\n\x0cUploadHeader\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06offset\x18\x04 \x01(\x04\"n\n\x14UploadPayloadRequest\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x19.heterorl.v1.UploadHeaderH\x00\x12\x0f\n\x05\x66rame\x18\x02 \x01(\x0cH\x00\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x06\x42\x06\n\x04part\"*\n\x15UploadPayloadResponse\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\"\xfb\x01\n\x15PublishVersionRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x16\n\x0eparent_version\x18\x03 \x01(\x03\x12\x17\n\x0flineage_version\x18\x04 \x01(\x03\x12\x10\n\x08manifest\x18\x05 \x01(\x0c\x12&\n\x08\x63onsumed\x18\x06 \x03(\x0b\x32\x14.heterorl.v1.GroupId\x12(\n\x07reports\x18\x07 \x03(\x0b\x32\x17.heterorl.v1.StepReport\x12\x11\n\tsignature\x18\x08 \x01(\x0c\x12\x17\n\x0f\x63\x61nary_logprobs\x18\t \x03(\x02\")\n\x16PublishVersionResponse\x12\x0f\n\x07version\x18\x01 \x01(\x03\"!\n\x0eGetStepRequest\x12\x0f\n\x07step_id\x18\x01 \x01(\t\"3\n\x0fGetStepResponse\x12\x14\n\x07version\x18\x01 \x01(\x03H\x00\x88\x01\x01\x42\n\n\x08_version\")\n\x10WatchHeadRequest\x12\x15\n\rafter_version\x18\x01 \x01(\x03\"3\n\x11WatchHeadResponse\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\r\n\x05\x61ge_s\x18\x02 \x01(\x01\"%\n\x12GetManifestRequest\x12\x0f\n\x07version\x18\x01 \x01(\x03\":\n\x13GetManifestResponse\x12\x10\n\x08manifest\x18\x01 \x01(\x0c\x12\x11\n\tsignature\x18\x02 \x01(\x0c\"C\n\x14ListManifestsRequest\x12\x15\n\rfirst_version\x18\x01 \x01(\x03\x12\x14\n\x0clast_version\x18\x02 \x01(\x03\"*\n\x15ListManifestsResponse\x12\x11\n\tmanifests\x18\x01 \x03(\x0c\"\x90\x01\n\x0fPlanPullRequest\x12\x14\n\x0chave_version\x18\x01 \x01(\x03\x12\x11\n\thave_root\x18\x02 \x01(\t\x12\x14\n\x0cwant_version\x18\x03 \x01(\x03\x12\x15\n\raccept_merged\x18\x04 \x01(\x08\x12\x11\n\tbase_root\x18\x05 \x01(\t\x12\x14\n\x0cobject_bytes\x18\x06 \x01(\x04\"\xb0\x01\n\x10PlanPullResponse\x12#\n\x04kind\x18\x01 \x01(\x0e\x32\x15.heterorl.v1.PlanKind\x12\x16\n\x0etarget_version\x18\x02 \x01(\x03\x12)\n\x08payloads\x18\x03 \x03(\x0b\x32\x17.heterorl.v1.PayloadRef\x12\x11\n\tmanifests\x18\x04 \x03(\x0c\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x11\n\tsignature\x18\x06 \x01(\x0c\"P\n\x12ReadPayloadRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x11\n\x04stop\x18\x03 \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_stop\"6\n\x13ReadPayloadResponse\x12\r\n\x05\x66rame\x18\x01 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\x06*w\n\x0bPayloadKind\x12\x1c\n\x18PAYLOAD_KIND_UNSPECIFIED\x10\x00\x12\x19\n\x15PAYLOAD_KIND_SNAPSHOT\x10\x01\x12\x16\n\x12PAYLOAD_KIND_DELTA\x10\x02\x12\x17\n\x13PAYLOAD_KIND_MERGED\x10\x03*\x91\x01\n\x08PlanKind\x12\x19\n\x15PLAN_KIND_UNSPECIFIED\x10\x00\x12\x12\n\x0ePLAN_KIND_SAME\x10\x01\x12\x13\n\x0fPLAN_KIND_DELTA\x10\x02\x12\x13\n\x0fPLAN_KIND_CHAIN\x10\x03\x12\x16\n\x12PLAN_KIND_SNAPSHOT\x10\x04\x12\x14\n\x10PLAN_KIND_MERGED\x10\x05\x32\xea\x07\n\rPolicyService\x12S\n\x0c\x41\x63quireLease\x12 .heterorl.v1.AcquireLeaseRequest\x1a!.heterorl.v1.AcquireLeaseResponse\x12M\n\nRenewLease\x12\x1e.heterorl.v1.RenewLeaseRequest\x1a\x1f.heterorl.v1.RenewLeaseResponse\x12S\n\x0cReleaseLease\x12 .heterorl.v1.ReleaseLeaseRequest\x1a!.heterorl.v1.ReleaseLeaseResponse\x12P\n\x0bQueryUpload\x12\x1f.heterorl.v1.QueryUploadRequest\x1a .heterorl.v1.QueryUploadResponse\x12X\n\rUploadPayload\x12!.heterorl.v1.UploadPayloadRequest\x1a\".heterorl.v1.UploadPayloadResponse(\x01\x12Y\n\x0ePublishVersion\x12\".heterorl.v1.PublishVersionRequest\x1a#.heterorl.v1.PublishVersionResponse\x12\x44\n\x07GetStep\x12\x1b.heterorl.v1.GetStepRequest\x1a\x1c.heterorl.v1.GetStepResponse\x12L\n\tWatchHead\x12\x1d.heterorl.v1.WatchHeadRequest\x1a\x1e.heterorl.v1.WatchHeadResponse0\x01\x12P\n\x0bGetManifest\x12\x1f.heterorl.v1.GetManifestRequest\x1a .heterorl.v1.GetManifestResponse\x12V\n\rListManifests\x12!.heterorl.v1.ListManifestsRequest\x1a\".heterorl.v1.ListManifestsResponse\x12G\n\x08PlanPull\x12\x1c.heterorl.v1.PlanPullRequest\x1a\x1d.heterorl.v1.PlanPullResponse\x12R\n\x0bReadPayload\x12\x1f.heterorl.v1.ReadPayloadRequest\x1a .heterorl.v1.ReadPayloadResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18heterorl/v1/policy.proto\x12\x0bheterorl.v1\x1a\x18heterorl/v1/common.proto\"\x81\x01\n\nPayloadRef\x12&\n\x04kind\x18\x01 \x01(\x0e\x32\x18.heterorl.v1.PayloadKind\x12\x14\n\x0c\x66rom_version\x18\x02 \x01(\x03\x12\x12\n\nto_version\x18\x03 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\"\xd2\x02\n\x08Manifest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x03\x12\x16\n\x0eparent_version\x18\x04 \x01(\x03\x12\x15\n\rparent_digest\x18\x05 \x01(\t\x12\x11\n\tlayout_id\x18\x06 \x01(\t\x12\x15\n\rchunk_digests\x18\x07 \x03(\x0c\x12\x12\n\nstate_root\x18\x08 \x01(\t\x12\x0c\n\x04step\x18\t \x01(\x04\x12\x13\n\x0bnum_changed\x18\n \x01(\x04\x12\x14\n\x0cnum_elements\x18\x0b \x01(\x04\x12\x12\n\nfull_bytes\x18\x0c \x01(\x04\x12)\n\x08payloads\x18\r \x03(\x0b\x32\x17.heterorl.v1.PayloadRef\x12\x16\n\x0e\x63hunk_elements\x18\x0e \x01(\x04\x12\x19\n\x11num_byte_elements\x18\x0f \x01(\x04\"b\n\x13\x41\x63quireLeaseRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06holder\x18\x02 \x01(\t\x12\'\n\x08\x63ontract\x18\x03 \x01(\x0b\x32\x15.heterorl.v1.Contract\"Z\n\x14\x41\x63quireLeaseResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\r\n\x05ttl_s\x18\x02 \x01(\x01\x12\x14\n\x0chead_version\x18\x03 \x01(\x03\x12\x0e\n\x06holder\x18\x04 \x01(\t\"\"\n\x11RenewLeaseRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"X\n\x12RenewLeaseResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\r\n\x05ttl_s\x18\x02 \x01(\x01\x12\x14\n\x0chead_version\x18\x03 \x01(\x03\x12\x0e\n\x06holder\x18\x04 \x01(\t\"$\n\x13ReleaseLeaseRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"\x16\n\x14ReleaseLeaseResponse\"$\n\x12QueryUploadRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\"(\n\x13QueryUploadResponse\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\"P\n\x0cUploadHeader\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06offset\x18\x04 \x01(\x04\"n\n\x14UploadPayloadRequest\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x19.heterorl.v1.UploadHeaderH\x00\x12\x0f\n\x05\x66rame\x18\x02 \x01(\x0cH\x00\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x06\x42\x06\n\x04part\"*\n\x15UploadPayloadResponse\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\"\x8d\x02\n\x15PublishVersionRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x16\n\x0eparent_version\x18\x03 \x01(\x03\x12\x17\n\x0flineage_version\x18\x04 \x01(\x03\x12\x10\n\x08manifest\x18\x05 \x01(\x0c\x12&\n\x08\x63onsumed\x18\x06 \x03(\x0b\x32\x14.heterorl.v1.GroupId\x12(\n\x07reports\x18\x07 \x03(\x0b\x32\x17.heterorl.v1.StepReport\x12\x11\n\tsignature\x18\x08 \x01(\x0c\x12\x17\n\x0f\x63\x61nary_logprobs\x18\t \x03(\x02\x12\x10\n\x08\x65ncode_s\x18\n \x01(\x01\")\n\x16PublishVersionResponse\x12\x0f\n\x07version\x18\x01 \x01(\x03\"!\n\x0eGetStepRequest\x12\x0f\n\x07step_id\x18\x01 \x01(\t\"3\n\x0fGetStepResponse\x12\x14\n\x07version\x18\x01 \x01(\x03H\x00\x88\x01\x01\x42\n\n\x08_version\")\n\x10WatchHeadRequest\x12\x15\n\rafter_version\x18\x01 \x01(\x03\"3\n\x11WatchHeadResponse\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\r\n\x05\x61ge_s\x18\x02 \x01(\x01\"%\n\x12GetManifestRequest\x12\x0f\n\x07version\x18\x01 \x01(\x03\":\n\x13GetManifestResponse\x12\x10\n\x08manifest\x18\x01 \x01(\x0c\x12\x11\n\tsignature\x18\x02 \x01(\x0c\"C\n\x14ListManifestsRequest\x12\x15\n\rfirst_version\x18\x01 \x01(\x03\x12\x14\n\x0clast_version\x18\x02 \x01(\x03\"*\n\x15ListManifestsResponse\x12\x11\n\tmanifests\x18\x01 \x03(\x0c\"\x90\x01\n\x0fPlanPullRequest\x12\x14\n\x0chave_version\x18\x01 \x01(\x03\x12\x11\n\thave_root\x18\x02 \x01(\t\x12\x14\n\x0cwant_version\x18\x03 \x01(\x03\x12\x15\n\raccept_merged\x18\x04 \x01(\x08\x12\x11\n\tbase_root\x18\x05 \x01(\t\x12\x14\n\x0cobject_bytes\x18\x06 \x01(\x04\"\xb0\x01\n\x10PlanPullResponse\x12#\n\x04kind\x18\x01 \x01(\x0e\x32\x15.heterorl.v1.PlanKind\x12\x16\n\x0etarget_version\x18\x02 \x01(\x03\x12)\n\x08payloads\x18\x03 \x03(\x0b\x32\x17.heterorl.v1.PayloadRef\x12\x11\n\tmanifests\x18\x04 \x03(\x0c\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x11\n\tsignature\x18\x06 \x01(\x0c\"P\n\x12ReadPayloadRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x11\n\x04stop\x18\x03 \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_stop\"6\n\x13ReadPayloadResponse\x12\r\n\x05\x66rame\x18\x01 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\x06*w\n\x0bPayloadKind\x12\x1c\n\x18PAYLOAD_KIND_UNSPECIFIED\x10\x00\x12\x19\n\x15PAYLOAD_KIND_SNAPSHOT\x10\x01\x12\x16\n\x12PAYLOAD_KIND_DELTA\x10\x02\x12\x17\n\x13PAYLOAD_KIND_MERGED\x10\x03*\x91\x01\n\x08PlanKind\x12\x19\n\x15PLAN_KIND_UNSPECIFIED\x10\x00\x12\x12\n\x0ePLAN_KIND_SAME\x10\x01\x12\x13\n\x0fPLAN_KIND_DELTA\x10\x02\x12\x13\n\x0fPLAN_KIND_CHAIN\x10\x03\x12\x16\n\x12PLAN_KIND_SNAPSHOT\x10\x04\x12\x14\n\x10PLAN_KIND_MERGED\x10\x05\x32\xea\x07\n\rPolicyService\x12S\n\x0c\x41\x63quireLease\x12 .heterorl.v1.AcquireLeaseRequest\x1a!.heterorl.v1.AcquireLeaseResponse\x12M\n\nRenewLease\x12\x1e.heterorl.v1.RenewLeaseRequest\x1a\x1f.heterorl.v1.RenewLeaseResponse\x12S\n\x0cReleaseLease\x12 .heterorl.v1.ReleaseLeaseRequest\x1a!.heterorl.v1.ReleaseLeaseResponse\x12P\n\x0bQueryUpload\x12\x1f.heterorl.v1.QueryUploadRequest\x1a .heterorl.v1.QueryUploadResponse\x12X\n\rUploadPayload\x12!.heterorl.v1.UploadPayloadRequest\x1a\".heterorl.v1.UploadPayloadResponse(\x01\x12Y\n\x0ePublishVersion\x12\".heterorl.v1.PublishVersionRequest\x1a#.heterorl.v1.PublishVersionResponse\x12\x44\n\x07GetStep\x12\x1b.heterorl.v1.GetStepRequest\x1a\x1c.heterorl.v1.GetStepResponse\x12L\n\tWatchHead\x12\x1d.heterorl.v1.WatchHeadRequest\x1a\x1e.heterorl.v1.WatchHeadResponse0\x01\x12P\n\x0bGetManifest\x12\x1f.heterorl.v1.GetManifestRequest\x1a .heterorl.v1.GetManifestResponse\x12V\n\rListManifests\x12!.heterorl.v1.ListManifestsRequest\x1a\".heterorl.v1.ListManifestsResponse\x12G\n\x08PlanPull\x12\x1c.heterorl.v1.PlanPullRequest\x1a\x1d.heterorl.v1.PlanPullResponse\x12R\n\x0bReadPayload\x12\x1f.heterorl.v1.ReadPayloadRequest\x1a .heterorl.v1.ReadPayloadResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'heterorl.v1.policy_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PAYLOADKIND']._serialized_start=2395
-  _globals['_PAYLOADKIND']._serialized_end=2514
-  _globals['_PLANKIND']._serialized_start=2517
-  _globals['_PLANKIND']._serialized_end=2662
+  _globals['_PAYLOADKIND']._serialized_start=2413
+  _globals['_PAYLOADKIND']._serialized_end=2532
+  _globals['_PLANKIND']._serialized_start=2535
+  _globals['_PLANKIND']._serialized_end=2680
   _globals['_PAYLOADREF']._serialized_start=68
   _globals['_PAYLOADREF']._serialized_end=197
   _globals['_MANIFEST']._serialized_start=200
@@ -63,33 +63,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_UPLOADPAYLOADRESPONSE']._serialized_start=1194
   _globals['_UPLOADPAYLOADRESPONSE']._serialized_end=1236
   _globals['_PUBLISHVERSIONREQUEST']._serialized_start=1239
-  _globals['_PUBLISHVERSIONREQUEST']._serialized_end=1490
-  _globals['_PUBLISHVERSIONRESPONSE']._serialized_start=1492
-  _globals['_PUBLISHVERSIONRESPONSE']._serialized_end=1533
-  _globals['_GETSTEPREQUEST']._serialized_start=1535
-  _globals['_GETSTEPREQUEST']._serialized_end=1568
-  _globals['_GETSTEPRESPONSE']._serialized_start=1570
-  _globals['_GETSTEPRESPONSE']._serialized_end=1621
-  _globals['_WATCHHEADREQUEST']._serialized_start=1623
-  _globals['_WATCHHEADREQUEST']._serialized_end=1664
-  _globals['_WATCHHEADRESPONSE']._serialized_start=1666
-  _globals['_WATCHHEADRESPONSE']._serialized_end=1717
-  _globals['_GETMANIFESTREQUEST']._serialized_start=1719
-  _globals['_GETMANIFESTREQUEST']._serialized_end=1756
-  _globals['_GETMANIFESTRESPONSE']._serialized_start=1758
-  _globals['_GETMANIFESTRESPONSE']._serialized_end=1816
-  _globals['_LISTMANIFESTSREQUEST']._serialized_start=1818
-  _globals['_LISTMANIFESTSREQUEST']._serialized_end=1885
-  _globals['_LISTMANIFESTSRESPONSE']._serialized_start=1887
-  _globals['_LISTMANIFESTSRESPONSE']._serialized_end=1929
-  _globals['_PLANPULLREQUEST']._serialized_start=1932
-  _globals['_PLANPULLREQUEST']._serialized_end=2076
-  _globals['_PLANPULLRESPONSE']._serialized_start=2079
-  _globals['_PLANPULLRESPONSE']._serialized_end=2255
-  _globals['_READPAYLOADREQUEST']._serialized_start=2257
-  _globals['_READPAYLOADREQUEST']._serialized_end=2337
-  _globals['_READPAYLOADRESPONSE']._serialized_start=2339
-  _globals['_READPAYLOADRESPONSE']._serialized_end=2393
-  _globals['_POLICYSERVICE']._serialized_start=2665
-  _globals['_POLICYSERVICE']._serialized_end=3667
+  _globals['_PUBLISHVERSIONREQUEST']._serialized_end=1508
+  _globals['_PUBLISHVERSIONRESPONSE']._serialized_start=1510
+  _globals['_PUBLISHVERSIONRESPONSE']._serialized_end=1551
+  _globals['_GETSTEPREQUEST']._serialized_start=1553
+  _globals['_GETSTEPREQUEST']._serialized_end=1586
+  _globals['_GETSTEPRESPONSE']._serialized_start=1588
+  _globals['_GETSTEPRESPONSE']._serialized_end=1639
+  _globals['_WATCHHEADREQUEST']._serialized_start=1641
+  _globals['_WATCHHEADREQUEST']._serialized_end=1682
+  _globals['_WATCHHEADRESPONSE']._serialized_start=1684
+  _globals['_WATCHHEADRESPONSE']._serialized_end=1735
+  _globals['_GETMANIFESTREQUEST']._serialized_start=1737
+  _globals['_GETMANIFESTREQUEST']._serialized_end=1774
+  _globals['_GETMANIFESTRESPONSE']._serialized_start=1776
+  _globals['_GETMANIFESTRESPONSE']._serialized_end=1834
+  _globals['_LISTMANIFESTSREQUEST']._serialized_start=1836
+  _globals['_LISTMANIFESTSREQUEST']._serialized_end=1903
+  _globals['_LISTMANIFESTSRESPONSE']._serialized_start=1905
+  _globals['_LISTMANIFESTSRESPONSE']._serialized_end=1947
+  _globals['_PLANPULLREQUEST']._serialized_start=1950
+  _globals['_PLANPULLREQUEST']._serialized_end=2094
+  _globals['_PLANPULLRESPONSE']._serialized_start=2097
+  _globals['_PLANPULLRESPONSE']._serialized_end=2273
+  _globals['_READPAYLOADREQUEST']._serialized_start=2275
+  _globals['_READPAYLOADREQUEST']._serialized_end=2355
+  _globals['_READPAYLOADRESPONSE']._serialized_start=2357
+  _globals['_READPAYLOADRESPONSE']._serialized_end=2411
+  _globals['_POLICYSERVICE']._serialized_start=2683
+  _globals['_POLICYSERVICE']._serialized_end=3685
 # @@protoc_insertion_point(module_scope)

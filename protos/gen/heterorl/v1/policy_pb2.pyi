@@ -462,6 +462,7 @@ class PublishVersionRequest(google.protobuf.message.Message):
     REPORTS_FIELD_NUMBER: builtins.int
     SIGNATURE_FIELD_NUMBER: builtins.int
     CANARY_LOGPROBS_FIELD_NUMBER: builtins.int
+    ENCODE_S_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Epoch of the learner's lease."""
     request_id: builtins.str
@@ -474,6 +475,8 @@ class PublishVersionRequest(google.protobuf.message.Message):
     """Exact bytes of the manifest."""
     signature: builtins.bytes
     """Ed25519 signature of the manifest's bytes, 64 bytes; empty when the run is not signed."""
+    encode_s: builtins.float
+    """Time that encoding the version took, seconds; 0 where it is not known."""
     @property
     def consumed(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[heterorl.v1.common_pb2.GroupId]:
         """Groups that the version was trained on."""
@@ -498,8 +501,9 @@ class PublishVersionRequest(google.protobuf.message.Message):
         reports: collections.abc.Iterable[heterorl.v1.common_pb2.StepReport] | None = ...,
         signature: builtins.bytes = ...,
         canary_logprobs: collections.abc.Iterable[builtins.float] | None = ...,
+        encode_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["canary_logprobs", b"canary_logprobs", "consumed", b"consumed", "epoch", b"epoch", "lineage_version", b"lineage_version", "manifest", b"manifest", "parent_version", b"parent_version", "reports", b"reports", "request_id", b"request_id", "signature", b"signature"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["canary_logprobs", b"canary_logprobs", "consumed", b"consumed", "encode_s", b"encode_s", "epoch", b"epoch", "lineage_version", b"lineage_version", "manifest", b"manifest", "parent_version", b"parent_version", "reports", b"reports", "request_id", b"request_id", "signature", b"signature"]) -> None: ...
 
 Global___PublishVersionRequest: typing_extensions.TypeAlias = PublishVersionRequest
 

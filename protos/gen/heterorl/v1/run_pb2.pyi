@@ -132,6 +132,7 @@ class HeartbeatRequest(google.protobuf.message.Message):
     STATE_ROOT_FIELD_NUMBER: builtins.int
     TOKENS_PER_S_FIELD_NUMBER: builtins.int
     OUTBOX_GROUPS_FIELD_NUMBER: builtins.int
+    APPLY_S_FIELD_NUMBER: builtins.int
     site: builtins.str
     """Name of the site."""
     incarnation: builtins.str
@@ -144,6 +145,8 @@ class HeartbeatRequest(google.protobuf.message.Message):
     """Generation speed, tokens per second."""
     outbox_groups: builtins.int
     """Groups waiting in the outbox."""
+    apply_s: builtins.float
+    """Time that applying and verifying the newest weights took, seconds; 0 before the first."""
     def __init__(
         self,
         *,
@@ -153,8 +156,9 @@ class HeartbeatRequest(google.protobuf.message.Message):
         state_root: builtins.str = ...,
         tokens_per_s: builtins.float = ...,
         outbox_groups: builtins.int = ...,
+        apply_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "outbox_groups", b"outbox_groups", "policy_version", b"policy_version", "site", b"site", "state_root", b"state_root", "tokens_per_s", b"tokens_per_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["apply_s", b"apply_s", "incarnation", b"incarnation", "outbox_groups", b"outbox_groups", "policy_version", b"policy_version", "site", b"site", "state_root", b"state_root", "tokens_per_s", b"tokens_per_s"]) -> None: ...
 
 Global___HeartbeatRequest: typing_extensions.TypeAlias = HeartbeatRequest
 
@@ -285,6 +289,7 @@ class SiteStatus(google.protobuf.message.Message):
     WORK_LEASED_FIELD_NUMBER: builtins.int
     CANARY_DIFFERENCE_FIELD_NUMBER: builtins.int
     QUARANTINE_FIELD_NUMBER: builtins.int
+    APPLY_S_FIELD_NUMBER: builtins.int
     site: builtins.str
     """Name of the site."""
     incarnation: builtins.str
@@ -307,6 +312,8 @@ class SiteStatus(google.protobuf.message.Message):
     """Median of |difference| from the learner in the site's newest canary, nats; unset before the first."""
     quarantine: builtins.str
     """Why the site is in quarantine; empty when it is not."""
+    apply_s: builtins.float
+    """Time that applying and verifying its newest weights took, seconds; 0 where it is not known."""
     def __init__(
         self,
         *,
@@ -321,9 +328,10 @@ class SiteStatus(google.protobuf.message.Message):
         work_leased: builtins.int = ...,
         canary_difference: builtins.float | None = ...,
         quarantine: builtins.str = ...,
+        apply_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_canary_difference", b"_canary_difference", "canary_difference", b"canary_difference"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_canary_difference", b"_canary_difference", "canary_difference", b"canary_difference", "groups_accepted", b"groups_accepted", "groups_dropped", b"groups_dropped", "incarnation", b"incarnation", "last_seen_s", b"last_seen_s", "policy_version", b"policy_version", "quarantine", b"quarantine", "site", b"site", "state_root", b"state_root", "tokens_per_s", b"tokens_per_s", "work_leased", b"work_leased"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_canary_difference", b"_canary_difference", "apply_s", b"apply_s", "canary_difference", b"canary_difference", "groups_accepted", b"groups_accepted", "groups_dropped", b"groups_dropped", "incarnation", b"incarnation", "last_seen_s", b"last_seen_s", "policy_version", b"policy_version", "quarantine", b"quarantine", "site", b"site", "state_root", b"state_root", "tokens_per_s", b"tokens_per_s", "work_leased", b"work_leased"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_canary_difference", b"_canary_difference"]) -> typing.Literal["canary_difference"] | None: ...
 
 Global___SiteStatus: typing_extensions.TypeAlias = SiteStatus
@@ -356,6 +364,9 @@ class GetStatusResponse(google.protobuf.message.Message):
     SNAPSHOT_VERSION_FIELD_NUMBER: builtins.int
     SNAPSHOT_AGE_S_FIELD_NUMBER: builtins.int
     RECLAIMED_BYTES_FIELD_NUMBER: builtins.int
+    DELTA_BYTES_FIELD_NUMBER: builtins.int
+    SNAPSHOT_BYTES_FIELD_NUMBER: builtins.int
+    ENCODE_S_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """Name of the run."""
     head_version: builtins.int
@@ -394,6 +405,12 @@ class GetStatusResponse(google.protobuf.message.Message):
     """Time since the publication of that version, seconds."""
     reclaimed_bytes: builtins.int
     """Bytes of payloads deleted since the run began."""
+    delta_bytes: builtins.int
+    """Size of the newest version's delta, bytes; 0 when it has none."""
+    snapshot_bytes: builtins.int
+    """Size of the newest version's snapshot, bytes; 0 when it has none."""
+    encode_s: builtins.float
+    """Time that encoding the newest version took, seconds; 0 where it is not known."""
     @property
     def dropped(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DropCount]:
         """Groups dropped, by reason."""
@@ -431,9 +448,12 @@ class GetStatusResponse(google.protobuf.message.Message):
         snapshot_version: builtins.int | None = ...,
         snapshot_age_s: builtins.float = ...,
         reclaimed_bytes: builtins.int = ...,
+        delta_bytes: builtins.int = ...,
+        snapshot_bytes: builtins.int = ...,
+        encode_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_last_report", b"_last_report", "_snapshot_version", b"_snapshot_version", "last_report", b"last_report", "snapshot_version", b"snapshot_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_last_report", b"_last_report", "_snapshot_version", b"_snapshot_version", "acked", b"acked", "bytes_full", b"bytes_full", "bytes_last", b"bytes_last", "changed_fraction", b"changed_fraction", "consumed", b"consumed", "dropped", b"dropped", "epoch", b"epoch", "head_version", b"head_version", "is_draining", b"is_draining", "is_head_signed", b"is_head_signed", "last_report", b"last_report", "learner", b"learner", "leased", b"leased", "pending", b"pending", "reclaimed_bytes", b"reclaimed_bytes", "run_id", b"run_id", "sites", b"sites", "snapshot_age_s", b"snapshot_age_s", "snapshot_version", b"snapshot_version", "store_bytes", b"store_bytes", "store_limit_bytes", b"store_limit_bytes", "uptime_s", b"uptime_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_last_report", b"_last_report", "_snapshot_version", b"_snapshot_version", "acked", b"acked", "bytes_full", b"bytes_full", "bytes_last", b"bytes_last", "changed_fraction", b"changed_fraction", "consumed", b"consumed", "delta_bytes", b"delta_bytes", "dropped", b"dropped", "encode_s", b"encode_s", "epoch", b"epoch", "head_version", b"head_version", "is_draining", b"is_draining", "is_head_signed", b"is_head_signed", "last_report", b"last_report", "learner", b"learner", "leased", b"leased", "pending", b"pending", "reclaimed_bytes", b"reclaimed_bytes", "run_id", b"run_id", "sites", b"sites", "snapshot_age_s", b"snapshot_age_s", "snapshot_bytes", b"snapshot_bytes", "snapshot_version", b"snapshot_version", "store_bytes", b"store_bytes", "store_limit_bytes", b"store_limit_bytes", "uptime_s", b"uptime_s"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_last_report", b"_last_report"]) -> typing.Literal["last_report"] | None: ...
     @typing.overload

@@ -7,7 +7,7 @@ ENGINES := .venv-engines/bin
 ENGINES_SETUP := .venv-engines/.installed
 N ?= 1000
 
-.PHONY: help demo test test-fast test-engines test-images check kills lab-quick lab-stale64 lab-recommend bench-losses bench-learner coverage protos lock clean bench-merge subsets dashboards bench-weights bench-pull bench-serve bench-sampler fuzz
+.PHONY: help demo test test-fast test-engines test-images check kills lab-quick lab-stale64 lab-stale256 lab-recommend bench-losses bench-learner coverage protos lock clean bench-merge subsets dashboards bench-weights bench-pull bench-serve bench-sampler fuzz
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -58,6 +58,9 @@ lab-quick: $(SETUP)  ## Three algorithms online and 64 versions behind, in three
 
 lab-stale64: $(SETUP)  ## Every loss of the sources at 0, 8 and 64 versions, 5 seeds: 55 minutes on two cores
 	$(BIN)/heterorl lab run stale64
+
+lab-stale256: $(SETUP)  ## GEPO beside the methods made for stale data, 64 to 256 versions behind: 80 minutes on two cores
+	$(BIN)/heterorl lab run stale256
 
 lab-recommend: $(SETUP)  ## Plain GEPO beside its combinations, 64 versions behind, 10 seeds: 30 minutes on two cores
 	$(BIN)/heterorl lab run recommend

@@ -42,7 +42,7 @@ def files(directory: Path) -> list[str]:
 @pytest.fixture
 def tmp_path(tmp_path: Path) -> Iterator[Path]:
     """In memory where that is possible: thousands of fsyncs need no disk, since what they do is modelled."""
-    memory = Path("/dev/shm")  # noqa: S108
+    memory = Path("/dev/shm")
     if not os.access(memory, os.W_OK):
         yield tmp_path
         return

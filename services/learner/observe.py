@@ -64,8 +64,8 @@ def observe_start() -> None:
     # A counter that appears with its first count shows no increase.
     for applied in ("true", "false"):
         metrics.STEPS.labels(applied)
-    for payload in ("delta", "full"):
-        metrics.VERSIONS.labels(payload)
+    for kind in ("delta", "snapshot"):
+        metrics.VERSIONS.labels(kind)
 
 
 def observe_version(manifest: Manifest, *, encode_s: float, publish_s: float) -> None:
@@ -81,5 +81,5 @@ def observe_version(manifest: Manifest, *, encode_s: float, publish_s: float) ->
     for payload in manifest.payloads:
         metrics.VERSION_BYTES.labels(payload.kind.value).set(payload.num_bytes)
     kinds = {payload.kind for payload in manifest.payloads}
-    metrics.VERSIONS.labels("delta" if PayloadKind.DELTA in kinds else "full").inc()
+    metrics.VERSIONS.labels("delta" if PayloadKind.DELTA in kinds else "snapshot").inc()
     metrics.COMPRESSION_RATIO.set(manifest.full_bytes / min(payload.num_bytes for payload in manifest.payloads))

@@ -1,14 +1,18 @@
 """What operators see of the coordinator is what its store holds."""
 
+import dataclasses
+
 import pytest
 
+from services.common.api import Heartbeat
 from services.common.metrics import REGISTRY
 from services.common.types import DropReason
+from services.common.wire import manifest_from_bytes
 from services.coordinator import observe
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core import Coordinator
 from tests.support.clock import ManualClock
-from tests.support.run import SITE, Run, credits_of
+from tests.support.run import INCARNATION, SITE, Run, credits_of
 
 
 def shown(name, **labels):
@@ -34,6 +38,28 @@ async def run(core, tmp_path):
     await run.publish()
     await run.register()
     return run
+
+
+async def test_newest_version_is_shown_with_its_payloads_and_what_coding_and_applying_took(core, run):
+    first = await core.get_status()
+    assert (first.delta_bytes, first.encode_s) == (0, 0.0)
+    assert first.snapshot_bytes == first.bytes_last > 0
+    request = dataclasses.replace(await run.prepare(), encode_s=0.5)
+    await core.publish_version(request)
+    await core.heartbeat(
+        Heartbeat(
+            site=SITE, incarnation=INCARNATION, policy_version=1, state_root="", tokens_per_s=0.0, outbox_groups=0,
+            apply_s=0.25,
+        )
+    )  # fmt: skip
+
+    await observe.observe_run(core)
+    status = await core.get_status()
+
+    assert status.delta_bytes == manifest_from_bytes(request.manifest).payloads[0].num_bytes
+    assert (status.snapshot_bytes, status.encode_s) == (0, 0.5)
+    assert [site.apply_s for site in status.sites] == [0.25]
+    assert shown("coordinator_site_apply_seconds", site=SITE) == 0.25
 
 
 async def test_run_is_shown_as_the_store_holds_it(core, run, clock):

@@ -69,6 +69,7 @@ async def test_learner_consumes_the_queue_and_ends(coordinator, tmp_path):
     status = await coordinator.get_status()
     assert (result.step, result.version, result.is_finished) == (3, 3, True)
     assert status.head_version == 3
+    assert status.encode_s > 0, "the learner says how long encoding took"
     assert status.ledger.consumed == QUEUE
     assert status.ledger.is_balanced
     assert status.is_draining

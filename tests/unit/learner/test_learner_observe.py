@@ -47,7 +47,7 @@ def test_version_shows_what_its_delta_saved():
         payloads=(delta, snapshot),
     )  # fmt: skip
 
-    before = {payload: shown("versions_total", payload=payload) or 0.0 for payload in ("delta", "full")}
+    before = {kind: shown("versions_total", kind=kind) or 0.0 for kind in ("delta", "snapshot")}
 
     observe_version(manifest, encode_s=0.25, publish_s=0.1)
     full = dataclasses.replace(manifest, payloads=(snapshot,))
@@ -58,7 +58,7 @@ def test_version_shows_what_its_delta_saved():
     assert shown("compression_ratio") == 20.0
     assert shown("changed_ratio") == 0.05
     assert shown("version_encode_seconds") == 0.25
-    assert shown("versions_total", payload="delta") == before["delta"] + 1
+    assert shown("versions_total", kind="delta") == before["delta"] + 1
     observe_version(full, encode_s=0.5, publish_s=0.1)
-    assert shown("versions_total", payload="full") == before["full"] + 1
+    assert shown("versions_total", kind="snapshot") == before["snapshot"] + 1
     assert shown("compression_ratio") == 1000 / 900, "of what is pulled, not of an older delta"

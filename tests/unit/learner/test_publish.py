@@ -158,8 +158,10 @@ async def test_samplers_reach_the_learners_state_by_every_path(coordinator, tmp_
 
 async def test_shadow_stays_when_publication_fails_after_the_upload(coordinator, tmp_path):
     """T1: the next delta starts from what samplers have, not from what was never acknowledged."""
-    api = FragileApi(coordinator)
-    world = await World.open(coordinator, tmp_path, api=api)
+    api, backend = FragileApi(coordinator), NumpyBackend()
+    # Steps are small beside such weights, so that a delta is worth its bytes.
+    backend.weights *= np.float32(16.0)
+    world = await World.open(coordinator, tmp_path, api=api, backend=backend)
     await world.resume()
     shadow = world.publisher.position.shadow
     before = shadow.state_root()

@@ -34,11 +34,11 @@ def synced(monkeypatch):
 def test_row_and_directory_are_on_disk_when_a_version_is_noted(tmp_path, synced):
     path = tmp_path / "site" / "versions.jsonl"
     record = VersionRecord(path)
-    assert synced == [path.parent], "the new file's name"
+    assert synced == [path.parent.parent, path.parent], "the new directory's name and the new file's"
 
     record.note(seen(3))
 
-    assert synced == [path.parent, path]
+    assert synced == [path.parent.parent, path.parent, path]
     assert VersionRecord(path).highest_version == 3
 
 

@@ -26,7 +26,7 @@ class Disk:
         real_write, real_sync = spool._write_all, os.fsync
 
         def write(file, data):
-            assert self.is_open.wait(200)
+            assert self.is_open.wait(60)
             real_write(file, data)
 
         def sync(descriptor):

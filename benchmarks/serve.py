@@ -31,6 +31,7 @@ from rich.table import Table
 
 from benchmarks.pull import contract_of, free_port
 from services.common.allocator import keep_freed_frames
+from services.common.errors import Unreachable
 from services.common.rpc.client import CoordinatorClient
 from services.common.tls import TlsConfig
 from services.common.types import Digest, Manifest, PayloadKind, PayloadRef, PublishRequest
@@ -106,12 +107,18 @@ def connect(address: str, number: int = 0) -> CoordinatorClient:
 
 
 async def read_all(address: str, digest: Digest, number: int) -> Digest:
-    """Read a payload and keep nothing; returns the digest of what came."""
-    hasher = blake3.blake3()
+    """Read a payload and keep nothing; returns the digest of what came. A link that breaks is dialled again."""
+    hasher, offset = blake3.blake3(), 0
     async with connect(address, number) as client:
-        async for frame in client.read_payload(digest=digest, offset=0):
-            await asyncio.to_thread(hasher.update, frame)
-    return Digest(hasher.hexdigest())
+        while True:
+            try:
+                async for frame in client.read_payload(digest=digest, offset=offset):
+                    await asyncio.to_thread(hasher.update, frame)
+                    offset += len(frame)
+                return Digest(hasher.hexdigest())
+            except Unreachable as error:
+                # A machine with no time for a ping within 5 s breaks links.
+                await asyncio.sleep(error.retry_after_s)
 
 
 async def read_here(address: str, digest: Digest, clients: int) -> list[Digest]:

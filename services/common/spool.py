@@ -92,8 +92,6 @@ class PieceWriter:
     async def _finish(self, durable: bool) -> None:
         while self._writing is not None:
             await asyncio.wait([self._writing])
-        while self._syncing is not None:
-            await asyncio.wait([self._syncing])
         await asyncio.to_thread(self._close, durable)
 
     def _check(self) -> None:
@@ -114,7 +112,9 @@ class PieceWriter:
             self._hand_over()
         if self._syncing is None and self._num_unsynced >= SYNC_BYTES:
             self._num_unsynced = 0
-            self._syncing = asyncio.get_running_loop().run_in_executor(None, os.fdatasync, self._file.fileno())
+            # A descriptor of its own: whoever closes the file does not wait for the disk.
+            descriptor = os.dup(self._file.fileno())
+            self._syncing = asyncio.get_running_loop().run_in_executor(None, _sync, descriptor)
             self._syncing.add_done_callback(self._synced)
 
     def _synced(self, done: asyncio.Future[None]) -> None:
@@ -171,6 +171,13 @@ def join(path: Path, parts: dict[int, Path], digest: RunningDigest) -> Digest:
         part.unlink()
     digest.catch_up(path)
     return digest.digest()
+
+
+def _sync(descriptor: int) -> None:
+    try:
+        os.fdatasync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _write_all(file: BinaryIO, data: bytes) -> None:

@@ -26,7 +26,7 @@ class Disk:
         real_write, real_sync = spool._write_all, os.fsync
 
         def write(file, data):
-            assert self.is_open.wait(30)
+            assert self.is_open.wait(60)
             real_write(file, data)
 
         def sync(descriptor):
@@ -46,8 +46,10 @@ def disk(monkeypatch):
 
 async def until(condition):
     """Let other tasks and threads go on until something holds."""
-    async with asyncio.timeout(30):
-        while not condition():
+    async with asyncio.timeout(200):
+        while True:
+            if condition():
+                return
             await asyncio.sleep(0.001)
 
 

@@ -17,9 +17,6 @@ from pathlib import Path
 
 from services.common import logs
 from services.common.errors import HeterorlError
-from services.learner.assembly import build_deepspeed, join_ranks
-from services.learner.backends.collectives import Collectives
-from services.learner.config import LearnerConfig
 
 
 def main() -> None:
@@ -34,6 +31,11 @@ def main() -> None:
     logs.configure(style="console")
     lines: queue.Queue[str] = queue.Queue()
     threading.Thread(target=_read, args=(lines,), daemon=True).start()
+    # Only now what takes seconds to load: rank 0 may end at any moment, and the thread sees it.
+    from services.learner.assembly import build_deepspeed, join_ranks
+    from services.learner.backends.collectives import Collectives
+    from services.learner.config import LearnerConfig
+
     ranks: Collectives | None = None
     while True:
         config = LearnerConfig.model_validate_json(lines.get())

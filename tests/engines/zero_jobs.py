@@ -120,7 +120,7 @@ class Ranks:
         assert self.process.stdout
         self.process.stdin.close()
         try:
-            return self.process.wait(20)
+            return self.process.wait(120)
         finally:
             self.process.kill()
             self.process.stdout.close()

@@ -70,8 +70,8 @@ def test_groups_are_balanced(costs, num_ranks):
 
 
 def test_dear_groups_go_to_ranks_of_their_own():
-    # 7 | 4 + 3 | 3 + 2 + 2: the dearest first, each to the rank that has least
-    assert assign_groups([2, 7, 3, 4, 2, 3], 3) == [2, 0, 2, 1, 2, 1]
+    # 7 | 4 + 2 + 2 | 3 + 3: the dearest first, each to the rank that has least, the lower of equals
+    assert assign_groups([2, 7, 3, 4, 2, 3], 3) == [1, 0, 2, 1, 1, 2]
 
 
 def test_group_stays_whole_and_every_sequence_is_somewhere_once():

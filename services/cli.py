@@ -18,6 +18,7 @@ from services.certs.cli import app as certs
 from services.common.config import Config, explain, load, read_tables
 from services.common.errors import HeterorlError
 from services.common.tls import check_tls
+from services.orders import rollback
 
 app = typer.Typer(
     name="heterorl",
@@ -118,6 +119,9 @@ def demo(
     from services.demo.run import run_demo
 
     raise typer.Exit(run_demo(options))
+
+
+app.command()(rollback)
 
 
 @app.command()

@@ -50,8 +50,8 @@ async def manifest(core, version):
 
 
 async def until_head(core, version):
-    async for update in core.watch_head(after_version=version - 1):
-        return update.version
+    async for _ in core.watch_head(after_version=version - 1):
+        break
 
 
 async def trained(core, tmp_path, backend, **changes):

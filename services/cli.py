@@ -121,9 +121,6 @@ def demo(
     raise typer.Exit(run_demo(options))
 
 
-app.command()(rollback)
-
-
 @app.command()
 def export(
     checkpoint: Annotated[Path, typer.Option(help="A learner's checkpoint directory or its state directory.")],
@@ -136,6 +133,9 @@ def export(
 
     export_model(model_dir=model_dir, source=checkpoint, out_dir=out, adapter_only=adapter)
     _console().print(f"model written to {out}")
+
+
+app.command()(rollback)
 
 
 @app.command()

@@ -18,6 +18,7 @@ from services.certs.cli import app as certs
 from services.common.config import Config, explain, load, read_tables
 from services.common.errors import HeterorlError
 from services.common.tls import check_tls
+from services.orders import rollback
 
 app = typer.Typer(
     name="heterorl",
@@ -139,6 +140,9 @@ def export(
 
     export_model(model_dir=model_dir, source=checkpoint, out_dir=out, adapter_only=adapter)
     _console().print(f"model written to {out}")
+
+
+app.command()(rollback)
 
 
 @app.command()

@@ -57,6 +57,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "/heterorl.v1.RunService/ListSteps": _OPERATOR,
         # A learner that reached its last step drains the run.
         "/heterorl.v1.RunService/Drain": Rule(frozenset({Role.OPERATOR, Role.LEARNER})),
+        "/heterorl.v1.RunService/Rollback": _OPERATOR,
         "/grpc.health.v1.Health/Check": _EVERYBODY,
         "/grpc.health.v1.Health/Watch": _EVERYBODY,
     }

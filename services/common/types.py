@@ -169,6 +169,8 @@ class LeaseGrant:
     ttl_s: float
     head_version: int
     """Newest version, or -1 when none is published yet."""
+    rollback_to: int = -1
+    """Version whose content the next one is to have, by an operator's order; -1 for none."""
 
 
 class PayloadKind(enum.Enum):

@@ -26,7 +26,7 @@ from services.common.types import (
     SignedManifest,
 )
 from services.common.wire import manifest_from_bytes
-from services.coordinator import canary, lineage, manifests, plans, queue, reports
+from services.coordinator import canary, lineage, manifests, plans, queue, reports, rollback
 from services.coordinator.database import get_meta, set_meta
 from services.coordinator.membership import decide_acquire
 from services.coordinator.node import Node
@@ -71,13 +71,18 @@ class Policies(Node):
         """Extend the lease, also after its expiry while nobody else took it."""
         now = self.clock.monotonic()
 
-        def operation(connection: sqlite3.Connection) -> tuple[str, int]:
+        def operation(connection: sqlite3.Connection) -> LeaseGrant:
             lineage.check_epoch(connection, epoch)
             self.lease_expires = now + self.config.learner_lease_s
-            return get_meta(connection, "holder") or "", lineage.read_head(connection).version
+            return LeaseGrant(
+                epoch=epoch,
+                holder=get_meta(connection, "holder") or "",
+                ttl_s=self.config.learner_lease_s,
+                head_version=lineage.read_head(connection).version,
+                rollback_to=rollback.ordered(connection),
+            )
 
-        holder, head = await self.database.run(operation)
-        return LeaseGrant(epoch=epoch, holder=holder, ttl_s=self.config.learner_lease_s, head_version=head)
+        return await self.database.run(operation)
 
     async def release_lease(self, *, epoch: int) -> None:
         """End the lease; its groups return to the queue."""
@@ -133,6 +138,7 @@ class Policies(Node):
             lineage.write_version(connection, request, manifest, now=now, reports=steps)
             canary.write_stated(connection, manifest.version, request)
             set_meta(connection, "encode_s", str(request.encode_s))
+            rollback.settle(connection, manifest)
             return manifest.version, [], ""
 
         version, refused, why = await self.change(operation)
@@ -146,6 +152,21 @@ class Policies(Node):
     async def get_step(self, *, step_id: str) -> int | None:
         """The version that a step id became."""
         return await self.database.run(lambda connection: lineage.version_of_step(connection, step_id))
+
+    async def rollback(self, *, to_version: int, request_id: str) -> int:
+        """Order the learner to publish the content of a version anew, in place of an earlier order."""
+
+        def operation(connection: sqlite3.Connection) -> tuple[tuple[PullPlan, ...], int]:
+            ways = rollback.place(connection, to_version=to_version, request_id=request_id)
+            return ways, lineage.read_head(connection).version
+
+        ways, head = await self.database.run(operation)
+        # What the learner will ask for must not be deleted before it does.
+        for way in ways:
+            start = lineage.NONE if way.target_version == to_version else to_version
+            self.leases.grant(have_version=start, payloads=way.payloads, now=self.clock.monotonic())
+        _LOG.warning("operator: %s", f"go back to version {to_version}" if to_version >= 0 else "do not go back")
+        return head
 
     # policy: everybody's side
 

@@ -48,7 +48,11 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
     ) -> policy_pb2.RenewLeaseResponse:
         grant = await self._api.renew_lease(epoch=request.epoch)
         return policy_pb2.RenewLeaseResponse(
-            epoch=grant.epoch, ttl_s=grant.ttl_s, head_version=grant.head_version, holder=grant.holder
+            epoch=grant.epoch,
+            ttl_s=grant.ttl_s,
+            head_version=grant.head_version,
+            holder=grant.holder,
+            rollback_to=None if grant.rollback_to < 0 else grant.rollback_to,
         )
 
     async def ReleaseLease(
@@ -270,3 +274,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
     async def Drain(self, request: run_pb2.DrainRequest, context: Context) -> run_pb2.DrainResponse:
         await self._api.drain(reason=request.reason)
         return run_pb2.DrainResponse()
+
+    async def Rollback(self, request: run_pb2.RollbackRequest, context: Context) -> run_pb2.RollbackResponse:
+        head = await self._api.rollback(to_version=request.to_version, request_id=request.request_id)
+        return run_pb2.RollbackResponse(head_version=head)

@@ -5,7 +5,7 @@
          +------- checkpoint, payloads, compare-and-set --- Publisher
 
     loop      waits for                                        unblocked by
-    renew     a third of the lease term                        the clock; StaleEpoch ends everything
+    renew     a third of the lease term                        the clock; StaleEpoch ends all, an order the session
     feed      groups of the stream; room in the inbox          the coordinator; Inbox.take; a broken link is re-opened
     session   groups_per_step groups, then its thread, then    Inbox.put; the thread's end; the coordinator's answer,
               upload and commit                                repeated and asked for until it comes
@@ -56,6 +56,7 @@ from services.learner.observe import observe_start
 from services.learner.patience import Patience
 from services.learner.publish import Publisher
 from services.learner.resume import Resumption
+from services.learner.rollback import Rollback
 from services.learner.session import Outcome, Session
 from services.learner.threads import in_thread
 
@@ -84,6 +85,8 @@ class _Learner:
     signer: Signer | None
     canary: Canary | None
     result: RunResult
+    inbox: Inbox | None = None
+    rollback: Rollback | None = None
 
     def patience(self) -> Patience:
         return Patience(clock=self.clock, rng=self.rng, base_s=self.config.retry_base_s, cap_s=self.config.retry_cap_s)
@@ -99,13 +102,20 @@ class _Learner:
         )
         try:
             async with asyncio.TaskGroup() as tasks:
-                renewal = tasks.create_task(renew(self.api, grant=grant, clock=self.clock, patience=self.patience()))
+                renewal = tasks.create_task(
+                    renew(self.api, grant=grant, clock=self.clock, patience=self.patience(), on_grant=self.hear)
+                )
                 await self.train(grant)
                 renewal.cancel()
         except asyncio.CancelledError:
             await self.release(grant)
             raise
         await self.release(grant)
+
+    async def hear(self, grant: LeaseGrant) -> None:
+        """End the session at its next step boundary when there is an order."""
+        if self.rollback and self.inbox and self.rollback.is_due(grant.rollback_to):
+            await self.inbox.close()
 
     async def train(self, grant: LeaseGrant) -> None:
         """Sessions, one after another, until one ends the run."""
@@ -141,17 +151,19 @@ class _Learner:
         )
         await in_thread(store.remove_unfinished)
         await in_thread(publisher.remove_leftovers)
+        self.rollback = Rollback(resumption)
         outcome = Outcome.REFUSED
-        while outcome is Outcome.REFUSED:
-            step = await resumption.run()
+        while outcome in (Outcome.REFUSED, Outcome.CLOSED):
+            step = await self.rollback.resume(is_interrupted=outcome is Outcome.CLOSED)
             self._note(publisher, step)
+            self.inbox = Inbox(self.config.groups_per_step * self.config.prefetch_steps)
             # A new inbox holds nothing: whatever the last session held returns to the queue when the stream opens.
             session = Session(
                 config=self.config,
                 api=self.api,
                 backend=self.backend,
                 publisher=publisher,
-                inbox=Inbox(self.config.groups_per_step * self.config.prefetch_steps),
+                inbox=self.inbox,
                 journal=journal,
                 patience=self.patience(),
                 evaluator=self.evaluator,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable, Callable
 
 from services.common.api import CoordinatorApi
 from services.common.clock import Clock
@@ -47,8 +48,21 @@ async def acquire(
             return grant
 
 
-async def renew(api: CoordinatorApi, *, grant: LeaseGrant, clock: Clock, patience: Patience) -> None:
+async def _ignore(grant: LeaseGrant) -> None:
+    pass
+
+
+async def renew(
+    api: CoordinatorApi,
+    *,
+    grant: LeaseGrant,
+    clock: Clock,
+    patience: Patience,
+    on_grant: Callable[[LeaseGrant], Awaitable[None]] = _ignore,
+) -> None:
     """Renew forever; an unreachable coordinator is waited for, since nobody else can reach it either.
+
+    `on_grant` hears every answer.
 
     Raises:
         StaleEpoch: the lease is another learner's; every effect of this one must stop.
@@ -56,4 +70,6 @@ async def renew(api: CoordinatorApi, *, grant: LeaseGrant, clock: Clock, patienc
     epoch, ttl_s = grant.epoch, grant.ttl_s
     while True:
         await clock.sleep(ttl_s / RENEWALS_PER_TERM)
-        ttl_s = (await patience.insist(lambda: api.renew_lease(epoch=epoch))).ttl_s
+        renewed = await patience.insist(lambda: api.renew_lease(epoch=epoch))
+        ttl_s = renewed.ttl_s
+        await on_grant(renewed)

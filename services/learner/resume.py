@@ -158,7 +158,7 @@ class Resumption:
             raise CorruptStore(f"{path} restores to state {root[:12]}, not to {cursor.state_root[:12]}")
         return arena
 
-    async def _manifest(self, version: int) -> bytes:
+    async def manifest(self, version: int) -> bytes:
         """What the next version will name as its parent, so it must be this run's.
 
         Raises:
@@ -173,10 +173,10 @@ class Resumption:
         return signed.data
 
     async def _digest(self, version: int) -> str:
-        return "" if version == -1 else manifest_digest(await self._manifest(version))
+        return "" if version == -1 else manifest_digest(await self.manifest(version))
 
     async def _continue(self, cursor: Cursor, arena: Arena, head: int) -> int:
-        data = await self._manifest(head)
+        data = await self.manifest(head)
         self.publisher.position = Position(
             head_version=head, lineage_version=head, lineage_digest=manifest_digest(data), shadow=arena
         )
@@ -186,7 +186,7 @@ class Resumption:
 
     async def _republish(self, path: Path, cursor: Cursor, arena: Arena) -> int | None:
         is_rollback = cursor.lineage_version != cursor.parent_version
-        shadow = None if is_rollback or cursor.parent_version == -1 else await self._pull(cursor.parent_version)
+        shadow = None if is_rollback or cursor.parent_version == -1 else await self.rebuild(cursor.parent_version)
         self.publisher.position = Position(
             head_version=cursor.parent_version,
             lineage_version=cursor.lineage_version,
@@ -234,15 +234,16 @@ class Resumption:
             "NO USABLE CHECKPOINT for version %d: its published weights become the masters, the optimizer starts anew",
             head,
         )
-        data = await self._manifest(head)
-        arena = await self._pull(head)
+        data = await self.manifest(head)
+        arena = await self.rebuild(head)
         await in_thread(self.backend.load_published, arena)
         self.publisher.position = Position(
             head_version=head, lineage_version=head, lineage_digest=manifest_digest(data), shadow=arena
         )
         return manifest_from_bytes(data).step
 
-    async def _pull(self, version: int) -> Arena:
+    async def rebuild(self, version: int) -> Arena:
+        """The weights of a version as samplers have them, from the coordinator alone."""
         _LOG.info("rebuilding version %d from nothing", version)
         puller = Puller(
             api=self.api,

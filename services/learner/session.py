@@ -32,6 +32,7 @@ class Outcome(enum.Enum):
     REFUSED = "refused"
     """The coordinator did not accept the groups of a version: masters hold steps that must be undone."""
     CLOSED = "closed"
+    """The inbox was closed between two steps, for an order: masters may hold steps that no version has."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -107,6 +107,11 @@ async def test_whole_life_of_a_group_over_the_wire(served, run):
         site=SITE, incarnation=INCARNATION, policy_version=1, state_root="", tokens_per_s=1, outbox_groups=0
     )
     assert await client.heartbeat(beat) == ()
+    assert (await client.renew_lease(epoch=run.epoch)).rollback_to == -1
+    assert await client.rollback(to_version=0, request_id="back") == 1
+    assert (await client.renew_lease(epoch=run.epoch)).rollback_to == 0
+    with pytest.raises(errors.UnknownVersion):
+        await client.rollback(to_version=7, request_id="too far")
     await client.drain(reason="done")
     assert await client.heartbeat(beat) == (Command.DRAIN,)
     await client.release_lease(epoch=run.epoch)

@@ -61,6 +61,9 @@ async def test_each_role_does_its_part_over_certificates(secure):
     assert received == ids
     assert (status.head_version, status.ledger.consumed) == (1, 2)
     assert [report.step for report in await secure.operator.list_steps(after_step=0, limit=5)] == [1]
+    assert await secure.operator.rollback(to_version=0, request_id="back") == 1
+    with pytest.raises(PermissionDenied):
+        await secure.learner.rollback(to_version=0, request_id="again")
     await secure.operator.drain(reason="done")
 
 

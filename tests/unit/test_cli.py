@@ -26,6 +26,7 @@ COMMANDS = [
     "sampler",
     "demo",
     "export",
+    "rollback",
     "status",
     "health",
     "check-config",
@@ -72,6 +73,12 @@ def test_plaintext_to_another_machine_is_refused_before_anything_starts(service)
     for command in (["check-config", service], [service]):
         assert "tls.ca: is not set" in str(invoke(*command).exception)
         assert f"{key} is 10.0.0.1:5" in str(invoke(*command, *public).exception)
+
+
+def test_rollback_asks_for_certificates_and_a_version():
+    assert "tls.ca: is not set" in str(invoke("rollback", "127.0.0.1:1", "--to", "3").exception)
+    assert invoke("rollback", "127.0.0.1:1").exit_code == 2
+    assert invoke("rollback", "127.0.0.1:1", "--to", "-2").exit_code == 2
 
 
 def test_status_asks_for_certificates_unless_told_otherwise():

@@ -240,3 +240,8 @@ class CoordinatorClient(Calls):
     async def drain(self, *, reason: str) -> None:
         """Ask the run to finish what is held and stop."""
         await self._call("Drain", run_pb2.DrainRequest(reason=reason))
+
+    async def rollback(self, *, to_version: int, request_id: str) -> int:
+        """Order the learner to go back to the content of a version."""
+        request = run_pb2.RollbackRequest(request_id=request_id, to_version=to_version)
+        return int((await self._call("Rollback", request)).head_version)

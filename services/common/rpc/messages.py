@@ -104,8 +104,13 @@ def work_from_pb(message: rollout_pb2.WorkAssignment) -> WorkAssignment:
 
 def grant_from_pb(message: policy_pb2.AcquireLeaseResponse | policy_pb2.RenewLeaseResponse) -> LeaseGrant:
     """Convert a lease."""
+    is_ordered = isinstance(message, policy_pb2.RenewLeaseResponse) and message.HasField("rollback_to")
     return LeaseGrant(
-        epoch=message.epoch, holder=message.holder, ttl_s=message.ttl_s, head_version=message.head_version
+        epoch=message.epoch,
+        holder=message.holder,
+        ttl_s=message.ttl_s,
+        head_version=message.head_version,
+        rollback_to=message.rollback_to if is_ordered else -1,  # type: ignore[union-attr]
     )
 
 

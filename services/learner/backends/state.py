@@ -36,7 +36,7 @@ def write_state(
     optimizer: torch.optim.Optimizer,
     *,
     applied_steps: int,
-    lora: LoraSettings,
+    lora: LoraSettings = NO_LORA,
 ) -> None:
     """Write the three files into an existing directory; of a model with adapters, these alone are its weights."""
     parameters = trainable(model)

@@ -21,7 +21,7 @@ METHODS = {
 }
 ALLOWED = {
     Role.COORDINATOR: {"Check", "Watch"},
-    Role.OPERATOR: {"Check", "Watch", "GetStatus", "ListSteps", "Drain"},
+    Role.OPERATOR: {"Check", "Watch", "GetStatus", "ListSteps", "Drain", "Rollback"},
     Role.LEARNER: {
         "Check", "Watch", "AcquireLease", "RenewLease", "ReleaseLease", "QueryUpload", "UploadPayload",
         "PublishVersion", "GetStep", "WatchHead", "GetManifest", "ListManifests", "PlanPull", "ReadPayload",

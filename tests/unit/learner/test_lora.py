@@ -58,6 +58,15 @@ def test_only_adapters_are_published_and_trained(model_dir):
     assert all(name.endswith((".lora_a", ".lora_b")) for name in changed)
 
 
+def test_recomputed_activations_give_adapters_the_same_gradient(model_dir):
+    plain, recomputed = backend_of(model_dir), backend_of(model_dir, gradient_checkpointing=True)
+    for backend in (plain, recomputed):
+        backend.train_step(random_groups(seed=1), head_version=1, step=1)
+
+    assert stored(plain).state_root() == stored(recomputed).state_root()
+    assert stored(plain).state_root() != stored(backend_of(model_dir)).state_root()
+
+
 def test_untrained_adapters_change_nothing_and_trained_ones_add_what_they_say(model_dir):
     plain = AutoModelForCausalLM.from_pretrained(model_dir)
     backend = backend_of(model_dir)

@@ -283,6 +283,7 @@ class RenewLeaseResponse(google.protobuf.message.Message):
     TTL_S_FIELD_NUMBER: builtins.int
     HEAD_VERSION_FIELD_NUMBER: builtins.int
     HOLDER_FIELD_NUMBER: builtins.int
+    ROLLBACK_TO_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Epoch of the lease."""
     ttl_s: builtins.float
@@ -291,6 +292,8 @@ class RenewLeaseResponse(google.protobuf.message.Message):
     """Newest version; -1 when there is none."""
     holder: builtins.str
     """Holder as recorded."""
+    rollback_to: builtins.int
+    """Version whose content the next one is to have, by an operator's order; absent when there is none."""
     def __init__(
         self,
         *,
@@ -298,8 +301,11 @@ class RenewLeaseResponse(google.protobuf.message.Message):
         ttl_s: builtins.float = ...,
         head_version: builtins.int = ...,
         holder: builtins.str = ...,
+        rollback_to: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "head_version", b"head_version", "holder", b"holder", "ttl_s", b"ttl_s"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_rollback_to", b"_rollback_to", "rollback_to", b"rollback_to"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_rollback_to", b"_rollback_to", "epoch", b"epoch", "head_version", b"head_version", "holder", b"holder", "rollback_to", b"rollback_to", "ttl_s", b"ttl_s"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_rollback_to", b"_rollback_to"]) -> typing.Literal["rollback_to"] | None: ...
 
 Global___RenewLeaseResponse: typing_extensions.TypeAlias = RenewLeaseResponse
 

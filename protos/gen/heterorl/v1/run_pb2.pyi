@@ -532,3 +532,43 @@ class DrainResponse(google.protobuf.message.Message):
     ) -> None: ...
 
 Global___DrainResponse: typing_extensions.TypeAlias = DrainResponse
+
+@typing.final
+class RollbackRequest(google.protobuf.message.Message):
+    """RollbackRequest places the order, in place of an earlier one."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    TO_VERSION_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    """Id of this request; the same id has an effect once."""
+    to_version: builtins.int
+    """Version whose content is wanted; -1 takes the order back."""
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        to_version: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["request_id", b"request_id", "to_version", b"to_version"]) -> None: ...
+
+Global___RollbackRequest: typing_extensions.TypeAlias = RollbackRequest
+
+@typing.final
+class RollbackResponse(google.protobuf.message.Message):
+    """RollbackResponse confirms the order; it is carried out at the learner's next step boundary."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEAD_VERSION_FIELD_NUMBER: builtins.int
+    head_version: builtins.int
+    """Newest version when the order was placed; -1 when there is none."""
+    def __init__(
+        self,
+        *,
+        head_version: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["head_version", b"head_version"]) -> None: ...
+
+Global___RollbackResponse: typing_extensions.TypeAlias = RollbackResponse

@@ -65,6 +65,11 @@ class RunServiceStub(object):
                 request_serializer=heterorl_dot_v1_dot_run__pb2.DrainRequest.SerializeToString,
                 response_deserializer=heterorl_dot_v1_dot_run__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Rollback = channel.unary_unary(
+                '/heterorl.v1.RunService/Rollback',
+                request_serializer=heterorl_dot_v1_dot_run__pb2.RollbackRequest.SerializeToString,
+                response_deserializer=heterorl_dot_v1_dot_run__pb2.RollbackResponse.FromString,
+                _registered_method=True)
 
 
 class RunServiceServicer(object):
@@ -126,6 +131,16 @@ class RunServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Rollback(self, request, context):
+        """Rollback orders the learner to publish the content of an earlier version as the next one; numbers go on.
+
+        NOT_FOUND UNKNOWN_VERSION: name a version that still can be rebuilt. INVALID_ARGUMENT: correct the field.
+        UNAVAILABLE: repeat with the same request_id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RunServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -158,6 +173,11 @@ def add_RunServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=heterorl_dot_v1_dot_run__pb2.DrainRequest.FromString,
                     response_serializer=heterorl_dot_v1_dot_run__pb2.DrainResponse.SerializeToString,
+            ),
+            'Rollback': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rollback,
+                    request_deserializer=heterorl_dot_v1_dot_run__pb2.RollbackRequest.FromString,
+                    response_serializer=heterorl_dot_v1_dot_run__pb2.RollbackResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -323,6 +343,33 @@ class RunService(object):
             '/heterorl.v1.RunService/Drain',
             heterorl_dot_v1_dot_run__pb2.DrainRequest.SerializeToString,
             heterorl_dot_v1_dot_run__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rollback(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/heterorl.v1.RunService/Rollback',
+            heterorl_dot_v1_dot_run__pb2.RollbackRequest.SerializeToString,
+            heterorl_dot_v1_dot_run__pb2.RollbackResponse.FromString,
             options,
             channel_credentials,
             insecure,

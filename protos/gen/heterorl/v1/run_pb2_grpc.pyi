@@ -121,7 +121,23 @@ _RunServiceDrainType = typing_extensions.TypeVar(
     ],
 )
 
-class RunServiceStub(typing.Generic[_RunServiceRegisterType, _RunServiceHeartbeatType, _RunServiceReportCanaryType, _RunServiceGetStatusType, _RunServiceListStepsType, _RunServiceDrainType]):
+_RunServiceRollbackType = typing_extensions.TypeVar(
+    '_RunServiceRollbackType',
+    grpc.UnaryUnaryMultiCallable[
+        heterorl.v1.run_pb2.RollbackRequest,
+        heterorl.v1.run_pb2.RollbackResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        heterorl.v1.run_pb2.RollbackRequest,
+        heterorl.v1.run_pb2.RollbackResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        heterorl.v1.run_pb2.RollbackRequest,
+        heterorl.v1.run_pb2.RollbackResponse,
+    ],
+)
+
+class RunServiceStub(typing.Generic[_RunServiceRegisterType, _RunServiceHeartbeatType, _RunServiceReportCanaryType, _RunServiceGetStatusType, _RunServiceListStepsType, _RunServiceDrainType, _RunServiceRollbackType]):
     """RunService admits sites and shows the state of the run."""
 
     @typing.overload
@@ -150,6 +166,10 @@ class RunServiceStub(typing.Generic[_RunServiceRegisterType, _RunServiceHeartbea
             heterorl.v1.run_pb2.DrainRequest,
             heterorl.v1.run_pb2.DrainResponse,
         ],
+        grpc.UnaryUnaryMultiCallable[
+            heterorl.v1.run_pb2.RollbackRequest,
+            heterorl.v1.run_pb2.RollbackResponse,
+        ],
     ], channel: grpc.Channel) -> None: ...
 
     @typing.overload
@@ -177,6 +197,10 @@ class RunServiceStub(typing.Generic[_RunServiceRegisterType, _RunServiceHeartbea
         grpc.aio.UnaryUnaryMultiCallable[
             heterorl.v1.run_pb2.DrainRequest,
             heterorl.v1.run_pb2.DrainResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            heterorl.v1.run_pb2.RollbackRequest,
+            heterorl.v1.run_pb2.RollbackResponse,
         ],
     ], channel: grpc.aio.Channel) -> None: ...
 
@@ -217,6 +241,13 @@ class RunServiceStub(typing.Generic[_RunServiceRegisterType, _RunServiceHeartbea
     UNAVAILABLE: repeat.
     """
 
+    Rollback: _RunServiceRollbackType
+    """Rollback orders the learner to publish the content of an earlier version as the next one; numbers go on.
+
+    NOT_FOUND UNKNOWN_VERSION: name a version that still can be rebuilt. INVALID_ARGUMENT: correct the field.
+    UNAVAILABLE: repeat with the same request_id.
+    """
+
 RunServiceAsyncStub: typing_extensions.TypeAlias = RunServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         heterorl.v1.run_pb2.RegisterRequest,
@@ -241,6 +272,10 @@ RunServiceAsyncStub: typing_extensions.TypeAlias = RunServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         heterorl.v1.run_pb2.DrainRequest,
         heterorl.v1.run_pb2.DrainResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        heterorl.v1.run_pb2.RollbackRequest,
+        heterorl.v1.run_pb2.RollbackResponse,
     ],
 ]
 
@@ -312,6 +347,18 @@ class RunServiceServicer(metaclass=abc.ABCMeta):
         """Drain stops the handing out of work; samplers finish what they hold and stop.
 
         UNAVAILABLE: repeat.
+        """
+
+    @abc.abstractmethod
+    def Rollback(
+        self,
+        request: heterorl.v1.run_pb2.RollbackRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[heterorl.v1.run_pb2.RollbackResponse, collections.abc.Awaitable[heterorl.v1.run_pb2.RollbackResponse]]:
+        """Rollback orders the learner to publish the content of an earlier version as the next one; numbers go on.
+
+        NOT_FOUND UNKNOWN_VERSION: name a version that still can be rebuilt. INVALID_ARGUMENT: correct the field.
+        UNAVAILABLE: repeat with the same request_id.
         """
 
 def add_RunServiceServicer_to_server(servicer: RunServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

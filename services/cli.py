@@ -18,6 +18,7 @@ from services.certs.cli import app as certs
 from services.common.config import Config, explain, load, read_tables
 from services.common.errors import HeterorlError
 from services.common.tls import check_tls
+from services.lab.cli import app as lab
 from services.orders import rollback
 
 app = typer.Typer(
@@ -246,49 +247,8 @@ def keys_show(path: Annotated[Path, typer.Argument(help="File of a private key."
     typer.echo(load_signer(path).public_key)
 
 
-lab = typer.Typer(
-    help="Experiments on this machine: what delay does to every algorithm, with the services' own code.",
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-)
 app.add_typer(lab, name="lab")
 app.add_typer(certs, name="certs")
-
-
-@lab.command("run")
-def lab_run(
-    experiment: Annotated[str, typer.Argument(help="Name of a shipped experiment, such as `quick`, or a TOML file.")],
-    out: Annotated[Path | None, typer.Option(help="Directory of the results; `runs/lab/NAME` if not given.")] = None,
-    jobs: Annotated[int, typer.Option(help="Processes; 0 takes all cores.", min=0)] = 0,
-    reuse: Annotated[
-        list[Path] | None,
-        typer.Option(help="Results of another experiment; runs that are the same are taken from there."),
-    ] = None,
-    set_: SetOption = None,
-) -> None:
-    """Run an experiment, or what is missing of it, and write results.json and report.html."""
-    from services.lab.run import run_experiment
-
-    raise typer.Exit(run_experiment(experiment, out=out, overrides=set_ or (), jobs=jobs, reuse=reuse or ()))
-
-
-@lab.command("report")
-def lab_report(directory: Annotated[Path, typer.Argument(help="Directory of an experiment's results.")]) -> None:
-    """Write the report of results that are there: HTML, pictures, CSV."""
-    from services.lab.report import write_report
-
-    _console().print(f"report: {write_report(directory)}")
-
-
-@lab.command("theory")
-def lab_theory(
-    out: Annotated[Path, typer.Option(help="Directory of the page.")] = Path("runs/lab/theory"),
-    seed: Annotated[int, typer.Option(help="Seed of the random trials.")] = 0,
-) -> None:
-    """Check the paper's theorems numerically and write a page with figures and counterexamples."""
-    from services.lab.theory_page import main as write_page
-
-    _console().print(f"page: {write_page(out, seed=seed)}")
 
 
 def main() -> None:

@@ -1,0 +1,53 @@
+"""The command `heterorl lab`. Imports what a subcommand needs when it runs, so that `--help` is instant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    help="Experiments on this machine: what delay does to every algorithm, with the services' own code.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+)
+
+
+@app.command("run")
+def run(
+    experiment: Annotated[str, typer.Argument(help="Name of a shipped experiment, such as `quick`, or a TOML file.")],
+    out: Annotated[Path | None, typer.Option(help="Directory of the results; `runs/lab/NAME` if not given.")] = None,
+    jobs: Annotated[int, typer.Option(help="Processes; 0 takes all cores.", min=0)] = 0,
+    reuse: Annotated[
+        list[Path] | None,
+        typer.Option(help="Results of another experiment; runs that are the same are taken from there."),
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Override one key: `--set section.key=value`.")
+    ] = None,
+) -> None:
+    """Run an experiment, or what is missing of it, and write results.json and report.html."""
+    from services.lab.run import run_experiment
+
+    raise typer.Exit(run_experiment(experiment, out=out, overrides=set_ or (), jobs=jobs, reuse=reuse or ()))
+
+
+@app.command("report")
+def report(directory: Annotated[Path, typer.Argument(help="Directory of an experiment's results.")]) -> None:
+    """Write the report of results that are there: HTML, pictures, CSV."""
+    from services.lab.report import write_report
+
+    Console(markup=False, emoji=False, highlight=False).print(f"report: {write_report(directory)}")
+
+
+@app.command("theory")
+def theory(
+    out: Annotated[Path, typer.Option(help="Directory of the page.")] = Path("runs/lab/theory"),
+    seed: Annotated[int, typer.Option(help="Seed of the random trials.")] = 0,
+) -> None:
+    """Check the paper's theorems numerically and write a page with figures and counterexamples."""
+    from services.lab.theory_page import main as write_page
+
+    Console(markup=False, emoji=False, highlight=False).print(f"page: {write_page(out, seed=seed)}")

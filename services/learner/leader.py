@@ -1,0 +1,181 @@
+"""Leading a run: the lease, its renewal, and the sessions between which versions go back or resume."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+from dataclasses import dataclass
+
+from services.common.api import CoordinatorApi
+from services.common.clock import Clock
+from services.common.errors import RemoteError
+from services.common.signing import Signer
+from services.common.trust import Trust
+from services.common.types import Contract, LeaseGrant
+from services.common.weights.parallel import num_threads
+from services.learner.admission import Limits
+from services.learner.backends.backend import TrainBackend
+from services.learner.canary import Canary
+from services.learner.checkpoint import CheckpointStore
+from services.learner.config import LearnerConfig
+from services.learner.evaluate import Evaluator
+from services.learner.feed import feed
+from services.learner.inbox import Inbox
+from services.learner.journal import Journal
+from services.learner.lease import acquire, renew
+from services.learner.patience import Patience
+from services.learner.publish import Publisher
+from services.learner.resume import Resumption
+from services.learner.rollback import Rollback
+from services.learner.session import Outcome, Session
+from services.learner.threads import in_thread
+
+_LOG = logging.getLogger(__name__)
+RELEASE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """Where a learner left: optimizer steps and newest version; `is_finished` when max_steps is reached."""
+
+    step: int
+    version: int
+    is_finished: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class Leader:
+    """Holds the run's lease and trains under it, session after session."""
+
+    config: LearnerConfig
+    api: CoordinatorApi
+    backend: TrainBackend
+    contract: Contract
+    clock: Clock
+    rng: random.Random
+    evaluator: Evaluator | None
+    signer: Signer | None
+    canary: Canary | None
+    result: RunResult
+    inbox: Inbox | None = None
+    rollback: Rollback | None = None
+
+    def patience(self) -> Patience:
+        """A fresh row of waits between attempts."""
+        return Patience(clock=self.clock, rng=self.rng, base_s=self.config.retry_base_s, cap_s=self.config.retry_cap_s)
+
+    async def lead(self) -> None:
+        """Hold the lease and train under it."""
+        grant = await acquire(
+            self.api,
+            holder=self.config.holder,
+            contract=self.contract,
+            request_id=secrets.token_hex(8),
+            patience=self.patience(),
+        )
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                renewal = tasks.create_task(
+                    renew(self.api, grant=grant, clock=self.clock, patience=self.patience(), on_grant=self.hear)
+                )
+                await self.train(grant)
+                renewal.cancel()
+        except asyncio.CancelledError:
+            await self.release(grant)
+            raise
+        await self.release(grant)
+
+    async def hear(self, grant: LeaseGrant) -> None:
+        """End the session at its next step boundary when there is an order."""
+        if self.rollback and self.inbox and self.rollback.is_due(grant.rollback_to):
+            await self.inbox.close()
+
+    async def train(self, grant: LeaseGrant) -> None:
+        """Sessions, one after another, until one ends the run."""
+        directory = self.config.state_dir
+        store = CheckpointStore(directory / "checkpoints")
+        journal = Journal(directory)
+        publisher = Publisher(
+            self.api,
+            run_id=self.config.run_id,
+            epoch=grant.epoch,
+            layout=self.backend.layout,
+            directory=directory / "payloads",
+            store=store,
+            journal=journal,
+            patience=self.patience(),
+            snapshot_every_versions=self.config.snapshot_every_versions,
+            checkpoint_every_versions=self.config.checkpoint_every_versions,
+            signer=self.signer,
+            canary=self.canary,
+            threads=num_threads(self.config.backend.threads),
+        )
+        resumption = Resumption(
+            api=self.api,
+            backend=self.backend,
+            publisher=publisher,
+            store=store,
+            journal=journal,
+            patience=self.patience(),
+            run_id=self.config.run_id,
+            epoch=grant.epoch,
+            directory=directory / "payloads",
+            trust=Trust(() if self.signer is None else (self.signer.public_key, *self.config.trusted_keys)),
+        )
+        await in_thread(store.remove_unfinished)
+        await in_thread(publisher.remove_leftovers)
+        self.rollback = Rollback(resumption)
+        outcome = Outcome.REFUSED
+        while outcome in (Outcome.REFUSED, Outcome.CLOSED):
+            step = await self.rollback.resume(is_interrupted=outcome is Outcome.CLOSED)
+            self._note(publisher, step)
+            self.inbox = Inbox(self.config.groups_per_step * self.config.prefetch_steps)
+            # A new inbox holds nothing: whatever the last session held returns to the queue when the stream opens.
+            session = Session(
+                config=self.config,
+                api=self.api,
+                backend=self.backend,
+                publisher=publisher,
+                inbox=self.inbox,
+                journal=journal,
+                patience=self.patience(),
+                evaluator=self.evaluator,
+                epoch=grant.epoch,
+                step=step,
+            )
+            outcome = await self._run_session(session)
+            self._note(publisher, session.step)
+        if outcome is Outcome.FINISHED:
+            reason = f"step {session.step} of {self.config.max_steps} is reached"
+            _LOG.info("%s", reason)
+            await self.patience().insist(lambda: self.api.drain(reason=reason))
+
+    async def _run_session(self, session: Session) -> Outcome:
+        limits = Limits(
+            group_size=self.config.group_size,
+            vocab_size=self.contract.vocab_size,
+            max_sequence_tokens=self.config.max_sequence_tokens,
+        )
+        async with asyncio.TaskGroup() as tasks:
+            feeding = tasks.create_task(
+                feed(self.api, session.inbox, epoch=session.epoch, limits=limits, patience=self.patience())
+            )
+            outcome = await session.run()
+            await session.inbox.close()
+            feeding.cancel()
+        return outcome
+
+    def _note(self, publisher: Publisher, step: int) -> None:
+        self.result = RunResult(
+            step=step, version=publisher.position.head_version, is_finished=step >= self.config.max_steps
+        )
+
+    async def release(self, grant: LeaseGrant) -> None:
+        """Let another learner in at once; if that fails, the lease runs out by itself."""
+        try:
+            async with asyncio.timeout(RELEASE_TIMEOUT_S):
+                await self.api.release_lease(epoch=grant.epoch)
+        except (RemoteError, TimeoutError) as error:
+            _LOG.warning("the lease could not be released: %s", error)

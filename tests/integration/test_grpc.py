@@ -199,6 +199,14 @@ class _SleepingClock(SystemClock):
         self.slept.append(seconds)
 
 
+async def test_manifests_of_a_way_come_in_one_call_newest_first(served, run):
+    await run.publish()
+    await run.publish()
+
+    found = await served.client.list_manifests(first_version=1, last_version=2)
+    assert found == (await served.client.get_manifest(version=2), await served.client.get_manifest(version=1))
+
+
 async def test_typed_refusals_arrive_typed(served, run):
     client = served.client
     with pytest.raises(errors.LeaseHeld) as held:
@@ -210,6 +218,10 @@ async def test_typed_refusals_arrive_typed(served, run):
         await stream(client, dataclasses.make_dataclass("Old", [("epoch", int)])(99), 1)
     with pytest.raises(errors.UnknownVersion):
         await client.get_manifest(version=99)
+    with pytest.raises(errors.UnknownVersion):
+        await client.list_manifests(first_version=0, last_version=99)
+    with pytest.raises(errors.InvalidRequest, match="no range"):
+        await client.list_manifests(first_version=1, last_version=0)
     with pytest.raises(errors.InvalidRequest, match="digest"):
         await client.query_upload(digest="../../etc/passwd")
     with pytest.raises(errors.UnknownPayload):

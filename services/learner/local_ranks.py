@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,6 +64,7 @@ class LocalRanks:
         self.rendezvous = self._directory / "rendezvous"
         self._on_failure = on_failure
         self._is_closing = False
+        self._has_ended = threading.Event()
         self._watchers: list[threading.Thread] = []
         self._children = [self._start(rank) for rank in range(1, num_ranks)]
         atexit.register(self._blame)
@@ -110,9 +110,8 @@ class LocalRanks:
 
     def _blame(self) -> None:
         """This process ends by an error, which may be the echo of a rank's end: let that be reported first."""
-        deadline = time.monotonic() + BLAME_S
-        while time.monotonic() < deadline and all(child.poll() is None for child in self._children):
-            time.sleep(0.05)
+        if self._children:
+            self._has_ended.wait(BLAME_S)
         for watcher, child in zip(self._watchers, self._children, strict=True):
             if child.poll() is not None:
                 watcher.join(BLAME_S)
@@ -120,6 +119,7 @@ class LocalRanks:
 
     def _watch(self, rank: int, child: subprocess.Popen[bytes]) -> None:
         code = child.wait()
+        self._has_ended.set()
         if not self._is_closing:
             self._on_failure(RankFailed(rank, code))
 

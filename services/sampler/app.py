@@ -62,6 +62,9 @@ async def main(config: SamplerConfig) -> int:
 async def _sample(config: SamplerConfig, clock: Clock, stop: asyncio.Event, notifier: notify.Notifier) -> None:
     outbox = await asyncio.to_thread(Outbox, config.state_dir)
     try:
+        # At zero from the start: a counter that appears with the first failure shows no increase.
+        for reason in ("stale", "died"):
+            metrics.ENGINE_FAILURES.labels(reason)
         metrics.watch_disk(config.state_dir)
         port = metrics.serve(config.metrics_port, service="sampler", address=config.metrics_host)
         _LOG.info("metrics on port %d", port)

@@ -17,7 +17,6 @@ from services.common.errors import ConfigError, ContractMismatch
 from services.common.generation.hf import HfEngine
 from services.common.lora import LoraConfig
 from services.common.pull import Puller
-from services.common.types import PayloadKind
 from services.common.weights import tensors
 from services.common.wire import manifest_from_bytes
 from services.demo.tiny_model import write_tiny_model
@@ -92,7 +91,8 @@ async def _generates_the_same(core, parts, config, manifests, tmp_path):
 
     pulled = await puller.pull(held=None, want_version=3, admit=admit)
 
-    assert PayloadKind.SNAPSHOT not in {payload.kind for payload in plans[-1].payloads}
+    # Of so few values nearly all change, and a version may go out whole; its size is that of the adapters.
+    assert sum(payload.num_bytes for payload in plans[-1].payloads) < 2 * engine.layout.full_bytes
     assert pulled.manifest.state_root == manifests[3].state_root
     before = engine.generate([prompt], seeds=[1], num_per_prompt=1)[0][0]
     engine.load(pulled.arena, 3)

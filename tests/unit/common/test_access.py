@@ -29,7 +29,7 @@ ALLOWED = {
     },
     Role.SAMPLER: {
         "Check", "Watch", "WatchHead", "GetManifest", "ListManifests", "PlanPull", "ReadPayload", "LeaseWork",
-        "AbandonWork", "PushGroups", "Register", "Heartbeat",
+        "AbandonWork", "PushGroups", "Register", "Heartbeat", "ReportCanary",
     },
 }  # fmt: skip
 

@@ -146,9 +146,9 @@ async def test_file_deleted_while_it_is_read_is_read_to_its_end(tmp_path):
 async def test_pass_goes_on_when_its_caller_has_gone(tmp_path, passes):
     digest, path = stored(tmp_path)
     reader = PayloadReader()
-    with pytest.raises(TimeoutError):
+    with path.open("rb") as file, pytest.raises(TimeoutError):
         async with asyncio.timeout(0):
-            await reader._proof(digest, path.open("rb"))
+            await reader._proof(digest, file)
 
     assert await content(reader, digest, path) == DATA
     assert passes == [digest]

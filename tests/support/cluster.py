@@ -40,6 +40,8 @@ class Cluster:
     sampler: dict[str, Any] = field(default_factory=dict)
     certificates: Certificates | None = None
     children: dict[str, Child] = field(default_factory=dict)
+    options: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Of the command line, by service."""
 
     def __post_init__(self) -> None:
         self.address = f"127.0.0.1:{free_port()}"
@@ -82,7 +84,8 @@ class Cluster:
 
     def start(self, name: str) -> Child:
         service, tables = self.tables(name)
-        self.children[name] = start(service, name=name, tables=tables, directory=self.directory)
+        options = self.options.get(service, ())
+        self.children[name] = start(service, name=name, tables=tables, directory=self.directory, options=options)
         return self.children[name]
 
     def kill(self, name: str) -> None:

@@ -77,6 +77,7 @@ def read_state(directory: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     except (OSError, ValueError, SafetensorError) as error:
         raise CorruptStore(f"checkpoint {directory} cannot be read: {error}") from error
     applied_steps = check_state(directory, parameters, weights, moments, counters)
+    check_random_state(directory, moments["random/cpu"])
     for name, parameter in parameters.items():
         parameter.copy_(weights[name])
         if f"step/{name}" in moments:
@@ -110,6 +111,18 @@ def read_lora(directory: Path) -> LoraSettings:
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptStore(f"checkpoint {directory} cannot be read: {error!r}") from error
+
+
+def check_random_state(directory: Path, state: torch.Tensor) -> None:
+    """Check the CPU's random state where it does no harm: torch looks into it when it is set.
+
+    Raises:
+        CorruptStore: it is none.
+    """
+    try:
+        torch.Generator().set_state(state)
+    except RuntimeError as error:
+        raise CorruptStore(f"checkpoint {directory}: random/cpu is not a random state: {error}") from error
 
 
 def check_state(

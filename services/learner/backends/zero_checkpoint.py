@@ -15,7 +15,14 @@ from pathlib import Path
 import torch
 
 from services.common.errors import CorruptStore
-from services.learner.backends.state import COUNTERS_FILE, FORMAT, OPTIMIZER_FILE, WEIGHTS_FILE, check_state
+from services.learner.backends.state import (
+    COUNTERS_FILE,
+    FORMAT,
+    OPTIMIZER_FILE,
+    WEIGHTS_FILE,
+    check_random_state,
+    check_state,
+)
 from services.learner.backends.zero_files import TensorFile, write_tensors
 from services.learner.backends.zero_state import MOMENTS, ZeroState
 
@@ -107,4 +114,5 @@ def read_checkpoint_files(directory: Path, shapes: dict[str, torch.Size]) -> Che
         raise CorruptStore(f"checkpoint {directory} cannot be read: {error}") from error
     expected = {name: torch.empty(shape, dtype=torch.float32, device="meta") for name, shape in shapes.items()}
     applied_steps = check_state(directory, expected, weights.tensors, moments.tensors, counters)
+    check_random_state(directory, moments.flat("random/cpu").clone())
     return CheckpointFiles(weights=weights, moments=moments, applied_steps=applied_steps)

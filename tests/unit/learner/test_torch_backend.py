@@ -145,6 +145,15 @@ def _lose_moment(path):
     save_file(tensors, path)
 
 
+def _spoil_random_state(path):
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path)
+    # Right in type and size; the generator's position, an integer at byte 8, is not one that it can have.
+    tensors["random/cpu"][8:16] = 255
+    save_file(tensors, path)
+
+
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
@@ -152,6 +161,7 @@ def _lose_moment(path):
         (WEIGHTS_FILE, _truncate),
         (OPTIMIZER_FILE, _truncate),
         (OPTIMIZER_FILE, _lose_moment),
+        (OPTIMIZER_FILE, _spoil_random_state),
         (COUNTERS_FILE, lambda path: path.write_text("{")),
         (COUNTERS_FILE, lambda path: path.write_text(json.dumps({"format": 99, "applied_steps": 1}))),
         (COUNTERS_FILE, lambda path: path.write_text(json.dumps({"format": 1, "applied_steps": -1}))),

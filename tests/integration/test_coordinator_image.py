@@ -1,10 +1,10 @@
 """The coordinator's image without a container engine: its own commands build an environment, and that one serves."""
 
+import contextlib
 import re
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -76,7 +76,8 @@ def test_environment_of_the_image_serves_answers_health_and_stops(tmp_path, monk
         try:
             while not (data / "address").exists():
                 assert served.poll() is None, (tmp_path / "log").read_text()
-                time.sleep(0.1)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    served.wait(0.1)
             address = (data / "address").read_text().strip()
             health = [program, "health", address, *moved(files)]
             up = subprocess.run(health, capture_output=True, text=True, check=False, cwd=tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -86,4 +87,5 @@ def start_prometheus(directory: Path, targets: list[dict[str, Any]]) -> Promethe
             if process.poll() is not None or time.monotonic() > deadline:
                 server.close()
                 raise
-            time.sleep(0.1)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.1)

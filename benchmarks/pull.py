@@ -6,6 +6,7 @@ one run, on the same files:
     pull          plan, fetch (frames, checksums, files, digest), apply, digest of the whole state
     fetch         the same without applying, in a process that keeps freed frames as services do; so does bare gRPC
     bare gRPC     a server that does nothing but stream the same frames to a client that does nothing
+    to a file     the same, and the client writes each frame to a new file: what memory for a file's pages costs here
     raw TCP       sendfile to recv_into
     memcpy        one copy of the model in memory
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import multiprocessing
+import math
 import os
 import platform
 import random
@@ -25,23 +26,21 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import numpy as np
 import psutil
-from heterorl.v1 import policy_pb2
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.bare_streams import read_bare, read_bare_to_file, read_tcp, serve_bare, serve_tcp, serving
 from services.common.allocator import keep_freed_frames
 from services.common.clock import SystemClock
 from services.common.fetch import Fetcher
 from services.common.pull import PulledVersion, Puller
 from services.common.rpc.client import CoordinatorClient
-from services.common.rpc.options import FRAME_BYTES, link_options
 from services.common.tls import TlsConfig
 from services.common.types import (
     Contract,
@@ -64,7 +63,6 @@ CHANGED = 0.0135
 """Share of elements that one step at learning rate 1e-6 changes."""
 GOAL = 0.6
 REPEATS = 3
-_BARE = "/bench.Bare/Read"
 
 
 def build_arenas(num_bytes: int) -> tuple[Arena, Arena]:
@@ -152,67 +150,21 @@ def free_port() -> int:
 
 
 async def best_of(
-    run: Callable[[], Awaitable[Any]], *, prepare: Callable[[], None] = lambda: None
-) -> tuple[Any, float]:
-    """The result of the last of some runs, and the seconds of the fastest; `prepare` is not counted."""
-    times = []
+    runs: dict[str, Callable[[], Awaitable[Any]]], *, prepare: Callable[[], None] = lambda: None
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """The results of the last of some runs of each, in turns, and the seconds of the fastest; `prepare` is not counted.
+
+    In turns: what else the machine does then slows all of them down alike.
+    """
+    results: dict[str, Any] = {}
+    fastest = dict.fromkeys(runs, math.inf)
     for _ in range(REPEATS):
-        prepare()
-        started = time.perf_counter()
-        result = await run()
-        times.append(time.perf_counter() - started)
-    return result, min(times)
-
-
-def serve_bare(path: str, ready: Any) -> None:
-    """A gRPC server that streams a file's frames and does nothing else."""
-
-    keep_freed_frames()
-
-    async def read(_request: bytes, _context: Any) -> AsyncIterator[bytes]:
-        with await asyncio.to_thread(Path(path).open, "rb") as file:
-            while frame := file.read(FRAME_BYTES):
-                yield policy_pb2.ReadPayloadResponse(frame=frame).SerializeToString()
-
-    async def serve() -> None:
-        server = grpc.aio.server(options=link_options(16 << 20))
-        handler = grpc.unary_stream_rpc_method_handler(read)
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench.Bare", {"Read": handler}),))
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        ready.send(port)
-        await server.wait_for_termination()
-
-    asyncio.run(serve())
-
-
-async def read_bare(port: int) -> int:
-    """Read everything and drop it."""
-    num_bytes = 0
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=link_options(16 << 20)) as channel:
-        method = channel.unary_stream(_BARE, response_deserializer=policy_pb2.ReadPayloadResponse.FromString)
-        async for message in method(b""):
-            num_bytes += len(message.frame)
-    return num_bytes
-
-
-def serve_tcp(path: str, ready: Any) -> None:
-    """Send a file to whoever connects."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        ready.send(server.getsockname()[1])
-        while True:
-            link, _ = server.accept()
-            with link, Path(path).open("rb") as file:
-                link.sendfile(file)
-
-
-async def read_tcp(port: int) -> int:
-    """Read everything into one buffer."""
-    buffer, num_bytes = bytearray(FRAME_BYTES), 0
-    with socket.create_connection(("127.0.0.1", port)) as link:
-        while got := link.recv_into(buffer):
-            num_bytes += got
-    return num_bytes
+        for name, run in runs.items():
+            prepare()
+            started = time.perf_counter()
+            results[name] = await run()
+            fastest[name] = min(fastest[name], time.perf_counter() - started)
+    return results, fastest
 
 
 async def measure(directory: Path, *, num_bytes: int, streams: int) -> dict[str, Any]:
@@ -243,10 +195,8 @@ async def measure(directory: Path, *, num_bytes: int, streams: int) -> dict[str,
             peak = psutil.Process(child.process.pid).memory_info().rss
     finally:
         stop([child])
-    for kind, ref in zip(rows, refs, strict=True):
-        rows[kind] |= await _limits(directory / f"v{ref.to_version}", ref.num_bytes)
     target = np.empty(num_bytes // 2, np.int16)
-    _, memcpy_s = await best_of(lambda: asyncio.to_thread(np.copyto, target, arenas[0].view("w")))
+    _, fastest = await best_of({"memcpy": lambda: asyncio.to_thread(np.copyto, target, arenas[0].view("w"))})
     return {
         "model_bytes": num_bytes,
         "streams": streams,
@@ -254,7 +204,7 @@ async def measure(directory: Path, *, num_bytes: int, streams: int) -> dict[str,
         "cores": os.cpu_count(),
         "load_average_before": round(load, 2),
         "repeats": REPEATS,
-        "memcpy_gb_s": round(num_bytes / memcpy_s / 1e9, 3),
+        "memcpy_gb_s": round(num_bytes / fastest["memcpy"] / 1e9, 3),
         "coordinator_rss_mb": round(peak / 1e6, 1),
         "goal_ratio": GOAL,
         "rows": rows,
@@ -279,32 +229,31 @@ async def _pull_row(
     async def fetch() -> Path:
         return await Fetcher(api=client, spool=spool, clock=SystemClock(), num_streams=streams).fetch(ref)
 
-    _, fetch_s = await best_of(fetch, prepare=lambda: shutil.rmtree(spool, ignore_errors=True))
-    shutil.rmtree(spool)
-    pulled, pull_s = await best_of(pull)
+    published = directory / f"v{ref.to_version}"
+    with serving(serve_bare, published) as bare, serving(serve_tcp, published) as tcp:
+        found, seconds = await best_of(
+            {
+                "fetch": fetch,
+                "bare_grpc": lambda: read_bare(bare),
+                "bare_grpc_to_file": lambda: read_bare_to_file(bare, directory),
+                "raw_tcp": lambda: read_tcp(tcp),
+            },
+            prepare=lambda: shutil.rmtree(spool, ignore_errors=True),
+        )
+    assert all(got == ref.num_bytes for name, got in found.items() if name != "fetch")
+    shutil.rmtree(spool, ignore_errors=True)
+    pulled, fastest = await best_of({"pull": pull})
+    rates = {f"{name}_gb_s": round(ref.num_bytes / some / 1e9, 4) for name, some in seconds.items()}
     row = {
         "bytes": ref.num_bytes,
         "ratio": round(layout.full_bytes / ref.num_bytes, 2),
-        "pull_s": round(pull_s, 4),
-        "pull_model_gb_s": round(layout.full_bytes / pull_s / 1e9, 3),
-        "fetch_gb_s": round(ref.num_bytes / fetch_s / 1e9, 4),
+        "pull_s": round(fastest["pull"], 4),
+        "pull_model_gb_s": round(layout.full_bytes / fastest["pull"] / 1e9, 3),
+        **rates,
+        "fetch_to_bare_grpc": round(rates["fetch_gb_s"] / rates["bare_grpc_gb_s"], 3),
+        "fetch_to_bare_grpc_to_file": round(rates["fetch_gb_s"] / rates["bare_grpc_to_file_gb_s"], 3),
     }
-    return row, pulled
-
-
-async def _limits(path: Path, num_bytes: int) -> dict[str, float]:
-    found = {}
-    for name, serve, read in (("bare_grpc", serve_bare, read_bare), ("raw_tcp", serve_tcp, read_tcp)):
-        ours, theirs = multiprocessing.Pipe()
-        process = multiprocessing.get_context("spawn").Process(target=serve, args=(str(path), theirs), daemon=True)
-        process.start()
-        port = ours.recv()
-        got, seconds = await best_of(lambda read=read, port=port: read(port))  # type: ignore[misc]
-        process.kill()
-        process.join()
-        assert got == num_bytes
-        found[f"{name}_gb_s"] = round(num_bytes / seconds / 1e9, 4)
-    return found
+    return row, pulled["pull"]
 
 
 def main() -> None:
@@ -324,18 +273,20 @@ def main() -> None:
     table = Table(
         title=f"{arguments.model_mb} MB of bf16 over loopback, GB/s of payload; memcpy {results['memcpy_gb_s']}"
     )
-    for column in ("payload", "MB", "pull s", "fetch", "bare gRPC", "raw TCP", "fetch / bare gRPC"):
+    columns = ("payload", "MB", "pull s", "fetch", "bare gRPC", "to a file", "raw TCP", "of bare", "of file")
+    for column in columns:
         table.add_column(column, justify="right")
     for kind, row in results["rows"].items():
-        row["fetch_to_bare_grpc"] = round(row["fetch_gb_s"] / row["bare_grpc_gb_s"], 3)
         table.add_row(
             kind,
             f"{row['bytes'] / 1e6:.1f}",
             f"{row['pull_s']:.2f}",
             f"{row['fetch_gb_s']:.3f}",
             f"{row['bare_grpc_gb_s']:.3f}",
+            f"{row['bare_grpc_to_file_gb_s']:.3f}",
             f"{row['raw_tcp_gb_s']:.3f}",
             f"{row['fetch_to_bare_grpc']:.2f}",
+            f"{row['fetch_to_bare_grpc_to_file']:.2f}",
         )
     Console().print(table)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

@@ -5,9 +5,10 @@ A tensor of two or more dimensions with rows (all but the first dimension) of at
     name          q = round(w / s) in the flavour's type, one byte each, ties to even
     name/scale    s, float32, one for each row
 
-and stands for q s, multiplied in float32 and rounded once to a finite number of the published type. Every other tensor (norms, biases) is
-copied bit by bit. A fresh scale is s = HEADROOM max|w| / LIMIT, at least the smallest normal float32, and 0 for a row of
-zeros. Scales are frozen: a row keeps its own until a weight outgrows it, |w| > LIMIT s; that row gets a fresh one.
+and stands for q s, multiplied in float32 and rounded once to a finite number of the published type. Every other tensor
+(norms, biases) is copied bit by bit. A fresh scale is s = HEADROOM max|w| / LIMIT, at least the smallest normal
+float32, and 0 for a row of zeros. Scales are frozen: a row keeps its own until a weight outgrows it, |w| > LIMIT s;
+that row gets a fresh one.
 
 Guarantees: a function of the state and the scales alone, the same on every machine (float32 division, multiplication
 and rounding as IEEE 754 has them, on the CPU); nothing saturates; with the scales that came of it, a state gives the

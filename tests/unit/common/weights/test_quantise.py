@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -266,7 +267,7 @@ def test_merged_deltas_of_a_flavour_lead_where_the_chain_leads_at_any_lag(tmp_pa
         # Some steps outgrow a row: a changed scale is a step like any other.
         values.add_(torch.randn(values.shape, generator=generator) * 0.02)
     paths = []
-    for number, (old, new) in enumerate(zip(states, states[1:], strict=False)):
+    for number, (old, new) in enumerate(itertools.pairwise(states)):
         paths.append(tmp_path / f"{number}.delta")
         write_delta(paths[-1], old, new)
     start = data.draw(st.integers(0, 3))

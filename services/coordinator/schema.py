@@ -1,8 +1,8 @@
 """The tables of the store, and the way from those of an earlier program.
 
 A flavour is named in a column of its own, empty for the weights that are trained: manifests, payloads, signatures,
-verified snapshots and canaries of every flavour lie side by side, and the view `stated` reads the versions of all. These
-tables have rowids: SQLite 3.40 finds faults that are none in a table without, whose key is not its first columns.
+verified snapshots and canaries of every flavour lie side by side, and the view `stated` reads the versions of all.
+These tables have rowids: SQLite 3.40 finds faults that are none in a table without, whose key is not its first columns.
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
 """Flavours of a run: what is published of a version is its published weights with frozen scales, whoever dies when."""
 
 import asyncio
+import io
 import random
+import sqlite3
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from services.common.api import PlanKind, Registration
 from services.common.clock import SystemClock
@@ -16,6 +19,7 @@ from services.common.types import FlavourVersion, PayloadKind
 from services.common.weights.arena import Arena, Layout, TensorSpec
 from services.common.weights.quantise import SCALE, flavour_layout, quantise
 from services.common.wire import manifest_from_bytes
+from services.coordinator.verify_command import verify_directory
 from services.learner.checkpoint import CheckpointStore
 from services.learner.flavours import Flavours
 from services.learner.journal import Journal
@@ -388,6 +392,75 @@ async def test_whole_learner_publishes_flavours_by_its_configuration(core, tmp_p
     status = (await core.get_status()).flavours
     assert [(entry.flavour, entry.version) for entry in status] == [("int8", 2)]
     assert status[0].snapshot_bytes or status[0].delta_bytes
+
+
+def _audit(directory, **options):
+    text = io.StringIO()
+    options = {"keys": [], "is_replaying": True, **options}
+    return verify_directory(
+        directory / "coordinator", console=Console(file=text, width=200), **options
+    ), text.getvalue()
+
+
+def _change(directory, statement, *values):
+    with sqlite3.connect(directory / "coordinator" / "coordinator.sqlite") as connection:
+        assert connection.execute(statement, values).rowcount
+    connection.close()
+
+
+async def test_audit_covers_every_flavour_and_finds_what_was_changed(tmp_path):
+    core = await open_coordinator(tmp_path)
+    signer = new_key(tmp_path / "key")
+    for names, count in (((), 1), (NAMES, 5), (("int8",), 2), (NAMES, 2)):
+        # Checkpoints are rare: versions are abandoned on the way, flavours begin, pause and begin again.
+        world = await World.open(core, tmp_path, names=names, signer=signer, checkpoint_every_versions=4)
+        await world.advance(count)
+    await core.close()
+    code, text = _audit(tmp_path, keys=[signer.public_key])
+    assert code == 0, text
+    assert text.count("SOUND") == 3
+    assert "versions in flavour fp8_e4m3" in text
+
+    row = "FROM flavour_versions WHERE flavour = 'int8' AND version = 5"
+    _change(tmp_path, f"UPDATE flavour_versions SET manifest = (SELECT CAST(manifest || x'0800' AS BLOB) {row})"
+            " WHERE flavour = 'int8' AND version = 5")  # fmt: skip
+    code, text = _audit(tmp_path, is_replaying=False)
+    assert code == 2
+    assert "the manifest's bytes have another digest" in text
+    _change(tmp_path, "DELETE FROM flavour_versions WHERE flavour = 'fp8_e4m3' AND version = 4")
+    code, text = _audit(tmp_path, is_replaying=False)
+    assert "follows version 4 at step 3, expected version -1" in text, text
+
+
+async def test_store_of_an_earlier_program_gets_flavours_and_keeps_what_it_had(tmp_path):
+    core = await open_coordinator(tmp_path)
+    world = await World.open(core, tmp_path, names=())
+    await world.advance(2)
+    before = [(await pull(core, tmp_path, "", version)).manifest_digest for version in range(3)]
+    await core.keeper.work()
+    await core.close()
+    with sqlite3.connect(tmp_path / "coordinator" / "coordinator.sqlite") as connection:
+        # As schema 1 had it: the same columns, but for the last.
+        connection.executescript("DROP VIEW stated; DROP TABLE flavour_versions; PRAGMA user_version = 1;")
+        connection.execute("ALTER TABLE sites DROP COLUMN flavour")
+        keys = {"payloads": "to_version, kind, from_version", "signatures": "version", "verified": "version"}
+        for name, key in {**keys, "canaries": "version"}.items():
+            columns = [row[1] for row in connection.execute(f"PRAGMA table_info({name})") if row[1] != "flavour"]
+            listed = ", ".join(columns)
+            connection.executescript(
+                f"ALTER TABLE {name} RENAME TO newer; CREATE TABLE {name} ({listed}, PRIMARY KEY ({key}));"
+                f" INSERT INTO {name} SELECT {listed} FROM newer; DROP TABLE newer;"
+            )
+    connection.close()
+    assert _audit(tmp_path)[0] == 0
+
+    core = await open_coordinator(tmp_path)
+    assert [(await pull(core, tmp_path, "", version)).manifest_digest for version in range(3)] == before
+    world = await World.open(core, tmp_path)
+    await world.advance(2)
+    await check_all(core, tmp_path, range(3, 6))
+    await core.close()
+    assert _audit(tmp_path)[0] == 0
 
 
 async def test_payloads_of_flavours_are_verified_collected_and_still_lead_everywhere(tmp_path):

@@ -82,6 +82,8 @@ class Registration:
     engine: str
     dtype: str
     max_delay_versions: int
+    flavour: str = ""
+    """Form of the weights that it pulls; empty for those that are trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +140,11 @@ class CoordinatorApi(Protocol):
     """All that a learner, a sampler or an operator can ask of a coordinator."""
 
     # policy: the learner's side
-    async def acquire_lease(self, *, holder: str, contract: Contract, request_id: str) -> LeaseGrant: ...
+    async def acquire_lease(
+        self, *, holder: str, contract: Contract, request_id: str, flavours: Sequence[str] = ()
+    ) -> LeaseGrant:
+        """Become the run's learner, who publishes each version in these flavours too."""
+        ...
 
     async def renew_lease(self, *, epoch: int) -> LeaseGrant: ...
 
@@ -167,11 +173,11 @@ class CoordinatorApi(Protocol):
 
     async def get_manifest(self, *, version: int) -> bytes: ...
 
-    async def get_signed_manifest(self, *, version: int) -> SignedManifest:
+    async def get_signed_manifest(self, *, version: int, flavour: str = "") -> SignedManifest:
         """The exact bytes of a manifest with the signature that its publisher sent."""
         ...
 
-    async def list_manifests(self, *, first_version: int, last_version: int) -> tuple[bytes, ...]:
+    async def list_manifests(self, *, first_version: int, last_version: int, flavour: str = "") -> tuple[bytes, ...]:
         """The exact bytes of manifests of [first_version, last_version], newest first: at least one, as many as fit."""
         ...
 
@@ -184,6 +190,7 @@ class CoordinatorApi(Protocol):
         accept_merged: bool = False,
         base_root: str = "",
         object_bytes: int = 0,
+        flavour: str = "",
     ) -> PullPlan:
         """Plan from (have_version, have_root), or from nothing when have_version is -1; want_version -1 is the head.
 

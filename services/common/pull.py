@@ -53,7 +53,7 @@ class PulledVersion:
 
 
 class Puller:
-    """Builds versions of one layout in one spool directory, which is its own.
+    """Builds versions of one layout, in one flavour, in one spool directory, which is its own.
 
     `base` gives the weights that the caller has without the run, if any; it is asked until a version was built.
     """
@@ -68,8 +68,10 @@ class Puller:
         base: Callable[[], Arena | None] = lambda: None,
         num_streams: int = 1,
         threads: int = 1,
+        flavour: str = "",
     ) -> None:
         self._threads = threads
+        self._flavour = flavour
         self._api = api
         self._layout = layout
         self._clock = clock
@@ -143,6 +145,7 @@ class Puller:
             accept_merged=not self._are_merged_distrusted,
             base_root=base_root,
             object_bytes=self.fetcher.link.object_bytes,
+            flavour=self._flavour,
         )
         if base_root:
             held, plan = await self._from_base(plan, base_root)
@@ -180,7 +183,7 @@ class Puller:
             return None, plan
         self._is_from_base = True
         start = plan.payloads[0].from_version if plan.payloads else plan.target_version
-        signed = await self._api.get_signed_manifest(version=start)
+        signed = await self._api.get_signed_manifest(version=start, flavour=self._flavour)
         manifest = manifest_from_bytes(signed.data)
         if (manifest.version, manifest.state_root) != (start, base_root) or self._base is None:
             raise StateMismatch(f"version {start} is not the base model")

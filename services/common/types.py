@@ -259,6 +259,19 @@ class StepReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FlavourVersion:
+    """A version's weights in another form, published with it: its own manifest, signature and canary log-probs.
+
+    Example: FlavourVersion(flavour="int8", manifest=data, signature=signature, canary=logprobs)
+    """
+
+    flavour: str
+    manifest: bytes
+    signature: bytes = b""
+    canary: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PublishRequest:
     """One compare-and-set publication: the manifest's bytes, the groups it consumed, the steps it contains.
 
@@ -278,6 +291,8 @@ class PublishRequest:
     """The learner's log-probs of the canary's tokens; empty when it states none."""
     encode_s: float = 0.0
     """For people to see; no part of the publication's content."""
+    flavours: tuple[FlavourVersion, ...] = ()
+    """The same version for samplers that asked for less; committed with it or not at all."""
 
 
 class PushStatus(enum.Enum):
@@ -360,6 +375,20 @@ class SiteStatus:
     quarantine: str = ""
     """Why the site is in quarantine; empty when it is not."""
     apply_s: float = 0.0
+    flavour: str = ""
+    """Form of the weights that it pulls; empty for those that are trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlavourStatus:
+    """A flavour's newest version: size of its state and of its payloads, bytes (0: none), and the share changed."""
+
+    flavour: str
+    version: int
+    full_bytes: int
+    delta_bytes: int
+    snapshot_bytes: int
+    changed_fraction: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -387,3 +416,4 @@ class RunStatus:
     delta_bytes: int = 0
     snapshot_bytes: int = 0
     encode_s: float = 0.0
+    flavours: tuple[FlavourStatus, ...] = ()

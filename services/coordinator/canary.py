@@ -45,30 +45,36 @@ def judge(report: CanaryReport, stated: tuple[float, ...], *, threshold: float) 
 
 
 def write_stated(connection: sqlite3.Connection, version: int, request: PublishRequest) -> None:
-    """Set: record the learner's canary of a version.
+    """Set: record the learner's canary of a version, and of each of its flavours.
 
     Raises:
         InvalidRequest: too many log-probs, or one that is not finite.
     """
-    if len(request.canary) > MAX_LOGPROBS or not np.isfinite(request.canary).all():
-        raise InvalidRequest(f"canary_logprobs: more than {MAX_LOGPROBS}, or not all finite")
-    if request.canary:
-        logprobs = np.asarray(request.canary, "<f4").tobytes()
-        connection.execute("INSERT OR REPLACE INTO canaries VALUES (?, ?)", (version, logprobs))
-        connection.execute("DELETE FROM canaries WHERE version < ?", (version - KEPT_VERSIONS,))
+    canaries = {"": request.canary, **{entry.flavour: entry.canary for entry in request.flavours}}
+    for flavour, stated in canaries.items():
+        if len(stated) > MAX_LOGPROBS or not np.isfinite(stated).all():
+            raise InvalidRequest(f"canary_logprobs: more than {MAX_LOGPROBS}, or not all finite")
+        if stated:
+            logprobs = np.asarray(stated, "<f4").tobytes()
+            connection.execute("INSERT OR REPLACE INTO canaries VALUES (?, ?, ?)", (version, logprobs, flavour))
+    connection.execute("DELETE FROM canaries WHERE version < ?", (version - KEPT_VERSIONS,))
 
 
-def read_stated(connection: sqlite3.Connection, version: int) -> tuple[float, ...]:
+def read_stated(connection: sqlite3.Connection, version: int, flavour: str = "") -> tuple[float, ...]:
     """The learner's canary of a version; empty when it stated none."""
-    row = connection.execute("SELECT logprobs FROM canaries WHERE version = ?", (version,)).fetchone()
+    row = connection.execute(
+        "SELECT logprobs FROM canaries WHERE flavour = ? AND version = ?", (flavour, version)
+    ).fetchone()
     return tuple(np.frombuffer(row[0], "<f4").tolist()) if row else ()
 
 
-def compare(connection: sqlite3.Connection, report: CanaryReport, *, threshold: float) -> CanaryVerdict:
-    """Set: judge a site's canary and keep the outcome."""
+def compare(
+    connection: sqlite3.Connection, report: CanaryReport, *, threshold: float, flavour: str = ""
+) -> CanaryVerdict:
+    """Set: judge a site's canary by what the learner computes with the same weights, and keep the outcome."""
     if len(report.logprobs) > MAX_LOGPROBS:
         raise InvalidRequest(f"logprobs: {len(report.logprobs)}, allowed are {MAX_LOGPROBS}")
-    judgement = judge(report, read_stated(connection, report.version), threshold=threshold)
+    judgement = judge(report, read_stated(connection, report.version, flavour), threshold=threshold)
     if judgement.quarantine:
         connection.execute(
             "INSERT OR REPLACE INTO quarantines VALUES (?, ?, ?)", (report.site, report.version, judgement.quarantine)

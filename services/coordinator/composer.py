@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import sqlite3
@@ -30,7 +31,7 @@ from services.common.weights.compose import MAX_PAYLOADS, compose
 from services.common.weights.manifest import chunks_of
 from services.common.weights.plan import plan_pull
 from services.common.wire import manifest_from_bytes
-from services.coordinator import lineage, manifests
+from services.coordinator import flavours, lineage, manifests
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.database import Database
 from services.coordinator.merges import Merges
@@ -152,7 +153,7 @@ class Composer:
         finally:
             self._current = None
         self.num_composed += 1
-        self._merges.add(payload)
+        self._merges.add(payload, choice.job.span.flavour)
         _LOG.debug("versions %d to %d are one delta", payload.from_version, payload.to_version)
         # What had to go for want of room would be due at once, for ever.
         self._skipped |= set(
@@ -183,14 +184,20 @@ class Composer:
         """Runs on the store's thread; changes nothing."""
         head = lineage.read_head(connection).version
         impossible: set[Span] = set()
-        for span in (*requests, *due_blocks(head=head, window=self._window, have=have | skipped)):
+        blocks = [
+            span
+            for flavour in flavours.stored(connection)
+            for span in due_blocks(head=head, window=self._window, have=have | skipped, flavour=flavour)
+        ]
+        for span in (*requests, *blocks):
             if span in have:
                 continue
-            path = _path_over(connection, span, self._merges.into)
+            path = _path_over(connection, span, functools.partial(self._merges.into, flavour=span.flavour))
             if len(path) < 2:
                 impossible.add(span)
             elif len(path) <= MAX_PAYLOADS:
-                job = _Job(span=span, payloads=path, manifest=manifests.read_manifest(connection, span.stop))
+                manifest = manifests.read_manifest(connection, span.stop, span.flavour)
+                job = _Job(span=span, payloads=path, manifest=manifest)
                 return _Choice(job=job, head=head, skipped=frozenset(impossible))
             # Else: shorter once the blocks are made.
         return _Choice(job=None, head=head, skipped=frozenset(impossible))
@@ -226,10 +233,10 @@ def _path_over(connection: sqlite3.Connection, span: Span, merged_into: lineage.
     """The cheapest deltas, merged ones among them, that lead over a span; none when there is no way."""
 
     def into(version: int) -> list[PayloadRef]:
-        payloads = [*lineage.payloads_into(connection, version), *merged_into(version)]
+        payloads = [*lineage.payloads_into(connection, version, span.flavour), *merged_into(version)]
         return [p for p in payloads if p.kind is not PayloadKind.SNAPSHOT and p.from_version >= span.start]
 
-    if not lineage.is_in_lineage(connection, span.stop):
+    if not lineage.is_in_lineage(connection, span.stop, span.flavour):
         return ()
     try:
         return plan_pull(into, have_version=span.start, want_version=span.stop)[1]

@@ -24,7 +24,7 @@ from services.common.types import (
     RunStatus,
     StepReport,
 )
-from services.coordinator import canary, lineage, queue, reports
+from services.coordinator import canary, flavours, lineage, queue, reports
 from services.coordinator.blobs import BlobStore
 from services.coordinator.composer import Composer
 from services.coordinator.config import CoordinatorConfig
@@ -133,6 +133,7 @@ class Coordinator(Policies, Rollouts):
         def operation(connection: sqlite3.Connection) -> tuple[int, int]:
             if not lineage.agree(connection, registration.contract, may_state=False):
                 raise Draining("no learner has stated the contract yet", action="repeat", retry_after_s=1.0)
+            flavours.check_offered(connection, registration.flavour)
             known = self.sites.register(connection, registration)
             return lineage.read_head(connection).version, known + 1
 
@@ -165,7 +166,9 @@ class Coordinator(Policies, Rollouts):
             if not self.sites.is_known(connection, report.site, report.incarnation):
                 raise NotRegistered(f"site {report.site}, incarnation {report.incarnation}, is not registered")
             before = canary.read_quarantines(connection).get(report.site, "")
-            return before, canary.compare(connection, report, threshold=self.config.canary_threshold)
+            flavour = self.sites.flavour(connection, report.site, report.incarnation)
+            threshold = self.config.canary_threshold
+            return before, canary.compare(connection, report, threshold=threshold, flavour=flavour)
 
         before, verdict = await self.database.run(operation)
         self.sites.note_canary(report, verdict.difference, self.clock.monotonic())

@@ -22,54 +22,15 @@ from typing import Any, Self, TypeVar
 from services.common import metrics
 from services.common.directory import make_directory
 from services.common.errors import CorruptStore, DiskFull, Draining, StoreFull
+from services.coordinator.schema import FROM_1, SCHEMA, SCHEMA_VERSION
 
 _LOG = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
 Operation = Callable[[sqlite3.Connection], Any]
 
-SCHEMA_VERSION = 1
 MAX_BATCH = 256
 _OPERATION_ERRORS = (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.DataError, sqlite3.InterfaceError)
 """Errors of one operation; every other error of SQLite is the store's."""
-_SCHEMA = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
-CREATE TABLE ledger (account TEXT PRIMARY KEY, count INTEGER NOT NULL) WITHOUT ROWID;
-CREATE TABLE versions (
-    version INTEGER PRIMARY KEY, step_id TEXT NOT NULL UNIQUE, content TEXT NOT NULL, epoch INTEGER NOT NULL,
-    manifest BLOB NOT NULL, manifest_digest TEXT NOT NULL, state_root TEXT NOT NULL, published REAL NOT NULL,
-    bytes_full INTEGER NOT NULL, bytes_last INTEGER NOT NULL, changed_fraction REAL NOT NULL,
-    is_abandoned INTEGER NOT NULL DEFAULT 0);
-CREATE TABLE payloads (
-    to_version INTEGER NOT NULL, kind TEXT NOT NULL, from_version INTEGER NOT NULL, digest TEXT NOT NULL,
-    num_bytes INTEGER NOT NULL, PRIMARY KEY (to_version, kind, from_version)) WITHOUT ROWID;
-CREATE TABLE steps (step INTEGER NOT NULL, version INTEGER NOT NULL, report BLOB NOT NULL,
-    PRIMARY KEY (step, version)) WITHOUT ROWID;
-CREATE TABLE sites (
-    site TEXT NOT NULL, incarnation TEXT NOT NULL, engine TEXT NOT NULL, dtype TEXT NOT NULL,
-    watermark INTEGER NOT NULL DEFAULT 0, accepted INTEGER NOT NULL DEFAULT 0, dropped INTEGER NOT NULL DEFAULT 0,
-    PRIMARY KEY (site, incarnation)) WITHOUT ROWID;
-CREATE TABLE beyond_watermark (
-    site TEXT NOT NULL, incarnation TEXT NOT NULL, sequence INTEGER NOT NULL,
-    PRIMARY KEY (site, incarnation, sequence)) WITHOUT ROWID;
-CREATE TABLE groups (
-    arrival INTEGER PRIMARY KEY AUTOINCREMENT, site TEXT NOT NULL, incarnation TEXT NOT NULL,
-    sequence INTEGER NOT NULL, digest TEXT NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '',
-    assignment INTEGER NOT NULL, oldest_version INTEGER NOT NULL, num_bytes INTEGER NOT NULL, arrived REAL NOT NULL,
-    version INTEGER, payload BLOB, UNIQUE (site, incarnation, sequence));
-CREATE INDEX groups_by_state ON groups (state, oldest_version, arrival);
-CREATE INDEX groups_by_version ON groups (version) WHERE version IS NOT NULL;
-CREATE TABLE work (
-    assignment INTEGER PRIMARY KEY, prompt_index INTEGER NOT NULL, seed INTEGER NOT NULL, site TEXT NOT NULL,
-    incarnation TEXT NOT NULL, is_leased INTEGER NOT NULL, holders TEXT NOT NULL);
-"""
-_ADDED = """
-CREATE TABLE IF NOT EXISTS signatures (version INTEGER PRIMARY KEY, signature BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS verified (version INTEGER PRIMARY KEY, digest TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS canaries (version INTEGER PRIMARY KEY, logprobs BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS quarantines (site TEXT PRIMARY KEY, version INTEGER NOT NULL, reason TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS retired (digest TEXT PRIMARY KEY) WITHOUT ROWID;
-"""
-"""Tables that a store of this schema may have been created without; an older program ignores them."""
 
 
 class Database:
@@ -224,10 +185,12 @@ def _connect(path: Path) -> sqlite3.Connection:
             raise CorruptStore(f"{path} fails SQLite's check")
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         if version == 0:
-            connection.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
+            connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
+        elif version == 1:
+            _LOG.info("%s is brought from schema 1 to %d", path, SCHEMA_VERSION)
+            connection.executescript(f"BEGIN IMMEDIATE; {FROM_1} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
         elif version != SCHEMA_VERSION:
             raise CorruptStore(f"{path} has schema {version}, this program needs {SCHEMA_VERSION}")
-        connection.executescript(f"BEGIN; {_ADDED} COMMIT;")
     except sqlite3.OperationalError as error:
         connection.close()
         if error.sqlite_errorcode in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):

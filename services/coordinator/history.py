@@ -43,21 +43,25 @@ class StoredVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """All versions of a run in the order of their numbers, and where its payloads are."""
+    """All versions of a run in one form, in the order of their numbers, and where their payloads are.
+
+    `flavour` is empty for the weights that are trained; another one need not have every version.
+    """
 
     run_id: str
     versions: tuple[StoredVersion, ...]
     offered: tuple[PayloadRef, ...]
     """Payloads that the store offers; others were deleted, whatever manifests name."""
     blobs: Path
+    flavour: str = ""
 
     def payload(self, digest: Digest) -> Path:
         """Where a payload is stored when it is complete."""
         return self.blobs / digest[:2] / digest
 
 
-def read_history(directory: Path) -> History:
-    """Read a data directory.
+def read_histories(directory: Path) -> tuple[History, ...]:
+    """Read a data directory: the weights that are trained first, then each flavour.
 
     Raises:
         OperatorError: there is no store, or a coordinator is running on it.
@@ -70,7 +74,7 @@ def read_history(directory: Path) -> History:
         raise OperatorError(f"{path} is in use", action="stop the coordinator, or verify a copy of its data_dir")
     try:
         with _opened(path) as connection:
-            return _read(connection, directory)
+            return tuple(_read(connection, directory, flavour) for flavour in _flavours(connection))
     except sqlite3.Error as error:
         raise CorruptStore(f"{path}: {error}") from error
 
@@ -103,13 +107,28 @@ def _opened(path: Path) -> Iterator[sqlite3.Connection]:
             connection.close()
 
 
-def _read(connection: sqlite3.Connection, directory: Path) -> History:
+def _flavours(connection: sqlite3.Connection) -> tuple[str, ...]:
+    # A store of an earlier program has none, and no columns for them.
+    if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'flavour_versions'").fetchone():
+        return ("",)
+    rows = connection.execute("SELECT DISTINCT flavour FROM flavour_versions ORDER BY flavour")
+    return ("", *(str(row[0]) for row in rows))
+
+
+def _read(connection: sqlite3.Connection, directory: Path, flavour: str) -> History:
     row = connection.execute("SELECT value FROM meta WHERE key = 'run_id'").fetchone()
     tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     # A store that an earlier program made, and no later one opened, has no signatures.
-    signatures = dict(connection.execute("SELECT version, signature FROM signatures")) if "signatures" in tables else {}
+    names, of_flavour = ((flavour,), " WHERE flavour = ?") if "flavour_versions" in tables else ((), "")
+    signatures: dict[int, bytes] = {}
+    if "signatures" in tables:
+        signatures = dict(connection.execute(f"SELECT version, signature FROM signatures{of_flavour}", names))
+    stated = "versions"
+    if flavour:
+        stated = "(SELECT * FROM stated JOIN (SELECT version, epoch FROM versions) USING (version) WHERE flavour = ?)"
     rows = connection.execute(
-        "SELECT version, epoch, manifest, manifest_digest, state_root, is_abandoned FROM versions ORDER BY version"
+        f"SELECT version, epoch, manifest, manifest_digest, state_root, is_abandoned FROM {stated} ORDER BY version",
+        (flavour,) if flavour else (),
     )
     versions = tuple(
         StoredVersion(
@@ -123,10 +142,12 @@ def _read(connection: sqlite3.Connection, directory: Path) -> History:
         )
         for version, epoch, manifest, digest, root, is_abandoned in rows
     )
-    payloads = connection.execute("SELECT kind, from_version, to_version, digest, num_bytes FROM payloads")
+    payloads = connection.execute(
+        f"SELECT kind, from_version, to_version, digest, num_bytes FROM payloads{of_flavour}", names
+    )
     offered = tuple(
         PayloadRef(kind=PayloadKind(kind), from_version=a, to_version=b, digest=Digest(digest), num_bytes=size)
         for kind, a, b, digest, size in payloads
     )
     run_id = "" if row is None else str(row[0])
-    return History(run_id=run_id, versions=versions, offered=offered, blobs=directory / "blobs")
+    return History(run_id=run_id, versions=versions, offered=offered, blobs=directory / "blobs", flavour=flavour)

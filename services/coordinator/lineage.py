@@ -8,7 +8,7 @@ services.coordinator.database.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.common.errors import (
@@ -122,8 +122,7 @@ def check_publication(
     check_epoch(connection, request.epoch)
     if not request.step_id:
         raise InvalidRequest("step_id must not be empty")
-    if len(request.signature) not in (0, SIGNATURE_BYTES):
-        raise InvalidRequest(f"signature: {len(request.signature)} bytes, expected none or {SIGNATURE_BYTES}")
+    check_signature(request.signature)
     row = connection.execute("SELECT version, content FROM versions WHERE step_id = ?", (request.step_id,)).fetchone()
     if row is not None:
         if row[1] != _content(request):
@@ -134,31 +133,59 @@ def check_publication(
         raise ParentNotHead(f"parent {request.parent_version} is not the head, version {head.version}")
     contract = read_contract(connection)
     is_rollback = request.lineage_version != request.parent_version
-    expected = {
-        "run_id": (manifest.run_id, run_id),
-        "epoch": (manifest.epoch, request.epoch),
-        "version": (manifest.version, head.version + 1),
-        "parent_version": (manifest.parent_version, request.lineage_version),
-        "parent_digest": (manifest.parent_digest, _parent_digest(connection, request.lineage_version)),
-        "layout_id": (manifest.layout_id, contract.layout_id if contract else ""),
-    }
-    for name, (stated, right) in expected.items():
-        if stated != right:
-            raise InvalidRequest(f"manifest.{name}: {stated!r}, expected {right!r}")
-    has_snapshot = any(payload.kind is PayloadKind.SNAPSHOT for payload in manifest.payloads)
-    if (head.version == NONE or is_rollback) and not has_snapshot:
-        raise InvalidRequest("manifest.payloads: this version needs a snapshot")
+    check_manifest(
+        manifest,
+        {
+            "run_id": run_id,
+            "epoch": request.epoch,
+            "version": head.version + 1,
+            "parent_version": request.lineage_version,
+            "parent_digest": _parent_digest(connection, request.lineage_version),
+            "layout_id": contract.layout_id if contract else "",
+        },
+        needs_snapshot=head.version == NONE or is_rollback,
+        name="manifest",
+    )
+    return None
+
+
+def check_signature(signature: bytes) -> None:
+    """Refuse what cannot be a signature; whose it is, is for others to say.
+
+    Raises:
+        InvalidRequest: it has another length.
+    """
+    if len(signature) not in (0, SIGNATURE_BYTES):
+        raise InvalidRequest(f"signature: {len(signature)} bytes, expected none or {SIGNATURE_BYTES}")
+
+
+def check_manifest(manifest: Manifest, expected: Mapping[str, object], *, needs_snapshot: bool, name: str) -> None:
+    """Check what a manifest states against what it must, and that its payloads lead to it.
+
+    Args:
+        manifest: the one to check; its `parent_version` is among what is expected.
+        expected: fields by name.
+        needs_snapshot: whether a delta alone would not do.
+        name: what the manifest is called in a refusal.
+
+    Raises:
+        InvalidRequest: names the field.
+    """
+    for key, right in expected.items():
+        if getattr(manifest, key) != right:
+            raise InvalidRequest(f"{name}.{key}: {getattr(manifest, key)!r}, expected {right!r}")
     kinds = [payload.kind for payload in manifest.payloads]
+    if needs_snapshot and PayloadKind.SNAPSHOT not in kinds:
+        raise InvalidRequest(f"{name}.payloads: this version needs a snapshot")
     if not kinds or len(set(kinds)) != len(kinds):
-        raise InvalidRequest("manifest.payloads: one of each kind at most, and at least one")
+        raise InvalidRequest(f"{name}.payloads: one of each kind at most, and at least one")
     for payload in manifest.payloads:
         if payload.kind is PayloadKind.MERGED:
-            raise InvalidRequest("manifest.payloads: merged deltas are the coordinator's to make")
+            raise InvalidRequest(f"{name}.payloads: merged deltas are the coordinator's to make")
         is_delta = payload.kind is PayloadKind.DELTA
-        start = request.lineage_version if is_delta else NONE
+        start = manifest.parent_version if is_delta else NONE
         if (payload.to_version, payload.from_version) != (manifest.version, start) or (is_delta and start == NONE):
-            raise InvalidRequest(f"manifest.payloads: {payload.kind.value} does not lead to version {manifest.version}")
-    return None
+            raise InvalidRequest(f"{name}.payloads: {payload.kind.value} does not lead to version {manifest.version}")
 
 
 def write_version(
@@ -183,13 +210,18 @@ def write_version(
         ),
     )
     manifests.write_signature(connection, manifest.version, request.signature)
-    connection.executemany(
-        "INSERT INTO payloads VALUES (?, ?, ?, ?, ?)",
-        [(p.to_version, p.kind.value, p.from_version, p.digest, p.num_bytes) for p in manifest.payloads],
-    )
+    write_payloads(connection, manifest.payloads)
     connection.executemany(
         "INSERT OR REPLACE INTO steps VALUES (?, ?, ?)",
         [(step.step, manifest.version, data) for step, data in zip(request.reports, reports, strict=True)],
+    )
+
+
+def write_payloads(connection: sqlite3.Connection, payloads: Iterable[PayloadRef], flavour: str = "") -> None:
+    """Set: offer payloads."""
+    connection.executemany(
+        "INSERT INTO payloads VALUES (?, ?, ?, ?, ?, ?)",
+        [(p.to_version, p.kind.value, p.from_version, p.digest, p.num_bytes, flavour) for p in payloads],
     )
 
 
@@ -211,16 +243,19 @@ def version_of_step(connection: sqlite3.Connection, step_id: str) -> int | None:
     return None if row is None else int(row[0])
 
 
-def is_in_lineage(connection: sqlite3.Connection, version: int) -> bool:
-    """Whether a version exists and was not abandoned."""
-    row = connection.execute("SELECT is_abandoned FROM versions WHERE version = ?", (version,)).fetchone()
+def is_in_lineage(connection: sqlite3.Connection, version: int, flavour: str = "") -> bool:
+    """Whether a version exists in this flavour and was not abandoned."""
+    row = connection.execute(
+        "SELECT is_abandoned FROM stated WHERE flavour = ? AND version = ?", (flavour, version)
+    ).fetchone()
     return row is not None and not row[0]
 
 
-def payloads_into(connection: sqlite3.Connection, version: int) -> list[PayloadRef]:
+def payloads_into(connection: sqlite3.Connection, version: int, flavour: str = "") -> list[PayloadRef]:
     """Published payloads that lead to a version."""
     rows = connection.execute(
-        "SELECT kind, from_version, to_version, digest, num_bytes FROM payloads WHERE to_version = ?", (version,)
+        "SELECT kind, from_version, to_version, digest, num_bytes FROM payloads WHERE flavour = ? AND to_version = ?",
+        (flavour, version),
     )
     return [
         PayloadRef(kind=PayloadKind(kind), from_version=a, to_version=b, digest=Digest(digest), num_bytes=size)
@@ -241,4 +276,7 @@ def _parent_digest(connection: sqlite3.Connection, version: int) -> str:
 
 def _content(request: PublishRequest) -> str:
     ids = "".join(f"{g.site}/{g.incarnation}/{g.sequence};" for g in request.consumed)
-    return bytes_digest(f"{request.parent_version}/{request.lineage_version}/{ids}".encode() + request.manifest)
+    # Nothing for no flavours: the content of a version without them is what it always was.
+    flavours = "".join(f"{entry.flavour}/{manifest_digest(entry.manifest)};" for entry in request.flavours)
+    text = f"{request.parent_version}/{request.lineage_version}/{ids}{flavours}"
+    return bytes_digest(text.encode() + request.manifest)

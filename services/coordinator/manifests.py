@@ -16,15 +16,17 @@ MAX_MANIFEST_BYTES = 4 << 20
 """Bytes of the manifests in one answer, beyond which only the first may go."""
 
 
-def read_manifest(connection: sqlite3.Connection, version: int) -> bytes:
+def read_manifest(connection: sqlite3.Connection, version: int, flavour: str = "") -> bytes:
     """Exact bytes of a manifest.
 
     Raises:
         UnknownVersion: no such version.
     """
-    row = connection.execute("SELECT manifest FROM versions WHERE version = ?", (version,)).fetchone()
+    row = connection.execute(
+        "SELECT manifest FROM stated WHERE flavour = ? AND version = ?", (flavour, version)
+    ).fetchone()
     if row is None:
-        raise UnknownVersion(f"version {version} does not exist")
+        raise UnknownVersion(f"version {version} does not exist{f' in flavour {flavour}' if flavour else ''}")
     return bytes(row[0])
 
 
@@ -33,6 +35,7 @@ def read_manifests(
     *,
     first: int,
     last: int,
+    flavour: str = "",
     max_manifests: int = MAX_MANIFESTS,
     max_bytes: int = MAX_MANIFEST_BYTES,
 ) -> tuple[bytes, ...]:
@@ -44,34 +47,39 @@ def read_manifests(
     """
     if first > last:
         raise InvalidRequest(f"versions {first} to {last} are no range")
-    found = [read_manifest(connection, last)]
+    found = [read_manifest(connection, last, flavour)]
     num_bytes = len(found[0])
     for version in range(last - 1, max(first, last - max_manifests + 1) - 1, -1):
         # Before the bytes are read: a range is a caller's, and one operation of the store must stay short.
-        row = connection.execute("SELECT length(manifest) FROM versions WHERE version = ?", (version,)).fetchone()
+        row = connection.execute(
+            "SELECT length(manifest) FROM stated WHERE flavour = ? AND version = ?", (flavour, version)
+        ).fetchone()
         if row is None or num_bytes + row[0] > max_bytes:
             break
         num_bytes += row[0]
-        found.append(read_manifest(connection, version))
+        found.append(read_manifest(connection, version, flavour))
     return tuple(found)
 
 
-def read_signed_manifest(connection: sqlite3.Connection, version: int) -> SignedManifest:
+def read_signed_manifest(connection: sqlite3.Connection, version: int, flavour: str = "") -> SignedManifest:
     """Exact bytes of a manifest and the signature stored with it.
 
     Raises:
         UnknownVersion: no such version.
     """
-    return SignedManifest(data=read_manifest(connection, version), signature=read_signature(connection, version))
+    data = read_manifest(connection, version, flavour)
+    return SignedManifest(data=data, signature=read_signature(connection, version, flavour))
 
 
-def read_signature(connection: sqlite3.Connection, version: int) -> bytes:
+def read_signature(connection: sqlite3.Connection, version: int, flavour: str = "") -> bytes:
     """The signature that the publisher sent; empty when there is none."""
-    row = connection.execute("SELECT signature FROM signatures WHERE version = ?", (version,)).fetchone()
+    row = connection.execute(
+        "SELECT signature FROM signatures WHERE flavour = ? AND version = ?", (flavour, version)
+    ).fetchone()
     return b"" if row is None else bytes(row[0])
 
 
-def write_signature(connection: sqlite3.Connection, version: int, signature: bytes) -> None:
+def write_signature(connection: sqlite3.Connection, version: int, signature: bytes, flavour: str = "") -> None:
     """Record what the publisher sent."""
     if signature:
-        connection.execute("INSERT INTO signatures VALUES (?, ?)", (version, signature))
+        connection.execute("INSERT INTO signatures VALUES (?, ?, ?)", (version, signature, flavour))

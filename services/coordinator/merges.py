@@ -4,7 +4,7 @@
     data_dir/merged/compose*                       under way; whatever is left of it goes at the next start
 
 The directory is all there is: at the start it is read again, and what does not lead between the states of the versions
-that it names is removed. A file that disappears is struck out when somebody notices.
+that it names, in one flavour, is removed. A file that disappears is struck out when somebody notices.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Merges:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._index: dict[Span, PayloadRef] = {}
-        self._into: dict[int, tuple[PayloadRef, ...]] = {}
+        self._into: dict[tuple[str, int], tuple[PayloadRef, ...]] = {}
 
     async def open(self, database: Database) -> None:
         """Find again what an earlier process left."""
@@ -42,12 +42,18 @@ class Merges:
         if found:
             await self._adopt(found, await database.run(_state_roots))
 
-    async def _adopt(self, found: Iterable[tuple[PayloadRef, tuple[str, str]]], root_of: dict[int, str]) -> None:
+    async def _adopt(
+        self, found: Iterable[tuple[PayloadRef, tuple[str, str]]], root_of: dict[str, dict[int, str]]
+    ) -> None:
         for payload, roots in found:
-            span = Span(payload.from_version, payload.to_version)
-            right = (root_of.get(span.start), root_of.get(span.stop)) == roots
-            if right and span not in self._index:
-                self._index[span] = payload
+            start, stop = payload.from_version, payload.to_version
+            right = [
+                Span(start, stop, flavour)
+                for flavour, root in root_of.items()
+                if (root.get(start), root.get(stop)) == roots
+            ]
+            if right and right[0] not in self._index:
+                self._index[right[0]] = payload
             else:
                 self.path(payload).unlink(missing_ok=True)
         self._replace_into()
@@ -57,9 +63,9 @@ class Merges:
         """The spans that are there."""
         return frozenset(self._index)
 
-    def into(self, version: int) -> tuple[PayloadRef, ...]:
-        """Merged deltas that lead to a version."""
-        return self._into.get(version, ())
+    def into(self, version: int, flavour: str = "") -> tuple[PayloadRef, ...]:
+        """Merged deltas of a flavour that lead to a version."""
+        return self._into.get((flavour, version), ())
 
     def path(self, payload: PayloadRef) -> Path:
         """Where a merged delta lies."""
@@ -79,9 +85,9 @@ class Merges:
         scratch.replace(self.path(payload))
         sync_directory(self._directory)
 
-    def add(self, payload: PayloadRef) -> None:
+    def add(self, payload: PayloadRef, flavour: str = "") -> None:
         """Offer a merged delta that has its name."""
-        self._index[Span(payload.from_version, payload.to_version)] = payload
+        self._index[Span(payload.from_version, payload.to_version, flavour)] = payload
         self._replace_into()
 
     async def forget_missing(self, payloads: Iterable[PayloadRef] | None = None) -> bool:
@@ -89,8 +95,7 @@ class Merges:
         looked_at = [*self._index.values()] if payloads is None else payloads
         merged = [payload for payload in looked_at if payload.kind is PayloadKind.MERGED]
         missing = [payload for payload in merged if not await asyncio.to_thread(self.path(payload).exists)]
-        for payload in missing:
-            self._index.pop(Span(payload.from_version, payload.to_version), None)
+        self._index = {span: payload for span, payload in self._index.items() if payload not in missing}
         self._replace_into()
         return bool(missing)
 
@@ -116,14 +121,17 @@ class Merges:
 
     def _replace_into(self) -> None:
         # Replaced, never changed: a plan on the store's thread may be reading it.
-        into: defaultdict[int, tuple[PayloadRef, ...]] = defaultdict(tuple)
+        into: defaultdict[tuple[str, int], tuple[PayloadRef, ...]] = defaultdict(tuple)
         for span, payload in self._index.items():
-            into[span.stop] += (payload,)
+            into[span.flavour, span.stop] += (payload,)
         self._into = dict(into)
 
 
-def _state_roots(connection: sqlite3.Connection) -> dict[int, str]:
-    return dict(connection.execute("SELECT version, state_root FROM versions"))
+def _state_roots(connection: sqlite3.Connection) -> dict[str, dict[int, str]]:
+    roots: defaultdict[str, dict[int, str]] = defaultdict(dict)
+    for flavour, version, root in connection.execute("SELECT flavour, version, state_root FROM stated"):
+        roots[flavour][version] = root
+    return dict(roots)
 
 
 def _scan(directory: Path) -> list[tuple[PayloadRef, tuple[str, str]]]:

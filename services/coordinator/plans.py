@@ -25,6 +25,7 @@ def plan(
     merged_into: lineage.MergedInto,
     base_root: str = "",
     object_bytes: int = 0,
+    flavour: str = "",
 ) -> PullPlan:
     """Plan a pull; what the caller claims to hold counts only when its state root is that version's.
 
@@ -34,37 +35,41 @@ def plan(
         UnknownVersion: the wanted version does not exist or was abandoned.
     """
     want = lineage.read_head(connection).version if want_version == lineage.NONE else want_version
-    if not lineage.is_in_lineage(connection, want):
-        raise UnknownVersion(f"version {want} does not exist in the lineage")
+    if not lineage.is_in_lineage(connection, want, flavour):
+        where = f" in flavour {flavour}" if flavour else ""
+        raise UnknownVersion(f"version {want} does not exist{where} in the lineage")
     start, note = have_version, ""
     if have_version != lineage.NONE:
-        root = connection.execute("SELECT state_root FROM versions WHERE version = ?", (have_version,)).fetchone()
+        root = connection.execute(
+            "SELECT state_root FROM stated WHERE flavour = ? AND version = ?", (flavour, have_version)
+        ).fetchone()
         if root is None or root[0] != have_root:
             start, note = lineage.NONE, f"; version {have_version} of the caller is not the run's"
 
     def into(version: int) -> list[PayloadRef]:
-        return [*lineage.payloads_into(connection, version), *merged_into(version)]
+        return [*lineage.payloads_into(connection, version, flavour), *merged_into(version)]
 
     kind, payloads, reason = plan_pull(
         into,
         have_version=start,
         want_version=want,
-        base_version=_version_of_root(connection, base_root),
+        base_version=_version_of_root(connection, base_root, flavour),
         object_bytes=object_bytes,
     )
     return PullPlan(
         kind=PlanKind(kind),
         target_version=want,
         payloads=payloads,
-        manifests=tuple(manifests.read_manifest(connection, payload.to_version) for payload in payloads),
+        manifests=tuple(manifests.read_manifest(connection, payload.to_version, flavour) for payload in payloads),
         reason=reason + note,
-        signature=manifests.read_signature(connection, want) if payloads else b"",
+        signature=manifests.read_signature(connection, want, flavour) if payloads else b"",
     )
 
 
-def _version_of_root(connection: sqlite3.Connection, root: str) -> int:
+def _version_of_root(connection: sqlite3.Connection, root: str, flavour: str) -> int:
     """The first version if it has this state: the one that anybody may hold without the run."""
     row = connection.execute(
-        "SELECT version FROM versions WHERE version = 0 AND state_root = ? AND is_abandoned = 0", (root,)
+        "SELECT version FROM stated WHERE flavour = ? AND version = 0 AND state_root = ? AND is_abandoned = 0",
+        (flavour, root),
     ).fetchone()
     return lineage.NONE if row is None else int(row[0])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sqlite3
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from services.common.api import HeadUpdate, PullPlan
 from services.common.errors import (
@@ -22,11 +23,13 @@ from services.common.types import (
     GroupId,
     LeaseGrant,
     Manifest,
+    PayloadRef,
     PublishRequest,
     SignedManifest,
 )
 from services.common.wire import manifest_from_bytes
 from services.coordinator import canary, lineage, manifests, plans, queue, reports, rollback
+from services.coordinator import flavours as forms
 from services.coordinator.database import get_meta, set_meta
 from services.coordinator.membership import decide_acquire
 from services.coordinator.node import Node
@@ -40,10 +43,13 @@ class Policies(Node):
 
     # policy: the learner's side
 
-    async def acquire_lease(self, *, holder: str, contract: Contract, request_id: str) -> LeaseGrant:
+    async def acquire_lease(
+        self, *, holder: str, contract: Contract, request_id: str, flavours: Sequence[str] = ()
+    ) -> LeaseGrant:
         """Begin a new epoch; its predecessor's groups return to the queue."""
         if not holder or not request_id:
             raise InvalidRequest("holder and request_id must not be empty")
+        forms.check_names(flavours)
         now = self.clock.monotonic()
 
         def operation(connection: sqlite3.Connection) -> tuple[int, int, str]:
@@ -59,6 +65,7 @@ class Policies(Node):
                 queue.return_leased(connection)
                 set_meta(connection, "num_prompts", str(contract.num_prompts))
                 set_meta(connection, "draining", "")
+                forms.offer(connection, flavours)
             # Inside the operation: the next request for the lease, in the same commit perhaps, must see this one.
             self.lease_expires = now + self.config.learner_lease_s
             return decision.epoch, lineage.read_head(connection).version, reason
@@ -112,11 +119,19 @@ class Policies(Node):
     async def publish_version(self, request: PublishRequest) -> int:
         """Commit one version and consume its groups, in one transaction."""
         manifest = manifest_from_bytes(request.manifest)
-        with self.blobs.held(payload.digest for payload in manifest.payloads):
-            return await self._publish(request, manifest)
+        flavours = {entry.flavour: manifest_from_bytes(entry.manifest) for entry in request.flavours}
+        payloads = [payload for each in (manifest, *flavours.values()) for payload in each.payloads]
+        with self.blobs.held(payload.digest for payload in payloads):
+            return await self._publish(request, manifest, flavours, payloads)
 
-    async def _publish(self, request: PublishRequest, manifest: Manifest) -> int:
-        for payload in manifest.payloads:
+    async def _publish(
+        self,
+        request: PublishRequest,
+        manifest: Manifest,
+        flavours: Mapping[str, Manifest],
+        payloads: Sequence[PayloadRef],
+    ) -> int:
+        for payload in payloads:
             if not await self.blobs.ensure(digest=payload.digest, num_bytes=payload.num_bytes):
                 raise PayloadMissing(f"{payload.kind.value} {payload.digest[:12]} is not complete")
         steps = [reports.encode(report) for report in request.reports]
@@ -126,6 +141,7 @@ class Policies(Node):
             version = lineage.check_publication(connection, request, manifest, self.config.run_id)
             if version is not None:
                 return version, [], ""
+            forms.check_publication(connection, request, manifest, flavours)
             if self.config.is_finished(request.parent_version):
                 raise RunFinished(f"the run ends with version {self.config.max_versions}")
             refused, why = self.queue.consume(
@@ -136,6 +152,7 @@ class Policies(Node):
                 return lineage.NONE, refused, why
             queue.abandon_consumed(connection, lineage.abandon_versions(connection, request))
             lineage.write_version(connection, request, manifest, now=now, reports=steps)
+            forms.write_versions(connection, request, flavours)
             canary.write_stated(connection, manifest.version, request)
             set_meta(connection, "encode_s", str(request.encode_s))
             rollback.settle(connection, manifest)
@@ -186,15 +203,15 @@ class Policies(Node):
         """Exact bytes of a manifest."""
         return await self.database.run(lambda connection: manifests.read_manifest(connection, version))
 
-    async def get_signed_manifest(self, *, version: int) -> SignedManifest:
+    async def get_signed_manifest(self, *, version: int, flavour: str = "") -> SignedManifest:
         """Exact bytes of a manifest and its signature."""
-        return await self.database.run(lambda connection: manifests.read_signed_manifest(connection, version))
+        return await self.database.run(lambda connection: manifests.read_signed_manifest(connection, version, flavour))
 
-    async def list_manifests(self, *, first_version: int, last_version: int) -> tuple[bytes, ...]:
+    async def list_manifests(self, *, first_version: int, last_version: int, flavour: str = "") -> tuple[bytes, ...]:
         """Exact bytes of the newest manifests of a range, as many as fit one answer."""
 
         def operation(connection: sqlite3.Connection) -> tuple[bytes, ...]:
-            return manifests.read_manifests(connection, first=first_version, last=last_version)
+            return manifests.read_manifests(connection, first=first_version, last=last_version, flavour=flavour)
 
         return await self.database.run(operation)
 
@@ -207,6 +224,7 @@ class Policies(Node):
         accept_merged: bool = False,
         base_root: str = "",
         object_bytes: int = 0,
+        flavour: str = "",
     ) -> PullPlan:
         """Plan the cheapest way to a version by what is there; what would be cheaper is made for the next caller."""
 
@@ -218,7 +236,8 @@ class Policies(Node):
                 want_version=want_version,
                 base_root=base_root,
                 object_bytes=object_bytes,
-                merged_into=self.merges.into if accept_merged else plans.no_merged,
+                flavour=flavour,
+                merged_into=functools.partial(self.merges.into, flavour=flavour) if accept_merged else plans.no_merged,
             )
             return plan, lineage.read_head(connection).version
 
@@ -227,7 +246,7 @@ class Policies(Node):
             while await self.merges.forget_missing(plan.payloads):
                 self.composer.poke()
                 plan, head = await self._leased(operation, have_version)
-            span = worth_merging(plan.payloads, head=head)
+            span = worth_merging(plan.payloads, head=head, flavour=flavour)
             if span is not None:
                 self.composer.request(span)
         return plan

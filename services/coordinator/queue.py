@@ -111,7 +111,9 @@ class Queue:
         self, connection: sqlite3.Connection, group: Group, *, contract: Contract, head: int, now: float
     ) -> Facts:
         version = connection.execute(
-            "SELECT state_root, published FROM versions WHERE version = ? AND is_abandoned = 0", (group.oldest_version,)
+            "SELECT coalesce((SELECT f.state_root FROM flavour_versions f WHERE f.version = v.version"
+            " AND f.state_root = ?), v.state_root), published FROM versions v WHERE version = ? AND is_abandoned = 0",
+            (group.state_root, group.oldest_version),
         ).fetchone()
         prompt, is_answered = work.lookup(connection, group.assignment, group.id)
         return Facts(

@@ -16,6 +16,7 @@ from services.common.errors import DigestMismatch, HeterorlError, InvalidRequest
 from services.common.metrics import BYTES
 from services.common.rpc import canary, messages
 from services.common.rpc.options import FRAME_BYTES
+from services.common.rpc.publication import publish_from_pb
 from services.common.rpc.run_status import status_to_pb
 from services.common.types import DropReason, Group, PushOutcome, PushStatus, SiteId
 from services.common.wire import group_from_pb, group_id_from_pb, group_to_pb
@@ -37,7 +38,10 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         self, request: policy_pb2.AcquireLeaseRequest, context: Context
     ) -> policy_pb2.AcquireLeaseResponse:
         grant = await self._api.acquire_lease(
-            holder=request.holder, contract=contract_from_pb(request.contract), request_id=request.request_id
+            holder=request.holder,
+            contract=contract_from_pb(request.contract),
+            request_id=request.request_id,
+            flavours=tuple(request.flavours),
         )
         return policy_pb2.AcquireLeaseResponse(
             epoch=grant.epoch, ttl_s=grant.ttl_s, head_version=grant.head_version, holder=grant.holder
@@ -97,7 +101,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
     async def PublishVersion(
         self, request: policy_pb2.PublishVersionRequest, context: Context
     ) -> policy_pb2.PublishVersionResponse:
-        version = await self._api.publish_version(messages.publish_from_pb(request))
+        version = await self._api.publish_version(publish_from_pb(request))
         return policy_pb2.PublishVersionResponse(version=version)
 
     async def GetStep(self, request: policy_pb2.GetStepRequest, context: Context) -> policy_pb2.GetStepResponse:
@@ -112,13 +116,15 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
     async def GetManifest(
         self, request: policy_pb2.GetManifestRequest, context: Context
     ) -> policy_pb2.GetManifestResponse:
-        signed = await self._api.get_signed_manifest(version=request.version)
+        signed = await self._api.get_signed_manifest(version=request.version, flavour=request.flavour)
         return policy_pb2.GetManifestResponse(manifest=signed.data, signature=signed.signature)
 
     async def ListManifests(
         self, request: policy_pb2.ListManifestsRequest, context: Context
     ) -> policy_pb2.ListManifestsResponse:
-        found = await self._api.list_manifests(first_version=request.first_version, last_version=request.last_version)
+        found = await self._api.list_manifests(
+            first_version=request.first_version, last_version=request.last_version, flavour=request.flavour
+        )
         return policy_pb2.ListManifestsResponse(manifests=found)
 
     async def PlanPull(self, request: policy_pb2.PlanPullRequest, context: Context) -> policy_pb2.PlanPullResponse:
@@ -129,6 +135,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
             accept_merged=request.accept_merged,
             base_root=request.base_root,
             object_bytes=request.object_bytes,
+            flavour=request.flavour,
         )
         return messages.plan_to_pb(plan)
 

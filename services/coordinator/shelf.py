@@ -1,4 +1,7 @@
-"""What the store says of the payloads that are kept, as store operations, and the directory where they are rebuilt."""
+"""What the store says of the payloads that are kept, as store operations, and the directory where they are rebuilt.
+
+Each flavour is a graph of its own over the same versions; what may go as a file is decided over all of them.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,11 @@ def empty(directory: Path) -> None:
         path.unlink()
 
 
-def graph(connection: sqlite3.Connection) -> Graph:
-    """The published payloads over the versions that they touch."""
-    rows = connection.execute("SELECT kind, from_version, to_version, digest, num_bytes FROM payloads")
+def graph(connection: sqlite3.Connection, flavour: str = "") -> Graph:
+    """The published payloads of a flavour over the versions that they touch."""
+    rows = connection.execute(
+        "SELECT kind, from_version, to_version, digest, num_bytes FROM payloads WHERE flavour = ?", (flavour,)
+    )
     payloads = [
         PayloadRef(kind=PayloadKind(kind), from_version=a, to_version=b, digest=Digest(digest), num_bytes=size)
         for kind, a, b, digest, size in rows
@@ -34,63 +39,68 @@ def graph(connection: sqlite3.Connection) -> Graph:
     oldest = min((payload.to_version for payload in payloads), default=0)
     # The head belongs to it also when all its payloads were struck out.
     versions = connection.execute(
-        "SELECT version FROM versions WHERE is_abandoned = 0 AND"
+        "SELECT version FROM stated WHERE flavour = ? AND is_abandoned = 0 AND"
         " (version >= ? OR version = (SELECT max(version) FROM versions)) ORDER BY version",
-        (oldest,),
+        (flavour, oldest),
     )
     return Graph(
         payloads=payloads,
         lineage=[int(row[0]) for row in versions],
-        verified=_verified(connection),
+        verified=_verified(connection, flavour),
     )
 
 
-def work(connection: sqlite3.Connection, way: Sequence[PayloadRef]) -> Work:
+def work(connection: sqlite3.Connection, way: Sequence[PayloadRef], flavour: str = "") -> Work:
     """A way with the manifests that it leads to."""
-    stated = (manifest_from_bytes(manifests.read_manifest(connection, payload.to_version)) for payload in way)
+    stated = (manifest_from_bytes(manifests.read_manifest(connection, payload.to_version, flavour)) for payload in way)
     return Work(payloads=tuple(way), manifests=tuple(stated))
 
 
-def unverified_snapshot(connection: sqlite3.Connection) -> Work | None:
+def unverified_snapshot(connection: sqlite3.Connection, flavour: str = "") -> Work | None:
     """The newest snapshot of the lineage, when it is not verified yet."""
     row = connection.execute(
         "SELECT p.from_version, p.to_version, p.digest, p.num_bytes, f.version FROM payloads p"
-        " JOIN versions v ON v.version = p.to_version LEFT JOIN verified f ON f.version = p.to_version"
-        " WHERE p.kind = ? AND v.is_abandoned = 0 ORDER BY p.to_version DESC LIMIT 1",
-        (PayloadKind.SNAPSHOT.value,),
+        " JOIN versions v ON v.version = p.to_version"
+        " LEFT JOIN verified f ON f.version = p.to_version AND f.flavour = p.flavour"
+        " WHERE p.flavour = ? AND p.kind = ? AND v.is_abandoned = 0 ORDER BY p.to_version DESC LIMIT 1",
+        (flavour, PayloadKind.SNAPSHOT.value),
     ).fetchone()
     if row is None or row[4] is not None:
         return None
     payload = PayloadRef(
         kind=PayloadKind.SNAPSHOT, from_version=row[0], to_version=row[1], digest=Digest(row[2]), num_bytes=row[3]
     )
-    return work(connection, (payload,))
+    return work(connection, (payload,), flavour)
 
 
-def note_verified(connection: sqlite3.Connection, payload: PayloadRef) -> None:
+def note_verified(connection: sqlite3.Connection, payload: PayloadRef, flavour: str = "") -> None:
     """Remember that a snapshot was decoded and is its version's state."""
-    connection.execute("INSERT OR REPLACE INTO verified VALUES (?, ?)", (payload.to_version, payload.digest))
+    connection.execute(
+        "INSERT OR REPLACE INTO verified VALUES (?, ?, ?)", (payload.to_version, payload.digest, flavour)
+    )
 
 
-def add_snapshot(connection: sqlite3.Connection, payload: PayloadRef) -> bool:
+def add_snapshot(connection: sqlite3.Connection, payload: PayloadRef, flavour: str = "") -> bool:
     """Offer a verified snapshot that the coordinator wrote; False when its version was abandoned or has one."""
     inserted = 0
-    if lineage.is_in_lineage(connection, payload.to_version):
+    if lineage.is_in_lineage(connection, payload.to_version, flavour):
         inserted = connection.execute(
-            "INSERT OR IGNORE INTO payloads VALUES (?, ?, ?, ?, ?)",
-            (payload.to_version, payload.kind.value, payload.from_version, payload.digest, payload.num_bytes),
+            "INSERT OR IGNORE INTO payloads VALUES (?, ?, ?, ?, ?, ?)",
+            (payload.to_version, payload.kind.value, payload.from_version, payload.digest, payload.num_bytes, flavour),
         ).rowcount
     if inserted:
-        note_verified(connection, payload)
+        note_verified(connection, payload, flavour)
     return bool(inserted)
 
 
-def way_of_joiner(connection: sqlite3.Connection, merged_into: lineage.MergedInto) -> tuple[PayloadRef, ...]:
+def way_of_joiner(
+    connection: sqlite3.Connection, merged_into: lineage.MergedInto, flavour: str = ""
+) -> tuple[PayloadRef, ...]:
     """The cheapest way from a verified snapshot to the head; empty when there is none."""
-    verified = _verified(connection)
+    verified = _verified(connection, flavour)
 
     def into(version: int) -> list[PayloadRef]:
-        payloads = [*lineage.payloads_into(connection, version), *merged_into(version)]
+        payloads = [*lineage.payloads_into(connection, version, flavour), *merged_into(version)]
         return [p for p in payloads if p.kind is not PayloadKind.SNAPSHOT or version in verified]
 
     try:
@@ -106,15 +116,15 @@ def strike_out(connection: sqlite3.Connection, digest: Digest) -> None:
     connection.execute("DELETE FROM payloads WHERE digest = ?", (digest,))
 
 
-def retire(connection: sqlite3.Connection, payloads: Iterable[PayloadRef]) -> None:
+def retire(connection: sqlite3.Connection, payloads: Iterable[PayloadRef], flavour: str = "") -> None:
     """Offer payloads no longer, and write down the files that may go."""
     for payload in payloads:
         connection.execute(
-            "DELETE FROM payloads WHERE to_version = ? AND kind = ? AND from_version = ?",
-            (payload.to_version, payload.kind.value, payload.from_version),
+            "DELETE FROM payloads WHERE flavour = ? AND to_version = ? AND kind = ? AND from_version = ?",
+            (flavour, payload.to_version, payload.kind.value, payload.from_version),
         )
         if payload.kind is PayloadKind.SNAPSHOT:
-            connection.execute("DELETE FROM verified WHERE version = ?", (payload.to_version,))
+            connection.execute("DELETE FROM verified WHERE flavour = ? AND version = ?", (flavour, payload.to_version))
         retire_digests(connection, [payload.digest])
 
 
@@ -157,10 +167,11 @@ def newest_snapshot(connection: sqlite3.Connection) -> tuple[int, float]:
     """The newest verified snapshot and when its version was published; (-1, 0) when there is none."""
     row = connection.execute(
         "SELECT version, published FROM verified JOIN versions USING (version) WHERE is_abandoned = 0"
-        " ORDER BY version DESC LIMIT 1"
+        " AND flavour = '' ORDER BY version DESC LIMIT 1"
     ).fetchone()
     return (lineage.NONE, 0.0) if row is None else (int(row[0]), float(row[1]))
 
 
-def _verified(connection: sqlite3.Connection) -> frozenset[int]:
-    return frozenset(int(row[0]) for row in connection.execute("SELECT version FROM verified"))
+def _verified(connection: sqlite3.Connection, flavour: str) -> frozenset[int]:
+    rows = connection.execute("SELECT version FROM verified WHERE flavour = ?", (flavour,))
+    return frozenset(int(row[0]) for row in rows)

@@ -82,9 +82,10 @@ class Sites:
         """Make a registration durable; returns the highest sequence known of the incarnation."""
         key = (registration.site, registration.incarnation)
         connection.execute(
-            "INSERT INTO sites (site, incarnation, engine, dtype) VALUES (?, ?, ?, ?)"
-            " ON CONFLICT (site, incarnation) DO UPDATE SET engine = excluded.engine, dtype = excluded.dtype",
-            (*key, registration.engine, registration.dtype),
+            "INSERT INTO sites (site, incarnation, engine, dtype, flavour) VALUES (?, ?, ?, ?, ?)"
+            " ON CONFLICT (site, incarnation) DO UPDATE"
+            " SET engine = excluded.engine, dtype = excluded.dtype, flavour = excluded.flavour",
+            (*key, registration.engine, registration.dtype, registration.flavour),
         )
         (highest,) = connection.execute(
             "SELECT max(watermark, coalesce((SELECT max(sequence) FROM beyond_watermark b"
@@ -99,6 +100,11 @@ class Sites:
         row = connection.execute("SELECT 1 FROM sites WHERE site = ? AND incarnation = ?", (site, incarnation))
         return row.fetchone() is not None
 
+    def flavour(self, connection: sqlite3.Connection, site: str, incarnation: str) -> str:
+        """Form of the weights that a registered incarnation pulls."""
+        row = connection.execute("SELECT flavour FROM sites WHERE site = ? AND incarnation = ?", (site, incarnation))
+        return str((row.fetchone() or ("",))[0])
+
     def statuses(self, connection: sqlite3.Connection, now: float) -> tuple[SiteStatus, ...]:
         """All sites, those never seen by this process included."""
         leased: dict[tuple[str, str], int] = {
@@ -107,10 +113,12 @@ class Sites:
                 "SELECT site, incarnation, count(*) FROM work WHERE is_leased = 1 GROUP BY site, incarnation"
             )
         }
-        rows = connection.execute("SELECT site, incarnation, accepted, dropped FROM sites ORDER BY site, incarnation")
+        rows = connection.execute(
+            "SELECT site, incarnation, accepted, dropped, flavour FROM sites ORDER BY site, incarnation"
+        )
         quarantines = canary.read_quarantines(connection)
         statuses = []
-        for site, incarnation, accepted, dropped in rows:
+        for site, incarnation, accepted, dropped, flavour in rows:
             seen = self._seen.get((site, incarnation))
             statuses.append(
                 SiteStatus(
@@ -126,6 +134,7 @@ class Sites:
                     canary_difference=seen.canary_difference if seen else None,
                     quarantine=quarantines.get(site, ""),
                     apply_s=seen.apply_s if seen else 0.0,
+                    flavour=flavour,
                 )
             )
         return tuple(statuses)

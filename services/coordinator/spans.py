@@ -19,10 +19,11 @@ KEEP_VERSIONS = 8
 
 @dataclass(frozen=True, slots=True, order=True)
 class Span:
-    """The versions that a merged delta leads over: from `start` to `stop`."""
+    """The versions that a merged delta leads over, from `start` to `stop`, in one flavour."""
 
     start: int
     stop: int
+    flavour: str = ""
 
     @property
     def length(self) -> int:
@@ -38,23 +39,23 @@ class Span:
         return length == self.length and self.start % length == 0
 
 
-def due_blocks(*, head: int, window: int, have: Collection[Span]) -> Iterator[Span]:
+def due_blocks(*, head: int, window: int, have: Collection[Span], flavour: str = "") -> Iterator[Span]:
     """Blocks that reach into the last `window` versions and are not there: small before large, the newest first."""
     length = RADIX
     while length <= window:
         for stop in range(head // length * length, max(length - 1, head - window), -length):
-            span = Span(stop - length, stop)
+            span = Span(stop - length, stop, flavour)
             if span not in have:
                 yield span
         length *= RADIX
 
 
-def worth_merging(payloads: Sequence[PayloadRef], *, head: int) -> Span | None:
+def worth_merging(payloads: Sequence[PayloadRef], *, head: int, flavour: str = "") -> Span | None:
     """The span of a plan's deltas when one merged delta is worth making: several, long enough, to the head."""
     deltas = [payload for payload in payloads if payload.kind is not PayloadKind.SNAPSHOT]
     if len(deltas) < 2:
         return None
-    span = Span(deltas[0].from_version, deltas[-1].to_version)
+    span = Span(deltas[0].from_version, deltas[-1].to_version, flavour)
     return span if span.stop == head and span.length >= RADIX else None
 
 

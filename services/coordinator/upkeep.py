@@ -12,6 +12,7 @@ anything is retired, the way to the head that everything then depends on is rebu
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import sqlite3
 import threading
@@ -23,16 +24,16 @@ from typing import TypeVar
 from services.common.clock import Clock
 from services.common.errors import CorruptStore, Draining, StoreFull, UnknownPayload
 from services.common.metrics import DAMAGED_PAYLOADS, RECLAIMED_BYTES
-from services.common.types import Digest, PayloadKind, PayloadRef
+from services.common.types import Digest, PayloadKind
 from services.common.weights.compose import MAX_PAYLOADS
-from services.coordinator import shelf
+from services.coordinator import disposal, flavours, shelf
 from services.coordinator.blobs import BlobStore
 from services.coordinator.composer import lower_priority
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.database import Database
 from services.coordinator.merges import Merges
 from services.coordinator.pull_leases import PullLeases
-from services.coordinator.retention import Needs, Retirement, decide_retirement
+from services.coordinator.retention import Needs
 from services.coordinator.served import DamagedFile, PayloadReader
 from services.coordinator.snapshots import DamagedPayload, Work, decide_snapshot, verify_way, write_snapshot
 
@@ -114,8 +115,9 @@ class Keeper:
 
     async def work(self) -> None:
         """Verify, write and delete what is due now."""
-        while await self._verify_newest() or await self._write_due():
-            pass
+        for flavour in await self._database.run(flavours.stored):
+            while await self._verify_newest(flavour) or await self._write_due(flavour):
+                pass
         await self.collect()
 
     async def read(self, digest: Digest, path: Path, *, offset: int, stop: int | None) -> AsyncIterator[bytes]:
@@ -137,28 +139,33 @@ class Keeper:
 
     # snapshots
 
-    async def _verify_newest(self) -> bool:
+    async def _verify_newest(self, flavour: str) -> bool:
         """Verify the newest snapshot that is not; returns whether there was one."""
-        work = await self._database.run(shelf.unverified_snapshot)
+
+        def unverified(connection: sqlite3.Connection) -> Work | None:
+            return shelf.unverified_snapshot(connection, flavour)
+
+        work = await self._database.run(unverified)
         if work is None:
             return False
         if not await self._is_proved(work):
             # Put aside, and another one is the newest; or unreadable for now.
-            return await self._database.run(shelf.unverified_snapshot) != work
-        await self._database.run(lambda connection: shelf.note_verified(connection, work.payloads[0]))
+            return await self._database.run(unverified) != work
+        await self._database.run(lambda connection: shelf.note_verified(connection, work.payloads[0], flavour))
         _LOG.info("the snapshot of version %d is verified", work.payloads[0].to_version)
         return True
 
-    async def _write_due(self) -> bool:
+    async def _write_due(self, flavour: str) -> bool:
         """Write a snapshot when one is due; returns whether it did."""
-        way = await self._database.run(lambda connection: shelf.way_of_joiner(connection, self._merges.into))
+        merged_into = functools.partial(self._merges.into, flavour=flavour)
+        way = await self._database.run(lambda connection: shelf.way_of_joiner(connection, merged_into, flavour))
         due = decide_snapshot(
             way, snapshot_ratio=self._config.snapshot_ratio, window=self._config.merge_window_versions
         )
         if not due.is_due:
             return False
         # A longer way is shortened by a snapshot on it.
-        work = await self._database.run(lambda connection: shelf.work(connection, way[:MAX_PAYLOADS]))
+        work = await self._database.run(lambda connection: shelf.work(connection, way[:MAX_PAYLOADS], flavour))
         _LOG.debug("a snapshot of version %d is written: %s", work.manifests[-1].version, due.reason)
         scratch = self._rebuilt / "snapshot"
         try:
@@ -173,7 +180,7 @@ class Keeper:
             return False
         finally:
             scratch.unlink(missing_ok=True)
-        return await self._database.run(lambda connection: shelf.add_snapshot(connection, payload))
+        return await self._database.run(lambda connection: shelf.add_snapshot(connection, payload, flavour))
 
     async def _is_proved(self, work: Work) -> bool:
         """Rebuild every state along a way; a payload that is not what it should be is put aside."""
@@ -211,38 +218,34 @@ class Keeper:
             await self._give_up_unpublished()
             if not self._leases.are_known(self._clock.monotonic()):
                 return await self._sweep()
-            retirement = await self._database.run(self._decision())
-            is_worth_it = len(retirement.payloads) * BATCHES >= self._config.merge_window_versions
-            if retirement.payloads and (missing_bytes or is_worth_it):
-                work = await self._database.run(lambda connection: shelf.work(connection, retirement.way))
-                if await self._is_proved(work):
-                    await self._database.run(self._retire(proved=retirement.way))
+            for flavour in await self._database.run(flavours.stored):
+                await self._retire_unneeded(flavour, is_pressed=missing_bytes > 0)
             return await self._sweep()
+
+    async def _retire_unneeded(self, flavour: str, *, is_pressed: bool) -> None:
+        needs = self._needs()
+        retirement = await self._database.run(lambda connection: disposal.decide(connection, flavour, needs))
+        is_worth_it = len(retirement.payloads) * BATCHES >= self._config.merge_window_versions
+        if not retirement.payloads or not (is_pressed or is_worth_it):
+            return
+        proved = retirement.way
+        work = await self._database.run(lambda connection: shelf.work(connection, proved, flavour))
+        if not proved or await self._is_proved(work):
+            needs = self._needs()
+            await self._database.run(lambda connection: disposal.carry_out(connection, flavour, needs, proved=proved))
 
     async def _make_room(self, missing_bytes: int) -> None:
         await self.collect(missing_bytes=missing_bytes)
 
-    def _decision(self) -> Callable[[sqlite3.Connection], Retirement]:
+    def _needs(self) -> Needs:
         now = self._clock.monotonic()
         term_s = self._config.pull_lease_s
-        needs = Needs(
+        return Needs(
             window=self._config.merge_window_versions,
             staleness=self._config.max_staleness_versions,
             in_use=self._in_use(now - term_s) | self._leases.versions(now),
             leased=self._leases.payloads(now),
         )
-        return lambda connection: decide_retirement(shelf.graph(connection), needs)
-
-    def _retire(self, *, proved: tuple[PayloadRef, ...]) -> Callable[[sqlite3.Connection], None]:
-        decide = self._decision()
-
-        def operation(connection: sqlite3.Connection) -> None:
-            # Decided again in the transaction that retires: versions and leases may have come in between.
-            retirement = decide(connection)
-            if retirement.way[: len(proved)] == proved:
-                shelf.retire(connection, retirement.payloads)
-
-        return operation
 
     async def _sweep(self) -> int:
         """Delete the files of retired payloads; returns the bytes freed."""

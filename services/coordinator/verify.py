@@ -1,9 +1,10 @@
 """What must hold of a whole history, checked from the manifests alone. Pure: rows in, findings out.
 
-numbers      versions are 0, 1, 2, ... without a gap
+numbers      versions are 0, 1, 2, ... without a gap; a flavour has some of them
 manifests    each row holds a manifest that has the digest, number, epoch, run and state root that the row states
 parents      each manifest names by digest the manifest of an earlier version that was not abandoned; epochs grow
 forks        a version that follows an older one abandons all in between, and the store says the same
+flavours     a flavour's version follows what its version follows, or begins the flavour where that has none of it
 signatures   where keys are given, each signature is of one of them over exactly these bytes
 """
 
@@ -65,8 +66,12 @@ class Report:
         self.findings.append(Finding(check=check, version=version, problem=problem))
 
 
-def check_manifests(history: History, *, keys: Sequence[str], report: Report) -> dict[int, Manifest]:
+def check_manifests(
+    history: History, *, keys: Sequence[str], report: Report, trained: Mapping[int, Manifest] | None = None
+) -> dict[int, Manifest]:
     """Check all that needs no payload; returns the manifests that could be read, by version.
+
+    `trained` are the manifests of the weights that are trained, for the history of a flavour.
 
     Raises:
         ConfigError: one of `keys` is not a public key.
@@ -74,9 +79,9 @@ def check_manifests(history: History, *, keys: Sequence[str], report: Report) ->
     rows = {row.version: row for row in history.versions}
     if not rows:
         report.find(Check.NUMBERS, 0, "there is no version")
-    for version in range(max(rows, default=NOTHING) + 1):
+    for version in range(max(rows, default=NOTHING) + 1) if trained is None else rows:
         report.count(Check.NUMBERS)
-        if version not in rows:
+        if version not in (rows if trained is None else trained):
             report.find(Check.NUMBERS, version, "is missing")
     manifests: dict[int, Manifest] = {}
     for row in history.versions:
@@ -86,8 +91,10 @@ def check_manifests(history: History, *, keys: Sequence[str], report: Report) ->
         if keys:
             _check_signature(row, keys=keys, report=report)
     for version, manifest in manifests.items():
-        _check_parent(version, manifest, rows=rows, manifests=manifests, report=report)
-    _check_forks(rows, manifests, report=report)
+        _check_parent(version, manifest, rows=rows, manifests=manifests, trained=trained, report=report)
+    if trained is None:
+        # Which versions are abandoned is the trained weights' to say.
+        _check_forks(rows, manifests, report=report)
     return manifests
 
 
@@ -127,12 +134,20 @@ def _check_parent(
     *,
     rows: Mapping[int, StoredVersion],
     manifests: Mapping[int, Manifest],
+    trained: Mapping[int, Manifest] | None,
     report: Report,
 ) -> None:
     report.count(Check.PARENTS)
     number = manifest.parent_version
+    if trained is not None and version in trained:
+        follows = trained[version].parent_version
+        right = (follows if follows in rows else NOTHING, trained[version].step)
+        if (number, manifest.step) != right:
+            stated = f"follows version {number} at step {manifest.step}"
+            report.find(Check.PARENTS, version, f"{stated}, expected version {right[0]} at step {right[1]}")
+            return
     if number == NOTHING:
-        if manifest.parent_digest or version != min(rows):
+        if manifest.parent_digest or (trained is None and version != min(rows)):
             report.find(Check.PARENTS, version, "names no parent and is not the first")
         return
     if not NOTHING < number < version:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from services.common.types import Manifest
-from services.coordinator.history import History, read_history
+from services.coordinator.history import History, read_histories
 from services.coordinator.kept import rebuildable, with_offered
 from services.coordinator.replay import check_payloads, num_rebuilt, replay
 from services.coordinator.verify import Check, Report, check_manifests
@@ -34,9 +34,26 @@ def verify_directory(
         OperatorError: there is no store, it is in use, or a key is not a public key.
         CorruptStore: the store cannot be read at all.
     """
-    history = read_history(directory)
-    report = Report()
-    manifests = check_manifests(history, keys=keys, report=report)
+    histories = read_histories(directory)
+    trained: dict[int, Manifest] | None = None
+    is_sound = True
+    for history in histories:
+        report = Report()
+        manifests = check_manifests(history, keys=keys, report=report, trained=trained)
+        if trained is None:
+            trained = manifests
+        _check_payloads(history, manifests, report, is_replaying=is_replaying, console=console)
+        console.print(_checks(history, report, keys=keys, is_replaying=is_replaying))
+        if report.findings:
+            console.print(_findings(report))
+        console.print(_verdict(history, manifests, report))
+        is_sound = is_sound and report.is_sound
+    return SOUND if is_sound else FAULTY
+
+
+def _check_payloads(
+    history: History, manifests: dict[int, Manifest], report: Report, *, is_replaying: bool, console: Console
+) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         for version, manifest in sorted(manifests.items()):
@@ -51,15 +68,10 @@ def verify_directory(
             replay(
                 rebuildable(manifests, kept), files, report=report, advance=lambda n: progress.advance(rebuilding, n)
             )
-    console.print(_checks(report, keys=keys, is_replaying=is_replaying))
-    if report.findings:
-        console.print(_findings(report))
-    console.print(_verdict(history, manifests, report))
-    return SOUND if report.is_sound else FAULTY
 
 
-def _checks(report: Report, *, keys: Sequence[str], is_replaying: bool) -> Table:
-    table = Table("check", "checked", "faults", title="lineage")
+def _checks(history: History, report: Report, *, keys: Sequence[str], is_replaying: bool) -> Table:
+    table = Table("check", "checked", "faults", title=_title(history))
     skipped = {Check.SIGNATURES: "" if keys else "no --key given", Check.REPLAY: "" if is_replaying else "no --replay"}
     for check in Check:
         faults = sum(finding.check is check for finding in report.findings)
@@ -72,6 +84,10 @@ def _checks(report: Report, *, keys: Sequence[str], is_replaying: bool) -> Table
     return table
 
 
+def _title(history: History) -> str:
+    return f"lineage, flavour {history.flavour}" if history.flavour else "lineage"
+
+
 def _findings(report: Report) -> Table:
     table = Table("version", "check", "fault", title="faults")
     for finding in report.findings[:MAX_SHOWN]:
@@ -82,7 +98,8 @@ def _findings(report: Report) -> Table:
 
 
 def _verdict(history: History, manifests: dict[int, Manifest], report: Report) -> Text:
-    name = f"run {history.run_id}, {len(history.versions)} versions"
+    flavour = f" in flavour {history.flavour}" if history.flavour else ""
+    name = f"run {history.run_id}, {len(history.versions)} versions{flavour}"
     if not report.is_sound:
         return Text.assemble(("FAULTY", "bold red"), f": {name}, {len(report.findings)} faults")
     head = f", head {max(manifests)}" if manifests else ""

@@ -3,6 +3,7 @@
     state_dir/checkpoints/v00000012/    one checkpoint, named by the version that its publication makes
         cursor.json                     services.learner.cursor
         published.payload               snapshot of the published weights (services.common.weights.payload)
+        <flavour>.scales                snapshot of a flavour's scales alone, for each flavour
         backend/                        what TrainBackend.save wrote
         DONE                            {"format": 1, "files": {relative path: blake3 of its bytes}}
 
@@ -16,19 +17,23 @@ import errno
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from services.common.directory import make_directory
 from services.common.errors import CorruptStore, DiskFull
 from services.common.types import Digest
-from services.common.weights.arena import Arena
+from services.common.weights.arena import Arena, Layout
 from services.common.weights.payload import apply_payload, file_digest, write_snapshot
+from services.common.weights.quantise import scale_layout
 from services.learner.backends.backend import TrainBackend
 from services.learner.cursor import Cursor, cursor_from_bytes, cursor_to_bytes
 
 CURSOR_FILE = "cursor.json"
 PUBLISHED_FILE = "published.payload"
 BACKEND_DIRECTORY = "backend"
+SCALES_SUFFIX = ".scales"
 DONE_FILE = "DONE"
 FORMAT = 1
 NUM_KEPT = 2
@@ -42,7 +47,15 @@ class CheckpointStore:
         self._root = root
         make_directory(root)
 
-    def write(self, cursor: Cursor, *, backend: TrainBackend, arena: Arena, snapshot: Path | None) -> Path:
+    def write(
+        self,
+        cursor: Cursor,
+        *,
+        backend: TrainBackend,
+        arena: Arena,
+        snapshot: Path | None,
+        scales: Mapping[str, Arena] = MappingProxyType({}),
+    ) -> Path:
         """Write a checkpoint and drop all but the two newest.
 
         Args:
@@ -50,6 +63,7 @@ class CheckpointStore:
             backend: saves masters and optimizer.
             arena: the published weights.
             snapshot: a snapshot payload of `arena`, when there is one already.
+            scales: of each flavour.
 
         Raises:
             DiskFull: nothing has changed.
@@ -64,6 +78,8 @@ class CheckpointStore:
                 write_snapshot(temporary / PUBLISHED_FILE, arena)
             else:
                 os.link(snapshot, temporary / PUBLISHED_FILE)
+            for flavour, values in scales.items():
+                write_snapshot(temporary / f"{flavour}{SCALES_SUFFIX}", values)
             (temporary / CURSOR_FILE).write_bytes(cursor_to_bytes(cursor))
             digests = {name: file_digest(temporary / name) for name in _files(temporary)}
             (temporary / DONE_FILE).write_text(json.dumps({"format": FORMAT, "files": digests}), encoding="utf-8")
@@ -127,6 +143,20 @@ def read_published(path: Path, arena: Arena) -> None:
         CorruptData: they are broken, or of another model.
     """
     apply_payload(path / PUBLISHED_FILE, arena, expected_from_root=None)
+
+
+def read_scales(path: Path, flavour: str, layout: Layout) -> Arena | None:
+    """Read a flavour's scales of a checkpoint; None when it has none.
+
+    Raises:
+        CorruptData: they are broken, or of another model.
+    """
+    file = path / f"{flavour}{SCALES_SUFFIX}"
+    if not file.exists():
+        return None
+    scales = Arena(scale_layout(layout))
+    apply_payload(file, scales, expected_from_root=None)
+    return scales
 
 
 def _files(root: Path) -> list[str]:

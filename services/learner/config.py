@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -79,6 +80,8 @@ class LearnerConfig(Config):
     """Where and how gradients are computed."""
     lora: LoraConfig = LoraConfig()
     """Low-rank adapters that are trained and sent instead of all weights; the same on every node."""
+    flavours: tuple[Literal["int8", "fp8_e4m3"], ...] = ()
+    """Forms in which every version is published beside the weights that are trained, for samplers on narrow links."""
     snapshot_every_versions: int = Field(default=50, ge=1)
     """Versions between snapshots, published beside the delta; bounds what a new sampler has to fetch."""
     checkpoint_every_versions: int = Field(default=1, ge=1)
@@ -102,6 +105,14 @@ class LearnerConfig(Config):
     def _check_keys(self) -> LearnerConfig:
         if self.trusted_keys and self.signing_key is None:
             raise ValueError("trusted_keys without signing_key: this learner would refuse its own versions on resume")
+        return self
+
+    @model_validator(mode="after")
+    def _check_flavours(self) -> LearnerConfig:
+        if len(set(self.flavours)) != len(self.flavours):
+            raise ValueError("flavours names one twice")
+        if self.flavours and self.lora.is_on:
+            raise ValueError("flavours with lora: adapters are small and published as they are; remove one of them")
         return self
 
     @model_validator(mode="after")

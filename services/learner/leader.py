@@ -22,6 +22,7 @@ from services.learner.checkpoint import CheckpointStore
 from services.learner.config import LearnerConfig
 from services.learner.evaluate import Evaluator
 from services.learner.feed import feed
+from services.learner.flavours import Flavours
 from services.learner.inbox import Inbox
 from services.learner.journal import Journal
 from services.learner.lease import acquire, renew
@@ -74,6 +75,7 @@ class Leader:
             contract=self.contract,
             request_id=secrets.token_hex(8),
             patience=self.patience(),
+            flavours=self.config.flavours,
         )
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -97,6 +99,19 @@ class Leader:
         directory = self.config.state_dir
         store = CheckpointStore(directory / "checkpoints")
         journal = Journal(directory)
+        trust = Trust(() if self.signer is None else (self.signer.public_key, *self.config.trusted_keys))
+        threads = num_threads(self.config.backend.threads)
+        flavours = Flavours(
+            self.api,
+            names=self.config.flavours,
+            layout=self.backend.layout,
+            run_id=self.config.run_id,
+            epoch=grant.epoch,
+            directory=directory / "payloads",
+            patience=self.patience(),
+            trust=trust,
+            threads=threads,
+        )
         publisher = Publisher(
             self.api,
             run_id=self.config.run_id,
@@ -110,7 +125,8 @@ class Leader:
             checkpoint_every_versions=self.config.checkpoint_every_versions,
             signer=self.signer,
             canary=self.canary,
-            threads=num_threads(self.config.backend.threads),
+            threads=threads,
+            flavours=flavours if self.config.flavours else None,
         )
         resumption = Resumption(
             api=self.api,
@@ -122,7 +138,7 @@ class Leader:
             run_id=self.config.run_id,
             epoch=grant.epoch,
             directory=directory / "payloads",
-            trust=Trust(() if self.signer is None else (self.signer.public_key, *self.config.trusted_keys)),
+            trust=trust,
         )
         await in_thread(store.remove_unfinished)
         await in_thread(publisher.remove_leftovers)

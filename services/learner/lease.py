@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from services.common.api import CoordinatorApi
 from services.common.clock import Clock
@@ -17,7 +17,13 @@ RENEWALS_PER_TERM = 3
 
 
 async def acquire(
-    api: CoordinatorApi, *, holder: str, contract: Contract, request_id: str, patience: Patience
+    api: CoordinatorApi,
+    *,
+    holder: str,
+    contract: Contract,
+    request_id: str,
+    patience: Patience,
+    flavours: Sequence[str] = (),
 ) -> LeaseGrant:
     """Become the run's learner, waiting while another one is.
 
@@ -27,6 +33,7 @@ async def acquire(
         contract: what this learner runs with.
         request_id: fresh for every process, so that a repeated request is one request.
         patience: how to wait.
+        flavours: what is published of each version beside the weights that are trained.
 
     Raises:
         ContractMismatch: this learner disagrees with the run.
@@ -34,7 +41,7 @@ async def acquire(
     known = ""
     while True:
         try:
-            grant = await api.acquire_lease(holder=holder, contract=contract, request_id=request_id)
+            grant = await api.acquire_lease(holder=holder, contract=contract, request_id=request_id, flavours=flavours)
         except (RemoteError, TimeoutError) as error:
             if not isinstance(error, LeaseHeld) and not is_transient(error):
                 raise

@@ -1,10 +1,10 @@
 """Publishing a version, in an order that survives a crash between any two lines of it.
 
     1 stage       weights rounded into an arena that is not the shadow
-    2 encode      delta against the shadow (or snapshot), manifest
+    2 encode      delta against the shadow (or snapshot), manifest; the same for each flavour
     3 checkpoint  masters, optimizer and this publication's key: from here on a restart can finish the work
     4 upload      payloads by digest, resumable
-    5 commit      one compare-and-set at the coordinator; a lost answer is asked for by the key
+    5 commit      one compare-and-set at the coordinator, flavours included; a lost answer is asked for by the key
     6 advance     only now: shadow := arena, the head moves
 
 Guarantees: what samplers can have and what the next delta starts from are the same bits. Must never advance the shadow
@@ -22,14 +22,16 @@ from services.common.api import CoordinatorApi
 from services.common.directory import make_directory
 from services.common.errors import GroupNotAvailable, PayloadMissing, RemoteError
 from services.common.signing import Signer
-from services.common.types import GroupId, PublishRequest, StepReport
+from services.common.types import FlavourVersion, GroupId, PayloadRef, PublishRequest, StepReport
 from services.common.weights.arena import Arena, Layout
+from services.common.weights.quantise import scales_of
 from services.common.wire import manifest_digest
 from services.learner.backends.backend import TrainBackend
 from services.learner.canary import Canary
 from services.learner.checkpoint import CheckpointStore
 from services.learner.cursor import Cursor, step_id
 from services.learner.encode import Encoded, Position, encode_version
+from services.learner.flavours import EncodedFlavour, Flavours
 from services.learner.journal import Journal
 from services.learner.observe import observe_version
 from services.learner.patience import Patience, is_transient
@@ -60,6 +62,7 @@ class Publisher:
         signer: Signer | None = None,
         canary: Canary | None = None,
         threads: int = 1,
+        flavours: Flavours | None = None,
     ) -> None:
         self.threads = threads
         """Chunks of weights that are coded at once."""
@@ -75,6 +78,7 @@ class Publisher:
         self._checkpoint_every = checkpoint_every_versions
         self._signer = signer
         self._canary = canary
+        self.flavours = flavours
         self._spare: Arena | None = None
         self.position = Position(head_version=-1, lineage_version=-1, lineage_digest="", shadow=None)
         make_directory(directory)
@@ -83,6 +87,18 @@ class Publisher:
         """Remove payloads of an earlier process: what it did not publish is encoded again."""
         for path in self._directory.glob("v[0-9]*"):
             path.unlink()
+        if self.flavours is not None:
+            self.flavours.remove_leftovers()
+
+    async def begin_flavours(self, *, step: int, saved_by: TrainBackend) -> None:
+        """Publish the head's weights once more where a flavour has no version: who pulls it would have none to use."""
+        if self.flavours is None:
+            return
+        await self.flavours.align(self.position)
+        shadow = self.position.shadow
+        if shadow is not None and self.flavours.are_to_begin:
+            _LOG.info("version %d repeats the head, so that a flavour begins", self.position.head_version + 1)
+            await self.publish(shadow.copy(), step=step, saved_by=saved_by, is_last=True)
 
     async def stage(self, backend: TrainBackend) -> Arena:
         """Round the masters into an arena of its own; the shadow is not touched."""
@@ -116,6 +132,7 @@ class Publisher:
             ParentNotHead, StaleEpoch: this learner must stop.
         """
         version = self.position.head_version + 1
+        with_snapshot = version % self._snapshot_every == 0
         encoded = await in_thread(
             encode_version,
             self.position,
@@ -124,28 +141,38 @@ class Publisher:
             run_id=self._run_id,
             epoch=self._epoch,
             step=step,
-            with_snapshot=version % self._snapshot_every == 0,
+            with_snapshot=with_snapshot,
             threads=self.threads,
         )
+        forms = await self._encode_flavours(arena, step=step, with_snapshot=with_snapshot)
         cursor = self._cursor(encoded, consumed, reports)
         is_rollback = cursor.lineage_version != cursor.parent_version
         is_due = is_last or is_rollback or version % self._checkpoint_every == 0
         checkpoint = None
         if saved_by is not None and is_due:
             checkpoint = await in_thread(
-                self._store.write, cursor, backend=saved_by, arena=arena, snapshot=encoded.snapshot
+                self._store.write,
+                cursor,
+                backend=saved_by,
+                arena=arena,
+                snapshot=encoded.snapshot,
+                scales={form.flavour: scales_of(form.arena) for form in forms},
             )
         started = time.perf_counter()
-        await self._upload(encoded)
+        files = [*encoded.files, *(file for form in forms for file in form.encoded.files)]
+        await self._upload(files)
         try:
-            await self._commit(await self._request(cursor, encode_s=encoded.encode_s), encoded)
+            await self._commit(await self._request(cursor, forms, encode_s=encoded.encode_s), files)
         except GroupNotAvailable:
             if checkpoint is not None:
                 await in_thread(self._store.discard, checkpoint)
-            self._remove_files(encoded)
+            _remove(files)
             raise
         publish_s = time.perf_counter() - started
         self._advance(arena, encoded)
+        if self.flavours is not None:
+            self.flavours.advance(forms)
+        _remove(files)
         observe_version(encoded.manifest, encode_s=encoded.encode_s, publish_s=publish_s)
         self._journal.note_version(encoded.manifest, reports, encode_s=encoded.encode_s, publish_s=publish_s)
         _LOG.info(
@@ -174,7 +201,16 @@ class Publisher:
             reports=tuple(reports),
         )
 
-    async def _request(self, cursor: Cursor, *, encode_s: float) -> PublishRequest:
+    async def _encode_flavours(self, arena: Arena, *, step: int, with_snapshot: bool) -> tuple[EncodedFlavour, ...]:
+        if self.flavours is None:
+            return ()
+        await self.flavours.align(self.position)
+        return await in_thread(self.flavours.encode, self.position, arena, step=step, with_snapshot=with_snapshot)
+
+    async def _request(self, cursor: Cursor, forms: Sequence[EncodedFlavour], *, encode_s: float) -> PublishRequest:
+        flavours: tuple[FlavourVersion, ...] = ()
+        if self.flavours is not None:
+            flavours = await in_thread(self.flavours.state, forms, signer=self._signer, canary=self._canary)
         return PublishRequest(
             epoch=self._epoch,
             step_id=cursor.step_id,
@@ -186,13 +222,14 @@ class Publisher:
             signature=b"" if self._signer is None else self._signer.sign(cursor.manifest),
             canary=() if self._canary is None else await in_thread(self._canary.score),
             encode_s=encode_s,
+            flavours=flavours,
         )
 
-    async def _upload(self, encoded: Encoded) -> None:
-        for payload, path in encoded.files:
+    async def _upload(self, files: Sequence[tuple[PayloadRef, Path]]) -> None:
+        for payload, path in files:
             await upload(self._api, payload, path, epoch=self._epoch, patience=self._patience)
 
-    async def _commit(self, request: PublishRequest, encoded: Encoded) -> None:
+    async def _commit(self, request: PublishRequest, files: Sequence[tuple[PayloadRef, Path]]) -> None:
         num_repairs = 0
         while True:
             try:
@@ -201,7 +238,7 @@ class Publisher:
                 num_repairs += 1
                 if num_repairs > MAX_REPAIRS:
                     raise
-                await self._upload(encoded)
+                await self._upload(files)
             except (RemoteError, TimeoutError) as error:
                 if not is_transient(error):
                     raise
@@ -223,8 +260,8 @@ class Publisher:
             lineage_digest=manifest_digest(encoded.manifest_bytes),
             shadow=arena,
         )
-        self._remove_files(encoded)
 
-    def _remove_files(self, encoded: Encoded) -> None:
-        for _, path in encoded.files:
-            path.unlink(missing_ok=True)
+
+def _remove(files: Sequence[tuple[PayloadRef, Path]]) -> None:
+    for _, path in files:
+        path.unlink(missing_ok=True)

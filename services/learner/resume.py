@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import functools
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,10 +26,11 @@ from services.common.errors import (
 )
 from services.common.pull import Puller
 from services.common.trust import Trust
-from services.common.weights.arena import Arena
+from services.common.weights.arena import Arena, Layout
+from services.common.weights.quantise import Flavour
 from services.common.wire import manifest_digest, manifest_from_bytes
 from services.learner.backends.backend import TrainBackend
-from services.learner.checkpoint import CheckpointStore, read_checkpoint, read_published
+from services.learner.checkpoint import CheckpointStore, read_checkpoint, read_published, read_scales
 from services.learner.cursor import Cursor
 from services.learner.encode import Position
 from services.learner.journal import Journal
@@ -92,6 +94,11 @@ class Resumption:
         Raises:
             OperatorError: the state directory belongs to another run, or the coordinator lost this run.
         """
+        step = await self._resume()
+        await self.publisher.begin_flavours(step=step, saved_by=self.backend)
+        return step
+
+    async def _resume(self) -> int:
         head = (await self.patience.insist(lambda: self.api.renew_lease(epoch=self.epoch))).head_version
         paths = await in_thread(self.store.paths)
         for path in paths:
@@ -151,6 +158,8 @@ class Resumption:
         await in_thread(self.backend.restore, self.store.backend_directory(path))
         arena = Arena(self.backend.layout)
         await in_thread(read_published, path, arena)
+        if self.publisher.flavours is not None:
+            self.publisher.flavours.offer_scales(await in_thread(_scales, path, self.publisher.flavours.layouts))
         # On top of what was published, or a dead band could not be told from damage.
         await in_thread(self.backend.store, arena, published=arena)
         root = await in_thread(arena.state_root)
@@ -258,3 +267,8 @@ class Resumption:
 
     async def _admit(self, plan: PullPlan) -> None:
         self.trust.check(plan.manifests[-1], plan.signature, version=plan.target_version)
+
+
+def _scales(path: Path, layouts: Mapping[Flavour, Layout]) -> dict[str, Arena]:
+    found = {name: read_scales(path, name, layout) for name, layout in layouts.items()}
+    return {name: scales for name, scales in found.items() if scales is not None}

@@ -41,7 +41,7 @@ from services.sampler.delivery import Delivery
 from services.sampler.generate import Generation
 from services.sampler.outbox import Outbox
 from services.sampler.policy_sync import PolicySync
-from services.sampler.record import VersionRecord
+from services.sampler.record import VersionRecord, record_name
 from services.sampler.rollouts import RolloutMaker
 from services.sampler.session import Session
 
@@ -92,7 +92,7 @@ def build(
         rng: source of jitter.
     """
     # Before the model is loaded: what is wrong with state_dir is said at once.
-    record = VersionRecord(config.state_dir / "versions.jsonl")
+    record = VersionRecord(config.state_dir / record_name(config.flavour))
     parts = assemble(config)
     return join(config, parts, api=api, outbox=outbox, record=record, clock=clock, rng=rng or random.Random())
 
@@ -119,6 +119,7 @@ def join(
         base=parts.base,
         num_streams=config.pull_streams,
         threads=num_threads(config.engine.threads),
+        flavour=config.flavour,
     )
     policy = PolicySync(
         api=api,
@@ -129,6 +130,7 @@ def join(
         clock=clock,
         bell=bell,
         rng=rng,
+        flavour=config.flavour,
     )
     session = Session(
         api=api,
@@ -139,6 +141,7 @@ def join(
             engine=parts.engine.name,
             dtype=parts.engine.dtype,
             max_delay_versions=max_delay_versions(config.delay),
+            flavour=config.flavour,
         ),
         outbox=outbox,
         record=record,

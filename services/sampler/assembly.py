@@ -20,6 +20,7 @@ from services.common.tasks.task import Task
 from services.common.types import NO_LORA, Contract, SamplingSemantics
 from services.common.weights.arena import Arena
 from services.sampler.config import HfEngineConfig, SamplerConfig
+from services.sampler.flavoured_engine import FlavouredEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,12 +65,14 @@ def assemble(config: SamplerConfig) -> Parts:
         sampling=sampling,
         lora=engine.lora if isinstance(engine, HfEngine) else NO_LORA,
     )
+    flavoured = FlavouredEngine(engine, config.flavour) if config.flavour else None
     return Parts(
-        engine=engine,
+        # The contract is the trained weights': a flavour is another form of the same run.
+        engine=flavoured or engine,
         task=task,
         prompter=prompter,
         contract=contract,
-        base=engine.base,
+        base=flavoured.base_of(engine.base) if flavoured else engine.base,
         canary=canary_texts(task, prompter),
         close=engine.close,
     )

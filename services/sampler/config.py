@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from services.common.bandwidth import BandwidthConfig
 from services.common.config import Config
@@ -90,6 +90,9 @@ class SamplerConfig(Config):
     """Address that the metrics are served on; they carry no secret, and whoever can reach them can read them."""
     published_dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Type that the learner publishes: bf16, fp16 or fp32."""
+    flavour: Literal["", "int8", "fp8_e4m3"] = ""
+    """Form of the weights that is pulled: int8 or fp8_e4m3, one of the learner's flavours; empty takes them as they are
+    trained. Rollouts are then the quantised policy's, and so are their log-probs."""
     lora: LoraConfig = LoraConfig()
     """Low-rank adapters on the weights of model_dir; the same on every node."""
     engine: EngineConfig = HfEngineConfig()
@@ -118,3 +121,9 @@ class SamplerConfig(Config):
     """Ranges of a payload fetched at once; 2 to 4 help on long links that lose packets."""
     outbox_bytes: int = Field(default=1 << 30, ge=1 << 16)
     """Bytes of undelivered groups at which generation pauses."""
+
+    @model_validator(mode="after")
+    def _check_flavour(self) -> SamplerConfig:
+        if self.flavour and self.lora.is_on:
+            raise ValueError("flavour with lora: adapters are small and published as they are; remove one of them")
+        return self

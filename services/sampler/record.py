@@ -1,4 +1,5 @@
-"""The durable record of the versions that this sampler verified: versions.jsonl, one row each.
+"""The durable record of the versions that this sampler verified: versions.jsonl, one row each; of a flavour
+versions.<flavour>.jsonl, whose states are others under the same numbers.
 
     {"version": 7, "state_root": "<64 hex>", "manifest_digest": "<64 hex>", "run_id": "run", "signed_by": "unsigned"}
 
@@ -125,6 +126,11 @@ def _parse(row: dict[str, Any]) -> SeenVersion:
         run_id=str(row.get("run_id", "")),
         signed_by=str(row.get("signed_by", "")),
     )
+
+
+def record_name(flavour: str) -> str:
+    """Name of the file in the state directory."""
+    return f"versions.{flavour}.jsonl" if flavour else "versions.jsonl"
 
 
 def check_head(head_version: int, *, seen_version: int) -> None:

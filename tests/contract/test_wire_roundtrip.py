@@ -22,12 +22,15 @@ from services.common.api import (
 )
 from services.common.errors import InvalidRequest, MalformedPayload
 from services.common.rpc import canary, messages
+from services.common.rpc.publication import publish_from_pb, publish_to_pb
 from services.common.rpc.run_status import status_from_pb, status_to_pb
 from services.common.types import (
     NO_LORA,
     Contract,
     DropReason,
     FinishReason,
+    FlavourStatus,
+    FlavourVersion,
     Group,
     GroupId,
     LedgerCounts,
@@ -212,9 +215,19 @@ CASES = [
             reports=st.lists(reports, max_size=2).map(tuple),
             signature=st.binary(max_size=9),
             encode_s=real,
+            flavours=st.lists(
+                st.builds(
+                    FlavourVersion,
+                    flavour=text,
+                    manifest=st.binary(max_size=9),
+                    signature=st.binary(max_size=9),
+                    canary=st.lists(st.floats(width=32, allow_nan=False), max_size=2).map(tuple),
+                ),
+                max_size=2,
+            ).map(tuple),
         ),
-        messages.publish_to_pb,
-        messages.publish_from_pb,
+        publish_to_pb,
+        publish_from_pb,
     ),
     (
         st.builds(
@@ -329,6 +342,7 @@ CASES = [
                     tokens_per_s=real,
                     work_leased=uint,
                     apply_s=real,
+                    flavour=text,
                 ),
                 max_size=2,
             ).map(tuple),
@@ -336,6 +350,18 @@ CASES = [
             delta_bytes=uint,
             snapshot_bytes=uint,
             encode_s=real,
+            flavours=st.lists(
+                st.builds(
+                    FlavourStatus,
+                    flavour=text,
+                    version=version,
+                    full_bytes=uint,
+                    delta_bytes=uint,
+                    snapshot_bytes=uint,
+                    changed_fraction=real,
+                ),
+                max_size=2,
+            ).map(tuple),
         ),
         status_to_pb,
         status_from_pb,

@@ -13,6 +13,7 @@ from heterorl.v1 import common_pb2, policy_pb2, rollout_pb2, run_pb2
 from services.common import wire
 from services.common.errors import InvalidRequest
 from services.common.rpc import messages, run_status
+from services.common.rpc.publication import publish_from_pb
 from services.common.types import Digest, PayloadKind, PayloadRef
 from services.common.weights.manifest import chunks_of
 from services.common.weights.plan import plan_pull
@@ -26,7 +27,7 @@ DECODERS: list[tuple[type[Message], Callable[[Any], Any]]] = [
     (rollout_pb2.PushGroupsResponse, messages.outcome_from_pb),
     (rollout_pb2.LeaseWorkResponse, messages.work_grant_from_pb),
     (policy_pb2.AcquireLeaseResponse, messages.grant_from_pb),
-    (policy_pb2.PublishVersionRequest, messages.publish_from_pb),
+    (policy_pb2.PublishVersionRequest, publish_from_pb),
     (policy_pb2.PlanPullResponse, messages.plan_from_pb),
     (run_pb2.RegisterRequest, messages.registration_from_pb),
     (run_pb2.RegisterResponse, messages.register_answer_from_pb),

@@ -23,6 +23,7 @@ from services.common.metrics import BYTES
 from services.common.rpc import canary, messages, retry
 from services.common.rpc.attempt import once, timed
 from services.common.rpc.calls import Calls
+from services.common.rpc.publication import publish_to_pb
 from services.common.rpc.run_status import status_from_pb
 from services.common.types import (
     Contract,
@@ -50,10 +51,12 @@ class CoordinatorClient(Calls):
     cursor. They raise Unreachable when the link breaks.
     """
 
-    async def acquire_lease(self, *, holder: str, contract: Contract, request_id: str) -> LeaseGrant:
+    async def acquire_lease(
+        self, *, holder: str, contract: Contract, request_id: str, flavours: Sequence[str] = ()
+    ) -> LeaseGrant:
         """Become the run's learner under a new epoch."""
         request = policy_pb2.AcquireLeaseRequest(
-            request_id=request_id, holder=holder, contract=contract_to_pb(contract)
+            request_id=request_id, holder=holder, contract=contract_to_pb(contract), flavours=flavours
         )
         return messages.grant_from_pb(await self._call("AcquireLease", request))
 
@@ -93,7 +96,7 @@ class CoordinatorClient(Calls):
 
     async def publish_version(self, request: PublishRequest) -> int:
         """Commit one version; the step id makes a repetition harmless."""
-        message = messages.publish_to_pb(request)
+        message = publish_to_pb(request)
         return int((await self._call("PublishVersion", message)).version)
 
     async def get_step(self, *, step_id: str) -> int | None:
@@ -112,15 +115,17 @@ class CoordinatorClient(Calls):
         """Fetch the exact bytes of a manifest."""
         return (await self.get_signed_manifest(version=version)).data
 
-    async def get_signed_manifest(self, *, version: int) -> SignedManifest:
+    async def get_signed_manifest(self, *, version: int, flavour: str = "") -> SignedManifest:
         """Fetch the exact bytes of a manifest and its signature."""
-        request = policy_pb2.GetManifestRequest(version=version)
+        request = policy_pb2.GetManifestRequest(version=version, flavour=flavour)
         answer = await self._call("GetManifest", request)
         return SignedManifest(data=answer.manifest, signature=answer.signature)
 
-    async def list_manifests(self, *, first_version: int, last_version: int) -> tuple[bytes, ...]:
+    async def list_manifests(self, *, first_version: int, last_version: int, flavour: str = "") -> tuple[bytes, ...]:
         """Fetch the exact bytes of the newest manifests of a range, as many as fit one answer."""
-        request = policy_pb2.ListManifestsRequest(first_version=first_version, last_version=last_version)
+        request = policy_pb2.ListManifestsRequest(
+            first_version=first_version, last_version=last_version, flavour=flavour
+        )
         return tuple((await self._call("ListManifests", request)).manifests)
 
     async def plan_pull(
@@ -132,6 +137,7 @@ class CoordinatorClient(Calls):
         accept_merged: bool = False,
         base_root: str = "",
         object_bytes: int = 0,
+        flavour: str = "",
     ) -> PullPlan:
         """Ask for the cheapest way to a version."""
         request = policy_pb2.PlanPullRequest(
@@ -141,6 +147,7 @@ class CoordinatorClient(Calls):
             accept_merged=accept_merged,
             base_root=base_root,
             object_bytes=object_bytes,
+            flavour=flavour,
         )
         return messages.plan_from_pb(await self._call("PlanPull", request))
 

@@ -12,7 +12,6 @@ from services.common.types import (
     Digest,
     DropReason,
     LeaseGrant,
-    PublishRequest,
     PushOutcome,
     PushStatus,
     SiteId,
@@ -114,38 +113,6 @@ def grant_from_pb(message: policy_pb2.AcquireLeaseResponse | policy_pb2.RenewLea
     )
 
 
-def publish_to_pb(value: PublishRequest) -> policy_pb2.PublishVersionRequest:
-    """Convert a publication."""
-    return policy_pb2.PublishVersionRequest(
-        epoch=value.epoch,
-        request_id=value.step_id,
-        parent_version=value.parent_version,
-        lineage_version=value.lineage_version,
-        manifest=value.manifest,
-        consumed=[group_id_to_pb(group_id) for group_id in value.consumed],
-        reports=[report_to_pb(report) for report in value.reports],
-        signature=value.signature,
-        canary_logprobs=value.canary,
-        encode_s=value.encode_s,
-    )
-
-
-def publish_from_pb(message: policy_pb2.PublishVersionRequest) -> PublishRequest:
-    """Convert a publication."""
-    return PublishRequest(
-        epoch=message.epoch,
-        step_id=message.request_id,
-        parent_version=message.parent_version,
-        lineage_version=message.lineage_version,
-        manifest=message.manifest,
-        consumed=tuple(group_id_from_pb(group_id) for group_id in message.consumed),
-        reports=tuple(report_from_pb(report) for report in message.reports),
-        signature=message.signature,
-        canary=tuple(message.canary_logprobs),
-        encode_s=message.encode_s,
-    )
-
-
 def plan_to_pb(value: PullPlan) -> policy_pb2.PlanPullResponse:
     """Convert a pull plan."""
     return policy_pb2.PlanPullResponse(
@@ -204,6 +171,7 @@ def registration_to_pb(value: Registration) -> run_pb2.RegisterRequest:
         engine=value.engine,
         dtype=value.dtype,
         max_delay_versions=value.max_delay_versions,
+        flavour=value.flavour,
     )
 
 
@@ -216,6 +184,7 @@ def registration_from_pb(message: run_pb2.RegisterRequest) -> Registration:
         engine=message.engine,
         dtype=message.dtype,
         max_delay_versions=message.max_delay_versions,
+        flavour=message.flavour,
     )
 
 

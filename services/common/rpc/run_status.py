@@ -5,7 +5,7 @@ from __future__ import annotations
 from heterorl.v1 import run_pb2
 
 from services.common.rpc.messages import reason_from_pb, reason_to_pb, report_from_pb, report_to_pb
-from services.common.types import LedgerCounts, RunStatus, SiteId, SiteStatus
+from services.common.types import FlavourStatus, LedgerCounts, RunStatus, SiteId, SiteStatus
 
 
 def status_to_pb(value: RunStatus) -> run_pb2.GetStatusResponse:
@@ -41,6 +41,10 @@ def status_to_pb(value: RunStatus) -> run_pb2.GetStatusResponse:
         delta_bytes=value.delta_bytes,
         snapshot_bytes=value.snapshot_bytes,
         encode_s=value.encode_s,
+        flavours=[
+            run_pb2.FlavourStatus(**{name: getattr(entry, name) for name in FlavourStatus.__slots__})
+            for entry in value.flavours
+        ],
     )
 
 
@@ -79,6 +83,7 @@ def status_from_pb(message: run_pb2.GetStatusResponse) -> RunStatus:
                 canary_difference=site.canary_difference if site.HasField("canary_difference") else None,
                 quarantine=site.quarantine,
                 apply_s=site.apply_s,
+                flavour=site.flavour,
             )
             for site in message.sites
         ),
@@ -92,4 +97,8 @@ def status_from_pb(message: run_pb2.GetStatusResponse) -> RunStatus:
         delta_bytes=message.delta_bytes,
         snapshot_bytes=message.snapshot_bytes,
         encode_s=message.encode_s,
+        flavours=tuple(
+            FlavourStatus(**{name: getattr(entry, name) for name in FlavourStatus.__slots__})
+            for entry in message.flavours
+        ),
     )

@@ -20,7 +20,7 @@ TORCH_DTYPE: dict[Dtype, torch.dtype] = {
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
-def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def published_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """What is published: parameters and persistent floating-point buffers by name, tied names included.
 
     Of a model with adapters these alone: the weights under them are frozen, and every node has them.
@@ -35,7 +35,7 @@ def layout_of(model: nn.Module, dtype: Dtype) -> Layout:
     """The layout of a model whose tensors are all published as `dtype`; tensors that share storage are aliases."""
     first: dict[int, str] = {}
     specs = []
-    for name, tensor in sorted(_tensors(model).items()):
+    for name, tensor in sorted(published_tensors(model).items()):
         owner = first.setdefault(tensor.data_ptr(), name) if tensor.numel() else name
         alias = "" if owner == name else owner
         specs.append(TensorSpec(name=name, dtype=dtype, shape=tuple(tensor.shape), alias_of=alias))
@@ -56,7 +56,7 @@ def store(model: nn.Module, arena: Arena, *, published: Arena | None = None, dea
     Raises:
         ConfigError: a weight is not finite in the published type: it would reach every sampler.
     """
-    tensors = _tensors(model)
+    tensors = published_tensors(model)
     for spec in arena.layout.specs:
         if not spec.alias_of:
             store_tensor(spec, tensors[spec.name], arena, published=published, dead_band_ulp=dead_band_ulp)
@@ -103,7 +103,7 @@ def load(arena: Arena, model: nn.Module) -> None:
     Raises:
         StateMismatch: the model has other tensors than the arena, or ties tensors that the arena keeps apart.
     """
-    tensors = _tensors(model)
+    tensors = published_tensors(model)
     # Shapes too: copying would broadcast a smaller tensor without a word.
     if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != {
         spec.name: spec.shape for spec in arena.layout.specs

@@ -13,14 +13,14 @@ SIZES = [10, 20, 30, 40, 50]
 @pytest.fixture
 def connection():
     made = sqlite3.connect(":memory:")
-    made.execute("CREATE TABLE versions (version INTEGER PRIMARY KEY, manifest BLOB)")
+    made.execute("CREATE TABLE stated (version INTEGER PRIMARY KEY, manifest BLOB, flavour TEXT DEFAULT '')")
     yield made
     made.close()
 
 
 def fill(connection, sizes):
     data = [bytes([version % 256]) * size for version, size in enumerate(sizes)]
-    connection.executemany("INSERT INTO versions VALUES (?, ?)", enumerate(data))
+    connection.executemany("INSERT INTO stated (version, manifest) VALUES (?, ?)", enumerate(data))
     return data
 
 

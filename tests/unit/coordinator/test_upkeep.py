@@ -182,7 +182,7 @@ async def test_full_quota_deletes_before_it_refuses_and_names_its_key(tmp_path):
             await run.publish(snapshot=True, lineage_version=run.head)
         used = core.blobs.used_bytes
         core.blobs._store_bytes = used + 1000
-        await core.keeper._verify_newest()
+        await core.keeper._verify_newest("")
         await run.publish(snapshot=True, lineage_version=run.head)
         assert core.blobs.used_bytes < used
         assert (await core.get_status()).reclaimed_bytes > 0
@@ -213,7 +213,7 @@ async def test_snapshot_that_lies_is_put_aside_and_nothing_is_retired_on_its_wor
 async def test_damaged_delta_on_the_way_stops_retirement_and_is_named(tmp_path):
     async with keeping(tmp_path, merged_bytes=0, snapshot_ratio=1e9, keep_versions=30) as (core, _):
         await published(core, tmp_path, 33)
-        await core.keeper._verify_newest()
+        await core.keeper._verify_newest("")
         victim = next(
             p for p in (await core.database.run(shelf.graph)).payloads
             if (p.kind, p.to_version) == (PayloadKind.DELTA, 20)
@@ -382,7 +382,7 @@ async def test_nothing_is_retired_when_the_head_cannot_be_rebuilt(tmp_path):
     async with keeping(tmp_path, merged_bytes=0) as (core, _):
         run = await published(core, tmp_path, 5)
         await run.publish(snapshot=True, lineage_version=4)
-        await core.keeper._verify_newest()
+        await core.keeper._verify_newest("")
         await run.publish()
         victim = (await core.plan_pull(have_version=6, have_root=run.roots[6], want_version=7)).payloads[0]
         await run.publish()

@@ -22,10 +22,14 @@ from services.coordinator import history as history_module
 from services.coordinator import shelf
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core import Coordinator
-from services.coordinator.history import read_history
+from services.coordinator.history import read_histories
 from services.coordinator.verify_command import verify_directory
 from tests.support.merging import keeping, published
 from tests.support.run import Run
+
+
+def read_history(directory):
+    return read_histories(directory)[0]
 
 
 class Recorded:

@@ -234,7 +234,7 @@ async def test_lease_is_waited_for_also_when_its_holder_names_no_end():
             grant = LeaseGrant(epoch=2, holder="a", ttl_s=9.0, head_version=-1)
             self.answers = [LeaseHeld("another holds it"), grant]
 
-        async def acquire_lease(self, *, holder, contract, request_id):
+        async def acquire_lease(self, *, holder, contract, request_id, flavours):
             answer = self.answers.pop(0)
             if isinstance(answer, Exception):
                 raise answer

@@ -61,6 +61,7 @@ class RegisterRequest(google.protobuf.message.Message):
     ENGINE_FIELD_NUMBER: builtins.int
     DTYPE_FIELD_NUMBER: builtins.int
     MAX_DELAY_VERSIONS_FIELD_NUMBER: builtins.int
+    FLAVOUR_FIELD_NUMBER: builtins.int
     site: builtins.str
     """Name of the site."""
     incarnation: builtins.str
@@ -71,6 +72,8 @@ class RegisterRequest(google.protobuf.message.Message):
     """Data type of the engine's weights."""
     max_delay_versions: builtins.int
     """Largest version lag that the sampler's delay model can cause."""
+    flavour: builtins.str
+    """Flavour of the weights that the sampler pulls; empty for those that are trained."""
     @property
     def contract(self) -> heterorl.v1.common_pb2.Contract:
         """What the sampler runs with."""
@@ -84,9 +87,10 @@ class RegisterRequest(google.protobuf.message.Message):
         engine: builtins.str = ...,
         dtype: builtins.str = ...,
         max_delay_versions: builtins.int = ...,
+        flavour: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["contract", b"contract"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["contract", b"contract", "dtype", b"dtype", "engine", b"engine", "incarnation", b"incarnation", "max_delay_versions", b"max_delay_versions", "site", b"site"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["contract", b"contract", "dtype", b"dtype", "engine", b"engine", "flavour", b"flavour", "incarnation", b"incarnation", "max_delay_versions", b"max_delay_versions", "site", b"site"]) -> None: ...
 
 Global___RegisterRequest: typing_extensions.TypeAlias = RegisterRequest
 
@@ -290,6 +294,7 @@ class SiteStatus(google.protobuf.message.Message):
     CANARY_DIFFERENCE_FIELD_NUMBER: builtins.int
     QUARANTINE_FIELD_NUMBER: builtins.int
     APPLY_S_FIELD_NUMBER: builtins.int
+    FLAVOUR_FIELD_NUMBER: builtins.int
     site: builtins.str
     """Name of the site."""
     incarnation: builtins.str
@@ -314,6 +319,8 @@ class SiteStatus(google.protobuf.message.Message):
     """Why the site is in quarantine; empty when it is not."""
     apply_s: builtins.float
     """Time that applying and verifying its newest weights took, seconds; 0 where it is not known."""
+    flavour: builtins.str
+    """Flavour of the weights that it pulls; empty for those that are trained."""
     def __init__(
         self,
         *,
@@ -329,12 +336,51 @@ class SiteStatus(google.protobuf.message.Message):
         canary_difference: builtins.float | None = ...,
         quarantine: builtins.str = ...,
         apply_s: builtins.float = ...,
+        flavour: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_canary_difference", b"_canary_difference", "canary_difference", b"canary_difference"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_canary_difference", b"_canary_difference", "apply_s", b"apply_s", "canary_difference", b"canary_difference", "groups_accepted", b"groups_accepted", "groups_dropped", b"groups_dropped", "incarnation", b"incarnation", "last_seen_s", b"last_seen_s", "policy_version", b"policy_version", "quarantine", b"quarantine", "site", b"site", "state_root", b"state_root", "tokens_per_s", b"tokens_per_s", "work_leased", b"work_leased"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_canary_difference", b"_canary_difference", "apply_s", b"apply_s", "canary_difference", b"canary_difference", "flavour", b"flavour", "groups_accepted", b"groups_accepted", "groups_dropped", b"groups_dropped", "incarnation", b"incarnation", "last_seen_s", b"last_seen_s", "policy_version", b"policy_version", "quarantine", b"quarantine", "site", b"site", "state_root", b"state_root", "tokens_per_s", b"tokens_per_s", "work_leased", b"work_leased"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_canary_difference", b"_canary_difference"]) -> typing.Literal["canary_difference"] | None: ...
 
 Global___SiteStatus: typing_extensions.TypeAlias = SiteStatus
+
+@typing.final
+class FlavourStatus(google.protobuf.message.Message):
+    """FlavourStatus is the newest version of a flavour."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FLAVOUR_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    FULL_BYTES_FIELD_NUMBER: builtins.int
+    DELTA_BYTES_FIELD_NUMBER: builtins.int
+    SNAPSHOT_BYTES_FIELD_NUMBER: builtins.int
+    CHANGED_FRACTION_FIELD_NUMBER: builtins.int
+    flavour: builtins.str
+    """Name of the flavour."""
+    version: builtins.int
+    """Its newest version."""
+    full_bytes: builtins.int
+    """Size of its uncompressed state, bytes."""
+    delta_bytes: builtins.int
+    """Size of that version's delta, bytes; 0 when it has none."""
+    snapshot_bytes: builtins.int
+    """Size of that version's snapshot, bytes; 0 when it has none."""
+    changed_fraction: builtins.float
+    """Share of elements that it changed."""
+    def __init__(
+        self,
+        *,
+        flavour: builtins.str = ...,
+        version: builtins.int = ...,
+        full_bytes: builtins.int = ...,
+        delta_bytes: builtins.int = ...,
+        snapshot_bytes: builtins.int = ...,
+        changed_fraction: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["changed_fraction", b"changed_fraction", "delta_bytes", b"delta_bytes", "flavour", b"flavour", "full_bytes", b"full_bytes", "snapshot_bytes", b"snapshot_bytes", "version", b"version"]) -> None: ...
+
+Global___FlavourStatus: typing_extensions.TypeAlias = FlavourStatus
 
 @typing.final
 class GetStatusResponse(google.protobuf.message.Message):
@@ -367,6 +413,7 @@ class GetStatusResponse(google.protobuf.message.Message):
     DELTA_BYTES_FIELD_NUMBER: builtins.int
     SNAPSHOT_BYTES_FIELD_NUMBER: builtins.int
     ENCODE_S_FIELD_NUMBER: builtins.int
+    FLAVOURS_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """Name of the run."""
     head_version: builtins.int
@@ -423,6 +470,10 @@ class GetStatusResponse(google.protobuf.message.Message):
     def last_report(self) -> heterorl.v1.common_pb2.StepReport:
         """Newest step report."""
 
+    @property
+    def flavours(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___FlavourStatus]:
+        """Flavours beside the weights that are trained."""
+
     def __init__(
         self,
         *,
@@ -451,9 +502,10 @@ class GetStatusResponse(google.protobuf.message.Message):
         delta_bytes: builtins.int = ...,
         snapshot_bytes: builtins.int = ...,
         encode_s: builtins.float = ...,
+        flavours: collections.abc.Iterable[Global___FlavourStatus] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_last_report", b"_last_report", "_snapshot_version", b"_snapshot_version", "last_report", b"last_report", "snapshot_version", b"snapshot_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_last_report", b"_last_report", "_snapshot_version", b"_snapshot_version", "acked", b"acked", "bytes_full", b"bytes_full", "bytes_last", b"bytes_last", "changed_fraction", b"changed_fraction", "consumed", b"consumed", "delta_bytes", b"delta_bytes", "dropped", b"dropped", "encode_s", b"encode_s", "epoch", b"epoch", "head_version", b"head_version", "is_draining", b"is_draining", "is_head_signed", b"is_head_signed", "last_report", b"last_report", "learner", b"learner", "leased", b"leased", "pending", b"pending", "reclaimed_bytes", b"reclaimed_bytes", "run_id", b"run_id", "sites", b"sites", "snapshot_age_s", b"snapshot_age_s", "snapshot_bytes", b"snapshot_bytes", "snapshot_version", b"snapshot_version", "store_bytes", b"store_bytes", "store_limit_bytes", b"store_limit_bytes", "uptime_s", b"uptime_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_last_report", b"_last_report", "_snapshot_version", b"_snapshot_version", "acked", b"acked", "bytes_full", b"bytes_full", "bytes_last", b"bytes_last", "changed_fraction", b"changed_fraction", "consumed", b"consumed", "delta_bytes", b"delta_bytes", "dropped", b"dropped", "encode_s", b"encode_s", "epoch", b"epoch", "flavours", b"flavours", "head_version", b"head_version", "is_draining", b"is_draining", "is_head_signed", b"is_head_signed", "last_report", b"last_report", "learner", b"learner", "leased", b"leased", "pending", b"pending", "reclaimed_bytes", b"reclaimed_bytes", "run_id", b"run_id", "sites", b"sites", "snapshot_age_s", b"snapshot_age_s", "snapshot_bytes", b"snapshot_bytes", "snapshot_version", b"snapshot_version", "store_bytes", b"store_bytes", "store_limit_bytes", b"store_limit_bytes", "uptime_s", b"uptime_s"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_last_report", b"_last_report"]) -> typing.Literal["last_report"] | None: ...
     @typing.overload

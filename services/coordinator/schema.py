@@ -1,0 +1,82 @@
+"""The tables of the store, and the way from those of an earlier program.
+
+A flavour is named in a column of its own, empty for the weights that are trained: manifests, payloads, signatures,
+verified snapshots and canaries of every flavour lie side by side, and the view `stated` reads the versions of all.
+These tables have rowids: SQLite 3.40 finds faults that are none in a table without, whose key is not its first columns.
+"""
+
+from __future__ import annotations
+
+SCHEMA_VERSION = 2
+_BY_FLAVOUR = """
+CREATE TABLE payloads (
+    to_version INTEGER NOT NULL, kind TEXT NOT NULL, from_version INTEGER NOT NULL, digest TEXT NOT NULL,
+    num_bytes INTEGER NOT NULL, flavour TEXT NOT NULL DEFAULT '',
+    PRIMARY KEY (flavour, to_version, kind, from_version));
+CREATE TABLE signatures (
+    version INTEGER NOT NULL, signature BLOB NOT NULL, flavour TEXT NOT NULL DEFAULT '',
+    PRIMARY KEY (flavour, version));
+CREATE TABLE verified (
+    version INTEGER NOT NULL, digest TEXT NOT NULL, flavour TEXT NOT NULL DEFAULT '',
+    PRIMARY KEY (flavour, version));
+CREATE TABLE canaries (
+    version INTEGER NOT NULL, logprobs BLOB NOT NULL, flavour TEXT NOT NULL DEFAULT '',
+    PRIMARY KEY (flavour, version));
+CREATE TABLE flavour_versions (
+    flavour TEXT NOT NULL, version INTEGER NOT NULL, manifest BLOB NOT NULL, manifest_digest TEXT NOT NULL,
+    state_root TEXT NOT NULL, bytes_full INTEGER NOT NULL, changed_fraction REAL NOT NULL,
+    PRIMARY KEY (flavour, version));
+CREATE INDEX flavours_of_version ON flavour_versions (version);
+CREATE VIEW stated AS
+    SELECT '' AS flavour, version, manifest, manifest_digest, state_root, bytes_full, changed_fraction, is_abandoned
+    FROM versions
+    UNION ALL
+    SELECT flavour, version, f.manifest, f.manifest_digest, f.state_root, f.bytes_full, f.changed_fraction, is_abandoned
+    FROM flavour_versions f JOIN versions USING (version);
+"""
+SCHEMA = f"""
+CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE ledger (account TEXT PRIMARY KEY, count INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE versions (
+    version INTEGER PRIMARY KEY, step_id TEXT NOT NULL UNIQUE, content TEXT NOT NULL, epoch INTEGER NOT NULL,
+    manifest BLOB NOT NULL, manifest_digest TEXT NOT NULL, state_root TEXT NOT NULL, published REAL NOT NULL,
+    bytes_full INTEGER NOT NULL, bytes_last INTEGER NOT NULL, changed_fraction REAL NOT NULL,
+    is_abandoned INTEGER NOT NULL DEFAULT 0);
+CREATE TABLE steps (step INTEGER NOT NULL, version INTEGER NOT NULL, report BLOB NOT NULL,
+    PRIMARY KEY (step, version)) WITHOUT ROWID;
+CREATE TABLE sites (
+    site TEXT NOT NULL, incarnation TEXT NOT NULL, engine TEXT NOT NULL, dtype TEXT NOT NULL,
+    watermark INTEGER NOT NULL DEFAULT 0, accepted INTEGER NOT NULL DEFAULT 0, dropped INTEGER NOT NULL DEFAULT 0,
+    flavour TEXT NOT NULL DEFAULT '', PRIMARY KEY (site, incarnation)) WITHOUT ROWID;
+CREATE TABLE beyond_watermark (
+    site TEXT NOT NULL, incarnation TEXT NOT NULL, sequence INTEGER NOT NULL,
+    PRIMARY KEY (site, incarnation, sequence)) WITHOUT ROWID;
+CREATE TABLE groups (
+    arrival INTEGER PRIMARY KEY AUTOINCREMENT, site TEXT NOT NULL, incarnation TEXT NOT NULL,
+    sequence INTEGER NOT NULL, digest TEXT NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '',
+    assignment INTEGER NOT NULL, oldest_version INTEGER NOT NULL, num_bytes INTEGER NOT NULL, arrived REAL NOT NULL,
+    version INTEGER, payload BLOB, UNIQUE (site, incarnation, sequence));
+CREATE INDEX groups_by_state ON groups (state, oldest_version, arrival);
+CREATE INDEX groups_by_version ON groups (version) WHERE version IS NOT NULL;
+CREATE TABLE work (
+    assignment INTEGER PRIMARY KEY, prompt_index INTEGER NOT NULL, seed INTEGER NOT NULL, site TEXT NOT NULL,
+    incarnation TEXT NOT NULL, is_leased INTEGER NOT NULL, holders TEXT NOT NULL);
+CREATE TABLE quarantines (site TEXT PRIMARY KEY, version INTEGER NOT NULL, reason TEXT NOT NULL);
+CREATE TABLE retired (digest TEXT PRIMARY KEY) WITHOUT ROWID;
+{_BY_FLAVOUR}
+"""
+_MOVED = ("payloads", "signatures", "verified", "canaries")
+FROM_1 = (
+    """
+CREATE TABLE IF NOT EXISTS signatures (version INTEGER PRIMARY KEY, signature BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS verified (version INTEGER PRIMARY KEY, digest TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS canaries (version INTEGER PRIMARY KEY, logprobs BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS quarantines (site TEXT PRIMARY KEY, version INTEGER NOT NULL, reason TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS retired (digest TEXT PRIMARY KEY) WITHOUT ROWID;
+ALTER TABLE sites ADD COLUMN flavour TEXT NOT NULL DEFAULT '';
+"""
+    + "".join(f"ALTER TABLE {name} RENAME TO old_{name};\n" for name in _MOVED)
+    + _BY_FLAVOUR
+    + "".join(f"INSERT INTO {name} SELECT *, '' FROM old_{name}; DROP TABLE old_{name};\n" for name in _MOVED)
+)
+"""Makes a store of schema 1, which knew no flavours, one of schema 2."""

@@ -1,0 +1,171 @@
+"""A run with a site that pulls int8: the real learner, coordinator and samplers, in one process and as processes."""
+
+import asyncio
+import io
+import random
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from services.common.clock import SystemClock
+from services.common.errors import ContractMismatch
+from services.common.pull import Puller
+from services.common.rpc.client import CoordinatorClient
+from services.common.weights.arena import Arena
+from services.common.weights.quantise import dequantise, flavour_layout, quantise
+from services.common.wire import manifest_from_bytes
+from services.coordinator import canary
+from services.coordinator.verify_command import verify_directory
+from services.demo.tiny_model import write_tiny_model
+from services.learner import app as learner_app
+from services.learner.assembly import assemble as assemble_learner
+from services.learner.config import LearnerConfig
+from services.sampler import app as sampler_app
+from services.sampler.config import SamplerConfig
+from services.sampler.outbox import Outbox
+from tests.support.cluster import Cluster
+from tests.support.learner_world import open_coordinator, rows
+from tests.support.links import PLAINTEXT
+
+SHARED = {"group_size": 2, "sampling": {"max_new_tokens": 4}}
+
+
+async def _state(api, directory, version, *, layout, flavour=""):
+    puller = Puller(api=api, spool=directory / f"pulled-{flavour}", layout=layout, clock=SystemClock(), flavour=flavour)
+    return (await puller.pull(held=None, want_version=version)).arena
+
+
+async def _check_states(api, directory, layout, versions, *, flavour="int8"):
+    """The flavour of each version against the version's own weights, quantised with the scales of the one before."""
+    roots, scales = {}, None
+    for version in versions:
+        expected = Arena(flavour_layout(layout, flavour))
+        quantise(await _state(api, directory, version, layout=layout), expected, flavour, frozen=scales)
+        found = await _state(api, directory, version, layout=expected.layout, flavour=flavour)
+        assert found.state_root() == expected.state_root(), version
+        roots[version], scales = expected.state_root(), expected
+    return roots
+
+
+async def test_quantised_site_trains_with_the_others_and_is_judged_by_its_own_weights(tmp_path):
+    model = str(write_tiny_model(tmp_path / "model", seed=0, hidden_size=32, num_layers=2))
+    learner = LearnerConfig(
+        **SHARED, model_dir=model, state_dir=tmp_path / "learner", groups_per_step=4, max_steps=4,
+        backend={"lr": 1e-2, "published_dtype": "fp32"}, flavours=("int8",),
+    )  # fmt: skip
+    # Between the noise of two kernels, about 1e-6, and what int8 does to this model.
+    core = await open_coordinator(tmp_path, canary_threshold=1e-4, groups_per_version=4, max_outstanding_groups=8)
+    parts = assemble_learner(learner)
+    samplers, outboxes, reported = [], [], []
+    report_canary = core.report_canary
+
+    class Watched:
+        def __getattr__(self, name):
+            return getattr(core, name)
+
+        async def report_canary(self, report):
+            reported.append((report, await report_canary(report)))
+            return reported[-1][1]
+
+    for site, flavour in (("whole", ""), ("small", "int8")):
+        config = SamplerConfig(
+            **SHARED, model_dir=model, state_dir=tmp_path / site, site=site, groups_per_batch=2, heartbeat_s=0.05,
+            flavour=flavour, published_dtype="fp32",
+        )  # fmt: skip
+        outboxes.append(Outbox(config.state_dir))
+        samplers.append(sampler_app.build(config, Watched(), outboxes[-1], SystemClock(), random.Random(0)))
+    learning = learner_app.run(
+        learner, api=core, backend=parts.backend, contract=parts.contract, clock=SystemClock(), rng=random.Random(0),
+        canary=parts.canary,
+    )  # fmt: skip
+
+    await asyncio.gather(learning, *(sampler.run(asyncio.Event()) for sampler in samplers))
+
+    status = await core.get_status()
+    sites = {site.site: site for site in status.sites}
+    assert {name: site.flavour for name, site in sites.items()} == {"whole": "", "small": "int8"}
+    assert all(site.groups_accepted > 0 and not site.quarantine for site in sites.values()), sites
+    assert (status.head_version, status.flavours[0].version) == (4, 4)
+    roots = await _check_states(core, tmp_path, parts.backend.layout, range(5))
+    used = rows(tmp_path / "small" / "versions.int8.jsonl")
+    assert used
+    assert {row["version"]: row["state_root"] for row in used}.items() <= roots.items()
+    # The threshold would have caught this site, had it been compared with the weights that are trained.
+    small = [(report, verdict) for report, verdict in reported if report.site == "small"]
+    assert small
+    for report, verdict in small:
+        assert verdict.difference < 1e-4
+        stated = await core.database.run(lambda connection, v=report.version: canary.read_stated(connection, v))
+        assert np.median(np.abs(np.array(stated) - report.logprobs)) > 1e-4
+    # The learner's own weights came back bit by bit after each canary: what it holds is what it published last.
+    masters = Arena(parts.backend.layout)
+    parts.backend.store(masters)
+    assert masters.state_root() == manifest_from_bytes(await core.get_manifest(version=4)).state_root
+    whole = Arena(parts.backend.layout)
+    dequantise(await _state(core, tmp_path, 4, layout=samplers[1].generation._engine.layout, flavour="int8"), whole,
+               "int8")  # fmt: skip
+    assert whole.state_root() != masters.state_root()
+    for outbox in outboxes:
+        outbox.close()
+    await _refuses_what_nobody_publishes(core, model, tmp_path)
+    await core.close()
+
+
+async def _refuses_what_nobody_publishes(core, model, tmp_path):
+    config = SamplerConfig(
+        **SHARED, model_dir=model, state_dir=tmp_path / "other", site="other", flavour="fp8_e4m3",
+        published_dtype="fp32",
+    )  # fmt: skip
+    outbox = Outbox(config.state_dir)
+    sampler = sampler_app.build(config, core, outbox, SystemClock(), random.Random(0))
+    with pytest.raises(ContractMismatch, match=r'flavour: this node wants "fp8_e4m3", the learner publishes "", "int8'):
+        await sampler.run(asyncio.Event())
+    outbox.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_processes_of_both_forms_survive_the_learners_death(tmp_path):
+    cluster = Cluster(
+        tmp_path, learner={"flavours": ["int8"], "snapshot_every_versions": 1000}, coordinator={"keep_versions": 1000}
+    )
+    for name in ("coordinator", "learner", "site-whole"):
+        cluster.start(name)
+    cluster.sampler = {"flavour": "int8"}
+    cluster.start("site-small")
+
+    def are_both_used(version):
+        return lambda status: status.head_version >= version and all(site.groups_accepted > 2 for site in status.sites)
+
+    async with CoordinatorClient(cluster.address, tls=PLAINTEXT) as client:
+        try:
+            await cluster.until(client, lambda status: len(status.sites) == 2, timeout_s=120)
+            status = await cluster.until(client, are_both_used(3), timeout_s=120)
+            cluster.kill("learner")
+            cluster.start("learner")
+            status = await cluster.until(client, are_both_used(status.head_version + 4), timeout_s=120)
+        finally:
+            cluster.stop()
+
+    assert {site.site: site.flavour for site in status.sites} == {"site-whole": "", "site-small": "int8"}
+    assert not any(site.quarantine for site in status.sites)
+    text = io.StringIO()
+    code = verify_directory(tmp_path / "coordinator", keys=[], is_replaying=True, console=Console(file=text, width=200))
+    assert code == 0, text.getvalue()
+    assert text.getvalue().count("SOUND") == 2
+    core = await open_coordinator(tmp_path, run_id="kills", max_staleness_versions=1000)
+    model = assemble_learner(
+        LearnerConfig(**SHARED, model_dir=str(cluster.model_dir), state_dir=tmp_path / "unused")
+    ).backend
+    head = (await core.get_status()).head_version
+    # The scales went on through the death: each version is the one before with the same ones.
+    roots = await _check_states(core, tmp_path, model.layout, range(head + 1))
+    used = rows(tmp_path / "site-small" / "versions.int8.jsonl")
+    assert {row["version"]: row["state_root"] for row in used}.items() <= roots.items()
+    parents = [
+        manifest_from_bytes((await core.get_signed_manifest(version=v, flavour="int8")).data).parent_version
+        for v in range(head + 1)
+    ]
+    assert parents == list(range(-1, head))
+    await core.close()

@@ -487,6 +487,36 @@ async def test_payloads_of_flavours_are_verified_collected_and_still_lead_everyw
         assert after[name] <= before[name] | {(20, "snapshot")}
 
 
+async def test_payloads_of_a_flavour_that_nobody_publishes_any_more_go(tmp_path):
+    clock = ManualClock()
+    core = await open_coordinator(tmp_path, clock, keep_versions=4, max_staleness_versions=2, merged_bytes=0)
+    clock.advance(2 * core.config.pull_lease_s)
+    world = await World.open(core, tmp_path, names=("int8",))
+    await world.advance(3)
+    world = await World.open(core, tmp_path, names=())
+    await world.advance(4)
+    await core.keeper.work()
+    # Version 3 is within the window of head 7.
+    assert (await core.database.run(_payloads))["int8"]
+
+    await world.advance(1)
+    clock.advance(2 * core.config.pull_lease_s)
+    await core.keeper.work()
+
+    assert not (await core.database.run(_payloads))["int8"]
+    assert (await pull(core, tmp_path, "", 8)).version == 8
+    assert not core.blobs.stored() - {digest for digest, _ in await core.database.run(_digests)}
+    # Manifests stay; a flavour that comes back begins anew.
+    assert (await manifest_of(core, 3, "int8")).version == 3
+    world = await World.open(core, tmp_path, names=("int8",))
+    await check_all(core, tmp_path, [world.head], names=("int8",))
+    await core.close()
+
+
+def _digests(connection):
+    return connection.execute("SELECT digest, flavour FROM payloads").fetchall()
+
+
 def _payloads(connection):
     rows = connection.execute("SELECT flavour, to_version, kind FROM payloads").fetchall()
     return {name: {(version, kind) for flavour, version, kind in rows if flavour == name} for name in ("", *NAMES)}

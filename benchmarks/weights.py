@@ -45,20 +45,24 @@ def main() -> None:
     # Before torch is loaded: one thread everywhere.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from benchmarks.grpo_deltas import Recipe, make_runs, record
+    from benchmarks.weights_flavours import measure_flavours
     from benchmarks.weights_table import show, targets
 
     recipe = Recipe()
     runs = make_runs(recipe, cache=arguments.cache)
     rows: list[dict[str, Any]] = []
     merged: list[dict[str, Any]] = []
+    flavours: list[dict[str, Any]] = []
     for run in runs:
         # Width 2 only: one array of all elements.
-        states = [np.concatenate([arena.chunk(n) for n in range(arena.num_chunks)]) for arena in run.states()]
+        arenas = list(run.states())
+        states = [np.concatenate([arena.chunk(n) for n in range(arena.num_chunks)]) for arena in arenas]
         if not rows:
             rows.append(limits(states, repeats=arguments.repeats))
         for lag in LAGS.get(run.lr, OTHER_LAGS):
             pairs = [(states[n], states[n + lag]) for n in range(0, len(states) - lag, max(1, lag // 2))][:4]
             rows += measure(pairs, lr=run.lr, lag=lag, repeats=arguments.repeats)
+        flavours += measure_flavours(arenas, lr=run.lr, lags=LAGS.get(run.lr, OTHER_LAGS))
         merged += [merge(run, lag) for lag in MERGES if lag <= run.num_steps]
     results = {
         "machine": {"processor": _processor(), "cores": os.cpu_count(), "python": platform.python_version()},
@@ -68,6 +72,7 @@ def main() -> None:
         "chunk_elements": CHUNK,
         "rows": rows,
         "merged": merged,
+        "flavours": flavours,
         "targets": targets(rows, merged),
     }
     show(results)

@@ -51,6 +51,9 @@ def status_tables(status: RunStatus) -> tuple[Table, Table]:
     if report is not None:
         rows.insert(1, ("step", f"{report.step}: reward {report.reward_mean:.3f}, KL {report.kl:.3f}"))
         rows.insert(2, ("staleness", f"{report.staleness_mean:.1f} mean, {report.staleness_max} max"))
+    for form in status.flavours:
+        sizes = _sizes(form.full_bytes, delta=form.delta_bytes, full=form.snapshot_bytes)
+        rows.append((f"flavour {form.flavour}", f"{sizes}, {form.changed_fraction:.2%} changed"))
     for row in rows:
         # Names come from other machines: text, never markup.
         run.add_row(*map(Text, row))
@@ -63,6 +66,7 @@ def status_tables(status: RunStatus) -> tuple[Table, Table]:
         "tokens/s",
         "leased",
         "apply",
+        "flavour",
         "canary",
         "seen",
         title="sites",
@@ -77,6 +81,7 @@ def status_tables(status: RunStatus) -> tuple[Table, Table]:
             f"{site.tokens_per_s:.0f}",
             str(site.work_leased),
             f"{site.apply_s:.3g} s" if site.apply_s else "-",
+            Text(site.flavour or "-"),
             Text(_canary(site)),
             f"{site.last_seen_s:.0f} s ago",
         )
@@ -93,13 +98,16 @@ def _canary(site: SiteStatus) -> str:
 
 def _weights(status: RunStatus) -> str:
     """The payloads of the newest version beside the size of the weights."""
-    sizes = {"delta": status.delta_bytes, "full": status.snapshot_bytes}
+    return _sizes(status.bytes_full, delta=status.delta_bytes, full=status.snapshot_bytes)
+
+
+def _sizes(full_bytes: int, **payloads: int) -> str:
     parts = [
-        f"{name} {num_bytes:,} bytes ({status.bytes_full / num_bytes:.1f}x)"
-        for name, num_bytes in sizes.items()
+        f"{name} {num_bytes:,} bytes ({full_bytes / num_bytes:.1f}x)"
+        for name, num_bytes in payloads.items()
         if num_bytes
     ]
-    return f"{status.bytes_full:,} bytes; {', '.join(parts) or 'no payload'}"
+    return f"{full_bytes:,} bytes; {', '.join(parts) or 'no payload'}"
 
 
 def _store(status: RunStatus) -> str:

@@ -198,6 +198,12 @@ WEIGHTS_BOARD = Dashboard(
               queries=(Query(expr=f"60 * sum by (kind) (rate(heterorl_learner_versions_total{{{RUN}}}[$window]))",
                              legend="{{kind}}"),),
               note="Snapshot where a delta would not be smaller: too much changed.", minimum=0),
+        Panel(title="Newest version by flavour", unit="bytes", is_log=True,
+              queries=_gauge("heterorl_coordinator_flavour_bytes", "{{flavour}} {{kind}}"),
+              note="Full is the size of the weights in that form; a site pulls the deltas of its own."),
+        Panel(title="Sites by flavour", unit="none", minimum=0,
+              queries=(Query(expr=f"sum by (flavour) (heterorl_coordinator_site_flavour{{{SITE}}})",
+                             legend="{{flavour}}"),)),
         Panel(title="Encode and apply, newest version", unit="s", is_log=True,
               queries=_gauge("heterorl_learner_version_encode_seconds", "encode")
               + _gauge("heterorl_coordinator_site_apply_seconds", "apply {{site}}", SITE)),

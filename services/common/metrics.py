@@ -109,6 +109,7 @@ SITE_CANARY_NATS = _gauge(
 SITE_QUARANTINED = _gauge("coordinator_site_quarantined", "1 while a site's canary contradicts the learner's.", "site")
 SITE_QUOTA_BYTES = _gauge("coordinator_site_quota_bytes", "Bytes that one site may have in the queue.")
 SITE_APPLY_SECONDS = _gauge("coordinator_site_apply_seconds", "Duration of a site's newest apply and verify.", "site")
+SITE_FLAVOUR = _gauge("coordinator_site_flavour", "1 for the form of the weights that a site pulls.", "site", "flavour")
 
 # coordinator: store
 COMMIT_SECONDS = _histogram("coordinator_commit_seconds", "Duration of a commit, its fsync included.")
@@ -117,6 +118,12 @@ STORE_USED_BYTES = _gauge("coordinator_store_used_bytes", "Bytes of payloads sto
 STORE_LIMIT_BYTES = _gauge("coordinator_store_limit_bytes", "Bytes that payloads may occupy.")
 SNAPSHOT_AGE_SECONDS = _gauge(
     "coordinator_snapshot_age_seconds", "Age of the version of the newest verified snapshot; 0 while there is none."
+)
+FLAVOUR_BYTES = _gauge(
+    "coordinator_flavour_bytes",
+    "Bytes of the newest version in a form: its state (full) and payloads.",
+    "flavour",
+    "kind",
 )
 RECLAIMED_BYTES = _counter("coordinator_reclaimed_bytes_total", "Bytes of payloads that nobody needed any more.")
 DAMAGED_PAYLOADS = _counter("coordinator_damaged_payloads_total", "Payloads found changed or lost on disk.")

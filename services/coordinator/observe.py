@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.common import metrics
-from services.common.types import DropReason, LedgerCounts, PushOutcome, QueuedGroup, SiteStatus
+from services.common.types import DropReason, LedgerCounts, PushOutcome, QueuedGroup, RunStatus, SiteStatus
 from services.coordinator import lineage
 from services.coordinator.core import Coordinator
 
 SILENCE_LIMIT_S = 86_400.0
 """A site that said nothing for so long has left; its gauges are no longer shown."""
+TRAINED_LABEL = "trained"
+"""Of the weights that are trained, beside the names of flavours."""
 _SITE_GAUGES = (
     metrics.SITE_POLICY_VERSION,
     metrics.SITE_SILENCE_SECONDS,
@@ -68,8 +70,20 @@ async def observe_run(core: Coordinator) -> None:
     metrics.STORE_USED_BYTES.set(status.store_bytes)
     metrics.STORE_LIMIT_BYTES.set(status.store_limit_bytes)
     metrics.SNAPSHOT_AGE_SECONDS.set(status.snapshot_age_s)
+    _observe_flavours(status)
     _observe_ledger(status.ledger)
     _observe_sites(status.sites, waiting.bytes_by_site)
+
+
+def _observe_flavours(status: RunStatus) -> None:
+    """Bytes of each form; no more names than a learner may publish."""
+    trained = (TRAINED_LABEL, status.bytes_full, status.delta_bytes, status.snapshot_bytes)
+    forms = [(form.flavour, form.full_bytes, form.delta_bytes, form.snapshot_bytes) for form in status.flavours]
+    # What is published no more is shown no more.
+    metrics.FLAVOUR_BYTES.clear()
+    for flavour, *sizes in (trained, *forms):
+        for kind, num_bytes in zip(("full", "delta", "snapshot"), sizes, strict=True):
+            metrics.FLAVOUR_BYTES.labels(flavour, kind).set(num_bytes)
 
 
 def _observe_ledger(counts: LedgerCounts) -> None:
@@ -102,7 +116,9 @@ def _observe_sites(sites: Sequence[SiteStatus], bytes_by_site: dict[str, int]) -
     for label in work.keys() - newest.keys():
         for gauge in _SITE_GAUGES:
             gauge.remove(label)
+    metrics.SITE_FLAVOUR.clear()
     for label, status in newest.items():
+        metrics.SITE_FLAVOUR.labels(label, status.flavour or TRAINED_LABEL).set(1)
         metrics.SITE_POLICY_VERSION.labels(label).set(status.policy_version)
         metrics.SITE_SILENCE_SECONDS.labels(label).set(status.last_seen_s)
         metrics.SITE_WORK_GROUPS.labels(label).set(work[label])

@@ -22,6 +22,7 @@ from services.learner import app as learner_app
 from services.learner.assembly import assemble as assemble_learner
 from services.learner.config import LearnerConfig
 from services.sampler import app as sampler_app
+from services.sampler.assembly import assemble as assemble_sampler
 from services.sampler.config import SamplerConfig
 from services.sampler.outbox import Outbox
 from tests.support.cluster import Cluster
@@ -109,7 +110,30 @@ async def test_quantised_site_trains_with_the_others_and_is_judged_by_its_own_we
     for outbox in outboxes:
         outbox.close()
     await _refuses_what_nobody_publishes(core, model, tmp_path)
+    await _joins_from_its_own_base_model(core, model, tmp_path)
     await core.close()
+
+
+async def _joins_from_its_own_base_model(core, model, tmp_path):
+    """What a node begins with, quantised, is version 0 of the flavour: nothing of it is fetched."""
+    config = SamplerConfig(**SHARED, model_dir=model, site="late", flavour="int8", published_dtype="fp32")
+    parts = assemble_sampler(config)
+    plans = []
+
+    async def admit(plan):
+        plans.append(plan)
+
+    puller = Puller(
+        api=core, spool=tmp_path / "late", layout=parts.engine.layout, clock=SystemClock(), base=parts.base,
+        flavour="int8",
+    )  # fmt: skip
+
+    pulled = await puller.pull(held=None, want_version=0, admit=admit)
+
+    assert [plan.payloads for plan in plans] == [()]
+    assert pulled.arena.state_root() == pulled.manifest.state_root
+    parts.engine.load(pulled.arena, 0)
+    assert parts.base() is None
 
 
 async def _refuses_what_nobody_publishes(core, model, tmp_path):
@@ -141,10 +165,10 @@ async def test_processes_of_both_forms_survive_the_learners_death(tmp_path):
     async with CoordinatorClient(cluster.address, tls=PLAINTEXT) as client:
         try:
             await cluster.until(client, lambda status: len(status.sites) == 2, timeout_s=120)
-            status = await cluster.until(client, are_both_used(3), timeout_s=120)
+            status = await cluster.until(client, are_both_used(2), timeout_s=120)
             cluster.kill("learner")
             cluster.start("learner")
-            status = await cluster.until(client, are_both_used(status.head_version + 4), timeout_s=120)
+            status = await cluster.until(client, are_both_used(status.head_version + 3), timeout_s=120)
         finally:
             cluster.stop()
 

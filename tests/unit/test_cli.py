@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from services.cli import app, main
 from services.common.config import load, parse_override
 from services.common.errors import ConfigError
-from services.common.types import DropReason, LedgerCounts, RunStatus, SiteStatus
+from services.common.types import DropReason, FlavourStatus, LedgerCounts, RunStatus, SiteStatus
 from services.coordinator.config import CoordinatorConfig
 from services.status import status_json, status_tables
 from tests.support.run import REPORT
@@ -195,5 +195,15 @@ def test_status_is_shown_to_people_and_programs():
     assert [table.row_count for table in status_tables(status)] == [13, 1]
     assert all(name in text for name in ("[/r]", "[/l]", "[/s]", "4, unsigned"))
     assert all(part in text for part in ("delta 10 bytes (10.0x), full 80 bytes (1.2x)", "10.00%", "0.5 s", "0.125 s"))
-    console.print(*status_tables(dataclasses.replace(status, is_head_signed=True)))
+    form = FlavourStatus(
+        flavour="int8", version=4, full_bytes=50, delta_bytes=5, snapshot_bytes=0, changed_fraction=0.015
+    )
+    small = dataclasses.replace(site, flavour="int8")
+    forms = dataclasses.replace(status, is_head_signed=True, flavours=(form,), sites=(site, small))
+    assert [table.row_count for table in status_tables(forms)] == [14, 2]
+    console.print(*status_tables(forms))
+    text = console.export_text(clear=False)
+    assert "50 bytes; delta 5 bytes (10.0x), 1.50% changed" in text
+    assert text.count("int8") == 2
+    assert status_json(forms)["sites"][1]["flavour"] == status_json(forms)["flavours"][0]["flavour"] == "int8"
     assert "4, signed" in console.export_text()

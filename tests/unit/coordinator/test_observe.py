@@ -6,9 +6,9 @@ import pytest
 
 from services.common.api import Heartbeat
 from services.common.metrics import REGISTRY
-from services.common.types import DropReason
+from services.common.types import DropReason, SiteId
 from services.common.wire import manifest_from_bytes
-from services.coordinator import observe
+from services.coordinator import flavours, observe
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core import Coordinator
 from tests.support.clock import ManualClock
@@ -60,6 +60,28 @@ async def test_newest_version_is_shown_with_its_payloads_and_what_coding_and_app
     assert (status.snapshot_bytes, status.encode_s) == (0, 0.5)
     assert [site.apply_s for site in status.sites] == [0.25]
     assert shown("coordinator_site_apply_seconds", site=SITE) == 0.25
+
+
+async def test_sites_and_bytes_are_shown_by_flavour_and_no_longer_than_they_are_there(core, run):
+    delta = (await core.get_status()).snapshot_bytes
+    await core.register(run.registration(flavour=""))
+    await core.database.run(lambda c: flavours.offer(c, ["int8"]))
+    await core.register(run.registration(site=SiteId("small"), flavour="int8"))
+    await core.database.run(
+        lambda c: c.execute("INSERT INTO flavour_versions VALUES ('int8', 0, x'', 'd', 'r', 44, 0.5)")
+    )
+
+    await observe.observe_run(core)
+
+    assert shown("coordinator_site_flavour", site=SITE, flavour="trained") == 1
+    assert shown("coordinator_site_flavour", site="small", flavour="int8") == 1
+    assert shown("coordinator_site_flavour", site="small", flavour="trained") is None
+    assert shown("coordinator_flavour_bytes", flavour="trained", kind="snapshot") == delta > 0
+    assert shown("coordinator_flavour_bytes", flavour="int8", kind="full") == 44
+    assert shown("coordinator_flavour_bytes", flavour="int8", kind="delta") == 0
+    await core.database.run(lambda c: flavours.offer(c, []))
+    await observe.observe_run(core)
+    assert shown("coordinator_flavour_bytes", flavour="int8", kind="full") is None
 
 
 async def test_run_is_shown_as_the_store_holds_it(core, run, clock):

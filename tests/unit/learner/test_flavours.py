@@ -1,6 +1,7 @@
 """Flavours of a run: what is published of a version is its published weights with frozen scales, whoever dies when."""
 
 import asyncio
+import dataclasses
 import io
 import random
 import sqlite3
@@ -11,14 +12,22 @@ from rich.console import Console
 
 from services.common.api import PlanKind, Registration
 from services.common.clock import SystemClock
-from services.common.errors import ContractMismatch, StepConflict, UnknownVersion, WrongSignature
+from services.common.errors import (
+    ContractMismatch,
+    InvalidRequest,
+    PayloadMissing,
+    StepConflict,
+    UnknownVersion,
+    UnsignedManifest,
+    WrongSignature,
+)
 from services.common.pull import Puller
 from services.common.signing import new_key
 from services.common.trust import Trust
 from services.common.types import FlavourVersion, PayloadKind
 from services.common.weights.arena import Arena, Layout, TensorSpec
 from services.common.weights.quantise import SCALE, flavour_layout, quantise
-from services.common.wire import manifest_from_bytes
+from services.common.wire import manifest_from_bytes, manifest_to_bytes
 from services.coordinator.verify_command import verify_directory
 from services.learner.checkpoint import CheckpointStore
 from services.learner.flavours import Flavours
@@ -363,6 +372,83 @@ async def test_same_step_with_another_flavour_is_a_conflict(core, tmp_path):
     assert all(isinstance(entry, FlavourVersion) for entry in requests[0].flavours)
 
 
+def _with(entry, **changes):
+    """The same flavour with other fields of its manifest."""
+    manifest = dataclasses.replace(manifest_from_bytes(entry.manifest), **changes)
+    return dataclasses.replace(entry, manifest=manifest_to_bytes(manifest))
+
+
+def _moved(entry):
+    payload = manifest_from_bytes(entry.manifest).payloads[0]
+    return _with(entry, payloads=(dataclasses.replace(payload, from_version=0),))
+
+
+WRONG = {
+    "name": (lambda entry: dataclasses.replace(entry, flavour="Int8"), "'Int8' is not 1 to 32"),
+    "path": (lambda entry: dataclasses.replace(entry, flavour="../x"), "is not 1 to 32"),
+    "trained": (lambda entry: dataclasses.replace(entry, flavour=""), "is not 1 to 32"),
+    "repeated": (lambda entry: dataclasses.replace(entry, flavour="fp8_e4m3"), "2 names"),
+    "signature": (lambda entry: dataclasses.replace(entry, signature=b"123"), "signature: 3 bytes"),
+    "step": (lambda entry: _with(entry, step=7), r"flavours\[int8\].manifest.step: 7, expected 2"),
+    "run": (lambda entry: _with(entry, run_id="other"), "run_id: 'other'"),
+    "epoch": (lambda entry: _with(entry, epoch=9), "epoch: 9"),
+    "version": (lambda entry: _with(entry, version=3), "version: 3, expected 2"),
+    "parent": (lambda entry: _with(entry, parent_version=0), "parent_version: 0, expected 1"),
+    "digest": (lambda entry: _with(entry, parent_digest="0" * 64), "parent_digest"),
+    "layout": (lambda entry: _with(entry, layout_id="0" * 64), "layout_id"),
+    "no payload": (lambda entry: _with(entry, payloads=()), "payloads: one of each kind"),
+    "payload": (_moved, "does not lead to version 2"),
+}
+
+
+async def _held_request(core, directory, count):
+    """The publication that would be the next after `count`."""
+    requests = []
+
+    class Holding(FragileApi):
+        async def publish_version(self, request):
+            requests.append(request)
+            raise Killed
+
+    world = await World.open(core, directory)
+    await world.advance(count)
+    with pytest.raises(Killed):
+        await (await World.open(core, directory, api=Holding(core))).advance()
+    return requests[0]
+
+
+async def test_flavour_that_does_not_fit_its_version_is_refused_with_the_version(core, tmp_path):
+    request = await _held_request(core, tmp_path, 1)
+    first, second = request.flavours
+    assert (first.flavour, second.flavour) == NAMES
+    for name, (change, problem) in WRONG.items():
+        with pytest.raises(InvalidRequest, match=problem):
+            await core.publish_version(dataclasses.replace(request, flavours=(change(first), second)))
+        assert (await core.get_status()).head_version == 1, name
+    payload = dataclasses.replace(manifest_from_bytes(first.manifest).payloads[0], digest="0" * 64)
+    with pytest.raises(PayloadMissing):
+        await core.publish_version(dataclasses.replace(request, flavours=(_with(first, payloads=(payload,)), second)))
+    with pytest.raises(InvalidRequest, match="9 names"):
+        await core.acquire_lease(
+            holder="learner", contract=make_contract(LAYOUT), request_id="many", flavours=tuple("abcdefghi")
+        )
+    # A flavour may be left out, and begins again with a snapshot only.
+    assert await core.publish_version(dataclasses.replace(request, flavours=(second,))) == 2
+    with pytest.raises(UnknownVersion):
+        await core.get_signed_manifest(version=2, flavour="int8")
+
+
+async def test_learner_goes_on_only_from_flavours_that_its_key_signed(core, tmp_path):
+    signer = new_key(tmp_path / "key")
+    await (await World.open(core, tmp_path, signer=signer)).advance()
+    await core.database.run(
+        lambda connection: connection.execute("DELETE FROM signatures WHERE flavour = 'int8' AND version = 1")
+    )
+
+    with pytest.raises(UnsignedManifest):
+        await World.open(core, tmp_path, signer=signer)
+
+
 async def test_sampler_of_a_flavour_that_nobody_publishes_is_told_what_there_is(core, tmp_path):
     await World.open(core, tmp_path, names=("int8",))
     await fill(core, 1, contract=make_contract(LAYOUT))
@@ -459,6 +545,8 @@ async def test_store_of_an_earlier_program_gets_flavours_and_keeps_what_it_had(t
     world = await World.open(core, tmp_path)
     await world.advance(2)
     await check_all(core, tmp_path, range(3, 6))
+    await fill(core, 1, contract=make_contract(LAYOUT))
+    assert [site.flavour for site in (await core.get_status()).sites] == [""]
     await core.close()
     assert _audit(tmp_path)[0] == 0
 
@@ -485,6 +573,36 @@ async def test_payloads_of_flavours_are_verified_collected_and_still_lead_everyw
     for name in ("", *NAMES):
         assert len(after[name]) < len(before[name]), name
         assert after[name] <= before[name] | {(20, "snapshot")}
+
+
+async def test_payloads_of_a_flavour_that_nobody_publishes_any_more_go(tmp_path):
+    clock = ManualClock()
+    core = await open_coordinator(tmp_path, clock, keep_versions=4, max_staleness_versions=2, merged_bytes=0)
+    clock.advance(2 * core.config.pull_lease_s)
+    world = await World.open(core, tmp_path, names=("int8",))
+    await world.advance(3)
+    world = await World.open(core, tmp_path, names=())
+    await world.advance(4)
+    await core.keeper.work()
+    # Version 3 is within the window of head 7.
+    assert (await core.database.run(_payloads))["int8"]
+
+    await world.advance(1)
+    clock.advance(2 * core.config.pull_lease_s)
+    await core.keeper.work()
+
+    assert not (await core.database.run(_payloads))["int8"]
+    assert (await pull(core, tmp_path, "", 8)).version == 8
+    assert not core.blobs.stored() - {digest for digest, _ in await core.database.run(_digests)}
+    # Manifests stay; a flavour that comes back begins anew.
+    assert (await manifest_of(core, 3, "int8")).version == 3
+    world = await World.open(core, tmp_path, names=("int8",))
+    await check_all(core, tmp_path, [world.head], names=("int8",))
+    await core.close()
+
+
+def _digests(connection):
+    return connection.execute("SELECT digest, flavour FROM payloads").fetchall()
 
 
 def _payloads(connection):

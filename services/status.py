@@ -64,6 +64,8 @@ def status_tables(status: RunStatus) -> tuple[Table, Table]:
         "leased",
         "apply",
         "canary",
+        "failed",
+        "quota",
         "seen",
         title="sites",
     )
@@ -78,6 +80,8 @@ def status_tables(status: RunStatus) -> tuple[Table, Table]:
             str(site.work_leased),
             f"{site.apply_s:.3g} s" if site.apply_s else "-",
             Text(_canary(site)),
+            str(site.groups_failed),
+            f"{site.quota_used:.0%}, {site.groups_refused} refused",
             f"{site.last_seen_s:.0f} s ago",
         )
         if site.quarantine:

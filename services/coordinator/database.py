@@ -68,6 +68,16 @@ CREATE TABLE IF NOT EXISTS verified (version INTEGER PRIMARY KEY, digest TEXT NO
 CREATE TABLE IF NOT EXISTS canaries (version INTEGER PRIMARY KEY, logprobs BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS quarantines (site TEXT PRIMARY KEY, version INTEGER NOT NULL, reason TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS retired (digest TEXT PRIMARY KEY) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS failures (site TEXT NOT NULL, accepted INTEGER NOT NULL, reason TEXT NOT NULL,
+    detail TEXT NOT NULL);
+CREATE INDEX IF NOT EXISTS failures_by_site ON failures (site);
+CREATE TABLE IF NOT EXISTS convictions (site TEXT PRIMARY KEY, reason TEXT NOT NULL, at REAL NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS audit (sequence INTEGER PRIMARY KEY, at_us INTEGER NOT NULL, kind TEXT NOT NULL,
+    subject TEXT NOT NULL, detail TEXT NOT NULL, previous TEXT NOT NULL, digest TEXT NOT NULL);
+CREATE TRIGGER IF NOT EXISTS audit_keeps_rows BEFORE DELETE ON audit
+    BEGIN SELECT RAISE(ABORT, 'the log of audit is only appended to'); END;
+CREATE TRIGGER IF NOT EXISTS audit_keeps_content BEFORE UPDATE ON audit
+    BEGIN SELECT RAISE(ABORT, 'the log of audit is only appended to'); END;
 """
 """Tables that a store of this schema may have been created without; an older program ignores them."""
 

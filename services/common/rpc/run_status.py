@@ -79,6 +79,9 @@ def status_from_pb(message: run_pb2.GetStatusResponse) -> RunStatus:
                 canary_difference=site.canary_difference if site.HasField("canary_difference") else None,
                 quarantine=site.quarantine,
                 apply_s=site.apply_s,
+                groups_failed=site.groups_failed,
+                groups_refused=site.groups_refused,
+                quota_used=site.quota_used,
             )
             for site in message.sites
         ),

@@ -87,7 +87,7 @@ def _rollout_problem(rollout: Rollout, contract: Contract) -> str:
         return f"sampler_logprobs: {logprobs.size} for {length} tokens"
     if rollout.token_ids.min() < 0 or rollout.token_ids.max() >= contract.vocab_size:
         return f"token_ids: outside 0..{contract.vocab_size - 1}"
-    problem = _ending_problem(rollout, contract)
+    problem = ending_problem(rollout, contract)
     if problem:
         return problem
     if not np.isfinite(logprobs).all() or logprobs.max() > 0:
@@ -105,7 +105,7 @@ def _rollout_problem(rollout: Rollout, contract: Contract) -> str:
     return "" if position == length else "spans: do not cover the tokens in order"
 
 
-def _ending_problem(rollout: Rollout, contract: Contract) -> str:
+def ending_problem(rollout: Rollout, contract: Contract) -> str:
     """A completion ends with the end token or at the longest length, and has no end token before its end."""
     if contract.eos_token_id < 0:
         return ""

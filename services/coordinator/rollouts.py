@@ -187,8 +187,6 @@ class Rollouts(Node):
 
         for site, why in (await self.change(operation)).items():
             _LOG.error("site %s goes into quarantine until an operator releases it: %s", site, why)
-        for entry in rejections:
-            _LOG.warning("group %s failed a check: %s, %s", entry.id, entry.reason.value, entry.detail)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,9 @@
 """Whose group the learner gets next: oldest policies first, or sites in turn by deficit round robin; pure.
 
 Guarantees: work-conserving (a site's share is a bound only while another site has groups), and without starvation: in
-the fair order every site with groups is served once in each round, in the share order every site below its share comes
-before those above it. Must never decide whether a group is trained on, only when.
+the fair order every site with groups is served once in each round; in the share order every site below its share comes
+before those above it, and where all are at theirs, those with the least come first. Must never decide whether a group
+is trained on, only when.
 
 Deficit round robin (Shreedhar and Varghese, 1996) with a cost of 1 for a group and a quantum of 1: what is left of a
 site's deficit is never more than 0, so a round is one group of each site that has one.
@@ -50,7 +51,9 @@ class Turns:
         """
         assert oldest, "asked only while there are groups"
         counts = {site: self._recent.count(site) for site in oldest}
-        below = [site for site in oldest if counts[site] < self.cap] or list(oldest)
+        # Where all are at their share, those with the least of it: two sites under a share of a third get a half each.
+        bound = max(self.cap, min(counts.values()) + 1)
+        below = [site for site in oldest if counts[site] < bound]
         if self.order == "oldest":
             chosen = min(below, key=lambda site: oldest[site])
         else:

@@ -210,7 +210,7 @@ def run(model_dir: str, *, digits: int, num_honest: int, num_cheated: int, group
 def table(rows: dict[str, Any]) -> str:
     """The rates as a Markdown table."""
     lines = [
-        "| a site sends | rollouts | rejected | reward, ending | log-probs | draws | groups of 8 | log-probs, float32 |",
+        "| sent | rollouts | rejected | reward, ending | log-probs | draws | groups of 8 | log-probs, float32 |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, row in rows.items():
@@ -247,8 +247,8 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--honest", type=int, default=12_000, help="honest rollouts of each precision")
-    parser.add_argument("--cheated", type=int, default=2_400, help="rollouts of each cheat, before those unchanged")
+    parser.add_argument("--honest", type=int, default=40_000, help="honest rollouts of each precision")
+    parser.add_argument("--cheated", type=int, default=4_000, help="rollouts of each cheat, before those unchanged")
     parser.add_argument("--cache", type=Path, default=Path(".cache/heterorl"))
     options = parser.parse_args()
     torch.set_num_threads(1)

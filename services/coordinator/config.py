@@ -52,7 +52,7 @@ class CoordinatorConfig(Config):
     """Largest part of a version's groups from one site while others have groups; 1 is no bound."""
     lease_order: Literal["oldest", "fair"] = "oldest"
     """Which groups the learner gets first: those of the oldest policies, or one of each site in turn."""
-    quarantine_failures: int = Field(default=2, ge=0)
+    quarantine_failures: int = Field(default=3, ge=0)
     """Groups failing the learner's checks that put a site into quarantine until an operator releases it; 0: never."""
     quarantine_window_groups: int = Field(default=1000, ge=1)
     """Newest groups of a site among which failures count."""

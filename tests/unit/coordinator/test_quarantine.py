@@ -17,7 +17,9 @@ from tests.support.run import INCARNATION, SITE, Run, credits_of
 
 @pytest.fixture
 def config(tmp_path):
-    return CoordinatorConfig(data_dir=tmp_path / "data", groups_per_version=8, max_staleness_versions=3)
+    return CoordinatorConfig(
+        data_dir=tmp_path / "data", groups_per_version=8, max_staleness_versions=3, quarantine_failures=2
+    )
 
 
 @pytest.fixture

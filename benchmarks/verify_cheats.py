@@ -170,13 +170,13 @@ def doctored(site: Site, honest: Sequence[Group]) -> Cheated:
 
 
 def cherry_picked(site: Site, engine: HfEngine, honest: Sequence[Group], *, tries: int) -> Cheated:
-    """The best of several draws with seeds of its own, each as true as an honest one."""
+    """The best of several draws with seeds of its own, the shortest of equals; each as true as an honest one."""
     numbers = [group.assignment for group in honest]
     draws = [honest, *(site.generate(engine, numbers, seed=SEED + number) for number in range(1, tries))]
     groups = [
         dataclasses.replace(
             options[0],
-            rollouts=tuple(max(rollouts, key=lambda rollout: rollout.reward)
+            rollouts=tuple(max(rollouts, key=lambda rollout: (rollout.reward, -rollout.token_ids.size))
                            for rollouts in zip(*(option.rollouts for option in options), strict=True)),
         )
         for options in zip(*draws, strict=True)

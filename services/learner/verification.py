@@ -29,10 +29,10 @@ class VerificationConfig(Config):
     one more model and `kept_versions` published states."""
     full_groups: int = Field(default=64, ge=1)
     """Groups of a site that are all checked at first; the share halves with each further so many, down to the floor."""
-    logprob_tolerance: float = Field(default=0.07, gt=0)
+    logprob_tolerance: float = Field(default=0.08, gt=0)
     """Largest mean |difference| of a rollout's log-probs, nats. The default suits bf16 sites; where all compute in
     float32, 1e-4 also shows weights of other versions. `make bench-verify` measures both."""
-    margin_tolerance: float = Field(default=0.1, gt=0)
+    margin_tolerance: float = Field(default=0.15, gt=0)
     """Largest margin by which the repeated draw may prefer another token, nats; of sites with seeded_sampling."""
     margin_share: float = Field(default=0.99, gt=0, le=1)
     """Share of a rollout's tokens that must be within margin_tolerance."""

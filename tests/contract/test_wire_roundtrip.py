@@ -89,6 +89,7 @@ groups = st.builds(
     oldest_version=version,
     state_root=digest,
     generation_s=real,
+    is_seeded=st.booleans(),
 )
 sampling = st.builds(
     SamplingSemantics,
@@ -108,6 +109,7 @@ contracts = st.builds(
     num_prompts=uint,
     group_size=st.integers(0, 999),
     sampling=sampling,
+    eos_token_id=st.integers(-1, 2**31),
     lora=st.just(NO_LORA)
     | st.builds(
         LoraSettings,
@@ -329,6 +331,9 @@ CASES = [
                     tokens_per_s=real,
                     work_leased=uint,
                     apply_s=real,
+                    groups_failed=uint,
+                    groups_refused=uint,
+                    quota_used=real,
                 ),
                 max_size=2,
             ).map(tuple),

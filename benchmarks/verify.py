@@ -4,8 +4,7 @@ Honest rollouts come from the real transformers engine and the sampler's own cod
 in float32 and in bfloat16; cheats change what it made. Every rollout is judged by the code that the coordinator and the
 learner run, with the default tolerances, in float32 under the version that it names. A cheat that gave the honest
 tokens is not counted. A learner rejects a whole group when one rollout fails. Old weights come from real steps of the
-learner's backend. The last column takes the tolerance that honest float32 sites alone would allow: 1.5 times the 99.9th
-percentile of their differences.
+learner's backend. The last column takes the log-prob tolerance of 1e-4 that a run of float32 sites alone allows.
 
     python -m benchmarks.verify --out benchmarks/results/verify.json
 """
@@ -56,6 +55,7 @@ CONFIG = VerificationConfig()
 CHECKS = ("ending", "reward", "log-probs", "draws")
 SEED = 7
 OLD_STEPS = 64
+FLOAT32_TOLERANCE = 1e-4
 
 
 def build_site(model_dir: str, *, digits: int, group_size: int) -> tuple[Site, Contract]:
@@ -200,17 +200,16 @@ def run(model_dir: str, *, digits: int, num_honest: int, num_cheated: int, group
     rows["weights of 4 bits"] = measure(site, contract, all_changed(site.generate(coarse, numbers)))
     for lr in (1e-6, 1e-3):
         rows[f"weights of 64 versions ago, lr {lr:g}"] = old_weights(site, contract, numbers, lr=lr)
-    exact_tolerance = 1.5 * rows["honest, float32"]["logprob_difference"]["p999"]
     for row in rows.values():
         differences = np.asarray(row.pop("differences"))
-        row["rates"]["log-probs, float32"] = float((differences > exact_tolerance).mean()) if differences.size else 0.0
+        row["rates"]["log-probs, 1e-4"] = float((differences > FLOAT32_TOLERANCE).mean()) if differences.size else 0.0
     return rows
 
 
 def table(rows: dict[str, Any]) -> str:
     """The rates as a Markdown table."""
     lines = [
-        "| sent | rollouts | rejected | reward, ending | log-probs | draws | groups of 8 | log-probs, float32 |",
+        "| sent | rollouts | rejected | reward, ending | log-probs | draws | groups of 8 | log-probs at 1e-4 |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, row in rows.items():
@@ -222,7 +221,7 @@ def table(rows: dict[str, Any]) -> str:
             rates["log-probs"],
             rates["draws"],
             row["group_rate"],
-            rates["log-probs, float32"],
+            rates["log-probs, 1e-4"],
         ]
         lines.append(f"| {name} | {row['rollouts']:,} | " + " | ".join(f"{cell:.2%}" for cell in cells) + " |")
     return "\n".join(lines)

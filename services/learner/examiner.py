@@ -57,6 +57,7 @@ class Examiner:
     versions: RecentVersions | None
     rng: random.Random
     passed: Counter[SiteId] = field(default_factory=Counter)
+    unseeded: set[SiteId] = field(default_factory=set)
 
     async def examine(self, queued: QueuedGroup) -> Finding:
         """Check one group, and remember of its site whether it passed."""
@@ -102,6 +103,9 @@ class Examiner:
         key = None
         if group.is_seeded and queued.seed is not None and self.yardstick.replayer.can_repeat_draws:
             key = group_key(seed=queued.seed, state_root=group.state_root, prompt_index=group.prompt_index)
+        elif group.id.site not in self.unseeded:
+            self.unseeded.add(group.id.site)
+            _LOG.warning("site %s: draws cannot be repeated, log-probs alone are checked", group.id.site)
         replays: list[Replay] = []
         for version in sorted({span.version for rollout in group.rollouts for span in rollout.spans}):
             try:

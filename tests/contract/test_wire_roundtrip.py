@@ -174,6 +174,7 @@ def test_group_survives_bytes_bit_for_bit(group):
 
     assert wire.group_to_bytes(back) == data
     assert (back.id, back.assignment, back.state_root) == (group.id, group.assignment, group.state_root)
+    assert back.is_seeded == group.is_seeded
     for one, other in zip(back.rollouts, group.rollouts, strict=True):
         assert one.token_ids.dtype == np.int32
         assert one.token_ids.tolist() == other.token_ids.tolist()

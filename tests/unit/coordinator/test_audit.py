@@ -1,13 +1,17 @@
 """The log of audit: every way to change it afterwards is seen, offline."""
 
+import asyncio
 import dataclasses
 import sqlite3
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from services.cli import app
+from services.common.rpc.revocation import Revocations
 from services.coordinator import audit
+from services.coordinator.app import _gauges
 from services.coordinator.audit import AuditKind
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core import Coordinator
@@ -56,6 +60,17 @@ async def test_row_written_anew_with_its_digest_breaks_the_next_link(database):
     rows[1] = dataclasses.replace(forged, digest=audit.row_digest(forged))
 
     assert audit.find_faults(rows) == ["row 3 does not name the digest of the row before it"]
+
+
+async def test_gap_in_a_chain_that_was_made_anew_is_seen(database):
+    rows, previous = await fill(database), ""
+    forged = []
+    for row in (rows[0], *rows[2:]):
+        row = dataclasses.replace(row, previous=previous)
+        forged.append(dataclasses.replace(row, digest=audit.row_digest(row)))
+        previous = forged[-1].digest
+
+    assert audit.find_faults(forged) == ["row 3 stands where row 2 belongs"]
 
 
 async def test_missing_swapped_and_cut_off_rows_are_seen(database):
@@ -131,3 +146,32 @@ async def test_command_verifies_and_shows_a_closed_store_and_finds_a_change(tmp_
     result = runner.invoke(app, ["audit", "verify", str(directory)])
     assert result.exit_code == 2
     assert "row 1 was changed" in result.output
+
+
+class OneRound(ManualClock):
+    """A clock that tells when somebody sleeps by it."""
+
+    def __init__(self):
+        super().__init__()
+        self.is_sleeping = asyncio.Event()
+
+    async def sleep(self, seconds):
+        self.is_sleeping.set()
+        await super().sleep(seconds)
+
+
+async def test_running_coordinator_notes_which_certificates_are_refused(tmp_path):
+    clock = OneRound()
+    core = await Coordinator.open(CoordinatorConfig(data_dir=tmp_path / "data"), clock)
+    revoked = tmp_path / "revoked"
+    revoked.write_text("ab  # lost laptop\n")
+    serials = Revocations(revoked)
+
+    loop = asyncio.create_task(_gauges(core, SimpleNamespace(revoked_serials=serials.current), clock))
+    await clock.is_sleeping.wait()
+    loop.cancel()
+
+    (row,) = await core.database.run(audit.read)
+    assert (row.kind, row.subject) == ("revocation", "ab")
+    assert (0xAB in serials, 0xAC in serials) == (True, False)
+    await core.close()

@@ -7,7 +7,7 @@ ENGINES := .venv-engines/bin
 ENGINES_SETUP := .venv-engines/.installed
 N ?= 1000
 
-.PHONY: help demo test test-fast test-engines test-images check kills lab-quick lab-stale64 lab-stale256 lab-recommend bench-losses bench-learner coverage protos lock clean bench-merge subsets dashboards bench-weights bench-pull bench-serve bench-sampler fuzz
+.PHONY: help demo test test-fast test-engines test-images check kills lab-quick lab-stale64 lab-stale256 lab-recommend bench-losses bench-learner coverage protos lock clean bench-merge subsets dashboards bench-weights bench-pull bench-serve bench-sampler bench-verify fuzz
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -85,6 +85,9 @@ bench-serve: $(SETUP)  ## A coordinator's memory while 8 samplers read a 4 GB mo
 
 bench-sampler: $(ENGINES_SETUP)  ## Tokens per second and the pause of a swap, for transformers and vLLM
 	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(ENGINES)/python -m benchmarks.sampler --out benchmarks/results/sampler.json
+
+bench-verify: $(SETUP)  ## What the checks of untrusted sites see: each cheat's detection, honest rollouts' false rejects; 4 minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.verify --out benchmarks/results/verify.json
 
 fuzz: $(SETUP)  ## Mutate N inputs of every decoder of foreign bytes; no crash may be found
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --cases $(N)

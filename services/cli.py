@@ -19,7 +19,7 @@ from services.common.config import Config, explain, load, read_tables
 from services.common.errors import HeterorlError
 from services.common.tls import check_tls
 from services.lab.cli import app as lab
-from services.orders import rollback
+from services.orders import audit, rollback, sites
 
 app = typer.Typer(
     name="heterorl",
@@ -247,6 +247,8 @@ def keys_show(path: Annotated[Path, typer.Argument(help="File of a private key."
     typer.echo(load_signer(path).public_key)
 
 
+app.add_typer(sites, name="sites")
+app.add_typer(audit, name="audit")
 app.add_typer(lab, name="lab")
 app.add_typer(certs, name="certs")
 

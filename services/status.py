@@ -68,6 +68,8 @@ def status_tables(status: RunStatus) -> tuple[Table, Table]:
         "apply",
         "flavour",
         "canary",
+        "failed",
+        "quota",
         "seen",
         title="sites",
     )
@@ -83,6 +85,8 @@ def status_tables(status: RunStatus) -> tuple[Table, Table]:
             f"{site.apply_s:.3g} s" if site.apply_s else "-",
             Text(site.flavour or "-"),
             Text(_canary(site)),
+            str(site.groups_failed),
+            f"{site.quota_used:.0%}, {site.groups_refused} refused",
             f"{site.last_seen_s:.0f} s ago",
         )
         if site.quarantine:

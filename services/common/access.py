@@ -50,6 +50,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         # The learner names groups of all sites: it holds their lease.
         "/heterorl.v1.RolloutService/StreamGroups": _LEARNER,
         "/heterorl.v1.RolloutService/AbandonGroups": _LEARNER,
+        "/heterorl.v1.RolloutService/RejectGroups": _LEARNER,
         "/heterorl.v1.RunService/Register": _OWN_SITE,
         "/heterorl.v1.RunService/Heartbeat": _OWN_SITE,
         "/heterorl.v1.RunService/ReportCanary": _OWN_SITE,
@@ -58,6 +59,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         # A learner that reached its last step drains the run.
         "/heterorl.v1.RunService/Drain": Rule(frozenset({Role.OPERATOR, Role.LEARNER})),
         "/heterorl.v1.RunService/Rollback": _OPERATOR,
+        "/heterorl.v1.RunService/ReleaseSite": _OPERATOR,
         "/grpc.health.v1.Health/Check": _EVERYBODY,
         "/grpc.health.v1.Health/Watch": _EVERYBODY,
     }

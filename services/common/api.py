@@ -14,6 +14,7 @@ from typing import Protocol
 from services.common.types import (
     Contract,
     Digest,
+    DropReason,
     Group,
     GroupId,
     LeaseGrant,
@@ -136,6 +137,15 @@ class CanaryVerdict:
     quarantine: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejection:
+    """A leased group that failed a check of the learner; `detail` says the numbers."""
+
+    id: GroupId
+    reason: DropReason
+    detail: str
+
+
 class CoordinatorApi(Protocol):
     """All that a learner, a sampler or an operator can ask of a coordinator."""
 
@@ -221,6 +231,10 @@ class CoordinatorApi(Protocol):
         """Drop leased groups that can never be trained on (counted as learner_abandoned)."""
         ...
 
+    async def reject_groups(self, *, epoch: int, rejections: Sequence[Rejection]) -> None:
+        """Drop leased groups that failed a check, each once, and count that against their sites."""
+        ...
+
     # run
     async def register(self, registration: Registration) -> RegisterAnswer: ...
 
@@ -238,4 +252,8 @@ class CoordinatorApi(Protocol):
 
     async def rollback(self, *, to_version: int, request_id: str) -> int:
         """Order the learner to publish the content of a version anew (-1: no order); returns the head."""
+        ...
+
+    async def release_site(self, *, site: SiteId, reason: str) -> str:
+        """End a site's quarantine and forget its failures; returns why it was there, empty when it was not."""
         ...

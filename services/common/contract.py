@@ -71,4 +71,5 @@ def build_contract(
         num_prompts=task.num_prompts,
         group_size=group_size,
         sampling=sampling,
+        eos_token_id=-1 if tokenizer.eos_token_id is None else int(tokenizer.eos_token_id),
     )

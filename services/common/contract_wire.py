@@ -33,6 +33,7 @@ def contract_to_pb(value: Contract) -> common_pb2.Contract:
             logprob_mode=_MODE[sampling.logprob_mode],
         ),
         lora=_lora_to_pb(value.lora),
+        eos_token_id=value.eos_token_id if value.eos_token_id >= 0 else None,
     )
 
 
@@ -62,6 +63,7 @@ def contract_from_pb(message: common_pb2.Contract) -> Contract:
             logprob_mode=mode,
         ),
         lora=_lora_from_pb(message),
+        eos_token_id=message.eos_token_id if message.HasField("eos_token_id") else -1,
     )
 
 

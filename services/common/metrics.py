@@ -106,7 +106,12 @@ SITE_PENDING_BYTES = _gauge("coordinator_site_pending_bytes", "Bytes of a site i
 SITE_CANARY_NATS = _gauge(
     "coordinator_site_canary_nats", "Median difference of a site's canary log-probs from the learner's.", "site"
 )
-SITE_QUARANTINED = _gauge("coordinator_site_quarantined", "1 while a site's canary contradicts the learner's.", "site")
+SITE_QUARANTINED = _gauge("coordinator_site_quarantined", "1 while a site is in quarantine.", "site")
+SITE_FAILED_GROUPS = _gauge(
+    "coordinator_site_failed_groups", "Groups of a site that failed the learner's checks and still count.", "site"
+)
+SITE_QUOTA_RATIO = _gauge("coordinator_site_quota_ratio", "Used share of a site's quota, 0 to 1.", "site", "quota")
+QUOTA_REFUSALS = _counter("coordinator_quota_refusals_total", "Pushes refused for a quota.", "site", "quota")
 SITE_QUOTA_BYTES = _gauge("coordinator_site_quota_bytes", "Bytes that one site may have in the queue.")
 SITE_APPLY_SECONDS = _gauge("coordinator_site_apply_seconds", "Duration of a site's newest apply and verify.", "site")
 SITE_FLAVOUR = _gauge("coordinator_site_flavour", "1 for the form of the weights that a site pulls.", "site", "flavour")
@@ -149,6 +154,12 @@ CLIP_FRACTION = _gauge("learner_clip_ratio", "Share of clipped terms.")
 ENTROPY = _gauge("learner_entropy_nats", "Mean entropy per token.")
 GRAD_NORM = _gauge("learner_grad_norm", "Gradient norm before clipping.")
 EVALUATION_ACCURACY = _gauge("learner_evaluation_accuracy_ratio", "Held-out accuracy.")
+
+# learner: checks of what sites send
+CHECKED_GROUPS = _counter(
+    "learner_checked_groups_total", "Groups checked, by check and verdict.", "site", "check", "verdict"
+)
+CHECK_SECONDS = _histogram("learner_check_seconds", "Duration of the checks of one group.")
 
 # learner: versions
 LEARNER_VERSION = _gauge("learner_version", "Newest version published by this learner.")

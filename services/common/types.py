@@ -101,6 +101,8 @@ class Group:
     oldest_version: int
     state_root: Digest
     generation_s: float
+    is_seeded: bool = False
+    """Whether the tokens were drawn with the noise of services.common.generation.seeded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +150,8 @@ class Contract:
     num_prompts: int
     group_size: int
     sampling: SamplingSemantics
+    eos_token_id: int = -1
+    """Token that ends a completion; -1 in contracts of programs that did not state it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,6 +322,10 @@ class DropReason(enum.Enum):
     """Its assignment was already answered by another group (late answer after a re-lease)."""
     LINEAGE_ABANDONED = "lineage_abandoned"
     LEARNER_ABANDONED = "learner_abandoned"
+    REWARD_MISMATCH = "reward_mismatch"
+    LOGPROB_MISMATCH = "logprob_mismatch"
+    SAMPLING_MISMATCH = "sampling_mismatch"
+    QUARANTINED = "quarantined"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,6 +347,8 @@ class QueuedGroup:
     policy_age_s: float
     """Seconds between the publication of the group's oldest version and this moment, by the coordinator's clock."""
     queue_age_s: float
+    seed: int | None = None
+    """Sampling seed of the group's assignment; None from a coordinator that does not state it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -377,6 +387,12 @@ class SiteStatus:
     apply_s: float = 0.0
     flavour: str = ""
     """Form of the weights that it pulls; empty for those that are trained."""
+    groups_failed: int = 0
+    """Groups that failed a check of the learner and still count."""
+    groups_refused: int = 0
+    """Pushes refused for a quota since the coordinator started."""
+    quota_used: float = 0.0
+    """Used share of the tightest quota, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -101,6 +101,7 @@ def group_to_pb(value: Group) -> rollout_pb2.Group:
         oldest_version=value.oldest_version,
         state_root=value.state_root,
         generation_s=value.generation_s,
+        is_seeded=value.is_seeded,
     )
 
 
@@ -119,6 +120,7 @@ def group_from_pb(message: rollout_pb2.Group) -> Group:
         oldest_version=message.oldest_version,
         state_root=Digest(message.state_root),
         generation_s=message.generation_s,
+        is_seeded=message.is_seeded,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.common.types import Contract, DropReason, Group, Rollout
+from services.common.types import Contract, DropReason, FinishReason, Group, Rollout
 
 MAX_REWARD_PARTS = 64
 MAX_NAME = 128
@@ -18,7 +18,8 @@ class Facts:
     """What the store knows about a group's surroundings.
 
     `state_root` is that of the group's oldest version (None: no such version); `assignment_prompt` is the prompt of
-    its assignment (None: not this site's, or never given out); `is_answered` when the assignment has its group.
+    its assignment (None: not this site's, or never given out); `is_answered` when the assignment has its group;
+    `quarantine` is why the learner's checks put its site into quarantine (empty: they did not).
     """
 
     contract: Contract
@@ -29,6 +30,7 @@ class Facts:
     state_root: str | None
     assignment_prompt: int | None
     is_answered: bool
+    quarantine: str = ""
 
 
 def judge(group: Group, facts: Facts) -> tuple[DropReason | None, str]:
@@ -36,6 +38,8 @@ def judge(group: Group, facts: Facts) -> tuple[DropReason | None, str]:
     problem = _shape_problem(group, facts.contract)
     if problem:
         return DropReason.INVALID, problem
+    if facts.quarantine:
+        return DropReason.QUARANTINED, f"the site is in quarantine: {facts.quarantine}"
     if group.oldest_version < 0 or facts.state_root is None:
         return DropReason.UNKNOWN_VERSION, f"oldest_version: {group.oldest_version} does not exist"
     newest = max(span.version for rollout in group.rollouts for span in rollout.spans)
@@ -83,6 +87,9 @@ def _rollout_problem(rollout: Rollout, contract: Contract) -> str:
         return f"sampler_logprobs: {logprobs.size} for {length} tokens"
     if rollout.token_ids.min() < 0 or rollout.token_ids.max() >= contract.vocab_size:
         return f"token_ids: outside 0..{contract.vocab_size - 1}"
+    problem = ending_problem(rollout, contract)
+    if problem:
+        return problem
     if not np.isfinite(logprobs).all() or logprobs.max() > 0:
         return "sampler_logprobs: not all finite and at most 0"
     parts = rollout.reward_parts
@@ -96,3 +103,17 @@ def _rollout_problem(rollout: Rollout, contract: Contract) -> str:
             return "spans: do not cover the tokens in order"
         position = span.end
     return "" if position == length else "spans: do not cover the tokens in order"
+
+
+def ending_problem(rollout: Rollout, contract: Contract) -> str:
+    """A completion ends with the end token or at the longest length, and has no end token before its end."""
+    if contract.eos_token_id < 0:
+        return ""
+    is_end = rollout.token_ids == contract.eos_token_id
+    if is_end[:-1].any():
+        return f"token_ids: the end token {contract.eos_token_id} stands before the end"
+    if bool(is_end[-1]) != (rollout.finish_reason is FinishReason.EOS):
+        return f"finish_reason: {rollout.finish_reason.value}, the last token is {rollout.token_ids[-1]}"
+    if not is_end[-1] and rollout.token_ids.size < contract.sampling.max_new_tokens:
+        return f"token_ids: {rollout.token_ids.size} tokens without the end token {contract.eos_token_id}"
+    return ""

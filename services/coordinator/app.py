@@ -64,7 +64,7 @@ async def _serve(config: CoordinatorConfig, clock: Clock, stop: asyncio.Event, n
         _LOG.info("run %s: listening on port %d, metrics on port %d", config.run_id, port, metrics_port)
         notifier.ready(f"run {config.run_id}, port {port}")
         async with asyncio.TaskGroup() as tasks:
-            gauges = tasks.create_task(_gauges(core, clock))
+            gauges = tasks.create_task(_gauges(core, server, clock))
             composer = tasks.create_task(core.composer.run())
             keeper = tasks.create_task(core.keeper.run())
             core.on_fatal.add_done_callback(lambda _: stop.set())
@@ -90,7 +90,10 @@ def _announce(config: CoordinatorConfig, port: int) -> None:
     temporary.replace(path)
 
 
-async def _gauges(core: Coordinator, clock: Clock) -> None:
+async def _gauges(core: Coordinator, server: Server, clock: Clock) -> None:
+    revoked: frozenset[int] = frozenset()
     while True:
         await observe.observe_run(core)
+        if revoked != (revoked := server.revoked_serials()):
+            await core.note_revoked(revoked)
         await clock.sleep(GAUGE_INTERVAL_S)

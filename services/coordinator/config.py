@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -39,6 +40,22 @@ class CoordinatorConfig(Config):
     """Bound on groups that are leased to samplers, queued or leased to the learner; 0 means 4 versions' worth."""
     site_pending_bytes: int = Field(default=256 << 20, ge=1 << 16)
     """Bytes that one site may have in the queue."""
+    site_groups_per_s: float = Field(default=0.0, ge=0)
+    """Groups that one site may push per second, in the long run; 0 is no bound."""
+    site_bytes_per_s: float = Field(default=0.0, ge=0)
+    """Bytes of groups that one site may push per second, in the long run; 0 is no bound."""
+    site_burst_s: float = Field(default=10.0, gt=0)
+    """Seconds' worth of both that a site may push at once after a pause."""
+    site_work_groups: int = Field(default=0, ge=0)
+    """Assignments that one site may hold; 0 is no bound but that on all sites together."""
+    site_batch_share: float = Field(default=1.0, gt=0, le=1)
+    """Largest part of a version's groups from one site while others have groups; 1 is no bound."""
+    lease_order: Literal["oldest", "fair"] = "oldest"
+    """Which groups the learner gets first: those of the oldest policies, or one of each site in turn."""
+    quarantine_failures: int = Field(default=3, ge=0)
+    """Groups failing the learner's checks that put a site into quarantine until an operator releases it; 0: never."""
+    quarantine_window_groups: int = Field(default=1000, ge=1)
+    """Newest groups of a site among which failures count."""
     store_bytes: int = Field(default=1 << 40, ge=1 << 20)
     """Bytes that payloads may occupy on disk; what no sampler needs is deleted before anything is refused."""
     keep_versions: int = Field(default=0, ge=0)

@@ -11,6 +11,7 @@ import logging
 import sqlite3
 from dataclasses import dataclass
 
+from services.common import metrics
 from services.common.api import CanaryReport, CanaryVerdict, Command, Heartbeat, RegisterAnswer, Registration
 from services.common.bell import Bell
 from services.common.clock import Clock
@@ -22,9 +23,11 @@ from services.common.errors import (
 )
 from services.common.types import (
     RunStatus,
+    SiteId,
     StepReport,
 )
-from services.coordinator import canary, flavours, lineage, queue, reports
+from services.coordinator import audit, canary, flavours, lineage, quarantine, queue, reports
+from services.coordinator.audit import AuditKind
 from services.coordinator.blobs import BlobStore
 from services.coordinator.composer import Composer
 from services.coordinator.config import CoordinatorConfig
@@ -96,7 +99,7 @@ class Coordinator(Policies, Rollouts):
             keeper=keeper,
             sites=sites,
             bell=Bell(),
-            queue=queue.Queue(config=config),
+            queue=queue.Queue.of(config),
             started=now,
             lease_expires=now + config.learner_lease_s,
         )
@@ -168,7 +171,12 @@ class Coordinator(Policies, Rollouts):
             before = canary.read_quarantines(connection).get(report.site, "")
             flavour = self.sites.flavour(connection, report.site, report.incarnation)
             threshold = self.config.canary_threshold
-            return before, canary.compare(connection, report, threshold=threshold, flavour=flavour)
+            verdict = canary.compare(connection, report, threshold=threshold, flavour=flavour)
+            if bool(before) != bool(verdict.quarantine):
+                kind = AuditKind.QUARANTINE if verdict.quarantine else AuditKind.QUARANTINE_ENDED
+                detail = verdict.quarantine or f"version {report.version} scores as the learner says"
+                audit.append(connection, kind, subject=report.site, detail=detail, now=self.clock.wall())
+            return before, verdict
 
         before, verdict = await self.database.run(operation)
         self.sites.note_canary(report, verdict.difference, self.clock.monotonic())
@@ -186,12 +194,34 @@ class Coordinator(Policies, Rollouts):
                 connection,
                 config=self.config,
                 sites=self.sites,
+                quotas=self.queue.quotas,
                 now=now,
                 wall=wall,
                 uptime_s=now - self.started,
                 store_bytes=self.blobs.used_bytes,
             )
         )
+
+    async def release_site(self, *, site: SiteId, reason: str) -> str:
+        """End a site's quarantine by an operator's order."""
+        now = self.clock.wall()
+        before = await self.change(lambda connection: quarantine.release(connection, site, reason=reason, now=now))
+        _LOG.warning("operator: site %s is released: %s", site, reason)
+        return before
+
+    async def note_refusals(self) -> None:
+        """Count what quotas refused since the last call, and sum it up in the log of audit now and then."""
+        for (site, quota), count in self.queue.quotas.new_refusals().items():
+            metrics.QUOTA_REFUSALS.labels(metrics.SITES.of(site), quota).inc(count)
+        due = self.queue.quotas.due_summaries(self.clock.monotonic())
+        if due:
+            now = self.clock.wall()
+            await self.database.run(lambda connection: audit.note_refusals(connection, due, now=now))
+
+    async def note_revoked(self, serials: frozenset[int]) -> None:
+        """Keep in the log of audit which certificates are refused."""
+        now = self.clock.wall()
+        await self.database.run(lambda connection: audit.note_revoked(connection, serials, now=now))
 
     async def list_steps(self, *, after_step: int, limit: int) -> tuple[StepReport, ...]:
         """Step reports after a cursor."""

@@ -11,15 +11,17 @@ import shutil
 import sqlite3
 import struct
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import quote
 
 from services.common.errors import CorruptStore, OperatorError
 from services.common.types import Digest, PayloadKind, PayloadRef
 
+ResultT = TypeVar("ResultT")
 STORE_FILE = "coordinator.sqlite"
 _SHARED_LOCK_BYTE = 0x40000002
 _SHARED_LOCK_BYTES = 510
@@ -67,6 +69,19 @@ def read_histories(directory: Path) -> tuple[History, ...]:
         OperatorError: there is no store, or a coordinator is running on it.
         CorruptStore: SQLite cannot read it.
     """
+    return read_store(
+        directory,
+        lambda connection: tuple(_read(connection, directory, flavour) for flavour in _flavours(connection)),
+    )
+
+
+def read_store(directory: Path, operation: Callable[[sqlite3.Connection], ResultT]) -> ResultT:
+    """Let an operation that only reads look at the store of a data directory.
+
+    Raises:
+        OperatorError: there is no store, or a coordinator is running on it.
+        CorruptStore: SQLite cannot read it.
+    """
     path = directory / STORE_FILE
     if not path.is_file():
         raise OperatorError(f"{directory} has no {STORE_FILE}", action="name the data_dir of a coordinator")
@@ -74,7 +89,7 @@ def read_histories(directory: Path) -> tuple[History, ...]:
         raise OperatorError(f"{path} is in use", action="stop the coordinator, or verify a copy of its data_dir")
     try:
         with _opened(path) as connection:
-            return tuple(_read(connection, directory, flavour) for flavour in _flavours(connection))
+            return operation(connection)
     except sqlite3.Error as error:
         raise CorruptStore(f"{path}: {error}") from error
 

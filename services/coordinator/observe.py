@@ -25,6 +25,7 @@ _SITE_GAUGES = (
     metrics.SITE_WORK_GROUPS,
     metrics.SITE_PENDING_BYTES,
     metrics.SITE_QUARANTINED,
+    metrics.SITE_FAILED_GROUPS,
     metrics.SITE_APPLY_SECONDS,
 )
 
@@ -73,6 +74,10 @@ async def observe_run(core: Coordinator) -> None:
     _observe_flavours(status)
     _observe_ledger(status.ledger)
     _observe_sites(status.sites, waiting.bytes_by_site)
+    for site in {entry.site for entry in status.sites}:
+        for quota, share in core.queue.quotas.used(site, core.clock.monotonic()).items():
+            metrics.SITE_QUOTA_RATIO.labels(metrics.SITES.of(site), quota).set(share)
+    await core.note_refusals()
 
 
 def _observe_flavours(status: RunStatus) -> None:
@@ -124,6 +129,7 @@ def _observe_sites(sites: Sequence[SiteStatus], bytes_by_site: dict[str, int]) -
         metrics.SITE_WORK_GROUPS.labels(label).set(work[label])
         metrics.SITE_PENDING_BYTES.labels(label).set(pending[label])
         metrics.SITE_QUARANTINED.labels(label).set(bool(status.quarantine))
+        metrics.SITE_FAILED_GROUPS.labels(label).set(status.groups_failed)
         if status.canary_difference is not None:
             metrics.SITE_CANARY_NATS.labels(label).set(status.canary_difference)
         metrics.SITE_APPLY_SECONDS.labels(label).set(status.apply_s)

@@ -28,8 +28,9 @@ from services.common.types import (
     SignedManifest,
 )
 from services.common.wire import manifest_from_bytes
-from services.coordinator import canary, lineage, manifests, plans, queue, reports, rollback
+from services.coordinator import audit, canary, lineage, manifests, plans, queue, reports, rollback
 from services.coordinator import flavours as forms
+from services.coordinator.audit import AuditKind
 from services.coordinator.database import get_meta, set_meta
 from services.coordinator.membership import decide_acquire
 from services.coordinator.node import Node
@@ -63,6 +64,8 @@ class Policies(Node):
                     connection, epoch=decision.epoch, holder=holder, request_id=request_id, is_released=False
                 )
                 queue.return_leased(connection)
+                detail = f"epoch {decision.epoch}"
+                audit.append(connection, AuditKind.LEARNER_LEASE, subject=holder, detail=detail, now=self.clock.wall())
                 set_meta(connection, "num_prompts", str(contract.num_prompts))
                 set_meta(connection, "draining", "")
                 forms.offer(connection, flavours)
@@ -175,6 +178,8 @@ class Policies(Node):
 
         def operation(connection: sqlite3.Connection) -> tuple[tuple[PullPlan, ...], int]:
             ways = rollback.place(connection, to_version=to_version, request_id=request_id)
+            detail = f"to version {to_version}" if to_version >= 0 else "taken back"
+            audit.append(connection, AuditKind.ROLLBACK_ORDER, subject=request_id, detail=detail, now=self.clock.wall())
             return ways, lineage.read_head(connection).version
 
         ways, head = await self.database.run(operation)

@@ -15,9 +15,12 @@ from typing import Any
 from services.common.errors import MalformedPayload
 from services.common.types import Contract, DropReason, Group, GroupId, PushOutcome, PushStatus, QueuedGroup
 from services.common.wire import bytes_digest, group_from_bytes, group_to_bytes
-from services.coordinator import ledger, work
+from services.coordinator import ledger, quarantine, watermark, work
 from services.coordinator.admission import Facts, judge
 from services.coordinator.config import CoordinatorConfig
+from services.coordinator.quotas import Quotas
+from services.coordinator.schedule import seed_of
+from services.coordinator.turns import Turns
 
 _WHERE_ID = "site = ? AND incarnation = ? AND sequence = ?"
 RETRY_AFTER_S = 1.0
@@ -34,6 +37,8 @@ REOPENED = frozenset(
         DropReason.UNKNOWN_VERSION,
         DropReason.WRONG_DIGEST,
         DropReason.LINEAGE_ABANDONED,
+        DropReason.QUARANTINED,
+        *quarantine.REJECTABLE,
     }
 )
 """Drops after which the prompt is handed out again, so that no prompt is skipped."""
@@ -41,27 +46,44 @@ REOPENED = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queue:
-    """Operations that share the run's bounds."""
+    """Operations that share the run's bounds; `quotas` and `turns` are of this process, all else is in the store."""
 
     config: CoordinatorConfig
+    quotas: Quotas
+    turns: Turns
+
+    @classmethod
+    def of(cls, config: CoordinatorConfig) -> Queue:
+        """The queue of a configuration."""
+        turns = Turns(order=config.lease_order, share=config.site_batch_share, window=config.groups_per_version)
+        return cls(config=config, quotas=Quotas(config), turns=turns)
 
     def ingest(
-        self, connection: sqlite3.Connection, groups: Sequence[Group], *, contract: Contract, head: int, now: float
+        self,
+        connection: sqlite3.Connection,
+        groups: Sequence[Group],
+        *,
+        contract: Contract,
+        head: int,
+        now: float,
+        instant: float,
     ) -> list[PushOutcome]:
-        """Take groups in, each with its own outcome."""
-        return [self._ingest_one(connection, group, contract=contract, head=head, now=now) for group in groups]
+        """Take groups in, each with its own outcome; `now` is wall time, `instant` the monotonic clock's."""
+        return [
+            self._ingest_one(connection, group, contract=contract, head=head, now=now, instant=instant)
+            for group in groups
+        ]
 
     def _ingest_one(
-        self, connection: sqlite3.Connection, group: Group, *, contract: Contract, head: int, now: float
+        self, connection: sqlite3.Connection, group: Group, *, contract: Contract, head: int, now: float, instant: float
     ) -> PushOutcome:
         data = group_to_bytes(group)
         digest = bytes_digest(data)
-        known = _is_known(connection, group.id)
-        if known:
+        if watermark.is_known(connection, group.id):
             return _duplicate(connection, group.id, digest)
-        busy = self._busy(connection, group.id, len(data))
+        wait_s, busy = self._busy(connection, group.id, len(data), instant)
         if busy:
-            return PushOutcome(id=group.id, status=PushStatus.RETRY, message=busy, retry_after_s=RETRY_AFTER_S)
+            return PushOutcome(id=group.id, status=PushStatus.RETRY, message=busy, retry_after_s=wait_s)
         reason, message = judge(group, self._facts(connection, group, contract=contract, head=head, now=now))
         connection.execute(
             "INSERT INTO groups (site, incarnation, sequence, digest, state, reason, assignment, oldest_version,"
@@ -78,7 +100,7 @@ class Queue:
                 None if reason else data,
             ),
         )
-        _remember(connection, group.id)
+        watermark.remember(connection, group.id)
         ledger.add(connection, ledger.ACKED, 1)
         site = "dropped" if reason else "accepted"
         connection.execute(
@@ -93,19 +115,21 @@ class Queue:
             work.reopen_held(connection, group.assignment, group.id)
         return PushOutcome(id=group.id, status=PushStatus.DROPPED, reason=reason, message=message)
 
-    def _busy(self, connection: sqlite3.Connection, group_id: GroupId, num_bytes: int) -> str:
-        watermark = connection.execute(
-            "SELECT watermark FROM sites WHERE site = ? AND incarnation = ?", _key(group_id)[:2]
-        ).fetchone()[0]
-        if not 0 < group_id.sequence <= watermark + MAX_GAP:
-            return f"sequence {group_id.sequence} is too far beyond {watermark}; push the earlier groups first"
+    def _busy(
+        self, connection: sqlite3.Connection, group_id: GroupId, num_bytes: int, instant: float
+    ) -> tuple[float, str]:
+        known = watermark.read(connection, group_id)
+        if not 0 < group_id.sequence <= known + MAX_GAP:
+            text = f"sequence {group_id.sequence} is too far beyond {known}; push the earlier groups first"
+            return RETRY_AFTER_S, text
         used = connection.execute(
             "SELECT coalesce(sum(num_bytes), 0) FROM groups WHERE state IN ('pending', 'leased') AND site = ?",
             (group_id.site,),
         ).fetchone()[0]
-        if used + num_bytes > self.config.site_pending_bytes:
-            return f"the site has {used} bytes in the queue; site_pending_bytes is {self.config.site_pending_bytes}"
-        return ""
+        limit = self.config.site_pending_bytes
+        return self.quotas.take(
+            group_id.site, num_bytes=num_bytes, pending_bytes=int(used), pending_limit=limit, now=instant
+        )
 
     def _facts(
         self, connection: sqlite3.Connection, group: Group, *, contract: Contract, head: int, now: float
@@ -125,6 +149,7 @@ class Queue:
             state_root=version[0] if version else None,
             assignment_prompt=prompt,
             is_answered=is_answered,
+            quarantine=quarantine.conviction_of(connection, group.id.site),
         )
 
     def lease(self, connection: sqlite3.Connection, *, count: int, head: int, now: float) -> list[QueuedGroup]:
@@ -132,8 +157,8 @@ class Queue:
         self._drop_stale(connection, head=head, now=now)
         leased: list[QueuedGroup] = []
         # Again while damaged groups leave room: whoever waits is woken by arrivals only.
-        while rows := self._oldest(connection, count - len(leased)):
-            for arrival, digest, data, arrived, published, *key in rows:
+        while rows := self._next(connection, count - len(leased)):
+            for arrival, digest, data, arrived, published, assignment, *key in rows:
                 group = _verified(data, digest)
                 if group is None:
                     _LOG.critical("group %s fails its digest and is not trained on", key)
@@ -141,15 +166,22 @@ class Queue:
                     continue
                 connection.execute("UPDATE groups SET state = 'leased' WHERE arrival = ?", (arrival,))
                 age, waited = max(0.0, now - published), max(0.0, now - arrived)
-                leased.append(QueuedGroup(group=group, policy_age_s=age, queue_age_s=waited))
+                seed = seed_of(assignment, seed=self.config.seed)
+                leased.append(QueuedGroup(group=group, policy_age_s=age, queue_age_s=waited, seed=seed))
         return leased
 
-    def _oldest(self, connection: sqlite3.Connection, count: int) -> list[tuple[Any, ...]]:
-        return connection.execute(
-            "SELECT arrival, digest, payload, arrived, published, site, incarnation, sequence FROM groups JOIN versions"
-            " ON versions.version = oldest_version WHERE state = 'pending' ORDER BY oldest_version, arrival LIMIT ?",
-            (count,),
-        ).fetchall()
+    def _next(self, connection: sqlite3.Connection, count: int) -> list[tuple[Any, ...]]:
+        if self.turns.is_plain or count < 1:
+            return _oldest(connection, count)
+        oldest = {
+            site: (version, arrival)
+            for site, version, arrival in connection.execute(
+                # SQLite takes the bare column from the row that has the minimum.
+                "SELECT site, min(oldest_version), arrival FROM (SELECT site, oldest_version, arrival FROM groups"
+                " WHERE state = 'pending' ORDER BY oldest_version, arrival) GROUP BY site"
+            )
+        }
+        return _oldest(connection, 1, site=self.turns.next(oldest)) if oldest else []
 
     def _drop_stale(self, connection: sqlite3.Connection, *, head: int, now: float) -> None:
         rows = connection.execute(
@@ -187,8 +219,22 @@ class Queue:
         return [], ""
 
 
-def drop(connection: sqlite3.Connection, ids: Sequence[GroupId], reason: DropReason) -> None:
-    """Give pending or leased groups up for a reason; prompts are handed out again where the reason allows."""
+def _oldest(connection: sqlite3.Connection, count: int, *, site: str = "") -> list[tuple[Any, ...]]:
+    return connection.execute(
+        "SELECT arrival, digest, payload, arrived, published, assignment, site, incarnation, sequence FROM groups"
+        " JOIN versions ON versions.version = oldest_version WHERE state = 'pending' AND ? IN ('', site)"
+        " ORDER BY oldest_version, arrival LIMIT ?",
+        (site, count),
+    ).fetchall()
+
+
+def drop(connection: sqlite3.Connection, ids: Sequence[GroupId], reason: DropReason) -> int:
+    """Give pending or leased groups up for a reason; prompts are handed out again where the reason allows.
+
+    Returns:
+        How many of them were pending or leased.
+    """
+    num_dropped = 0
     for group_id in ids:
         row = connection.execute(
             "UPDATE groups SET state = 'dropped', reason = ?, payload = NULL WHERE state IN ('pending', 'leased')"
@@ -196,9 +242,11 @@ def drop(connection: sqlite3.Connection, ids: Sequence[GroupId], reason: DropRea
             (reason.value, *_key(group_id)),
         ).fetchone()
         if row is not None:
+            num_dropped += 1
             ledger.add(connection, ledger.account_of(reason), 1)
             if reason in REOPENED:
                 work.reopen(connection, row[0])
+    return num_dropped
 
 
 def abandon_consumed(connection: sqlite3.Connection, versions: Sequence[int]) -> None:
@@ -235,36 +283,6 @@ def _verified(data: bytes, digest: str) -> Group | None:
         return group_from_bytes(data)
     except MalformedPayload:
         return None
-
-
-def _is_known(connection: sqlite3.Connection, group_id: GroupId) -> bool:
-    watermark = connection.execute(
-        "SELECT watermark FROM sites WHERE site = ? AND incarnation = ?", _key(group_id)[:2]
-    ).fetchone()[0]
-    if 0 < group_id.sequence <= watermark:
-        return True
-    return (
-        connection.execute(f"SELECT 1 FROM beyond_watermark WHERE {_WHERE_ID}", _key(group_id)).fetchone() is not None
-    )
-
-
-def _remember(connection: sqlite3.Connection, group_id: GroupId) -> None:
-    """Add a sequence; the watermark rises over what is dense, the rest waits beside it."""
-    connection.execute("INSERT INTO beyond_watermark VALUES (?, ?, ?)", _key(group_id))
-    site = _key(group_id)[:2]
-    (watermark,) = connection.execute("SELECT watermark FROM sites WHERE site = ? AND incarnation = ?", site).fetchone()
-    start = watermark
-    for (sequence,) in connection.execute(
-        "SELECT sequence FROM beyond_watermark WHERE site = ? AND incarnation = ? ORDER BY sequence", site
-    ):
-        if sequence != watermark + 1:
-            break
-        watermark = sequence
-    if watermark > start:
-        connection.execute(
-            "DELETE FROM beyond_watermark WHERE site = ? AND incarnation = ? AND sequence <= ?", (*site, watermark)
-        )
-        connection.execute("UPDATE sites SET watermark = ? WHERE site = ? AND incarnation = ?", (watermark, *site))
 
 
 def _duplicate(connection: sqlite3.Connection, group_id: GroupId, digest: str) -> PushOutcome:

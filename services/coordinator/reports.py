@@ -10,6 +10,7 @@ from services.common.types import PayloadKind, RunStatus, StepReport
 from services.coordinator import flavours, ledger, lineage, manifests, shelf
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.database import get_meta
+from services.coordinator.quotas import Quotas
 from services.coordinator.sites import Sites
 
 
@@ -31,6 +32,7 @@ def run_status(
     *,
     config: CoordinatorConfig,
     sites: Sites,
+    quotas: Quotas,
     now: float,
     wall: float,
     uptime_s: float,
@@ -55,7 +57,7 @@ def run_status(
         bytes_full=row[1] if row else 0,
         bytes_last=row[2] if row else 0,
         changed_fraction=row[3] if row else 0.0,
-        sites=sites.statuses(connection, now),
+        sites=sites.statuses(connection, now, quotas=quotas),
         last_report=StepReport(**json.loads(last[0])) if last else None,
         is_head_signed=bool(row and manifests.read_signature(connection, row[0])),
         store_bytes=store_bytes,

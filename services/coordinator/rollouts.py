@@ -9,7 +9,7 @@ import sqlite3
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from services.common.api import WorkGrant
+from services.common.api import Rejection, WorkGrant
 from services.common.errors import (
     Draining,
     InvalidRequest,
@@ -25,7 +25,7 @@ from services.common.types import (
     SiteId,
     WorkAssignment,
 )
-from services.coordinator import canary, ledger, lineage, queue, work
+from services.coordinator import ledger, lineage, quarantine, queue, work
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.database import get_meta
 from services.coordinator.node import Node
@@ -59,13 +59,14 @@ class Rollouts(Node):
                 return (), f"policy {policy_version} is not one of this run's versions 0..{head}"
             if not lineage.is_in_lineage(connection, policy_version):
                 return (), f"policy {policy_version} was abandoned; pull version {head}"
-            canary.check_site(connection, site)
+            quarantine.check_site(connection, site)
             work.expire(connection, self.sites.expired(work.leased(connection), now))
-            counts = ledger.counts(connection)
+            counts, held = ledger.counts(connection), work.leased(connection)
             load = Load(
                 head_version=head,
                 policy_version=policy_version,
-                outstanding=counts.pending + counts.leased + len(work.leased(connection)),
+                outstanding=counts.pending + counts.leased + len(held),
+                held=sum(holder == site for holder, _ in held.values()),
             )
             granted, reason = decide_grant(load, _pace(self.config), wanted=max_groups)
             handed = work.hand_out(
@@ -92,7 +93,7 @@ class Rollouts(Node):
 
     async def push_groups(self, groups: Sequence[Group]) -> list[PushOutcome]:
         """Take groups in; every terminal outcome is durable when it is returned."""
-        now = self.clock.wall()
+        now, instant = self.clock.wall(), self.clock.monotonic()
 
         def operation(connection: sqlite3.Connection) -> list[PushOutcome]:
             for site, incarnation in {(group.id.site, group.id.incarnation) for group in groups}:
@@ -100,7 +101,7 @@ class Rollouts(Node):
             contract = lineage.read_contract(connection)
             assert contract is not None, "a site registers only after the contract is stated"
             head = lineage.read_head(connection).version
-            return self.queue.ingest(connection, groups, contract=contract, head=head, now=now)
+            return self.queue.ingest(connection, groups, contract=contract, head=head, now=now, instant=instant)
 
         outcomes = await self.change(operation)
         for group in groups:
@@ -163,6 +164,30 @@ class Rollouts(Node):
         await self.database.run(operation)
         _LOG.warning("the learner abandoned %d groups: %s", len(ids), reason)
 
+    async def reject_groups(self, *, epoch: int, rejections: Sequence[Rejection]) -> None:
+        """Drop groups that failed a check of the learner; a site with too many goes into quarantine."""
+        bad = [entry.reason.value for entry in rejections if entry.reason not in quarantine.REJECTABLE]
+        if bad:
+            raise InvalidRequest(f"rejections.reason: {bad[0]} is no check of the learner")
+        rule, now = quarantine.rule_of(self.config), self.clock.wall()
+
+        def operation(connection: sqlite3.Connection) -> dict[SiteId, str]:
+            lineage.check_epoch(connection, epoch)
+            quarantined = {}
+            for entry in rejections:
+                if not queue.drop(connection, [entry.id], entry.reason):
+                    # Told before, or dropped for another reason meanwhile.
+                    continue
+                why = quarantine.note_failure(connection, entry.id.site, entry.reason, entry.detail, rule=rule, now=now)
+                if why:
+                    quarantined[entry.id.site] = why
+                    queue.drop(connection, quarantine.pending_groups(connection, entry.id.site), DropReason.QUARANTINED)
+                    work.open_held(connection, entry.id.site)
+            return quarantined
+
+        for site, why in (await self.change(operation)).items():
+            _LOG.error("site %s goes into quarantine until an operator releases it: %s", site, why)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Lease:
@@ -192,4 +217,5 @@ def _pace(config: CoordinatorConfig) -> Pace:
         groups_per_version=config.groups_per_version,
         max_staleness_versions=config.max_staleness_versions,
         outstanding_limit=config.outstanding_limit,
+        held_limit=config.site_work_groups,
     )

@@ -15,6 +15,8 @@ class Load:
     head_version: int
     policy_version: int
     outstanding: int
+    held: int = 0
+    """Assignments that the asking site holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +26,8 @@ class Pace:
     groups_per_version: int
     max_staleness_versions: int
     outstanding_limit: int
+    held_limit: int = 0
+    """Assignments that one site may hold; 0 is no bound."""
 
 
 def decide_grant(load: Load, pace: Pace, *, wanted: int) -> tuple[int, str]:
@@ -38,9 +42,12 @@ def decide_grant(load: Load, pace: Pace, *, wanted: int) -> tuple[int, str]:
         return 0, f"policy {load.policy_version} is {lag} versions old; pull version {needed} or newer"
     by_staleness = (pace.max_staleness_versions - lag + 1) * pace.groups_per_version - load.outstanding
     by_limit = pace.outstanding_limit - load.outstanding
-    granted = max(0, min(wanted, by_staleness, by_limit))
+    by_site = pace.held_limit - load.held if pace.held_limit else wanted
+    granted = max(0, min(wanted, by_staleness, by_limit, by_site))
     if granted == wanted:
         return granted, "as wanted"
+    if by_site < min(by_limit, by_staleness):
+        return granted, f"quota: the site holds {load.held} assignments, site_work_groups is {pace.held_limit}"
     if by_limit <= by_staleness:
         return granted, f"paced: {load.outstanding} of {pace.outstanding_limit} groups are outstanding"
     return granted, f"paced: at {lag} versions behind, {load.outstanding} outstanding groups reach the staleness bound"

@@ -34,6 +34,18 @@ CREATE VIEW stated AS
     SELECT flavour, version, f.manifest, f.manifest_digest, f.state_root, f.bytes_full, f.changed_fraction, is_abandoned
     FROM flavour_versions f JOIN versions USING (version);
 """
+_CHECKS = """
+CREATE TABLE failures (site TEXT NOT NULL, accepted INTEGER NOT NULL, reason TEXT NOT NULL,
+    detail TEXT NOT NULL);
+CREATE INDEX failures_by_site ON failures (site);
+CREATE TABLE convictions (site TEXT PRIMARY KEY, reason TEXT NOT NULL, at REAL NOT NULL) WITHOUT ROWID;
+CREATE TABLE audit (sequence INTEGER PRIMARY KEY, at_us INTEGER NOT NULL, kind TEXT NOT NULL,
+    subject TEXT NOT NULL, detail TEXT NOT NULL, previous TEXT NOT NULL, digest TEXT NOT NULL);
+CREATE TRIGGER audit_keeps_rows BEFORE DELETE ON audit
+    BEGIN SELECT RAISE(ABORT, 'the log of audit is only appended to'); END;
+CREATE TRIGGER audit_keeps_content BEFORE UPDATE ON audit
+    BEGIN SELECT RAISE(ABORT, 'the log of audit is only appended to'); END;
+"""
 SCHEMA = f"""
 CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE ledger (account TEXT PRIMARY KEY, count INTEGER NOT NULL) WITHOUT ROWID;
@@ -64,6 +76,7 @@ CREATE TABLE work (
 CREATE TABLE quarantines (site TEXT PRIMARY KEY, version INTEGER NOT NULL, reason TEXT NOT NULL);
 CREATE TABLE retired (digest TEXT PRIMARY KEY) WITHOUT ROWID;
 {_BY_FLAVOUR}
+{_CHECKS}
 """
 _MOVED = ("payloads", "signatures", "verified", "canaries")
 FROM_1 = (
@@ -77,6 +90,7 @@ ALTER TABLE sites ADD COLUMN flavour TEXT NOT NULL DEFAULT '';
 """
     + "".join(f"ALTER TABLE {name} RENAME TO old_{name};\n" for name in _MOVED)
     + _BY_FLAVOUR
+    + _CHECKS
     + "".join(f"INSERT INTO {name} SELECT *, '' FROM old_{name}; DROP TABLE old_{name};\n" for name in _MOVED)
 )
 """Makes a store of schema 1, which knew no flavours, one of schema 2."""

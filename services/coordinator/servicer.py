@@ -17,6 +17,7 @@ from services.common.metrics import BYTES
 from services.common.rpc import canary, messages
 from services.common.rpc.options import FRAME_BYTES
 from services.common.rpc.publication import publish_from_pb
+from services.common.rpc.rejections import rejections_from_pb
 from services.common.rpc.run_status import status_to_pb
 from services.common.types import DropReason, Group, PushOutcome, PushStatus, SiteId
 from services.common.wire import group_from_pb, group_id_from_pb, group_to_pb
@@ -240,7 +241,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         held = [group_id_from_pb(group_id) for group_id in first.held]
         async for queued in self._api.stream_groups(epoch=first.epoch, held=held, credits=credits()):
             message = rollout_pb2.StreamGroupsResponse(
-                group=group_to_pb(queued.group), policy_age_s=queued.policy_age_s, queue_age_s=queued.queue_age_s
+                group=group_to_pb(queued.group),
+                policy_age_s=queued.policy_age_s,
+                queue_age_s=queued.queue_age_s,
+                seed=queued.seed,
             )
             BYTES.labels("groups", "out").inc(message.ByteSize())
             observe.observe_lease(queued)
@@ -252,6 +256,12 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         ids = [group_id_from_pb(group_id) for group_id in request.ids]
         await self._api.abandon_groups(epoch=request.epoch, ids=ids, reason=request.reason)
         return rollout_pb2.AbandonGroupsResponse()
+
+    async def RejectGroups(
+        self, request: rollout_pb2.RejectGroupsRequest, context: Context
+    ) -> rollout_pb2.RejectGroupsResponse:
+        await self._api.reject_groups(epoch=request.epoch, rejections=rejections_from_pb(request))
+        return rollout_pb2.RejectGroupsResponse()
 
 
 class RunServicer(run_pb2_grpc.RunServiceServicer):
@@ -285,3 +295,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
     async def Rollback(self, request: run_pb2.RollbackRequest, context: Context) -> run_pb2.RollbackResponse:
         head = await self._api.rollback(to_version=request.to_version, request_id=request.request_id)
         return run_pb2.RollbackResponse(head_version=head)
+
+    async def ReleaseSite(self, request: run_pb2.ReleaseSiteRequest, context: Context) -> run_pb2.ReleaseSiteResponse:
+        quarantine = await self._api.release_site(site=SiteId(request.site), reason=request.reason)
+        return run_pb2.ReleaseSiteResponse(quarantine=quarantine)

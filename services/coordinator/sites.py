@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from services.common.api import CanaryReport, Heartbeat, Registration
 from services.common.types import SiteId, SiteStatus, WorkAssignment
-from services.coordinator import canary
+from services.coordinator import quarantine
+from services.coordinator.quotas import Quotas
 from services.coordinator.work import Handed
 
 
@@ -105,7 +106,7 @@ class Sites:
         row = connection.execute("SELECT flavour FROM sites WHERE site = ? AND incarnation = ?", (site, incarnation))
         return str((row.fetchone() or ("",))[0])
 
-    def statuses(self, connection: sqlite3.Connection, now: float) -> tuple[SiteStatus, ...]:
+    def statuses(self, connection: sqlite3.Connection, now: float, *, quotas: Quotas) -> tuple[SiteStatus, ...]:
         """All sites, those never seen by this process included."""
         leased: dict[tuple[str, str], int] = {
             (site, incarnation): count
@@ -116,7 +117,7 @@ class Sites:
         rows = connection.execute(
             "SELECT site, incarnation, accepted, dropped, flavour FROM sites ORDER BY site, incarnation"
         )
-        quarantines = canary.read_quarantines(connection)
+        quarantines, failures = quarantine.read_reasons(connection), quarantine.count_failures(connection)
         statuses = []
         for site, incarnation, accepted, dropped, flavour in rows:
             seen = self._seen.get((site, incarnation))
@@ -135,6 +136,9 @@ class Sites:
                     quarantine=quarantines.get(site, ""),
                     apply_s=seen.apply_s if seen else 0.0,
                     flavour=flavour,
+                    groups_failed=failures.get(site, 0),
+                    groups_refused=quotas.refusals_of(site),
+                    quota_used=max(quotas.used(site, now).values()),
                 )
             )
         return tuple(statuses)

@@ -102,6 +102,11 @@ def give_back(connection: sqlite3.Connection, *, site: SiteId, incarnation: str,
     )
 
 
+def open_held(connection: sqlite3.Connection, site: SiteId) -> None:
+    """Open all assignments that a site holds, which it may still answer."""
+    connection.execute("UPDATE work SET is_leased = 0 WHERE site = ? AND is_leased = 1", (site,))
+
+
 def expire(connection: sqlite3.Connection, assignments: list[int]) -> None:
     """Open assignments whose lease ran out; their holders may still answer."""
     connection.executemany(

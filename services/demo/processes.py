@@ -61,16 +61,24 @@ def tail(log: Path) -> str:
     return "\n".join("".join(c if c.isprintable() or c == "\t" else "?" for c in text) for text in lines)
 
 
-def start(service: str, *, name: str, tables: dict[str, Any], directory: Path, options: Sequence[str] = ()) -> Child:
-    """Write the configuration and start `heterorl SERVICE` with it."""
+def start(
+    service: str,
+    *,
+    name: str,
+    tables: dict[str, Any],
+    directory: Path,
+    options: Sequence[str] = (),
+    command: Sequence[str] = (),
+) -> Child:
+    """Write the configuration and start `heterorl SERVICE` with it, or the interpreter with another command."""
     config, log = directory / "config" / f"{name}.toml", directory / "logs" / f"{name}.log"
     for path in (config, log):
         path.parent.mkdir(parents=True, exist_ok=True)
     config.write_text(tomli_w.dumps(tables), encoding="utf-8")
     file = log.open("ab")
-    command = [sys.executable, "-m", "services", service, "--config", str(config), *options]
+    words = [sys.executable, *(command or ("-m", "services", service)), "--config", str(config), *options]
     # A session of its own: Ctrl-C reaches the demonstration alone, which then stops the others in order.
-    process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+    process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
     return Child(name=name, process=process, log=log, file=file)
 
 

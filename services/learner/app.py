@@ -41,6 +41,7 @@ from services.learner.canary import Canary
 from services.learner.config import LearnerConfig
 from services.learner.directory import hold_directory
 from services.learner.evaluate import Evaluator
+from services.learner.examiner import Yardstick
 from services.learner.leader import Leader, RunResult
 from services.learner.observe import observe_start
 from services.learner.threads import in_thread
@@ -86,6 +87,7 @@ async def _train(
             evaluator=parts.evaluator,
             signer=parts.signer,
             canary=parts.canary,
+            yardstick=parts.yardstick,
             stop=stop,
             on_ready=lambda: notifier.ready(f"run {config.run_id}, holder {config.holder}"),
         )
@@ -105,12 +107,14 @@ async def run(
     evaluator: Evaluator | None = None,
     signer: Signer | None = None,
     canary: Canary | None = None,
+    yardstick: Yardstick | None = None,
     stop: asyncio.Event | None = None,
     on_ready: Callable[[], None] = lambda: None,
 ) -> RunResult:
     """Train until `max_steps` or until `stop` is set.
 
-    `signer` signs every version and must have signed the head; `canary` is stated with each. `on_ready` is called when
+    `signer` signs every version and must have signed the head; `canary` is stated with each; `yardstick` is what
+    groups are checked with (None: they are not). `on_ready` is called when
     the lease is asked for.
 
     Raises:
@@ -129,6 +133,7 @@ async def run(
         evaluator=evaluator,
         signer=signer,
         canary=canary,
+        yardstick=yardstick,
         result=RunResult(step=0, version=-1, is_finished=False),
     )
     stopping = stop or asyncio.Event()

@@ -28,8 +28,10 @@ from services.learner.backends.zero_engine import import_deepspeed
 from services.learner.canary import Canary
 from services.learner.config import LearnerConfig
 from services.learner.evaluate import EngineGenerator, Evaluator
+from services.learner.examiner import Yardstick
 from services.learner.local_ranks import LocalRanks
 from services.learner.logprobs import logit_temperature
+from services.learner.replay import Replayer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,7 @@ class Parts:
     evaluator: Evaluator | None
     signer: Signer | None = None
     canary: Canary | None = None
+    yardstick: Yardstick | None = None
     close: Callable[[], None] = lambda: None
     """Ends the other ranks; for an orderly end, because they end with this process anyway."""
 
@@ -74,7 +77,23 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1) -> Parts:
     is_whole = isinstance(config.backend, TorchBackendConfig) or config.backend.stage < 3
     texts = canary_texts(task, prompter)
     canary = Canary(model, texts, temperature=logit_temperature(sampling)) if is_whole else None
-    return Parts(backend=backend, contract=contract, evaluator=evaluator, signer=signer, canary=canary, close=close)
+    if config.verification.max_log_ratio > 0 and not is_whole:
+        raise ConfigError("verification.max_log_ratio", "in ZeRO stage 3 no rank has the weights", action="set it to 0")
+    replayer = None
+    if config.verification.logprob_floor > 0:
+        replayer = Replayer(
+            model_dir=config.model_dir, device=config.verification.device, sampling=sampling, lora=contract.lora
+        )
+    yardstick = Yardstick(config=config.verification, task=task, prompter=prompter, replayer=replayer)
+    return Parts(
+        backend=backend,
+        contract=contract,
+        evaluator=evaluator,
+        signer=signer,
+        canary=canary,
+        yardstick=yardstick,
+        close=close,
+    )
 
 
 def build_backend(config: LearnerConfig, num_ranks: int) -> tuple[TrainBackend, Callable[[], None]]:

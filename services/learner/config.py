@@ -16,6 +16,7 @@ from services.common.tasks.registry import TaskConfig
 from services.common.tls import TlsConfig
 from services.learner.backend_config import BackendConfig, TorchBackendConfig
 from services.learner.loss_config import GepoConfig, LossConfig
+from services.learner.verification import VerificationConfig
 
 
 class EvaluationConfig(Config):
@@ -74,6 +75,8 @@ class LearnerConfig(Config):
     """Longest prompt plus completion, tokens; groups with a longer one are abandoned and counted. 0 is no bound."""
     prefetch_steps: int = Field(default=1, ge=1, le=64)
     """Steps' worth of groups that wait in memory; while they wait they grow older."""
+    verification: VerificationConfig = VerificationConfig()
+    """What is checked of the rollouts that sites send, before anything is trained on them."""
     loss: LossConfig = GepoConfig()
     """Algorithm, advantage, clip and KL."""
     backend: BackendConfig = TorchBackendConfig()

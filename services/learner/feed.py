@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import logging
 
-from services.common.api import CoordinatorApi
+from services.common.api import CoordinatorApi, Rejection
 from services.common.errors import RemoteError
 from services.learner.admission import Limits, judge
+from services.learner.examiner import Examiner
 from services.learner.inbox import Inbox
 from services.learner.patience import Patience, is_transient
 
 _LOG = logging.getLogger(__name__)
 
 
-async def feed(api: CoordinatorApi, inbox: Inbox, *, epoch: int, limits: Limits, patience: Patience) -> None:
+async def feed(
+    api: CoordinatorApi,
+    inbox: Inbox,
+    *,
+    epoch: int,
+    limits: Limits,
+    patience: Patience,
+    examiner: Examiner | None = None,
+) -> None:
     """Stream groups until the inbox closes; every new stream names the groups that are still held.
+
+    A group that `examiner` finds fault with is rejected, one that it cannot check abandoned; neither is trained on.
 
     Raises:
         RemoteError: a refusal that waiting does not change, StaleEpoch above all.
@@ -26,6 +37,15 @@ async def feed(api: CoordinatorApi, inbox: Inbox, *, epoch: int, limits: Limits,
             async for queued in api.stream_groups(epoch=epoch, held=held, credits=credits):
                 patience.reset()
                 reason = judge(queued.group, limits)
+                if not reason and examiner is not None:
+                    finding = await examiner.examine(queued)
+                    if finding.reason is not None:
+                        rejection = Rejection(id=queued.group.id, reason=finding.reason, detail=finding.detail)
+                        _LOG.warning("group %s is rejected: %s", queued.group.id, finding.detail)
+                        await api.reject_groups(epoch=epoch, rejections=[rejection])
+                        await inbox.skip()
+                        continue
+                    reason = finding.problem
                 if not reason:
                     await inbox.put(queued)
                     continue

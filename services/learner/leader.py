@@ -21,6 +21,7 @@ from services.learner.canary import Canary
 from services.learner.checkpoint import CheckpointStore
 from services.learner.config import LearnerConfig
 from services.learner.evaluate import Evaluator
+from services.learner.examiner import Examiner, Yardstick
 from services.learner.feed import feed
 from services.learner.flavours import Flavours
 from services.learner.inbox import Inbox
@@ -28,6 +29,7 @@ from services.learner.journal import Journal
 from services.learner.lease import acquire, renew
 from services.learner.patience import Patience
 from services.learner.publish import Publisher
+from services.learner.recent_versions import RecentVersions
 from services.learner.resume import Resumption
 from services.learner.rollback import Rollback
 from services.learner.session import Outcome, Session
@@ -59,6 +61,7 @@ class Leader:
     evaluator: Evaluator | None
     signer: Signer | None
     canary: Canary | None
+    yardstick: Yardstick | None
     result: RunResult
     inbox: Inbox | None = None
     rollback: Rollback | None = None
@@ -128,6 +131,7 @@ class Leader:
             threads=threads,
             flavours=flavours if self.config.flavours else None,
         )
+        trust = Trust(() if self.signer is None else (self.signer.public_key, *self.config.trusted_keys))
         resumption = Resumption(
             api=self.api,
             backend=self.backend,
@@ -140,6 +144,7 @@ class Leader:
             directory=directory / "payloads",
             trust=trust,
         )
+        examiner = self._examiner(trust)
         await in_thread(store.remove_unfinished)
         await in_thread(publisher.remove_leftovers)
         self.rollback = Rollback(resumption)
@@ -161,14 +166,31 @@ class Leader:
                 epoch=grant.epoch,
                 step=step,
             )
-            outcome = await self._run_session(session)
+            outcome = await self._run_session(session, examiner)
             self._note(publisher, session.step)
         if outcome is Outcome.FINISHED:
             reason = f"step {session.step} of {self.config.max_steps} is reached"
             _LOG.info("%s", reason)
             await self.patience().insist(lambda: self.api.drain(reason=reason))
 
-    async def _run_session(self, session: Session) -> Outcome:
+    def _examiner(self, trust: Trust) -> Examiner | None:
+        if self.yardstick is None:
+            return None
+        versions = None
+        if self.yardstick.replayer is not None:
+            versions = RecentVersions(
+                self.api,
+                spool=self.config.state_dir / "checks",
+                layout=self.backend.layout,
+                patience=self.patience(),
+                trust=trust,
+                num_kept=self.config.verification.kept_versions,
+                threads=num_threads(self.config.backend.threads),
+            )
+        # Of the operating system: no site may foresee which of its groups are checked.
+        return Examiner(yardstick=self.yardstick, versions=versions, rng=secrets.SystemRandom())
+
+    async def _run_session(self, session: Session, examiner: Examiner | None) -> Outcome:
         limits = Limits(
             group_size=self.config.group_size,
             vocab_size=self.contract.vocab_size,
@@ -176,7 +198,14 @@ class Leader:
         )
         async with asyncio.TaskGroup() as tasks:
             feeding = tasks.create_task(
-                feed(self.api, session.inbox, epoch=session.epoch, limits=limits, patience=self.patience())
+                feed(
+                    self.api,
+                    session.inbox,
+                    epoch=session.epoch,
+                    limits=limits,
+                    patience=self.patience(),
+                    examiner=examiner,
+                )
             )
             outcome = await session.run()
             await session.inbox.close()

@@ -7,20 +7,23 @@ import enum
 import logging
 from dataclasses import dataclass
 
-from services.common.api import CoordinatorApi
+from services.common.api import CoordinatorApi, Rejection
 from services.common.errors import GroupNotAvailable, OperatorError
 from services.common.metrics import EVALUATION_ACCURACY
-from services.common.types import GroupId, QueuedGroup, StepReport
+from services.common.types import DropReason, GroupId, QueuedGroup, StepReport
 from services.common.weights.arena import Arena
 from services.learner.backends.backend import TrainBackend
 from services.learner.config import LearnerConfig
 from services.learner.evaluate import Evaluator
 from services.learner.inbox import Inbox
 from services.learner.journal import Journal
+from services.learner.logprobs import logit_temperature
 from services.learner.observe import observe_step
 from services.learner.patience import Patience
 from services.learner.publish import Publisher
+from services.learner.replay import log_ratios
 from services.learner.threads import in_thread
+from services.learner.verification import judge_log_ratios
 
 _LOG = logging.getLogger(__name__)
 
@@ -88,7 +91,7 @@ class Session:
         reports: list[StepReport] = []
         consumed: list[GroupId] = []
         while len(reports) < self.config.steps_per_version and self.step < self.config.max_steps:
-            groups = await self.inbox.take(self.config.groups_per_step)
+            groups = await self._take(self.config.groups_per_step)
             if not groups:
                 return None
             head = self.publisher.position.head_version
@@ -103,6 +106,35 @@ class Session:
             reports.append(report)
             consumed += [queued.group.id for queued in groups]
         return reports, consumed
+
+    async def _take(self, count: int) -> list[QueuedGroup]:
+        """So many groups within the envelope of log-ratios; none when the inbox closed."""
+        config = self.config.verification
+        kept: list[QueuedGroup] = []
+        while len(kept) < count:
+            taken = await self.inbox.take(count - len(kept))
+            if not taken:
+                return []
+            if config.max_log_ratio == 0:
+                return taken
+            groups = [queued.group for queued in taken]
+            temperature = logit_temperature(self.config.sampling.semantics())
+            found = await in_thread(log_ratios, self.backend.torch_model, groups, temperature=temperature)
+            problems = [judge_log_ratios(ratios, config) for ratios in found]
+            kept += [queued for queued, problem in zip(taken, problems, strict=True) if not problem]
+            rejections = [
+                Rejection(id=group.id, reason=DropReason.LOGPROB_MISMATCH, detail=problem)
+                for group, problem in zip(groups, problems, strict=True)
+                if problem
+            ]
+            if rejections:
+                await self._tell(rejections)
+        return kept
+
+    async def _tell(self, rejections: list[Rejection]) -> None:
+        _LOG.warning("%d groups are outside the envelope of log-ratios", len(rejections))
+        await self.patience.insist(lambda: self.api.reject_groups(epoch=self.epoch, rejections=rejections))
+        self.inbox.settle(rejection.id for rejection in rejections)
 
     async def _reject(self, report: StepReport, groups: list[QueuedGroup]) -> None:
         """Give up groups that made a loss or gradient that is not finite; they would do so again."""

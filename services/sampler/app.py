@@ -159,6 +159,7 @@ def join(
         incarnation=outbox.incarnation,
         group_size=config.group_size,
         clock=clock,
+        is_seeded=config.seeded_sampling,
     )
     generation = Generation(
         config=config,

@@ -90,6 +90,7 @@ def _build_engine(config: SamplerConfig, sampling: SamplingSemantics, *, eos_tok
             batch_rows=settings.batch_rows,
             eos_token_id=eos_token_id,
             lora=config.lora,
+            is_seeded=config.seeded_sampling,
         )
     if config.lora.is_on:
         raise ConfigError("lora", "engine vllm takes all weights", action="remove [lora] or use engine hf")

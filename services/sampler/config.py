@@ -103,6 +103,9 @@ class SamplerConfig(Config):
     """How tokens are drawn; the same on every node."""
     use_chat_template: bool = False
     """Send prompts through the tokenizer's chat template; the same on every node."""
+    seeded_sampling: bool = False
+    """Draw every token with noise that the assignment, the weights and the position decide, so that the learner can
+    repeat the draws; engine hf, without top_p and top_k. vLLM cannot: its rollouts are checked by log-probs alone."""
     group_size: int = Field(default=8, ge=2)
     """Rollouts of one prompt."""
     groups_per_batch: int = Field(default=16, ge=1)
@@ -126,4 +129,12 @@ class SamplerConfig(Config):
     def _check_flavour(self) -> SamplerConfig:
         if self.flavour and self.lora.is_on:
             raise ValueError("flavour with lora: adapters are small and published as they are; remove one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _check_seeded(self) -> SamplerConfig:
+        if self.seeded_sampling and not isinstance(self.engine, HfEngineConfig):
+            raise ValueError("seeded_sampling needs engine hf: vLLM takes no noise from outside")
+        if self.seeded_sampling and (self.sampling.top_p < 1 or self.sampling.top_k):
+            raise ValueError("seeded_sampling needs top_p = 1 and top_k = 0: truncation flips under rounding")
         return self

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from services.common.clock import Clock
 from services.common.errors import RewardError
 from services.common.generation.engine import Completion, Engine
+from services.common.generation.seeded import group_key
 from services.common.prompts import Prompter
 from services.common.tasks.task import Prompt, Task
 from services.common.types import Digest, Group, GroupId, Rollout, SiteId, WorkAssignment
@@ -41,6 +42,8 @@ class RolloutMaker:
     incarnation: str
     group_size: int
     clock: Clock
+    is_seeded: bool = False
+    """Whether the engine draws by the names of the tokens."""
 
     def make(self, work: Sequence[WorkAssignment], *, state_root: Digest, first_sequence: int) -> Batch:
         """Generate one group per assignment with the loaded weights."""
@@ -48,7 +51,7 @@ class RolloutMaker:
         encoded = [self.prompter.encode(prompt.text) for prompt in prompts]
         started = self.clock.monotonic()
         completions = self.engine.generate(
-            encoded, seeds=[assignment.seed for assignment in work], num_per_prompt=self.group_size
+            encoded, seeds=[self._seed(assignment, state_root) for assignment in work], num_per_prompt=self.group_size
         )
         generation_s = self.clock.monotonic() - started
         groups: list[Group] = []
@@ -70,10 +73,16 @@ class RolloutMaker:
                     oldest_version=min(span.version for rollout in rollouts for span in rollout.spans),
                     state_root=state_root,
                     generation_s=generation_s,
+                    is_seeded=self.is_seeded,
                 )
             )
         num_tokens = sum(completion.token_ids.size for members in completions for completion in members)
         return Batch(groups=tuple(groups), failed=tuple(failed), num_tokens=num_tokens, generation_s=generation_s)
+
+    def _seed(self, assignment: WorkAssignment, state_root: Digest) -> int:
+        if not self.is_seeded:
+            return assignment.seed
+        return group_key(seed=assignment.seed, state_root=state_root, prompt_index=assignment.prompt_index)
 
     def _rollout(self, prompt: Prompt, completion: Completion) -> Rollout:
         parts = self.task.score(prompt, self.prompter.decode(completion.token_ids))

@@ -92,6 +92,7 @@ groups = st.builds(
     oldest_version=version,
     state_root=digest,
     generation_s=real,
+    is_seeded=st.booleans(),
 )
 sampling = st.builds(
     SamplingSemantics,
@@ -111,6 +112,7 @@ contracts = st.builds(
     num_prompts=uint,
     group_size=st.integers(0, 999),
     sampling=sampling,
+    eos_token_id=st.integers(-1, 2**31),
     lora=st.just(NO_LORA)
     | st.builds(
         LoraSettings,
@@ -175,6 +177,7 @@ def test_group_survives_bytes_bit_for_bit(group):
 
     assert wire.group_to_bytes(back) == data
     assert (back.id, back.assignment, back.state_root) == (group.id, group.assignment, group.state_root)
+    assert back.is_seeded == group.is_seeded
     for one, other in zip(back.rollouts, group.rollouts, strict=True):
         assert one.token_ids.dtype == np.int32
         assert one.token_ids.tolist() == other.token_ids.tolist()
@@ -343,6 +346,9 @@ CASES = [
                     work_leased=uint,
                     apply_s=real,
                     flavour=text,
+                    groups_failed=uint,
+                    groups_refused=uint,
+                    quota_used=real,
                 ),
                 max_size=2,
             ).map(tuple),

@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from heterorl.v1 import policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc, run_pb2_grpc
 
 from services.common import errors, metrics
-from services.common.api import Command, Heartbeat, PlanKind
+from services.common.api import Command, Heartbeat, PlanKind, Rejection
 from services.common.bandwidth import BandwidthConfig
 from services.common.clock import SystemClock
 from services.common.errors import PortInUse
@@ -23,6 +23,7 @@ from services.common.rpc.server import Server
 from services.common.types import Digest, DropReason, PushStatus
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core import Coordinator
+from services.coordinator.schedule import seed_of
 from services.coordinator.servicer import PolicyServicer, RolloutServicer, RunServicer
 from tests.support.links import PLAINTEXT
 from tests.support.run import CONTRACT, INCARNATION, SITE, Run, rollout
@@ -115,6 +116,27 @@ async def test_whole_life_of_a_group_over_the_wire(served, run):
     await client.drain(reason="done")
     assert await client.heartbeat(beat) == (Command.DRAIN,)
     await client.release_lease(epoch=run.epoch)
+
+
+async def test_rejected_groups_and_their_site_over_the_wire(served, run):
+    client = served.client
+    ids = await run.push(3)
+    received = await stream(client, run, 3)
+    assert [queued.seed for queued in received] == [seed_of(work, seed=0) for work in range(3)]
+    rejections = [Rejection(id=group_id, reason=DropReason.LOGPROB_MISMATCH, detail="0.3 nats") for group_id in ids]
+    await client.reject_groups(epoch=run.epoch, rejections=rejections[:2])
+    assert (await client.get_status()).sites[0].groups_failed == 2
+    await client.reject_groups(epoch=run.epoch, rejections=rejections)
+
+    status = await client.get_status()
+    assert status.ledger.dropped == {DropReason.LOGPROB_MISMATCH: 3}
+    assert "the last one: logprob_mismatch, 0.3 nats" in status.sites[0].quarantine
+    with pytest.raises(errors.Quarantined, match="heterorl sites release"):
+        await run.lease()
+    assert await client.release_site(site=SITE, reason="sorry") == status.sites[0].quarantine
+    assert len(await run.lease()) == 1
+    with pytest.raises(errors.InvalidRequest, match="reason"):
+        await client.release_site(site=SITE, reason="")
 
 
 async def test_payloads_and_heads_stream_over_the_wire(served, run):

@@ -82,10 +82,14 @@ class Cluster:
         tls = self.certificates.server_tls() if role == "coordinator" else self.certificates.tls(role, site)
         return tls.model_dump()
 
-    def start(self, name: str) -> Child:
+    def start(self, name: str, *, module: str = "") -> Child:
+        """Start a node; `module` stands in for `heterorl SERVICE`."""
         service, tables = self.tables(name)
         options = self.options.get(service, ())
-        self.children[name] = start(service, name=name, tables=tables, directory=self.directory, options=options)
+        self.children[name] = start(
+            service, name=name, tables=tables, directory=self.directory, options=options,
+            command=("-m", module) if module else (),
+        )  # fmt: skip
         return self.children[name]
 
     def kill(self, name: str) -> None:

@@ -15,6 +15,7 @@ from services.common.canary import ScoredText
 from services.common.errors import ConfigError
 from services.common.generation.draw import draw, gumbel
 from services.common.generation.engine import Completion
+from services.common.generation.seeded import gumbel_noise
 from services.common.lora import ALL_WEIGHTS, LoraConfig
 from services.common.types import (
     Digest,
@@ -45,7 +46,13 @@ class HfEngine:
         batch_rows: int,
         eos_token_id: int,
         lora: LoraConfig = ALL_WEIGHTS,
+        is_seeded: bool = False,
     ) -> None:
+        """Load the model; with `is_seeded` the seeds of `generate` are keys of services.common.generation.seeded.
+
+        Raises:
+            ConfigError: it cannot be loaded.
+        """
         from transformers import AutoModelForCausalLM, __version__
 
         try:
@@ -63,6 +70,7 @@ class HfEngine:
         self._device = torch.device(device)
         self._version = -1
         self._is_generating = False
+        self._is_seeded = is_seeded
         self.name = f"hf-{__version__}"
         self.vocab_size = int(model.config.vocab_size)
         self.dtype = compute_dtype
@@ -129,7 +137,7 @@ class HfEngine:
         self, prompts: Sequence[Int32Array], seeds: Sequence[int], num_per_prompt: int
     ) -> list[Completion]:
         input_ids, attention = _left_padded(prompts, num_per_prompt, self._device)
-        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        generators = [] if self._is_seeded else [torch.Generator().manual_seed(seed) for seed in seeds]
         num_rows, limit = len(input_ids), self._sampling.max_new_tokens
         tokens = np.zeros((num_rows, limit), np.int32)
         logprobs = np.zeros((num_rows, limit), np.float32)
@@ -149,7 +157,10 @@ class HfEngine:
                 logits_to_keep=1,
             )
             cache = output.past_key_values
-            noise = _noise(rows, generators, num_per_prompt, self.vocab_size)
+            if self._is_seeded:
+                noise = _named_noise(rows, seeds, num_per_prompt, column, self.vocab_size)
+            else:
+                noise = _noise(rows, generators, num_per_prompt, self.vocab_size)
             drawn, drawn_logprobs = draw(output.logits[:, -1], noise.to(self._device), self._sampling)
             tokens[rows, column] = drawn.cpu().numpy()
             logprobs[rows, column] = drawn_logprobs.cpu().numpy()
@@ -204,6 +215,17 @@ def _noise(
         members = rows[groups == group] - group * num_per_prompt
         parts.append(whole if len(members) == num_per_prompt else whole[torch.from_numpy(members)])
     return torch.cat(parts)
+
+
+def _named_noise(
+    rows: npt.NDArray[np.int64], keys: Sequence[int], num_per_prompt: int, position: int, vocab_size: int
+) -> Tensor:
+    """Gumbel noise [rows, V] by the names of the tokens."""
+    noise = np.empty((len(rows), vocab_size), np.float32)
+    for place, row in enumerate(rows.tolist()):
+        group, sample = divmod(row, num_per_prompt)
+        noise[place] = gumbel_noise(keys[group], sample=sample, position=position, vocab_size=vocab_size)
+    return torch.from_numpy(noise)
 
 
 def _can_drop_rows(cache: Any) -> bool:

@@ -15,6 +15,7 @@ from services.common.api import (
     PullPlan,
     RegisterAnswer,
     Registration,
+    Rejection,
     WorkGrant,
 )
 from services.common.contract_wire import contract_to_pb
@@ -24,6 +25,7 @@ from services.common.rpc import canary, messages, retry
 from services.common.rpc.attempt import once, timed
 from services.common.rpc.calls import Calls
 from services.common.rpc.publication import publish_to_pb
+from services.common.rpc.rejections import rejections_to_pb
 from services.common.rpc.run_status import status_from_pb
 from services.common.types import (
     Contract,
@@ -211,6 +213,7 @@ class CoordinatorClient(Calls):
                 group=group_from_pb(message.group),
                 policy_age_s=message.policy_age_s,
                 queue_age_s=message.queue_age_s,
+                seed=message.seed if message.HasField("seed") else None,
             )
 
     async def abandon_groups(self, *, epoch: int, ids: Sequence[GroupId], reason: str) -> None:
@@ -219,6 +222,10 @@ class CoordinatorClient(Calls):
             epoch=epoch, ids=[group_id_to_pb(group_id) for group_id in ids], reason=reason
         )
         await self._call("AbandonGroups", request)
+
+    async def reject_groups(self, *, epoch: int, rejections: Sequence[Rejection]) -> None:
+        """Drop leased groups that failed a check."""
+        await self._call("RejectGroups", rejections_to_pb(epoch, rejections))
 
     async def register(self, registration: Registration) -> RegisterAnswer:
         """Introduce a sampler."""
@@ -252,3 +259,8 @@ class CoordinatorClient(Calls):
         """Order the learner to go back to the content of a version."""
         request = run_pb2.RollbackRequest(request_id=request_id, to_version=to_version)
         return int((await self._call("Rollback", request)).head_version)
+
+    async def release_site(self, *, site: SiteId, reason: str) -> str:
+        """End a site's quarantine."""
+        request = run_pb2.ReleaseSiteRequest(site=site, reason=reason)
+        return str((await self._call("ReleaseSite", request)).quarantine)

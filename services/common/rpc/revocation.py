@@ -43,6 +43,10 @@ class Revocations:
 
     def __contains__(self, serial: object) -> bool:
         """Whether a serial is revoked now."""
+        return serial in self.current()
+
+    def current(self) -> frozenset[int]:
+        """The serials that are revoked now."""
         stamp = stamp_of(self._path)
         if stamp != self._stamp:
             self._stamp = stamp
@@ -52,4 +56,4 @@ class Revocations:
                 _LOG.error("the changed list of revoked certificates is not taken, the old one stays: %s", error)
             else:
                 _LOG.info("%d certificates are revoked", len(self._serials))
-        return serial in self._serials
+        return self._serials

@@ -84,6 +84,9 @@ def status_from_pb(message: run_pb2.GetStatusResponse) -> RunStatus:
                 quarantine=site.quarantine,
                 apply_s=site.apply_s,
                 flavour=site.flavour,
+                groups_failed=site.groups_failed,
+                groups_refused=site.groups_refused,
+                quota_used=site.quota_used,
             )
             for site in message.sites
         ),

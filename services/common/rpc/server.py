@@ -41,11 +41,12 @@ class Server:
         self._files = None if tls.insecure or not tls.cert else MaterialFiles(tls)
         if self._files is not None:
             _check_own(self._files.current().identity, run_id=run_id)
+        self._revoked = Revocations(Path(tls.revoked)) if tls.revoked else None
         gate = Gate(
             run_id=run_id,
             is_plaintext=tls.insecure,
             wall_time=wall_time,
-            revoked=Revocations(Path(tls.revoked)) if tls.revoked else frozenset(),
+            revoked=frozenset() if self._revoked is None else self._revoked,
         )
         self.grpc = grpc.aio.server(
             interceptors=[ErrorsAndTimes(), Door(gate)],
@@ -54,6 +55,10 @@ class Server:
         )
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+
+    def revoked_serials(self) -> frozenset[int]:
+        """Serial numbers of certificates that are refused now."""
+        return frozenset() if self._revoked is None else self._revoked.current()
 
     async def start(self, address: str) -> int:
         """Listen and report SERVING; returns the port.

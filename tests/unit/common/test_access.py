@@ -21,11 +21,11 @@ METHODS = {
 }
 ALLOWED = {
     Role.COORDINATOR: {"Check", "Watch"},
-    Role.OPERATOR: {"Check", "Watch", "GetStatus", "ListSteps", "Drain", "Rollback"},
+    Role.OPERATOR: {"Check", "Watch", "GetStatus", "ListSteps", "Drain", "Rollback", "ReleaseSite"},
     Role.LEARNER: {
         "Check", "Watch", "AcquireLease", "RenewLease", "ReleaseLease", "QueryUpload", "UploadPayload",
         "PublishVersion", "GetStep", "WatchHead", "GetManifest", "ListManifests", "PlanPull", "ReadPayload",
-        "StreamGroups", "AbandonGroups", "Drain",
+        "StreamGroups", "AbandonGroups", "RejectGroups", "Drain",
     },
     Role.SAMPLER: {
         "Check", "Watch", "WatchHead", "GetManifest", "ListManifests", "PlanPull", "ReadPayload", "LeaseWork",

@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.common.errors import GroupNotAvailable, LeaseHeld, ParentNotHead, StaleEpoch
+from services.common.api import Rejection
+from services.common.errors import GroupNotAvailable, LeaseHeld, ParentNotHead, Quarantined, StaleEpoch
 from services.common.types import DropReason, GroupId, PushStatus, SiteId
 from services.coordinator import ledger
 from services.coordinator.config import CoordinatorConfig
@@ -23,7 +24,8 @@ from tests.support.run import CONTRACT, INCARNATION, Run
 SITES = ("eu-1", "us-1")
 PER_VERSION, BOUND, LIMIT = 2, 3, 9
 MAX_AGE_S, WORK_LEASE_S, LEARNER_LEASE_S = 500.0, 60.0, 10.0
-REOPENED_ELSEWHERE = {DropReason.STALE_AT_LEASE, DropReason.STALE_AT_COMMIT, DropReason.LINEAGE_ABANDONED}
+REOPENED_ELSEWHERE = {DropReason.STALE_AT_LEASE, DropReason.STALE_AT_COMMIT, DropReason.LINEAGE_ABANDONED,
+                      DropReason.LOGPROB_MISMATCH, DropReason.QUARANTINED}  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -52,6 +54,8 @@ class Model(RuleBasedStateMachine):
         self.work = {}
         self.published = {}
         self.abandoned = set()
+        self.failures = dict.fromkeys(SITES, 0)
+        self.quarantined = set()
         self.sequences = dict.fromkeys(SITES, 0)
         self.lease_ends = 0.0
 
@@ -77,6 +81,7 @@ class Model(RuleBasedStateMachine):
             max_outstanding_groups=LIMIT,
             work_lease_s=WORK_LEASE_S,
             learner_lease_s=LEARNER_LEASE_S,
+            quarantine_failures=2,
         )
         self.core = self.wait(Coordinator.open(config, self.clock))
 
@@ -108,6 +113,8 @@ class Model(RuleBasedStateMachine):
 
     def expected_reason(self, site, assignment, version):
         work = self.work[assignment]
+        if site in self.quarantined:
+            return DropReason.QUARANTINED
         if version in self.abandoned:
             return DropReason.UNKNOWN_VERSION
         if work.is_answered:
@@ -127,6 +134,12 @@ class Model(RuleBasedStateMachine):
     def lease_work(self, site, wanted, lag):
         now, head = self.clock.monotonic(), self.run.head
         version = max(0, head - lag)
+        if site in self.quarantined and version not in self.abandoned:
+            with pytest.raises(Quarantined):
+                self.wait(self.core.lease_work(
+                    site=SiteId(site), incarnation=INCARNATION, max_groups=wanted, policy_version=version
+                ))  # fmt: skip
+            return
         grant = self.wait(
             self.core.lease_work(site=SiteId(site), incarnation=INCARNATION, max_groups=wanted, policy_version=version)
         )
@@ -270,6 +283,30 @@ class Model(RuleBasedStateMachine):
         group_id = self.of("leased")[0]
         self.wait(self.core.abandon_groups(epoch=self.run.epoch, ids=[group_id], reason="test"))
         self.drop(group_id, DropReason.LEARNER_ABANDONED)
+
+    @precondition(lambda self: self.of("leased"))
+    @rule(is_repeated=st.booleans())
+    def learner_rejects(self, is_repeated):
+        group_id = self.of("leased")[0]
+        rejection = Rejection(id=group_id, reason=DropReason.LOGPROB_MISMATCH, detail="0.3 nats")
+        for _ in range(1 + is_repeated):
+            self.wait(self.core.reject_groups(epoch=self.run.epoch, rejections=[rejection]))
+        self.drop(group_id, DropReason.LOGPROB_MISMATCH)
+        site = group_id.site
+        self.failures[site] += 1
+        if self.failures[site] >= 2 and site not in self.quarantined:
+            self.quarantined.add(site)
+            for pending in [other for other in self.of("pending") if other.site == site]:
+                self.drop(pending, DropReason.QUARANTINED)
+            for work in self.work.values():
+                if work.site == site:
+                    work.deadline = None
+
+    @rule(site=st.sampled_from(SITES))
+    def operator_releases(self, site):
+        self.wait(self.core.release_site(site=SiteId(site), reason="test"))
+        self.quarantined.discard(site)
+        self.failures[site] = 0
 
     @rule(site=st.sampled_from(SITES), chosen=st.integers(0, 10**6))
     def site_abandons(self, site, chosen):

@@ -118,6 +118,7 @@ class Contract(google.protobuf.message.Message):
     GROUP_SIZE_FIELD_NUMBER: builtins.int
     SAMPLING_FIELD_NUMBER: builtins.int
     LORA_FIELD_NUMBER: builtins.int
+    EOS_TOKEN_ID_FIELD_NUMBER: builtins.int
     tokenizer_digest: builtins.str
     """Blake3 (hex) of the tokenizer."""
     chat_template_digest: builtins.str
@@ -132,6 +133,8 @@ class Contract(google.protobuf.message.Message):
     """Number of training prompts of the task."""
     group_size: builtins.int
     """Rollouts in a group."""
+    eos_token_id: builtins.int
+    """Token that ends a completion; unset in contracts of programs that did not state it."""
     @property
     def sampling(self) -> Global___SamplingSemantics:
         """How tokens are drawn and what their log-probs mean."""
@@ -152,9 +155,11 @@ class Contract(google.protobuf.message.Message):
         group_size: builtins.int = ...,
         sampling: Global___SamplingSemantics | None = ...,
         lora: Global___LoraSettings | None = ...,
+        eos_token_id: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["lora", b"lora", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chat_template_digest", b"chat_template_digest", "group_size", b"group_size", "layout_id", b"layout_id", "lora", b"lora", "num_prompts", b"num_prompts", "sampling", b"sampling", "task_digest", b"task_digest", "tokenizer_digest", b"tokenizer_digest", "vocab_size", b"vocab_size"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_eos_token_id", b"_eos_token_id", "eos_token_id", b"eos_token_id", "lora", b"lora", "sampling", b"sampling"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_eos_token_id", b"_eos_token_id", "chat_template_digest", b"chat_template_digest", "eos_token_id", b"eos_token_id", "group_size", b"group_size", "layout_id", b"layout_id", "lora", b"lora", "num_prompts", b"num_prompts", "sampling", b"sampling", "task_digest", b"task_digest", "tokenizer_digest", b"tokenizer_digest", "vocab_size", b"vocab_size"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_eos_token_id", b"_eos_token_id"]) -> typing.Literal["eos_token_id"] | None: ...
 
 Global___Contract: typing_extensions.TypeAlias = Contract
 

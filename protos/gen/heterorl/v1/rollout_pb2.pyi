@@ -104,6 +104,14 @@ class _DropReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     """Its version was abandoned with a lost checkpoint."""
     DROP_REASON_LEARNER_ABANDONED: _DropReason.ValueType  # 10
     """The learner cannot train on it."""
+    DROP_REASON_REWARD_MISMATCH: _DropReason.ValueType  # 11
+    """The learner computes another reward, or the prompt is not the task's."""
+    DROP_REASON_LOGPROB_MISMATCH: _DropReason.ValueType  # 12
+    """The learner computes other log-probs."""
+    DROP_REASON_SAMPLING_MISMATCH: _DropReason.ValueType  # 13
+    """The tokens are not those that the assigned seed draws."""
+    DROP_REASON_QUARANTINED: _DropReason.ValueType  # 14
+    """Its site is in quarantine."""
 
 class DropReason(_DropReason, metaclass=_DropReasonEnumTypeWrapper):
     """DropReason is the closed set of reasons for not training on a group."""
@@ -130,6 +138,14 @@ DROP_REASON_LINEAGE_ABANDONED: DropReason.ValueType  # 9
 """Its version was abandoned with a lost checkpoint."""
 DROP_REASON_LEARNER_ABANDONED: DropReason.ValueType  # 10
 """The learner cannot train on it."""
+DROP_REASON_REWARD_MISMATCH: DropReason.ValueType  # 11
+"""The learner computes another reward, or the prompt is not the task's."""
+DROP_REASON_LOGPROB_MISMATCH: DropReason.ValueType  # 12
+"""The learner computes other log-probs."""
+DROP_REASON_SAMPLING_MISMATCH: DropReason.ValueType  # 13
+"""The tokens are not those that the assigned seed draws."""
+DROP_REASON_QUARANTINED: DropReason.ValueType  # 14
+"""Its site is in quarantine."""
 Global___DropReason: typing_extensions.TypeAlias = DropReason
 
 @typing.final
@@ -240,6 +256,7 @@ class Group(google.protobuf.message.Message):
     OLDEST_VERSION_FIELD_NUMBER: builtins.int
     STATE_ROOT_FIELD_NUMBER: builtins.int
     GENERATION_S_FIELD_NUMBER: builtins.int
+    IS_SEEDED_FIELD_NUMBER: builtins.int
     assignment: builtins.int
     """Work assignment that asked for the group."""
     prompt_index: builtins.int
@@ -250,6 +267,8 @@ class Group(google.protobuf.message.Message):
     """State root (hex) of that version."""
     generation_s: builtins.float
     """Duration of the generation, seconds."""
+    is_seeded: builtins.bool
+    """Whether each token was drawn with the noise that its assignment's seed, version and position name."""
     @property
     def id(self) -> heterorl.v1.common_pb2.GroupId:
         """Identity."""
@@ -273,9 +292,10 @@ class Group(google.protobuf.message.Message):
         oldest_version: builtins.int = ...,
         state_root: builtins.str = ...,
         generation_s: builtins.float = ...,
+        is_seeded: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["id", b"id"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["assignment", b"assignment", "generation_s", b"generation_s", "id", b"id", "oldest_version", b"oldest_version", "prompt_index", b"prompt_index", "prompt_token_ids", b"prompt_token_ids", "rollouts", b"rollouts", "state_root", b"state_root"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["assignment", b"assignment", "generation_s", b"generation_s", "id", b"id", "is_seeded", b"is_seeded", "oldest_version", b"oldest_version", "prompt_index", b"prompt_index", "prompt_token_ids", b"prompt_token_ids", "rollouts", b"rollouts", "state_root", b"state_root"]) -> None: ...
 
 Global___Group: typing_extensions.TypeAlias = Group
 
@@ -502,10 +522,13 @@ class StreamGroupsResponse(google.protobuf.message.Message):
     GROUP_FIELD_NUMBER: builtins.int
     POLICY_AGE_S_FIELD_NUMBER: builtins.int
     QUEUE_AGE_S_FIELD_NUMBER: builtins.int
+    SEED_FIELD_NUMBER: builtins.int
     policy_age_s: builtins.float
     """Time since the publication of its oldest version, seconds."""
     queue_age_s: builtins.float
     """Time since its arrival, seconds."""
+    seed: builtins.int
+    """Seed of its assignment; unset by programs that did not state it."""
     @property
     def group(self) -> Global___Group:
         """Group."""
@@ -516,9 +539,11 @@ class StreamGroupsResponse(google.protobuf.message.Message):
         group: Global___Group | None = ...,
         policy_age_s: builtins.float = ...,
         queue_age_s: builtins.float = ...,
+        seed: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["group", b"group"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["group", b"group", "policy_age_s", b"policy_age_s", "queue_age_s", b"queue_age_s"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_seed", b"_seed", "group", b"group", "seed", b"seed"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_seed", b"_seed", "group", b"group", "policy_age_s", b"policy_age_s", "queue_age_s", b"queue_age_s", "seed", b"seed"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
 
 Global___StreamGroupsResponse: typing_extensions.TypeAlias = StreamGroupsResponse
 
@@ -561,3 +586,68 @@ class AbandonGroupsResponse(google.protobuf.message.Message):
     ) -> None: ...
 
 Global___AbandonGroupsResponse: typing_extensions.TypeAlias = AbandonGroupsResponse
+
+@typing.final
+class Rejection(google.protobuf.message.Message):
+    """Rejection is one group that failed a check."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ID_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    DETAIL_FIELD_NUMBER: builtins.int
+    reason: Global___DropReason.ValueType
+    """Check that failed: a mismatch of reward, log-probs or sampling."""
+    detail: builtins.str
+    """Sentence with the numbers."""
+    @property
+    def id(self) -> heterorl.v1.common_pb2.GroupId:
+        """Identity of the group."""
+
+    def __init__(
+        self,
+        *,
+        id: heterorl.v1.common_pb2.GroupId | None = ...,
+        reason: Global___DropReason.ValueType = ...,
+        detail: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["id", b"id"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["detail", b"detail", "id", b"id", "reason", b"reason"]) -> None: ...
+
+Global___Rejection: typing_extensions.TypeAlias = Rejection
+
+@typing.final
+class RejectGroupsRequest(google.protobuf.message.Message):
+    """RejectGroupsRequest drops leased groups that failed a check."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: builtins.int
+    REJECTIONS_FIELD_NUMBER: builtins.int
+    epoch: builtins.int
+    """Epoch of the learner's lease."""
+    @property
+    def rejections(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Rejection]:
+        """Groups with what failed."""
+
+    def __init__(
+        self,
+        *,
+        epoch: builtins.int = ...,
+        rejections: collections.abc.Iterable[Global___Rejection] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "rejections", b"rejections"]) -> None: ...
+
+Global___RejectGroupsRequest: typing_extensions.TypeAlias = RejectGroupsRequest
+
+@typing.final
+class RejectGroupsResponse(google.protobuf.message.Message):
+    """RejectGroupsResponse confirms the drop."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___RejectGroupsResponse: typing_extensions.TypeAlias = RejectGroupsResponse

@@ -60,6 +60,11 @@ class RolloutServiceStub(object):
                 request_serializer=heterorl_dot_v1_dot_rollout__pb2.AbandonGroupsRequest.SerializeToString,
                 response_deserializer=heterorl_dot_v1_dot_rollout__pb2.AbandonGroupsResponse.FromString,
                 _registered_method=True)
+        self.RejectGroups = channel.unary_unary(
+                '/heterorl.v1.RolloutService/RejectGroups',
+                request_serializer=heterorl_dot_v1_dot_rollout__pb2.RejectGroupsRequest.SerializeToString,
+                response_deserializer=heterorl_dot_v1_dot_rollout__pb2.RejectGroupsResponse.FromString,
+                _registered_method=True)
 
 
 class RolloutServiceServicer(object):
@@ -112,6 +117,15 @@ class RolloutServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RejectGroups(self, request, context):
+        """RejectGroups drops leased groups that failed a check of the learner and counts that against their sites.
+
+        ABORTED STALE_EPOCH: stop. INVALID_ARGUMENT: correct the reason. UNAVAILABLE: repeat; a group counts once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RolloutServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -139,6 +153,11 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.AbandonGroups,
                     request_deserializer=heterorl_dot_v1_dot_rollout__pb2.AbandonGroupsRequest.FromString,
                     response_serializer=heterorl_dot_v1_dot_rollout__pb2.AbandonGroupsResponse.SerializeToString,
+            ),
+            'RejectGroups': grpc.unary_unary_rpc_method_handler(
+                    servicer.RejectGroups,
+                    request_deserializer=heterorl_dot_v1_dot_rollout__pb2.RejectGroupsRequest.FromString,
+                    response_serializer=heterorl_dot_v1_dot_rollout__pb2.RejectGroupsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -277,6 +296,33 @@ class RolloutService(object):
             '/heterorl.v1.RolloutService/AbandonGroups',
             heterorl_dot_v1_dot_rollout__pb2.AbandonGroupsRequest.SerializeToString,
             heterorl_dot_v1_dot_rollout__pb2.AbandonGroupsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RejectGroups(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/heterorl.v1.RolloutService/RejectGroups',
+            heterorl_dot_v1_dot_rollout__pb2.RejectGroupsRequest.SerializeToString,
+            heterorl_dot_v1_dot_rollout__pb2.RejectGroupsResponse.FromString,
             options,
             channel_credentials,
             insecure,

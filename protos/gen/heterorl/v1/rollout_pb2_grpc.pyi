@@ -105,7 +105,23 @@ _RolloutServiceAbandonGroupsType = typing_extensions.TypeVar(
     ],
 )
 
-class RolloutServiceStub(typing.Generic[_RolloutServiceLeaseWorkType, _RolloutServiceAbandonWorkType, _RolloutServicePushGroupsType, _RolloutServiceStreamGroupsType, _RolloutServiceAbandonGroupsType]):
+_RolloutServiceRejectGroupsType = typing_extensions.TypeVar(
+    '_RolloutServiceRejectGroupsType',
+    grpc.UnaryUnaryMultiCallable[
+        heterorl.v1.rollout_pb2.RejectGroupsRequest,
+        heterorl.v1.rollout_pb2.RejectGroupsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        heterorl.v1.rollout_pb2.RejectGroupsRequest,
+        heterorl.v1.rollout_pb2.RejectGroupsResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        heterorl.v1.rollout_pb2.RejectGroupsRequest,
+        heterorl.v1.rollout_pb2.RejectGroupsResponse,
+    ],
+)
+
+class RolloutServiceStub(typing.Generic[_RolloutServiceLeaseWorkType, _RolloutServiceAbandonWorkType, _RolloutServicePushGroupsType, _RolloutServiceStreamGroupsType, _RolloutServiceAbandonGroupsType, _RolloutServiceRejectGroupsType]):
     """RolloutService hands out prompt groups and queues what comes back."""
 
     @typing.overload
@@ -130,6 +146,10 @@ class RolloutServiceStub(typing.Generic[_RolloutServiceLeaseWorkType, _RolloutSe
             heterorl.v1.rollout_pb2.AbandonGroupsRequest,
             heterorl.v1.rollout_pb2.AbandonGroupsResponse,
         ],
+        grpc.UnaryUnaryMultiCallable[
+            heterorl.v1.rollout_pb2.RejectGroupsRequest,
+            heterorl.v1.rollout_pb2.RejectGroupsResponse,
+        ],
     ], channel: grpc.Channel) -> None: ...
 
     @typing.overload
@@ -153,6 +173,10 @@ class RolloutServiceStub(typing.Generic[_RolloutServiceLeaseWorkType, _RolloutSe
         grpc.aio.UnaryUnaryMultiCallable[
             heterorl.v1.rollout_pb2.AbandonGroupsRequest,
             heterorl.v1.rollout_pb2.AbandonGroupsResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            heterorl.v1.rollout_pb2.RejectGroupsRequest,
+            heterorl.v1.rollout_pb2.RejectGroupsResponse,
         ],
     ], channel: grpc.aio.Channel) -> None: ...
 
@@ -187,6 +211,12 @@ class RolloutServiceStub(typing.Generic[_RolloutServiceLeaseWorkType, _RolloutSe
     ABORTED STALE_EPOCH: stop. UNAVAILABLE: repeat.
     """
 
+    RejectGroups: _RolloutServiceRejectGroupsType
+    """RejectGroups drops leased groups that failed a check of the learner and counts that against their sites.
+
+    ABORTED STALE_EPOCH: stop. INVALID_ARGUMENT: correct the reason. UNAVAILABLE: repeat; a group counts once.
+    """
+
 RolloutServiceAsyncStub: typing_extensions.TypeAlias = RolloutServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         heterorl.v1.rollout_pb2.LeaseWorkRequest,
@@ -207,6 +237,10 @@ RolloutServiceAsyncStub: typing_extensions.TypeAlias = RolloutServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         heterorl.v1.rollout_pb2.AbandonGroupsRequest,
         heterorl.v1.rollout_pb2.AbandonGroupsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        heterorl.v1.rollout_pb2.RejectGroupsRequest,
+        heterorl.v1.rollout_pb2.RejectGroupsResponse,
     ],
 ]
 
@@ -267,6 +301,17 @@ class RolloutServiceServicer(metaclass=abc.ABCMeta):
         """AbandonGroups drops leased groups that can never be trained on.
 
         ABORTED STALE_EPOCH: stop. UNAVAILABLE: repeat.
+        """
+
+    @abc.abstractmethod
+    def RejectGroups(
+        self,
+        request: heterorl.v1.rollout_pb2.RejectGroupsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[heterorl.v1.rollout_pb2.RejectGroupsResponse, collections.abc.Awaitable[heterorl.v1.rollout_pb2.RejectGroupsResponse]]:
+        """RejectGroups drops leased groups that failed a check of the learner and counts that against their sites.
+
+        ABORTED STALE_EPOCH: stop. INVALID_ARGUMENT: correct the reason. UNAVAILABLE: repeat; a group counts once.
         """
 
 def add_RolloutServiceServicer_to_server(servicer: RolloutServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -295,6 +295,9 @@ class SiteStatus(google.protobuf.message.Message):
     QUARANTINE_FIELD_NUMBER: builtins.int
     APPLY_S_FIELD_NUMBER: builtins.int
     FLAVOUR_FIELD_NUMBER: builtins.int
+    GROUPS_FAILED_FIELD_NUMBER: builtins.int
+    GROUPS_REFUSED_FIELD_NUMBER: builtins.int
+    QUOTA_USED_FIELD_NUMBER: builtins.int
     site: builtins.str
     """Name of the site."""
     incarnation: builtins.str
@@ -321,6 +324,12 @@ class SiteStatus(google.protobuf.message.Message):
     """Time that applying and verifying its newest weights took, seconds; 0 where it is not known."""
     flavour: builtins.str
     """Flavour of the weights that it pulls; empty for those that are trained."""
+    groups_failed: builtins.int
+    """Groups that failed a check of the learner and still count."""
+    groups_refused: builtins.int
+    """Pushes refused for a quota since the coordinator started."""
+    quota_used: builtins.float
+    """Used share of the site's tightest quota, 0 to 1."""
     def __init__(
         self,
         *,
@@ -337,9 +346,12 @@ class SiteStatus(google.protobuf.message.Message):
         quarantine: builtins.str = ...,
         apply_s: builtins.float = ...,
         flavour: builtins.str = ...,
+        groups_failed: builtins.int = ...,
+        groups_refused: builtins.int = ...,
+        quota_used: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_canary_difference", b"_canary_difference", "canary_difference", b"canary_difference"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_canary_difference", b"_canary_difference", "apply_s", b"apply_s", "canary_difference", b"canary_difference", "flavour", b"flavour", "groups_accepted", b"groups_accepted", "groups_dropped", b"groups_dropped", "incarnation", b"incarnation", "last_seen_s", b"last_seen_s", "policy_version", b"policy_version", "quarantine", b"quarantine", "site", b"site", "state_root", b"state_root", "tokens_per_s", b"tokens_per_s", "work_leased", b"work_leased"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_canary_difference", b"_canary_difference", "apply_s", b"apply_s", "canary_difference", b"canary_difference", "flavour", b"flavour", "groups_accepted", b"groups_accepted", "groups_dropped", b"groups_dropped", "groups_failed", b"groups_failed", "groups_refused", b"groups_refused", "incarnation", b"incarnation", "last_seen_s", b"last_seen_s", "policy_version", b"policy_version", "quarantine", b"quarantine", "quota_used", b"quota_used", "site", b"site", "state_root", b"state_root", "tokens_per_s", b"tokens_per_s", "work_leased", b"work_leased"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_canary_difference", b"_canary_difference"]) -> typing.Literal["canary_difference"] | None: ...
 
 Global___SiteStatus: typing_extensions.TypeAlias = SiteStatus
@@ -624,3 +636,43 @@ class RollbackResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["head_version", b"head_version"]) -> None: ...
 
 Global___RollbackResponse: typing_extensions.TypeAlias = RollbackResponse
+
+@typing.final
+class ReleaseSiteRequest(google.protobuf.message.Message):
+    """ReleaseSiteRequest names the site."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SITE_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    site: builtins.str
+    """Name of the site."""
+    reason: builtins.str
+    """Sentence saying why, for the log of audit."""
+    def __init__(
+        self,
+        *,
+        site: builtins.str = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["reason", b"reason", "site", b"site"]) -> None: ...
+
+Global___ReleaseSiteRequest: typing_extensions.TypeAlias = ReleaseSiteRequest
+
+@typing.final
+class ReleaseSiteResponse(google.protobuf.message.Message):
+    """ReleaseSiteResponse confirms the release."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    QUARANTINE_FIELD_NUMBER: builtins.int
+    quarantine: builtins.str
+    """Why the site was in quarantine; empty when it was not."""
+    def __init__(
+        self,
+        *,
+        quarantine: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["quarantine", b"quarantine"]) -> None: ...
+
+Global___ReleaseSiteResponse: typing_extensions.TypeAlias = ReleaseSiteResponse

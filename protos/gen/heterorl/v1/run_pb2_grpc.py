@@ -70,6 +70,11 @@ class RunServiceStub(object):
                 request_serializer=heterorl_dot_v1_dot_run__pb2.RollbackRequest.SerializeToString,
                 response_deserializer=heterorl_dot_v1_dot_run__pb2.RollbackResponse.FromString,
                 _registered_method=True)
+        self.ReleaseSite = channel.unary_unary(
+                '/heterorl.v1.RunService/ReleaseSite',
+                request_serializer=heterorl_dot_v1_dot_run__pb2.ReleaseSiteRequest.SerializeToString,
+                response_deserializer=heterorl_dot_v1_dot_run__pb2.ReleaseSiteResponse.FromString,
+                _registered_method=True)
 
 
 class RunServiceServicer(object):
@@ -141,6 +146,15 @@ class RunServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReleaseSite(self, request, context):
+        """ReleaseSite ends the quarantine of a site and forgets its failures; the log of audit keeps both.
+
+        INVALID_ARGUMENT: correct the field. UNAVAILABLE: repeat.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RunServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -178,6 +192,11 @@ def add_RunServiceServicer_to_server(servicer, server):
                     servicer.Rollback,
                     request_deserializer=heterorl_dot_v1_dot_run__pb2.RollbackRequest.FromString,
                     response_serializer=heterorl_dot_v1_dot_run__pb2.RollbackResponse.SerializeToString,
+            ),
+            'ReleaseSite': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseSite,
+                    request_deserializer=heterorl_dot_v1_dot_run__pb2.ReleaseSiteRequest.FromString,
+                    response_serializer=heterorl_dot_v1_dot_run__pb2.ReleaseSiteResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -370,6 +389,33 @@ class RunService(object):
             '/heterorl.v1.RunService/Rollback',
             heterorl_dot_v1_dot_run__pb2.RollbackRequest.SerializeToString,
             heterorl_dot_v1_dot_run__pb2.RollbackResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseSite(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/heterorl.v1.RunService/ReleaseSite',
+            heterorl_dot_v1_dot_run__pb2.ReleaseSiteRequest.SerializeToString,
+            heterorl_dot_v1_dot_run__pb2.ReleaseSiteResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -137,7 +137,23 @@ _RunServiceRollbackType = typing_extensions.TypeVar(
     ],
 )
 
-class RunServiceStub(typing.Generic[_RunServiceRegisterType, _RunServiceHeartbeatType, _RunServiceReportCanaryType, _RunServiceGetStatusType, _RunServiceListStepsType, _RunServiceDrainType, _RunServiceRollbackType]):
+_RunServiceReleaseSiteType = typing_extensions.TypeVar(
+    '_RunServiceReleaseSiteType',
+    grpc.UnaryUnaryMultiCallable[
+        heterorl.v1.run_pb2.ReleaseSiteRequest,
+        heterorl.v1.run_pb2.ReleaseSiteResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        heterorl.v1.run_pb2.ReleaseSiteRequest,
+        heterorl.v1.run_pb2.ReleaseSiteResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        heterorl.v1.run_pb2.ReleaseSiteRequest,
+        heterorl.v1.run_pb2.ReleaseSiteResponse,
+    ],
+)
+
+class RunServiceStub(typing.Generic[_RunServiceRegisterType, _RunServiceHeartbeatType, _RunServiceReportCanaryType, _RunServiceGetStatusType, _RunServiceListStepsType, _RunServiceDrainType, _RunServiceRollbackType, _RunServiceReleaseSiteType]):
     """RunService admits sites and shows the state of the run."""
 
     @typing.overload
@@ -170,6 +186,10 @@ class RunServiceStub(typing.Generic[_RunServiceRegisterType, _RunServiceHeartbea
             heterorl.v1.run_pb2.RollbackRequest,
             heterorl.v1.run_pb2.RollbackResponse,
         ],
+        grpc.UnaryUnaryMultiCallable[
+            heterorl.v1.run_pb2.ReleaseSiteRequest,
+            heterorl.v1.run_pb2.ReleaseSiteResponse,
+        ],
     ], channel: grpc.Channel) -> None: ...
 
     @typing.overload
@@ -201,6 +221,10 @@ class RunServiceStub(typing.Generic[_RunServiceRegisterType, _RunServiceHeartbea
         grpc.aio.UnaryUnaryMultiCallable[
             heterorl.v1.run_pb2.RollbackRequest,
             heterorl.v1.run_pb2.RollbackResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            heterorl.v1.run_pb2.ReleaseSiteRequest,
+            heterorl.v1.run_pb2.ReleaseSiteResponse,
         ],
     ], channel: grpc.aio.Channel) -> None: ...
 
@@ -248,6 +272,12 @@ class RunServiceStub(typing.Generic[_RunServiceRegisterType, _RunServiceHeartbea
     UNAVAILABLE: repeat with the same request_id.
     """
 
+    ReleaseSite: _RunServiceReleaseSiteType
+    """ReleaseSite ends the quarantine of a site and forgets its failures; the log of audit keeps both.
+
+    INVALID_ARGUMENT: correct the field. UNAVAILABLE: repeat.
+    """
+
 RunServiceAsyncStub: typing_extensions.TypeAlias = RunServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         heterorl.v1.run_pb2.RegisterRequest,
@@ -276,6 +306,10 @@ RunServiceAsyncStub: typing_extensions.TypeAlias = RunServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         heterorl.v1.run_pb2.RollbackRequest,
         heterorl.v1.run_pb2.RollbackResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        heterorl.v1.run_pb2.ReleaseSiteRequest,
+        heterorl.v1.run_pb2.ReleaseSiteResponse,
     ],
 ]
 
@@ -359,6 +393,17 @@ class RunServiceServicer(metaclass=abc.ABCMeta):
 
         NOT_FOUND UNKNOWN_VERSION: name a version that still can be rebuilt. INVALID_ARGUMENT: correct the field.
         UNAVAILABLE: repeat with the same request_id.
+        """
+
+    @abc.abstractmethod
+    def ReleaseSite(
+        self,
+        request: heterorl.v1.run_pb2.ReleaseSiteRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[heterorl.v1.run_pb2.ReleaseSiteResponse, collections.abc.Awaitable[heterorl.v1.run_pb2.ReleaseSiteResponse]]:
+        """ReleaseSite ends the quarantine of a site and forgets its failures; the log of audit keeps both.
+
+        INVALID_ARGUMENT: correct the field. UNAVAILABLE: repeat.
         """
 
 def add_RunServiceServicer_to_server(servicer: RunServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -1,0 +1,162 @@
+"""The log of audit: who was refused, quarantined, released or ordered what, as store operations and as a pure check.
+
+Guarantees: rows are only appended, in the transaction of what they tell; each names the digest of the row before it, so
+a changed, removed or inserted row breaks every later link. The newest digest, noted elsewhere, also proves that no row
+was cut off the end. Never holds a prompt, a token or a key.
+
+A row's digest is blake3 of "heterorl-audit-1\n" and its fields in order: previous digest, sequence, time in
+microseconds since the epoch, kind, subject, detail; each as UTF-8 after its length in bytes (8 bytes, little-endian).
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import sqlite3
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import blake3
+
+_LOG = logging.getLogger(__name__)
+_HEADER = b"heterorl-audit-1\n"
+MAX_TEXT = 2000
+"""Characters of a subject or a detail; they come from other machines."""
+
+
+class AuditKind(enum.Enum):
+    """What a row tells."""
+
+    CHECK_FAILED = "check_failed"
+    QUARANTINE = "quarantine"
+    QUARANTINE_ENDED = "quarantine_ended"
+    RELEASE = "release"
+    QUOTA_REFUSALS = "quota_refusals"
+    REVOCATION = "revocation"
+    ROLLBACK_ORDER = "rollback_order"
+    LEARNER_LEASE = "learner_lease"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditRow:
+    """One row as it is stored; nothing of it is checked.
+
+    Example: AuditRow(sequence=1, at_us=1_700_000_000_000_000, kind="release", subject="eu-1", detail="engine
+    replaced", previous="", digest="9f...")
+    """
+
+    sequence: int
+    at_us: int
+    kind: str
+    subject: str
+    detail: str
+    previous: str
+    digest: str
+
+
+def row_digest(row: AuditRow) -> str:
+    """Digest that the row should have."""
+    hasher = blake3.blake3(_HEADER)
+    for value in (row.previous, str(row.sequence), str(row.at_us), row.kind, row.subject, row.detail):
+        data = value.encode()
+        hasher.update(len(data).to_bytes(8, "little"))
+        hasher.update(data)
+    return hasher.hexdigest()
+
+
+def append(connection: sqlite3.Connection, kind: AuditKind, *, subject: str, detail: str, now: float) -> str:
+    """Set: add one row; returns its digest.
+
+    Args:
+        connection: the store, in the transaction of what the row tells.
+        kind: what happened.
+        subject: site, serial number or holder.
+        detail: why, with numbers.
+        now: seconds since the epoch.
+    """
+    last = connection.execute("SELECT sequence, digest FROM audit ORDER BY sequence DESC LIMIT 1").fetchone()
+    sequence, previous = (last[0] + 1, last[1]) if last else (1, "")
+    row = AuditRow(
+        sequence=sequence,
+        at_us=round(now * 1e6),
+        kind=kind.value,
+        subject=_text(subject),
+        detail=_text(detail),
+        previous=previous,
+        digest="",
+    )
+    digest = row_digest(row)
+    connection.execute(
+        "INSERT INTO audit VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (row.sequence, row.at_us, row.kind, row.subject, row.detail, row.previous, digest),
+    )
+    # Beside the store, so that whoever keeps the logs can tell a log that was cut off.
+    _LOG.info("audit %d %s %s: %s [%s]", sequence, kind.value, row.subject, row.detail, digest)
+    return digest
+
+
+def read(connection: sqlite3.Connection) -> list[AuditRow]:
+    """All rows in order; none of a store that no program with this log has opened."""
+    if connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'audit'").fetchone() is None:
+        return []
+    rows = connection.execute(
+        "SELECT sequence, at_us, kind, subject, detail, previous, digest FROM audit ORDER BY sequence"
+    )
+    return [
+        AuditRow(
+            sequence=int(sequence),
+            at_us=int(at_us),
+            kind=str(kind),
+            subject=str(subject),
+            detail=str(detail),
+            previous=str(previous),
+            digest=str(digest),
+        )
+        for sequence, at_us, kind, subject, detail, previous, digest in rows
+    ]
+
+
+def find_faults(rows: Iterable[AuditRow], *, expected: str = "") -> list[str]:
+    """What is wrong with a log; empty when every link holds.
+
+    Args:
+        rows: in order.
+        expected: a digest noted earlier (of the newest row then), which must be in the log; empty: none.
+    """
+    faults: list[str] = []
+    previous, following, is_found = "", 1, not expected
+    for row in rows:
+        if row.sequence != following:
+            faults.append(f"row {row.sequence} stands where row {following} belongs")
+        if row.previous != previous:
+            faults.append(f"row {row.sequence} does not name the digest of the row before it")
+        if row.digest != row_digest(row):
+            faults.append(f"row {row.sequence} was changed: its digest is not that of its content")
+        is_found = is_found or row.digest == expected
+        previous, following = row.digest, row.sequence + 1
+    if not is_found:
+        faults.append(f"no row has the digest {expected}: rows were cut off, or this is the log of another run")
+    return faults
+
+
+def note_refusals(connection: sqlite3.Connection, counts: Mapping[tuple[str, str], int], *, now: float) -> None:
+    """Set: add a row for each site with what its quotas refused since the last one."""
+    sites: dict[str, list[str]] = {}
+    for (site, quota), count in sorted(counts.items()):
+        sites.setdefault(site, []).append(f"{count} pushes over the quota of {quota}")
+    for site, parts in sites.items():
+        append(connection, AuditKind.QUOTA_REFUSALS, subject=site, detail=", ".join(parts), now=now)
+
+
+def note_revoked(connection: sqlite3.Connection, serials: Iterable[int], *, now: float) -> None:
+    """Set: add a row for each serial number that no row told before."""
+    known = {
+        subject
+        for (subject,) in connection.execute("SELECT subject FROM audit WHERE kind = ?", (AuditKind.REVOCATION.value,))
+    }
+    for name in sorted({f"{serial:x}" for serial in serials} - known):
+        append(connection, AuditKind.REVOCATION, subject=name, detail="the certificate is refused from now on", now=now)
+
+
+def _text(value: str) -> str:
+    return "".join(character if character.isprintable() else "?" for character in value[:MAX_TEXT])

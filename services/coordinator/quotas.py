@@ -1,0 +1,126 @@
+"""How much one site may push: token buckets for groups and bytes, and what of them is used. In memory, by site.
+
+Guarantees: a refusal takes nothing and says when to come again; what a site may do depends on its own pushes alone; a
+group larger than the burst passes when the bucket is full, so that nothing waits for ever. Buckets are full after a
+restart: quotas bound rates, and safety never depends on them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from services.coordinator.config import CoordinatorConfig
+
+MAX_WAIT_S = 60.0
+"""Longest delay that is asked for; a site asks again, since its bucket may fill faster after a restart."""
+SUMMARY_S = 60.0
+"""Seconds between two summaries of refusals, so that no site can fill the log of audit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """A level that rises with time; below 0 after something larger than the rest. Instants are monotonic seconds.
+
+    Example: Bucket(level=20.0, at=100.0)
+    """
+
+    level: float
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rate:
+    """What a bucket fills by, per second, and what it holds."""
+
+    per_s: float
+    burst: float
+
+
+def filled(bucket: Bucket | None, rate: Rate, now: float) -> Bucket:
+    """The bucket as it is now; a new one is full."""
+    if bucket is None:
+        return Bucket(level=rate.burst, at=now)
+    return Bucket(level=min(rate.burst, bucket.level + max(0.0, now - bucket.at) * rate.per_s), at=now)
+
+
+def wait_s(bucket: Bucket, rate: Rate, amount: float) -> float:
+    """Seconds until the amount may be taken; 0 when it may now."""
+    needed = min(amount, rate.burst)
+    return 0.0 if bucket.level >= needed else min(MAX_WAIT_S, (needed - bucket.level) / rate.per_s)
+
+
+class Quotas:
+    """The buckets of all sites and the number of their refusals."""
+
+    def __init__(self, config: CoordinatorConfig) -> None:
+        rates = {"groups": (config.site_groups_per_s, 1.0), "bytes": (config.site_bytes_per_s, 1.0)}
+        self._rates = {
+            name: Rate(per_s=per_s, burst=max(least, per_s * config.site_burst_s))
+            for name, (per_s, least) in rates.items()
+            if per_s > 0
+        }
+        self._buckets: dict[tuple[str, str], Bucket] = {}
+        self._used: dict[tuple[str, str], float] = {}
+        self.refused: Counter[tuple[str, str]] = Counter()
+        """Refusals since the start, by site and quota."""
+        self._counted: Counter[tuple[str, str]] = Counter()
+        self._summed: Counter[tuple[str, str]] = Counter()
+        self._summary_time = -math.inf
+
+    def take(
+        self, site: str, *, num_bytes: int, pending_bytes: int, pending_limit: int, now: float
+    ) -> tuple[float, str]:
+        """Take one group of a site; (0, "") or how long it is to wait, and why. Nothing is taken then.
+
+        Args:
+            site: whose group it is.
+            num_bytes: its size.
+            pending_bytes: what the site has in the queue already.
+            pending_limit: what it may have there.
+            now: instant of the monotonic clock.
+        """
+        self._used[site, "pending_bytes"] = pending_bytes / pending_limit
+        if pending_bytes + num_bytes > pending_limit:
+            self.refused[site, "pending_bytes"] += 1
+            return 1.0, (f"the site has {pending_bytes} bytes in the queue; site_pending_bytes is {pending_limit}")
+        amounts = {"groups": 1.0, "bytes": float(num_bytes)}
+        buckets = {name: filled(self._buckets.get((site, name)), rate, now) for name, rate in self._rates.items()}
+        for name, rate in self._rates.items():
+            delay_s = wait_s(buckets[name], rate, amounts[name])
+            if delay_s > 0:
+                self.refused[site, name] += 1
+                self._used[site, name] = 1.0
+                return delay_s, f"quota: site_{name}_per_s is {rate.per_s:g}; push again in {delay_s:.2f} s"
+        for name, bucket in buckets.items():
+            self._buckets[site, name] = Bucket(level=bucket.level - amounts[name], at=now)
+        return 0.0, ""
+
+    def used(self, site: str, now: float) -> dict[str, float]:
+        """Used share of each quota of a site, 0 to 1."""
+        shares = {"pending_bytes": self._used.get((site, "pending_bytes"), 0.0)}
+        for name, rate in self._rates.items():
+            level = filled(self._buckets.get((site, name)), rate, now).level
+            shares[name] = 1.0 - level / rate.burst
+        return {name: min(1.0, max(0.0, share)) for name, share in shares.items()}
+
+    def refusals_of(self, site: str) -> int:
+        """Refusals of a site since the start."""
+        return sum(count for (name, _), count in self.refused.items() if name == site)
+
+    def new_refusals(self) -> Counter[tuple[str, str]]:
+        """Refusals since the last call, by site and quota."""
+        refused = self.refused.copy()
+        new, self._counted = refused - self._counted, refused
+        return new
+
+    def due_summaries(self, now: float) -> Counter[tuple[str, str]]:
+        """Refusals since the last summary, by site and quota; empty where none is due."""
+        if now - self._summary_time < SUMMARY_S:
+            return Counter()
+        refused = self.refused.copy()
+        new, self._summed = refused - self._summed, refused
+        if new:
+            self._summary_time = now
+        return new

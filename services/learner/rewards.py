@@ -1,0 +1,33 @@
+"""Rewards computed again on the trusted side, from the prompt's number and the tokens alone."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.common.prompts import Prompter
+from services.common.tasks.task import Task
+from services.common.types import Group
+
+
+def reward_problem(group: Group, *, task: Task, prompter: Prompter, tolerance: float) -> str:
+    """In what a group's prompt or rewards differ from the task's; empty when in nothing.
+
+    Args:
+        group: as its site sent it.
+        task: the run's.
+        prompter: the run's tokenizer and template.
+        tolerance: largest difference of a reward.
+
+    Raises:
+        RewardError: the verifier failed; that says nothing of the site.
+    """
+    if not 0 <= group.prompt_index < task.num_prompts:
+        return f"prompt_index: {group.prompt_index}, the task has {task.num_prompts} prompts"
+    prompt = task.prompt(group.prompt_index)
+    if not np.array_equal(prompter.encode(prompt.text), group.prompt_token_ids):
+        return f"prompt_token_ids: not those of prompt {group.prompt_index}"
+    for number, rollout in enumerate(group.rollouts):
+        computed = sum(part.value for part in task.score(prompt, prompter.decode(rollout.token_ids)))
+        if not abs(rollout.reward - computed) <= tolerance:
+            return f"rollouts[{number}].reward: {rollout.reward:g}, computed {computed:g}"
+    return ""

@@ -1,0 +1,113 @@
+"""What a learner believes of a rollout: which are checked, and what the numbers of a check mean. Pure.
+
+Guarantees: a site's first groups are all checked; later the share halves with every so many groups that passed, down to
+a floor, and one failure makes it 1 again. Which groups are checked is drawn by the caller after they were acknowledged.
+A site that always cheats passes k groups unseen with probability (1 - floor)^k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from pydantic import Field
+
+from services.common.config import Config
+from services.common.types import DropReason, Float32Array
+
+
+class VerificationConfig(Config):
+    """Checks of what sites send; needs no trust in any sampler."""
+
+    recompute_rewards: bool = True
+    """Whether every prompt and reward is computed again from the task; a group that differs is not trained on."""
+    reward_tolerance: float = Field(default=1e-6, ge=0)
+    """Largest difference of a reward that is accepted."""
+    logprob_floor: float = Field(default=0.0, ge=0, le=1)
+    """Share of a trusted site's groups whose log-probs are computed again; 0 checks none of any site. Needs memory for
+    one more model and `kept_versions` published states."""
+    full_groups: int = Field(default=64, ge=1)
+    """Groups of a site that are all checked at first; the share halves with each further so many, down to the floor."""
+    logprob_tolerance: float = Field(default=0.08, gt=0)
+    """Largest mean |difference| of a rollout's log-probs, nats. The default suits bf16 sites; where all compute in
+    float32, 1e-4 also shows weights of other versions. `make bench-verify` measures both."""
+    margin_tolerance: float = Field(default=0.15, gt=0)
+    """Largest margin by which the repeated draw may prefer another token, nats; of sites with seeded_sampling."""
+    margin_share: float = Field(default=0.99, gt=0, le=1)
+    """Share of a rollout's tokens that must be within margin_tolerance."""
+    require_seeded: bool = False
+    """Whether groups of sites without seeded_sampling fail."""
+    max_log_ratio: float = Field(default=0.0, ge=0)
+    """Largest |mean over tokens of log p - log q| of a rollout under the weights being trained, nats: the envelope of
+    sequence ratios. Costs a forward pass before each step; 0 is off."""
+    kept_versions: int = Field(default=2, ge=1)
+    """Versions that are kept in memory for checks; others are pulled again from the coordinator."""
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
+    """Where the checks are computed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Replay:
+    """A rollout computed again: log-probs [T], and where it was drawn by name, margins [T] of the repeated draw."""
+
+    logprobs: Float32Array
+    margins: Float32Array | None
+
+
+def checked_share(num_passed: int, config: VerificationConfig) -> float:
+    """Share of a site's groups to check after so many passed since its first or since its last failure."""
+    if config.logprob_floor == 0:
+        return 0.0
+    return max(config.logprob_floor, 0.5 ** max(0, num_passed // config.full_groups))
+
+
+def logprob_difference(stated: Float32Array, replayed: Float32Array) -> float:
+    """Mean over tokens of |log q stated - log q computed|, nats; infinite when one is not a number."""
+    difference = float(np.abs(stated.astype(np.float64) - replayed.astype(np.float64)).mean())
+    return difference if np.isfinite(difference) else float("inf")
+
+
+def judge_logprobs(stated: Sequence[Float32Array], replays: Sequence[Replay], config: VerificationConfig) -> str:
+    """What is wrong with the stated log-probs of a group; empty when nothing is."""
+    for number, (mine, replay) in enumerate(zip(stated, replays, strict=True)):
+        difference = logprob_difference(mine, replay.logprobs)
+        if difference > config.logprob_tolerance:
+            return f"rollouts[{number}]: log-probs are {difference:.3g} nats off, allowed {config.logprob_tolerance:g}"
+    return ""
+
+
+def judge_margins(replays: Sequence[Replay], config: VerificationConfig) -> str:
+    """What is wrong with the draws of a group; empty when nothing is, or none can be repeated."""
+    for number, replay in enumerate(replays):
+        if replay.margins is None:
+            continue
+        share = float((replay.margins <= config.margin_tolerance).mean())
+        if not share >= config.margin_share:
+            worst = float(replay.margins.max())
+            return f"rollouts[{number}]: {1 - share:.1%} of the tokens are not what the seed draws, margin {worst:.3g}"
+    return ""
+
+
+def judge_log_ratios(ratios: Sequence[float], config: VerificationConfig) -> str:
+    """What is wrong with a group's sequence log-ratios under the weights being trained; empty when nothing is."""
+    for number, ratio in enumerate(ratios):
+        if not abs(ratio) <= config.max_log_ratio:
+            return f"rollouts[{number}]: mean log-ratio {ratio:.3g} nats, allowed {config.max_log_ratio:g}"
+    return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What the checks of a group found: `reason` when it failed one, else a `problem` that kept it from being checked.
+
+    Example: Finding(reason=DropReason.REWARD_MISMATCH, detail="rollouts[3].reward: 1, computed 0")
+    """
+
+    reason: DropReason | None = None
+    detail: str = ""
+    problem: str = ""
+
+
+SOUND = Finding()
+"""Nothing was found."""

@@ -1,0 +1,73 @@
+"""How a completion ends is judged of every rollout: with the end token, or at the longest length."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from services.common.types import DropReason, FinishReason, PushStatus
+from services.coordinator.admission import ending_problem
+from services.coordinator.config import CoordinatorConfig
+from services.coordinator.core import Coordinator
+from services.coordinator.membership import contract_difference
+from tests.support.clock import ManualClock
+from tests.support.run import CONTRACT, Run, rollout
+
+END = 1
+STATED = dataclasses.replace(CONTRACT, eos_token_id=END)
+
+
+def ending(ids, finish_reason, contract=STATED):
+    """Of a run whose completions have at most 4 tokens."""
+    return ending_problem(rollout(0, token_ids=np.array(ids, np.int32), finish_reason=finish_reason), contract)
+
+
+@pytest.mark.parametrize(
+    ("ids", "finish_reason", "problem"),
+    [
+        ([5, 6, END], FinishReason.EOS, ""),
+        ([END], FinishReason.EOS, ""),
+        ([5, 6, 7, END], FinishReason.EOS, ""),
+        ([5, 6, 7, 8], FinishReason.LENGTH, ""),
+        ([5, 6, 7], FinishReason.LENGTH, "3 tokens without the end token 1"),
+        ([5, 6, 7], FinishReason.EOS, "finish_reason: eos, the last token is 7"),
+        ([5, 6, 7, END], FinishReason.LENGTH, "finish_reason: length, the last token is 1"),
+        ([5, END, 7, 8], FinishReason.LENGTH, "stands before the end"),
+        ([END, END], FinishReason.EOS, "stands before the end"),
+    ],
+)
+def test_ending_is_plausible_or_named(ids, finish_reason, problem):
+    found = ending(ids, finish_reason)
+
+    assert problem in found
+    assert bool(found) == bool(problem)
+
+
+def test_nothing_is_judged_in_a_run_whose_end_token_is_not_stated():
+    assert ending([5, END, 7], FinishReason.LENGTH, CONTRACT) == ""
+
+
+def test_end_token_differs_only_where_both_state_one():
+    other = dataclasses.replace(STATED, eos_token_id=2)
+
+    assert contract_difference(STATED, other) == "eos_token_id: the run has 1, this node 2"
+    assert contract_difference(STATED, CONTRACT) == contract_difference(CONTRACT, STATED) == ""
+
+
+async def test_group_with_a_cut_completion_is_dropped_and_its_prompt_handed_out_again(tmp_path):
+    core = await Coordinator.open(CoordinatorConfig(data_dir=tmp_path / "data"), ManualClock())
+    (tmp_path / "run").mkdir()
+    run = Run(core, tmp_path / "run")
+    run.contract = STATED
+    await run.begin()
+    await run.publish()
+    await run.register()
+    (work,) = await run.lease()
+    cut = rollout(0, finish_reason=FinishReason.LENGTH, token_ids=np.array([5, 6, 7], np.int32))
+
+    (outcome,) = await core.push_groups([run.group(work, rollouts=(rollout(0), cut))])
+
+    assert (outcome.status, outcome.reason) == (PushStatus.DROPPED, DropReason.INVALID)
+    assert "rollouts[1].token_ids: 3 tokens without the end token" in outcome.message
+    assert [again.id for again in await run.lease()] == [work.id]
+    await core.close()

@@ -1,0 +1,294 @@
+"""The checks of a group, with real rollouts of the real engine, and with everything that a site may do to them."""
+
+import dataclasses
+import functools
+import random
+
+import numpy as np
+import pytest
+
+from benchmarks.verify import build_site
+from benchmarks.verify_cheats import SEED
+from services.common.api import Rejection
+from services.common.errors import RewardError, UnknownVersion
+from services.common.types import DropReason, GroupId, QueuedGroup, RewardPart, VersionSpan
+from services.common.weights import tensors
+from services.common.weights.arena import Arena
+from services.coordinator.schedule import seed_of
+from services.demo.tiny_model import write_tiny_model
+from services.learner.admission import Limits
+from services.learner.examiner import Examiner, Yardstick
+from services.learner.feed import feed
+from services.learner.inbox import Inbox
+from services.learner.patience import Patience
+from services.learner.replay import log_ratios
+from services.learner.rewards import reward_problem
+from services.learner.verification import (
+    Replay,
+    VerificationConfig,
+    checked_share,
+    judge_log_ratios,
+    judge_logprobs,
+    judge_margins,
+)
+from tests.support.clock import ManualClock
+
+ALWAYS = {"logprob_floor": 1.0}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    model_dir = write_tiny_model(tmp_path_factory.mktemp("model"), seed=0, hidden_size=32, num_layers=1)
+    return build_site(str(model_dir), digits=1, group_size=4)[0]
+
+
+@pytest.fixture(scope="module")
+def honest(site):
+    return site.generate(site.engine(), range(6))
+
+
+class Versions:
+    """Stands for the coordinator's versions: number 0 is the site's; counts what it was asked."""
+
+    def __init__(self, arena, known=(0,)):
+        self._arena, self._known, self.asked = arena, known, []
+
+    async def get(self, version):
+        self.asked.append(version)
+        if version not in self._known:
+            raise UnknownVersion(f"version {version} is gone")
+        return self._arena
+
+
+def examiner_of(site, *, rng=None, versions=None, **settings):
+    yardstick = Yardstick(
+        config=VerificationConfig(**settings),
+        task=site.task,
+        prompter=site.prompter,
+        replayer=site.replayer,
+    )
+    return Examiner(yardstick=yardstick, versions=versions or Versions(arena_of(site)), rng=rng or random.Random(0))
+
+
+@functools.cache
+def arena_of(site):
+    engine = site.engine()
+    arena = Arena(engine.layout)
+    tensors.store(engine.model, arena)
+    return arena
+
+
+def queued(group, **changes):
+    values = {"policy_age_s": 0.0, "queue_age_s": 0.0, "seed": seed_of(group.assignment, seed=SEED)}
+    return QueuedGroup(group=group, **{**values, **changes})
+
+
+def with_rollout(group, number=0, **changes):
+    rollouts = list(group.rollouts)
+    rollouts[number] = dataclasses.replace(rollouts[number], **changes)
+    return dataclasses.replace(group, rollouts=tuple(rollouts))
+
+
+async def examine(site, group, *, seed=..., **settings):
+    examiner = examiner_of(site, versions=Versions(arena_of(site)), **{**ALWAYS, **settings})
+    return await examiner.examine(queued(group) if seed is ... else queued(group, seed=seed))
+
+
+async def test_honest_groups_pass_every_check(site, honest):
+    for group in honest:
+        assert await examine(site, group, require_seeded=True) == await examine(site, group)
+        assert (await examine(site, group)).reason is None
+
+
+async def test_forged_reward_is_named_with_both_values(site, honest):
+    forged = with_rollout(honest[0], 2, reward=0.75)
+
+    finding = await examine(site, forged)
+
+    assert finding.reason is DropReason.REWARD_MISMATCH
+    assert finding.detail.startswith("rollouts[2].reward: 0.75, computed ")
+    assert (await examine(site, forged, recompute_rewards=False)).reason is None
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), 1e300])
+def test_reward_that_is_no_number_never_passes(site, honest, reward):
+    forged = with_rollout(honest[0], reward=reward)
+
+    assert reward_problem(forged, task=site.task, prompter=site.prompter, tolerance=1e-6)
+
+
+def test_parts_of_a_reward_do_not_matter_but_its_prompt_does(site, honest):
+    def problem(group):
+        return reward_problem(group, task=site.task, prompter=site.prompter, tolerance=1e-6)
+
+    assert problem(with_rollout(honest[0], reward_parts=(RewardPart(name="x", value=9.0),))) == ""
+    other = honest[0].prompt_token_ids.copy()
+    other[0] = (other[0] + 1) % 10 + 2
+    assert "prompt_token_ids" in problem(dataclasses.replace(honest[0], prompt_token_ids=other))
+    assert "the task has" in problem(dataclasses.replace(honest[0], prompt_index=10**9))
+
+
+async def test_verifier_that_fails_blames_nobody(site, honest, monkeypatch):
+    def broken(*_):
+        raise RewardError("the verifier timed out")
+
+    monkeypatch.setattr(site.task, "score", broken, raising=False)
+    finding = await examine(site, honest[0])
+
+    assert (finding.reason, "timed out" in finding.problem) == (None, True)
+
+
+@pytest.mark.parametrize("shift", [-0.1, 0.08])
+async def test_forged_logprobs_are_found(site, honest, shift):
+    logprobs = honest[0].rollouts[1].sampler_logprobs + np.float32(shift)
+
+    finding = await examine(site, with_rollout(honest[0], 1, sampler_logprobs=logprobs))
+
+    assert finding.reason is DropReason.LOGPROB_MISMATCH
+    assert finding.detail.startswith("rollouts[1]: log-probs are ")
+
+
+async def test_draws_of_another_seed_are_found_and_cannot_be_where_the_site_does_not_repeat_them(site, honest):
+    picked = site.generate(site.engine(), [group.assignment for group in honest], seed=SEED + 1)
+    (changed,) = [
+        group
+        for group, own in zip(picked, honest, strict=True)
+        if any(not np.array_equal(a.token_ids, b.token_ids) for a, b in zip(group.rollouts, own.rollouts, strict=True))
+    ][:1]
+
+    finding = await examine(site, changed)
+    assert finding.reason is DropReason.SAMPLING_MISMATCH
+    assert "are not what the seed draws" in finding.detail
+    # Only log-probs are left where a site does not draw by name, or its seed is not told.
+    unseeded = dataclasses.replace(changed, is_seeded=False)
+    assert (await examine(site, unseeded)).reason is None
+    assert (await examine(site, changed, seed=None)).reason is None
+    finding = await examine(site, unseeded, require_seeded=True)
+    assert finding.reason is DropReason.SAMPLING_MISMATCH
+
+
+async def test_tokens_are_judged_under_the_version_that_each_names(site, honest):
+    versions = Versions(arena_of(site), known=(0, 1))
+    examiner = examiner_of(site, versions=versions, **ALWAYS)
+    group = max(honest, key=lambda group: group.rollouts[0].token_ids.size)
+    length = group.rollouts[0].token_ids.size
+    assert length > 1
+    spans = (VersionSpan(version=0, start=0, end=1), VersionSpan(version=1, start=1, end=length))
+    mixed = with_rollout(group, spans=spans)
+
+    # Both versions have the same weights here, so an honest mixture passes, and both were asked for.
+    assert (await examiner.examine(queued(mixed))).reason is None
+    assert versions.asked == [0, 1]
+    forged = group.rollouts[0].sampler_logprobs.copy()
+    forged[-1] -= 1.0
+    finding = await examiner.examine(queued(with_rollout(mixed, spans=spans, sampler_logprobs=forged)))
+    assert finding.reason is DropReason.LOGPROB_MISMATCH
+
+
+async def test_group_of_a_version_that_is_gone_is_given_up_without_blame(site, honest):
+    examiner = examiner_of(site, versions=Versions(None, known=()), **ALWAYS)
+
+    finding = await examiner.examine(queued(honest[0]))
+
+    assert (finding.reason, "version 0 cannot be had" in finding.problem) == (None, True)
+    assert examiner.passed[honest[0].id.site] == 0
+
+
+def test_share_of_checks_falls_to_the_floor_and_no_further():
+    config = VerificationConfig(logprob_floor=0.05, full_groups=10)
+
+    assert [checked_share(count, config) for count in (0, 9, 10, 19, 20, 40, 50, 10**6)] == [
+        1.0, 1.0, 0.5, 0.5, 0.25, 0.0625, 0.05, 0.05,
+    ]  # fmt: skip
+    assert checked_share(0, VerificationConfig()) == 0.0
+
+
+async def test_trusted_site_is_checked_rarely_until_it_fails(site, honest):
+    versions = Versions(arena_of(site))
+    examiner = examiner_of(site, versions=versions, rng=random.Random(3), logprob_floor=0.05, full_groups=4)
+    me = honest[0].id.site
+    examiner.passed[me] = 10_000
+    for _ in range(200):
+        assert (await examiner.examine(queued(honest[0]))).reason is None
+    # 200 draws at 5 %: 10 expected, 5 standard deviations are 15.
+    assert 0 < len(versions.asked) < 26
+
+    bad = with_rollout(honest[0], reward=0.5)
+    assert (await examiner.examine(queued(bad))).reason is DropReason.REWARD_MISMATCH
+    versions.asked.clear()
+    for _ in range(4):
+        await examiner.examine(queued(honest[0]))
+    assert versions.asked == [0] * 4
+
+
+def test_numbers_that_are_none_never_pass():
+    nan = np.full(3, np.nan, np.float32)
+    good = np.zeros(3, np.float32)
+
+    assert judge_logprobs([nan], [Replay(logprobs=good, margins=None)], VerificationConfig())
+    assert judge_logprobs([good], [Replay(logprobs=nan, margins=None)], VerificationConfig())
+    assert judge_margins([Replay(logprobs=good, margins=nan)], VerificationConfig())
+    assert judge_log_ratios([float("nan")], VerificationConfig(max_log_ratio=1.0))
+
+
+def test_one_token_of_a_hundred_may_differ_and_two_may_not():
+    def margins(num_bad):
+        values = np.zeros(100, np.float32)
+        values[:num_bad] = 5.0
+        return [Replay(logprobs=values, margins=values)]
+
+    assert judge_margins(margins(1), VerificationConfig()) == ""
+    assert judge_margins(margins(2), VerificationConfig()).startswith("rollouts[0]: 2.0% of the tokens")
+
+
+def test_log_ratio_is_the_mean_difference_under_the_model(site, honest):
+    shifted = with_rollout(honest[0], 1, sampler_logprobs=honest[0].rollouts[1].sampler_logprobs - np.float32(2.0))
+
+    (ratios,) = log_ratios(site.engine().model, [shifted], temperature=1.0)
+
+    # The model is the one that drew: every ratio is 0 but that of the rollout that says it was less likely.
+    assert ratios == pytest.approx([0.0, 2.0, 0.0, 0.0], abs=1e-4)
+    assert judge_log_ratios(ratios, VerificationConfig(max_log_ratio=1.9)).startswith("rollouts[1]")
+    assert judge_log_ratios(ratios, VerificationConfig(max_log_ratio=2.1)) == ""
+
+
+class Stream:
+    """A coordinator's stream of groups that ends the inbox, and what the feed answers."""
+
+    def __init__(self, groups, inbox):
+        self._groups, self._inbox = groups, inbox
+        self.rejected, self.abandoned = [], []
+
+    async def stream_groups(self, *, epoch, held, credits):
+        for group in self._groups:
+            yield queued(group)
+        await self._inbox.close()
+
+    async def reject_groups(self, *, epoch, rejections):
+        self.rejected += rejections
+
+    async def abandon_groups(self, *, epoch, ids, reason):
+        self.abandoned += ids
+
+
+async def test_feed_lets_only_sound_groups_in(site, honest):
+    groups = [
+        dataclasses.replace(group, id=GroupId(site=group.id.site, incarnation="i", sequence=number))
+        for number, group in enumerate(honest[:4], 1)
+    ]
+    groups[1] = with_rollout(groups[1], reward=0.25)
+    groups[2] = with_rollout(groups[2], spans=(VersionSpan(version=9, start=0, end=99),))
+    inbox = Inbox(8)
+    api = Stream(groups, inbox)
+    examiner = examiner_of(site, versions=Versions(arena_of(site)), **ALWAYS)
+
+    await feed(
+        api, inbox, epoch=1, limits=Limits(group_size=4, vocab_size=100, max_sequence_tokens=0),
+        patience=Patience(clock=ManualClock(), rng=random.Random(0), base_s=1.0, cap_s=1.0), examiner=examiner,
+    )  # fmt: skip
+
+    assert [group_id.sequence for group_id in inbox.held] == [1, 4]
+    (rejected,) = api.rejected
+    assert isinstance(rejected, Rejection)
+    assert (rejected.id.sequence, rejected.reason) == (2, DropReason.REWARD_MISMATCH)
+    assert [group_id.sequence for group_id in api.abandoned] == [3]

@@ -18,6 +18,7 @@ from services.certs.cli import app as certs
 from services.common.config import Config, explain, load, read_tables
 from services.common.errors import HeterorlError
 from services.common.tls import check_tls
+from services.doctor.command import doctor
 from services.lab.cli import app as lab
 from services.orders import rollback
 
@@ -194,6 +195,9 @@ def health(
     answer = asyncio.run(check_health(address, tls=tls, timeout_s=timeout))
     _console(stderr=not answer.is_serving).print(answer.reason)
     raise typer.Exit(0 if answer.is_serving else 1)
+
+
+app.command("doctor")(doctor)
 
 
 @app.command("check-config")

@@ -19,7 +19,7 @@ import logging
 import signal
 from pathlib import Path
 
-from heterorl.v1 import policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
+from heterorl.v1 import diagnosis_pb2_grpc, policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
 
 from services.common import metrics, notify
 from services.common.clock import Clock, SystemClock
@@ -27,6 +27,7 @@ from services.common.rpc.server import Server
 from services.coordinator import observe
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core import Coordinator
+from services.coordinator.diagnosis import DiagnosisServicer
 from services.coordinator.servicer import PolicyServicer, RolloutServicer, RunServicer
 
 _LOG = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ async def _serve(config: CoordinatorConfig, clock: Clock, stop: asyncio.Event, n
     policy_pb2_grpc.add_PolicyServiceServicer_to_server(PolicyServicer(core), server.grpc)
     rollout_pb2_grpc.add_RolloutServiceServicer_to_server(RolloutServicer(core), server.grpc)
     run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core), server.grpc)
+    diagnosis_pb2_grpc.add_DiagnosisServiceServicer_to_server(DiagnosisServicer(core), server.grpc)
     try:
         port = await server.start(config.listen)
         metrics.watch_disk(config.data_dir)

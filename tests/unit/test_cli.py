@@ -29,6 +29,7 @@ COMMANDS = [
     "rollback",
     "status",
     "health",
+    "doctor",
     "check-config",
     "print-config",
     "verify-lineage",

@@ -21,6 +21,8 @@ from services.common.tls import check_tls
 from services.doctor.command import doctor
 from services.lab.cli import app as lab
 from services.orders import rollback
+from services.report.command import report
+from services.top import top
 
 app = typer.Typer(
     name="heterorl",
@@ -198,6 +200,8 @@ def health(
 
 
 app.command("doctor")(doctor)
+app.command("top")(top)
+app.command("report")(report)
 
 
 @app.command("check-config")

@@ -63,14 +63,26 @@ def read_history(directory: Path) -> History:
         OperatorError: there is no store, or a coordinator is running on it.
         CorruptStore: SQLite cannot read it.
     """
+    with open_store(directory) as connection:
+        return _read(connection, directory)
+
+
+@contextmanager
+def open_store(directory: Path) -> Iterator[sqlite3.Connection]:
+    """A connection that reads the store of a data directory and changes nothing there.
+
+    Raises:
+        OperatorError: there is no store, or a coordinator is running on it.
+        CorruptStore: SQLite cannot read it.
+    """
     path = directory / STORE_FILE
     if not path.is_file():
         raise OperatorError(f"{directory} has no {STORE_FILE}", action="name the data_dir of a coordinator")
     if _is_locked(path):
-        raise OperatorError(f"{path} is in use", action="stop the coordinator, or verify a copy of its data_dir")
+        raise OperatorError(f"{path} is in use", action="stop the coordinator, or read a copy of its data_dir")
     try:
         with _opened(path) as connection:
-            return _read(connection, directory)
+            yield connection
     except sqlite3.Error as error:
         raise CorruptStore(f"{path}: {error}") from error
 

@@ -114,6 +114,8 @@ async def _examine_link(patient: Patient, wall_time: Callable[[], float]) -> tup
     if own is None:
         for name in ("tls", "certificate", "expiry"):
             add(skip(name, "plaintext over loopback"))
+    elif isinstance(own, Trouble):
+        return rest("there is no usable certificate"), None
     else:
         shaken = await network.shake_hands(host, port, tls=patient.tls, timeout_s=limits.tls_s)
         add(link.judge_handshake(host, shaken))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich import box
 from rich.table import Table
 from rich.text import Text
 
@@ -91,9 +92,10 @@ def checks_json(checks: Sequence[Check]) -> dict[str, Any]:
 
 def checks_table(checks: Sequence[Check], *, title: str) -> Table:
     """All checks as a table; what other machines said is text, never markup."""
-    table = Table("check", "", "finding", "what to do", title=Text(title))
+    table = Table("check", "", "finding", title=Text(title), title_justify="left", box=box.SIMPLE_HEAD)
     for entry in checks:
-        table.add_row(
-            Text(entry.name), Text(entry.level.value, _STYLE[entry.level]), Text(entry.finding), Text(entry.remedy)
-        )
+        finding = Text(entry.finding)
+        if entry.remedy:
+            finding.append(f"\n-> {entry.remedy}", style="bold")
+        table.add_row(Text(entry.name), Text(entry.level.value, _STYLE[entry.level]), finding)
     return table

@@ -61,7 +61,7 @@ def judge_handshake(host: str, fact: Handshake | Trouble) -> Check:
         return ok("tls", f"{fact.protocol} with {fact.server.uri}")
     remedies = {
         TIMEOUT: "find what is between: the port is open, but nothing answers a handshake",
-        "files": "correct [tls]: the three files of this node are not usable",
+        "files": "correct [tls]: the files of this node are not usable",
         "authority": "copy ca.crt of the coordinator's authority to `tls.ca`: another one signed its certificate",
         "hostname": f"dial a name in the coordinator's certificate, or issue it anew with `--host {host}`",
         "server_expired": "renew the coordinator's certificate with `heterorl certs renew`",

@@ -30,6 +30,8 @@ COMMANDS = [
     "status",
     "health",
     "doctor",
+    "top",
+    "report",
     "check-config",
     "print-config",
     "verify-lineage",

@@ -108,7 +108,7 @@ def _unit_or_wider(axes: Any, values: Sequence[float]) -> None:
         axes.set_ylim(0, 1)
 
 
-def picture(draw: Callable[[Any], None], *, horizontal: str = "step") -> bytes:
+def picture(draw: Callable[[Any], None], *, horizontal: str = "step", height: float = 3.2) -> bytes:
     """Draw one picture; returns a PNG.
 
     Raises:
@@ -125,13 +125,14 @@ def picture(draw: Callable[[Any], None], *, horizontal: str = "step") -> bytes:
 
     # Foreign text is never read as a formula.
     with mpl.rc_context({"text.parse_math": False}):
-        figure = Figure(figsize=(9, 3.2), dpi=110, layout="constrained")
+        figure = Figure(figsize=(9, height), dpi=110, layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
         axes.set_xlabel(horizontal)
         if horizontal == "step":
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         draw(axes)
+        axes.set_axisbelow(True)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         buffer = io.BytesIO()

@@ -42,6 +42,7 @@ th:first-child, td:first-child { text-align: left } td { border-top: 1px solid #
 {% endfor %}</body></html>
 """
 _Draw = Callable[[Any], None]
+_HEIGHT = 3.2
 
 
 def render(run: PastRun) -> tuple[str, dict[str, bytes]]:
@@ -52,16 +53,18 @@ def render(run: PastRun) -> tuple[str, dict[str, bytes]]:
     """
     applied = [report for report in run.reports if report.is_applied]
     start = next((row["accuracy"] for row in run.evaluations if row["version"] == 0), None)
-    drawn: list[tuple[str, str, _Draw, str]] = [
-        (name, titles()[name], draw, "step")
+    drawn: list[tuple[str, str, _Draw, str, float]] = [
+        (name, titles()[name], draw, "step", _HEIGHT)
         for name, draw in drawings(applied, run.versions, start).items()
         if name in PICTURES and (name != "bytes" or run.versions)
     ]
     if len(run.published) > 1:
-        drawn.append(("progress", "Versions over time", _progress(run.published), "hours since version 0"))
+        unit, unit_s = _time_unit(run.published[-1][1] - run.published[0][1])
+        axis = f"{unit} since version 0"
+        drawn.append(("progress", "Versions over time", _progress(run.published, unit_s), axis, _HEIGHT))
     if run.sites:
-        drawn.append(("sites", "Groups by site", _sites(run), "groups"))
-    pngs = {name: picture(draw, horizontal=horizontal) for name, _, draw, horizontal in drawn}
+        drawn.append(("sites", "Groups by site", _sites(run), "groups", max(1.6, 0.9 + 0.35 * len(run.sites))))
+    pngs = {name: picture(draw, horizontal=axis, height=height) for name, _, draw, axis, height in drawn}
     page = (
         Environment(autoescape=True)
         .from_string(_PAGE)
@@ -69,7 +72,7 @@ def render(run: PastRun) -> tuple[str, dict[str, bytes]]:
             run=run,
             remarks=_remarks(run),
             numbers=_numbers(run, applied),
-            pictures=[(title, base64.b64encode(pngs[name]).decode("ascii")) for name, title, _, _ in drawn],
+            pictures=[(title, base64.b64encode(pngs[name]).decode("ascii")) for name, title, *_ in drawn],
             tables=_tables(run),
         )
     )
@@ -148,12 +151,19 @@ def _tables(run: PastRun) -> list[tuple[str, tuple[str, ...], list[tuple[Any, ..
     return tables
 
 
-def _progress(published: Sequence[tuple[int, float]]) -> _Draw:
+def _time_unit(span_s: float) -> tuple[str, float]:
+    for name, seconds in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
+        if span_s >= 3 * seconds:
+            return name, seconds
+    return "seconds", 1.0
+
+
+def _progress(published: Sequence[tuple[int, float]], unit_s: float) -> _Draw:
     def draw(axes: Any) -> None:
         from matplotlib.ticker import MaxNLocator
 
-        hours = [(seconds - published[0][1]) / 3600 for _, seconds in published]
-        axes.plot(hours, [version for version, _ in published], color=STRONG)
+        times = [(seconds - published[0][1]) / unit_s for _, seconds in published]
+        axes.plot(times, [version for version, _ in published], color=STRONG)
         axes.set_ylabel("version")
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlim(0, None)

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from services.certs.cli import app as certs
+from services.certs.token_cli import join
 from services.common.config import Config, explain, load, read_tables
 from services.common.errors import HeterorlError
 from services.common.tls import check_tls
@@ -199,6 +200,7 @@ def health(
     raise typer.Exit(0 if answer.is_serving else 1)
 
 
+app.command("join")(join)
 app.command("doctor")(doctor)
 app.command("top")(top)
 app.command("report")(report)

@@ -29,6 +29,7 @@ COMMANDS = [
     "rollback",
     "status",
     "health",
+    "join",
     "doctor",
     "top",
     "report",

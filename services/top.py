@@ -11,6 +11,7 @@ import datetime
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,6 +26,8 @@ CALL_S = 5.0
 STEPS_A_CALL = 1000
 WINDOW = 60
 """Polls that rates are taken over."""
+LINE = 40
+"""Steps that a line of characters shows."""
 _SERIES = {
     "reward": ("reward_mean", "{:.3f}"),
     "KL": ("kl", "{:.4f} nats"),
@@ -68,7 +71,9 @@ async def poll(view: View, api: CoordinatorApi, *, wall: float, monotonic: float
     except (PermissionDenied, ConfigError):
         raise
     except (HeterorlError, TimeoutError) as error:
-        view.problem = str(error) or f"no answer in {CALL_S:g} s"
+        # What the transport said, without the budget of retries, which is none here.
+        words = Exception.__str__(error).rpartition("no answer in 0 s, last ")[2]
+        view.problem = words or f"no answer in {CALL_S:g} s"
         if view.unreachable_since is None:
             view.unreachable_since = wall
         view.marks.clear()
@@ -113,10 +118,10 @@ def frame(view: View, *, wall: float) -> Group:
     parts: list[Any] = [head, run]
     if view.reports:
         newest = [view.reports[step] for step in sorted(view.reports)]
-        series = Table("of the steps", "newest", "all", title="training")
+        series = Table("of the steps", "newest", f"last {LINE}", title="training")
         for name, (key, form) in _SERIES.items():
             values = [float(getattr(report, key)) for report in newest]
-            series.add_row(name, form.format(values[-1]), sparkline(values))
+            series.add_row(name, form.format(values[-1]), sparkline(values[-LINE:]))
         parts.append(series)
     return Group(*parts, sites)
 
@@ -140,6 +145,9 @@ def top(
     ca: Annotated[str, typer.Option(help="PEM file of the run's authority.")] = "",
     cert: Annotated[str, typer.Option(help="PEM file of an operator's certificate.")] = "",
     key: Annotated[str, typer.Option(help="PEM file of its private key.")] = "",
+    credentials: Annotated[
+        Path | None, typer.Option(help="Directory of ca.crt, node.crt and node.key, in place of these three.")
+    ] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Plaintext; for a coordinator on loopback.")] = False,
     interval: Annotated[float, typer.Option(help="Seconds between two pictures.", min=0.1)] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print one picture and end; code 1 if unreachable.")] = False,
@@ -151,7 +159,7 @@ def top(
     from services.common.clock import SystemClock
     from services.common.rpc.client import CoordinatorClient
     from services.common.rpc.retry import RetryPolicy
-    from services.common.tls import TlsConfig
+    from services.common.tls import TlsConfig, files_in
 
     console = Console(markup=False, emoji=False, highlight=False)
     view = View(address=address)
@@ -159,6 +167,8 @@ def top(
 
     async def watch(show: Callable[[Group], None]) -> None:
         tls = TlsConfig(ca=ca, cert=cert, key=key, insecure=insecure)
+        if credentials is not None:
+            tls = tls.model_copy(update=files_in(credentials))
         async with CoordinatorClient(address, tls=tls, policy=RetryPolicy(budget_s=0.0)) as client:
             while True:
                 await poll(view, client, wall=clock.wall(), monotonic=clock.monotonic())

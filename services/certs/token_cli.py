@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+import shlex
 import signal
 import sys
 import time
@@ -49,13 +51,15 @@ def create(
 def list_(directory: DirOption = DIRECTORY) -> None:
     """Show every token: for whom, until when, whether it was used."""
     from services.certs.enrolment import Enrolment
+    from services.common.identity import split_uri
 
     now = time.time()
-    table = Table("token", "identity", "minutes left", "state", title="tokens")
+    table = Table("token", "role", "site", "minutes left", "state", title="tokens")
     for number, row in Enrolment(directory).list():
-        state = f"used, certificate {row.serial:x}" if row.key else "open" if now < row.expires else "expired"
+        state = "used" if row.key else "open" if now < row.expires else "expired"
         left = "" if row.key else f"{max(0.0, row.expires - now) / 60:.0f}"
-        table.add_row(number, row.uri, left, state)
+        names = split_uri(row.uri) or ("", "", "")
+        table.add_row(number, names[2], names[1], left, state)
     _console().print(table)
 
 
@@ -110,29 +114,25 @@ def join(
 ) -> None:
     """Get this node's certificate: the private key is made here and never leaves this machine.
 
-    The authority is proven by the token before anything is sent. After a lost answer, the same command gets it again.
+    Prints the first lines of the node's configuration. The authority is proven by the token before anything is sent.
+    After a lost answer, the same command gets it again.
     """
     from services.certs.join import join as get
     from services.certs.tokens import parse_token
     from services.common.rpc.health import check_health
-    from services.common.tls import TlsConfig
+    from services.common.tls import TlsConfig, files_in
 
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdigit():
         raise ConfigError("--coordinator", f"{coordinator!r} is not host:port")
     parsed = parse_token(sys.stdin.read() if token == "-" else token)
-    site, role = parsed.node
+    run, site, role = parsed.node
     target = out or Path(f"{role}-{site}")
     asyncio.run(get(parsed, address=authority or parsed.address or f"{host}:{DESK_PORT}", out=target))
     console = _console()
-    console.print(f"this node is {parsed.uri}", soft_wrap=True)
-    paths = {key: str((target / name).resolve()) for key, name in _FILES.items()}
-    if role == "sampler":
-        console.print(f'site = "{site}"', soft_wrap=True)
-    if role != "operator":
-        console.print(f'coordinator = "{coordinator}"\n\n[tls]', soft_wrap=True)
-    for key, path in paths.items():
-        console.print(f'{key} = "{path}"', soft_wrap=True)
+    paths = files_in(target.resolve())
+    for line in first_lines(run=run, site=site, role=role, coordinator=coordinator, paths=paths):
+        console.print(line, soft_wrap=True)
     try:
         answer = asyncio.run(check_health(coordinator, tls=TlsConfig(**paths), timeout_s=5.0))
         problem = "" if answer.is_serving else answer.reason
@@ -142,7 +142,21 @@ def join(
         _console(stderr=True).print(f"joined, but the coordinator does not answer yet: {problem}", soft_wrap=True)
 
 
-_FILES = {"ca": "ca.crt", "cert": "node.crt", "key": "node.key"}
+def first_lines(*, run: str, site: str, role: str, coordinator: str, paths: dict[str, str]) -> list[str]:
+    """The beginning of the node's configuration, as TOML; of an operator's commands, who needs none."""
+    lines = [f"# {role} {site} of run {run}"]
+    if role == "operator":
+        directory = str(Path(paths["cert"]).parent)
+        return [*lines, f"heterorl top {coordinator} --credentials {shlex.quote(directory)}"]
+    if role == "sampler":
+        lines.append(f'site = "{site}"')
+    else:
+        lines += [f'run_id = "{run}"', f'holder = "{site}"']
+    return [
+        *lines,
+        f'coordinator = "{coordinator}"',
+        *(f"tls.{key} = {json.dumps(path)}" for key, path in paths.items()),
+    ]
 
 
 def parse_duration(text: str) -> float:

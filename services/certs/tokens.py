@@ -69,11 +69,11 @@ class Token:
     address: str = ""
 
     @property
-    def node(self) -> tuple[str, Role]:
-        """Site and role of the node."""
+    def node(self) -> tuple[str, str, Role]:
+        """Run, site and role of the node."""
         names = split_uri(self.uri)
         assert names is not None, "checked when it was read"
-        return names[1], names[2]
+        return names
 
     def text(self) -> str:
         """The token as one word."""

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from services.common.config import Config, load, read_tables
 from services.common.errors import ConfigError
+from services.common.tls import files_in
 
 RoleName = Literal["sampler", "learner", "coordinator"]
 
@@ -23,6 +24,9 @@ def doctor(
     ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Override one key: `--set section.key=value`.")
+    ] = None,
+    credentials: Annotated[
+        Path | None, typer.Option(help="Directory of ca.crt, node.crt and node.key, in place of [tls].")
     ] = None,
     calls: Annotated[int, typer.Option(help="Calls that the round trip is measured by.", min=1, max=1000)] = 10,
     json_: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
@@ -36,8 +40,11 @@ def doctor(
     from services.doctor.app import examine
     from services.doctor.check import checks_json, checks_table, exit_code
 
-    chosen = role or guess_role(config, set_ or ())
-    checks = asyncio.run(examine(patient_of(chosen, load(_schema(chosen), config, set_ or ()), num_calls=calls)))
+    overrides = list(set_ or ())
+    if credentials is not None:
+        overrides += [f"tls.{key}={json.dumps(path)}" for key, path in files_in(credentials).items()]
+    chosen = role or guess_role(config, overrides)
+    checks = asyncio.run(examine(patient_of(chosen, load(_schema(chosen), config, overrides), num_calls=calls)))
     if json_:
         typer.echo(json.dumps(checks_json(checks), indent=2))
     else:

@@ -17,7 +17,7 @@ CLOCK_FAIL_S = 300.0
 """How far ahead an authority's clock may be: a fresh certificate begins this long before it was made."""
 MTU_WARN_BYTES = 1280
 RTT_WARN_S = 1.0
-_RENEW = "run `heterorl certs renew` where the authority is and copy node.key and node.crt here"
+_RENEW = "get a new one: `heterorl join` with a new token, or `heterorl certs renew` where the authority is"
 
 
 def judge_dns(host: str, fact: tuple[str, ...] | Trouble) -> Check:
@@ -124,7 +124,8 @@ def judge_answer(fact: Reached | Trouble) -> Check:
 def judge_clock(fact: Reached) -> Check:
     """Whether this machine's clock agrees with the coordinator's, as far as the round trip lets one see."""
     off_s = max(0.0, abs(fact.ahead_s) - fact.uncertainty_s)
-    found = f"{abs(fact.ahead_s):.3g} s {'behind' if fact.ahead_s > 0 else 'ahead of'} the coordinator's"
+    off = f"{abs(fact.ahead_s):.3g} s" if abs(fact.ahead_s) >= 1 else _ms(abs(fact.ahead_s))
+    found = f"{off} {'behind' if fact.ahead_s > 0 else 'ahead of'} the coordinator's"
     found += f" (+- {_ms(fact.uncertainty_s)})"
     remedy = "synchronise this machine's clock (`timedatectl set-ntp true`), and the coordinator's"
     if off_s > CLOCK_FAIL_S:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from services.common.identity import Role
 from services.common.rpc.diagnosis import Diagnosis
 from services.common.types import Contract
@@ -117,8 +119,11 @@ def judge_contract(fact: Contract | Trouble | None, *, diagnosis: Diagnosis | No
     difference = contract_difference(diagnosis.contract, same_base(diagnosis.contract, fact))
     if not difference:
         return ok("contract", "model, tokenizer, task and sampling are the run's")
-    return fail("contract", difference, _CONTRACT[difference.partition(":")[0].partition(".")[0]])
+    shown = re.sub(r"[0-9a-f]{64}", lambda digest: f"{digest[0][:12]}...", difference)
+    return fail("contract", shown, _CONTRACT[difference.partition(":")[0].partition(".")[0]])
 
 
 def _gib(num_bytes: int) -> str:
+    if num_bytes < 1 << 30:
+        return f"{num_bytes / 2**20:.3g} MiB"
     return f"{num_bytes / 2**30:.3g} GiB"

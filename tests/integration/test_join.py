@@ -6,6 +6,7 @@ import dataclasses
 import re
 import ssl
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -23,12 +24,15 @@ from services.certs.enrolment import Enrolment, read_request
 from services.certs.frames import MAX_FRAME, BrokenFrame, frame, read_frame
 from services.certs.guesses import GuessLimit
 from services.certs.join import WrongAuthority, ask, join, signing_request
+from services.certs.token_cli import first_lines
 from services.certs.tokens import JoinRefused, Refused, parse_token
 from services.cli import app
 from services.common.errors import ConfigError, OperatorError, PortInUse
 from services.common.identity import Role, read_identity
 from services.common.rpc.credentials import read_material
-from services.common.tls import TlsConfig
+from services.common.tls import TlsConfig, files_in
+from services.learner.config import LearnerConfig
+from services.sampler.config import SamplerConfig
 from tests.support.certificates import Certificates, now, paths
 from tests.support.secure_run import SecureRun
 
@@ -400,6 +404,10 @@ async def test_the_commands_together(tmp_path, monkeypatch):
         assert joined.exit_code == 0, joined.exception
         assert 'site = "eu-1"' in joined.stdout
         assert "does not answer yet" in joined.stderr
+        # What it prints is a configuration.
+        config = SamplerConfig.model_validate(tomllib.loads(joined.stdout))
+        assert (config.site, config.coordinator) == ("eu-1", "127.0.0.1:1")
+        assert config.tls.key == str(tmp_path / "sampler-eu-1" / "node.key")
         assert (tmp_path / "sampler-eu-1" / "node.crt").is_file()
         again = await invoke("join", "--token", text, "--coordinator", "127.0.0.1:1", "--out", "b")
         assert "was used" in str(again.exception)
@@ -409,6 +417,15 @@ async def test_the_commands_together(tmp_path, monkeypatch):
         assert "no token" in str((await invoke("certs", "token", "delete", "../run")).exception)
         gone = await invoke("join", "--token", text, "--coordinator", "127.0.0.1:1", "--out", "b")
         assert "not of this authority" in str(gone.exception)
+
+
+def test_first_lines_of_each_role():
+    files = files_in(Path("/a b"))
+    values = {"run": "r", "site": "s", "coordinator": "c:1", "paths": files}
+
+    learner = LearnerConfig.model_validate(tomllib.loads("\n".join(first_lines(role="learner", **values))))
+    assert (learner.run_id, learner.holder, learner.tls.ca) == ("r", "s", "/a b/ca.crt")
+    assert first_lines(role="operator", **values)[1] == "heterorl top c:1 --credentials '/a b'"
 
 
 def _blind():

@@ -152,8 +152,8 @@ async def test_once_prints_one_picture_over_certificates(tmp_path):
 
     async with SecureRun(tmp_path) as secure:
         await secure.run.publish()
-        tls = secure.certificates.tls("operator")
-        arguments = ["top", secure.address, "--once", "--ca", tls.ca, "--cert", tls.cert, "--key", tls.key]
+        node = secure.certificates.node("operator", "eu-1")
+        arguments = ["top", secure.address, "--once", "--credentials", str(node)]
         result = await asyncio.to_thread(CliRunner().invoke, app, arguments)
 
     assert result.exit_code == 0, result.exception

@@ -105,7 +105,7 @@ async def _examine_link(patient: Patient, wall_time: Callable[[], float]) -> tup
     add(link.judge_dns(host, addresses))
     if isinstance(addresses, Trouble):
         return rest("the name has no address"), None
-    connected = await network.connect(host, port, timeout_s=limits.port_s)
+    connected = await network.connect(addresses, port, timeout_s=limits.port_s)
     is_own = patient.role is Role.COORDINATOR
     add(link.judge_port(patient.address, connected, is_own=is_own))
     if isinstance(connected, Trouble):
@@ -117,7 +117,7 @@ async def _examine_link(patient: Patient, wall_time: Callable[[], float]) -> tup
     elif isinstance(own, Trouble):
         return rest("there is no usable certificate"), None
     else:
-        shaken = await network.shake_hands(host, port, tls=patient.tls, timeout_s=limits.tls_s)
+        shaken = await network.shake_hands(connected.address, port, host=host, tls=patient.tls, timeout_s=limits.tls_s)
         add(link.judge_handshake(host, shaken))
         if isinstance(shaken, Trouble):
             return rest("there was no handshake"), None
@@ -146,7 +146,7 @@ async def _examine_link(patient: Patient, wall_time: Callable[[], float]) -> tup
         trials = await network.try_messages(client, limit_bytes=limit, timeout_s=limits.message_s)
         add(link.judge_messages(trials, own_limit=patient.max_message_bytes, server_limit=server_limit))
     # After large messages, by which the kernel may have learned of a narrower path.
-    add(link.judge_mtu(await network.path_mtu(host, port, timeout_s=limits.port_s)))
+    add(link.judge_mtu(await network.path_mtu(connected.address, port, timeout_s=limits.port_s)))
     return checks, reached.diagnosis
 
 

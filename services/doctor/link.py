@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from services.common.identity import Identity, Role
 from services.doctor.check import TIMEOUT, Check, Trouble, fail, ok, skip, warn
-from services.doctor.network import Handshake, Reached, Trial
+from services.doctor.network import Connected, Handshake, Reached, Trial
 
 EXPIRY_WARN_S = 14 * 86400.0
 CLOCK_WARN_S = 5.0
@@ -35,10 +35,10 @@ def judge_dns(host: str, fact: tuple[str, ...] | Trouble) -> Check:
     return ok("dns", f"{host} is an address")
 
 
-def judge_port(address: str, fact: float | Trouble, *, is_own: bool = False) -> Check:
+def judge_port(address: str, fact: Connected | Trouble, *, is_own: bool = False) -> Check:
     """Whether something listens; `is_own`: it would be this node itself."""
     if not isinstance(fact, Trouble):
-        return ok("port", f"{address} accepts after {_ms(fact)}")
+        return ok("port", f"{address} accepts after {_ms(fact.seconds)}")
     if fact.kind == TIMEOUT:
         remedy = "let the coordinator's port through firewalls and security groups between here and there"
         return fail("port", f"{address}: {fact.detail}", remedy)

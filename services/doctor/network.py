@@ -11,7 +11,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -30,6 +30,14 @@ _IP_MTU, _IPV6_MTU = 14, 24
 _VERIFY = {10: "server_expired", 9: "server_not_yet", 62: "hostname", 64: "hostname"}
 """OpenSSL's X509_V_ERR_* of a server's certificate; all others mean an authority that is not believed."""
 SMALL_BYTES = (64 << 10, 1 << 20)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connected:
+    """The address that accepted, and the seconds that it took."""
+
+    address: str
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,25 +112,32 @@ async def resolve(host: str, port: int, *, timeout_s: float) -> tuple[str, ...] 
     return await in_thread(ask, timeout_s=timeout_s)
 
 
-async def connect(host: str, port: int, *, timeout_s: float) -> float | Trouble:
-    """Seconds that a TCP connection took."""
-    started = time.perf_counter()
-    try:
-        async with asyncio.timeout(timeout_s):
-            _, writer = await asyncio.open_connection(host, port)
-    except TimeoutError:
-        return Trouble(kind=TIMEOUT, detail=f"no answer in {timeout_s:g} s")
-    except ConnectionRefusedError as error:
-        return Trouble(kind="refused", detail=str(error))
-    except OSError as error:
-        return Trouble(kind="unreachable", detail=str(error))
-    seconds = time.perf_counter() - started
-    writer.close()
-    return seconds
+async def connect(addresses: Sequence[str], port: int, *, timeout_s: float) -> Connected | Trouble:
+    """Connect to the first address that accepts, each in its time; the last one's trouble where none does.
+
+    Addresses, not names: a resolver that hangs would hold the loop's own threads, which the process waits for.
+    """
+    trouble = Trouble(kind="unreachable", detail="no address")
+    for address in addresses:
+        started = time.perf_counter()
+        try:
+            async with asyncio.timeout(timeout_s):
+                _, writer = await asyncio.open_connection(address, port)
+        except TimeoutError:
+            trouble = Trouble(kind=TIMEOUT, detail=f"{address}: no answer in {timeout_s:g} s")
+        except ConnectionRefusedError:
+            trouble = Trouble(kind="refused", detail=address)
+        except OSError as error:
+            trouble = Trouble(kind="unreachable", detail=str(error))
+        else:
+            seconds = time.perf_counter() - started
+            writer.close()
+            return Connected(address=address, seconds=seconds)
+    return trouble
 
 
-async def shake_hands(host: str, port: int, *, tls: TlsConfig, timeout_s: float) -> Handshake | Trouble:
-    """A TLS 1.3 handshake with this node's certificate, as gRPC would do it."""
+async def shake_hands(address: str, port: int, *, host: str, tls: TlsConfig, timeout_s: float) -> Handshake | Trouble:
+    """A TLS 1.3 handshake with this node's certificate, as gRPC would do it; the server's is to name `host`."""
     try:
         context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cafile=tls.ca)
         context.load_cert_chain(tls.cert, tls.key)
@@ -132,7 +147,7 @@ async def shake_hands(host: str, port: int, *, tls: TlsConfig, timeout_s: float)
     context.set_alpn_protocols(["h2"])
     try:
         async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_connection(host, port, ssl=context, server_hostname=host)
+            reader, writer = await asyncio.open_connection(address, port, ssl=context, server_hostname=host)
             der = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
             protocol = str(writer.get_extra_info("ssl_object").version())
             # In TLS 1.3 the server judges our certificate when our side is done: its verdict is the first read.
@@ -210,12 +225,12 @@ async def try_messages(client: DiagnosisClient, *, limit_bytes: int, timeout_s: 
     return tuple(trials)
 
 
-async def path_mtu(host: str, port: int, *, timeout_s: float) -> int | Trouble:
+async def path_mtu(address: str, port: int, *, timeout_s: float) -> int | Trouble:
     """Largest packet on the way, bytes, as the kernel knows it by now."""
 
     def measure() -> int | Trouble:
         try:
-            with socket.create_connection((host, port), timeout=timeout_s) as link:
+            with socket.create_connection((address, port), timeout=timeout_s) as link:
                 if link.family == socket.AF_INET6:
                     return link.getsockopt(socket.IPPROTO_IPV6, _IPV6_MTU)
                 return link.getsockopt(socket.IPPROTO_IP, _IP_MTU)

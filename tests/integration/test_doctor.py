@@ -15,17 +15,25 @@ from pathlib import Path
 
 import pytest
 from cryptography.x509.oid import ExtendedKeyUsageOID
+from heterorl.v1 import run_pb2_grpc
 from typer.testing import CliRunner
 
 from services.cli import app
+from services.common.clock import SystemClock
+from services.common.errors import InvalidRequest
 from services.common.identity import Role
+from services.common.rpc.diagnosis import OVERHEAD_BYTES, DiagnosisClient, diagnosis_from_pb, diagnosis_to_pb
+from services.common.rpc.server import Server
 from services.common.tls import TlsConfig
 from services.common.types import NO_LORA, Digest
+from services.coordinator.config import CoordinatorConfig
+from services.coordinator.core import Coordinator
+from services.coordinator.servicer import RunServicer
 from services.demo.tiny_model import write_tiny_model
 from services.doctor import machine
 from services.doctor.app import Limits, Patient, examine
 from services.doctor.check import Level, Trouble
-from services.doctor.network import in_thread
+from services.doctor.network import Connected, connect, in_thread
 from services.learner.config import LearnerConfig
 from services.sampler.assembly import assemble
 from services.sampler.config import SamplerConfig
@@ -251,6 +259,43 @@ async def test_directory_that_takes_nothing(tmp_path, monkeypatch, code, words):
     assert checks["disk"].level is Level.FAIL
     assert words in checks["disk"].remedy
     assert list(tmp_path.iterdir()) == []
+
+
+async def test_second_address_is_tried_when_the_first_is_dead():
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        found = await connect(("127.0.0.3", "127.0.0.1"), port, timeout_s=5.0)
+
+    assert isinstance(found, Connected)
+    assert found.address == "127.0.0.1"
+
+
+async def test_answer_larger_than_a_message_is_refused_with_words(secure):
+    client = DiagnosisClient(secure.address, tls=secure.certificates.tls("sampler"), max_message_bytes=8 << 20)
+    async with client:
+        with pytest.raises(InvalidRequest, match="answer_bytes"):
+            await client.diagnose(answer_bytes=2 << 20)
+        diagnosis = await client.diagnose(answer_bytes=(2 << 20) - OVERHEAD_BYTES)
+
+    assert diagnosis.contract == secure.run.contract
+    assert diagnosis.bytes_full == 80
+    assert diagnosis.max_message_bytes == 2 << 20
+    assert diagnosis_from_pb(diagnosis_to_pb(diagnosis)) == diagnosis
+    unstated = dataclasses.replace(diagnosis, contract=None, head_version=-1)
+    assert diagnosis_from_pb(diagnosis_to_pb(unstated)) == unstated
+
+
+async def test_coordinator_of_an_older_release_is_named(tmp_path):
+    core = await Coordinator.open(CoordinatorConfig(data_dir=tmp_path / "data"), SystemClock())
+    server = Server(max_message_bytes=2 << 20, max_concurrent_rpcs=64, run_id="run", tls=PLAINTEXT)
+    run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core), server.grpc)
+    port = await server.start("127.0.0.1:0")
+    checks = await diagnose(f"127.0.0.1:{port}", PLAINTEXT, tmp_path)
+    await server.stop(0.0)
+    await core.close()
+
+    assert "same release" in checks["coordinator"].remedy
 
 
 async def test_hanging_measurement_is_left_behind():

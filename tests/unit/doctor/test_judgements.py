@@ -10,7 +10,7 @@ from services.common.types import LoraSettings
 from services.doctor import link, node
 from services.doctor.check import Check, Level, Trouble, checks_json, checks_table, exit_code, fail, ok, skip, warn
 from services.doctor.machine import Device, Disk, Versions
-from services.doctor.network import Handshake, Reached, Trial
+from services.doctor.network import Connected, Handshake, Reached, Trial
 from tests.support.run import CONTRACT
 
 ME = Identity(run="run", site="eu-1", role=Role.SAMPLER, serial=1, not_before=0.0, not_after=100 * 86400.0)
@@ -68,7 +68,7 @@ CASES = [
     (link.judge_dns("::1", ("::1",)), Level.OK, "::1 is an address"),
     (link.judge_dns("coord", Trouble(kind="unknown", detail="no such name")), Level.FAIL, "add it to DNS"),
     (link.judge_dns("coord", SLOW), Level.FAIL, "resolver"),
-    (link.judge_port("c:1", 0.01), Level.OK, "10 ms"),
+    (link.judge_port("c:1", Connected(address="10.0.0.1", seconds=0.01)), Level.OK, "10 ms"),
     (link.judge_port("c:1", SLOW), Level.FAIL, "firewalls"),
     (link.judge_port("c:1", Trouble(kind="refused")), Level.FAIL, "its `listen`"),
     (link.judge_port("c:1", Trouble(kind="refused"), is_own=True), Level.WARN, "start the coordinator"),

@@ -101,6 +101,8 @@ class Group:
     oldest_version: int
     state_root: Digest
     generation_s: float
+    trace: str = ""
+    """W3C trace context of the generation; empty when nobody follows the group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

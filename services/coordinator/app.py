@@ -21,7 +21,7 @@ from pathlib import Path
 
 from heterorl.v1 import diagnosis_pb2_grpc, policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
 
-from services.common import metrics, notify
+from services.common import metrics, notify, tracing
 from services.common.clock import Clock, SystemClock
 from services.common.rpc.server import Server
 from services.coordinator import observe
@@ -61,6 +61,7 @@ async def _serve(config: CoordinatorConfig, clock: Clock, stop: asyncio.Event, n
         metrics.watch_disk(config.data_dir)
         # Before anybody can look: a gauge that was never set reads 0, which an alert takes for a broken ledger.
         await observe.observe_run(core)
+        tracing.start(config.tracing, service="coordinator", name=config.run_id)
         metrics_port = metrics.serve(config.metrics_port, service="coordinator", address=config.metrics_host)
         _announce(config, port)
         _LOG.info("run %s: listening on port %d, metrics on port %d", config.run_id, port, metrics_port)

@@ -15,6 +15,7 @@ from services.common.errors import RewardError
 from services.common.generation.engine import Completion, Engine
 from services.common.prompts import Prompter
 from services.common.tasks.task import Prompt, Task
+from services.common.tracing import TRACER
 from services.common.types import Digest, Group, GroupId, Rollout, SiteId, WorkAssignment
 
 _LOG = logging.getLogger(__name__)
@@ -70,6 +71,11 @@ class RolloutMaker:
                     oldest_version=min(span.version for rollout in rollouts for span in rollout.spans),
                     state_root=state_root,
                     generation_s=generation_s,
+                    trace=TRACER.begin(
+                        "generate",
+                        lasted_s=generation_s,
+                        attributes={"site": self.site, "assignment": assignment.id, "version": self.engine.version},
+                    ),
                 )
             )
         num_tokens = sum(completion.token_ids.size for members in completions for completion in members)

@@ -89,6 +89,7 @@ groups = st.builds(
     oldest_version=version,
     state_root=digest,
     generation_s=real,
+    trace=st.sampled_from(["", f"00-{'a1' * 16}-{'b2' * 8}-01"]),
 )
 sampling = st.builds(
     SamplingSemantics,

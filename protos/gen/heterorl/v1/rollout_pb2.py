@@ -25,19 +25,19 @@ _sym_db = _symbol_database.Default()
 from heterorl.v1 import common_pb2 as heterorl_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19heterorl/v1/rollout.proto\x12\x0bheterorl.v1\x1a\x18heterorl/v1/common.proto\":\n\x0bVersionSpan\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\")\n\nRewardPart\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\"\xd0\x01\n\x07Rollout\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x18\n\x10sampler_logprobs\x18\x02 \x03(\x02\x12\'\n\x05spans\x18\x03 \x03(\x0b\x32\x18.heterorl.v1.VersionSpan\x12\x0e\n\x06reward\x18\x04 \x01(\x01\x12-\n\x0creward_parts\x18\x05 \x03(\x0b\x32\x17.heterorl.v1.RewardPart\x12\x30\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x19.heterorl.v1.FinishReason\"\xd7\x01\n\x05Group\x12 \n\x02id\x18\x01 \x01(\x0b\x32\x14.heterorl.v1.GroupId\x12\x12\n\nassignment\x18\x02 \x01(\x04\x12\x14\n\x0cprompt_index\x18\x03 \x01(\x04\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\r\x12&\n\x08rollouts\x18\x05 \x03(\x0b\x32\x14.heterorl.v1.Rollout\x12\x16\n\x0eoldest_version\x18\x06 \x01(\x03\x12\x12\n\nstate_root\x18\x07 \x01(\t\x12\x14\n\x0cgeneration_s\x18\x08 \x01(\x01\"Q\n\x0eWorkAssignment\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x14\n\x0cprompt_index\x18\x02 \x01(\x04\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x0f\n\x07lease_s\x18\x04 \x01(\x01\"a\n\x10LeaseWorkRequest\x12\x0c\n\x04site\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x12\n\nmax_groups\x18\x03 \x01(\r\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\"l\n\x11LeaseWorkResponse\x12\x30\n\x0b\x61ssignments\x18\x01 \x03(\x0b\x32\x1b.heterorl.v1.WorkAssignment\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01\"L\n\x12\x41\x62\x61ndonWorkRequest\x12\x0c\n\x04site\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x13\n\x0b\x61ssignments\x18\x03 \x03(\x04\"\x15\n\x13\x41\x62\x61ndonWorkResponse\"6\n\x11PushGroupsRequest\x12!\n\x05group\x18\x01 \x01(\x0b\x32\x12.heterorl.v1.Group\"\xb0\x01\n\x12PushGroupsResponse\x12 \n\x02id\x18\x01 \x01(\x0b\x32\x14.heterorl.v1.GroupId\x12\'\n\x06status\x18\x02 \x01(\x0e\x32\x17.heterorl.v1.PushStatus\x12\'\n\x06reason\x18\x03 \x01(\x0e\x32\x17.heterorl.v1.DropReason\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x15\n\rretry_after_s\x18\x05 \x01(\x01\"Y\n\x13StreamGroupsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\"\n\x04held\x18\x02 \x03(\x0b\x32\x14.heterorl.v1.GroupId\x12\x0f\n\x07\x63redits\x18\x03 \x01(\r\"d\n\x14StreamGroupsResponse\x12!\n\x05group\x18\x01 \x01(\x0b\x32\x12.heterorl.v1.Group\x12\x14\n\x0cpolicy_age_s\x18\x02 \x01(\x01\x12\x13\n\x0bqueue_age_s\x18\x03 \x01(\x01\"X\n\x14\x41\x62\x61ndonGroupsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12!\n\x03ids\x18\x02 \x03(\x0b\x32\x14.heterorl.v1.GroupId\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x17\n\x15\x41\x62\x61ndonGroupsResponse*^\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_REASON_EOS\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*\x8e\x01\n\nPushStatus\x12\x1b\n\x17PUSH_STATUS_UNSPECIFIED\x10\x00\x12\x18\n\x14PUSH_STATUS_ACCEPTED\x10\x01\x12\x19\n\x15PUSH_STATUS_DUPLICATE\x10\x02\x12\x17\n\x13PUSH_STATUS_DROPPED\x10\x03\x12\x15\n\x11PUSH_STATUS_RETRY\x10\x04*\xdc\x02\n\nDropReason\x12\x1b\n\x17\x44ROP_REASON_UNSPECIFIED\x10\x00\x12\x1f\n\x1b\x44ROP_REASON_STALE_AT_INGEST\x10\x01\x12\x1e\n\x1a\x44ROP_REASON_STALE_AT_LEASE\x10\x02\x12\x1f\n\x1b\x44ROP_REASON_STALE_AT_COMMIT\x10\x03\x12\x18\n\x14\x44ROP_REASON_CONFLICT\x10\x04\x12\x17\n\x13\x44ROP_REASON_INVALID\x10\x05\x12\x1f\n\x1b\x44ROP_REASON_UNKNOWN_VERSION\x10\x06\x12\x1c\n\x18\x44ROP_REASON_WRONG_DIGEST\x10\x07\x12\x17\n\x13\x44ROP_REASON_SURPLUS\x10\x08\x12!\n\x1d\x44ROP_REASON_LINEAGE_ABANDONED\x10\t\x12!\n\x1d\x44ROP_REASON_LEARNER_ABANDONED\x10\n2\xb2\x03\n\x0eRolloutService\x12J\n\tLeaseWork\x12\x1d.heterorl.v1.LeaseWorkRequest\x1a\x1e.heterorl.v1.LeaseWorkResponse\x12P\n\x0b\x41\x62\x61ndonWork\x12\x1f.heterorl.v1.AbandonWorkRequest\x1a .heterorl.v1.AbandonWorkResponse\x12Q\n\nPushGroups\x12\x1e.heterorl.v1.PushGroupsRequest\x1a\x1f.heterorl.v1.PushGroupsResponse(\x01\x30\x01\x12W\n\x0cStreamGroups\x12 .heterorl.v1.StreamGroupsRequest\x1a!.heterorl.v1.StreamGroupsResponse(\x01\x30\x01\x12V\n\rAbandonGroups\x12!.heterorl.v1.AbandonGroupsRequest\x1a\".heterorl.v1.AbandonGroupsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19heterorl/v1/rollout.proto\x12\x0bheterorl.v1\x1a\x18heterorl/v1/common.proto\":\n\x0bVersionSpan\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\")\n\nRewardPart\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\"\xd0\x01\n\x07Rollout\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x18\n\x10sampler_logprobs\x18\x02 \x03(\x02\x12\'\n\x05spans\x18\x03 \x03(\x0b\x32\x18.heterorl.v1.VersionSpan\x12\x0e\n\x06reward\x18\x04 \x01(\x01\x12-\n\x0creward_parts\x18\x05 \x03(\x0b\x32\x17.heterorl.v1.RewardPart\x12\x30\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x19.heterorl.v1.FinishReason\"\xec\x01\n\x05Group\x12 \n\x02id\x18\x01 \x01(\x0b\x32\x14.heterorl.v1.GroupId\x12\x12\n\nassignment\x18\x02 \x01(\x04\x12\x14\n\x0cprompt_index\x18\x03 \x01(\x04\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\r\x12&\n\x08rollouts\x18\x05 \x03(\x0b\x32\x14.heterorl.v1.Rollout\x12\x16\n\x0eoldest_version\x18\x06 \x01(\x03\x12\x12\n\nstate_root\x18\x07 \x01(\t\x12\x14\n\x0cgeneration_s\x18\x08 \x01(\x01\x12\x13\n\x0btraceparent\x18\x0f \x01(\t\"Q\n\x0eWorkAssignment\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x14\n\x0cprompt_index\x18\x02 \x01(\x04\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x0f\n\x07lease_s\x18\x04 \x01(\x01\"a\n\x10LeaseWorkRequest\x12\x0c\n\x04site\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x12\n\nmax_groups\x18\x03 \x01(\r\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\"l\n\x11LeaseWorkResponse\x12\x30\n\x0b\x61ssignments\x18\x01 \x03(\x0b\x32\x1b.heterorl.v1.WorkAssignment\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01\"L\n\x12\x41\x62\x61ndonWorkRequest\x12\x0c\n\x04site\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x13\n\x0b\x61ssignments\x18\x03 \x03(\x04\"\x15\n\x13\x41\x62\x61ndonWorkResponse\"6\n\x11PushGroupsRequest\x12!\n\x05group\x18\x01 \x01(\x0b\x32\x12.heterorl.v1.Group\"\xb0\x01\n\x12PushGroupsResponse\x12 \n\x02id\x18\x01 \x01(\x0b\x32\x14.heterorl.v1.GroupId\x12\'\n\x06status\x18\x02 \x01(\x0e\x32\x17.heterorl.v1.PushStatus\x12\'\n\x06reason\x18\x03 \x01(\x0e\x32\x17.heterorl.v1.DropReason\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x15\n\rretry_after_s\x18\x05 \x01(\x01\"Y\n\x13StreamGroupsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\"\n\x04held\x18\x02 \x03(\x0b\x32\x14.heterorl.v1.GroupId\x12\x0f\n\x07\x63redits\x18\x03 \x01(\r\"d\n\x14StreamGroupsResponse\x12!\n\x05group\x18\x01 \x01(\x0b\x32\x12.heterorl.v1.Group\x12\x14\n\x0cpolicy_age_s\x18\x02 \x01(\x01\x12\x13\n\x0bqueue_age_s\x18\x03 \x01(\x01\"X\n\x14\x41\x62\x61ndonGroupsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12!\n\x03ids\x18\x02 \x03(\x0b\x32\x14.heterorl.v1.GroupId\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x17\n\x15\x41\x62\x61ndonGroupsResponse*^\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_REASON_EOS\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*\x8e\x01\n\nPushStatus\x12\x1b\n\x17PUSH_STATUS_UNSPECIFIED\x10\x00\x12\x18\n\x14PUSH_STATUS_ACCEPTED\x10\x01\x12\x19\n\x15PUSH_STATUS_DUPLICATE\x10\x02\x12\x17\n\x13PUSH_STATUS_DROPPED\x10\x03\x12\x15\n\x11PUSH_STATUS_RETRY\x10\x04*\xdc\x02\n\nDropReason\x12\x1b\n\x17\x44ROP_REASON_UNSPECIFIED\x10\x00\x12\x1f\n\x1b\x44ROP_REASON_STALE_AT_INGEST\x10\x01\x12\x1e\n\x1a\x44ROP_REASON_STALE_AT_LEASE\x10\x02\x12\x1f\n\x1b\x44ROP_REASON_STALE_AT_COMMIT\x10\x03\x12\x18\n\x14\x44ROP_REASON_CONFLICT\x10\x04\x12\x17\n\x13\x44ROP_REASON_INVALID\x10\x05\x12\x1f\n\x1b\x44ROP_REASON_UNKNOWN_VERSION\x10\x06\x12\x1c\n\x18\x44ROP_REASON_WRONG_DIGEST\x10\x07\x12\x17\n\x13\x44ROP_REASON_SURPLUS\x10\x08\x12!\n\x1d\x44ROP_REASON_LINEAGE_ABANDONED\x10\t\x12!\n\x1d\x44ROP_REASON_LEARNER_ABANDONED\x10\n2\xb2\x03\n\x0eRolloutService\x12J\n\tLeaseWork\x12\x1d.heterorl.v1.LeaseWorkRequest\x1a\x1e.heterorl.v1.LeaseWorkResponse\x12P\n\x0b\x41\x62\x61ndonWork\x12\x1f.heterorl.v1.AbandonWorkRequest\x1a .heterorl.v1.AbandonWorkResponse\x12Q\n\nPushGroups\x12\x1e.heterorl.v1.PushGroupsRequest\x1a\x1f.heterorl.v1.PushGroupsResponse(\x01\x30\x01\x12W\n\x0cStreamGroups\x12 .heterorl.v1.StreamGroupsRequest\x1a!.heterorl.v1.StreamGroupsResponse(\x01\x30\x01\x12V\n\rAbandonGroups\x12!.heterorl.v1.AbandonGroupsRequest\x1a\".heterorl.v1.AbandonGroupsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'heterorl.v1.rollout_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1536
-  _globals['_FINISHREASON']._serialized_end=1630
-  _globals['_PUSHSTATUS']._serialized_start=1633
-  _globals['_PUSHSTATUS']._serialized_end=1775
-  _globals['_DROPREASON']._serialized_start=1778
-  _globals['_DROPREASON']._serialized_end=2126
+  _globals['_FINISHREASON']._serialized_start=1557
+  _globals['_FINISHREASON']._serialized_end=1651
+  _globals['_PUSHSTATUS']._serialized_start=1654
+  _globals['_PUSHSTATUS']._serialized_end=1796
+  _globals['_DROPREASON']._serialized_start=1799
+  _globals['_DROPREASON']._serialized_end=2147
   _globals['_VERSIONSPAN']._serialized_start=68
   _globals['_VERSIONSPAN']._serialized_end=126
   _globals['_REWARDPART']._serialized_start=128
@@ -45,29 +45,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ROLLOUT']._serialized_start=172
   _globals['_ROLLOUT']._serialized_end=380
   _globals['_GROUP']._serialized_start=383
-  _globals['_GROUP']._serialized_end=598
-  _globals['_WORKASSIGNMENT']._serialized_start=600
-  _globals['_WORKASSIGNMENT']._serialized_end=681
-  _globals['_LEASEWORKREQUEST']._serialized_start=683
-  _globals['_LEASEWORKREQUEST']._serialized_end=780
-  _globals['_LEASEWORKRESPONSE']._serialized_start=782
-  _globals['_LEASEWORKRESPONSE']._serialized_end=890
-  _globals['_ABANDONWORKREQUEST']._serialized_start=892
-  _globals['_ABANDONWORKREQUEST']._serialized_end=968
-  _globals['_ABANDONWORKRESPONSE']._serialized_start=970
-  _globals['_ABANDONWORKRESPONSE']._serialized_end=991
-  _globals['_PUSHGROUPSREQUEST']._serialized_start=993
-  _globals['_PUSHGROUPSREQUEST']._serialized_end=1047
-  _globals['_PUSHGROUPSRESPONSE']._serialized_start=1050
-  _globals['_PUSHGROUPSRESPONSE']._serialized_end=1226
-  _globals['_STREAMGROUPSREQUEST']._serialized_start=1228
-  _globals['_STREAMGROUPSREQUEST']._serialized_end=1317
-  _globals['_STREAMGROUPSRESPONSE']._serialized_start=1319
-  _globals['_STREAMGROUPSRESPONSE']._serialized_end=1419
-  _globals['_ABANDONGROUPSREQUEST']._serialized_start=1421
-  _globals['_ABANDONGROUPSREQUEST']._serialized_end=1509
-  _globals['_ABANDONGROUPSRESPONSE']._serialized_start=1511
-  _globals['_ABANDONGROUPSRESPONSE']._serialized_end=1534
-  _globals['_ROLLOUTSERVICE']._serialized_start=2129
-  _globals['_ROLLOUTSERVICE']._serialized_end=2563
+  _globals['_GROUP']._serialized_end=619
+  _globals['_WORKASSIGNMENT']._serialized_start=621
+  _globals['_WORKASSIGNMENT']._serialized_end=702
+  _globals['_LEASEWORKREQUEST']._serialized_start=704
+  _globals['_LEASEWORKREQUEST']._serialized_end=801
+  _globals['_LEASEWORKRESPONSE']._serialized_start=803
+  _globals['_LEASEWORKRESPONSE']._serialized_end=911
+  _globals['_ABANDONWORKREQUEST']._serialized_start=913
+  _globals['_ABANDONWORKREQUEST']._serialized_end=989
+  _globals['_ABANDONWORKRESPONSE']._serialized_start=991
+  _globals['_ABANDONWORKRESPONSE']._serialized_end=1012
+  _globals['_PUSHGROUPSREQUEST']._serialized_start=1014
+  _globals['_PUSHGROUPSREQUEST']._serialized_end=1068
+  _globals['_PUSHGROUPSRESPONSE']._serialized_start=1071
+  _globals['_PUSHGROUPSRESPONSE']._serialized_end=1247
+  _globals['_STREAMGROUPSREQUEST']._serialized_start=1249
+  _globals['_STREAMGROUPSREQUEST']._serialized_end=1338
+  _globals['_STREAMGROUPSRESPONSE']._serialized_start=1340
+  _globals['_STREAMGROUPSRESPONSE']._serialized_end=1440
+  _globals['_ABANDONGROUPSREQUEST']._serialized_start=1442
+  _globals['_ABANDONGROUPSREQUEST']._serialized_end=1530
+  _globals['_ABANDONGROUPSRESPONSE']._serialized_start=1532
+  _globals['_ABANDONGROUPSRESPONSE']._serialized_end=1555
+  _globals['_ROLLOUTSERVICE']._serialized_start=2150
+  _globals['_ROLLOUTSERVICE']._serialized_end=2584
 # @@protoc_insertion_point(module_scope)

@@ -240,6 +240,7 @@ class Group(google.protobuf.message.Message):
     OLDEST_VERSION_FIELD_NUMBER: builtins.int
     STATE_ROOT_FIELD_NUMBER: builtins.int
     GENERATION_S_FIELD_NUMBER: builtins.int
+    TRACEPARENT_FIELD_NUMBER: builtins.int
     assignment: builtins.int
     """Work assignment that asked for the group."""
     prompt_index: builtins.int
@@ -250,6 +251,8 @@ class Group(google.protobuf.message.Message):
     """State root (hex) of that version."""
     generation_s: builtins.float
     """Duration of the generation, seconds."""
+    traceparent: builtins.str
+    """Trace context of the generation, as the W3C header of this name; empty when nobody follows the group."""
     @property
     def id(self) -> heterorl.v1.common_pb2.GroupId:
         """Identity."""
@@ -273,9 +276,10 @@ class Group(google.protobuf.message.Message):
         oldest_version: builtins.int = ...,
         state_root: builtins.str = ...,
         generation_s: builtins.float = ...,
+        traceparent: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["id", b"id"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["assignment", b"assignment", "generation_s", b"generation_s", "id", b"id", "oldest_version", b"oldest_version", "prompt_index", b"prompt_index", "prompt_token_ids", b"prompt_token_ids", "rollouts", b"rollouts", "state_root", b"state_root"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["assignment", b"assignment", "generation_s", b"generation_s", "id", b"id", "oldest_version", b"oldest_version", "prompt_index", b"prompt_index", "prompt_token_ids", b"prompt_token_ids", "rollouts", b"rollouts", "state_root", b"state_root", "traceparent", b"traceparent"]) -> None: ...
 
 Global___Group: typing_extensions.TypeAlias = Group
 

@@ -15,11 +15,15 @@ from rich.table import Table
 from rich.text import Text
 
 from services.certs.cli import app as certs
+from services.certs.token_cli import join
 from services.common.config import Config, explain, load, read_tables
 from services.common.errors import HeterorlError
 from services.common.tls import check_tls
+from services.doctor.command import doctor
 from services.lab.cli import app as lab
 from services.orders import audit, rollback, sites
+from services.report.command import report
+from services.top import top
 
 app = typer.Typer(
     name="heterorl",
@@ -194,6 +198,12 @@ def health(
     answer = asyncio.run(check_health(address, tls=tls, timeout_s=timeout))
     _console(stderr=not answer.is_serving).print(answer.reason)
     raise typer.Exit(0 if answer.is_serving else 1)
+
+
+app.command("join")(join)
+app.command("doctor")(doctor)
+app.command("top")(top)
+app.command("report")(report)
 
 
 @app.command("check-config")

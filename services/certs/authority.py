@@ -23,6 +23,8 @@ from services.common.identity import Role, is_name, spiffe_uri
 SKEW = datetime.timedelta(minutes=5)
 """How far ahead of the others the authority's clock may be."""
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+DESK_NAME = "enrolment.heterorl.invalid"
+"""Server name of the desk for joining nodes: none that a coordinator is dialled by, and none that DNS can hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +77,75 @@ def issue_node(
     Raises:
         ConfigError: the authority has expired or cannot be read, a name is not allowed, or hosts do not fit the role.
     """
+    key = ec.generate_private_key(ec.SECP256R1())
+    certificate = sign_node(
+        authority, public_key=key.public_key(), run=run, site=site, role=role, hosts=hosts, now=now, lifetime=lifetime
+    )
+    return _pair(certificate, key)
+
+
+def sign_node(
+    authority: Pair,
+    *,
+    public_key: ec.EllipticCurvePublicKey,
+    run: str,
+    site: str,
+    role: Role,
+    hosts: Sequence[str],
+    now: datetime.datetime,
+    lifetime: datetime.timedelta,
+    serial: int = 0,
+) -> x509.Certificate:
+    """Sign a certificate for a key that the node keeps; arguments as of `issue_node`, serial 0 draws one.
+
+    Raises:
+        ConfigError: as `issue_node`.
+    """
     _check_name("RUN", run)
     _check_name("SITE", site)
+    issuer, issuer_key = _load(authority, now=now)
+    if hosts and role is not Role.COORDINATOR:
+        raise ConfigError("--host", f"a {role} serves nobody", action="only the coordinator has hosts")
+    names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(spiffe_uri(run=run, site=site, role=role))]
+    usages = [ExtendedKeyUsageOID.CLIENT_AUTH]
+    if role is Role.COORDINATOR:
+        usages.append(ExtendedKeyUsageOID.SERVER_AUTH)
+        names += [_host(host) for host in dict.fromkeys((*hosts, *LOCAL_HOSTS))]
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"{role} {site}"[:64])])
+    until = min(now + lifetime, issuer.not_valid_after_utc)
+    return (
+        _builder(subject, issuer.subject, public_key, now=now, until=until, serial=serial)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(is_authority=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+        .add_extension(_issuer_id(issuer), critical=False)
+        .sign(issuer_key, hashes.SHA256())
+    )
+
+
+def issue_desk(authority: Pair, *, now: datetime.datetime) -> Pair:
+    """Issue the certificate of the desk that answers joining nodes: it proves one server name and is no node's.
+
+    Raises:
+        ConfigError: the authority has expired or cannot be read.
+    """
+    issuer, issuer_key = _load(authority, now=now)
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, DESK_NAME)])
+    certificate = (
+        _builder(subject, issuer.subject, key.public_key(), now=now, until=issuer.not_valid_after_utc)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(DESK_NAME)]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(is_authority=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(_issuer_id(issuer), critical=False)
+        .sign(issuer_key, hashes.SHA256())
+    )
+    return _pair(certificate, key)
+
+
+def _load(authority: Pair, *, now: datetime.datetime) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
     try:
         issuer = x509.load_pem_x509_certificate(authority.cert)
         issuer_key = load_pem_private_key(authority.key, password=None)
@@ -86,26 +155,7 @@ def issue_node(
         raise ConfigError("--dir", "the authority's key is not ECDSA")
     if now >= issuer.not_valid_after_utc:
         raise ConfigError("--dir", "the authority has expired", action="heterorl certs init in a new directory")
-    if hosts and role is not Role.COORDINATOR:
-        raise ConfigError("--host", f"a {role} serves nobody", action="only the coordinator has hosts")
-    names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(spiffe_uri(run=run, site=site, role=role))]
-    usages = [ExtendedKeyUsageOID.CLIENT_AUTH]
-    if role is Role.COORDINATOR:
-        usages.append(ExtendedKeyUsageOID.SERVER_AUTH)
-        names += [_host(host) for host in dict.fromkeys((*hosts, *LOCAL_HOSTS))]
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"{role} {site}"[:64])])
-    until = min(now + lifetime, issuer.not_valid_after_utc)
-    certificate = (
-        _builder(subject, issuer.subject, key.public_key(), now=now, until=until)
-        .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(is_authority=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
-        .add_extension(_issuer_id(issuer), critical=False)
-        .sign(issuer_key, hashes.SHA256())
-    )
-    return _pair(certificate, key)
+    return issuer, issuer_key
 
 
 def hosts_of(pem: bytes) -> tuple[str, ...]:
@@ -125,13 +175,14 @@ def _builder(
     *,
     now: datetime.datetime,
     until: datetime.datetime,
+    serial: int = 0,
 ) -> x509.CertificateBuilder:
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(issuer)
         .public_key(public_key)
-        .serial_number(x509.random_serial_number())
+        .serial_number(serial or x509.random_serial_number())
         .not_valid_before(now - SKEW)
         .not_valid_after(until)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(public_key), critical=False)

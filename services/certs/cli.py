@@ -10,6 +10,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from services.certs.token_cli import app as token
+from services.certs.token_cli import serve
+
 app = typer.Typer(
     help="Certificates of a run, from a private authority in a directory: who may be learner, sampler or operator.",
     no_args_is_help=True,
@@ -20,6 +23,8 @@ RoleName = Literal["coordinator", "learner", "sampler", "operator"]
 DirOption = Annotated[Path, typer.Option("--dir", help="Directory of the authority; keep it off the nodes.")]
 DaysOption = Annotated[int, typer.Option(help="Days until it expires.", min=1, max=398)]
 DIRECTORY = Path("certs")
+app.add_typer(token, name="token")
+app.command("serve")(serve)
 DAYS = 90
 WARN_DAYS = 14
 

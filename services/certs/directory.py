@@ -80,8 +80,9 @@ class Authority:
         with locked(self._existing()):
             if (target / "node.key").exists():
                 raise ConfigError("--out", f"{target} holds a certificate", action="heterorl certs renew, or delete it")
-            run = (self._directory / "run").read_text(encoding="ascii").strip()
-            pair = issue_node(self._pair(), run=run, site=site, role=role, hosts=hosts, now=now, lifetime=lifetime)
+            pair = issue_node(
+                self._pair(), run=self.run(), site=site, role=role, hosts=hosts, now=now, lifetime=lifetime
+            )
             self._hand_out(pair, target)
         return target
 
@@ -137,6 +138,31 @@ class Authority:
             text = self.revoked_path.read_text(encoding="ascii") + "".join(lines)
             write_file(self.revoked_path, text.encode("ascii"), mode=PUBLIC)
         return identities
+
+    def run(self) -> str:
+        """Name of the run that it issues for.
+
+        Raises:
+            ConfigError: there is no authority.
+        """
+        return (self._existing() / "run").read_text(encoding="ascii").strip()
+
+    def pair(self) -> Pair:
+        """Certificate and key of the authority itself.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        self._existing()
+        return self._pair()
+
+    def path_of(self, serial: int) -> Path:
+        """Where the book keeps a certificate."""
+        return self._book(serial)
+
+    def is_revoked(self, serial: int) -> bool:
+        """Whether a certificate is no longer accepted."""
+        return serial in self._revoked()
 
     def list(self) -> list[Issued]:
         """Every certificate that was issued, the one that expires first on top."""

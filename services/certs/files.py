@@ -3,6 +3,7 @@
 Layout of an authority's directory:
     ca.crt ca.key        the authority; ca.key stays here
     issued/SERIAL.crt    every certificate that it issued
+    tokens/NUMBER.json   tokens by which nodes join, without their secrets
     revoked              serial numbers that are no longer accepted; the coordinator's `tls.revoked`
     ROLE-SITE/           what one node needs: ca.crt, node.crt, node.key
 """

@@ -94,6 +94,14 @@ def spiffe_uri(*, run: str, site: str, role: Role) -> str:
     return f"spiffe://{run}/site/{site}/role/{role.value}"
 
 
+def split_uri(uri: str) -> tuple[str, str, Role] | None:
+    """Run, site and role that a URI names; None where it is not of our form."""
+    match = _URI.fullmatch(uri)
+    if match is None or match["role"] not in {role.value for role in Role}:
+        return None
+    return match["run"], match["site"], Role(match["role"])
+
+
 def is_name(text: str) -> bool:
     """Whether a text can name a run or a site."""
     return re.fullmatch(_NAME, text) is not None
@@ -115,16 +123,16 @@ def read_identity(pem: bytes) -> Identity | Refusal:
             reason=RefusalReason.NO_IDENTITY,
             message=f"the certificate has {len(uris)} URIs; exactly one names its run, site and role",
         )
-    match = _URI.fullmatch(uris[0])
-    if match is None or match["role"] not in {role.value for role in Role}:
+    names = split_uri(uris[0])
+    if names is None:
         return Refusal(
             reason=RefusalReason.NO_IDENTITY,
             message=f"{uris[0][:200]!r} is not of the form spiffe://RUN/site/SITE/role/ROLE",
         )
     return Identity(
-        run=match["run"],
-        site=match["site"],
-        role=Role(match["role"]),
+        run=names[0],
+        site=names[1],
+        role=names[2],
         serial=certificate.serial_number,
         not_before=certificate.not_valid_before_utc.timestamp(),
         not_after=certificate.not_valid_after_utc.timestamp(),

@@ -6,6 +6,7 @@ Guarantees: plaintext needs both the operator's word and an address of loopback.
 from __future__ import annotations
 
 import ipaddress
+from pathlib import Path
 
 from pydantic import Field
 
@@ -33,6 +34,12 @@ class ServerTlsConfig(TlsConfig):
 
     revoked: str = Field(default="", max_length=4096)
     """File of revoked serial numbers, one hexadecimal number a line; looked at on each call. Empty is none."""
+
+
+def files_in(directory: Path) -> dict[str, str]:
+    """The three files of a node where `heterorl join` and `certs issue` put them, by their keys."""
+    names = {"ca": "ca.crt", "cert": "node.crt", "key": "node.key"}
+    return {key: str(directory / name) for key, name in names.items()}
 
 
 def is_loopback(address: str) -> bool:

@@ -103,6 +103,8 @@ class Group:
     generation_s: float
     is_seeded: bool = False
     """Whether the tokens were drawn with the noise of services.common.generation.seeded."""
+    trace: str = ""
+    """W3C trace context of the generation; empty when nobody follows the group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from heterorl.v1 import common_pb2, policy_pb2, rollout_pb2
 
 from services.common.contract_wire import contract_from_pb, contract_to_pb
 from services.common.errors import InvalidRequest, MalformedPayload
+from services.common.tracing import well_formed
 from services.common.types import (
     Contract,
     Digest,
@@ -102,6 +103,7 @@ def group_to_pb(value: Group) -> rollout_pb2.Group:
         state_root=value.state_root,
         generation_s=value.generation_s,
         is_seeded=value.is_seeded,
+        traceparent=value.trace,
     )
 
 
@@ -121,6 +123,7 @@ def group_from_pb(message: rollout_pb2.Group) -> Group:
         state_root=Digest(message.state_root),
         generation_s=message.generation_s,
         is_seeded=message.is_seeded,
+        trace=well_formed(message.traceparent),
     )
 
 

@@ -19,14 +19,15 @@ import logging
 import signal
 from pathlib import Path
 
-from heterorl.v1 import policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
+from heterorl.v1 import diagnosis_pb2_grpc, policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
 
-from services.common import metrics, notify
+from services.common import metrics, notify, tracing
 from services.common.clock import Clock, SystemClock
 from services.common.rpc.server import Server
 from services.coordinator import observe
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core import Coordinator
+from services.coordinator.diagnosis import DiagnosisServicer
 from services.coordinator.servicer import PolicyServicer, RolloutServicer, RunServicer
 
 _LOG = logging.getLogger(__name__)
@@ -54,11 +55,13 @@ async def _serve(config: CoordinatorConfig, clock: Clock, stop: asyncio.Event, n
     policy_pb2_grpc.add_PolicyServiceServicer_to_server(PolicyServicer(core), server.grpc)
     rollout_pb2_grpc.add_RolloutServiceServicer_to_server(RolloutServicer(core), server.grpc)
     run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core), server.grpc)
+    diagnosis_pb2_grpc.add_DiagnosisServiceServicer_to_server(DiagnosisServicer(core), server.grpc)
     try:
         port = await server.start(config.listen)
         metrics.watch_disk(config.data_dir)
         # Before anybody can look: a gauge that was never set reads 0, which an alert takes for a broken ledger.
         await observe.observe_run(core)
+        tracing.start(config.tracing, service="coordinator", name=config.run_id)
         metrics_port = metrics.serve(config.metrics_port, service="coordinator", address=config.metrics_host)
         _announce(config, port)
         _LOG.info("run %s: listening on port %d, metrics on port %d", config.run_id, port, metrics_port)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from services.coordinator import audit
 from services.coordinator.audit import AuditRow
-from services.coordinator.history import read_store
+from services.coordinator.history import open_store
 
 SOUND, FAULTY = 0, 2
 Say = Callable[[str], None]
@@ -21,7 +21,8 @@ def read_log(directory: Path) -> list[AuditRow]:
         OperatorError: there is no store, or a coordinator is running on it.
         CorruptStore: SQLite cannot read it.
     """
-    return read_store(directory, audit.read)
+    with open_store(directory) as connection:
+        return audit.read(connection)
 
 
 def verify_log(directory: Path, *, expected: str, say: Say) -> int:

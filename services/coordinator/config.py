@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from services.common.config import Config
 from services.common.tls import ServerTlsConfig
+from services.common.tracing import TracingConfig
 
 
 class CoordinatorConfig(Config):
@@ -26,6 +27,8 @@ class CoordinatorConfig(Config):
     """Port of the Prometheus metrics; 0 lets the system choose."""
     metrics_host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
     """Address that the metrics are served on; they carry no secret, and whoever can reach them can read them."""
+    tracing: TracingConfig = TracingConfig()
+    """Traces of groups by OpenTelemetry; off unless it names an endpoint."""
     seed: int = Field(default=0, ge=0)
     """Seed of the order of the prompts and of all sampling seeds."""
     groups_per_version: int = Field(default=32, ge=1)

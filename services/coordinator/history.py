@@ -11,7 +11,7 @@ import shutil
 import sqlite3
 import struct
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,14 +69,13 @@ def read_histories(directory: Path) -> tuple[History, ...]:
         OperatorError: there is no store, or a coordinator is running on it.
         CorruptStore: SQLite cannot read it.
     """
-    return read_store(
-        directory,
-        lambda connection: tuple(_read(connection, directory, flavour) for flavour in _flavours(connection)),
-    )
+    with open_store(directory) as connection:
+        return tuple(_read(connection, directory, flavour) for flavour in _flavours(connection))
 
 
-def read_store(directory: Path, operation: Callable[[sqlite3.Connection], ResultT]) -> ResultT:
-    """Let an operation that only reads look at the store of a data directory.
+@contextmanager
+def open_store(directory: Path) -> Iterator[sqlite3.Connection]:
+    """A connection that reads the store of a data directory and changes nothing there.
 
     Raises:
         OperatorError: there is no store, or a coordinator is running on it.
@@ -86,10 +85,10 @@ def read_store(directory: Path, operation: Callable[[sqlite3.Connection], Result
     if not path.is_file():
         raise OperatorError(f"{directory} has no {STORE_FILE}", action="name the data_dir of a coordinator")
     if _is_locked(path):
-        raise OperatorError(f"{path} is in use", action="stop the coordinator, or verify a copy of its data_dir")
+        raise OperatorError(f"{path} is in use", action="stop the coordinator, or read a copy of its data_dir")
     try:
         with _opened(path) as connection:
-            return operation(connection)
+            yield connection
     except sqlite3.Error as error:
         raise CorruptStore(f"{path}: {error}") from error
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.common import metrics
+from services.common.tracing import TRACER
 from services.common.types import DropReason, LedgerCounts, PushOutcome, QueuedGroup, RunStatus, SiteStatus
 from services.coordinator import lineage
 from services.coordinator.core import Coordinator
@@ -146,3 +147,4 @@ def observe_lease(queued: QueuedGroup) -> None:
     site = metrics.SITES.of(queued.group.id.site)
     metrics.QUEUE_AGE_SECONDS.labels(site).observe(queued.queue_age_s)
     metrics.LEASED_POLICY_AGE_SECONDS.labels(site).observe(queued.policy_age_s)
+    TRACER.add("queue", trace=queued.group.trace, lasted_s=queued.queue_age_s)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from services.common.errors import ConfigError
 from services.demo.config import SITES
-from services.demo.report import PICTURES
+from services.demo.figures import PICTURES
 
 MARKER = ".heterorl-demo"
 RESULTS = (

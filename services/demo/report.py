@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import base64
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,7 @@ from jinja2 import Environment
 
 from services.common.types import StepReport
 from services.demo.config import Regime
-
-PICTURES = ("accuracy", "staleness", "kl", "iw_variance", "ess", "bytes")
-_STRONG, _WEAK = "#1f5fa8", "#e08a2e"
-_WIDE = 100.0
-"""A series whose maximum is more than this times its median is drawn on a logarithmic axis."""
+from services.demo.figures import PICTURES, drawings, picture, titles
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>heterorl demo</title>
@@ -56,9 +51,12 @@ def write_report(
     versions: Sequence[Mapping[str, Any]],
 ) -> Path:
     """Write report.html and its PNG files for a run of at least one step; returns the path of the page."""
-    titles = _titles()
-    drawings = _drawings(reports, versions, summary["warm_start_accuracy"])
-    pictures = [(titles[name], _picture(out / f"{name}.png", drawings[name])) for name in PICTURES]
+    drawn = drawings(reports, versions, summary["warm_start_accuracy"])
+    pictures = []
+    for name in PICTURES:
+        png = picture(drawn[name])
+        (out / f"{name}.png").write_bytes(png)
+        pictures.append((titles()[name], base64.b64encode(png).decode("ascii")))
     remarks = [f"Not as promised: {problem}." for problem in summary["problems"]]
     if summary["steps"] < regime.max_steps:
         remarks.append(f"The run was interrupted after {summary['steps']} of {regime.max_steps} steps.")
@@ -101,98 +99,3 @@ def _numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _titles() -> dict[str, str]:
-    return {
-        "accuracy": "Accuracy",
-        "staleness": "Staleness of the trained groups",
-        "kl": "KL divergence of the sampler policy from the learner policy",
-        "iw_variance": "Variance of the importance weights",
-        "ess": "Effective sample size",
-        "bytes": "Bytes per version",
-    }
-
-
-def _drawings(
-    reports: Sequence[StepReport], versions: Sequence[Mapping[str, Any]], start: float | None
-) -> dict[str, Callable[[Any], None]]:
-    steps = [report.step for report in reports]
-    evaluated = [(r.step, r.evaluation_accuracy) for r in reports if r.evaluation_accuracy is not None]
-    evaluated = evaluated if start is None else [(0, start), *evaluated]
-
-    def accuracy(axes: Any) -> None:
-        rewards = [report.reward_mean for report in reports]
-        axes.plot(steps, rewards, color=_WEAK, alpha=0.6, linewidth=1, label="reward of the stale samplers")
-        axes.plot(*zip(*evaluated, strict=True), color=_STRONG, marker="o", markersize=4, label="held-out, learner")
-        axes.set_ylim(0, 1)
-        axes.set_ylabel("share of right answers")
-        axes.legend(loc="upper left")
-
-    def staleness(axes: Any) -> None:
-        oldest = [report.staleness_max for report in reports]
-        # The two often coincide: the wide line stays visible under the narrow one.
-        axes.plot(steps, oldest, color=_WEAK, linewidth=5, alpha=0.6, label="oldest of the step")
-        axes.plot(steps, [report.staleness_mean for report in reports], color=_STRONG, label="mean of the step")
-        _from_zero(axes, oldest)
-        axes.set_ylabel("versions")
-        axes.legend(loc="lower right")
-
-    def series(name: str, label: str) -> Callable[[Any], None]:
-        def draw(axes: Any) -> None:
-            values = [getattr(report, name) for report in reports]
-            axes.plot(steps, values, color=_STRONG)
-            if min(values) > 0 and max(values) > _WIDE * statistics.median(values):
-                axes.set_yscale("log")
-            else:
-                _from_zero(axes, values)
-            axes.set_ylabel(label)
-
-        return draw
-
-    def ess(axes: Any) -> None:
-        series("ess_fraction", "share of the batch")(axes)
-        axes.set_ylim(0, 1.02)
-
-    def size(axes: Any) -> None:
-        from matplotlib.ticker import MaxNLocator
-
-        numbers = [entry["version"] for entry in versions]
-        axes.plot(numbers, [e["full_bytes"] / 1024 for e in versions], color=_WEAK, linestyle="--", label="all weights")
-        axes.plot(numbers, [e["bytes"] / 1024 for e in versions], color=_STRONG, label="sent")
-        _from_zero(axes, [e["full_bytes"] / 1024 for e in versions])
-        axes.set_ylabel("KiB")
-        axes.set_xlabel("version")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.legend(loc="center right")
-
-    return {
-        "accuracy": accuracy,
-        "staleness": staleness,
-        "kl": series("kl", "nats per answer"),
-        "iw_variance": series("iw_variance", "variance"),
-        "ess": ess,
-        "bytes": size,
-    }
-
-
-def _from_zero(axes: Any, values: Sequence[float]) -> None:
-    axes.set_ylim(0, 1.08 * max(values) or 1.0)
-
-
-def _picture(path: Path, draw: Callable[[Any], None]) -> str:
-    # The object interface: no global state, no display.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    figure = Figure(figsize=(9, 3.2), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    draw(axes)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
-    return base64.b64encode(path.read_bytes()).decode("ascii")

@@ -28,7 +28,7 @@ import random
 import signal
 from collections.abc import Callable
 
-from services.common import metrics, notify
+from services.common import metrics, notify, tracing
 from services.common.api import CoordinatorApi
 from services.common.clock import Clock, SystemClock
 from services.common.directory import make_directory
@@ -67,6 +67,7 @@ async def _train(
     make_directory(config.state_dir)
     metrics.watch_disk(config.state_dir)
     observe_start()
+    tracing.start(config.tracing, service="learner", name=config.holder)
     metrics_port = metrics.serve(config.metrics_port, service="learner", address=config.metrics_host)
     _LOG.info("run %s: coordinator %s, metrics on port %d", config.run_id, config.coordinator, metrics_port)
     if parts.signer is not None:

@@ -14,6 +14,7 @@ from services.common.lora import LoraConfig
 from services.common.signing import PublicKey
 from services.common.tasks.registry import TaskConfig
 from services.common.tls import TlsConfig
+from services.common.tracing import TracingConfig
 from services.learner.backend_config import BackendConfig, TorchBackendConfig
 from services.learner.loss_config import GepoConfig, LossConfig
 from services.learner.verification import VerificationConfig
@@ -103,6 +104,8 @@ class LearnerConfig(Config):
     """Port of the Prometheus metrics; 0 lets the system choose."""
     metrics_host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
     """Address that the metrics are served on; they carry no secret, and whoever can reach them can read them."""
+    tracing: TracingConfig = TracingConfig()
+    """Traces of groups by OpenTelemetry; off unless it names an endpoint."""
 
     @model_validator(mode="after")
     def _check_keys(self) -> LearnerConfig:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 
 from services.common import metrics
+from services.common.tracing import TRACER
 from services.common.types import Manifest, PayloadKind, QueuedGroup, StepReport
 
 _LOG = logging.getLogger(__name__)
@@ -36,6 +37,18 @@ def observe_step(
         metrics.STALENESS_VERSIONS.labels(site).observe(head_version - queued.group.oldest_version)
         metrics.POLICY_AGE_SECONDS.labels(site).observe(queued.policy_age_s + held)
         metrics.INBOX_SECONDS.observe(held)
+        trace = queued.group.trace
+        TRACER.add("inbox", trace=trace, lasted_s=held - report.step_s, ended_ago_s=report.step_s)
+        TRACER.add(
+            "train",
+            trace=trace,
+            lasted_s=report.step_s,
+            attributes={
+                "step": report.step,
+                "staleness": head_version - queued.group.oldest_version,
+                "is_applied": report.is_applied,
+            },
+        )
     metrics.LOSS.set(report.loss)
     metrics.REWARD.set(report.reward_mean)
     metrics.KL.set(report.kl)

@@ -25,7 +25,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.common import metrics, notify
+from services.common import metrics, notify, tracing
 from services.common.api import CoordinatorApi, Registration
 from services.common.bell import Bell
 from services.common.clock import Clock, SystemClock
@@ -66,6 +66,7 @@ async def _sample(config: SamplerConfig, clock: Clock, stop: asyncio.Event, noti
         for reason in ("stale", "died"):
             metrics.ENGINE_FAILURES.labels(reason)
         metrics.watch_disk(config.state_dir)
+        tracing.start(config.tracing, service="sampler", name=config.site)
         port = metrics.serve(config.metrics_port, service="sampler", address=config.metrics_host)
         _LOG.info("metrics on port %d", port)
         async with CoordinatorClient(config.coordinator, tls=config.tls, bandwidth=config.bandwidth) as api:

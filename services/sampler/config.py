@@ -14,6 +14,7 @@ from services.common.lora import LoraConfig
 from services.common.signing import PublicKey
 from services.common.tasks.registry import TaskConfig
 from services.common.tls import TlsConfig
+from services.common.tracing import TracingConfig
 from services.sampler.delay_models import DelayConfig, NoDelay
 
 
@@ -88,6 +89,8 @@ class SamplerConfig(Config):
     """Port of the Prometheus metrics; 0 lets the system choose."""
     metrics_host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
     """Address that the metrics are served on; they carry no secret, and whoever can reach them can read them."""
+    tracing: TracingConfig = TracingConfig()
+    """Traces of groups by OpenTelemetry; off unless it names an endpoint."""
     published_dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Type that the learner publishes: bf16, fp16 or fp32."""
     flavour: Literal["", "int8", "fp8_e4m3"] = ""

@@ -154,7 +154,7 @@ class WeibullDelay(_IntervalDelay):
     kind: Literal["weibull"] = "weibull"
     parameters = ("shape", "scale")
     shape: float = Field(gt=0)
-    """k."""
+    """Shape k; below 1 the tail is heavier than an exponential one."""
     scale: float = Field(gt=0)
     """lambda, in the unit."""
 

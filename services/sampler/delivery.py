@@ -18,6 +18,7 @@ from services.common.api import CoordinatorApi
 from services.common.bell import Bell
 from services.common.clock import Clock
 from services.common.errors import RemoteError
+from services.common.tracing import TRACER
 from services.common.types import Group, PushOutcome, PushStatus
 from services.sampler.outbox import Outbox
 from services.sampler.waiting import Patience, ring_or_time
@@ -50,6 +51,7 @@ class Delivery:
                 await ring_or_time(ticket, clock=self._clock, seconds=None if later is None else later - now)
 
     async def _push(self, groups: Sequence[Group]) -> None:
+        started = self._clock.monotonic()
         try:
             outcomes = await self._api.push_groups(groups)
         except RemoteError as error:
@@ -58,6 +60,13 @@ class Delivery:
             await self._clock.sleep(delay_s)
             return
         settled, asked_s = settle(outcomes)
+        for group, outcome in zip(groups, outcomes, strict=True):
+            TRACER.add(
+                "push",
+                trace=group.trace,
+                lasted_s=self._clock.monotonic() - started,
+                attributes={"status": outcome.status.value},
+            )
         if settled:
             for stay_s in await asyncio.to_thread(self._outbox.delete, settled, now=self._clock.wall()):
                 metrics.PUSH_DELAY_SECONDS.observe(stay_s)

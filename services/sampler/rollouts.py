@@ -16,6 +16,7 @@ from services.common.generation.engine import Completion, Engine
 from services.common.generation.seeded import group_key
 from services.common.prompts import Prompter
 from services.common.tasks.task import Prompt, Task
+from services.common.tracing import TRACER
 from services.common.types import Digest, Group, GroupId, Rollout, SiteId, WorkAssignment
 
 _LOG = logging.getLogger(__name__)
@@ -74,6 +75,11 @@ class RolloutMaker:
                     state_root=state_root,
                     generation_s=generation_s,
                     is_seeded=self.is_seeded,
+                    trace=TRACER.begin(
+                        "generate",
+                        lasted_s=generation_s,
+                        attributes={"site": self.site, "assignment": assignment.id, "version": self.engine.version},
+                    ),
                 )
             )
         num_tokens = sum(completion.token_ids.size for members in completions for completion in members)

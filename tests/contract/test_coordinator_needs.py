@@ -27,6 +27,8 @@ class Gate(importlib.abc.MetaPathFinder):
 
 sys.meta_path.insert(0, Gate())
 import services.cli, services.coordinator.app, services.coordinator.config, services.status
+import services.certs.desk, services.certs.join, services.report.files, services.top
+import services.doctor.app, services.doctor.command; services.doctor.command.guess_role(None, [])
 import services.common.logs, services.common.rpc.client, services.common.rpc.health, services.common.rpc.retry
 """
 

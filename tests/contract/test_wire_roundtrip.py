@@ -93,6 +93,7 @@ groups = st.builds(
     state_root=digest,
     generation_s=real,
     is_seeded=st.booleans(),
+    trace=st.sampled_from(["", f"00-{'a1' * 16}-{'b2' * 8}-01"]),
 )
 sampling = st.builds(
     SamplingSemantics,

@@ -36,7 +36,9 @@ def layout_of(model: nn.Module, dtype: Dtype) -> Layout:
     first: dict[int, str] = {}
     specs = []
     for name, tensor in sorted(published_tensors(model).items()):
-        owner = first.setdefault(tensor.data_ptr(), name) if tensor.numel() else name
+        # A tensor without storage is the same as another only where it is the same object.
+        place = id(tensor) if tensor.is_meta else tensor.data_ptr()
+        owner = first.setdefault(place, name) if tensor.numel() else name
         alias = "" if owner == name else owner
         specs.append(TensorSpec(name=name, dtype=dtype, shape=tuple(tensor.shape), alias_of=alias))
     return Layout.build(specs)

@@ -257,6 +257,7 @@ class Group(google.protobuf.message.Message):
     STATE_ROOT_FIELD_NUMBER: builtins.int
     GENERATION_S_FIELD_NUMBER: builtins.int
     IS_SEEDED_FIELD_NUMBER: builtins.int
+    TRACEPARENT_FIELD_NUMBER: builtins.int
     assignment: builtins.int
     """Work assignment that asked for the group."""
     prompt_index: builtins.int
@@ -269,6 +270,8 @@ class Group(google.protobuf.message.Message):
     """Duration of the generation, seconds."""
     is_seeded: builtins.bool
     """Whether each token was drawn with the noise that its assignment's seed, version and position name."""
+    traceparent: builtins.str
+    """Trace context of the generation, as the W3C header of this name; empty when nobody follows the group."""
     @property
     def id(self) -> heterorl.v1.common_pb2.GroupId:
         """Identity."""
@@ -293,9 +296,10 @@ class Group(google.protobuf.message.Message):
         state_root: builtins.str = ...,
         generation_s: builtins.float = ...,
         is_seeded: builtins.bool = ...,
+        traceparent: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["id", b"id"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["assignment", b"assignment", "generation_s", b"generation_s", "id", b"id", "is_seeded", b"is_seeded", "oldest_version", b"oldest_version", "prompt_index", b"prompt_index", "prompt_token_ids", b"prompt_token_ids", "rollouts", b"rollouts", "state_root", b"state_root"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["assignment", b"assignment", "generation_s", b"generation_s", "id", b"id", "is_seeded", b"is_seeded", "oldest_version", b"oldest_version", "prompt_index", b"prompt_index", "prompt_token_ids", b"prompt_token_ids", "rollouts", b"rollouts", "state_root", b"state_root", "traceparent", b"traceparent"]) -> None: ...
 
 Global___Group: typing_extensions.TypeAlias = Group
 

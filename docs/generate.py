@@ -1,0 +1,239 @@
+"""Makes the reference of all configuration keys from the schemas that check them.
+
+python -m docs.generate writes docs/configuration.md; a test compares it with the schemas.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from services.common.config import Config
+from services.coordinator.config import CoordinatorConfig
+from services.learner.config import LearnerConfig
+from services.sampler.config import SamplerConfig
+
+PATH = Path(__file__).parent / "configuration.md"
+SERVICES: dict[str, type[Config]] = {
+    "coordinator": CoordinatorConfig,
+    "learner": LearnerConfig,
+    "sampler": SamplerConfig,
+}
+_HEAD = """# Configuration
+
+Every key of every service, made from the schemas by `python -m docs.generate`. Keys that are not here are refused by
+name. `heterorl print-config SERVICE --config FILE` shows the value of each and where it comes from: `--set a.b=value`
+beats the file, the file beats the default, nothing else is read. A section `[a]` is a table of the TOML file; where a
+table has a `kind`, the last column says which kinds have the key.
+"""
+_UNITS = {
+    "_bytes_per_s": "bytes/s", "_bytes": "bytes", "_versions": "versions", "_steps": "steps", "_tokens": "tokens",
+    "_ulp": "ULP", "_s": "s",
+}  # fmt: skip
+_WORDS = ("nats", "seconds", "bytes", "tokens", "versions")
+_LIMITS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """One row: a key as one model has it."""
+
+    name: str
+    type: str
+    default: str
+    bounds: str
+    unit: str
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """One table of the file: its path, what may stand there, and its models by kind ("" where there is one)."""
+
+    path: str
+    meaning: str
+    models: dict[str, type[Config]]
+
+
+def sections(model: type[Config], path: str = "", meaning: str = "") -> Iterator[Section]:
+    """A model and every section under it, in the order of the keys."""
+    yield Section(path=path, meaning=meaning, models={"": model})
+    yield from _under(model, path)
+
+
+def _under(model: type[Config], path: str) -> Iterator[Section]:
+    for name, field in model.model_fields.items():
+        models = models_of(field)
+        below = f"{path}.{name}" if path else name
+        if len(models) == 1:
+            yield from sections(models[0], below, meaning_of(model, name))
+        elif models:
+            kinds = {str(one.model_fields["kind"].default): one for one in models}
+            yield Section(path=below, meaning=meaning_of(model, name), models=kinds)
+            for one in models:
+                yield from _under(one, below)
+
+
+def keys(model: type[Config]) -> list[Key]:
+    """The keys of a model that are values; its sections are elsewhere."""
+    return [_key(model, name, field) for name, field in model.model_fields.items() if not models_of(field)]
+
+
+def models_of(field: FieldInfo) -> list[type[Config]]:
+    """Models that a field may hold; none for a plain value."""
+    return [leaf for leaf in _leaves(field.annotation) if isinstance(leaf, type) and issubclass(leaf, Config)]
+
+
+def meaning_of(model: type[Config], name: str) -> str:
+    """A key's description, also where a subclass only changes the default."""
+    for one in model.__mro__:
+        field = getattr(one, "model_fields", {}).get(name)
+        if field is not None and field.description:
+            return " ".join(field.description.split())
+    return ""
+
+
+def _key(model: type[Config], name: str, field: FieldInfo) -> Key:
+    meaning = meaning_of(model, name)
+    bounds = _bounds(field)
+    return Key(
+        name=name,
+        type=_type(field.annotation),
+        default=_default(field),
+        bounds=bounds,
+        unit=_unit(name, field, meaning),
+        meaning=meaning,
+    )
+
+
+def _leaves(annotation: Any) -> Iterator[Any]:
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield from _leaves(get_args(annotation)[0])
+    elif origin in (Union, types.UnionType):
+        for argument in get_args(annotation):
+            yield from _leaves(argument)
+    else:
+        yield annotation
+
+
+def _type(annotation: Any) -> str:
+    names = []
+    for leaf in _leaves(annotation):
+        origin = get_origin(leaf)
+        if leaf is type(None):
+            names.append("none")
+        elif origin is Literal:
+            names += [json.dumps(value) for value in get_args(leaf)]
+        elif origin is tuple:
+            arguments = [argument for argument in get_args(leaf) if argument is not ...]
+            names.append(
+                f"list of {len(arguments)} {_type(arguments[0])}"
+                if ... not in get_args(leaf)
+                else f"list of {_type(arguments[0])}"
+            )
+        elif isinstance(leaf, type) and issubclass(leaf, enum.Enum):
+            names += [json.dumps(member.value) for member in leaf]
+        else:
+            names.append({"str": "text", "bool": "true, false", "Path": "path"}.get(leaf.__name__, leaf.__name__))
+    return ", ".join(names)
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    if value is None:
+        return "none"
+    if isinstance(value, enum.Enum):
+        value = value.value
+    if isinstance(value, Path):
+        value = str(value)
+    return f"`{json.dumps(list(value) if isinstance(value, tuple) else value)}`"
+
+
+def _bounds(field: FieldInfo) -> str:
+    found = []
+    for entry in field.metadata:
+        found += [
+            f"{sign} {getattr(entry, name):g}"
+            if isinstance(getattr(entry, name), float)
+            else f"{sign} {getattr(entry, name)}"
+            for name, sign in _LIMITS.items()
+            if getattr(entry, name, None) is not None
+        ]
+        low, high = getattr(entry, "min_length", None), getattr(entry, "max_length", None)
+        if low is not None:
+            found.append(f"length >= {low}")
+        if high is not None:
+            found.append(f"length <= {high}")
+        if getattr(entry, "pattern", None):
+            found.append(f"`{entry.pattern}`")
+    return ", ".join(found)
+
+
+def _unit(name: str, field: FieldInfo, meaning: str) -> str:
+    if not {int, float} & set(_leaves(field.annotation)):
+        return ""
+    for suffix, unit in _UNITS.items():
+        if name.endswith(suffix):
+            return unit
+    match = re.search(rf", ({'|'.join(_WORDS)})[.;]", meaning)
+    return "" if match is None else match[1]
+
+
+def _rows(section: Section) -> list[str]:
+    cells: dict[tuple[str, ...], list[str]] = {}
+    for kind, model in section.models.items():
+        for key in keys(model):
+            if key.name == "kind" and kind:
+                continue
+            row = (f"`{key.name}`", key.type, key.default, key.bounds, key.unit, key.meaning)
+            cells.setdefault(row, []).append(kind)
+    has_kinds = "" not in section.models
+    rows = []
+    for row, kinds in cells.items():
+        whose = "all" if len(kinds) == len(section.models) else ", ".join(f"`{kind}`" for kind in kinds)
+        rows.append(" | ".join(_escape(cell) for cell in (*row, *([whose] if has_kinds else []))))
+    return [f"| {row} |" for row in rows]
+
+
+def _escape(cell: str) -> str:
+    return cell.replace("|", "\\|")
+
+
+def render() -> str:
+    """The whole page."""
+    lines = [_HEAD]
+    for service, schema in SERVICES.items():
+        lines.append(f"## {service}\n")
+        lines.append(f"{_sentence(schema)}\n")
+        for section in sections(schema):
+            has_kinds = "" not in section.models
+            if section.path:
+                lines.append(f"### {service}: [{section.path}]\n")
+                lines.append(f"{section.meaning}\n")
+            if has_kinds:
+                lines += [f'- `kind = "{kind}"`: {_sentence(model)}' for kind, model in section.models.items()]
+                lines.append("")
+            rows = _rows(section)
+            if rows:
+                header = "key | type | default | bounds | unit | meaning" + (" | kinds" if has_kinds else "")
+                lines += [f"| {header} |", "|" + "---|" * (header.count("|") + 1), *rows, ""]
+    return "\n".join(lines)
+
+
+def _sentence(model: type[Config]) -> str:
+    return " ".join((model.__doc__ or "").split())
+
+
+if __name__ == "__main__":
+    PATH.write_text(render(), encoding="utf-8")

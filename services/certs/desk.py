@@ -1,0 +1,143 @@
+"""The authority's desk: answers nodes that join, where the authority's key is and nowhere else.
+
+    loop        waits for                               unblocked by
+    accept      a connection                            the kernel; the end of the process
+    answer      two frames of a node, the directory     the node; ANSWER_S; the lock's holder
+
+Guarantees: nothing is issued but for a token; a connection lasts ANSWER_S at most, MAX_CONNECTIONS are open at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import logging
+import ssl
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from services.certs.authority import issue_desk
+from services.certs.directory import Authority
+from services.certs.enrolment import Enrolment, read_request
+from services.certs.files import SECRET, write_file
+from services.certs.frames import BrokenFrame, frame, read_frame
+from services.certs.guesses import GuessLimit
+from services.certs.tokens import ID_BYTES, SECRET_BYTES, JoinRefused, Refused
+from services.common.errors import HeterorlError, PortInUse
+
+_LOG = logging.getLogger(__name__)
+ANSWER_S = 10.0
+HANDSHAKE_S = 5.0
+MAX_CONNECTIONS = 64
+
+
+class Desk:
+    """Listens for joining nodes."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        wall_time: Callable[[], float] = time.time,
+        limit: GuessLimit | None = None,
+    ) -> None:
+        """Prepare to answer for the authority of a directory.
+
+        Raises:
+            ConfigError: there is none, or it has expired.
+        """
+        authority = Authority(directory)
+        pair = authority.pair()
+        self._enrolment = Enrolment(directory)
+        self._greeting = x509.load_pem_x509_certificate(pair.cert).public_bytes(Encoding.DER)
+        now = datetime.datetime.fromtimestamp(wall_time(), datetime.UTC)
+        own = issue_desk(pair, now=now)
+        self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._tls.minimum_version = ssl.TLSVersion.TLSv1_3
+        with tempfile.TemporaryDirectory(prefix="heterorl-desk-") as place:
+            # The only way to hand a key to OpenSSL; the directory is this user's alone and goes at once.
+            path = Path(place) / "desk.pem"
+            write_file(path, own.key + own.cert, mode=SECRET)
+            self._tls.load_cert_chain(path)
+        self._wall_time = wall_time
+        self._limit = limit or GuessLimit()
+        self._num_open = 0
+        # One request at a time: whoever guesses over many connections at once is counted all the same.
+        self._turn = asyncio.Lock()
+
+    @contextlib.asynccontextmanager
+    async def listening(self, address: str) -> AsyncIterator[int]:
+        """Answer at host:port until the context ends; yields the port.
+
+        Raises:
+            PortInUse: the address is taken.
+        """
+        host, _, port = address.rpartition(":")
+        try:
+            server = await asyncio.start_server(
+                self._accept, host.strip("[]"), int(port), ssl=self._tls, ssl_handshake_timeout=HANDSHAKE_S
+            )
+        except OSError as error:
+            raise PortInUse("--listen", address) from error
+        async with server:
+            yield int(server.sockets[0].getsockname()[1])
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer = str(writer.get_extra_info("peername")[0])
+        self._num_open += 1
+        try:
+            if self._num_open <= MAX_CONNECTIONS:
+                async with asyncio.timeout(ANSWER_S):
+                    await self._converse(reader, writer, peer)
+        except (TimeoutError, BrokenFrame, OSError) as error:
+            _LOG.debug("%s was not answered: %s", peer, error)
+        finally:
+            self._num_open -= 1
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str) -> None:
+        writer.write(frame(self._greeting))
+        await writer.drain()
+        token, csr = await read_frame(reader), await read_frame(reader)
+        try:
+            async with self._turn:
+                certificate = await self._answer(token, csr, peer)
+            reply = bytes([0]) + certificate.public_bytes(Encoding.DER)
+        except JoinRefused as error:
+            _LOG.warning("%s gets no certificate: %s", peer, error)
+            reply = bytes([error.reason]) + str(error).encode()[:1024]
+        except HeterorlError as error:
+            # The operator's to know; the caller learns that it was not its fault.
+            _LOG.error("%s gets no certificate: %s", peer, error)
+            reply = bytes([Refused.FAULT]) + b"the authority cannot issue certificates now"
+        writer.write(frame(reply))
+        await writer.drain()
+
+    async def _answer(self, token: bytes, csr: bytes, peer: str) -> x509.Certificate:
+        wait_s = self._limit.wait_s(peer, now=self._wall_time())
+        if wait_s > 0:
+            raise JoinRefused(Refused.TOO_MANY, f"too many wrong tokens from {peer}, wait {wait_s:.0f} s")
+        try:
+            if len(token) != ID_BYTES + SECRET_BYTES:
+                raise JoinRefused(Refused.TOKEN, "the token is not of this authority")
+            request = read_request(csr)
+            certificate = await asyncio.to_thread(
+                self._enrolment.redeem,
+                number=token[:ID_BYTES],
+                secret=token[ID_BYTES:],
+                request=request,
+                wall_time=self._wall_time,
+            )
+        except JoinRefused:
+            self._limit.note(peer, now=self._wall_time())
+            raise
+        _LOG.info("%s is %s, certificate %x", peer, request.uri, certificate.serial_number)
+        return certificate

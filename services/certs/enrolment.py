@@ -1,0 +1,183 @@
+"""Tokens and the certificates that they become, in an authority's directory.
+
+Guarantees: a token becomes exactly one certificate, whoever asks at once and wherever a crash falls: the key and the
+serial number are written to the token's row before anything is signed, and the same key asking again gets the same
+certificate. No secret is on disk, only its digest.
+
+Layout: tokens/NUMBER.json, mode 0600, one row each: the fields of `Kept`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+import blake3
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+from services.certs.authority import sign_node
+from services.certs.directory import Authority
+from services.certs.files import PUBLIC, SECRET, locked, write_file
+from services.certs.tokens import (
+    ID_BYTES,
+    SECRET_BYTES,
+    JoinRefused,
+    Kept,
+    Refused,
+    Token,
+    decide,
+    pin_of,
+    secret_digest,
+)
+from services.common.errors import ConfigError
+from services.common.identity import Role, is_name, spiffe_uri, split_uri
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A signing request that was read: who asks to be called what; its signature proved the key."""
+
+    public_key: ec.EllipticCurvePublicKey
+    uri: str
+
+    @property
+    def key(self) -> str:
+        """Digest of the public key, hexadecimal."""
+        der = self.public_key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+        return str(blake3.blake3(der).hexdigest())
+
+
+class Enrolment:
+    """The tokens of one authority."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._authority = Authority(directory)
+
+    def create(self, *, role: Role, site: str, address: str, days: int, expires: float) -> Token:
+        """Make a token; `expires` in seconds since the epoch, `days` the lifetime of its certificate.
+
+        Raises:
+            ConfigError: there is no authority, or a name is not allowed.
+        """
+        if role is Role.COORDINATOR:
+            raise ConfigError("--role", "a coordinator joins nobody", action="heterorl certs issue coordinator")
+        if not is_name(site):
+            raise ConfigError("--site", f"{site!r} is not 1 to 64 letters, digits, dots, dashes or underscores")
+        run = self._authority.run()
+        certificate = x509.load_pem_x509_certificate(self._authority.pair().cert)
+        token = Token(
+            id=secrets.token_bytes(ID_BYTES),
+            secret=secrets.token_bytes(SECRET_BYTES),
+            pin=pin_of(certificate.public_bytes(Encoding.DER)),
+            uri=spiffe_uri(run=run, site=site, role=role),
+            address=address,
+        )
+        row = Kept(secret_digest=secret_digest(token.secret), uri=token.uri, expires=expires, days=days)
+        with locked(self._directory):
+            (self._directory / "tokens").mkdir(mode=0o700, exist_ok=True)
+            self._write(token.id, row)
+        return token
+
+    def list(self) -> list[tuple[str, Kept]]:
+        """Every token by its number, the one that expires first on top."""
+        self._authority.run()
+        paths = (self._directory / "tokens").glob("*.json")
+        rows = [(path.stem, self._read(path)) for path in paths]
+        return sorted(((name, row) for name, row in rows if row is not None), key=lambda pair: pair[1].expires)
+
+    def delete(self, number: str) -> None:
+        """Forget a token; a certificate that it became stays.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        with locked(self._directory):
+            if not number.isalnum() or not (path := self._directory / "tokens" / f"{number}.json").exists():
+                raise ConfigError("TOKEN", f"there is no token {number}", action="heterorl certs token list")
+            path.unlink()
+
+    def redeem(
+        self, *, number: bytes, secret: bytes, request: Request, wall_time: Callable[[], float]
+    ) -> x509.Certificate:
+        """Turn a token into a certificate for the caller's key.
+
+        Raises:
+            JoinRefused: the token does not count for this request.
+            ConfigError: the authority cannot sign.
+        """
+        with locked(self._directory):
+            now = wall_time()
+            kept = self._read(self._path(number))
+            verdict, reason = decide(kept, secret=secret, uri=request.uri, key=request.key, now=now)
+            if verdict.refused is not None or kept is None:
+                raise JoinRefused(verdict.refused or Refused.TOKEN, reason)
+            if not verdict.is_again:
+                # First of all, durably: from here on this token is this key's, whatever happens.
+                kept = dataclasses.replace(kept, key=request.key, serial=x509.random_serial_number())
+                self._write(number, kept)
+            elif self._authority.is_revoked(kept.serial):
+                raise JoinRefused(Refused.REVOKED, f"certificate {kept.serial:x} of this token is revoked")
+            path = self._authority.path_of(kept.serial)
+            if path.exists():
+                return x509.load_pem_x509_certificate(path.read_bytes())
+            names = split_uri(kept.uri)
+            assert names is not None, "written by create"
+            certificate = sign_node(
+                self._authority.pair(),
+                public_key=request.public_key,
+                run=names[0],
+                site=names[1],
+                role=names[2],
+                hosts=(),
+                now=datetime.datetime.fromtimestamp(now, datetime.UTC),
+                lifetime=datetime.timedelta(days=kept.days),
+                serial=kept.serial,
+            )
+            # Into the book before anybody holds it: what a node holds can always be found and revoked.
+            write_file(path, certificate.public_bytes(Encoding.PEM), mode=PUBLIC)
+        return certificate
+
+    def _path(self, number: bytes) -> Path:
+        return self._directory / "tokens" / f"{number.hex()}.json"
+
+    def _read(self, path: Path) -> Kept | None:
+        try:
+            return Kept(**json.loads(path.read_text(encoding="ascii")))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError("--dir", f"{path} is damaged: {error}", action="delete it") from error
+
+    def _write(self, number: bytes, row: Kept) -> None:
+        write_file(self._path(number), json.dumps(dataclasses.asdict(row)).encode("ascii"), mode=SECRET)
+
+
+def read_request(der: bytes) -> Request:
+    """Read a signing request (PKCS #10, DER) and check that its sender holds the key.
+
+    Raises:
+        JoinRefused: it is damaged, not signed by its key, of another kind of key, or names not exactly one URI.
+    """
+    try:
+        csr = x509.load_der_x509_csr(der)
+        is_signed = csr.is_signature_valid
+        public_key = csr.public_key()
+        names = csr.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+    except (ValueError, InvalidSignature, x509.ExtensionNotFound, x509.DuplicateExtension, TypeError) as error:
+        raise JoinRefused(Refused.REQUEST, f"the signing request cannot be read: {error}") from error
+    if not is_signed:
+        raise JoinRefused(Refused.REQUEST, "the signing request is not signed by its key")
+    if not isinstance(public_key, ec.EllipticCurvePublicKey) or not isinstance(public_key.curve, ec.SECP256R1):
+        raise JoinRefused(Refused.REQUEST, "the key is not ECDSA P-256")
+    if len(uris) != 1:
+        raise JoinRefused(Refused.REQUEST, f"the signing request has {len(uris)} URIs, not one")
+    return Request(public_key=public_key, uri=uris[0])

@@ -1,0 +1,176 @@
+"""Tokens by which a node gets its first certificate: what they carry, what is kept of them, when they count. Pure.
+
+A token is the text `hrl1.` and base64url without padding of:
+
+    8 bytes     its number in the authority's book
+    32 bytes    secret
+    32 bytes    SHA-256 of the authority's certificate (DER): the pin
+    2 bytes     length of the next field, big-endian
+    n bytes     identity URI of the node (ASCII)
+    m bytes     host:port of the authority's desk (ASCII); may be empty
+    4 bytes     first bytes of SHA-256 of all of the above, against slips of the hand
+
+Guarantees: the authority keeps the secret's digest alone; a token counts once, for one key, for one identity.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import enum
+import hashlib
+import hmac
+import struct
+from dataclasses import dataclass
+
+import blake3
+
+from services.common.errors import ConfigError, OperatorError
+from services.common.identity import Role, split_uri
+
+PREFIX = "hrl1."
+ID_BYTES, SECRET_BYTES, PIN_BYTES, SUM_BYTES = 8, 32, 32, 4
+_FIXED = ID_BYTES + SECRET_BYTES + PIN_BYTES + 2
+
+
+class Refused(enum.IntEnum):
+    """Why the desk issues nothing; the number travels."""
+
+    REQUEST = 1
+    TOKEN = 2
+    EXPIRED = 3
+    USED = 4
+    IDENTITY = 5
+    TOO_MANY = 6
+    REVOKED = 7
+    FAULT = 8
+
+
+class JoinRefused(OperatorError):
+    """The authority's desk issued no certificate; `reason` says why."""
+
+    def __init__(self, reason: Refused, message: str, *, action: str | None = None) -> None:
+        self.reason = reason
+        super().__init__(message, action=action)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """What a joining node holds; `address` is empty where the authority did not say where its desk is.
+
+    Example:
+        Token(id=bytes(8), secret=bytes(32), pin=bytes(32), uri="spiffe://run/site/eu-1/role/sampler", address="")
+    """
+
+    id: bytes
+    secret: bytes
+    pin: bytes
+    uri: str
+    address: str = ""
+
+    @property
+    def node(self) -> tuple[str, str, Role]:
+        """Run, site and role of the node."""
+        names = split_uri(self.uri)
+        assert names is not None, "checked when it was read"
+        return names
+
+    def text(self) -> str:
+        """The token as one word."""
+        uri = self.uri.encode("ascii")
+        body = self.id + self.secret + self.pin + struct.pack(">H", len(uri)) + uri + self.address.encode("ascii")
+        return PREFIX + base64.urlsafe_b64encode(body + _sum(body)).rstrip(b"=").decode("ascii")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What the authority knows of a token; `expires` in seconds since the epoch.
+
+    `key` is the digest of the public key that used it and `serial` that key's certificate; empty and 0 while unused.
+    """
+
+    secret_digest: str
+    uri: str
+    expires: float
+    days: int
+    key: str = ""
+    serial: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Whether a certificate is due: refused, or issued for the first time, or handed out again to the same key."""
+
+    refused: Refused | None
+    is_again: bool = False
+
+
+def parse_token(text: str) -> Token:
+    """Read a token.
+
+    Raises:
+        ConfigError: it is damaged or none.
+    """
+    action = "copy the whole token, or ask for a new one"
+    text = "".join(text.split())
+    if not text.startswith(PREFIX) or not text.isascii():
+        raise ConfigError("--token", f"does not begin with {PREFIX}", action=action)
+    coded = text.removeprefix(PREFIX)
+    try:
+        data = base64.b64decode(coded + "=" * (-len(coded) % 4), altchars=b"-_", validate=True)
+    except binascii.Error as error:
+        raise ConfigError("--token", "is damaged", action=action) from error
+    body, check = data[:-SUM_BYTES], data[-SUM_BYTES:]
+    if len(body) < _FIXED or check != _sum(body):
+        raise ConfigError("--token", "is damaged", action=action)
+    (length,) = struct.unpack(">H", body[_FIXED - 2 : _FIXED])
+    if len(body) < _FIXED + length or not body[_FIXED:].isascii():
+        raise ConfigError("--token", "is damaged", action=action)
+    token = Token(
+        id=body[:ID_BYTES],
+        secret=body[ID_BYTES : ID_BYTES + SECRET_BYTES],
+        pin=body[ID_BYTES + SECRET_BYTES : ID_BYTES + SECRET_BYTES + PIN_BYTES],
+        uri=body[_FIXED : _FIXED + length].decode("ascii"),
+        address=body[_FIXED + length :].decode("ascii"),
+    )
+    if split_uri(token.uri) is None:
+        raise ConfigError("--token", "names no node", action=action)
+    return token
+
+
+def secret_digest(secret: bytes) -> str:
+    """What is kept of a secret: 256 random bits need no slow digest."""
+    return blake3.blake3(secret).hexdigest()
+
+
+def pin_of(certificate: bytes) -> bytes:
+    """The pin of an authority's certificate, DER."""
+    return hashlib.sha256(certificate).digest()
+
+
+def decide(kept: Kept | None, *, secret: bytes, uri: str, key: str, now: float) -> tuple[Verdict, str]:
+    """Decide on a request; who does not know the secret learns nothing about the token.
+
+    Args:
+        kept: the authority's row; None for a number that it does not know.
+        secret: what the caller sent.
+        uri: the identity in the caller's signing request.
+        key: digest of the caller's public key, who has proven to hold the private one.
+        now: seconds since the epoch.
+    """
+    if kept is None or not hmac.compare_digest(kept.secret_digest, secret_digest(secret)):
+        return Verdict(refused=Refused.TOKEN), "the token is not of this authority"
+    if uri != kept.uri:
+        return Verdict(refused=Refused.IDENTITY), f"the token is for {kept.uri}, the request for {uri[:200]}"
+    if kept.key:
+        if hmac.compare_digest(kept.key, key):
+            # Its answer was lost: nobody gets more than was given already.
+            return Verdict(refused=None, is_again=True), f"{kept.uri} asks again with the same key"
+        return Verdict(refused=Refused.USED), "the token was used, by another key"
+    if now >= kept.expires:
+        return Verdict(refused=Refused.EXPIRED), "the token has expired"
+    return Verdict(refused=None), f"{kept.uri} joins"
+
+
+def _sum(body: bytes) -> bytes:
+    return hashlib.sha256(body).digest()[:SUM_BYTES]

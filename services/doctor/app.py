@@ -1,0 +1,202 @@
+"""Wires the doctor: measures in order, judges, and skips what cannot be asked any more.
+
+Guarantees: each measurement has its own time limit, so that the whole ends whatever hangs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from services.common.errors import ConfigError
+from services.common.identity import Identity, Refusal, Role, read_identity
+from services.common.rpc.credentials import read_material
+from services.common.rpc.diagnosis import Diagnosis, DiagnosisClient
+from services.common.rpc.retry import RetryPolicy
+from services.common.tls import TlsConfig, check_tls
+from services.doctor import link, machine, network, node
+from services.doctor.check import Check, Trouble, skip
+from services.doctor.network import in_thread
+
+MESSAGE_BYTES = 16 << 20
+"""What a service without the setting takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Seconds that each measurement may take."""
+
+    dns_s: float = 5.0
+    port_s: float = 5.0
+    tls_s: float = 5.0
+    answer_s: float = 15.0
+    message_s: float = 20.0
+    disk_s: float = 15.0
+    device_s: float = 60.0
+    model_s: float = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patient:
+    """A node as its configuration describes it; `site` is empty where its certificate may name any."""
+
+    role: Role
+    address: str
+    tls: TlsConfig
+    state_dir: Path
+    state_key: str
+    site: str = ""
+    device: str = "cpu"
+    published_dtype: str = "bf16"
+    max_message_bytes: int = MESSAGE_BYTES
+    model_config: Any = None
+    """The configuration where it names a model; None otherwise."""
+    num_calls: int = 10
+    limits: Limits = field(default_factory=Limits)
+
+    @property
+    def host(self) -> str:
+        """Host of the coordinator, without the brackets of IPv6."""
+        return self.address.rpartition(":")[0].strip("[]")
+
+    @property
+    def port(self) -> int:
+        """Port of the coordinator."""
+        return int(self.address.rpartition(":")[2])
+
+
+async def examine(patient: Patient, *, wall_time: Callable[[], float] = time.time) -> list[Check]:
+    """Run every check, in the order in which they depend on each other."""
+    # The machine is measured while the network is waited for.
+    local = asyncio.create_task(_measure_machine(patient))
+    try:
+        checks, diagnosis = await _examine_link(patient, wall_time)
+        return checks + _judge_machine(patient, await local, diagnosis)
+    finally:
+        local.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await local
+
+
+async def _examine_link(patient: Patient, wall_time: Callable[[], float]) -> tuple[list[Check], Diagnosis | None]:
+    limits, host, port = patient.limits, patient.host, patient.port
+    own = None if patient.tls.insecure else read_own(patient.tls)
+    waiting = ["port", "tls", "certificate", "expiry", "coordinator", "clock", "messages", "mtu"]
+    checks: list[Check] = []
+
+    def add(check: Check) -> None:
+        checks.append(check)
+        if check.name in waiting:
+            waiting.remove(check.name)
+
+    def rest(why: str) -> list[Check]:
+        # Certificates lie on this machine: they are judged also when nobody answers.
+        if own is not None:
+            add(link.judge_certificate(own, role=patient.role, site=patient.site, server=None))
+            add(link.judge_expiry(own, now=wall_time()))
+        return checks + [skip(name, why) for name in waiting]
+
+    addresses = await network.resolve(host, port, timeout_s=limits.dns_s)
+    add(link.judge_dns(host, addresses))
+    if isinstance(addresses, Trouble):
+        return rest("the name has no address"), None
+    connected = await network.connect(addresses, port, timeout_s=limits.port_s)
+    is_own = patient.role is Role.COORDINATOR
+    add(link.judge_port(patient.address, connected, is_own=is_own))
+    if isinstance(connected, Trouble):
+        return rest("the port was not reached"), None
+    server = None
+    if own is None:
+        for name in ("tls", "certificate", "expiry"):
+            add(skip(name, "plaintext over loopback"))
+    elif isinstance(own, Trouble):
+        return rest("there is no usable certificate"), None
+    else:
+        shaken = await network.shake_hands(connected.address, port, host=host, tls=patient.tls, timeout_s=limits.tls_s)
+        add(link.judge_handshake(host, shaken))
+        if isinstance(shaken, Trouble):
+            return rest("there was no handshake"), None
+        server = shaken.server
+        add(link.judge_certificate(own, role=patient.role, site=patient.site, server=server))
+        add(link.judge_expiry(own, now=wall_time()))
+    try:
+        check_tls(patient.tls, key="coordinator", address=patient.address)
+        client = DiagnosisClient(
+            patient.address,
+            tls=patient.tls,
+            max_message_bytes=patient.max_message_bytes,
+            policy=RetryPolicy(budget_s=0.0),
+        )
+    except ConfigError as error:
+        add(link.judge_answer(Trouble(kind="ConfigError", detail=str(error))))
+        return rest("no call was made"), None
+    async with client:
+        reached = await network.ask(client, count=patient.num_calls, timeout_s=limits.answer_s, wall_time=wall_time)
+        add(link.judge_answer(reached))
+        if isinstance(reached, Trouble):
+            return rest("the coordinator did not answer"), None
+        add(link.judge_clock(reached))
+        server_limit = reached.diagnosis.max_message_bytes
+        limit = min(patient.max_message_bytes, server_limit)
+        trials = await network.try_messages(client, limit_bytes=limit, timeout_s=limits.message_s)
+        add(link.judge_messages(trials, own_limit=patient.max_message_bytes, server_limit=server_limit))
+    # After large messages, by which the kernel may have learned of a narrower path.
+    add(link.judge_mtu(await network.path_mtu(connected.address, port, timeout_s=limits.port_s)))
+    return checks, reached.diagnosis
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Machine:
+    disk: machine.Disk | Trouble
+    memory: int | Trouble
+    device: machine.Device | Trouble | None
+    contract: Any
+
+
+async def _measure_machine(patient: Patient) -> _Machine:
+    limits = patient.limits
+    disk = await in_thread(lambda: machine.measure_disk(patient.state_dir), timeout_s=limits.disk_s)
+    is_gpu = patient.device.startswith("cuda")
+    device = None
+    if is_gpu:
+        device = await in_thread(lambda: machine.measure_device(patient.device), timeout_s=limits.device_s)
+    contract = None
+    config = patient.model_config
+    if config is not None:
+        measure = lambda: machine.measure_contract(config, published_dtype=patient.published_dtype)  # noqa: E731
+        contract = await in_thread(measure, timeout_s=limits.model_s)
+    return _Machine(disk=disk, memory=machine.measure_memory(), device=device, contract=contract)
+
+
+def _judge_machine(patient: Patient, facts: _Machine, diagnosis: Diagnosis | None) -> list[Check]:
+    files = 0 if patient.model_config is None else machine.model_bytes(patient.model_config.model_dir)
+    state = max(files, diagnosis.bytes_full if diagnosis is not None else 0)
+    is_gpu = patient.device.startswith("cuda")
+    checks = [
+        node.judge_disk(facts.disk, key=patient.state_key, state_bytes=state),
+        node.judge_memory(facts.memory, role=patient.role, is_on_gpu=is_gpu, state_bytes=state),
+    ]
+    if patient.role in {Role.LEARNER, Role.SAMPLER}:
+        checks.append(node.judge_device(facts.device, device=patient.device, role=patient.role, state_bytes=state))
+    checks.append(node.judge_versions(machine.measure_versions(), role=patient.role, diagnosis=diagnosis))
+    if patient.role in {Role.LEARNER, Role.SAMPLER}:
+        checks.append(node.judge_contract(facts.contract, diagnosis=diagnosis))
+    return checks
+
+
+def read_own(tls: TlsConfig) -> Identity | Trouble:
+    """Whom this node's certificate names, also when it has expired: that is another check's matter."""
+    try:
+        check_tls(tls, key="coordinator", address="")
+        identity = read_identity(Path(tls.cert).read_bytes())
+        if isinstance(identity, Refusal):
+            return Trouble(kind="files", detail=identity.message)
+        read_material(tls, number=0, now=identity.not_after)
+    except (ConfigError, OSError) as error:
+        return Trouble(kind="files", detail=str(error))
+    return identity

@@ -1,0 +1,128 @@
+"""The command `heterorl doctor`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+
+from services.common.config import Config, load, read_tables
+from services.common.errors import ConfigError
+from services.common.tls import files_in
+
+RoleName = Literal["sampler", "learner", "coordinator"]
+
+
+def doctor(
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="TOML file of the service.")] = None,
+    role: Annotated[
+        RoleName | None, typer.Option(help="What the node is; by default, whose keys the file has.")
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Override one key: `--set section.key=value`.")
+    ] = None,
+    credentials: Annotated[
+        Path | None, typer.Option(help="Directory of ca.crt, node.crt and node.key, in place of [tls].")
+    ] = None,
+    calls: Annotated[int, typer.Option(help="Calls that the round trip is measured by.", min=1, max=1000)] = 10,
+    json_: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+) -> None:
+    """Check a node before it joins a run: link, certificates, clock, disk, memory, device, versions, contract.
+
+    Exit code 0: nothing failed; warnings may need a look. 1: a check failed, and its line says what to do.
+    2: the configuration is wrong.
+    """
+    from services.common.identity import Role
+    from services.doctor.app import examine
+    from services.doctor.check import checks_json, checks_table, exit_code
+
+    overrides = list(set_ or ())
+    if credentials is not None:
+        overrides += [f"tls.{key}={json.dumps(path)}" for key, path in files_in(credentials).items()]
+    chosen = role or guess_role(config, overrides)
+    checks = asyncio.run(examine(patient_of(chosen, load(_schema(chosen), config, overrides), num_calls=calls)))
+    if json_:
+        typer.echo(json.dumps(checks_json(checks), indent=2))
+    else:
+        console = Console(markup=False, emoji=False, highlight=False)
+        console.print(checks_table(checks, title=f"heterorl doctor: {Role(chosen)}"))
+    raise typer.Exit(exit_code(checks))
+
+
+def guess_role(config: Path | None, overrides: list[str] | tuple[str, ...]) -> RoleName:
+    """The service that knows all keys of a configuration; a sampler where several do.
+
+    Raises:
+        ConfigError: none does.
+    """
+    table, _ = read_tables(config, overrides)
+    names: tuple[RoleName, ...] = ("sampler", "learner", "coordinator")
+    for name in names:
+        if set(table) <= set(_schema(name).model_fields):
+            return name
+    raise ConfigError("--role", "the keys of --config are of no one service", action="name the role")
+
+
+def patient_of(role: str, config: Any, *, num_calls: int = 10) -> Any:
+    """What the doctor needs to know of a configuration."""
+    from services.common.identity import Role
+    from services.doctor.app import MESSAGE_BYTES, Patient
+
+    if role == "coordinator":
+        return Patient(
+            role=Role.COORDINATOR,
+            address=_dialled(config),
+            tls=config.tls,
+            state_dir=config.data_dir,
+            state_key="data_dir",
+            max_message_bytes=config.max_message_bytes,
+            num_calls=num_calls,
+        )
+    engine = config.engine if role == "sampler" else config.backend
+    device = getattr(engine, "device", "cuda" if getattr(engine, "kind", "") == "vllm" and _has_gpu() else "cpu")
+    return Patient(
+        role=Role(role),
+        address=config.coordinator,
+        tls=config.tls,
+        state_dir=config.state_dir,
+        state_key="state_dir",
+        site=config.site if role == "sampler" else "",
+        device=device,
+        published_dtype=config.published_dtype if role == "sampler" else config.backend.published_dtype,
+        max_message_bytes=config.max_message_bytes if role == "learner" else MESSAGE_BYTES,
+        model_config=config if config.model_dir else None,
+        num_calls=num_calls,
+    )
+
+
+def _dialled(config: Any) -> str:
+    """Where a coordinator is reached from its own machine."""
+    try:
+        announced = (config.data_dir / "address").read_text(encoding="ascii").strip()
+    except OSError:
+        announced = config.listen
+    listen = announced if config.listen.endswith(":0") else config.listen
+    host, _, port = listen.rpartition(":")
+    return f"{'127.0.0.1' if host in {'0.0.0.0', '[::]'} else host}:{port}"
+
+
+def _has_gpu() -> bool:
+    return Path("/dev/nvidiactl").exists()
+
+
+def _schema(role: str) -> type[Config]:
+    if role == "coordinator":
+        from services.coordinator.config import CoordinatorConfig
+
+        return CoordinatorConfig
+    if role == "learner":
+        from services.learner.config import LearnerConfig
+
+        return LearnerConfig
+    from services.sampler.config import SamplerConfig
+
+    return SamplerConfig

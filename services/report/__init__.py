@@ -1,0 +1,1 @@
+"""`heterorl report`: one page about a past run, made of the files that it left behind."""

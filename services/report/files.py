@@ -1,0 +1,143 @@
+"""What a past run left behind: the coordinator's store and the learner's journals, read and never changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.common.errors import CorruptStore, OperatorError
+from services.common.types import LedgerCounts, StepReport
+from services.coordinator import ledger
+from services.coordinator.history import STORE_FILE, open_store
+from services.coordinator.reports import list_steps
+
+STEPS_FILE, VERSIONS_FILE, EVALUATIONS_FILE = "steps.jsonl", "versions.jsonl", "evaluations.jsonl"
+"""As the learner names them; its own module of them imports torch's neighbours, and a report needs none."""
+_ALL = 1 << 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteTotals:
+    """One site over the whole run: groups by what became of them."""
+
+    site: str
+    engines: tuple[str, ...]
+    accepted: int
+    dropped: int
+    incarnations: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PastRun:
+    """A run from its files; None or empty for what a file would have said that is not there.
+
+    `reports` are all steps in order, applied or not; `versions` rows have `version`, `bytes`, `full_bytes`;
+    `published` are (version, seconds since the epoch).
+    """
+
+    run_id: str
+    sources: tuple[Path, ...]
+    reports: tuple[StepReport, ...]
+    versions: tuple[Mapping[str, Any], ...]
+    evaluations: tuple[Mapping[str, Any], ...] = ()
+    published: tuple[tuple[int, float], ...] = ()
+    num_abandoned: int = 0
+    ledger: LedgerCounts | None = None
+    sites: tuple[SiteTotals, ...] = ()
+
+
+def read_run(directory: Path) -> PastRun:
+    """Read a coordinator's data_dir, a learner's state_dir, or a directory that holds them.
+
+    Raises:
+        OperatorError: it is no run's, holds several runs, nothing was trained yet, or a coordinator is running.
+        CorruptStore: a file cannot be read.
+    """
+    if not directory.is_dir():
+        raise OperatorError(f"{directory} is no directory", action="name a coordinator's data_dir")
+    places = [directory, *sorted(path for path in directory.iterdir() if path.is_dir())]
+    stores = [place for place in places if (place / STORE_FILE).is_file()]
+    learners = [place for place in places if (place / STEPS_FILE).is_file()]
+    for found in (stores, learners):
+        if len(found) > 1:
+            names = ", ".join(str(place) for place in found)
+            raise OperatorError(f"{directory} holds several runs: {names}", action="name one of them")
+    if not stores and not learners:
+        raise OperatorError(
+            f"{directory} is no run's: neither it nor a directory in it has {STORE_FILE} or {STEPS_FILE}",
+            action="name a coordinator's data_dir, a learner's state_dir, or what holds them",
+        )
+    journal = learners[0] if learners else None
+    run = _from_store(stores[0], journal) if stores else _from_journal(learners[0])
+    if not any(report.is_applied for report in run.reports):
+        raise OperatorError(f"{directory}: the run took no step", action="there is nothing to draw yet")
+    return run
+
+
+def _from_store(directory: Path, journal: Path | None) -> PastRun:
+    with open_store(directory) as connection:
+        meta = connection.execute("SELECT value FROM meta WHERE key = 'run_id'").fetchone()
+        rows = connection.execute(
+            "SELECT version, bytes_last, bytes_full, published, is_abandoned FROM versions ORDER BY version"
+        ).fetchall()
+        reports = _newest(list_steps(connection, -1, _ALL))
+        sites = connection.execute(
+            "SELECT site, group_concat(DISTINCT engine), sum(accepted), sum(dropped), count(*) FROM sites "
+            "GROUP BY site ORDER BY site"
+        ).fetchall()
+        counts = ledger.counts(connection)
+    # The learner also knows steps that changed nothing.
+    own = None if journal is None else _from_journal(journal)
+    return PastRun(
+        run_id="" if meta is None else str(meta[0]),
+        sources=(directory,) if journal is None else (directory, journal),
+        reports=reports if own is None or not own.reports else own.reports,
+        versions=tuple({"version": row[0], "bytes": row[1], "full_bytes": row[2]} for row in rows),
+        evaluations=() if own is None else own.evaluations,
+        published=tuple((row[0], row[3]) for row in rows),
+        num_abandoned=sum(row[4] for row in rows),
+        ledger=counts,
+        sites=tuple(
+            SiteTotals(
+                site=site,
+                engines=tuple(sorted(set(engines.split(",")))),
+                accepted=accepted,
+                dropped=dropped,
+                incarnations=incarnations,
+            )
+            for site, engines, accepted, dropped, incarnations in sites
+        ),
+    )
+
+
+def _from_journal(directory: Path) -> PastRun:
+    try:
+        reports = [StepReport(**row) for row in _rows(directory / STEPS_FILE)]
+        versions = {row["version"]: row for row in _rows(directory / VERSIONS_FILE)}
+        evaluations = {row["version"]: row for row in _rows(directory / EVALUATIONS_FILE)}
+    except (ValueError, TypeError, KeyError) as error:
+        raise CorruptStore(f"{directory}: a journal has a row that is none: {error}") from error
+    return PastRun(
+        run_id="",
+        sources=(directory,),
+        reports=_newest(reports),
+        versions=tuple(versions[number] for number in sorted(versions)),
+        evaluations=tuple(evaluations[number] for number in sorted(evaluations)),
+    )
+
+
+def _newest(reports: Sequence[StepReport]) -> tuple[StepReport, ...]:
+    """The last word on each step, in order; a step that changed nothing is kept beside the one that then did."""
+    applied = {(report.step, report.is_applied): report for report in reports}
+    return tuple(applied[key] for key in sorted(applied))
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    # A torn last line is what a crash leaves.
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]

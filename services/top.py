@@ -1,0 +1,188 @@
+"""`heterorl top`: a run as it is now, from its coordinator alone.
+
+Guarantees: a coordinator that is gone is shown as gone, with the time since when, beside what was known last; the view
+goes on by itself when it is back. Nothing is asked but the operator's read-only rpcs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+    from services.common.api import CoordinatorApi
+    from services.common.types import RunStatus, StepReport
+
+CALL_S = 5.0
+STEPS_A_CALL = 1000
+WINDOW = 60
+"""Polls that rates are taken over."""
+LINE = 40
+"""Steps that a line of characters shows."""
+_SERIES = {
+    "reward": ("reward_mean", "{:.3f}"),
+    "KL": ("kl", "{:.4f} nats"),
+    "staleness": ("staleness_mean", "{:.1f} versions"),
+    "sample size": ("ess_fraction", "{:.1%}"),
+    "step": ("step_s", "{:.2f} s"),
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class View:
+    """What is known of a run; `unreachable_since` in seconds since the epoch, None while it answers.
+
+    `marks` are (monotonic seconds, head version, trained groups) of the newest polls.
+    """
+
+    address: str
+    status: RunStatus | None = None
+    reports: dict[int, StepReport] = field(default_factory=dict)
+    unreachable_since: float | None = None
+    problem: str = ""
+    marks: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+
+
+async def poll(view: View, api: CoordinatorApi, *, wall: float, monotonic: float) -> None:
+    """Ask once and note the answer, or since when there is none.
+
+    Raises:
+        PermissionDenied: the certificate is no operator's.
+        ConfigError: the certificates cannot be used.
+    """
+    from services.common.errors import ConfigError, HeterorlError, PermissionDenied
+
+    try:
+        async with asyncio.timeout(CALL_S):
+            status = await api.get_status()
+            if view.status is None or view.status.run_id != status.run_id:
+                view.reports.clear()
+                view.marks.clear()
+            await _read_steps(view, api, status)
+    except (PermissionDenied, ConfigError):
+        raise
+    except (HeterorlError, TimeoutError) as error:
+        # What the transport said, without the budget of retries, which is none here.
+        words = Exception.__str__(error).rpartition("no answer in 0 s, last ")[2]
+        view.problem = words or f"no answer in {CALL_S:g} s"
+        if view.unreachable_since is None:
+            view.unreachable_since = wall
+        view.marks.clear()
+        return
+    view.status, view.unreachable_since, view.problem = status, None, ""
+    view.marks.append((monotonic, status.head_version, status.ledger.consumed))
+
+
+async def _read_steps(view: View, api: CoordinatorApi, status: RunStatus) -> None:
+    newest = status.last_report.step if status.last_report is not None else 0
+    # A learner that lost its last versions takes their steps again, under the same numbers.
+    for step in [step for step in view.reports if step > newest]:
+        del view.reports[step]
+    while max(view.reports, default=0) < newest:
+        reports = await api.list_steps(after_step=max(view.reports, default=0), limit=STEPS_A_CALL)
+        view.reports.update((report.step, report) for report in reports)
+        if len(reports) < STEPS_A_CALL:
+            return
+
+
+def frame(view: View, *, wall: float) -> Group:
+    """One picture of the run; `wall` in seconds since the epoch."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    from services.demo.table import sparkline
+    from services.status import status_tables
+
+    head = Text(f"{view.address}  {_time(wall)}  ")
+    if view.unreachable_since is None:
+        head.append("reachable", style="green")
+    else:
+        since = f"unreachable since {_time(view.unreachable_since)} ({wall - view.unreachable_since:.0f} s): "
+        head.append(since + view.problem, style="bold red")
+    if view.status is None:
+        return Group(head, Text("nothing is known of the run yet"))
+    run, sites = status_tables(view.status)
+    rates = _rates(view)
+    if rates:
+        run.add_row("rate", rates)
+    parts: list[Any] = [head, run]
+    if view.reports:
+        newest = [view.reports[step] for step in sorted(view.reports)]
+        series = Table("of the steps", "newest", f"last {LINE}", title="training")
+        for name, (key, form) in _SERIES.items():
+            values = [float(getattr(report, key)) for report in newest]
+            series.add_row(name, form.format(values[-1]), sparkline(values[-LINE:]))
+        parts.append(series)
+    return Group(*parts, sites)
+
+
+def _rates(view: View) -> str:
+    if len(view.marks) < 2:
+        return ""
+    (start, version, groups), (end, version_now, groups_now) = view.marks[0], view.marks[-1]
+    if end <= start:
+        return ""
+    minutes = (end - start) / 60
+    return f"{(version_now - version) / minutes:.1f} versions and {(groups_now - groups) / minutes:.0f} groups a minute"
+
+
+def _time(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).astimezone().strftime("%H:%M:%S")
+
+
+def top(
+    address: Annotated[str, typer.Argument(help="host:port of the coordinator.")],
+    ca: Annotated[str, typer.Option(help="PEM file of the run's authority.")] = "",
+    cert: Annotated[str, typer.Option(help="PEM file of an operator's certificate.")] = "",
+    key: Annotated[str, typer.Option(help="PEM file of its private key.")] = "",
+    credentials: Annotated[
+        Path | None, typer.Option(help="Directory of ca.crt, node.crt and node.key, in place of these three.")
+    ] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Plaintext; for a coordinator on loopback.")] = False,
+    interval: Annotated[float, typer.Option(help="Seconds between two pictures.", min=0.1)] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one picture and end; code 1 if unreachable.")] = False,
+) -> None:
+    """Watch a run: versions, learner, queue, ledger, bytes, sites. Goes on when the coordinator restarts."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from services.common.clock import SystemClock
+    from services.common.rpc.client import CoordinatorClient
+    from services.common.rpc.retry import RetryPolicy
+    from services.common.tls import TlsConfig, files_in
+
+    console = Console(markup=False, emoji=False, highlight=False)
+    view = View(address=address)
+    clock = SystemClock()
+
+    async def watch(show: Callable[[Group], None]) -> None:
+        tls = TlsConfig(ca=ca, cert=cert, key=key, insecure=insecure)
+        if credentials is not None:
+            tls = tls.model_copy(update=files_in(credentials))
+        async with CoordinatorClient(address, tls=tls, policy=RetryPolicy(budget_s=0.0)) as client:
+            while True:
+                await poll(view, client, wall=clock.wall(), monotonic=clock.monotonic())
+                show(frame(view, wall=clock.wall()))
+                if once:
+                    return
+                await clock.sleep(interval)
+
+    if once:
+        asyncio.run(watch(console.print))
+        raise typer.Exit(int(view.unreachable_since is not None))
+    # The screen is whole at each picture; what does not fit is cut, not scrolled.
+    with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
+        try:
+            asyncio.run(watch(lambda picture: live.update(picture, refresh=True)))
+        except KeyboardInterrupt:
+            raise typer.Exit(0) from None

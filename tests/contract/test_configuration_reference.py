@@ -1,0 +1,54 @@
+"""The reference of configuration keys is the schemas', whole, and says something about each key."""
+
+import pytest
+
+from docs import generate
+from services.common.config import flatten
+
+EVERY = [
+    (f"{service}:{section.path}.{key.name}", section, kind, key)
+    for service, schema in generate.SERVICES.items()
+    for section in generate.sections(schema)
+    for kind, model in section.models.items()
+    for key in generate.keys(model)
+]
+
+
+def test_committed_page_is_the_schemas():
+    assert generate.PATH.read_text(encoding="utf-8") == generate.render(), "run python -m docs.generate"
+
+
+def test_every_key_is_described():
+    mute = []
+    for name, section, kind, key in EVERY:
+        # A kind means what its class says.
+        text = section.models[kind].__doc__ or "" if key.name == "kind" and kind else key.meaning
+        if len(text.split()) < 2 or not text.isascii() or not key.type:
+            mute.append(name)
+
+    assert mute == [], "these keys have no docstring"
+    assert len(EVERY) > 100
+
+
+@pytest.mark.parametrize("service", generate.SERVICES)
+def test_page_has_every_key_that_a_default_configuration_has(service):
+    shown = {
+        f"{section.path}.{key.name}".lstrip(".")
+        for section in generate.sections(generate.SERVICES[service])
+        for model in section.models.values()
+        for key in generate.keys(model)
+    }
+
+    assert set(flatten(generate.SERVICES[service]().model_dump(mode="json"))) <= shown
+
+
+def test_rows_state_type_default_bounds_and_unit():
+    text = generate.render()
+
+    assert "| `port` |" not in text
+    row = next(line for line in text.splitlines() if line.startswith("| `learner_lease_s` |"))
+    assert row.startswith("| `learner_lease_s` | float | `10.0` | > 0 | s | How long a silent learner")
+    row = next(line for line in text.splitlines() if line.startswith("| `canary_threshold` |"))
+    assert "| >= 0 | nats |" in row
+    row = next(line for line in text.splitlines() if line.startswith("| `eps_high` |") and "0.28" in line)
+    assert "`dapo`" in row

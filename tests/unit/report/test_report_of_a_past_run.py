@@ -1,0 +1,172 @@
+"""A page about a run from its files alone; and what is said about directories that are no run's."""
+
+import asyncio
+import base64
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from services.cli import app
+from services.common.clock import SystemClock
+from services.common.errors import CorruptStore, OperatorError
+from services.coordinator.config import CoordinatorConfig
+from services.coordinator.core import Coordinator
+from services.demo import figures
+from services.report.files import read_run
+from services.report.page import render
+from tests.support.run import REPORT, Run
+
+PNG = b"\x89PNG\r\n"
+
+
+async def past(directory, *, versions=3):
+    """A coordinator's data of a run that published some versions and pushed groups, closed in order."""
+    core = await Coordinator.open(CoordinatorConfig(data_dir=directory, groups_per_version=2), SystemClock())
+    run = Run(core, directory.parent)
+    await run.begin()
+    await run.publish()
+    await run.register()
+    for _ in range(versions - 1):
+        await run.publish(consumed=[])
+    await run.push(2)
+    await core.close()
+
+
+def journal(directory, *, steps=4, extra=()):
+    directory.mkdir()
+    reports = [dataclasses.replace(REPORT, step=step, version=step) for step in range(1, steps + 1)]
+    rows = [*map(dataclasses.asdict, reports), *extra]
+    (directory / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    versions = [{"version": n, "bytes": 10, "full_bytes": 80} for n in range(steps + 1)]
+    (directory / "versions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in versions))
+
+
+async def test_coordinators_files_alone_are_enough_and_stay_as_they_are(tmp_path):
+    await past(tmp_path / "data")
+    before = {path: path.read_bytes() for path in (tmp_path / "data").rglob("*") if path.is_file()}
+
+    run = read_run(tmp_path / "data")
+    page, pngs = render(run)
+
+    assert (run.run_id, len(run.versions), [report.step for report in run.reports]) == ("run", 3, [1, 2])
+    assert (run.ledger.acked, run.ledger.pending) == (2, 2)
+    assert [(site.site, site.accepted) for site in run.sites] == [("eu-1", 2)]
+    assert set(pngs) == {*figures.PICTURES, "progress", "sites"}
+    assert all(png.startswith(PNG) for png in pngs.values())
+    # One file: every picture is inside, nothing is fetched.
+    inside = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
+    assert {base64.b64decode(text) for text in inside} == set(pngs.values())
+    assert page.count("<img") == len(inside)
+    assert "href=" not in page
+    assert "http" not in page
+    assert {path: path.read_bytes() for path in (tmp_path / "data").rglob("*") if path.is_file()} == before
+
+
+async def test_learners_journal_adds_what_only_it_knows(tmp_path):
+    await past(tmp_path / "data")
+    rejected = dataclasses.asdict(dataclasses.replace(REPORT, step=5, is_applied=False, loss=float("nan")))
+    journal(tmp_path / "learner", extra=[rejected])
+    rows = [{"version": n, "accuracy": 0.1 * n + 0.2, "num_prompts": 4} for n in (0, 2, 4)]
+    (tmp_path / "learner" / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    run = read_run(tmp_path)
+    page, _ = render(run)
+
+    assert len(run.reports) == 5
+    assert "1 steps had a loss or gradient that was not finite" in page
+    assert "0.200, 0.600 and" not in page
+    assert "0.200, 0.600, 0.600" in page
+    assert "every group accounted for" in page
+
+
+def test_learners_journal_alone_says_what_is_missing(tmp_path):
+    journal(tmp_path / "learner")
+    with (tmp_path / "learner" / "steps.jsonl").open("a") as file:
+        file.write('{"torn')
+
+    run = read_run(tmp_path / "learner")
+    page, pngs = render(run)
+
+    assert "Without the coordinator" in page
+    assert set(pngs) == set(figures.PICTURES)
+
+
+def test_a_later_row_of_a_step_replaces_an_earlier_one(tmp_path):
+    again = dataclasses.asdict(dataclasses.replace(REPORT, step=2, version=9, reward_mean=0.75))
+    journal(tmp_path / "learner", extra=[again])
+
+    assert [(r.step, r.version) for r in read_run(tmp_path).reports] == [(1, 1), (2, 9), (3, 3), (4, 4)]
+
+
+def test_foreign_text_is_text(tmp_path):
+    journal(tmp_path / "l")
+    run = dataclasses.replace(read_run(tmp_path), run_id="<script>x</script>")
+
+    assert "<script>" not in render(run)[0]
+
+
+async def test_directory_that_is_no_runs_is_refused_by_what_it_lacks(tmp_path):
+    with pytest.raises(OperatorError, match="has coordinator.sqlite or steps.jsonl"):
+        read_run(tmp_path)
+    with pytest.raises(OperatorError, match="no directory"):
+        read_run(tmp_path / "missing")
+    journal(tmp_path / "a")
+    journal(tmp_path / "b")
+    with pytest.raises(OperatorError, match="several runs"):
+        read_run(tmp_path)
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "steps.jsonl").write_text("")
+    with pytest.raises(OperatorError, match="took no step"):
+        read_run(tmp_path / "c")
+    (tmp_path / "c" / "steps.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(CorruptStore, match="journal"):
+        read_run(tmp_path / "c")
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "coordinator.sqlite").write_bytes(b"not a database" * 100)
+    with pytest.raises(CorruptStore):
+        read_run(tmp_path / "d")
+
+
+def test_running_coordinator_is_left_alone(tmp_path):
+    asyncio.run(past(tmp_path / "data"))
+    # Another process, because SQLite's locks do not show to the one that holds them; as the coordinator opens it.
+    code = (
+        "import sqlite3, sys; c = sqlite3.connect(sys.argv[1], isolation_level=None); "
+        "c.execute('PRAGMA locking_mode=EXCLUSIVE'); c.execute('PRAGMA journal_mode=WAL'); "
+        "c.execute('UPDATE ledger SET count = count'); print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "data" / "coordinator.sqlite")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(OperatorError, match="in use"):
+            read_run(tmp_path / "data")
+        holder.stdin.close()
+
+
+async def test_command_writes_one_file_and_the_pictures_on_demand(tmp_path, monkeypatch):
+    await past(tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
+    arguments = ["report", "data", "--out", "r.html", "--pictures", "p"]
+    result = CliRunner().invoke(app, arguments)
+
+    assert result.exit_code == 0, result.exception
+    assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
+    assert (tmp_path / "p" / "kl.png").read_bytes().startswith(PNG)
+    assert "cannot write" in str(CliRunner().invoke(app, [*arguments[:3], str(tmp_path)]).exception)
+
+
+def test_rewards_of_another_scale_are_not_cut_at_1():
+    axes = []
+    reports = [dataclasses.replace(REPORT, step=step, reward_mean=value) for step, value in ((1, -2.0), (2, 5.0))]
+    draw = figures.drawings(reports, [], None)["accuracy"]
+    figures.picture(lambda one: (draw(one), axes.append(one)))
+
+    low, high = axes[0].get_ylim()
+    assert low <= -2.0
+    assert high >= 5.0
+    assert axes[0].get_ylabel() == "reward"

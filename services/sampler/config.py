@@ -103,7 +103,10 @@ class SamplerConfig(Config):
     group_size: int = Field(default=8, ge=2)
     """Rollouts of one prompt."""
     groups_per_batch: int = Field(default=16, ge=1)
-    """Groups generated between two chances to swap the weights."""
+    """Groups generated at once, and with `swap = "drain"` between two chances to swap the weights."""
+    swap: Literal["drain", "in_flight"] = "drain"
+    """When new weights are taken: `drain` between two batches; `in_flight` between two tokens of a batch under way,
+    whose rollouts then span versions and keep the keys and values that they have."""
     seed: int = Field(default=0, ge=0)
     """Seed of this sampler's delays."""
     delay: DelayConfig = NoDelay()

@@ -111,16 +111,6 @@ def test_rows_stay_in_a_cache_that_is_more_than_keys_and_values():
     assert not _can_drop_rows(object())
 
 
-def test_weights_are_not_swapped_while_generating(model_dir):
-    engine = engine_of(model_dir)
-    arena = Arena(engine.layout)
-    engine.model.register_forward_pre_hook(lambda module, args: engine.load(arena, 1))
-
-    with pytest.raises(AssertionError, match="between generation batches"):
-        engine.generate(PROMPTS, seeds=[1] * 4, num_per_prompt=2)
-    assert engine.version == -1
-
-
 def test_completions_end_with_the_end_token_or_at_the_limit_and_carry_their_version(model_dir):
     engine = engine_of(model_dir)
     assert engine.version == -1

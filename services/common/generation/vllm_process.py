@@ -16,6 +16,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from services.common.errors import DependencyMissing, EngineDied
+from services.common.generation.vllm_requests import NO_VERSION
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -63,6 +64,7 @@ class VllmProcess:
         self._tokens_prompt = vllm.inputs.TokensPrompt
         self._num_requests = 0
         self._num_swaps = 0
+        self._label = NO_VERSION
         self._slots = asyncio.Semaphore(max_running)
         self._open = asyncio.Event()
         self._open.set()
@@ -144,16 +146,24 @@ class VllmProcess:
     async def _one(self, ids: Sequence[int], settings: Mapping[str, Any], is_urgent: bool) -> Any:
         from vllm.sampling_params import RequestOutputKind
 
+        parameters = self._sampling_params(**settings, output_kind=RequestOutputKind.FINAL_ONLY)
         async with contextlib.nullcontext() if is_urgent else self._slots:
-            # Submitted during a swap, it would compute with the new weights on cached prefixes of the old ones.
-            await self._open.wait()
-            self._num_requests += 1
-            parameters = self._sampling_params(**settings, output_kind=RequestOutputKind.FINAL_ONLY)
-            prompt = self._tokens_prompt(prompt_token_ids=list(ids), cache_salt=str(self._num_swaps))
-            result: Any = None
-            async for output in self._engine.generate(prompt, parameters, request_id=str(self._num_requests)):
-                result = output
-            return result
+            while True:
+                # Submitted during a swap, it would compute with the new weights on cached prefixes of the old ones.
+                await self._open.wait()
+                label = self._label
+                result = await self._answer(ids, parameters)
+                # Submitted before a swap and begun after it, it may have found the old weights' prefix.
+                if not result.num_cached_tokens or result.outputs[0].weight_versions[0].version == label:
+                    return result
+
+    async def _answer(self, ids: Sequence[int], parameters: Any) -> Any:
+        self._num_requests += 1
+        prompt = self._tokens_prompt(prompt_token_ids=list(ids), cache_salt=str(self._num_swaps))
+        result: Any = None
+        async for output in self._engine.generate(prompt, parameters, request_id=str(self._num_requests)):
+            result = output
+        return result
 
     async def _swap(self, method: str, arguments: Sequence[Any], num_tensors: int, label: str) -> None:
         self._open.clear()
@@ -171,6 +181,7 @@ class VllmProcess:
         if not self._running and not await self._engine.reset_prefix_cache():
             raise RuntimeError("requests were under way while the version changed")
         await self._engine.update_weight_version(label)
+        self._label = label
         self._open.set()
 
     async def _give_up(self) -> None:

@@ -171,4 +171,4 @@ def test_swaps_in_flight_stamp_every_token_with_the_weights_that_drew_it(subject
     ]
     after = [differences[row.spans[-1].start :] for differences, (_, row) in zip(fresh, mixed, strict=True)]
     assert max(differences.max() for differences in fresh) > 1e-3
-    assert 1e-4 < max(differences.max() for differences in after) < 1.0
+    assert max(differences.max() for differences in after) > 1e-4

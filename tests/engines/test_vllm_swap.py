@@ -1,5 +1,6 @@
 """vLLM's own reload leaves weights old on the CPU; ours does not, and the canary sees it when a swap goes wrong."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,33 @@ def test_swaps_are_seen_go_wrong_and_are_put_right(made, monkeypatch):
             engine.load(state, 5)
     assert engine.version == -1
     assert list(weights_dir.glob("*.safetensors")) == []
+
+
+def test_swap_in_flight_that_goes_wrong_drops_the_batch_at_once(made, monkeypatch):
+    engine, base, truth = made
+    state = disturbed(base, seed=6)
+    engine.load(state, 6)
+    ended = []
+
+    def batch():
+        with pytest.raises(EngineError, match=r"give up|meanwhile failed"):
+            engine.generate(PROMPTS, seeds=[1, 2, 3, 4], num_per_prompt=500)
+        ended.append(engine.version)
+
+    thread = threading.Thread(target=batch)
+    spoiled = disturbed(base, seed=7)
+    spoiled.view("model.layers.1.self_attn.o_proj.weight")[:] = base.view("model.layers.1.self_attn.o_proj.weight")
+    write = vllm.write_weights
+    with monkeypatch.context() as patched:
+        patched.setattr(vllm, "write_weights", lambda arena, path, names: write(spoiled, path, names=names))
+        thread.start()
+        while not engine._alive()._running:
+            pass
+        with pytest.raises(StaleWeights, match="version 7"):
+            engine.load(disturbed(base, seed=7), 7)
+    thread.join()
+
+    assert ended == [-1]
+    assert engine._alive()._running == set()
+    engine.load(state, 7)
+    assert truth.difference(state, generate(engine), SAMPLING) < 1e-5

@@ -12,9 +12,6 @@ Weights travel as a safetensors file in a directory that only this user can read
 from __future__ import annotations
 
 import logging
-import re
-import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,14 +19,16 @@ from typing import Any, Literal
 
 import numpy as np
 
+from services.common.adapters import attach, base_digest
 from services.common.canary import ScoredText
 from services.common.errors import ConfigError, EngineDied, EngineError
 from services.common.generation import canary
 from services.common.generation.engine import Completion
 from services.common.generation.vllm_process import VllmProcess, import_vllm
 from services.common.generation.vllm_requests import chosen, completion, logprobs_mode, seed_of, settings
-from services.common.generation.weights_file import stored_names, write_weights
-from services.common.types import Float32Array, Int32Array, LogprobMode, SamplingSemantics
+from services.common.generation.vllm_weights import WeightsOnTheWay
+from services.common.lora import ALL_WEIGHTS, LoraConfig
+from services.common.types import Digest, Float32Array, Int32Array, LogprobMode, SamplingSemantics
 from services.common.weights import tensors
 from services.common.weights.arena import Arena, Dtype, Layout
 
@@ -63,6 +62,7 @@ class VllmEngine:
         kv_cache_bytes: int = 0,
         memory_share: float = 0.9,
         canary_tolerance: float = 0.0,
+        lora: LoraConfig = ALL_WEIGHTS,
     ) -> None:
         """Load the model twice: into vLLM, and on the CPU as the reference, which keeps no weights of its own.
 
@@ -81,6 +81,7 @@ class VllmEngine:
             kv_cache_bytes: memory of keys and values; 0 leaves it to vLLM.
             memory_share: of the device's memory, for weights, keys and values.
             canary_tolerance: of the mean difference from the reference, nats; 0 is TOLERANCE.
+            lora: adapters to take instead of all weights; the base model stays, in vLLM and in the reference.
 
         Raises:
             DependencyMissing: vLLM is not installed.
@@ -90,10 +91,12 @@ class VllmEngine:
         package = import_vllm()
         mode = logprobs_mode(sampling)
         self.model, self.vocab_size = _load_on_cpu(model_dir, published_dtype)
+        self.lora = lora.settings(base_digest(self.model) if lora.is_on else Digest(""))
+        if self.lora.rank:
+            attach(self.model, self.lora)
         self._layout = tensors.layout_of(self.model, published_dtype)
         self._sampling, self._eos = sampling, eos_token_id
         self._tolerance = canary_tolerance or TOLERANCE[compute_dtype]
-        self._stored = stored_names(self._layout, _derived(self.model))
         self._reference: canary.Reference | None = None
         self._version = -1
         self._is_trusted = True
@@ -105,9 +108,9 @@ class VllmEngine:
         self.swap_bytes = 0
         self.canary_difference = 0.0
         self.max_model_len = max_model_len or int(self.model.config.max_position_embeddings)
-        weights_dir.mkdir(parents=True, exist_ok=True)
-        # mkdtemp makes it readable by this user alone.
-        self._directory = tempfile.TemporaryDirectory(prefix="weights-", dir=weights_dir)
+        self._weights = WeightsOnTheWay(
+            self.model, model_dir=model_dir, layout=self._layout, lora=self.lora, parent=weights_dir
+        )
         self._arguments: dict[str, Any] = {
             "dtype": _COMPUTE[compute_dtype],
             "tensor_parallel_size": tensor_parallel_size,
@@ -122,6 +125,7 @@ class VllmEngine:
             "skip_tokenizer_init": True,
             "disable_log_stats": True,
             "worker_extension_cls": "services.common.generation.vllm_worker.ArenaWorker",
+            **self._weights.arguments(),
         }
         self._max_running = batch_rows
         self._process: VllmProcess | None = self._start(model_dir)
@@ -163,20 +167,21 @@ class VllmEngine:
                 raise
 
     def _load(self, arena: Arena, version: int) -> None:
-        self._reference = self._reference or canary.Reference(self.model)
+        self._reference = self._reference or canary.Reference(self.model, self._layout)
         self._version = -1
         was_trusted, self._is_trusted = self._is_trusted, False
-        path = Path(self._directory.name) / "model.safetensors"
+        label = str(version)
         try:
-            self.swap_bytes = write_weights(arena, path, names=self._stored)
-            if was_trusted and self._process is not None:
-                self._swap(path, version)
-            else:
-                self._start_again(path)
-                self._alive().set_version(str(version))
+            self.swap_bytes = self._weights.write(arena)
+            is_running = was_trusted and self._process is not None
+            if not is_running:
+                self._start_again()
+                self._alive().set_version(label)
+            if is_running or self.lora.rank:
+                self._weights.swap(self._alive(), label)
             self._check(arena, version)
         finally:
-            path.unlink(missing_ok=True)
+            self._weights.clear()
         self._version = version
         self._is_trusted = True
 
@@ -240,33 +245,18 @@ class VllmEngine:
             self._process.close()
             self._process = None
         self._is_trusted = False
-        self._directory.cleanup()
-
-    def _swap(self, path: Path, version: int) -> None:
-        owners = {self._layout.spec(name).name: name for name in self._stored}
-        aliases = {
-            spec.name: owners[spec.alias_of or spec.name]
-            for spec in self._layout.specs
-            if spec.name != owners[spec.alias_of or spec.name]
-        }
-        self._alive().swap("load_arena_file", str(path), aliases, num_tensors=len(self._stored), label=str(version))
+        self._weights.close()
 
     def _start(self, model_dir: str) -> VllmProcess:
         return VllmProcess({**self._arguments, "model": model_dir}, max_running=self._max_running)
 
-    def _start_again(self, path: Path) -> None:
+    def _start_again(self) -> None:
         """A new process that loads the version as any model: nothing of the old process remains."""
         if self._process is not None:
             self._process.close()
             self._process = None
-        directory = Path(self._directory.name) / "model"
-        directory.mkdir(exist_ok=True)
-        self.model.config.save_pretrained(directory)
-        path.replace(directory / "model.safetensors")
-        try:
-            self._process = self._start(str(directory))
-        finally:
-            shutil.rmtree(directory)
+        with self._weights.whole_model() as model_dir:
+            self._process = self._start(model_dir)
 
     def _check(self, arena: Arena, version: int) -> None:
         assert self._reference is not None
@@ -299,12 +289,6 @@ class VllmEngine:
         if self._process is None:
             raise EngineDied("vLLM is not running")
         return self._process
-
-
-def _derived(model: Any) -> Callable[[str], bool]:
-    """Whether transformers ties the tensor of a name to another one; its table holds names, or patterns of names."""
-    tied = list(getattr(model, "_tied_weights_keys", None) or ())
-    return lambda name: any(re.fullmatch(pattern, name) for pattern in tied)
 
 
 def _load_on_cpu(model_dir: str, dtype: Dtype) -> tuple[Any, int]:

@@ -65,6 +65,7 @@ class VllmProcess:
         self._num_requests = 0
         self._num_swaps = 0
         self._label = NO_VERSION
+        self._adapter: Any = None
         self._slots = asyncio.Semaphore(max_running)
         self._open = asyncio.Event()
         self._open.set()
@@ -115,6 +116,18 @@ class VllmProcess:
         """
         self._wait(self._swap(method, arguments, num_tensors, label), 3 * ANSWER_S)
 
+    def swap_adapter(self, directory: str, *, label: str) -> None:
+        """Change the adapter over the base model between two tokens, as `swap` changes weights.
+
+        Args:
+            directory: with `peft`'s files.
+            label: version of the tokens from now on.
+
+        Raises:
+            EngineDied: vLLM does not take it; nothing goes on before `give_up`.
+        """
+        self._wait(self._swap_adapter(directory, label), 3 * ANSWER_S)
+
     def set_version(self, label: str) -> None:
         """Label tokens from now on; no request begins with keys and values from before."""
         self._wait(self._set_version(label), ANSWER_S)
@@ -161,19 +174,38 @@ class VllmProcess:
         self._num_requests += 1
         prompt = self._tokens_prompt(prompt_token_ids=list(ids), cache_salt=str(self._num_swaps))
         result: Any = None
-        async for output in self._engine.generate(prompt, parameters, request_id=str(self._num_requests)):
+        answers = self._engine.generate(
+            prompt, parameters, request_id=str(self._num_requests), lora_request=self._adapter
+        )
+        async for output in answers:
             result = output
         return result
 
     async def _swap(self, method: str, arguments: Sequence[Any], num_tensors: int, label: str) -> None:
-        self._open.clear()
-        # Keeps requests and their keys and values; returns when the last output of the old weights is labelled.
-        await self._engine.pause_generation(mode="keep", clear_cache=False)
+        await self._pause()
         counts = await self._engine.collective_rpc(method, timeout=ANSWER_S, args=tuple(arguments))
         if set(counts) != {num_tensors}:
             raise RuntimeError(f"the workers read {counts} tensors of {num_tensors}")
         await self._set_version(label)
         await self._engine.resume_generation()
+
+    async def _swap_adapter(self, directory: str, label: str) -> None:
+        from vllm.lora.request import LoRARequest
+
+        request = LoRARequest(lora_name="policy", lora_int_id=1, lora_path=directory)
+        await self._pause()
+        # In place, under the one number that requests under way have.
+        loaded = LoRARequest(lora_name="policy", lora_int_id=1, lora_path=directory, load_inplace=True)
+        if not await self._engine.add_lora(loaded):
+            raise RuntimeError("the adapter was not loaded")
+        self._adapter = request
+        await self._set_version(label)
+        await self._engine.resume_generation()
+
+    async def _pause(self) -> None:
+        self._open.clear()
+        # Keeps requests and their keys and values; returns when the last output of the old weights is labelled.
+        await self._engine.pause_generation(mode="keep", clear_cache=False)
 
     async def _set_version(self, label: str) -> None:
         # The salt is part of every block's key: prefixes of older weights are never found again, only evicted.

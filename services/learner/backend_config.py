@@ -37,6 +37,12 @@ class _Training(Config):
     """Threads of torch and of the weight codec on the CPU; 0 leaves torch's choice, and one for each core."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    compile: bool = False
+    """Compile the forward and backward pass at the first step, which then takes minutes for a large model; needs a C++
+    compiler on the CPU, Triton on a GPU. The numbers stay, up to rounding. Not in ZeRO stage 3."""
+    liger: bool = False
+    """Liger's fused kernels for norms, positions and gated layers: less memory and time on a GPU; refused on the CPU.
+    Needs `pip install 'heterorl[gpu]'`."""
 
 
 class TorchBackendConfig(_Training):
@@ -64,11 +70,13 @@ class DeepSpeedBackendConfig(_Training):
     """cuda gives each rank the GPU of its number."""
 
     @model_validator(mode="after")
-    def _check_offload(self) -> DeepSpeedBackendConfig:
+    def _check_stage(self) -> DeepSpeedBackendConfig:
         if self.offload_optimizer and self.stage == 0:
             raise ValueError(
                 "offload_optimizer needs stage 1, 2 or 3: stage 0 keeps the optimizer where the weights are"
             )
+        if self.compile and self.stage == 3:
+            raise ValueError("compile needs stage 0, 1 or 2: stage 3 gathers weights between the layers")
         return self
 
 

@@ -10,10 +10,10 @@
     watchdog  half the service manager's interval           time
     main      SIGTERM, SIGINT, an order to stop, the end    the operator; beat; generate after a drain
 
-Weights are swapped only between two batches, so a completion never mixes versions. Every wait ends at a signal, the
-first registration's too. Order of the stop: the batch under way ends and is spooled, then everything is cancelled; what
-the outbox holds is durable and is pushed by the next process. A drain takes no more work, empties the outbox, then
-ends. A typed error that no repetition changes ends all loops and is the process's last word.
+Weights are swapped between two batches, or with `swap = "in_flight"` during one, by generate too. Every wait ends at a
+signal, the first registration's too. Order of the stop: the batch under way ends and is spooled, then everything is
+cancelled; what the outbox holds is durable and is pushed by the next process. A drain takes no more work, empties the
+outbox, then ends. A typed error that no repetition changes ends all loops and is the process's last word.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from services.common.generation.vllm import VllmEngine
 from services.common.prompts import Prompter
 from services.common.tasks.registry import build_task
 from services.common.tasks.task import Task
-from services.common.types import NO_LORA, Contract, SamplingSemantics
+from services.common.types import Contract, SamplingSemantics
 from services.common.weights.arena import Arena
 from services.sampler.config import HfEngineConfig, SamplerConfig
 from services.sampler.flavoured_engine import FlavouredEngine
@@ -63,7 +63,7 @@ def assemble(config: SamplerConfig) -> Parts:
         vocab_size=engine.vocab_size,
         group_size=config.group_size,
         sampling=sampling,
-        lora=engine.lora if isinstance(engine, HfEngine) else NO_LORA,
+        lora=engine.lora,
     )
     flavoured = FlavouredEngine(engine, config.flavour) if config.flavour else None
     return Parts(
@@ -92,8 +92,6 @@ def _build_engine(config: SamplerConfig, sampling: SamplingSemantics, *, eos_tok
             lora=config.lora,
             is_seeded=config.seeded_sampling,
         )
-    if config.lora.is_on:
-        raise ConfigError("lora", "engine vllm takes all weights", action="remove [lora] or use engine hf")
     return VllmEngine(
         model_dir=config.model_dir,
         published_dtype=config.published_dtype,
@@ -109,4 +107,5 @@ def _build_engine(config: SamplerConfig, sampling: SamplingSemantics, *, eos_tok
         kv_cache_bytes=settings.kv_cache_bytes,
         memory_share=settings.memory_share,
         canary_tolerance=settings.canary_tolerance,
+        lora=config.lora,
     )

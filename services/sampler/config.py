@@ -112,7 +112,10 @@ class SamplerConfig(Config):
     group_size: int = Field(default=8, ge=2)
     """Rollouts of one prompt."""
     groups_per_batch: int = Field(default=16, ge=1)
-    """Groups generated between two chances to swap the weights."""
+    """Groups generated at once, and with `swap = "drain"` between two chances to swap the weights."""
+    swap: Literal["drain", "in_flight"] = "drain"
+    """When new weights are taken: `drain` between two batches; `in_flight` between two tokens of a batch under way,
+    whose rollouts then span versions and keep the keys and values that they have."""
     seed: int = Field(default=0, ge=0)
     """Seed of this sampler's delays."""
     delay: DelayConfig = NoDelay()
@@ -138,6 +141,8 @@ class SamplerConfig(Config):
     def _check_seeded(self) -> SamplerConfig:
         if self.seeded_sampling and not isinstance(self.engine, HfEngineConfig):
             raise ValueError("seeded_sampling needs engine hf: vLLM takes no noise from outside")
+        if self.seeded_sampling and self.swap == "in_flight":
+            raise ValueError('seeded_sampling needs swap = "drain": draws are named by one version of the weights')
         if self.seeded_sampling and (self.sampling.top_p < 1 or self.sampling.top_k):
             raise ValueError("seeded_sampling needs top_p = 1 and top_k = 0: truncation flips under rounding")
         return self

@@ -3,9 +3,9 @@
     generate  waits for a verified version, work, and room in the outbox; unblocked by sync, the coordinator, deliver
 
 Guarantees: without a verified version nothing is generated, nor with an engine that failed: it is given the version
-again, ever more rarely, until a swap succeeds; weights are swapped only between two batches, so that a completion never
-mixes versions; a group is in the outbox before its assignment is forgotten; whoever holds the lock `batch` never
-interrupts a batch under way.
+again, ever more rarely, until a swap succeeds; with `swap = "drain"` weights are swapped only between two batches, so
+that a completion never mixes versions, and with `in_flight` a batch whose swap failed gives no group; a group is in the
+outbox before its assignment is forgotten; whoever holds the lock `batch` never interrupts a batch under way.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Sequence
+from typing import Any
 
 from services.common import metrics
 from services.common.api import CanaryReport, CoordinatorApi
@@ -22,7 +23,8 @@ from services.common.canary import ScoredText
 from services.common.clock import Clock
 from services.common.errors import EngineError, NotRegistered, RemoteError, RunFinished, StaleWeights
 from services.common.generation.engine import Engine
-from services.common.types import WorkAssignment
+from services.common.pull import PulledVersion
+from services.common.types import Digest, WorkAssignment
 from services.sampler.config import SamplerConfig
 from services.sampler.delay import group_delay_s
 from services.sampler.outbox import Outbox
@@ -69,6 +71,7 @@ class Generation:
         self._patience = Patience(rng=rng)
         self._engine_patience = Patience(rng=rng, cap_s=ENGINE_CAP_S)
         self._ask_time = self._swap_time = clock.monotonic()
+        self._state_roots: dict[int, Digest] = {}
 
     async def generate(self) -> None:
         """Generate until the run drains."""
@@ -103,16 +106,27 @@ class Generation:
             await ticket.wait()
 
     async def _swap(self) -> None:
-        pulled = self._policy.take(self._engine.version)
-        started = self._clock.monotonic()
-        if pulled is None or started < self._swap_time:
+        pulled = self._due()
+        if pulled is None:
             return
+        async with self._batch:
+            is_loaded = await self._load(pulled)
+        if is_loaded:
+            await self._compare(pulled.version)
+
+    def _due(self) -> PulledVersion | None:
+        is_time = self._clock.monotonic() >= self._swap_time
+        return self._policy.take(self._engine.version) if is_time else None
+
+    async def _load(self, pulled: PulledVersion) -> bool:
+        started = self._clock.monotonic()
+        # Before the engine has it: a batch under way may end with it at once.
+        self._state_roots[pulled.version] = pulled.manifest.state_root
         try:
-            async with self._batch:
-                await asyncio.to_thread(self._engine.load, pulled.arena, pulled.version)
+            await asyncio.to_thread(self._engine.load, pulled.arena, pulled.version)
         except EngineError as error:
             self._note_failure(error)
-            return
+            return False
         self._engine_patience.reset()
         metrics.SWAP_SECONDS.observe(self._clock.monotonic() - started)
         metrics.POLICY_VERSION.set(pulled.version)
@@ -120,9 +134,24 @@ class Generation:
         self._session.policy_version = pulled.version
         self._session.state_root = pulled.manifest.state_root
         self._session.apply_s = self._policy.apply_s
-        await self._compare(pulled.version)
         # What was refused to the old version may be given to the new one.
         self._ask_time = self._clock.monotonic()
+        return True
+
+    async def _swap_during(self, batch: asyncio.Future[Batch]) -> None:
+        """Give the engine every version that is staged until the batch under way ends, or a swap fails."""
+        while not batch.done():
+            ticket = self._bell.ticket()
+            pulled = self._due()
+            if pulled is None:
+                ring = asyncio.ensure_future(ticket.wait())
+                waiting: list[asyncio.Future[Any]] = [batch, ring]
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                ring.cancel()
+            elif await self._load(pulled):
+                await self._compare(pulled.version)
+            else:
+                return
 
     async def _compare(self, version: int) -> None:
         """Let the coordinator compare the engine with the learner before anything is generated with the version."""
@@ -187,7 +216,9 @@ class Generation:
         try:
             batch = await self._make(work)
         except EngineError as error:
-            self._note_failure(error)
+            # A swap that failed during the batch has been noted.
+            if self._session.policy_version >= 0:
+                self._note_failure(error)
             await self._abandon(tuple(assignment.id for assignment in work))
             return
         self._bell.ring()
@@ -202,12 +233,21 @@ class Generation:
     async def _make(self, work: Sequence[WorkAssignment]) -> Batch:
         """Generate and spool; the lock covers both, so that nothing generated is lost to a stop."""
         async with self._batch:
-            batch = await asyncio.to_thread(
-                self._maker.make,
-                work,
-                state_root=self._session.state_root,
-                first_sequence=self._outbox.next_sequence,
+            self._state_roots = {self._engine.version: self._session.state_root}
+            making = asyncio.ensure_future(
+                asyncio.to_thread(
+                    self._maker.make,
+                    work,
+                    state_roots=self._state_roots,
+                    first_sequence=self._outbox.next_sequence,
+                )
             )
+            try:
+                if self._config.swap == "in_flight":
+                    await self._swap_during(making)
+            finally:
+                await asyncio.wait([making])
+            batch = making.result()
             now = self._clock.wall()
             release = [
                 now + group_delay_s(self._config.delay, seed=self._config.seed, sequence=group.id.sequence)

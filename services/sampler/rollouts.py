@@ -1,13 +1,13 @@
 """Assignments -> groups: tokenise, generate, decode, score. Blocking; called from a thread.
 
-Guarantees: a group's rollouts come from one version, stamped token by token; a verifier that fails gives no group
-and no zero reward.
+Guarantees: every token is stamped with the version that it was drawn from, a group with its oldest; a verifier that
+fails gives no group and no zero reward.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from services.common.clock import Clock
@@ -46,13 +46,21 @@ class RolloutMaker:
     is_seeded: bool = False
     """Whether the engine draws by the names of the tokens."""
 
-    def make(self, work: Sequence[WorkAssignment], *, state_root: Digest, first_sequence: int) -> Batch:
-        """Generate one group per assignment with the loaded weights."""
+    def make(self, work: Sequence[WorkAssignment], *, state_roots: Mapping[int, Digest], first_sequence: int) -> Batch:
+        """Generate one group per assignment.
+
+        Args:
+            work: what to generate.
+            state_roots: of every version loaded until the batch ends, by version; it may grow meanwhile.
+            first_sequence: of the first group's id.
+        """
         prompts = [self.task.prompt(assignment.prompt_index) for assignment in work]
         encoded = [self.prompter.encode(prompt.text) for prompt in prompts]
         started = self.clock.monotonic()
+        # Seeded draws are named by the weights, which then stay until the batch ends.
+        root = state_roots[self.engine.version]
         completions = self.engine.generate(
-            encoded, seeds=[self._seed(assignment, state_root) for assignment in work], num_per_prompt=self.group_size
+            encoded, seeds=[self._seed(assignment, root) for assignment in work], num_per_prompt=self.group_size
         )
         generation_s = self.clock.monotonic() - started
         groups: list[Group] = []
@@ -64,6 +72,7 @@ class RolloutMaker:
                 _LOG.warning("assignment %d gives no group: %s", assignment.id, error)
                 failed.append(assignment.id)
                 continue
+            oldest = min(span.version for rollout in rollouts for span in rollout.spans)
             groups.append(
                 Group(
                     id=GroupId(site=self.site, incarnation=self.incarnation, sequence=first_sequence + len(groups)),
@@ -71,8 +80,8 @@ class RolloutMaker:
                     prompt_index=assignment.prompt_index,
                     prompt_token_ids=ids,
                     rollouts=rollouts,
-                    oldest_version=min(span.version for rollout in rollouts for span in rollout.spans),
-                    state_root=state_root,
+                    oldest_version=oldest,
+                    state_root=state_roots[oldest],
                     generation_s=generation_s,
                     is_seeded=self.is_seeded,
                     trace=TRACER.begin(

@@ -1,5 +1,6 @@
 """Every engine keeps the Engine Protocol's promises: one suite, run against each that is installed."""
 
+import threading
 from importlib.util import find_spec
 from itertools import pairwise
 
@@ -129,3 +130,45 @@ def test_weights_are_free_to_change_after_a_swap(subject):
         state.chunk(index)[:] = 0
 
     assert tokens(subject.generate()) == tokens(before)
+
+
+def generated_over_swaps(subject, prompts, *, num_per_prompt):
+    """Completions of one `generate` with swaps, as many as fit in, from another thread; and the weights by version."""
+    arenas = {subject.load(subject.base): subject.base}
+    groups = []
+    batch = threading.Thread(
+        target=lambda: groups.extend(
+            subject.generate(prompts=prompts, seeds=SEEDS[: len(prompts)], num_per_prompt=num_per_prompt)
+        )
+    )
+    batch.start()
+    state = subject.base
+    while batch.is_alive() and len(arenas) < 200:
+        state = disturbed(state, seed=len(arenas), scale=0.02)
+        arenas[subject.load(state)] = state
+    batch.join()
+    return arenas, groups
+
+
+def test_swaps_in_flight_stamp_every_token_with_the_weights_that_drew_it(subject):
+    # Longer than a block of vLLM's cache: what begins after a swap must not begin with the keys and values before it.
+    prompts = [PROMPTS[0], np.arange(140, dtype=np.int32) % 16 + 2]
+
+    arenas, groups = generated_over_swaps(subject, prompts, num_per_prompt=96)
+
+    rows = [(prompt, row) for prompt, rows in zip(prompts, groups, strict=True) for row in rows]
+    mixed = [(prompt, row) for prompt, row in rows if len(row.spans) > 1]
+    assert mixed
+    assert len({span.version for _, row in rows for span in row.spans}) > 2
+    assert (
+        max(np.abs(row.logprobs - subject.truth.mixed(arenas, prompt, row, SAMPLING)).max() for prompt, row in rows)
+        < 1e-5
+    )
+    # Weights of one version throughout are another policy; keys and values of one version a slightly other one.
+    fresh = [
+        np.abs(row.logprobs - subject.truth.logprobs(arenas[row.spans[-1].version], prompt, row, SAMPLING))
+        for prompt, row in mixed
+    ]
+    after = [differences[row.spans[-1].start :] for differences, (_, row) in zip(fresh, mixed, strict=True)]
+    assert max(differences.max() for differences in fresh) > 1e-3
+    assert max(differences.max() for differences in after) > 1e-4

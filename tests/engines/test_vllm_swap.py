@@ -1,11 +1,11 @@
 """vLLM's own reload leaves weights old on the CPU; ours does not, and the canary sees it when a swap goes wrong."""
 
-from pathlib import Path
+import threading
 
 import pytest
 
 from services.common.errors import EngineDied, EngineError, StaleWeights
-from services.common.generation import vllm
+from services.common.generation import vllm_weights
 from services.common.types import VersionSpan
 from tests.support.engines import PROMPTS, Truth, disturbed, semantics, vllm_engine, write_model
 
@@ -31,7 +31,7 @@ def generate(engine):
 
 def test_swaps_are_seen_go_wrong_and_are_put_right(made, monkeypatch):
     engine, base, truth = made
-    weights_dir = Path(engine._directory.name)
+    weights_dir = engine._weights.directory
     assert weights_dir.stat().st_mode & 0o077 == 0
 
     # In place and right: the canary is far below what is allowed.
@@ -45,7 +45,7 @@ def test_swaps_are_seen_go_wrong_and_are_put_right(made, monkeypatch):
     state = disturbed(base, seed=2)
     checkpoint = weights_dir / "checkpoint"
     checkpoint.mkdir()
-    vllm.write_weights(state, checkpoint / "model.safetensors", names=engine._stored)
+    vllm_weights.write_weights(state, checkpoint / "model.safetensors", names=engine._weights.names)
     engine._alive().call("reload_weights", None, str(checkpoint))
     assert truth.difference(state, generate(engine), SAMPLING) > 1e-2
 
@@ -53,9 +53,9 @@ def test_swaps_are_seen_go_wrong_and_are_put_right(made, monkeypatch):
     state = disturbed(base, seed=3)
     spoiled = state.copy()
     spoiled.view("model.layers.1.self_attn.o_proj.weight")[:] = base.view("model.layers.1.self_attn.o_proj.weight")
-    write = vllm.write_weights
+    write = vllm_weights.write_weights
     with monkeypatch.context() as patched:
-        patched.setattr(vllm, "write_weights", lambda arena, path, names: write(spoiled, path, names=names))
+        patched.setattr(vllm_weights, "write_weights", lambda arena, path, names: write(spoiled, path, names=names))
         with pytest.raises(StaleWeights, match="version 3"):
             engine.load(state, 3)
     assert engine.version == -1
@@ -75,8 +75,38 @@ def test_swaps_are_seen_go_wrong_and_are_put_right(made, monkeypatch):
     engine.load(state, 4)
     assert truth.difference(state, generate(engine), SAMPLING) < 1e-5
     with monkeypatch.context() as patched:
-        patched.setattr(vllm, "write_weights", lambda arena, path, names: write(arena, path, names=names[:-1]))
+        patched.setattr(vllm_weights, "write_weights", lambda arena, path, names: write(arena, path, names=names[:-1]))
         with pytest.raises(EngineDied, match="no weights for"):
             engine.load(state, 5)
     assert engine.version == -1
     assert list(weights_dir.glob("*.safetensors")) == []
+
+
+def test_swap_in_flight_that_goes_wrong_drops_the_batch_at_once(made, monkeypatch):
+    engine, base, truth = made
+    state = disturbed(base, seed=6)
+    engine.load(state, 6)
+    ended = []
+
+    def batch():
+        with pytest.raises(EngineError, match=r"give up|meanwhile failed"):
+            engine.generate(PROMPTS, seeds=[1, 2, 3, 4], num_per_prompt=500)
+        ended.append(engine.version)
+
+    thread = threading.Thread(target=batch)
+    spoiled = disturbed(base, seed=7)
+    spoiled.view("model.layers.1.self_attn.o_proj.weight")[:] = base.view("model.layers.1.self_attn.o_proj.weight")
+    write = vllm_weights.write_weights
+    with monkeypatch.context() as patched:
+        patched.setattr(vllm_weights, "write_weights", lambda arena, path, names: write(spoiled, path, names=names))
+        thread.start()
+        while not engine._alive()._running:
+            pass
+        with pytest.raises(StaleWeights, match="version 7"):
+            engine.load(disturbed(base, seed=7), 7)
+    thread.join()
+
+    assert ended == [-1]
+    assert engine._alive()._running == set()
+    engine.load(state, 7)
+    assert truth.difference(state, generate(engine), SAMPLING) < 1e-5

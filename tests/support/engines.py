@@ -87,6 +87,30 @@ class Truth:
         result: Float32Array = logits.log_softmax(-1).gather(1, whole[0, prompt.size :, None])[:, 0].numpy()
         return result
 
+    def mixed(
+        self, arenas: dict[int, Arena], prompt: Int32Array, row: Completion, sampling: SamplingSemantics
+    ) -> Float32Array:
+        """The same for a completion over several versions, whose keys and values each are of the version that read them.
+
+        The last token drawn under a version is read by the next one: it is what that draws its first token from.
+        """
+        cache, result = None, []
+        with torch.no_grad():
+            for number, span in enumerate(row.spans):
+                tensors.load(arenas[span.version], self._model)
+                start = span.start - 1
+                read = [*prompt.tolist(), *row.token_ids[: span.end - 1].tolist()][
+                    prompt.size + start if number else 0 :
+                ]
+                output = self._model(input_ids=torch.tensor([read]), past_key_values=cache, use_cache=True)
+                cache = output.past_key_values
+                logits = output.logits[0, -(span.end - span.start) :]
+                if sampling.logprob_mode is LogprobMode.PROCESSED:
+                    logits = logits / sampling.temperature
+                drawn = torch.tensor(row.token_ids[span.start : span.end].astype(np.int64))
+                result.append(logits.log_softmax(-1).gather(1, drawn[:, None])[:, 0].numpy())
+        return np.concatenate(result)
+
     def difference(self, arena: Arena, groups: list[list[Completion]], sampling: SamplingSemantics) -> float:
         """Largest difference of any token of completions of PROMPTS."""
         return max(

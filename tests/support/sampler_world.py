@@ -17,9 +17,10 @@ import numpy as np
 from services.common.canary import ScoredText
 from services.common.errors import EngineError, RewardError, Unreachable
 from services.common.generation.engine import Completion
+from services.common.generation.turns import spans_of
 from services.common.prompts import Prompter
 from services.common.tasks.task import Prompt
-from services.common.types import Digest, FinishReason, Float32Array, Int32Array, RewardPart, VersionSpan
+from services.common.types import Digest, FinishReason, Float32Array, Int32Array, RewardPart
 from services.common.weights.arena import Arena, Layout
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core import Coordinator
@@ -48,6 +49,7 @@ class SilentEngine:
         self.proceed = threading.Event()
         self.proceed.set()
         self.is_held = False
+        self.begins_late = False
         self.scores = np.zeros(0, np.float32)
         self.load_failures: list[EngineError] = []
         self.batch_failures: list[EngineError] = []
@@ -69,17 +71,21 @@ class SilentEngine:
             self.version = -1
             raise self.batch_failures.pop()
         self.num_batches += 1
+        begun = self.version
         self.is_held = True
         assert self.proceed.wait(30)
         self.is_held = False
-        return [[self._completion() for _ in range(num_per_prompt)] for _ in prompts]
+        begun = self.version if self.begins_late else begun
+        if self.version < 0:
+            raise EngineError("a swap meanwhile failed")
+        return [[self._completion(begun) for _ in range(num_per_prompt)] for _ in prompts]
 
-    def _completion(self) -> Completion:
+    def _completion(self, begun: int) -> Completion:
         return Completion(
             token_ids=np.array([5, 6, 1], np.int32),
             logprobs=np.array([-0.5, -0.25, -1.0], np.float32),
             finish_reason=FinishReason.EOS,
-            spans=(VersionSpan(version=self.version, start=0, end=3),),
+            spans=spans_of([begun, self.version, self.version]),
         )
 
 

@@ -1,5 +1,6 @@
 """The reference engine: log-probs of the policy that drew, whatever else is in the batch."""
 
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,11 +11,13 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 from services.common.errors import ConfigError
 from services.common.generation.draw import draw, gumbel, truncated
 from services.common.generation.hf import HfEngine, _can_drop_rows
+from services.common.generation.turns import Turns
 from services.common.prompts import Prompter
 from services.common.types import FinishReason, LogprobMode, SamplingSemantics, VersionSpan
 from services.common.weights.arena import Arena
 from services.common.weights.tensors import store
 from services.demo.tiny_model import write_tiny_model
+from tests.support.engines import Truth, disturbed
 
 
 def semantics(**changes):
@@ -111,16 +114,6 @@ def test_rows_stay_in_a_cache_that_is_more_than_keys_and_values():
     assert not _can_drop_rows(object())
 
 
-def test_weights_are_not_swapped_while_generating(model_dir):
-    engine = engine_of(model_dir)
-    arena = Arena(engine.layout)
-    engine.model.register_forward_pre_hook(lambda module, args: engine.load(arena, 1))
-
-    with pytest.raises(AssertionError, match="between generation batches"):
-        engine.generate(PROMPTS, seeds=[1] * 4, num_per_prompt=2)
-    assert engine.version == -1
-
-
 def test_completions_end_with_the_end_token_or_at_the_limit_and_carry_their_version(model_dir):
     engine = engine_of(model_dir)
     assert engine.version == -1
@@ -213,3 +206,53 @@ def test_base_is_the_weights_of_the_model_directory_until_others_are_loaded(mode
     engine.load(base, version=0)
 
     assert engine.base() is None
+
+
+def test_swap_takes_effect_between_two_tokens_and_the_cache_stays(model_dir):
+    """Exactly: what the new weights draw from the keys and values of the old ones, as `Truth.mixed` recomputes it."""
+    engine, truth, sampling = engine_of(model_dir, max_new_tokens=24), Truth(model_dir), semantics(max_new_tokens=24)
+    arenas = {version: disturbed(engine.base(), seed=version) for version in range(3)}
+    engine.load(arenas[0], 0)
+    passes = []
+
+    def note(module, args):
+        passes.append(args)
+        if len(passes) in (4, 9):
+            # From another thread, that must wait for the pass under way.
+            version = 1 if len(passes) == 4 else 2
+            loaders.append(threading.Thread(target=engine.load, args=(arenas[version], version)))
+            loaders[-1].start()
+            while not engine._turns._next.locked():
+                pass
+
+    loaders = []
+    engine.model.register_forward_pre_hook(note)
+    groups = engine.generate(PROMPTS[:1], seeds=[1], num_per_prompt=8)
+    for loader in loaders:
+        loader.join()
+
+    rows = [row for rows in groups for row in rows]
+    assert any([span.version for span in row.spans] == [0, 1, 2] for row in rows)
+    assert all(span.end == 4 for row in rows for span in row.spans[:1] if len(row.spans) > 1)
+    for row in rows:
+        np.testing.assert_allclose(row.logprobs, truth.mixed(arenas, PROMPTS[0], row, sampling), atol=1e-5)
+
+
+def test_loop_lets_go_between_two_turns():
+    turns, order = Turns(), []
+
+    def other():
+        with turns.taken():
+            order.append("other")
+
+    with turns.taken():
+        waiting = threading.Thread(target=other)
+        waiting.start()
+        while not turns._next.locked():
+            pass
+    for _ in range(3):
+        with turns.taken():
+            order.append("loop")
+    waiting.join()
+
+    assert order == ["other", "loop", "loop", "loop"]

@@ -17,7 +17,7 @@ from torch import nn
 
 from services.common.errors import StaleWeights
 from services.common.types import Float32Array, Int32Array, LogprobMode, SamplingSemantics
-from services.common.weights.arena import Arena
+from services.common.weights.arena import Arena, Layout
 from services.common.weights.tensors import TORCH_DTYPE
 
 PROMPT_LENGTHS = (3, 9, 17)
@@ -32,14 +32,19 @@ def canary_prompts(vocab_size: int, *, max_length: int) -> list[Int32Array]:
 
 
 class Reference:
-    """A Hugging Face causal language model whose weights are taken from an arena while it computes."""
+    """A Hugging Face causal language model whose weights are taken from an arena while it computes.
 
-    def __init__(self, model: nn.Module) -> None:
+    What the arena does not have, the base model under adapters, is the model's own.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout) -> None:
         self._model: Any = model.eval()
-        for parameter in model.parameters():
-            # Its own weights are never used again: the arena's are.
-            parameter.requires_grad_(False)
-            parameter.data = parameter.data.new_empty(0)
+        for path, module in model.named_modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                parameter.requires_grad_(False)
+                if _full(path, name) in layout.by_name:
+                    # Never used again: the arena's are.
+                    parameter.data = parameter.data.new_empty(0)
 
     @torch.inference_mode()
     def logprobs(
@@ -71,8 +76,9 @@ class Reference:
     def _bound(self, arena: Arena) -> Iterator[None]:
         handles = []
         for path, module in self._model.named_modules():
-            own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-            names = [name for name, _ in own if f"{path}.{name}".lstrip(".") in arena.layout.by_name]
+            parameters = dict(module.named_parameters(recurse=False))
+            buffers = [name for name, _ in module.named_buffers(recurse=False)]
+            names = [*parameters, *(name for name in buffers if _full(path, name) in arena.layout.by_name)]
             if names:
                 widen, drop = _hooks(arena, path, names)
                 handles += [module.register_forward_pre_hook(widen), module.register_forward_hook(drop)]
@@ -83,17 +89,27 @@ class Reference:
                 handle.remove()
 
 
+def _full(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
 def _hooks(arena: Arena, path: str, names: Sequence[str]) -> tuple[Callable[..., None], Callable[..., None]]:
+    own: dict[str, torch.Tensor] = {}
+
     def widen(module: nn.Module, _: object) -> None:
         for name in names:
-            full = f"{path}.{name}".lstrip(".")
-            bits = torch.from_numpy(arena.view(full)).view(TORCH_DTYPE[arena.layout.spec(full).dtype])
-            getattr(module, name).data = bits.float()
+            tensor = getattr(module, name)
+            own[name] = tensor.data
+            full = _full(path, name)
+            if full in arena.layout.by_name:
+                bits = torch.from_numpy(arena.view(full)).view(TORCH_DTYPE[arena.layout.spec(full).dtype])
+                tensor.data = bits.float()
+            else:
+                tensor.data = tensor.data.float()
 
     def drop(module: nn.Module, *_: object) -> None:
         for name in names:
-            tensor = getattr(module, name)
-            tensor.data = tensor.data.new_empty(0)
+            getattr(module, name).data = own.pop(name)
 
     return widen, drop
 

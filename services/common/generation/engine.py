@@ -2,7 +2,9 @@
 
 Guarantees of every engine: log-probs are those of the policy that drew the token, in the semantics of the contract,
 float32, the end-of-sequence token included; the result of a prompt depends on its seed and the weights alone, not on
-what else is in the batch; nothing computed with one version (key-value cache) serves another.
+what else is in the batch; no completion begins with keys and values of another version. A completion that was under way
+when the weights were swapped goes on with the keys and values that it has: its spans say which version's logits each
+token was drawn from, and its log-probs are of those logits.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ class Completion:
 
 
 class Engine(Protocol):
-    """Weights and a sampler of tokens. Called from one thread at a time, never from the event loop."""
+    """Weights and a sampler of tokens. Never called from the event loop, and from one thread at a time but for `load`
+    and `score`, which another thread may call while `generate` runs."""
 
     @property
     def layout(self) -> Layout:
@@ -50,10 +53,10 @@ class Engine(Protocol):
         ...
 
     def load(self, arena: Arena, version: int) -> None:
-        """Swap the weights, between two calls of `generate`.
+        """Swap the weights; a `generate` under way in another thread goes on with them from its next token.
 
         Raises:
-            EngineError: nothing is generated before a `load` succeeds.
+            EngineError: nothing is generated before a `load` succeeds; a `generate` under way raises too.
         """
         ...
 
@@ -70,6 +73,6 @@ class Engine(Protocol):
         """Draw `num_per_prompt` completions of each prompt.
 
         Raises:
-            EngineError: nothing is generated before a `load` succeeds.
+            EngineError: nothing is generated before a `load` succeeds, nor returned after one that failed meanwhile.
         """
         ...

@@ -16,6 +16,7 @@ from services.common.errors import ConfigError
 from services.common.generation.draw import draw, gumbel
 from services.common.generation.engine import Completion
 from services.common.generation.seeded import gumbel_noise
+from services.common.generation.turns import Turns, spans_of
 from services.common.lora import ALL_WEIGHTS, LoraConfig
 from services.common.types import (
     Digest,
@@ -24,7 +25,6 @@ from services.common.types import (
     Int32Array,
     LogprobMode,
     SamplingSemantics,
-    VersionSpan,
 )
 from services.common.weights import tensors
 from services.common.weights.arena import Arena, Dtype, Layout
@@ -69,7 +69,7 @@ class HfEngine:
         self._eos = eos_token_id
         self._device = torch.device(device)
         self._version = -1
-        self._is_generating = False
+        self._turns = Turns()
         self._is_seeded = is_seeded
         self.name = f"hf-{__version__}"
         self.vocab_size = int(model.config.vocab_size)
@@ -94,10 +94,10 @@ class HfEngine:
         return arena
 
     def load(self, arena: Arena, version: int) -> None:
-        """Swap the weights, between two calls of `generate`."""
-        assert not self._is_generating, "weights are swapped between generation batches"
-        tensors.load(arena, self.model)
-        self._version = version
+        """Swap the weights; a `generate` in another thread goes on with them from its next token."""
+        with self._turns.taken():
+            tensors.load(arena, self.model)
+            self._version = version
 
     @torch.inference_mode()
     def score(self, texts: Sequence[ScoredText]) -> list[Float32Array]:
@@ -121,16 +121,12 @@ class HfEngine:
     ) -> list[list[Completion]]:
         """Draw completions, as many whole prompts at once as fit into `batch_rows`."""
         per_batch = max(1, self._batch_rows // num_per_prompt)
-        self._is_generating = True
-        try:
-            result: list[list[Completion]] = []
-            for start in range(0, len(prompts), per_batch):
-                part = slice(start, start + per_batch)
-                rows = self._generate_batch(prompts[part], seeds[part], num_per_prompt)
-                result += [rows[first : first + num_per_prompt] for first in range(0, len(rows), num_per_prompt)]
-            return result
-        finally:
-            self._is_generating = False
+        result: list[list[Completion]] = []
+        for start in range(0, len(prompts), per_batch):
+            part = slice(start, start + per_batch)
+            rows = self._generate_batch(prompts[part], seeds[part], num_per_prompt)
+            result += [rows[first : first + num_per_prompt] for first in range(0, len(rows), num_per_prompt)]
+        return result
 
     @torch.inference_mode()
     def _generate_batch(
@@ -143,12 +139,13 @@ class HfEngine:
         logprobs = np.zeros((num_rows, limit), np.float32)
         lengths = np.full(num_rows, limit)
         is_done = np.zeros(num_rows, bool)
+        versions = np.full(limit, -1, np.int32)
         # The rows that are still computed; those that ended leave when they are half of them.
         rows = np.arange(num_rows)
         position = attention.cumsum(1).clamp(min=1) - 1
         cache: Any = None
         for column in range(limit):
-            output = self.model(
+            output, versions[column] = self._step(
                 input_ids=input_ids,
                 attention_mask=attention,
                 position_ids=position,
@@ -178,15 +175,22 @@ class HfEngine:
                 cache.batch_select_indices(keep)
                 input_ids, attention, position = input_ids[keep], attention[keep], position[keep]
                 rows = rows[running]
-        return [self._completion(tokens[row, :end], logprobs[row, :end]) for row, end in enumerate(lengths)]
+        return [
+            self._completion(tokens[row, :end], logprobs[row, :end], versions[:end]) for row, end in enumerate(lengths)
+        ]
 
-    def _completion(self, tokens: Int32Array, logprobs: Any) -> Completion:
+    def _step(self, **inputs: Any) -> tuple[Any, int]:
+        """One pass with one version: its output and the version."""
+        with self._turns.taken():
+            return self.model(**inputs), self._version
+
+    def _completion(self, tokens: Int32Array, logprobs: Any, versions: Int32Array) -> Completion:
         is_ended = bool(tokens[-1] == self._eos)
         return Completion(
             token_ids=tokens.copy(),
             logprobs=logprobs.copy(),
             finish_reason=FinishReason.EOS if is_ended else FinishReason.LENGTH,
-            spans=(VersionSpan(version=self._version, start=0, end=len(tokens)),),
+            spans=spans_of(versions.tolist()),
         )
 
 

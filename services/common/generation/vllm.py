@@ -1,32 +1,34 @@
 """vLLM behind the Engine Protocol: a process of its own that keeps running while its weights are swapped in place.
 
-    load   weights file -> every worker's `load_arena_file` -> cache reset, version label -> canary beside the reference
+    load   weights file -> pause -> every worker's `load_arena_file` -> version label, new salt of the prefix cache
+           -> resume -> canary beside the reference
 
 Guarantees: without a canary that agrees with the float32 reference nothing is generated: `version` is -1 and `generate`
-refuses; the next `load` after a failure starts a new process from a whole model directory; no key or value outlives its
-version. Weights travel as a safetensors file in a directory that only this user can read.
+refuses, or drops what was under way; the next `load` after a failure starts a new process from a whole model directory;
+no request begins with keys and values of another version, and what is under way during a swap goes on with its own.
+Weights travel as a safetensors file in a directory that only this user can read.
 """
 
 from __future__ import annotations
 
 import logging
-import re
-import shutil
-import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from services.common.adapters import attach, base_digest
 from services.common.canary import ScoredText
 from services.common.errors import ConfigError, EngineDied, EngineError
 from services.common.generation import canary
 from services.common.generation.engine import Completion
 from services.common.generation.vllm_process import VllmProcess, import_vllm
 from services.common.generation.vllm_requests import chosen, completion, logprobs_mode, seed_of, settings
-from services.common.generation.weights_file import stored_names, write_weights
-from services.common.types import Float32Array, Int32Array, LogprobMode, SamplingSemantics
+from services.common.generation.vllm_weights import WeightsOnTheWay
+from services.common.lora import ALL_WEIGHTS, LoraConfig
+from services.common.types import Digest, Float32Array, Int32Array, LogprobMode, SamplingSemantics
 from services.common.weights import tensors
 from services.common.weights.arena import Arena, Dtype, Layout
 
@@ -35,6 +37,9 @@ ComputeDtype = Literal["fp32", "bf16", "fp16"]
 _COMPUTE: dict[ComputeDtype, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 TOLERANCE: dict[ComputeDtype, float] = {"fp32": 1e-4, "fp16": 0.02, "bf16": 0.1}
 """Mean difference from the reference that rounding explains, nats."""
+
+NUM_URGENT = 8
+"""Requests of a canary that run beside a whole batch."""
 
 
 class VllmEngine:
@@ -57,6 +62,7 @@ class VllmEngine:
         kv_cache_bytes: int = 0,
         memory_share: float = 0.9,
         canary_tolerance: float = 0.0,
+        lora: LoraConfig = ALL_WEIGHTS,
     ) -> None:
         """Load the model twice: into vLLM, and on the CPU as the reference, which keeps no weights of its own.
 
@@ -75,6 +81,7 @@ class VllmEngine:
             kv_cache_bytes: memory of keys and values; 0 leaves it to vLLM.
             memory_share: of the device's memory, for weights, keys and values.
             canary_tolerance: of the mean difference from the reference, nats; 0 is TOLERANCE.
+            lora: adapters to take instead of all weights; the base model stays, in vLLM and in the reference.
 
         Raises:
             DependencyMissing: vLLM is not installed.
@@ -84,28 +91,33 @@ class VllmEngine:
         package = import_vllm()
         mode = logprobs_mode(sampling)
         self.model, self.vocab_size = _load_on_cpu(model_dir, published_dtype)
+        self.lora = lora.settings(base_digest(self.model) if lora.is_on else Digest(""))
+        if self.lora.rank:
+            attach(self.model, self.lora)
         self._layout = tensors.layout_of(self.model, published_dtype)
         self._sampling, self._eos = sampling, eos_token_id
         self._tolerance = canary_tolerance or TOLERANCE[compute_dtype]
-        self._stored = stored_names(self._layout, _derived(self.model))
         self._reference: canary.Reference | None = None
         self._version = -1
         self._is_trusted = True
+        self._num_failures = 0
+        # Held by a whole `load`; `generate` takes it to begin and to end.
+        self._loading = threading.Lock()
         self.name = f"vllm-{package.__version__}"
         self.dtype: str = compute_dtype
         self.swap_bytes = 0
         self.canary_difference = 0.0
         self.max_model_len = max_model_len or int(self.model.config.max_position_embeddings)
-        weights_dir.mkdir(parents=True, exist_ok=True)
-        # mkdtemp makes it readable by this user alone.
-        self._directory = tempfile.TemporaryDirectory(prefix="weights-", dir=weights_dir)
+        self._weights = WeightsOnTheWay(
+            self.model, model_dir=model_dir, layout=self._layout, lora=self.lora, parent=weights_dir
+        )
         self._arguments: dict[str, Any] = {
             "dtype": _COMPUTE[compute_dtype],
             "tensor_parallel_size": tensor_parallel_size,
             "enforce_eager": enforce_eager,
             "enable_prefix_caching": has_prefix_cache,
             "max_model_len": self.max_model_len,
-            "max_num_seqs": batch_rows,
+            "max_num_seqs": batch_rows + NUM_URGENT,
             "kv_cache_memory_bytes": kv_cache_bytes or None,
             "gpu_memory_utilization": memory_share,
             "logprobs_mode": mode,
@@ -113,8 +125,10 @@ class VllmEngine:
             "skip_tokenizer_init": True,
             "disable_log_stats": True,
             "worker_extension_cls": "services.common.generation.vllm_worker.ArenaWorker",
+            **self._weights.arguments(),
         }
-        self._process: VllmProcess | None = VllmProcess({**self._arguments, "model": model_dir})
+        self._max_running = batch_rows
+        self._process: VllmProcess | None = self._start(model_dir)
 
     @property
     def layout(self) -> Layout:
@@ -135,26 +149,39 @@ class VllmEngine:
         return arena
 
     def load(self, arena: Arena, version: int) -> None:
-        """Swap the weights, between two calls of `generate`.
+        """Swap the weights; a `generate` under way in another thread goes on with them from its next token.
+
+        What is under way is returned by `generate` only when the canary agrees.
 
         Raises:
             StaleWeights: the engine computes something else than the weights say.
             EngineDied: its process does not do what it is asked.
         """
-        self._reference = self._reference or canary.Reference(self.model)
+        with self._loading:
+            try:
+                self._load(arena, version)
+            except BaseException:
+                self._num_failures += 1
+                if self._process is not None:
+                    self._process.give_up()
+                raise
+
+    def _load(self, arena: Arena, version: int) -> None:
+        self._reference = self._reference or canary.Reference(self.model, self._layout)
         self._version = -1
         was_trusted, self._is_trusted = self._is_trusted, False
-        path = Path(self._directory.name) / "model.safetensors"
+        label = str(version)
         try:
-            self.swap_bytes = write_weights(arena, path, names=self._stored)
-            if was_trusted and self._process is not None:
-                self._swap(path)
-            else:
-                self._start_again(path)
-            self._alive().set_version(str(version))
+            self.swap_bytes = self._weights.write(arena)
+            is_running = was_trusted and self._process is not None
+            if not is_running:
+                self._start_again()
+                self._alive().set_version(label)
+            if is_running or self.lora.rank:
+                self._weights.swap(self._alive(), label)
             self._check(arena, version)
         finally:
-            path.unlink(missing_ok=True)
+            self._weights.clear()
         self._version = version
         self._is_trusted = True
 
@@ -165,10 +192,12 @@ class VllmEngine:
 
         Raises:
             ConfigError: a prompt leaves no room for a completion.
-            EngineError: no trusted version is loaded, or the process ended.
+            EngineError: no trusted version is loaded, the process ended, or a swap meanwhile failed.
         """
-        if not self._is_trusted:
-            raise EngineError("the engine generates nothing: its weights are not those of a version")
+        with self._loading:
+            num_failures = self._num_failures
+            if not self._is_trusted:
+                raise EngineError("the engine generates nothing: its weights are not those of a version")
         limit = self._sampling.max_new_tokens
         longest = max((prompt.size for prompt in prompts), default=0)
         if longest + limit > self.max_model_len:
@@ -184,6 +213,10 @@ class VllmEngine:
             for member in range(num_per_prompt)
         ]
         outputs = self._asked(lambda process: process.generate(requests))
+        with self._loading:
+            # Only now the canary of a swap under way has agreed.
+            if self._num_failures != num_failures:
+                raise EngineError("what was generated is dropped: a swap meanwhile failed")
         rows = [completion(output.outputs[0], eos_token_id=self._eos) for output in outputs]
         return [rows[first : first + num_per_prompt] for first in range(0, len(rows), num_per_prompt)]
 
@@ -198,7 +231,9 @@ class VllmEngine:
             return []
         forced = settings(self._sampling, seed=0, max_tokens=1, prompt_logprobs=0)
         sequences = [np.concatenate([text.prompt, text.completion]) for text in texts]
-        outputs = self._asked(lambda process: process.generate([(ids.tolist(), forced) for ids in sequences]))
+        outputs = self._asked(
+            lambda process: process.generate([(ids.tolist(), forced) for ids in sequences], is_urgent=True)
+        )
         return [
             chosen(text.completion, output.prompt_logprobs[text.prompt.size :])
             for text, output in zip(texts, outputs, strict=True)
@@ -210,39 +245,25 @@ class VllmEngine:
             self._process.close()
             self._process = None
         self._is_trusted = False
-        self._directory.cleanup()
+        self._weights.close()
 
-    def _swap(self, path: Path) -> None:
-        owners = {self._layout.spec(name).name: name for name in self._stored}
-        aliases = {
-            spec.name: owners[spec.alias_of or spec.name]
-            for spec in self._layout.specs
-            if spec.name != owners[spec.alias_of or spec.name]
-        }
-        counts = self._alive().call("load_arena_file", str(path), aliases)
-        if set(counts) != {len(self._stored)}:
-            raise EngineDied(f"the workers read {counts} tensors of {len(self._stored)}")
+    def _start(self, model_dir: str) -> VllmProcess:
+        return VllmProcess({**self._arguments, "model": model_dir}, max_running=self._max_running)
 
-    def _start_again(self, path: Path) -> None:
+    def _start_again(self) -> None:
         """A new process that loads the version as any model: nothing of the old process remains."""
         if self._process is not None:
             self._process.close()
             self._process = None
-        directory = Path(self._directory.name) / "model"
-        directory.mkdir(exist_ok=True)
-        self.model.config.save_pretrained(directory)
-        path.replace(directory / "model.safetensors")
-        try:
-            self._process = VllmProcess({**self._arguments, "model": str(directory)})
-        finally:
-            shutil.rmtree(directory)
+        with self._weights.whole_model() as model_dir:
+            self._process = self._start(model_dir)
 
     def _check(self, arena: Arena, version: int) -> None:
         assert self._reference is not None
         room = self.max_model_len - canary.NUM_NEW_TOKENS
         prompts = canary.canary_prompts(self.vocab_size, max_length=room)
         forced = settings(self._sampling, seed=canary.SEED, max_tokens=canary.NUM_NEW_TOKENS, prompt_logprobs=0)
-        outputs = self._alive().generate([(prompt.tolist(), forced) for prompt in prompts])
+        outputs = self._alive().generate([(prompt.tolist(), forced) for prompt in prompts], is_urgent=True)
         drawn = [output.outputs[0] for output in outputs]
         sequences = [
             np.concatenate([prompt, np.array(one.token_ids, np.int32)])
@@ -268,12 +289,6 @@ class VllmEngine:
         if self._process is None:
             raise EngineDied("vLLM is not running")
         return self._process
-
-
-def _derived(model: Any) -> Callable[[str], bool]:
-    """Whether transformers ties the tensor of a name to another one; its table holds names, or patterns of names."""
-    tied = list(getattr(model, "_tied_weights_keys", None) or ())
-    return lambda name: any(re.fullmatch(pattern, name) for pattern in tied)
 
 
 def _load_on_cpu(model_dir: str, dtype: Dtype) -> tuple[Any, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import os
 import threading
@@ -15,6 +16,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from services.common.errors import DependencyMissing, EngineDied
+from services.common.generation.vllm_requests import NO_VERSION
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -43,11 +45,12 @@ def import_vllm() -> Any:
 class VllmProcess:
     """One running engine; a fresh one is made to start again."""
 
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, arguments: Mapping[str, Any], *, max_running: int) -> None:
         """Start the engine's process and load its model.
 
         Args:
-            arguments: of vLLM's AsyncEngineArgs.
+            arguments: of vLLM's AsyncEngineArgs; `max_num_seqs` above `max_running` is room for urgent requests.
+            max_running: requests handed to vLLM at once; what waits for its turn here belongs to no version yet.
 
         Raises:
             DependencyMissing: vLLM is not installed.
@@ -60,6 +63,13 @@ class VllmProcess:
         self._sampling_params = vllm.SamplingParams
         self._tokens_prompt = vllm.inputs.TokensPrompt
         self._num_requests = 0
+        self._num_swaps = 0
+        self._label = NO_VERSION
+        self._adapter: Any = None
+        self._slots = asyncio.Semaphore(max_running)
+        self._open = asyncio.Event()
+        self._open.set()
+        self._running: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
         self._thread.start()
@@ -70,13 +80,19 @@ class VllmProcess:
             self._end_loop()
             raise
 
-    def generate(self, requests: Sequence[tuple[Sequence[int], Mapping[str, Any]]]) -> list[Any]:
+    def generate(
+        self, requests: Sequence[tuple[Sequence[int], Mapping[str, Any]]], *, is_urgent: bool = False
+    ) -> list[Any]:
         """vLLM's RequestOutput of every (prompt token ids, sampling parameters).
 
+        Args:
+            requests: what to generate.
+            is_urgent: go beside what is under way, without waiting for room.
+
         Raises:
-            EngineDied: the process ended or refused a request.
+            EngineDied: the process ended, refused a request, or the requests were given up.
         """
-        return self._wait(self._generate(requests), None)
+        return self._wait(self._generate(requests, is_urgent), None)
 
     def call(self, method: str, *arguments: str | int | Mapping[str, str] | None) -> list[Any]:
         """Call a method of the worker extension in every worker; returns what each answered.
@@ -86,38 +102,125 @@ class VllmProcess:
         """
         return self._wait(self._engine.collective_rpc(method, timeout=ANSWER_S, args=arguments), 2 * ANSWER_S)
 
+    def swap(self, method: str, *arguments: str | Mapping[str, str], num_tensors: int, label: str) -> None:
+        """Change the weights between two tokens: requests under way are kept, and go on with the new ones.
+
+        Args:
+            method: of the worker extension, which answers the number of tensors that it read.
+            arguments: its arguments.
+            num_tensors: what every worker must answer.
+            label: version of the tokens from now on.
+
+        Raises:
+            EngineDied: a worker failed or read something else; nothing goes on before `give_up`.
+        """
+        self._wait(self._swap(method, arguments, num_tensors, label), 3 * ANSWER_S)
+
+    def swap_adapter(self, directory: str, *, label: str) -> None:
+        """Change the adapter over the base model between two tokens, as `swap` changes weights.
+
+        Args:
+            directory: with `peft`'s files.
+            label: version of the tokens from now on.
+
+        Raises:
+            EngineDied: vLLM does not take it; nothing goes on before `give_up`.
+        """
+        self._wait(self._swap_adapter(directory, label), 3 * ANSWER_S)
+
     def set_version(self, label: str) -> None:
-        """Label tokens from now on, and forget every key and value computed before."""
+        """Label tokens from now on; no request begins with keys and values from before."""
         self._wait(self._set_version(label), ANSWER_S)
+
+    def give_up(self) -> None:
+        """End all requests under way: `generate` raises EngineDied."""
+        self._wait(self._give_up(), ANSWER_S)
 
     def close(self) -> None:
         """End the process."""
         try:
+            # Before the process is gone: nobody would wake who waits for its answer.
+            self.give_up()
             self._wait(_shutdown(self._engine), ANSWER_S)
         except EngineDied as error:
             _LOG.info("the engine was gone already: %s", error)
         self._end_loop()
 
-    async def _generate(self, requests: Sequence[tuple[Sequence[int], Mapping[str, Any]]]) -> list[Any]:
+    async def _generate(
+        self, requests: Sequence[tuple[Sequence[int], Mapping[str, Any]]], is_urgent: bool
+    ) -> list[Any]:
         async with asyncio.TaskGroup() as tasks:
-            waiting = [tasks.create_task(self._one(ids, settings)) for ids, settings in requests]
+            waiting = [tasks.create_task(self._one(ids, settings, is_urgent)) for ids, settings in requests]
+            self._running.update(waiting)
+            for task in waiting:
+                task.add_done_callback(self._running.discard)
         return [task.result() for task in waiting]
 
-    async def _one(self, ids: Sequence[int], settings: Mapping[str, Any]) -> Any:
+    async def _one(self, ids: Sequence[int], settings: Mapping[str, Any], is_urgent: bool) -> Any:
         from vllm.sampling_params import RequestOutputKind
 
-        self._num_requests += 1
         parameters = self._sampling_params(**settings, output_kind=RequestOutputKind.FINAL_ONLY)
-        prompt = self._tokens_prompt(prompt_token_ids=list(ids))
+        async with contextlib.nullcontext() if is_urgent else self._slots:
+            while True:
+                # Submitted during a swap, it would compute with the new weights on cached prefixes of the old ones.
+                await self._open.wait()
+                label = self._label
+                result = await self._answer(ids, parameters)
+                # Submitted before a swap and begun after it, it may have found the old weights' prefix.
+                if not result.num_cached_tokens or result.outputs[0].weight_versions[0].version == label:
+                    return result
+
+    async def _answer(self, ids: Sequence[int], parameters: Any) -> Any:
+        self._num_requests += 1
+        prompt = self._tokens_prompt(prompt_token_ids=list(ids), cache_salt=str(self._num_swaps))
         result: Any = None
-        async for output in self._engine.generate(prompt, parameters, request_id=str(self._num_requests)):
+        answers = self._engine.generate(
+            prompt, parameters, request_id=str(self._num_requests), lora_request=self._adapter
+        )
+        async for output in answers:
             result = output
         return result
 
+    async def _swap(self, method: str, arguments: Sequence[Any], num_tensors: int, label: str) -> None:
+        await self._pause()
+        counts = await self._engine.collective_rpc(method, timeout=ANSWER_S, args=tuple(arguments))
+        if set(counts) != {num_tensors}:
+            raise RuntimeError(f"the workers read {counts} tensors of {num_tensors}")
+        await self._set_version(label)
+        await self._engine.resume_generation()
+
+    async def _swap_adapter(self, directory: str, label: str) -> None:
+        from vllm.lora.request import LoRARequest
+
+        request = LoRARequest(lora_name="policy", lora_int_id=1, lora_path=directory)
+        await self._pause()
+        # In place, under the one number that requests under way have.
+        loaded = LoRARequest(lora_name="policy", lora_int_id=1, lora_path=directory, load_inplace=True)
+        if not await self._engine.add_lora(loaded):
+            raise RuntimeError("the adapter was not loaded")
+        self._adapter = request
+        await self._set_version(label)
+        await self._engine.resume_generation()
+
+    async def _pause(self) -> None:
+        self._open.clear()
+        # Keeps requests and their keys and values; returns when the last output of the old weights is labelled.
+        await self._engine.pause_generation(mode="keep", clear_cache=False)
+
     async def _set_version(self, label: str) -> None:
-        if not await self._engine.reset_prefix_cache():
+        # The salt is part of every block's key: prefixes of older weights are never found again, only evicted.
+        self._num_swaps += 1
+        if not self._running and not await self._engine.reset_prefix_cache():
             raise RuntimeError("requests were under way while the version changed")
         await self._engine.update_weight_version(label)
+        self._label = label
+        self._open.set()
+
+    async def _give_up(self) -> None:
+        tasks = list(self._running)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _wait(self, work: Coroutine[Any, Any, _T], timeout_s: float | None) -> _T:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -126,6 +229,8 @@ class VllmProcess:
         except concurrent.futures.TimeoutError as error:
             future.cancel()
             raise EngineDied(f"vLLM gave no answer in {timeout_s:.0f} s") from error
+        except concurrent.futures.CancelledError as error:
+            raise EngineDied("vLLM was told to give up what it was generating") from error
         except Exception as error:
             cause = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
             raise EngineDied(f"vLLM: {type(cause).__name__}: {cause}") from error

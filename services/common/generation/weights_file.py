@@ -18,13 +18,16 @@ _NAMES: dict[Dtype, str] = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "fp8_e
                             "int8": "I8"}  # fmt: skip
 
 
-def write_weights(arena: Arena, path: Path, *, names: Sequence[str]) -> int:
+def write_weights(
+    arena: Arena, path: Path, *, names: Sequence[str], rename: Callable[[str], str] = lambda name: name
+) -> int:
     """Write tensors; only this user may read the file, which appears complete or not at all.
 
     Args:
         arena: the weights.
         path: the file, replaced if it is there.
         names: the tensors; of tied ones the name to store them under (`stored_names`).
+        rename: from a tensor's name to that in the file.
 
     Returns:
         Size of the file, bytes.
@@ -34,7 +37,7 @@ def write_weights(arena: Arena, path: Path, *, names: Sequence[str]) -> int:
     for name in names:
         spec = arena.layout.spec(name)
         start, end = end, end + spec.num_elements * WIDTH[spec.dtype]
-        header[name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, end]}
+        header[rename(name)] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     temporary = path.with_name(f"{path.name}.writing")

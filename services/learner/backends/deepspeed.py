@@ -31,6 +31,7 @@ from services.learner.backends.zero_engine import build_engine
 from services.learner.backends.zero_step import Passes
 from services.learner.batch import build_batch
 from services.learner.extras import join, step_extras, step_size_factor
+from services.learner.kernels import apply_liger, compile_forward
 from services.learner.logprobs import logit_temperature
 from services.learner.loss_config import LossConfig
 from services.learner.loss_registry import caveats, rule_of
@@ -71,6 +72,8 @@ class DeepSpeedBackend:
                 logger.warning("%s", note)
         model = load_model(model_dir, gradient_checkpointing=config.gradient_checkpointing)
         check_forward(model, batching=config.batching)
+        # After the check, which is on the CPU.
+        apply_liger(model, config)
         self._layout = tensors.layout_of(model, config.published_dtype)
         # Floating-point buffers are published too and never trained.
         self._buffers = {
@@ -86,6 +89,7 @@ class DeepSpeedBackend:
         self._clock = clock or SystemClock()
         built = build_engine(model, config, temperature=logit_temperature(sampling), ranks=ranks)
         self._engine, self._state = built.engine, built.state
+        compile_forward(model, config)
         self._passes = Passes(
             engine=built.engine,
             device=built.device,

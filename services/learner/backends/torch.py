@@ -24,6 +24,7 @@ from services.learner.backend_config import TorchBackendConfig
 from services.learner.backends.state import read_state, write_state
 from services.learner.batch import build_batch
 from services.learner.extras import join, step_extras, step_size_factor
+from services.learner.kernels import apply_liger, compile_forward
 from services.learner.logprobs import logit_temperature
 from services.learner.loss_config import LossConfig
 from services.learner.loss_registry import caveats, rule_of
@@ -61,7 +62,9 @@ class TorchBackend:
             self._model = model.to(config.device)
         except (RuntimeError, AssertionError) as error:
             raise ConfigError("backend.device", f"cannot use {config.device}: {error}") from error
+        apply_liger(self._model, config)
         check_forward(self._model, batching=config.batching)
+        compile_forward(self._model, config)
         self._config = config
         self._loss = loss
         self._rule = rule_of(loss)

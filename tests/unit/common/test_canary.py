@@ -1,16 +1,20 @@
 """The reference beside which an engine is judged, and the file in which its weights travel."""
 
+import copy
+
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM
 
+from services.common.adapters import attach
 from services.common.errors import ConfigError, StaleWeights
 from services.common.generation import canary
 from services.common.generation.vllm_requests import logprobs_mode, seed_of
 from services.common.generation.weights_file import stored_names, write_weights
-from services.common.types import LogprobMode
+from services.common.lora import LoraConfig
+from services.common.types import Digest, LogprobMode
 from services.common.weights import tensors
 from services.common.weights.arena import Arena, Layout, TensorSpec
 from tests.support.engines import semantics
@@ -33,7 +37,8 @@ def test_reference_is_the_float32_forward_of_the_arena(family, dtype, tmp_path):
     tensors.load(arena, expected_model)
     # As an engine loads it: weights rounded, the positions' frequencies not.
     tiny_model(seed=3, family=family).save_pretrained(tmp_path)
-    reference = canary.Reference(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=tensors.TORCH_DTYPE[dtype]))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=tensors.TORCH_DTYPE[dtype])
+    reference = canary.Reference(model, arena.layout)
 
     sampling = semantics(temperature=0.5)
     twice = [reference.logprobs(arena, SEQUENCES, [4, 1], sampling) for _ in range(2)]
@@ -51,17 +56,41 @@ def test_reference_is_the_float32_forward_of_the_arena(family, dtype, tmp_path):
 def test_reference_holds_no_weights_between_calls():
     model = tiny_model(seed=1)
     arena = stored(model)
-    reference = canary.Reference(model)
+    reference = canary.Reference(model, arena.layout)
 
     reference.logprobs(arena, SEQUENCES, [1, 1], semantics())
 
     assert sum(parameter.numel() for parameter in model.parameters()) == 0
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_reference_under_adapters_keeps_the_base_model_and_computes_in_float32(dtype, tmp_path):
+    lora = LoraConfig(rank=2, alpha=4.0).settings(Digest(""))
+    tiny_model(seed=1).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=tensors.TORCH_DTYPE[dtype])
+    attach(model, lora)
+    arena = stored(model, dtype)
+    for spec in arena.layout.specs:
+        values = torch.from_numpy(arena.view(spec.name)).view(tensors.TORCH_DTYPE[dtype])
+        values.copy_(torch.randn(values.shape, generator=torch.Generator().manual_seed(len(spec.name))) * 0.3)
+    expected_model = copy.deepcopy(model).float()
+    tensors.load(arena, expected_model)
+    reference = canary.Reference(model, arena.layout)
+
+    values = [reference.logprobs(arena, SEQUENCES[:1], [1], semantics())[0] for _ in range(2)]
+
+    ids = torch.tensor(SEQUENCES[0][None].astype(np.int64))
+    with torch.no_grad():
+        expected = expected_model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    np.testing.assert_allclose(values[0], expected.numpy(), atol=1e-5)
+    np.testing.assert_array_equal(*values)
+    assert sum(parameter.numel() for name, parameter in model.named_parameters() if "lora" in name) == 0
+
+
 def test_check_refuses_one_old_tensor_and_what_is_not_a_number():
     model = tiny_model(seed=1)
     old, new = stored(model), stored(tiny_model(seed=2))
-    reference = canary.Reference(model)
+    reference = canary.Reference(model, old.layout)
     truth = reference.logprobs(new, SEQUENCES, [1, 1], semantics())
     spoiled = new.copy()
     spoiled.view("model.layers.1.mlp.down_proj.weight")[:] = old.view("model.layers.1.mlp.down_proj.weight")

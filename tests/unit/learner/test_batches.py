@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from services.common.errors import ConfigError
 from services.common.types import VersionSpan
 from services.learner.batch import TrainingSequence, build_batch
-from services.learner.loss_config import BnpoConfig, DapoConfig, DecoupledPpoConfig, GepoConfig, GspoConfig
+from services.learner.loss_config import BnpoConfig, DapoConfig, DecoupledPpoConfig, GepoConfig, GrpoConfig, GspoConfig
 from services.learner.micro_batch import collate, split
 from tests.support.training import group, random_groups, rollout
 
@@ -182,3 +182,22 @@ def test_staleness_of_a_token_is_that_of_its_own_version():
 
     assert [sequence.staleness.tolist() for sequence in batch.sequences] == [[7, 2, 2], [0]]
     assert collate(batch.sequences, batching="padded").staleness_BT.tolist() == [[7, 2, 2], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("loss", [GepoConfig(), GspoConfig(), GrpoConfig(), DecoupledPpoConfig()])
+def test_rollout_over_versions_is_weighed_by_its_recorded_log_probs(loss):
+    """The policy that sampled is what its log-probs say, token by token, whatever versions they are of."""
+    spans = (VersionSpan(version=3, start=0, end=1), VersionSpan(version=8, start=1, end=3))
+    members = [rollout([5, 6, 7], [-0.5, -2.0, -1.0], 1.0), rollout([5, 1], [-1.5, -0.1], 0.0)]
+    mixed = [dataclasses.replace(members[0], spans=spans), members[1]]
+
+    plain = build_batch([group(members)], loss=loss, head_version=10).sequences
+    spanning = build_batch([group(mixed)], loss=loss, head_version=10).sequences
+
+    assert [sequence.sampler_logprobs.tolist() for sequence in spanning] == [
+        [-0.5, -2.0, -1.0],
+        pytest.approx([-1.5, -0.1]),
+    ]
+    assert [sequence.log_denominator for sequence in spanning] == [sequence.log_denominator for sequence in plain]
+    assert [sequence.advantage for sequence in spanning] == [sequence.advantage for sequence in plain]
+    assert all(sequence.staleness is None for sequence in spanning)

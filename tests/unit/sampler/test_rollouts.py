@@ -80,7 +80,7 @@ def work(*indices):
 def test_each_assignment_gives_one_group_that_says_where_it_comes_from(parts):
     maker = maker_of(parts)
 
-    batch = maker.make(work(3, 7), state_root=ROOT, first_sequence=41)
+    batch = maker.make(work(3, 7), state_roots={5: ROOT}, first_sequence=41)
 
     assert batch.failed == ()
     assert [group.id for group in batch.groups] == [
@@ -96,7 +96,7 @@ def test_each_assignment_gives_one_group_that_says_where_it_comes_from(parts):
 def test_scored_text_is_the_completion_without_its_end_and_the_reward_is_the_sum_of_its_parts(parts):
     maker = maker_of(parts)
 
-    batch = maker.make(work(*range(8)), state_root=ROOT, first_sequence=1)
+    batch = maker.make(work(*range(8)), state_roots={5: ROOT}, first_sequence=1)
 
     rows = [(group.prompt_index, row) for group in batch.groups for row in group.rollouts]
     assert {row.finish_reason for _, row in rows} == {FinishReason.EOS, FinishReason.LENGTH}
@@ -111,15 +111,15 @@ def test_scored_text_is_the_completion_without_its_end_and_the_reward_is_the_sum
 
 def test_broken_verifier_gives_no_group_and_leaves_no_hole_in_the_sequences(parts):
     # T13: a reward error is not a zero reward.
-    batch = maker_of(parts).make(work(3, BROKEN, 7), state_root=ROOT, first_sequence=9)
+    batch = maker_of(parts).make(work(3, BROKEN, 7), state_roots={5: ROOT}, first_sequence=9)
 
     assert batch.failed == (100 + BROKEN,)
     assert [(group.id.sequence, group.prompt_index) for group in batch.groups] == [(9, 3), (10, 7)]
 
 
 def test_group_is_the_same_whatever_shares_its_batch(parts):
-    alone = maker_of(parts).make(work(7), state_root=ROOT, first_sequence=1).groups[0]
-    among = maker_of(parts).make(work(1, 2, 7, 4), state_root=ROOT, first_sequence=1).groups[2]
+    alone = maker_of(parts).make(work(7), state_roots={5: ROOT}, first_sequence=1).groups[0]
+    among = maker_of(parts).make(work(1, 2, 7, 4), state_roots={5: ROOT}, first_sequence=1).groups[2]
 
     for left, right in zip(alone.rollouts, among.rollouts, strict=True):
         assert left.token_ids.tolist() == right.token_ids.tolist()

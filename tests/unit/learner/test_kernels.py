@@ -1,0 +1,67 @@
+"""Compiled passes take the same steps; Liger's kernels are refused where they cannot run."""
+
+import importlib.util
+import shutil
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from services.common.errors import ConfigError, DependencyMissing
+from services.learner.backend_config import DeepSpeedBackendConfig, TorchBackendConfig
+from services.learner.backends.torch import TorchBackend
+from services.learner.kernels import apply_liger
+from services.learner.loss_config import GepoConfig
+from tests.support.training import SAMPLING, random_groups, tiny_model, weights
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    tiny_model().save_pretrained(directory)
+    return directory
+
+
+def _backend(model_dir, **changes):
+    config = TorchBackendConfig(lr=1e-3, **changes)
+    return TorchBackend(model_dir=model_dir, config=config, loss=GepoConfig(), sampling=SAMPLING)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("default")
+@pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="there is no C++ compiler")
+def test_compiled_learner_takes_the_same_steps(model_dir, monkeypatch, tmp_path):
+    import torch
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    eager, compiled = _backend(model_dir), _backend(model_dir, compile=True)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    # Two lengths, one compilation.
+    for step in (1, 2):
+        expected = eager.train_step(random_groups(seed=step), head_version=step, step=step)
+        actual = compiled.train_step(random_groups(seed=step), head_version=step, step=step)
+        assert actual.loss == pytest.approx(expected.loss, abs=1e-5)
+        assert actual.grad_norm == pytest.approx(expected.grad_norm, abs=1e-5)
+
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before
+    assert compiled.layout.layout_id == eager.layout.layout_id
+    for one, other in zip(weights(compiled.torch_model).values(), weights(eager.torch_model).values(), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_compilation_of_divided_weights_is_refused():
+    with pytest.raises(ValidationError, match="compile needs stage 0, 1 or 2"):
+        DeepSpeedBackendConfig(stage=3, compile=True)
+
+
+def test_liger_is_refused_on_the_cpu(model_dir):
+    with pytest.raises(ConfigError, match=r"backend\.liger.*GPU only"):
+        _backend(model_dir, liger=True)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is not None, reason="liger-kernel is installed")
+def test_liger_that_is_not_installed_is_named_with_its_extra():
+    with pytest.raises(DependencyMissing, match=r"heterorl\[gpu\]"):
+        apply_liger(tiny_model(), TorchBackendConfig(device="cuda", liger=True))

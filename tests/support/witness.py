@@ -51,13 +51,21 @@ class Witness:
 
     Args:
         operator: who may ask for the state of the run, where certificates tell roles apart.
+        pause_s: between two pushes.
     """
 
     def __init__(
-        self, client: CoordinatorClient, contract: Contract, *, seed: int, operator: CoordinatorClient | None = None
+        self,
+        client: CoordinatorClient,
+        contract: Contract,
+        *,
+        seed: int,
+        operator: CoordinatorClient | None = None,
+        pause_s: float = 0.05,
     ) -> None:
         self._client = client
         self._operator = operator or client
+        self._pause_s = pause_s
         self._contract = contract
         self._random = random.Random(seed)
         self._site, self._incarnation = SiteId("witness"), f"seed-{seed}"
@@ -122,7 +130,7 @@ class Witness:
                 self.acknowledged |= {o.id for o in outcomes if o.status is not PushStatus.RETRY}
                 self._progress.set()
                 groups = [group for group in groups if group.id not in self.acknowledged]
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(self._pause_s)
 
     def _group(self, work: WorkAssignment, version: int, root: Digest) -> Group:
         length = self._random.randint(1, self._contract.sampling.max_new_tokens)

@@ -7,7 +7,7 @@ ENGINES := .venv-engines/bin
 ENGINES_SETUP := .venv-engines/.installed
 N ?= 1000
 
-.PHONY: docs help demo test test-fast test-engines test-images check kills lab-quick lab-stale64 lab-stale256 lab-recommend bench-losses bench-learner coverage protos lock clean bench-merge subsets dashboards bench-weights bench-pull bench-serve bench-sampler bench-verify fuzz
+.PHONY: docs help demo test test-fast test-engines test-images check kills rotations lab-quick lab-stale64 lab-stale256 lab-recommend bench-losses bench-learner coverage protos lock clean bench-merge subsets dashboards bench-weights bench-pull bench-serve bench-sampler bench-verify fuzz
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -52,6 +52,9 @@ check: $(SETUP)  ## Lint, types, import layers, protos
 
 kills: $(SETUP)  ## Kill real processes N times during a run and account for every group
 	$(BIN)/python -m tests.faults.kills --kills $(N) --out runs/kills
+
+rotations: $(SETUP)  ## Renew all certificates and restart the coordinator under traffic, 4 and 2 times a round, N rounds
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.rotation --rounds $(N) --out runs/rotation
 
 lab-quick: $(SETUP)  ## Three algorithms online and 64 versions behind, in three minutes
 	$(BIN)/heterorl lab run quick

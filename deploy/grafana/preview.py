@@ -69,7 +69,32 @@ def humane(value: float, unit: str) -> str:
     return f"{value:.4g}{suffix}"
 
 
-def draw(board: Dashboard, *, server: str, end: float, minutes: float, window: str) -> Figure:
+def save(
+    board: Dashboard,
+    *,
+    directory: Path,
+    server: str,
+    end: float,
+    minutes: float,
+    window: str,
+    marked: tuple[float, float] | None = None,
+    dpi: int = 70,
+) -> None:
+    """Write a dashboard as a PNG named after its file; `marked` is a span that every graph shades."""
+    figure = draw(board, server=server, end=end, minutes=minutes, window=window, marked=marked)
+    figure.savefig(directory / file_of(board).replace(".json", ".png"), dpi=dpi, facecolor=DARK)
+    plt.close(figure)
+
+
+def draw(
+    board: Dashboard,
+    *,
+    server: str,
+    end: float,
+    minutes: float,
+    window: str,
+    marked: tuple[float, float] | None = None,
+) -> Figure:
     """One dashboard as a figure."""
     stats = [panel for panel in board.panels if panel.kind == "stat"]
     graphs = [panel for panel in board.panels if panel.kind != "stat"]
@@ -87,6 +112,8 @@ def draw(board: Dashboard, *, server: str, end: float, minutes: float, window: s
         row, column = divmod(position, GRAPHS_PER_ROW)
         axes = figure.add_subplot(grid[row + bool(stats), column * width : (column + 1) * width])
         _graph(axes, panel, server=server, end=end, minutes=minutes, window=window)
+        if marked is not None and axes.lines:
+            axes.axvspan(*(at / SECONDS_PER_DAY for at in marked), color=COLOURS[5], alpha=0.15, linewidth=0)
     return figure
 
 
@@ -162,15 +189,15 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     for board in BOARDS:
-        figure = draw(
+        save(
             board,
+            directory=arguments.out,
             server=arguments.server.rstrip("/"),
             end=time.time(),
             minutes=arguments.minutes,
             window=arguments.window,
+            dpi=arguments.dpi,
         )
-        figure.savefig(arguments.out / file_of(board).replace(".json", ".png"), dpi=arguments.dpi, facecolor=DARK)
-        plt.close(figure)
 
 
 if __name__ == "__main__":

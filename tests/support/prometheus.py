@@ -53,18 +53,19 @@ def metrics_port(log: Path) -> int | None:
     return int(found.group(1)) if found else None
 
 
-def start_prometheus(directory: Path, targets: list[dict[str, Any]]) -> Prometheus:
+def start_prometheus(directory: Path, targets: list[dict[str, Any]], *, interval: str = "1s") -> Prometheus:
     """Start with the deployed configuration and rules; only interval and targets are the test's.
 
     Args:
         directory: for configuration, data and log.
         targets: as in a file of targets.
+        interval: of scrapes and of the evaluation of rules.
     """
     assert PROMETHEUS is not None, "asked only where it is installed"
     directory.mkdir(parents=True)
     text = (DEPLOY / "prometheus" / "prometheus.yml").read_text()
-    (directory / "prometheus.yml").write_text(text.replace("15s", "1s"))
-    (directory / "rules.yml").write_text((DEPLOY / "prometheus" / "rules.yml").read_text().replace("15s", "1s"))
+    (directory / "prometheus.yml").write_text(text.replace("15s", interval))
+    (directory / "rules.yml").write_text((DEPLOY / "prometheus" / "rules.yml").read_text().replace("15s", interval))
     (directory / "targets").mkdir()
     # JSON is YAML.
     (directory / "targets" / "run.yml").write_text(json.dumps(targets))

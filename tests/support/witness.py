@@ -10,7 +10,7 @@ import numpy as np
 
 from services.common.api import Registration
 from services.common.contract import SamplingConfig, build_contract
-from services.common.errors import HeterorlError, NotRegistered
+from services.common.errors import HeterorlError, NotRegistered, Unreachable
 from services.common.prompts import Prompter
 from services.common.rpc.client import CoordinatorClient
 from services.common.tasks.arithmetic import ArithmeticTask
@@ -47,15 +47,31 @@ def contract_of(model_dir: Path, *, digits: int, max_new_tokens: int, group_size
 
 
 class Witness:
-    """Pushes until told to stop; `acknowledged` holds the ids of all terminal outcomes."""
+    """Pushes until told to stop; `acknowledged` holds the ids of all terminal outcomes, `refused` typed refusals.
 
-    def __init__(self, client: CoordinatorClient, contract: Contract, *, seed: int) -> None:
+    Args:
+        operator: who may ask for the state of the run, where certificates tell roles apart.
+        pause_s: between two pushes.
+    """
+
+    def __init__(
+        self,
+        client: CoordinatorClient,
+        contract: Contract,
+        *,
+        seed: int,
+        operator: CoordinatorClient | None = None,
+        pause_s: float = 0.05,
+    ) -> None:
         self._client = client
+        self._operator = operator or client
+        self._pause_s = pause_s
         self._contract = contract
         self._random = random.Random(seed)
         self._site, self._incarnation = SiteId("witness"), f"seed-{seed}"
         self._sequence = 0
         self.acknowledged: set[GroupId] = set()
+        self.refused: list[HeterorlError] = []
         self._progress = asyncio.Event()
 
     async def reaches(self, count: int, *, timeout_s: float) -> None:
@@ -70,8 +86,13 @@ class Witness:
             try:
                 await self._register()
                 await self._push()
-            except HeterorlError:
+            except HeterorlError as error:
+                self._note(error)
                 await asyncio.sleep(0.2)
+
+    def _note(self, error: HeterorlError) -> None:
+        if not isinstance(error, Unreachable):
+            self.refused.append(error)
 
     async def _register(self) -> None:
         await self._client.register(
@@ -87,7 +108,7 @@ class Witness:
 
     async def _push(self) -> None:
         while True:
-            head = (await self._client.get_status()).head_version
+            head = (await self._operator.get_status()).head_version
             root = manifest_from_bytes(await self._client.get_manifest(version=head)).state_root
             grant = await self._client.lease_work(
                 site=self._site, incarnation=self._incarnation, max_groups=2, policy_version=head
@@ -102,13 +123,14 @@ class Witness:
                 except NotRegistered:
                     await self._register()
                     continue
-                except HeterorlError:
+                except HeterorlError as error:
+                    self._note(error)
                     await asyncio.sleep(0.2)
                     continue
                 self.acknowledged |= {o.id for o in outcomes if o.status is not PushStatus.RETRY}
                 self._progress.set()
                 groups = [group for group in groups if group.id not in self.acknowledged]
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(self._pause_s)
 
     def _group(self, work: WorkAssignment, version: int, root: Digest) -> Group:
         length = self._random.randint(1, self._contract.sampling.max_new_tokens)

@@ -89,6 +89,7 @@ def test_draws_depend_on_the_key_and_the_place_alone(engine):
         (["engine.kind=vllm"], "needs engine hf"),
         (["sampling.top_p=0.9"], "needs top_p = 1"),
         (["sampling.top_k=5"], "needs top_p = 1"),
+        (["swap=in_flight"], "needs swap"),
     ],
 )
 def test_sampler_refuses_what_cannot_be_repeated(overrides, why):

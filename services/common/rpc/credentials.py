@@ -22,6 +22,8 @@ from services.common.metrics import CERTIFICATE_EXPIRY
 from services.common.tls import TlsConfig
 
 _LOG = logging.getLogger(__name__)
+SETTLE_S = 0.05
+"""A thread of gRPC needs microseconds from its answer to its own hold on the credentials."""
 _Stamp = tuple[tuple[int, int, int], ...]
 
 
@@ -104,12 +106,30 @@ def read_material(tls: TlsConfig, *, number: int, now: float) -> Material:
 
 def server_credentials(files: MaterialFiles) -> grpc.ServerCredentials:
     """Credentials that demand a certificate of every client; each handshake looks at the files."""
+    taken = files.current()
 
-    def configuration() -> grpc.ServerCertificateConfiguration:
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        # gRPC asks under a lock, but a handshake that was answered before goes on to use the credentials without one,
+        # and an answer frees them: with many handshakes at once that aborted the process (grpc issue 36693). So the
+        # answer is None, which keeps what is there, whenever nothing changed, and waits for those handshakes otherwise.
+        nonlocal taken
         material = files.current()
-        return grpc.ssl_server_certificate_configuration([(material.key, material.cert)], material.ca)
+        if material.number == taken.number:
+            return None
+        taken = material
+        time.sleep(SETTLE_S)
+        return _configuration(material)
 
-    return grpc.dynamic_ssl_server_credentials(configuration(), configuration, require_client_authentication=True)
+    # The stubs do not know None, which the documentation of gRPC names.
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(taken),
+        changed,  # type: ignore[arg-type]
+        require_client_authentication=True,
+    )
+
+
+def _configuration(material: Material) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(material.key, material.cert)], material.ca)
 
 
 def channel_credentials(material: Material) -> grpc.ChannelCredentials:

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 
 from services.common.errors import ConfigError, PortInUse
 from services.common.identity import Identity, Role
 from services.common.rpc.credentials import MaterialFiles, server_credentials
 from services.common.rpc.gate import Door, Gate
+from services.common.rpc.health_servicer import Health
 from services.common.rpc.interceptors import ErrorsAndTimes
 from services.common.rpc.options import server_options
 from services.common.rpc.revocation import Revocations
@@ -53,7 +54,7 @@ class Server:
             options=server_options(max_message_bytes),
             maximum_concurrent_rpcs=max_concurrent_rpcs,
         )
-        self._health = health.aio.HealthServicer()
+        self._health = Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
 
     def revoked_serials(self) -> frozenset[int]:
@@ -76,12 +77,12 @@ class Server:
         except RuntimeError as error:
             raise PortInUse("listen", address) from error
         await self.grpc.start()
-        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        await self._health.set_serving(True)
         return port
 
     async def stop(self, grace_s: float) -> None:
         """Report NOT_SERVING, refuse new calls, give running ones `grace_s` seconds, then cut them."""
-        await self._health.enter_graceful_shutdown()
+        await self._health.set_serving(False)
         await self.grpc.stop(grace_s)
 
 

@@ -216,7 +216,7 @@ def _step(backend: TorchBackend, maker: RolloutMaker, recipe: Recipe, *, step: i
             WorkAssignment(id=number, prompt_index=number % maker.task.num_prompts, seed=number, lease_s=60.0)
             for number in range(first, first + recipe.groups)
         ]
-        groups = maker.make(work, state_root=arena.state_root(), first_sequence=first + 1).groups
+        groups = maker.make(work, state_roots={step: arena.state_root()}, first_sequence=first + 1).groups
         if any(len({rollout.reward for rollout in group.rollouts}) > 1 for group in groups):
             break
     else:

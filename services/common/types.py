@@ -351,6 +351,8 @@ class QueuedGroup:
     queue_age_s: float
     seed: int | None = None
     """Sampling seed of the group's assignment; None from a coordinator that does not state it."""
+    flavour: str = ""
+    """Form of the weights that its site pulls; empty for those that are trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

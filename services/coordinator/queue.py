@@ -158,7 +158,7 @@ class Queue:
         leased: list[QueuedGroup] = []
         # Again while damaged groups leave room: whoever waits is woken by arrivals only.
         while rows := self._next(connection, count - len(leased)):
-            for arrival, digest, data, arrived, published, assignment, *key in rows:
+            for arrival, digest, data, arrived, published, assignment, flavour, *key in rows:
                 group = _verified(data, digest)
                 if group is None:
                     _LOG.critical("group %s fails its digest and is not trained on", key)
@@ -167,7 +167,9 @@ class Queue:
                 connection.execute("UPDATE groups SET state = 'leased' WHERE arrival = ?", (arrival,))
                 age, waited = max(0.0, now - published), max(0.0, now - arrived)
                 seed = seed_of(assignment, seed=self.config.seed)
-                leased.append(QueuedGroup(group=group, policy_age_s=age, queue_age_s=waited, seed=seed))
+                leased.append(
+                    QueuedGroup(group=group, policy_age_s=age, queue_age_s=waited, seed=seed, flavour=flavour)
+                )
         return leased
 
     def _next(self, connection: sqlite3.Connection, count: int) -> list[tuple[Any, ...]]:
@@ -201,8 +203,7 @@ class Queue:
         stale: list[GroupId] = []
         for group_id in ids:
             row = connection.execute(
-                f"SELECT state, oldest_version FROM groups WHERE {_WHERE_ID}",
-                _key(group_id),
+                f"SELECT state, oldest_version FROM groups WHERE {_WHERE_ID}", _key(group_id)
             ).fetchone()
             if row is None or row[0] not in ("leased", "pending"):
                 missing.append(group_id)
@@ -221,8 +222,9 @@ class Queue:
 
 def _oldest(connection: sqlite3.Connection, count: int, *, site: str = "") -> list[tuple[Any, ...]]:
     return connection.execute(
-        "SELECT arrival, digest, payload, arrived, published, assignment, site, incarnation, sequence FROM groups"
-        " JOIN versions ON versions.version = oldest_version WHERE state = 'pending' AND ? IN ('', site)"
+        "SELECT arrival, digest, payload, arrived, published, assignment, coalesce(flavour, ''), site, incarnation,"
+        " sequence FROM groups JOIN versions ON versions.version = oldest_version"
+        " LEFT JOIN sites USING (site, incarnation) WHERE state = 'pending' AND ? IN ('', site)"
         " ORDER BY oldest_version, arrival LIMIT ?",
         (site, count),
     ).fetchall()
@@ -286,10 +288,7 @@ def _verified(data: bytes, digest: str) -> Group | None:
 
 
 def _duplicate(connection: sqlite3.Connection, group_id: GroupId, digest: str) -> PushOutcome:
-    row = connection.execute(
-        f"SELECT digest FROM groups WHERE {_WHERE_ID}",
-        _key(group_id),
-    ).fetchone()
+    row = connection.execute(f"SELECT digest FROM groups WHERE {_WHERE_ID}", _key(group_id)).fetchone()
     if row is not None and row[0] != digest:
         # Not a new group, so the ledger does not move: the first content stands.
         return PushOutcome(

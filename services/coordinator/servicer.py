@@ -20,7 +20,7 @@ from services.common.rpc.publication import publish_from_pb
 from services.common.rpc.rejections import rejections_from_pb
 from services.common.rpc.run_status import status_to_pb
 from services.common.types import DropReason, Group, PushOutcome, PushStatus, SiteId
-from services.common.wire import group_from_pb, group_id_from_pb, group_to_pb
+from services.common.wire import group_from_pb, group_id_from_pb
 from services.coordinator import observe
 
 PUSH_BATCH = 16
@@ -240,12 +240,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
         held = [group_id_from_pb(group_id) for group_id in first.held]
         async for queued in self._api.stream_groups(epoch=first.epoch, held=held, credits=credits()):
-            message = rollout_pb2.StreamGroupsResponse(
-                group=group_to_pb(queued.group),
-                policy_age_s=queued.policy_age_s,
-                queue_age_s=queued.queue_age_s,
-                seed=queued.seed,
-            )
+            message = messages.queued_to_pb(queued)
             BYTES.labels("groups", "out").inc(message.ByteSize())
             observe.observe_lease(queued)
             yield message

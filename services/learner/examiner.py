@@ -109,7 +109,7 @@ class Examiner:
         replays: list[Replay] = []
         for version in sorted({span.version for rollout in group.rollouts for span in rollout.spans}):
             try:
-                arena = await self.versions.get(version)
+                arena = await self.versions.get(version, queued.flavour)
             except (UnknownVersion, CorruptData, UntrustedVersion) as error:
                 _count(group, "logprob", "skipped")
                 return Finding(problem=f"version {version} cannot be had to check it: {error}")

@@ -1,8 +1,8 @@
 """Published versions as samplers have them, for checks: the newest few in memory, any other pulled again.
 
-Guarantees: what is returned has exactly the manifest's state, pulled and verified like at a sampler; at most
-`kept_versions` states are held beside the one being built. A site cannot choose a version that is not checked: whatever
-it may be trained on can still be rebuilt.
+Guarantees: what is returned has exactly the manifest's state, pulled and verified like at a sampler, or is what a
+flavour's state stands for; at most `kept_versions` states are held beside the one being built. A site cannot choose a
+version that is not checked: whatever it may be trained on can still be rebuilt.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ from collections import OrderedDict
 from pathlib import Path
 
 from services.common.api import CoordinatorApi, PullPlan
+from services.common.errors import UnknownVersion
 from services.common.pull import PulledVersion, Puller
 from services.common.trust import Trust
 from services.common.weights.arena import Arena, Layout
+from services.common.weights.quantise import LIMIT, Flavour, dequantise, flavour_layout
 from services.learner.patience import Patience
+from services.learner.threads import in_thread
 
 _LOG = logging.getLogger(__name__)
 
 
 class RecentVersions:
-    """A few pulled states, by version."""
+    """A few pulled states, by flavour and version."""
 
     def __init__(
         self,
@@ -35,33 +38,63 @@ class RecentVersions:
         num_kept: int,
         threads: int = 1,
     ) -> None:
-        self._puller = Puller(api=api, spool=spool, layout=layout, clock=patience.clock, threads=threads)
-        self._puller.fetcher.on_frame = patience.reset
+        self._api = api
+        self._spool = spool
+        self._layout = layout
+        self._threads = threads
+        self._pullers: dict[str, Puller] = {}
         self._patience = patience
         self._trust = trust
         self._num_kept = num_kept
-        self._kept: OrderedDict[int, PulledVersion] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, int], PulledVersion] = OrderedDict()
 
-    async def get(self, version: int) -> Arena:
-        """The weights of a version.
+    async def get(self, version: int, flavour: str = "") -> Arena:
+        """The weights that a sampler of a flavour ("": those that are trained) computes with at a version.
 
         Raises:
-            UnknownVersion: it does not exist in the lineage, or its payloads were deleted.
+            UnknownVersion: it does not exist in the lineage, or its payloads were deleted, or nobody knows the flavour.
             CorruptData: even the snapshot fails its checks.
             UntrustedVersion: it is signed by nobody this learner trusts.
         """
-        pulled = self._kept.get(version)
+        key = (flavour, version)
+        pulled = self._kept.get(key)
         if pulled is None:
-            earlier = [number for number in self._kept if number < version]
-            held = self._kept[max(earlier)] if earlier else None
-            pull = functools.partial(self._puller.pull, held=held, want_version=version, admit=self._admit)
+            earlier = [number for form, number in self._kept if form == flavour and number < version]
+            held = self._kept[flavour, max(earlier)] if earlier else None
+            puller = self._pullers.get(flavour) or self._add_puller(flavour)
+            pull = functools.partial(puller.pull, held=held, want_version=version, admit=self._admit)
             pulled = await self._patience.insist(pull)
-            self._kept[version] = pulled
-            _LOG.debug("version %d is here for checks", version)
-        self._kept.move_to_end(version)
+            self._kept[key] = pulled
+            _LOG.debug("version %d%s is here for checks", version, f" in flavour {flavour}" if flavour else "")
+        self._kept.move_to_end(key)
         while len(self._kept) > self._num_kept:
             self._kept.popitem(last=False)
-        return pulled.arena
+        if not flavour:
+            return pulled.arena
+        whole = Arena(self._layout)
+        await in_thread(dequantise, pulled.arena, whole, _known(flavour))
+        return whole
+
+    def _add_puller(self, flavour: str) -> Puller:
+        layout = flavour_layout(self._layout, _known(flavour)) if flavour else self._layout
+        puller = Puller(
+            api=self._api,
+            spool=self._spool / (flavour or "trained"),
+            layout=layout,
+            clock=self._patience.clock,
+            threads=self._threads,
+            flavour=flavour,
+        )
+        puller.fetcher.on_frame = self._patience.reset
+        self._pullers[flavour] = puller
+        return puller
 
     async def _admit(self, plan: PullPlan) -> None:
         self._trust.check(plan.manifests[-1], plan.signature, version=plan.target_version)
+
+
+def _known(flavour: str) -> Flavour:
+    for name in LIMIT:
+        if name == flavour:
+            return name
+    raise UnknownVersion(f"this program knows no flavour {flavour!r}")

@@ -42,6 +42,7 @@ from services.common.types import (
     PublishRequest,
     PushOutcome,
     PushStatus,
+    QueuedGroup,
     RewardPart,
     Rollout,
     RunStatus,
@@ -190,6 +191,17 @@ def test_group_survives_bytes_bit_for_bit(group):
             other.reward_parts,
             other.finish_reason,
         )
+
+
+@given(groups, real, real, st.none() | st.integers(0, 2**63), text)
+def test_group_streamed_to_the_learner_keeps_what_the_coordinator_knows_of_it(
+    group, policy_age, queue_age, seed, flavour
+):
+    queued = QueuedGroup(group=group, policy_age_s=policy_age, queue_age_s=queue_age, seed=seed, flavour=flavour)
+    back = messages.queued_from_pb(messages.queued_to_pb(queued))
+
+    assert wire.group_to_bytes(back.group) == wire.group_to_bytes(group)
+    assert dataclasses.replace(back, group=group) == queued
 
 
 @given(contracts)

@@ -83,7 +83,7 @@ async def travel(tmp_path):
     """A group made by a sampler, delivered, queued, leased and trained, over certificates and a socket."""
     async with SecureRun(tmp_path) as secure:
         (work,) = await secure.run.lease()
-        batch = maker().make([work], state_root=secure.run.roots[0], first_sequence=1)
+        batch = maker().make([work], state_roots={0: secure.run.roots[0]}, first_sequence=1)
         outbox = Outbox(tmp_path / "outbox")
         outbox.put(batch.groups, release=[0.0])
         delivery = Delivery(api=secure.sampler, outbox=outbox, clock=SystemClock(), bell=Bell(), rng=random.Random(0))
@@ -153,7 +153,7 @@ def test_context_that_is_not_well_formed_counts_as_none(text, spans):
 
 def test_context_is_part_of_a_groups_bytes_and_checked_when_they_are_read():
     work = dataclasses.make_dataclass("Work", ["id", "prompt_index", "seed"])(1, 2, 3)
-    (group,) = maker().make([work], state_root=Digest("0" * 64), first_sequence=1).groups
+    (group,) = maker().make([work], state_roots={0: Digest("0" * 64)}, first_sequence=1).groups
     followed = dataclasses.replace(group, trace=CONTEXT)
 
     assert group_from_bytes(group_to_bytes(followed)).trace == CONTEXT

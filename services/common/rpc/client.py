@@ -41,7 +41,7 @@ from services.common.types import (
     SiteId,
     StepReport,
 )
-from services.common.wire import group_from_pb, group_id_to_pb, group_to_pb
+from services.common.wire import group_id_to_pb, group_to_pb
 
 PUSH_TIMEOUT_S = 120.0
 
@@ -209,12 +209,7 @@ class CoordinatorClient(Calls):
 
         async for message in self._streamed("StreamGroups", requests()):
             BYTES.labels("groups", "in").inc(message.ByteSize())
-            yield QueuedGroup(
-                group=group_from_pb(message.group),
-                policy_age_s=message.policy_age_s,
-                queue_age_s=message.queue_age_s,
-                seed=message.seed if message.HasField("seed") else None,
-            )
+            yield messages.queued_from_pb(message)
 
     async def abandon_groups(self, *, epoch: int, ids: Sequence[GroupId], reason: str) -> None:
         """Drop leased groups for good."""

@@ -14,13 +14,16 @@ from services.common.types import (
     LeaseGrant,
     PushOutcome,
     PushStatus,
+    QueuedGroup,
     SiteId,
     StepReport,
     WorkAssignment,
 )
 from services.common.wire import (
+    group_from_pb,
     group_id_from_pb,
     group_id_to_pb,
+    group_to_pb,
     payload_from_pb,
     payload_to_pb,
 )
@@ -99,6 +102,28 @@ def work_to_pb(value: WorkAssignment) -> rollout_pb2.WorkAssignment:
 def work_from_pb(message: rollout_pb2.WorkAssignment) -> WorkAssignment:
     """Convert a work assignment."""
     return WorkAssignment(id=message.id, prompt_index=message.prompt_index, seed=message.seed, lease_s=message.lease_s)
+
+
+def queued_to_pb(value: QueuedGroup) -> rollout_pb2.StreamGroupsResponse:
+    """Group streamed to the learner -> message."""
+    return rollout_pb2.StreamGroupsResponse(
+        group=group_to_pb(value.group),
+        policy_age_s=value.policy_age_s,
+        queue_age_s=value.queue_age_s,
+        seed=value.seed,
+        flavour=value.flavour,
+    )
+
+
+def queued_from_pb(message: rollout_pb2.StreamGroupsResponse) -> QueuedGroup:
+    """Message -> group streamed to the learner."""
+    return QueuedGroup(
+        group=group_from_pb(message.group),
+        policy_age_s=message.policy_age_s,
+        queue_age_s=message.queue_age_s,
+        seed=message.seed if message.HasField("seed") else None,
+        flavour=message.flavour,
+    )
 
 
 def grant_from_pb(message: policy_pb2.AcquireLeaseResponse | policy_pb2.RenewLeaseResponse) -> LeaseGrant:

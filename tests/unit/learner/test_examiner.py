@@ -53,8 +53,8 @@ class Versions:
     def __init__(self, arena, known=(0,)):
         self._arena, self._known, self.asked = arena, known, []
 
-    async def get(self, version):
-        self.asked.append(version)
+    async def get(self, version, flavour=""):
+        self.asked.append((version, flavour) if flavour else version)
         if version not in self._known:
             raise UnknownVersion(f"version {version} is gone")
         return self._arena
@@ -183,6 +183,12 @@ async def test_tokens_are_judged_under_the_version_that_each_names(site, honest)
     forged[-1] -= 1.0
     finding = await examiner.examine(queued(with_rollout(mixed, spans=spans, sampler_logprobs=forged)))
     assert finding.reason is DropReason.LOGPROB_MISMATCH
+
+
+async def test_site_of_a_flavour_is_judged_by_the_weights_of_its_flavour(site, honest):
+    versions = Versions(arena_of(site))
+    await examiner_of(site, versions=versions, **ALWAYS).examine(queued(honest[0], flavour="int8"))
+    assert versions.asked == [(0, "int8")]
 
 
 async def test_group_of_a_version_that_is_gone_is_given_up_without_blame(site, honest):

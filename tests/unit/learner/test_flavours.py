@@ -26,7 +26,7 @@ from services.common.signing import new_key
 from services.common.trust import Trust
 from services.common.types import FlavourVersion, PayloadKind
 from services.common.weights.arena import Arena, Layout, TensorSpec
-from services.common.weights.quantise import SCALE, flavour_layout, quantise
+from services.common.weights.quantise import SCALE, dequantise, flavour_layout, quantise
 from services.common.wire import manifest_from_bytes, manifest_to_bytes
 from services.coordinator.verify_command import verify_directory
 from services.learner.checkpoint import CheckpointStore
@@ -34,6 +34,7 @@ from services.learner.flavours import Flavours
 from services.learner.journal import Journal
 from services.learner.patience import Patience
 from services.learner.publish import Publisher
+from services.learner.recent_versions import RecentVersions
 from services.learner.resume import Resumption
 from services.learner.rollback import Rollback
 from tests.support.clock import ManualClock
@@ -608,3 +609,25 @@ def _digests(connection):
 def _payloads(connection):
     rows = connection.execute("SELECT flavour, to_version, kind FROM payloads").fetchall()
     return {name: {(version, kind) for flavour, version, kind in rows if flavour == name} for name in ("", *NAMES)}
+
+
+async def test_checks_compute_with_the_weights_that_a_flavour_stands_for(core, tmp_path):
+    world = await World.open(core, tmp_path / "learner", names=("int8",))
+    await world.advance(3)
+    patience = Patience(clock=SystemClock(), rng=random.Random(0), base_s=1e-4, cap_s=1e-3)
+    versions = RecentVersions(
+        core, spool=tmp_path / "checks", layout=LAYOUT, patience=patience, trust=Trust(()), num_kept=2
+    )
+
+    for version in (1, 2, 1, 3):
+        trained, flavoured = await versions.get(version), await versions.get(version, "int8")
+        state = (await pull(core, tmp_path / "pull", "int8", version)).arena
+        whole = Arena(LAYOUT)
+        dequantise(state, whole, "int8")
+        assert flavoured.state_root() == whole.state_root() != trained.state_root()
+        assert (
+            trained.state_root()
+            == manifest_from_bytes((await core.get_signed_manifest(version=version)).data).state_root
+        )
+    with pytest.raises(UnknownVersion, match="no flavour 'int3'"):
+        await versions.get(1, "int3")

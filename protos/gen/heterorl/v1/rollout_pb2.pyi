@@ -527,12 +527,15 @@ class StreamGroupsResponse(google.protobuf.message.Message):
     POLICY_AGE_S_FIELD_NUMBER: builtins.int
     QUEUE_AGE_S_FIELD_NUMBER: builtins.int
     SEED_FIELD_NUMBER: builtins.int
+    FLAVOUR_FIELD_NUMBER: builtins.int
     policy_age_s: builtins.float
     """Time since the publication of its oldest version, seconds."""
     queue_age_s: builtins.float
     """Time since its arrival, seconds."""
     seed: builtins.int
     """Seed of its assignment; unset by programs that did not state it."""
+    flavour: builtins.str
+    """Flavour of the weights that its site pulls; empty for those that are trained."""
     @property
     def group(self) -> Global___Group:
         """Group."""
@@ -544,9 +547,10 @@ class StreamGroupsResponse(google.protobuf.message.Message):
         policy_age_s: builtins.float = ...,
         queue_age_s: builtins.float = ...,
         seed: builtins.int | None = ...,
+        flavour: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_seed", b"_seed", "group", b"group", "seed", b"seed"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_seed", b"_seed", "group", b"group", "policy_age_s", b"policy_age_s", "queue_age_s", b"queue_age_s", "seed", b"seed"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_seed", b"_seed", "flavour", b"flavour", "group", b"group", "policy_age_s", b"policy_age_s", "queue_age_s", b"queue_age_s", "seed", b"seed"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
 
 Global___StreamGroupsResponse: typing_extensions.TypeAlias = StreamGroupsResponse

@@ -36,11 +36,10 @@ def graph(connection: sqlite3.Connection, flavour: str = "") -> Graph:
         PayloadRef(kind=PayloadKind(kind), from_version=a, to_version=b, digest=Digest(digest), num_bytes=size)
         for kind, a, b, digest, size in rows
     ]
-    oldest = min((payload.to_version for payload in payloads), default=0)
     # The head belongs to it also when all its payloads were struck out.
+    oldest = min([lineage.read_head(connection).version, *(payload.to_version for payload in payloads)])
     versions = connection.execute(
-        "SELECT version FROM stated WHERE flavour = ? AND is_abandoned = 0 AND"
-        " (version >= ? OR version = (SELECT max(version) FROM versions)) ORDER BY version",
+        "SELECT version FROM stated WHERE flavour = ? AND is_abandoned = 0 AND version >= ? ORDER BY version",
         (flavour, oldest),
     )
     return Graph(

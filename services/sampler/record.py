@@ -1,5 +1,6 @@
-"""The durable record of the versions that this sampler verified: versions.jsonl, one row each; of a flavour
-versions.<flavour>.jsonl, whose states are others under the same numbers.
+"""The durable record of the versions that this sampler verified: versions.jsonl, one row each.
+
+A flavour's states are others under the same numbers, so its file is another one, versions.<flavour>.jsonl.
 
     {"version": 7, "state_root": "<64 hex>", "manifest_digest": "<64 hex>", "run_id": "run", "signed_by": "unsigned"}
 

@@ -75,3 +75,33 @@ def test_score_is_what_generate_states(model_dir):
     for (row,) in engine.generate([prompt], seeds=[5], num_per_prompt=1):
         (score,) = engine.score([ScoredText(prompt=prompt, completion=row.token_ids)])
         np.testing.assert_allclose(score, row.logprobs, atol=1e-5)
+
+
+def test_learner_scores_other_weights_and_keeps_its_own(model_dir, monkeypatch):
+    texts = canary_texts(ArithmeticTask(digits=2), Prompter(str(model_dir), use_chat_template=False))
+    model, engine = load_model(model_dir), _engine(model_dir, _sampling())
+    canary = Canary(model, texts, temperature=1.0)
+    own, places = canary.score(), [parameter.data_ptr() for parameter in model.parameters()]
+    arena = Arena(tensors.layout_of(model, "bf16"))
+    with torch.no_grad():
+        other = load_model(model_dir)
+        next(other.parameters()).mul_(1.5)
+    tensors.store(other, arena)
+
+    scored = canary.score(arena)
+
+    tensors.load(arena, engine.model)
+    assert np.concatenate(engine.score(texts)) == pytest.approx(np.array(scored), abs=1e-5)
+    assert np.median(np.abs(np.array(scored) - own)) > 0.1
+    assert [parameter.data_ptr() for parameter in model.parameters()] == places
+    assert canary.score() == own
+
+    def full(*_, **__):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr("services.learner.canary.learner_logprobs", full)
+    # Other weights are an extra; its own are not.
+    assert canary.score(arena) == ()
+    assert [parameter.data_ptr() for parameter in model.parameters()] == places
+    with pytest.raises(torch.OutOfMemoryError):
+        canary.score()

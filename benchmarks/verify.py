@@ -99,7 +99,7 @@ def judge(site: Site, contract: Contract, group: Group) -> tuple[list[dict[str, 
             {
                 "ending": bool(ending_problem(rollout, contract)),
                 "reward": _is_reward_wrong(site, group, rollout),
-                "log-probs": bool(judge_logprobs([rollout.sampler_logprobs], [replay], CONFIG)),
+                "log-probs": logprob_difference(rollout.sampler_logprobs, replay.logprobs) > CONFIG.logprob_tolerance,
                 "draws": bool(judge_margins([replay], CONFIG)),
             }
         )
@@ -115,6 +115,7 @@ def measure(site: Site, contract: Contract, cheated: Cheated) -> dict[str, Any]:
     """Counts and numbers of all rollouts that a cheat changed."""
     caught = dict.fromkeys((*CHECKS, "any", "without draws"), 0)
     differences: list[float] = []
+    group_differences: list[float] = []
     margins: list[float] = []
     count = num_groups = groups_caught = 0
     for group, changed in zip(*cheated, strict=True):
@@ -122,7 +123,12 @@ def measure(site: Site, contract: Contract, cheated: Cheated) -> dict[str, Any]:
             continue
         verdicts, replays = judge(site, contract, group)
         num_groups += 1
-        groups_caught += any(any(verdict.values()) for verdict in verdicts)
+        stated = [rollout.sampler_logprobs for rollout in group.rollouts]
+        is_group_off = bool(judge_logprobs(stated, replays, CONFIG))
+        groups_caught += is_group_off or any(any(verdict.values()) for verdict in verdicts)
+        group_differences.append(
+            logprob_difference(np.concatenate(stated), np.concatenate([replay.logprobs for replay in replays]))
+        )
         for rollout, replay, verdict, is_changed in zip(group.rollouts, replays, verdicts, changed, strict=True):
             if not is_changed:
                 continue
@@ -143,6 +149,7 @@ def measure(site: Site, contract: Contract, cheated: Cheated) -> dict[str, Any]:
         "caught": caught,
         "differences": differences,
         "logprob_difference": _spread(differences),
+        "group_logprob_difference": _spread(group_differences),
         "worst_margin": _spread(margins),
     }
 
@@ -259,6 +266,7 @@ def main() -> None:
         "model": f"the demonstration's, {FULL.digits} digits, held-out accuracy {accuracy:.2f}",
         "tolerances": {
             "logprob_tolerance": CONFIG.logprob_tolerance,
+            "group_logprob_tolerance": CONFIG.group_logprob_tolerance,
             "margin_tolerance": CONFIG.margin_tolerance,
             "margin_share": CONFIG.margin_share,
         },

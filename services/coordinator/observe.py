@@ -78,6 +78,8 @@ async def observe_run(core: Coordinator) -> None:
     for site in {entry.site for entry in status.sites}:
         for quota, share in core.queue.quotas.used(site, core.clock.monotonic()).items():
             metrics.SITE_QUOTA_RATIO.labels(metrics.SITES.of(site), quota).set(share)
+            # A counter that appears with its first refusal has not increased, for whoever watches rates.
+            metrics.QUOTA_REFUSALS.labels(metrics.SITES.of(site), quota)
     await core.note_refusals()
 
 

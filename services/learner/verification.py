@@ -32,6 +32,8 @@ class VerificationConfig(Config):
     logprob_tolerance: float = Field(default=0.08, gt=0)
     """Largest mean |difference| of a rollout's log-probs, nats. The default suits bf16 sites; where all compute in
     float32, 1e-4 also shows weights of other versions. `make bench-verify` measures both."""
+    group_logprob_tolerance: float = Field(default=0.035, gt=0)
+    """The same over all tokens of a group, where rounding averages out and a wrong temperature does not."""
     margin_tolerance: float = Field(default=0.15, gt=0)
     """Largest margin by which the repeated draw may prefer another token, nats; of sites with seeded_sampling."""
     margin_share: float = Field(default=0.99, gt=0, le=1)
@@ -74,6 +76,9 @@ def judge_logprobs(stated: Sequence[Float32Array], replays: Sequence[Replay], co
         difference = logprob_difference(mine, replay.logprobs)
         if difference > config.logprob_tolerance:
             return f"rollouts[{number}]: log-probs are {difference:.3g} nats off, allowed {config.logprob_tolerance:g}"
+    difference = logprob_difference(np.concatenate(stated), np.concatenate([replay.logprobs for replay in replays]))
+    if difference > config.group_logprob_tolerance:
+        return f"rollouts: log-probs are {difference:.3g} nats off, allowed {config.group_logprob_tolerance:g}"
     return ""
 
 

@@ -17,7 +17,7 @@ WITHOUT_UNIT = {
     "heterorl_coordinator_site_quarantined",
 }  # fmt: skip
 LABELS = {"side", "method", "code", "kind", "direction", "site", "status", "reason", "state", "account",
-          "applied", "stage"}  # fmt: skip
+          "applied", "stage", "quota", "check", "verdict"}  # fmt: skip
 
 
 def _own(name):

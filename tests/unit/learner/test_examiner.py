@@ -138,7 +138,7 @@ async def test_verifier_that_fails_blames_nobody(site, honest, monkeypatch):
     assert (finding.reason, "timed out" in finding.problem) == (None, True)
 
 
-@pytest.mark.parametrize("shift", [-0.1, 0.08])
+@pytest.mark.parametrize("shift", [-0.1, 0.12])
 async def test_forged_logprobs_are_found(site, honest, shift):
     logprobs = honest[0].rollouts[1].sampler_logprobs + np.float32(shift)
 
@@ -235,6 +235,20 @@ def test_numbers_that_are_none_never_pass():
     assert judge_logprobs([good], [Replay(logprobs=nan, margins=None)], VerificationConfig())
     assert judge_margins([Replay(logprobs=good, margins=nan)], VerificationConfig())
     assert judge_log_ratios([float("nan")], VerificationConfig(max_log_ratio=1.0))
+
+
+def test_small_differences_in_all_rollouts_are_found_in_the_group_as_a_whole():
+    stated = [np.full(5, -1.0, np.float32)] * 4
+
+    def off(*by):
+        return [
+            Replay(logprobs=entry - np.float32(shift), margins=None) for entry, shift in zip(stated, by, strict=True)
+        ]
+
+    config = VerificationConfig(logprob_tolerance=0.08, group_logprob_tolerance=0.03)
+    assert judge_logprobs(stated, off(0.07, 0.0, 0.0, 0.0), config) == ""
+    assert judge_logprobs(stated, off(0.04, 0.04, 0.04, 0.04), config).startswith("rollouts: log-probs are 0.04 nats")
+    assert judge_logprobs(stated, off(0.09, 0.0, 0.0, 0.0), config).startswith("rollouts[0]")
 
 
 def test_one_token_of_a_hundred_may_differ_and_two_may_not():

@@ -115,7 +115,7 @@ def frame(view: View, *, wall: float) -> Group:
     rates = _rates(view)
     if rates:
         run.add_row("rate", rates)
-    parts: list[Any] = [head, run]
+    parts: list[Any] = [head, run, sites]
     if view.reports:
         newest = [view.reports[step] for step in sorted(view.reports)]
         series = Table("of the steps", "newest", f"last {LINE}", title="training")
@@ -123,7 +123,7 @@ def frame(view: View, *, wall: float) -> Group:
             values = [float(getattr(report, key)) for report in newest]
             series.add_row(name, form.format(values[-1]), sparkline(values[-LINE:]))
         parts.append(series)
-    return Group(*parts, sites)
+    return Group(*parts)
 
 
 def _rates(view: View) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import blake3
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
@@ -172,7 +172,14 @@ def read_request(der: bytes) -> Request:
         public_key = csr.public_key()
         names = csr.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         uris = names.get_values_for_type(x509.UniformResourceIdentifier)
-    except (ValueError, InvalidSignature, x509.ExtensionNotFound, x509.DuplicateExtension, TypeError) as error:
+    except (
+        ValueError,
+        InvalidSignature,
+        x509.ExtensionNotFound,
+        x509.DuplicateExtension,
+        TypeError,
+        UnsupportedAlgorithm,
+    ) as error:
         raise JoinRefused(Refused.REQUEST, f"the signing request cannot be read: {error}") from error
     if not is_signed:
         raise JoinRefused(Refused.REQUEST, "the signing request is not signed by its key")

@@ -39,8 +39,8 @@ def create(
     from services.certs.enrolment import Enrolment
     from services.common.identity import Role
 
-    if authority and (not re.fullmatch(r".+:\d{1,5}", authority) or not authority.isascii()):
-        raise ConfigError("--authority", f"{authority!r} is not host:port")
+    if authority:
+        _check_address("--authority", authority)
     until = time.time() + parse_duration(expires)
     made = Enrolment(directory).create(role=Role(role), site=site, address=authority, days=days, expires=until)
     # Alone on standard output, so that a script can take it.
@@ -86,8 +86,7 @@ def serve(
     from services.certs.desk import Desk
     from services.common import logs
 
-    if not re.fullmatch(r".+:\d{1,5}", listen):
-        raise ConfigError("--listen", f"{listen!r} is not host:port")
+    _check_address("--listen", listen)
     logs.configure(style="console")
     desk = Desk(directory)
 
@@ -122,13 +121,13 @@ def join(
     from services.common.rpc.health import check_health
     from services.common.tls import TlsConfig, files_in
 
-    host, _, port = coordinator.rpartition(":")
-    if not host or not port.isdigit():
-        raise ConfigError("--coordinator", f"{coordinator!r} is not host:port")
+    _check_address("--coordinator", coordinator)
     parsed = parse_token(sys.stdin.read() if token == "-" else token)
     run, site, role = parsed.node
     target = out or Path(f"{role}-{site}")
-    asyncio.run(get(parsed, address=authority or parsed.address or f"{host}:{DESK_PORT}", out=target))
+    address = authority or parsed.address or f"{coordinator.rpartition(':')[0]}:{DESK_PORT}"
+    _check_address("--authority", address)
+    asyncio.run(get(parsed, address=address, out=target))
     console = _console()
     paths = files_in(target.resolve())
     for line in first_lines(run=run, site=site, role=role, coordinator=coordinator, paths=paths):
@@ -157,6 +156,12 @@ def first_lines(*, run: str, site: str, role: str, coordinator: str, paths: dict
         f'coordinator = "{coordinator}"',
         *(f"tls.{key} = {json.dumps(path)}" for key, path in paths.items()),
     ]
+
+
+def _check_address(key: str, address: str) -> None:
+    match = re.fullmatch(r"[!-~]+:(\d{1,5})", address)
+    if match is None or int(match[1]) > 65535:
+        raise ConfigError(key, f"{address[:100]!r} is not host:port")
 
 
 def parse_duration(text: str) -> float:

@@ -85,7 +85,7 @@ def drawings(
         _from_zero(axes, [e["full_bytes"] / 1024 for e in versions])
         axes.set_ylabel("KiB")
         axes.set_xlabel("version")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
         axes.legend(loc="center right")
 
     return {
@@ -121,7 +121,7 @@ def picture(draw: Callable[[Any], None], *, horizontal: str = "step", height: fl
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     except ModuleNotFoundError:
-        raise DependencyMissing("matplotlib", "demo") from None
+        raise DependencyMissing("matplotlib", "report") from None
 
     # Foreign text is never read as a formula.
     with mpl.rc_context({"text.parse_math": False}):
@@ -130,7 +130,7 @@ def picture(draw: Callable[[Any], None], *, horizontal: str = "step", height: fl
         axes = figure.add_subplot()
         axes.set_xlabel(horizontal)
         if horizontal == "step":
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
         draw(axes)
         axes.set_axisbelow(True)
         axes.grid(alpha=0.25)

@@ -25,7 +25,7 @@ def report(
     except ModuleNotFoundError as error:
         from services.common.errors import DependencyMissing
 
-        raise DependencyMissing(error.name or "jinja2", "demo") from None
+        raise DependencyMissing(error.name or "jinja2", "report") from None
     page, pngs = render(run)
     try:
         out.write_text(page, encoding="utf-8")

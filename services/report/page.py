@@ -54,7 +54,7 @@ def render(run: PastRun) -> tuple[str, dict[str, bytes]]:
     applied = [report for report in run.reports if report.is_applied]
     start = next((row["accuracy"] for row in run.evaluations if row["version"] == 0), None)
     drawn: list[tuple[str, str, _Draw, str, float]] = [
-        (name, titles()[name], draw, "step", _HEIGHT)
+        (name, _title(name, applied, start), draw, "step", _HEIGHT)
         for name, draw in drawings(applied, run.versions, start).items()
         if name in PICTURES and (name != "bytes" or run.versions)
     ]
@@ -77,6 +77,11 @@ def render(run: PastRun) -> tuple[str, dict[str, bytes]]:
         )
     )
     return page, pngs
+
+
+def _title(name: str, applied: Sequence[StepReport], start: float | None) -> str:
+    is_scored = start is not None or any(report.evaluation_accuracy is not None for report in applied)
+    return "Reward" if name == "accuracy" and not is_scored else titles()[name]
 
 
 def _remarks(run: PastRun) -> list[str]:
@@ -165,7 +170,7 @@ def _progress(published: Sequence[tuple[int, float]], unit_s: float) -> _Draw:
         times = [(seconds - published[0][1]) / unit_s for _, seconds in published]
         axes.plot(times, [version for version, _ in published], color=STRONG)
         axes.set_ylabel("version")
-        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
         axes.set_xlim(0, None)
         axes.set_ylim(0, None)
 
@@ -183,7 +188,7 @@ def _sites(run: PastRun) -> _Draw:
         axes.barh(places, [site.dropped for site in run.sites], left=accepted, color=WEAK, height=0.6, label="dropped")
         axes.set_yticks(places, names)
         axes.invert_yaxis()
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
         axes.set_xlim(0, 1.25 * max(1, *(site.accepted + site.dropped for site in run.sites)))
         axes.legend(loc="center right")
 

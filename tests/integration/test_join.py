@@ -409,6 +409,12 @@ async def test_the_commands_together(tmp_path, monkeypatch):
         assert (config.site, config.coordinator) == ("eu-1", "127.0.0.1:1")
         assert config.tls.key == str(tmp_path / "sampler-eu-1" / "node.key")
         assert (tmp_path / "sampler-eu-1" / "node.crt").is_file()
+        for key in ("--coordinator", "--authority"):
+            values = {"--coordinator": "c:1", "--authority": "a:1", key: "nowhere"}
+            odd = await invoke(
+                "join", "--token", text, "--out", "b", *[part for pair in values.items() for part in pair]
+            )
+            assert f"{key}: 'nowhere' is not host:port" in str(odd.exception)
         again = await invoke("join", "--token", text, "--coordinator", "127.0.0.1:1", "--out", "b")
         assert "was used" in str(again.exception)
         number = re.search(r"[0-9a-f]{16}", listed.stdout).group()

@@ -1,6 +1,9 @@
 """What a token is, and when it counts."""
 
+import base64
+import contextlib
 import dataclasses
+import hashlib
 
 import pytest
 from hypothesis import given
@@ -8,7 +11,7 @@ from hypothesis import strategies as st
 
 from services.certs.guesses import GuessLimit
 from services.certs.token_cli import parse_duration
-from services.certs.tokens import Kept, Refused, Token, decide, parse_token, secret_digest
+from services.certs.tokens import PREFIX, Kept, Refused, Token, decide, parse_token, secret_digest
 from services.common.errors import ConfigError
 
 URI = "spiffe://run/site/eu-1/role/sampler"
@@ -47,6 +50,20 @@ def test_every_changed_character_is_noticed(data):
 )
 def test_what_is_no_token_is_named_as_such(text):
     with pytest.raises(ConfigError, match="--token"):
+        parse_token(text)
+
+
+@given(st.one_of(st.text(), st.binary().map(lambda data: "hrl1." + base64.urlsafe_b64encode(data).decode())))
+def test_whatever_is_typed_is_a_token_or_an_error_of_ours(text):
+    with contextlib.suppress(ConfigError):
+        parse_token(text)
+
+
+@given(st.binary(max_size=200))
+def test_fields_of_any_bytes_with_the_right_sum_are_a_token_or_an_error_of_ours(body):
+    # A sum is no secret: who makes a token can make any.
+    text = PREFIX + base64.urlsafe_b64encode(body + hashlib.sha256(body).digest()[:4]).decode().rstrip("=")
+    with contextlib.suppress(ConfigError):
         parse_token(text)
 
 

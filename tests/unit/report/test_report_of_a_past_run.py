@@ -63,6 +63,9 @@ async def test_coordinators_files_alone_are_enough_and_stay_as_they_are(tmp_path
     assert {base64.b64decode(text) for text in inside} == set(pngs.values())
     assert page.count("<img") == len(inside)
     assert "href=" not in page
+    # Nothing was evaluated, so nothing is called so.
+    assert "<h2>Reward</h2>" in page
+    assert "<h2>Accuracy</h2>" not in page
     assert "http" not in page
     assert {path: path.read_bytes() for path in (tmp_path / "data").rglob("*") if path.is_file()} == before
 
@@ -82,6 +85,7 @@ async def test_learners_journal_adds_what_only_it_knows(tmp_path):
     assert "0.200, 0.600 and" not in page
     assert "0.200, 0.600, 0.600" in page
     assert "every group accounted for" in page
+    assert "<h2>Accuracy</h2>" in page
 
 
 def test_learners_journal_alone_says_what_is_missing(tmp_path):

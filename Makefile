@@ -33,11 +33,11 @@ demo: $(SETUP)  ## Train a small model by GEPO with samplers 64 versions behind;
 	$(BIN)/heterorl demo
 
 test: $(SETUP)  ## Run all tests with coverage
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --cov --cov-report= -q -m "not image and not compiler"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --cov --cov-report= -q -m "not image and not compiler" --ignore tests/gpu
 	$(BIN)/coverage report --skip-covered --fail-under=90 | tail -n 40
 
 test-fast: $(SETUP)  ## Run the tests that start no processes
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -q -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -q -m "not slow" --ignore tests/gpu
 
 test-engines: $(ENGINES_SETUP)  ## Run the tests of vLLM and DeepSpeed in their own environment
 	OMP_NUM_THREADS=1 $(ENGINES)/pytest -n 1 -q tests/engines

@@ -18,7 +18,7 @@ from tests.support.links import PLAINTEXT
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 TASK = {"task": {"name": "arithmetic", "digits": 2}, "sampling": {"max_new_tokens": 4}, "group_size": 8}
 NUM_SWAPS = 20
-LR = 1e-12
+LR = 5e-4
 NUM_VERSIONS = 64
 RISE = 0.06
 """Of held-out accuracy, last two evaluations beside the first. A version that stays as it is draws the same answers to

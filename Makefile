@@ -6,8 +6,10 @@ SETUP := .venv/.installed
 ENGINES := .venv-engines/bin
 ENGINES_SETUP := .venv-engines/.installed
 N ?= 1000
+# An environment with torch for CUDA, vllm and liger-kernel is the operator's: PYTEST_GPU=path/to/pytest.
+PYTEST_GPU ?= $(BIN)/pytest
 
-.PHONY: docs help demo test test-fast test-engines test-images check kills rotations lab-quick lab-stale64 lab-stale256 lab-recommend bench-losses bench-learner coverage protos lock clean bench-merge subsets dashboards bench-weights bench-pull bench-serve bench-sampler bench-verify fuzz
+.PHONY: docs help demo test test-fast test-engines test-compile test-gpu test-images check kills rotations lab-quick lab-stale64 lab-stale256 lab-recommend bench-losses bench-learner coverage protos lock clean bench-merge subsets dashboards bench-weights bench-pull bench-serve bench-sampler bench-verify fuzz
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -31,14 +33,20 @@ demo: $(SETUP)  ## Train a small model by GEPO with samplers 64 versions behind;
 	$(BIN)/heterorl demo
 
 test: $(SETUP)  ## Run all tests with coverage
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --cov --cov-report= -q -m "not image"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --cov --cov-report= -q -m "not image and not compiler" --ignore tests/gpu
 	$(BIN)/coverage report --skip-covered --fail-under=90 | tail -n 40
 
 test-fast: $(SETUP)  ## Run the tests that start no processes
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -q -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -q -m "not slow" --ignore tests/gpu
 
 test-engines: $(ENGINES_SETUP)  ## Run the tests of vLLM and DeepSpeed in their own environment
 	OMP_NUM_THREADS=1 $(ENGINES)/pytest -n 1 -q tests/engines
+
+test-compile: $(SETUP)  ## Compile a learner's passes by a C++ compiler and compare its steps; two minutes
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m compiler
+
+test-gpu: $(SETUP)  ## Run the tests that need a GPU; where there is none they are skipped
+	$(PYTEST_GPU) -q -s tests/gpu
 
 test-images: $(SETUP)  ## Build the coordinator's image without a container engine and run it; needs a package index
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m image

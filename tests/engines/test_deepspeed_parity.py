@@ -48,7 +48,7 @@ def ranks(request):
 
 @pytest.fixture
 def config(model_dir):
-    def build(kind="deepspeed", *, loss="gepo", **backend):
+    def build(kind="deepspeed", *, loss="gepo", model_dir=model_dir, **backend):
         return LearnerConfig.model_validate(
             {
                 "model_dir": str(model_dir),
@@ -105,6 +105,22 @@ def test_every_stage_takes_the_torch_backends_steps(config, ranks, tmp_path, los
         _assert_close(actual[:-1], expected[:-1], tolerance=1e-6)
         assert np.abs(_weights(tmp_path / "weights.npy") - weights).max() <= 1e-6
     assert np.abs(weights).max() > 0.1
+
+
+def test_mixture_of_experts_takes_the_torch_backends_step(config, two_ranks, tmp_path):
+    model_dir = tmp_path / "experts"
+    tiny_model(family="Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16).save_pretrained(
+        model_dir
+    )
+    operations = [STEPS[0], ["store", str(tmp_path / "weights.npy")]]
+    first = config("torch", model_dir=str(model_dir))
+    expected = _torch(first, operations)
+    weights = _weights(tmp_path / "weights.npy")
+
+    actual = two_ranks.ask(config(stage=2, model_dir=str(model_dir)), operations)
+
+    _assert_close(actual[:-1], expected[:-1], tolerance=1e-6)
+    assert np.abs(_weights(tmp_path / "weights.npy") - weights).max() <= 1e-6
 
 
 @pytest.mark.parametrize("loss", ["eqp", "m2po"])

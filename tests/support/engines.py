@@ -41,10 +41,10 @@ def write_model(directory: Path, *, family: str = "Qwen3", is_tied: bool = True)
 
 
 def hf_engine(model_dir: Path, **changes: Any) -> HfEngine:
+    values = {"compute_dtype": "fp32", "device": "cpu", "batch_rows": 32, **changes.pop("engine", {})}
     return HfEngine(
-        model_dir=str(model_dir), published_dtype="fp32", compute_dtype="fp32", device="cpu",
-        sampling=semantics(**changes), batch_rows=32, eos_token_id=EOS,
-    )  # fmt: skip
+        model_dir=str(model_dir), published_dtype="fp32", sampling=semantics(**changes), eos_token_id=EOS, **values
+    )
 
 
 def vllm_engine(model_dir: Path, weights_dir: Path, **changes: Any) -> Any:

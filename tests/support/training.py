@@ -29,9 +29,14 @@ SAMPLING = SamplingSemantics(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens
 
 
 def tiny_model(
-    *, seed: int = 0, is_tied: bool = True, dtype: torch.dtype = torch.float32, family: str = "Qwen3"
+    *,
+    seed: int = 0,
+    is_tied: bool = True,
+    dtype: torch.dtype = torch.float32,
+    family: str = "Qwen3",
+    **settings: Any,
 ) -> nn.Module:
-    """A random two-layer model of about 20 thousand parameters, ready to train."""
+    """A random two-layer model of about 20 thousand parameters, ready to train; `settings` go into its configuration."""
     config = getattr(transformers, f"{family}Config")(
         vocab_size=VOCAB_SIZE,
         hidden_size=32,
@@ -44,6 +49,7 @@ def tiny_model(
         initializer_range=0.3,
         tie_word_embeddings=is_tied,
         attn_implementation="sdpa",
+        **settings,
     )
     torch.manual_seed(seed)
     model: nn.Module = getattr(transformers, f"{family}ForCausalLM")(config)

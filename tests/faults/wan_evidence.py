@@ -16,8 +16,8 @@ WINDOW = "30s"
 def collect(server: Prometheus, times: dict[str, float], sites: list[str]) -> dict[str, Any]:
     """Numbers between `times["begin"]` and `times["end"]`; keys of `times` are instants in seconds since the epoch."""
     sites_up = 'up{service="sampler"}'
-    # A scrape fails only when its time is up, and the first after the heal may still be waiting.
-    middle = (times["cut"] + 8.0, times["heal"])
+    # A scrape bears the time of its begin: the last one in the outage may end well after it, the first began before.
+    middle = (times["cut"] + 6.0, times["heal"] - 6.0)
     ages = _values(server, _of("Policy age at the lease", "quantile(0.95"), (times["cut"], times["end"]), sites)
     behind = _values(server, _of("Versions behind the head"), (times["begin"], times["end"]), sites)
     silence = _of("Silence")

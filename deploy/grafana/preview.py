@@ -33,7 +33,7 @@ DARK, PANEL, TEXT, GRID = "#111217", "#181b1f", "#d8d9da", "#2c3036"
 MAX_LEGEND = 6
 WIDTH_IN, HEADER_IN, ROW_IN = 15.0, 0.4, 0.33
 """Inches; a row is a unit of the dashboards' grid."""
-MARGINS_IN, MARGINS_STAT_IN = (0.65, 0.6, 0.15, 0.3), (0.15, 0.1, 0.15, 0.3)
+MARGINS_IN, MARGINS_STAT_IN = (0.65, 0.72, 0.15, 0.3), (0.15, 0.1, 0.15, 0.3)
 """Left, bottom, right and top of a panel: numbers of the scale, times and legend, title."""
 SECONDS_PER_DAY = 86_400.0
 """matplotlib counts days since the Unix epoch."""
@@ -183,7 +183,8 @@ def _scale(axes: Any, panel: Panel, values: list[float]) -> None:
     if panel.is_log and positive:
         axes.set_yscale("log")
         # A scale without a power of ten in it still has numbers.
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=7))
+        decades = math.log10(max(positive) / min(positive))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 2.5 else (1,), numticks=7))
     else:
         top = axes.get_ylim()[1] if panel.maximum is None else panel.maximum
         if panel.minimum is not None and not positive:

@@ -6,11 +6,35 @@ import math
 from pathlib import Path
 from typing import Any
 
-from deploy.grafana.panels import BOARDS
+from deploy.grafana import preview
+from deploy.grafana.panels import BOARDS, Dashboard, Panel, Query
 from deploy.grafana.preview import filled
 from tests.support.prometheus import Prometheus
 
 WINDOW = "30s"
+
+
+def _panel(title: str, board: str) -> Panel:
+    return next(
+        panel for each in BOARDS if each.uid == f"heterorl-{board}" for panel in each.panels if panel.title == title
+    )
+
+
+OUTAGE_BOARD = Dashboard(
+    uid="heterorl-wan",
+    title="Two sites, 150 ms and 1 % loss apart; shaded: nothing gets through",
+    panels=(
+        _panel("Groups per minute", "sites"),
+        _panel("Silence", "sites"),
+        _panel("Versions behind the head", "sites"),
+        _panel("Policy age at the lease", "latency"),
+        _panel("Staleness when trained", "latency"),
+        Panel(title="Scrapes that were answered, and alerts that fire", unit="none", minimum=0, maximum=1,
+              queries=(Query(expr="min by (service) (up)", legend="{{service}}"),
+                       Query(expr='max by (alertname) (ALERTS{alertstate="firing"})', legend="{{alertname}}"))),
+    ),
+)  # fmt: skip
+"""The dashboards' panels that show an outage, in one picture."""
 
 
 def collect(server: Prometheus, times: dict[str, float], sites: list[str]) -> dict[str, Any]:
@@ -44,12 +68,10 @@ def collect(server: Prometheus, times: dict[str, float], sites: list[str]) -> di
 
 def draw(address: str, times: dict[str, float], directory: Path) -> None:
     """Write every dashboard over the run, and one picture of the outage, as PNG."""
-    from deploy.grafana import preview
-
     directory.mkdir(parents=True, exist_ok=True)
     minutes = (times["end"] - times["begin"] + 10) / 60
     server = f"http://{address}"
-    for board in BOARDS:
+    for board in (*BOARDS, OUTAGE_BOARD):
         preview.save(
             board, directory=directory, server=server, end=times["end"], minutes=minutes, window=WINDOW,
             marked=(times["cut"], times["heal"]),

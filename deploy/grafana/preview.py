@@ -23,14 +23,15 @@ mpl.use("Agg")
 import matplotlib.dates as mdates
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
+from matplotlib.ticker import LogLocator, MultipleLocator
 
 from deploy.grafana.generate import COLUMNS, file_of, place
 from deploy.grafana.panels import BOARDS, Dashboard, Panel, Query
 
 COLOURS = ("#5794f2", "#ff9830", "#73bf69", "#b877d9", "#fade2a", "#f2495c", "#8ab8ff", "#c0d8a8", "#ffb357", "#cfa6e8")
 DARK, PANEL, TEXT, GRID = "#111217", "#181b1f", "#d8d9da", "#2c3036"
-MAX_LEGEND = 6
+MAX_LEGEND, MAX_TICKS = 6, 6
+TIME_STEPS_S = (60.0, 120.0, 300.0, 900.0, 1800.0, 3600.0, 14_400.0, 86_400.0, 172_800.0, 604_800.0, 2_592_000.0)
 WIDTH_IN, HEADER_IN, ROW_IN = 15.0, 0.4, 0.33
 """Inches; a row is a unit of the dashboards' grid."""
 MARGINS_IN, MARGINS_STAT_IN = (0.65, 0.72, 0.15, 0.3), (0.15, 0.1, 0.15, 0.3)
@@ -168,7 +169,7 @@ def _graph(axes: Any, panel: Panel, *, server: str, span: tuple[float, float], w
         return
     _scale(axes, panel, values)
     axes.set_xlim(*(at / SECONDS_PER_DAY for at in span))
-    axes.xaxis.set_major_locator(mdates.AutoDateLocator(minticks=3, maxticks=6))
+    axes.xaxis.set_major_locator(mdates.AutoDateLocator(minticks=4, maxticks=9))
     axes.xaxis.set_major_formatter(mdates.DateFormatter("%H:%M:%S" if span[1] - span[0] < 900 else "%H:%M"))
     more = f"and {num_series - MAX_LEGEND} more" if num_series > MAX_LEGEND else ""
     made = axes.legend(
@@ -191,6 +192,9 @@ def _scale(axes: Any, panel: Panel, values: list[float]) -> None:
             top = 1.0
         # A little below, so that a series of zeros is seen.
         axes.set_ylim(bottom=None if panel.minimum is None else panel.minimum - 0.02 * top, top=1.05 * top)
+        if panel.unit == "s" and top >= 2 * TIME_STEPS_S[0]:
+            step = next((each for each in TIME_STEPS_S if top / each <= MAX_TICKS), top / MAX_TICKS)
+            axes.yaxis.set_major_locator(MultipleLocator(step))
     axes.yaxis.set_major_formatter(lambda value, _: humane(value, panel.unit))
     axes.yaxis.set_minor_formatter(lambda _, __: "")
 

@@ -29,9 +29,13 @@ OUTAGE_BOARD = Dashboard(
         _panel("Versions behind the head", "sites"),
         _panel("Policy age at the lease", "latency"),
         _panel("Staleness when trained", "latency"),
-        Panel(title="Scrapes that were answered, and alerts that fire", unit="none", minimum=0, maximum=1,
-              queries=(Query(expr="min by (service) (up)", legend="{{service}}"),
-                       Query(expr='max by (alertname) (ALERTS{alertstate="firing"})', legend="{{alertname}}"))),
+        _panel("Round trip by site", "latency"),
+        _panel("Outbox", "sites"),
+        Panel(title="Answers to Prometheus", unit="none", minimum=0, maximum=1,
+              queries=(Query(expr='up{service="sampler"}', legend="{{site}}"),
+                       Query(expr='up{service!="sampler"}', legend="{{service}}"))),
+        Panel(title="Alerts that fire, by number of processes", unit="none", minimum=0,
+              queries=(Query(expr='count by (alertname) (ALERTS{alertstate="firing"})', legend="{{alertname}}"),)),
     ),
 )  # fmt: skip
 """The dashboards' panels that show an outage, in one picture."""

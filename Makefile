@@ -8,8 +8,10 @@ ENGINES_SETUP := .venv-engines/.installed
 N ?= 1000
 # An environment with torch for CUDA, vllm and liger-kernel is the operator's: PYTEST_GPU=path/to/pytest.
 PYTEST_GPU ?= $(BIN)/pytest
+SERVER ?= http://127.0.0.1:9090
+MINUTES ?= 30
 
-.PHONY: docs help demo test test-fast test-engines test-compile test-gpu test-images check kills rotations lab-quick lab-stale64 lab-stale256 lab-recommend bench-losses bench-learner coverage protos lock clean bench-merge subsets dashboards bench-weights bench-pull bench-serve bench-sampler bench-verify fuzz
+.PHONY: docs help demo test test-fast test-engines test-compile test-gpu test-images check kills rotations wan dashboards-images lab-quick lab-stale64 lab-stale256 lab-recommend bench-losses bench-learner coverage protos lock clean bench-merge subsets dashboards bench-weights bench-pull bench-serve bench-sampler bench-verify fuzz
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -63,6 +65,12 @@ kills: $(SETUP)  ## Kill real processes N times during a run and account for eve
 
 rotations: $(SETUP)  ## Renew all certificates and restart the coordinator under traffic, 4 and 2 times a round, N rounds
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.rotation --rounds $(N) --out runs/rotation
+
+wan: $(SETUP)  ## Two sites in network namespaces, 150 ms and 1 % loss apart, cut for 200 s under a real Prometheus; 7 minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.wan --out runs/wan --images runs/wan/images --json benchmarks/results/wan.json
+
+dashboards-images: $(SETUP)  ## Draw every dashboard from a Prometheus's data: SERVER=http://127.0.0.1:9090 MINUTES=30
+	$(BIN)/python -m deploy.grafana.preview $(SERVER) --out runs/dashboards --minutes $(MINUTES)
 
 lab-quick: $(SETUP)  ## Three algorithms online and 64 versions behind, in three minutes
 	$(BIN)/heterorl lab run quick

@@ -58,12 +58,12 @@ def _dashboard(board: Dashboard) -> dict[str, Any]:
             }
         ],
         "templating": {"list": variables},
-        "panels": _placed(board),
+        "panels": place(board),
     }
 
 
-def _placed(board: Dashboard) -> list[dict[str, Any]]:
-    """Stats in a first row, graphs below, three abreast."""
+def place(board: Dashboard) -> list[dict[str, Any]]:
+    """Grafana's panels with their places: stats in a first row, graphs below, three abreast."""
     stats = [panel for panel in board.panels if panel.kind == "stat"]
     graphs = [panel for panel in board.panels if panel.kind != "stat"]
     placed: list[dict[str, Any]] = []

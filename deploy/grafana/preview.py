@@ -23,16 +23,22 @@ mpl.use("Agg")
 import matplotlib.dates as mdates
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MultipleLocator
 
-from deploy.grafana.generate import COLUMNS, GRAPHS_PER_ROW, file_of
+from deploy.grafana.generate import COLUMNS, file_of, place
 from deploy.grafana.panels import BOARDS, Dashboard, Panel, Query
 
 COLOURS = ("#5794f2", "#ff9830", "#73bf69", "#b877d9", "#fade2a", "#f2495c", "#8ab8ff", "#c0d8a8", "#ffb357", "#cfa6e8")
 DARK, PANEL, TEXT, GRID = "#111217", "#181b1f", "#d8d9da", "#2c3036"
-MAX_LEGEND = 6
+MAX_LEGEND, MAX_TICKS = 6, 6
+TIME_STEPS_S = (60.0, 120.0, 300.0, 900.0, 1800.0, 3600.0, 14_400.0, 86_400.0, 172_800.0, 604_800.0, 2_592_000.0)
+WIDTH_IN, HEADER_IN, ROW_IN = 15.0, 0.4, 0.33
+"""Inches; a row is a unit of the dashboards' grid."""
+MARGINS_IN, MARGINS_STAT_IN = (0.65, 0.72, 0.15, 0.3), (0.15, 0.1, 0.15, 0.3)
+"""Left, bottom, right and top of a panel: numbers of the scale, times and legend, title."""
 SECONDS_PER_DAY = 86_400.0
 """matplotlib counts days since the Unix epoch."""
-SUFFIXES = {"s": " s", "percentunit": " %", "bytes": "B", "Bps": "B/s", "ops": "/s", "reqps": "/s", "suffix:x": " x"}
+SUFFIXES = {"s": " s", "percentunit": " %", "bytes": " B", "Bps": " B/s", "ops": "/s", "reqps": "/s", "suffix:x": " x"}
 
 
 def fetch(server: str, path: str, **parameters: str) -> Any:
@@ -60,6 +66,10 @@ def humane(value: float, unit: str) -> str:
         return "Yes" if value else "No"
     if unit == "percentunit":
         return f"{100 * value:.3g} %"
+    if unit == "s":
+        for size, name in ((86_400.0, "d"), (3600.0, "h"), (60.0, "min")):
+            if abs(value) >= size:
+                return f"{value / size:.3g} {name}"
     suffix = SUFFIXES.get(unit, "")
     if unit == "s" and 0 < abs(value) < 1:
         return f"{1000 * value:.3g} ms"
@@ -96,22 +106,24 @@ def draw(
     marked: tuple[float, float] | None = None,
 ) -> Figure:
     """One dashboard as a figure."""
-    stats = [panel for panel in board.panels if panel.kind == "stat"]
-    graphs = [panel for panel in board.panels if panel.kind != "stat"]
-    num_rows = math.ceil(len(graphs) / GRAPHS_PER_ROW)
-    heights = ([0.45] if stats else []) + [1.0] * num_rows
-    figure = plt.figure(figsize=(15, 0.6 + 2.6 * sum(heights)), facecolor=DARK, layout="constrained")
-    figure.suptitle(board.title, color=TEXT, x=0.01, ha="left", fontsize=13)
-    grid = figure.add_gridspec(len(heights), COLUMNS, height_ratios=heights)
-    for position, panel in enumerate(stats):
-        width = COLUMNS // len(stats)
-        axes = figure.add_subplot(grid[0, position * width : (position + 1) * width])
-        _stat(axes, panel, server=server, end=end, window=window)
-    width = COLUMNS // GRAPHS_PER_ROW
-    for position, panel in enumerate(graphs):
-        row, column = divmod(position, GRAPHS_PER_ROW)
-        axes = figure.add_subplot(grid[row + bool(stats), column * width : (column + 1) * width])
-        _graph(axes, panel, server=server, end=end, minutes=minutes, window=window)
+    placed = [entry["gridPos"] for entry in place(board)]
+    by_title = {panel.title: panel for panel in board.panels}
+    num_rows = max(position["y"] + position["h"] for position in placed)
+    height = HEADER_IN + ROW_IN * num_rows
+    figure = plt.figure(figsize=(WIDTH_IN, height), facecolor=DARK)
+    figure.text(0.01, 1 - 0.2 / height, board.title, color=TEXT, fontsize=13, va="center")
+    span = (end - 60 * minutes, end)
+    for entry, position in zip(place(board), placed, strict=True):
+        panel = by_title[entry["title"]]
+        left, width = WIDTH_IN * position["x"] / COLUMNS, WIDTH_IN * position["w"] / COLUMNS
+        bottom, tall = ROW_IN * (num_rows - position["y"] - position["h"]), ROW_IN * position["h"]
+        room = MARGINS_STAT_IN if panel.kind == "stat" else MARGINS_IN
+        box = (left + room[0], bottom + room[1], width - room[0] - room[2], tall - room[1] - room[3])
+        axes = figure.add_axes((box[0] / WIDTH_IN, box[1] / height, box[2] / WIDTH_IN, box[3] / height))
+        if panel.kind == "stat":
+            _stat(axes, panel, server=server, end=end, window=window)
+            continue
+        _graph(axes, panel, server=server, span=span, window=window)
         if marked is not None and axes.lines:
             axes.axvspan(*(at / SECONDS_PER_DAY for at in marked), color=COLOURS[5], alpha=0.15, linewidth=0)
     return figure
@@ -125,23 +137,26 @@ def _stat(axes: Any, panel: Panel, *, server: str, end: float, window: str) -> N
     for query in panel.queries:
         for row in fetch(server, "query", query=filled(query, window), time=f"{end}"):
             name = legend(query, row["metric"])
-            texts.append(f"{name} {humane(float(row['value'][1]), panel.unit)}" if name else row["value"][1])
-    axes.text(0.5, 0.5, "   ".join(texts) or "no data", color=COLOURS[2], ha="center", va="center", fontsize=13)
+            texts.append(f"{name} {humane(float(row['value'][1]), panel.unit)}".strip())
+    size = 13 if len(texts) < 2 else 10
+    axes.text(0.5, 0.5, "\n".join(texts) or "no data", color=COLOURS[2], ha="center", va="center", fontsize=size)
 
 
-def _graph(axes: Any, panel: Panel, *, server: str, end: float, minutes: float, window: str) -> None:
+def _graph(axes: Any, panel: Panel, *, server: str, span: tuple[float, float], window: str) -> None:
     _style(axes, panel)
-    span = {"start": f"{end - 60 * minutes}", "end": f"{end}", "step": f"{max(1.0, minutes * 60 / 240):g}"}
+    step = max(1.0, (span[1] - span[0]) / 240)
+    asked = {"start": f"{span[0]}", "end": f"{span[1]}", "step": f"{step:g}"}
     num_series = 0
-    lowest = math.inf
+    values = []
     for query in panel.queries:
-        for row in fetch(server, "query_range", query=filled(query, window), **span):
+        for row in fetch(server, "query_range", query=filled(query, window), **asked):
             name = legend(query, row["metric"])
             points = [(float(at), float(value)) for at, value in row["values"]]
-            lowest = min([lowest, *(value for _, value in points if value > 0)])
+            values += [value for _, value in points if math.isfinite(value)]
             style = {"color": "#f2495c", "linestyle": "--"} if name == "bound" else {
                 "color": COLOURS[num_series % len(COLOURS)]}  # fmt: skip
             label = name if num_series < MAX_LEGEND else None
+            points = with_gaps(points, step)
             axes.plot(
                 [at / SECONDS_PER_DAY for at, _ in points],
                 [value for _, value in points], linewidth=1.1, label=label, **style,
@@ -152,21 +167,46 @@ def _graph(axes: Any, panel: Panel, *, server: str, end: float, minutes: float, 
         axes.set_xticks([])
         axes.set_yticks([])
         return
-    if panel.is_log and math.isfinite(lowest):
-        axes.set_yscale("log")
-    else:
-        top = axes.get_ylim()[1] if panel.maximum is None else panel.maximum
-        # A little below, so that a series of zeros is seen.
-        axes.set_ylim(bottom=None if panel.minimum is None else panel.minimum - 0.02 * top, top=1.05 * top)
-    axes.yaxis.set_major_formatter(lambda value, _: humane(value, panel.unit))
-    axes.yaxis.set_minor_formatter(lambda _, __: "")
-    axes.xaxis.set_major_locator(mdates.AutoDateLocator(maxticks=6))
-    axes.xaxis.set_major_formatter(mdates.DateFormatter("%H:%M"))
-    more = f" and {num_series - MAX_LEGEND} more" if num_series > MAX_LEGEND else ""
-    axes.legend(
+    _scale(axes, panel, values)
+    axes.set_xlim(*(at / SECONDS_PER_DAY for at in span))
+    axes.xaxis.set_major_locator(mdates.AutoDateLocator(minticks=4, maxticks=9))
+    axes.xaxis.set_major_formatter(mdates.DateFormatter("%H:%M:%S" if span[1] - span[0] < 900 else "%H:%M"))
+    more = f"and {num_series - MAX_LEGEND} more" if num_series > MAX_LEGEND else ""
+    made = axes.legend(
         loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3, fontsize=6, frameon=False, labelcolor=TEXT,
         title=more or None, title_fontsize=6,
     )  # fmt: skip
+    made.get_title().set_color(TEXT)
+
+
+def _scale(axes: Any, panel: Panel, values: list[float]) -> None:
+    positive = [value for value in values if value > 0]
+    if panel.is_log and positive:
+        axes.set_yscale("log")
+        # A scale without a power of ten in it still has numbers.
+        decades = math.log10(max(positive) / min(positive))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 2.5 else (1,), numticks=7))
+    else:
+        top = axes.get_ylim()[1] if panel.maximum is None else panel.maximum
+        if panel.minimum is not None and not positive:
+            top = 1.0
+        # A little below, so that a series of zeros is seen.
+        axes.set_ylim(bottom=None if panel.minimum is None else panel.minimum - 0.02 * top, top=1.05 * top)
+        if panel.unit == "s" and top >= 2 * TIME_STEPS_S[0]:
+            step = next((each for each in TIME_STEPS_S if top / each <= MAX_TICKS), top / MAX_TICKS)
+            axes.yaxis.set_major_locator(MultipleLocator(step))
+    axes.yaxis.set_major_formatter(lambda value, _: humane(value, panel.unit))
+    axes.yaxis.set_minor_formatter(lambda _, __: "")
+
+
+def with_gaps(points: list[tuple[float, float]], step: float) -> list[tuple[float, float]]:
+    """Put a NaN where a series misses a step, as the dashboards do not span gaps."""
+    drawn: list[tuple[float, float]] = []
+    for at, value in points:
+        if drawn and at - drawn[-1][0] > 1.5 * step:
+            drawn.append((at - step, math.nan))
+        drawn.append((at, value))
+    return drawn
 
 
 def _style(axes: Any, panel: Panel) -> None:

@@ -157,6 +157,8 @@ class TwoSites:
         )
         link.say("down")
         self.times["cut"] = time.time()
+        # What had come through is still being committed.
+        await asyncio.sleep(2.0)
         await self._mark("cut", operator)
         spooled: list[int] = []
         while time.time() < self.times["cut"] + self.outage_s:

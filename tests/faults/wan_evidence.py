@@ -6,18 +6,46 @@ import math
 from pathlib import Path
 from typing import Any
 
-from deploy.grafana.panels import BOARDS
+from deploy.grafana import preview
+from deploy.grafana.panels import BOARDS, Dashboard, Panel, Query
 from deploy.grafana.preview import filled
 from tests.support.prometheus import Prometheus
 
 WINDOW = "30s"
 
 
+def _panel(title: str, board: str) -> Panel:
+    return next(
+        panel for each in BOARDS if each.uid == f"heterorl-{board}" for panel in each.panels if panel.title == title
+    )
+
+
+OUTAGE_BOARD = Dashboard(
+    uid="heterorl-wan",
+    title="Two sites, 150 ms and 1 % loss apart; shaded: nothing gets through",
+    panels=(
+        _panel("Groups per minute", "sites"),
+        _panel("Silence", "sites"),
+        _panel("Versions behind the head", "sites"),
+        _panel("Policy age at the lease", "latency"),
+        _panel("Staleness when trained", "latency"),
+        _panel("Round trip by site", "latency"),
+        _panel("Outbox", "sites"),
+        Panel(title="Answers to Prometheus", unit="none", minimum=0, maximum=1,
+              queries=(Query(expr='up{service="sampler"}', legend="{{site}}"),
+                       Query(expr='up{service!="sampler"}', legend="{{service}}"))),
+        Panel(title="Alerts that fire, by number of processes", unit="none", minimum=0,
+              queries=(Query(expr='count by (alertname) (ALERTS{alertstate="firing"})', legend="{{alertname}}"),)),
+    ),
+)  # fmt: skip
+"""The dashboards' panels that show an outage, in one picture."""
+
+
 def collect(server: Prometheus, times: dict[str, float], sites: list[str]) -> dict[str, Any]:
     """Numbers between `times["begin"]` and `times["end"]`; keys of `times` are instants in seconds since the epoch."""
     sites_up = 'up{service="sampler"}'
-    # A scrape fails only when its time is up, and the first after the heal may still be waiting.
-    middle = (times["cut"] + 8.0, times["heal"])
+    # A scrape bears the time of its begin: the last one in the outage may end well after it, the first began before.
+    middle = (times["cut"] + 6.0, times["heal"] - 6.0)
     ages = _values(server, _of("Policy age at the lease", "quantile(0.95"), (times["cut"], times["end"]), sites)
     behind = _values(server, _of("Versions behind the head"), (times["begin"], times["end"]), sites)
     silence = _of("Silence")
@@ -44,12 +72,10 @@ def collect(server: Prometheus, times: dict[str, float], sites: list[str]) -> di
 
 def draw(address: str, times: dict[str, float], directory: Path) -> None:
     """Write every dashboard over the run, and one picture of the outage, as PNG."""
-    from deploy.grafana import preview
-
     directory.mkdir(parents=True, exist_ok=True)
     minutes = (times["end"] - times["begin"] + 10) / 60
     server = f"http://{address}"
-    for board in BOARDS:
+    for board in (*BOARDS, OUTAGE_BOARD):
         preview.save(
             board, directory=directory, server=server, end=times["end"], minutes=minutes, window=WINDOW,
             marked=(times["cut"], times["heal"]),

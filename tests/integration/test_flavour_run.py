@@ -32,19 +32,20 @@ from tests.support.links import PLAINTEXT
 SHARED = {"group_size": 2, "sampling": {"max_new_tokens": 4}}
 
 
-async def _state(api, directory, version, *, layout, flavour=""):
+async def _state(api, directory, version, *, layout, flavour="", held=None):
     puller = Puller(api=api, spool=directory / f"pulled-{flavour}", layout=layout, clock=SystemClock(), flavour=flavour)
-    return (await puller.pull(held=None, want_version=version)).arena
+    return await puller.pull(held=held, want_version=version)
 
 
 async def _check_states(api, directory, layout, versions, *, flavour="int8"):
     """The flavour of each version against the version's own weights, quantised with the scales of the one before."""
-    roots, scales = {}, None
+    roots, scales, base, found = {}, None, None, None
     for version in versions:
         expected = Arena(flavour_layout(layout, flavour))
-        quantise(await _state(api, directory, version, layout=layout), expected, flavour, frozen=scales)
-        found = await _state(api, directory, version, layout=expected.layout, flavour=flavour)
-        assert found.state_root() == expected.state_root(), version
+        base = await _state(api, directory, version, layout=layout, held=base)
+        quantise(base.arena, expected, flavour, frozen=scales)
+        found = await _state(api, directory, version, layout=expected.layout, flavour=flavour, held=found)
+        assert found.arena.state_root() == expected.state_root(), version
         roots[version], scales = expected.state_root(), expected
     return roots
 
@@ -104,8 +105,8 @@ async def test_quantised_site_trains_with_the_others_and_is_judged_by_its_own_we
     parts.backend.store(masters)
     assert masters.state_root() == manifest_from_bytes(await core.get_manifest(version=4)).state_root
     whole = Arena(parts.backend.layout)
-    dequantise(await _state(core, tmp_path, 4, layout=samplers[1].generation._engine.layout, flavour="int8"), whole,
-               "int8")  # fmt: skip
+    layout = flavour_layout(parts.backend.layout, "int8")
+    dequantise((await _state(core, tmp_path, 4, layout=layout, flavour="int8")).arena, whole, "int8")
     assert whole.state_root() != masters.state_root()
     for outbox in outboxes:
         outbox.close()

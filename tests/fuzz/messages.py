@@ -12,7 +12,7 @@ from heterorl.v1 import common_pb2, policy_pb2, rollout_pb2, run_pb2
 
 from services.common import wire
 from services.common.errors import InvalidRequest
-from services.common.rpc import messages, run_status
+from services.common.rpc import messages, rejections, run_status
 from services.common.rpc.publication import publish_from_pb
 from services.common.types import Digest, PayloadKind, PayloadRef
 from services.common.weights.manifest import chunks_of
@@ -26,6 +26,7 @@ DECODERS: list[tuple[type[Message], Callable[[Any], Any]]] = [
     (common_pb2.StepReport, messages.report_from_pb),
     (rollout_pb2.PushGroupsResponse, messages.outcome_from_pb),
     (rollout_pb2.LeaseWorkResponse, messages.work_grant_from_pb),
+    (rollout_pb2.RejectGroupsRequest, rejections.rejections_from_pb),
     (policy_pb2.AcquireLeaseResponse, messages.grant_from_pb),
     (policy_pb2.PublishVersionRequest, publish_from_pb),
     (policy_pb2.PlanPullResponse, messages.plan_from_pb),

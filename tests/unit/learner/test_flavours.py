@@ -529,6 +529,7 @@ async def test_store_of_an_earlier_program_gets_flavours_and_keeps_what_it_had(t
     with sqlite3.connect(tmp_path / "coordinator" / "coordinator.sqlite") as connection:
         # As schema 1 had it: the same columns, but for the last.
         connection.executescript("DROP VIEW stated; DROP TABLE flavour_versions; PRAGMA user_version = 1;")
+        connection.executescript("DROP TABLE failures; DROP TABLE convictions; DROP TABLE audit;")
         connection.execute("ALTER TABLE sites DROP COLUMN flavour")
         keys = {"payloads": "to_version, kind, from_version", "signatures": "version", "verified": "version"}
         for name, key in {**keys, "canaries": "version"}.items():

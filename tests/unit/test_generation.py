@@ -1,6 +1,7 @@
 """The reference engine: log-probs of the policy that drew, whatever else is in the batch."""
 
 import threading
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -236,6 +237,21 @@ def test_swap_takes_effect_between_two_tokens_and_the_cache_stays(model_dir):
     assert all(span.end == 4 for row in rows for span in row.spans[:1] if len(row.spans) > 1)
     for row in rows:
         np.testing.assert_allclose(row.logprobs, truth.mixed(arenas, PROMPTS[0], row, sampling), atol=1e-5)
+
+
+def test_token_carries_the_version_of_its_own_pass(model_dir):
+    engine = engine_of(model_dir)
+
+    class SwapAfterEveryTurn:
+        @contextmanager
+        def taken(self):
+            yield
+            engine._version += 1
+
+    engine._turns, engine._version = SwapAfterEveryTurn(), 0
+    [[row]] = engine.generate(PROMPTS[:1], seeds=[1], num_per_prompt=1)
+
+    assert row.spans == tuple(VersionSpan(version=at, start=at, end=at + 1) for at in range(len(row.token_ids)))
 
 
 def test_loop_lets_go_between_two_turns():

@@ -168,9 +168,8 @@ class VllmEngine:
 
     def _load(self, arena: Arena, version: int) -> None:
         self._reference = self._reference or canary.Reference(self.model, self._layout)
-        self._version = -1
-        was_trusted, self._is_trusted = self._is_trusted, False
-        label = str(version)
+        was_trusted, label = self._is_trusted, str(version)
+        self._version, self._is_trusted = -1, False
         try:
             self.swap_bytes = self._weights.write(arena)
             is_running = was_trusted and self._process is not None
@@ -182,8 +181,7 @@ class VllmEngine:
             self._check(arena, version)
         finally:
             self._weights.clear()
-        self._version = version
-        self._is_trusted = True
+        self._version, self._is_trusted = version, True
 
     def generate(
         self, prompts: Sequence[Int32Array], *, seeds: Sequence[int], num_per_prompt: int
@@ -281,8 +279,7 @@ class VllmEngine:
         try:
             return question(self._alive())
         except EngineDied:
-            self._version = -1
-            self._is_trusted = False
+            self._version, self._is_trusted = -1, False
             raise
 
     def _alive(self) -> VllmProcess:

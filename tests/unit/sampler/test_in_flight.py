@@ -74,13 +74,15 @@ async def test_group_that_began_after_the_swap_carries_the_new_root(world):
 
 
 async def test_batch_whose_swap_failed_gives_no_group_and_its_work_is_handed_back(world):
-    failures = metrics.ENGINE_FAILURES.labels("stale")
-    before = failures._value.get()
+    def failures():
+        return sum(metrics.ENGINE_FAILURES.labels(reason)._value.get() for reason in ("stale", "died"))
+
+    before = failures()
     await hold_a_batch(world)
     spooled, abandoned = world.outbox.next_sequence, world.link.calls["abandon_work"]
     world.engine.load_failures = [StaleWeights(1, difference=0.65, tolerance=1e-4)]
     await world.run.publish()
-    await world.until(lambda: failures._value.get() > before)
+    await world.until(lambda: failures() > before)
     assert world.sampler.session.policy_version == -1
 
     world.engine.proceed.set()
@@ -88,5 +90,6 @@ async def test_batch_whose_swap_failed_gives_no_group_and_its_work_is_handed_bac
     assert world.outbox.next_sequence == spooled
     await world.until(lambda: world.outbox.next_sequence > spooled)
 
-    assert failures._value.get() == before + 1
+    # The swap's, and not the batch's that it took along.
+    assert failures() == before + 1
     assert world.engine.version == 1

@@ -35,6 +35,10 @@ LOOPS = [
 """These wait, but by the clock they are given, so that a virtual one can drive them."""
 
 
+MAY_SLEEP = {"common/rpc/credentials.py"}
+"""On a thread of gRPC that holds gRPC's own lock, for as long as that lock must be held; never on the event loop."""
+
+
 def test_coordinator_never_loads_torch():
     code = (
         "import sys, services.coordinator.app, services.coordinator.config, services.cli;"
@@ -71,7 +75,9 @@ def _violations(source: str) -> set[str]:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_source_uses_no_unsafe_deserialisation(path):
-    assert _violations(path.read_text()) == set()
+    allowed = {"time.sleep"} if str(path.relative_to(ROOT / "services")) in MAY_SLEEP else set()
+
+    assert _violations(path.read_text()) == allowed
 
 
 @pytest.mark.parametrize("source", ["import pickle", "torch.load('x')", "eval('1')", "from pickle import loads"])

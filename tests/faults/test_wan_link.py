@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.wan_link import ADDRESS_A, ADDRESS_B, WanLink, inside, unavailable
 
-DELAY_S, LOSS, NUM_PACKETS = 0.05, 0.3, 400
+DELAY_S, LOSS, NUM_PACKETS = 0.05, 0.3, 200
 REASON = unavailable()
 
 
@@ -26,8 +26,8 @@ def test_line_is_late_and_lossy_and_silent_while_cut():
     assert seen["round_trip_s"] >= 2 * DELAY_S
     # The kernel sends a few packets of its own, which may be among the lost.
     assert NUM_PACKETS - seen["stats"]["lost"] <= seen["arrived"] < NUM_PACKETS
-    # 400 packets, a loss of 0.3: 120 are lost, five standard deviations are 46.
-    assert 74 <= seen["stats"]["lost"] <= 166
+    # 200 packets, a loss of 0.3: 60 are lost, five standard deviations are 32. More would not fit a socket buffer.
+    assert 28 <= seen["stats"]["lost"] <= 92
     assert seen["arrived_while_cut"] == 0
     assert seen["arrived_after"] > 0
 

@@ -7,7 +7,6 @@ taken: at the start it is the operator's error, at a change the old set stays an
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,8 +117,7 @@ def server_credentials(files: MaterialFiles) -> grpc.ServerCredentials:
         if material.number == taken.number:
             return None
         taken = material
-        # A thread of gRPC, not the event loop: nobody else can end this wait, and nobody needs to.
-        threading.Event().wait(SETTLE_S)
+        time.sleep(SETTLE_S)
         return _configuration(material)
 
     # The stubs do not know None, which the documentation of gRPC names.

@@ -51,6 +51,8 @@ def status_tables(status: RunStatus) -> tuple[Table, Table]:
     if report is not None:
         rows.insert(1, ("step", f"{report.step}: reward {report.reward_mean:.3f}, KL {report.kl:.3f}"))
         rows.insert(2, ("staleness", f"{report.staleness_mean:.1f} mean, {report.staleness_max} max"))
+    if status.rollback_to >= 0:
+        rows.insert(1, ("ordered", f"back to version {status.rollback_to}; not carried out yet"))
     for form in status.flavours:
         sizes = _sizes(form.full_bytes, delta=form.delta_bytes, full=form.snapshot_bytes)
         rows.append((f"flavour {form.flavour}", f"{sizes}, {form.changed_fraction:.2%} changed"))

@@ -437,3 +437,5 @@ class RunStatus:
     snapshot_bytes: int = 0
     encode_s: float = 0.0
     flavours: tuple[FlavourStatus, ...] = ()
+    rollback_to: int = -1
+    """Version that the learner is ordered to go back to and has not published yet; -1 without an order."""

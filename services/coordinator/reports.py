@@ -7,7 +7,7 @@ import json
 import sqlite3
 
 from services.common.types import PayloadKind, RunStatus, StepReport
-from services.coordinator import flavours, ledger, lineage, manifests, shelf
+from services.coordinator import flavours, ledger, lineage, manifests, rollback, shelf
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.database import get_meta
 from services.coordinator.quotas import Quotas
@@ -69,4 +69,5 @@ def run_status(
         snapshot_bytes=sizes.get(PayloadKind.SNAPSHOT, 0),
         encode_s=float(get_meta(connection, "encode_s") or 0.0),
         flavours=flavours.statuses(connection),
+        rollback_to=rollback.ordered(connection),
     )

@@ -231,6 +231,7 @@ CASES = [
             reports=st.lists(reports, max_size=2).map(tuple),
             signature=st.binary(max_size=9),
             encode_s=real,
+            rollback_to=version,
             flavours=st.lists(
                 st.builds(
                     FlavourVersion,

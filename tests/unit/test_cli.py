@@ -199,6 +199,10 @@ def test_status_is_shown_to_people_and_programs():
     assert [table.row_count for table in status_tables(status)] == [13, 1]
     assert all(name in text for name in ("[/r]", "[/l]", "[/s]", "4, unsigned"))
     assert all(part in text for part in ("delta 10 bytes (10.0x), full 80 bytes (1.2x)", "10.00%", "0.5 s", "0.125 s"))
+    ordered = dataclasses.replace(status, rollback_to=2)
+    console.print(*status_tables(ordered))
+    assert "back to version 2; not carried out yet" in console.export_text()
+    assert "carried out" not in text
     form = FlavourStatus(
         flavour="int8", version=4, full_bytes=50, delta_bytes=5, snapshot_bytes=0, changed_fraction=0.015
     )

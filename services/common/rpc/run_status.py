@@ -45,6 +45,7 @@ def status_to_pb(value: RunStatus) -> run_pb2.GetStatusResponse:
             run_pb2.FlavourStatus(**{name: getattr(entry, name) for name in FlavourStatus.__slots__})
             for entry in value.flavours
         ],
+        rollback_to=value.rollback_to if value.rollback_to >= 0 else None,
     )
 
 
@@ -104,4 +105,5 @@ def status_from_pb(message: run_pb2.GetStatusResponse) -> RunStatus:
             FlavourStatus(**{name: getattr(entry, name) for name in FlavourStatus.__slots__})
             for entry in message.flavours
         ),
+        rollback_to=message.rollback_to if message.HasField("rollback_to") else -1,
     )

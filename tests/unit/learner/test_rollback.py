@@ -76,6 +76,7 @@ async def test_next_version_has_the_ordered_content_by_the_negated_delta(core, t
     before = [await manifest(core, version) for version in range(4)]
 
     assert await core.rollback(to_version=1, request_id="one") == 3
+    assert (await core.get_status()).rollback_to == 1
     backend = GentleBackend()
     result = await learn(config, core, backend)
 

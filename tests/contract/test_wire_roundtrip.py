@@ -231,7 +231,6 @@ CASES = [
             reports=st.lists(reports, max_size=2).map(tuple),
             signature=st.binary(max_size=9),
             encode_s=real,
-            rollback_to=version,
             flavours=st.lists(
                 st.builds(
                     FlavourVersion,
@@ -369,6 +368,7 @@ CASES = [
             last_report=st.none() | reports,
             delta_bytes=uint,
             snapshot_bytes=uint,
+            rollback_to=version,
             encode_s=real,
             flavours=st.lists(
                 st.builds(

@@ -202,7 +202,7 @@ WEIGHTS_BOARD = Dashboard(
               queries=_gauge("heterorl_coordinator_flavour_bytes", "{{flavour}} {{kind}}"),
               note="Full is the size of the weights in that form; a site pulls the deltas of its own."),
         Panel(title="Sites by flavour", unit="none", minimum=0,
-              queries=(Query(expr=f"sum by (flavour) (heterorl_coordinator_site_flavour{{{SITE}}})",
+              queries=(Query(expr=f"sum by (flavour) (heterorl_coordinator_site_flavour_info{{{SITE}}})",
                              legend="{{flavour}}"),)),
         Panel(title="Encode and apply, newest version", unit="s", is_log=True,
               queries=_gauge("heterorl_learner_version_encode_seconds", "encode")

@@ -114,7 +114,9 @@ SITE_QUOTA_RATIO = _gauge("coordinator_site_quota_ratio", "Used share of a site'
 QUOTA_REFUSALS = _counter("coordinator_quota_refusals_total", "Pushes refused for a quota.", "site", "quota")
 SITE_QUOTA_BYTES = _gauge("coordinator_site_quota_bytes", "Bytes that one site may have in the queue.")
 SITE_APPLY_SECONDS = _gauge("coordinator_site_apply_seconds", "Duration of a site's newest apply and verify.", "site")
-SITE_FLAVOUR = _gauge("coordinator_site_flavour", "1 for the form of the weights that a site pulls.", "site", "flavour")
+SITE_FLAVOUR = _gauge(
+    "coordinator_site_flavour_info", "1 for the form of the weights that a site pulls.", "site", "flavour"
+)
 
 # coordinator: store
 COMMIT_SECONDS = _histogram("coordinator_commit_seconds", "Duration of a commit, its fsync included.")

@@ -4,13 +4,15 @@ An rpc in the protos without a row in the table, or without a handler, fails her
 """
 
 import asyncio
+import importlib
+import pkgutil
 
 import grpc.aio
+import heterorl.v1
 import pytest
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from google.protobuf import message_factory
 from grpc_health.v1 import health_pb2
-from heterorl.v1 import policy_pb2, rollout_pb2, run_pb2
 
 from services.certs.authority import Pair
 from services.common.access import RULES
@@ -19,9 +21,14 @@ from tests.support.certificates import DAY, Certificates
 from tests.support.run import SITE
 from tests.support.secure_run import SecureRun, refusals
 
+PROTOS = [
+    importlib.import_module(f"heterorl.v1.{module.name}")
+    for module in pkgutil.iter_modules(heterorl.v1.__path__)
+    if module.name.endswith("_pb2")
+]
 METHODS = {
     f"/{service.full_name}/{method.name}": method
-    for module in (policy_pb2, rollout_pb2, run_pb2, health_pb2)
+    for module in (*PROTOS, health_pb2)
     for service in module.DESCRIPTOR.services_by_name.values()
     for method in service.methods
 }

@@ -10,14 +10,15 @@ import pytest
 from services.common import logs, metrics
 from services.common.errors import PortInUse
 
-UNITS = ("_seconds", "_bytes", "_per_second", "_versions", "_groups", "_nats", "_ratio", "_total", "_version", "_epoch")
+UNITS = ("_seconds", "_bytes", "_per_second", "_versions", "_groups", "_nats", "_ratio", "_total", "_version", "_epoch",
+         "_info")  # fmt: skip
 WITHOUT_UNIT = {
     "heterorl_learner_loss", "heterorl_learner_reward_mean", "heterorl_learner_iw_variance",
     "heterorl_learner_grad_norm", "heterorl_coordinator_ledger_balanced", "heterorl_coordinator_draining",
     "heterorl_coordinator_site_quarantined",
 }  # fmt: skip
 LABELS = {"side", "method", "code", "kind", "direction", "site", "status", "reason", "state", "account",
-          "applied", "stage", "quota", "check", "verdict"}  # fmt: skip
+          "applied", "stage", "quota", "check", "verdict", "flavour"}  # fmt: skip
 
 
 def _own(name):

@@ -73,9 +73,9 @@ async def test_sites_and_bytes_are_shown_by_flavour_and_no_longer_than_they_are_
 
     await observe.observe_run(core)
 
-    assert shown("coordinator_site_flavour", site=SITE, flavour="trained") == 1
-    assert shown("coordinator_site_flavour", site="small", flavour="int8") == 1
-    assert shown("coordinator_site_flavour", site="small", flavour="trained") is None
+    assert shown("coordinator_site_flavour_info", site=SITE, flavour="trained") == 1
+    assert shown("coordinator_site_flavour_info", site="small", flavour="int8") == 1
+    assert shown("coordinator_site_flavour_info", site="small", flavour="trained") is None
     assert shown("coordinator_flavour_bytes", flavour="trained", kind="snapshot") == delta > 0
     assert shown("coordinator_flavour_bytes", flavour="int8", kind="full") == 44
     assert shown("coordinator_flavour_bytes", flavour="int8", kind="delta") == 0

@@ -133,11 +133,12 @@ class Witness:
             await asyncio.sleep(self._pause_s)
 
     def _group(self, work: WorkAssignment, version: int, root: Digest) -> Group:
-        length = self._random.randint(1, self._contract.sampling.max_new_tokens)
+        length = self._contract.sampling.max_new_tokens
+        tokens = [token for token in range(2, 10) if token != self._contract.eos_token_id]
 
         def rollout() -> Rollout:
             return Rollout(
-                token_ids=np.array([self._random.randrange(2, 10) for _ in range(length)], np.int32),
+                token_ids=np.array(self._random.choices(tokens, k=length), np.int32),
                 sampler_logprobs=np.full(length, -2.0, np.float32),
                 spans=(VersionSpan(version=version, start=0, end=length),),
                 reward=float(self._random.random() < 0.5),

@@ -89,7 +89,7 @@ class Site:
         groups: list[Group] = []
         for start in range(0, len(work), 32):
             part = work[start : start + 32]
-            groups += maker.make(part, state_roots={0: self.state_root}, first_sequence=1 + start).groups
+            groups += maker.make(part, state_roots={engine.version: self.state_root}, first_sequence=1 + start).groups
         return groups
 
     def with_logprobs(self, group: Group) -> Group:

@@ -7,7 +7,7 @@ import pytest
 from services.common.api import CanaryReport, Rejection
 from services.common.errors import InvalidRequest, Quarantined, StaleEpoch
 from services.common.types import DropReason, GroupId, PushStatus
-from services.coordinator import audit, ledger
+from services.coordinator import audit, flavours, ledger
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core import Coordinator
 from services.coordinator.quarantine import Rule, decide
@@ -197,3 +197,22 @@ async def test_orders_leases_and_canaries_are_in_the_log(core, tmp_path):
     ]  # fmt: skip
     kinds = [row.kind for row in await core.database.run(audit.read)]
     assert kinds[0] == "learner_lease"
+
+
+async def test_group_is_checked_in_the_form_that_it_was_made_with_whatever_its_site_pulls_now(core, tmp_path):
+    run = await begin(core, tmp_path)
+    quantised = "f" * 64
+
+    def add_flavour(connection):
+        flavours.offer(connection, ["int8"])
+        connection.execute("INSERT INTO flavour_versions VALUES ('int8', 0, x'', 'd', ?, 44, 0.5)", (quantised,))
+
+    await core.database.run(add_flavour)
+    before, after = await run.lease(2)
+    await core.push_groups([run.group(before)])
+    # The operator changes the site's configuration; its outbox keeps incarnation and groups.
+    await core.register(run.registration(flavour="int8"))
+    (outcome,) = await core.push_groups([run.group(after, state_root=quantised)])
+    assert outcome.status is PushStatus.ACCEPTED
+
+    assert [queued.flavour for queued in await take(core, run, 2)] == ["", "int8"]

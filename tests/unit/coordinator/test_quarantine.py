@@ -169,6 +169,22 @@ async def test_rejections_are_the_current_learners_and_of_its_checks(core, tmp_p
     assert (await accounts(core)).pending == 1
 
 
+async def test_failure_is_shown_only_while_it_counts(tmp_path, config):
+    core = await Coordinator.open(config.model_copy(update={"quarantine_window_groups": 3}), ManualClock())
+    run = await begin(core, tmp_path)
+    (failed,) = await run.push(1)
+    await take(core, run, 1)
+    await core.reject_groups(epoch=run.epoch, rejections=[rejection(failed)])
+    shown = []
+    for _ in range(3):
+        await run.push(1)
+        shown.append((await core.get_status()).sites[0].groups_failed)
+
+    # Of the newest three groups, numbers 2 to 4, none failed.
+    assert shown == [1, 1, 0]
+    await core.close()
+
+
 async def test_release_wants_a_reason_and_a_site(core, tmp_path):
     await begin(core, tmp_path)
 
@@ -187,6 +203,8 @@ async def test_orders_leases_and_canaries_are_in_the_log(core, tmp_path):
     await core.report_canary(report)
     await core.report_canary(report)
     await core.report_canary(dataclasses.replace(report, logprobs=(-1.0, -2.0)))
+    # The second time because the first answer was lost: one order.
+    await core.rollback(to_version=0, request_id="r-1")
     await core.rollback(to_version=0, request_id="r-1")
     await core.note_revoked(frozenset({0xAB, 7}))
     await core.note_revoked(frozenset({0xAB, 7, 9}))

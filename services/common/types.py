@@ -352,7 +352,7 @@ class QueuedGroup:
     seed: int | None = None
     """Sampling seed of the group's assignment; None from a coordinator that does not state it."""
     flavour: str = ""
-    """Form of the weights that its site pulls; empty for those that are trained."""
+    """Form of the weights that it was generated with; empty for those that are trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

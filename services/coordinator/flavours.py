@@ -71,6 +71,17 @@ def stored(connection: sqlite3.Connection) -> tuple[str, ...]:
     return (TRAINED, *(str(row[0]) for row in rows))
 
 
+def of_state(connection: sqlite3.Connection, version: int, state_root: str) -> str:
+    """The form in which a version has this state.
+
+    A group says by the state what it was generated with: a site that changed its form still pushes groups of before.
+    """
+    row = connection.execute(
+        "SELECT flavour FROM flavour_versions WHERE version = ? AND state_root = ?", (version, state_root)
+    ).fetchone()
+    return TRAINED if row is None else str(row[0])
+
+
 def check_publication(
     connection: sqlite3.Connection, request: PublishRequest, manifest: Manifest, parsed: Mapping[str, Manifest]
 ) -> None:

@@ -177,9 +177,12 @@ class Policies(Node):
         """Order the learner to publish the content of a version anew, in place of an earlier order."""
 
         def operation(connection: sqlite3.Connection) -> tuple[tuple[PullPlan, ...], int]:
+            is_new = not rollback.is_known(connection, request_id)
             ways = rollback.place(connection, to_version=to_version, request_id=request_id)
             detail = f"to version {to_version}" if to_version >= 0 else "taken back"
-            audit.append(connection, AuditKind.ROLLBACK_ORDER, subject=request_id, detail=detail, now=self.clock.wall())
+            if is_new:
+                kind, now = AuditKind.ROLLBACK_ORDER, self.clock.wall()
+                audit.append(connection, kind, subject=request_id, detail=detail, now=now)
             return ways, lineage.read_head(connection).version
 
         ways, head = await self.database.run(operation)

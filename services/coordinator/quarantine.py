@@ -94,9 +94,14 @@ def read_reasons(connection: sqlite3.Connection) -> dict[str, str]:
     return canary.read_quarantines(connection) | dict(connection.execute("SELECT site, reason FROM convictions"))
 
 
-def count_failures(connection: sqlite3.Connection) -> dict[str, int]:
-    """Failures that still count, by site."""
-    return dict(connection.execute("SELECT site, count(*) FROM failures GROUP BY site"))
+def count_failures(connection: sqlite3.Connection, rule: Rule) -> dict[str, int]:
+    """Failures that still count, by site: those among the newest groups that the rule looks at."""
+    rows = connection.execute(
+        "SELECT f.site, count(*) FROM failures f JOIN (SELECT site, sum(accepted) AS total FROM sites GROUP BY site)"
+        " USING (site) WHERE f.accepted > total - ? GROUP BY f.site",
+        (rule.window_groups,),
+    )
+    return dict(rows.fetchall())
 
 
 def check_site(connection: sqlite3.Connection, site: SiteId) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from services.common.errors import MalformedPayload
 from services.common.types import Contract, DropReason, Group, GroupId, PushOutcome, PushStatus, QueuedGroup
 from services.common.wire import bytes_digest, group_from_bytes, group_to_bytes
-from services.coordinator import ledger, quarantine, watermark, work
+from services.coordinator import flavours, ledger, quarantine, watermark, work
 from services.coordinator.admission import Facts, judge
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.quotas import Quotas
@@ -158,7 +158,7 @@ class Queue:
         leased: list[QueuedGroup] = []
         # Again while damaged groups leave room: whoever waits is woken by arrivals only.
         while rows := self._next(connection, count - len(leased)):
-            for arrival, digest, data, arrived, published, assignment, flavour, *key in rows:
+            for arrival, digest, data, arrived, published, assignment, *key in rows:
                 group = _verified(data, digest)
                 if group is None:
                     _LOG.critical("group %s fails its digest and is not trained on", key)
@@ -167,6 +167,7 @@ class Queue:
                 connection.execute("UPDATE groups SET state = 'leased' WHERE arrival = ?", (arrival,))
                 age, waited = max(0.0, now - published), max(0.0, now - arrived)
                 seed = seed_of(assignment, seed=self.config.seed)
+                flavour = flavours.of_state(connection, group.oldest_version, group.state_root)
                 leased.append(
                     QueuedGroup(group=group, policy_age_s=age, queue_age_s=waited, seed=seed, flavour=flavour)
                 )
@@ -222,9 +223,8 @@ class Queue:
 
 def _oldest(connection: sqlite3.Connection, count: int, *, site: str = "") -> list[tuple[Any, ...]]:
     return connection.execute(
-        "SELECT arrival, digest, payload, arrived, published, assignment, coalesce(flavour, ''), site, incarnation,"
-        " sequence FROM groups JOIN versions ON versions.version = oldest_version"
-        " LEFT JOIN sites USING (site, incarnation) WHERE state = 'pending' AND ? IN ('', site)"
+        "SELECT arrival, digest, payload, arrived, published, assignment, site, incarnation, sequence"
+        " FROM groups JOIN versions ON versions.version = oldest_version WHERE state = 'pending' AND ? IN ('', site)"
         " ORDER BY oldest_version, arrival LIMIT ?",
         (site, count),
     ).fetchall()

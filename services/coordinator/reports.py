@@ -7,7 +7,7 @@ import json
 import sqlite3
 
 from services.common.types import PayloadKind, RunStatus, StepReport
-from services.coordinator import flavours, ledger, lineage, manifests, rollback, shelf
+from services.coordinator import flavours, ledger, lineage, manifests, quarantine, rollback, shelf
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.database import get_meta
 from services.coordinator.quotas import Quotas
@@ -57,7 +57,7 @@ def run_status(
         bytes_full=row[1] if row else 0,
         bytes_last=row[2] if row else 0,
         changed_fraction=row[3] if row else 0.0,
-        sites=sites.statuses(connection, now, quotas=quotas),
+        sites=sites.statuses(connection, now, quotas=quotas, rule=quarantine.rule_of(config)),
         last_report=StepReport(**json.loads(last[0])) if last else None,
         is_head_signed=bool(row and manifests.read_signature(connection, row[0])),
         store_bytes=store_bytes,

@@ -24,6 +24,11 @@ def ordered(connection: sqlite3.Connection) -> int:
     return int(get_meta(connection, _ORDER) or lineage.NONE)
 
 
+def is_known(connection: sqlite3.Connection, request_id: str) -> bool:
+    """Whether the newest order was given under this id: it is said again because an answer was lost."""
+    return bool(request_id) and get_meta(connection, _REQUEST) == request_id
+
+
 def place(connection: sqlite3.Connection, *, to_version: int, request_id: str) -> tuple[PullPlan, ...]:
     """Replace the order (NONE takes it back); returns the plans by which the learner can carry it out.
 
@@ -33,7 +38,7 @@ def place(connection: sqlite3.Connection, *, to_version: int, request_id: str) -
     """
     if not request_id or to_version < lineage.NONE:
         raise InvalidRequest("request_id must not be empty, to_version at least -1")
-    if get_meta(connection, _REQUEST) == request_id:
+    if is_known(connection, request_id):
         return ()
     ways = () if to_version == lineage.NONE else _ways(connection, to_version)
     set_meta(connection, _ORDER, str(to_version))

@@ -106,7 +106,9 @@ class Sites:
         row = connection.execute("SELECT flavour FROM sites WHERE site = ? AND incarnation = ?", (site, incarnation))
         return str((row.fetchone() or ("",))[0])
 
-    def statuses(self, connection: sqlite3.Connection, now: float, *, quotas: Quotas) -> tuple[SiteStatus, ...]:
+    def statuses(
+        self, connection: sqlite3.Connection, now: float, *, quotas: Quotas, rule: quarantine.Rule
+    ) -> tuple[SiteStatus, ...]:
         """All sites, those never seen by this process included."""
         leased: dict[tuple[str, str], int] = {
             (site, incarnation): count
@@ -117,7 +119,7 @@ class Sites:
         rows = connection.execute(
             "SELECT site, incarnation, accepted, dropped, flavour FROM sites ORDER BY site, incarnation"
         )
-        quarantines, failures = quarantine.read_reasons(connection), quarantine.count_failures(connection)
+        quarantines, failures = quarantine.read_reasons(connection), quarantine.count_failures(connection, rule)
         statuses = []
         for site, incarnation, accepted, dropped, flavour in rows:
             seen = self._seen.get((site, incarnation))

@@ -16,12 +16,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from services.common import metrics
-from services.common.errors import CorruptData, RewardError, UnknownVersion, UntrustedVersion
+from services.common.errors import CorruptData, RewardError, UnknownPayload, UnknownVersion, UntrustedVersion
 from services.common.generation.seeded import group_key
 from services.common.prompts import Prompter
 from services.common.tasks.task import Task
 from services.common.types import DropReason, Group, QueuedGroup, SiteId
-from services.common.weights.arena import Arena
 from services.learner.recent_versions import RecentVersions
 from services.learner.replay import Replayer
 from services.learner.rewards import reward_problem
@@ -110,10 +109,11 @@ class Examiner:
         for version in sorted({span.version for rollout in group.rollouts for span in rollout.spans}):
             try:
                 arena = await self.versions.get(version, queued.flavour)
-            except (UnknownVersion, CorruptData, UntrustedVersion) as error:
+            except (UnknownVersion, UnknownPayload, CorruptData, UntrustedVersion) as error:
                 _count(group, "logprob", "skipped")
                 return Finding(problem=f"version {version} cannot be had to check it: {error}")
-            found = await in_thread(_replay, self.yardstick.replayer, arena, version, group, key)
+            await in_thread(self.yardstick.replayer.load, arena, version, queued.flavour)
+            found = await in_thread(self.yardstick.replayer.replay, group, key=key)
             replays = found if not replays else _spliced(group, version, into=replays, other=found)
         problem = judge_logprobs([rollout.sampler_logprobs for rollout in group.rollouts], replays, config)
         _count(group, "logprob", "failed" if problem else "passed")
@@ -122,11 +122,6 @@ class Examiner:
         problem = judge_margins(replays, config)
         _count(group, "sampling", "failed" if problem else "skipped" if key is None else "passed")
         return Finding(reason=DropReason.SAMPLING_MISMATCH, detail=problem) if problem else SOUND
-
-
-def _replay(replayer: Replayer, arena: Arena, version: int, group: Group, key: int | None) -> list[Replay]:
-    replayer.load(arena, version)
-    return replayer.replay(group, key=key)
 
 
 def _spliced(group: Group, version: int, *, into: list[Replay], other: list[Replay]) -> list[Replay]:

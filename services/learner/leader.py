@@ -131,7 +131,6 @@ class Leader:
             threads=threads,
             flavours=flavours if self.config.flavours else None,
         )
-        trust = Trust(() if self.signer is None else (self.signer.public_key, *self.config.trusted_keys))
         resumption = Resumption(
             api=self.api,
             backend=self.backend,

@@ -53,6 +53,7 @@ class RecentVersions:
 
         Raises:
             UnknownVersion: it does not exist in the lineage, or its payloads were deleted, or nobody knows the flavour.
+            UnknownPayload: the coordinator's payloads go as fast as plans are made.
             CorruptData: even the snapshot fails its checks.
             UntrustedVersion: it is signed by nobody this learner trusts.
         """

@@ -45,18 +45,18 @@ class Replayer:
         self._model: Any = model.to(device)
         self._device = torch.device(device)
         self._sampling = sampling
-        self._version = -1
+        self._loaded = ("", -1)
 
     @property
     def can_repeat_draws(self) -> bool:
         """Whether draws are of all tokens, so that the Gumbel-max trick decides them alone."""
         return self._sampling.top_p == 1.0 and not self._sampling.top_k
 
-    def load(self, arena: Arena, version: int) -> None:
-        """Take a version's weights; nothing where they are loaded already."""
-        if version != self._version:
+    def load(self, arena: Arena, version: int, flavour: str = "") -> None:
+        """Take a version's weights, or what a flavour of it stands for; nothing where they are loaded already."""
+        if (flavour, version) != self._loaded:
             tensors.load(arena, self._model)
-            self._version = version
+            self._loaded = (flavour, version)
 
     @torch.inference_mode()
     def replay(self, group: Group, *, key: int | None) -> list[Replay]:

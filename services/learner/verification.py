@@ -31,7 +31,8 @@ class VerificationConfig(Config):
     """Groups of a site that are all checked at first; the share halves with each further so many, down to the floor."""
     logprob_tolerance: float = Field(default=0.08, gt=0)
     """Largest mean |difference| of a rollout's log-probs, nats. The default suits bf16 sites; where all compute in
-    float32, 1e-4 also shows weights of other versions. `make bench-verify` measures both."""
+    float32, 1e-4 also shows weights of other versions (`make bench-verify` measures both), but then no honest site may
+    swap in flight: tokens drawn over keys and values of older weights differ from a replay by more."""
     group_logprob_tolerance: float = Field(default=0.035, gt=0)
     """The same over all tokens of a group, where rounding averages out and a wrong temperature does not."""
     margin_tolerance: float = Field(default=0.15, gt=0)

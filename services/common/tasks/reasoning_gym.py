@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+import threading
 from typing import Any
 
 from services.common.errors import ConfigError, DependencyMissing, RewardError
@@ -37,6 +38,8 @@ class ReasoningGymTask:
         self._size = max(size, evaluation_size)
         self._seed = seed
         self._datasets: list[Any] = []
+        # A learner evaluates and checks rewards in two threads: made twice, a data set would take the next one's place.
+        self._making = threading.Lock()
         self._entry = functools.lru_cache(maxsize=_CACHED_ENTRIES)(self._find)
         self.num_prompts = size
         self.num_evaluation_prompts = evaluation_size
@@ -79,13 +82,14 @@ class ReasoningGymTask:
         raise ConfigError("task.name", f"reasoning_gym:{self._name} has too few different prompts to hold some out")
 
     def _dataset(self, attempt: int) -> Any:
-        while attempt >= len(self._datasets):
-            seed = self._seed + len(self._datasets) * _SEED_STRIDE
-            try:
-                self._datasets.append(self._gym.create_dataset(self._name, size=self._size, seed=seed))
-            except (ValueError, KeyError, TypeError, AssertionError) as error:
-                raise ConfigError("task.name", f"reasoning_gym:{self._name}: {error}") from error
-        return self._datasets[attempt]
+        with self._making:
+            while attempt >= len(self._datasets):
+                seed = self._seed + len(self._datasets) * _SEED_STRIDE
+                try:
+                    self._datasets.append(self._gym.create_dataset(self._name, size=self._size, seed=seed))
+                except (ValueError, KeyError, TypeError, AssertionError) as error:
+                    raise ConfigError("task.name", f"reasoning_gym:{self._name}: {error}") from error
+            return self._datasets[attempt]
 
 
 def is_held_out(text: str) -> bool:

@@ -7,7 +7,7 @@ import pytest
 from services.common.api import CanaryReport, Rejection
 from services.common.errors import InvalidRequest, Quarantined, StaleEpoch
 from services.common.types import DropReason, GroupId, PushStatus
-from services.coordinator import audit, ledger
+from services.coordinator import audit, flavours, ledger
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core import Coordinator
 from services.coordinator.quarantine import Rule, decide
@@ -169,6 +169,22 @@ async def test_rejections_are_the_current_learners_and_of_its_checks(core, tmp_p
     assert (await accounts(core)).pending == 1
 
 
+async def test_failure_is_shown_only_while_it_counts(tmp_path, config):
+    core = await Coordinator.open(config.model_copy(update={"quarantine_window_groups": 3}), ManualClock())
+    run = await begin(core, tmp_path)
+    (failed,) = await run.push(1)
+    await take(core, run, 1)
+    await core.reject_groups(epoch=run.epoch, rejections=[rejection(failed)])
+    shown = []
+    for _ in range(3):
+        await run.push(1)
+        shown.append((await core.get_status()).sites[0].groups_failed)
+
+    # Of the newest three groups, numbers 2 to 4, none failed.
+    assert shown == [1, 1, 0]
+    await core.close()
+
+
 async def test_release_wants_a_reason_and_a_site(core, tmp_path):
     await begin(core, tmp_path)
 
@@ -187,6 +203,8 @@ async def test_orders_leases_and_canaries_are_in_the_log(core, tmp_path):
     await core.report_canary(report)
     await core.report_canary(report)
     await core.report_canary(dataclasses.replace(report, logprobs=(-1.0, -2.0)))
+    # The second time because the first answer was lost: one order.
+    await core.rollback(to_version=0, request_id="r-1")
     await core.rollback(to_version=0, request_id="r-1")
     await core.note_revoked(frozenset({0xAB, 7}))
     await core.note_revoked(frozenset({0xAB, 7, 9}))
@@ -197,3 +215,22 @@ async def test_orders_leases_and_canaries_are_in_the_log(core, tmp_path):
     ]  # fmt: skip
     kinds = [row.kind for row in await core.database.run(audit.read)]
     assert kinds[0] == "learner_lease"
+
+
+async def test_group_is_checked_in_the_form_that_it_was_made_with_whatever_its_site_pulls_now(core, tmp_path):
+    run = await begin(core, tmp_path)
+    quantised = "f" * 64
+
+    def add_flavour(connection):
+        flavours.offer(connection, ["int8"])
+        connection.execute("INSERT INTO flavour_versions VALUES ('int8', 0, x'', 'd', ?, 44, 0.5)", (quantised,))
+
+    await core.database.run(add_flavour)
+    before, after = await run.lease(2)
+    await core.push_groups([run.group(before)])
+    # The operator changes the site's configuration; its outbox keeps incarnation and groups.
+    await core.register(run.registration(flavour="int8"))
+    (outcome,) = await core.push_groups([run.group(after, state_root=quantised)])
+    assert outcome.status is PushStatus.ACCEPTED
+
+    assert [queued.flavour for queued in await take(core, run, 2)] == ["", "int8"]

@@ -11,7 +11,7 @@ import torch
 from benchmarks.verify import build_site
 from benchmarks.verify_cheats import SEED
 from services.common.api import Rejection
-from services.common.errors import RewardError, UnknownVersion
+from services.common.errors import RewardError, UnknownPayload, UnknownVersion
 from services.common.generation.hf import HfEngine
 from services.common.generation.seeded import group_key
 from services.common.lora import LoraConfig
@@ -195,8 +195,30 @@ async def test_site_of_a_flavour_is_judged_by_the_weights_of_its_flavour(site, h
     assert versions.asked == [(0, "int8")]
 
 
-async def test_group_of_a_version_that_is_gone_is_given_up_without_blame(site, honest):
-    examiner = examiner_of(site, versions=Versions(None, known=()), **ALWAYS)
+async def test_forms_of_one_version_are_not_taken_for_each_other(site, honest):
+    class Forms:
+        async def get(self, version, flavour=""):
+            arena = arena_of(site).copy()
+            if flavour:
+                # Other weights, near enough to be numbers: the top bit of each mantissa.
+                arena.chunk(0)[:] ^= 1 << 6
+            return arena
+
+    examiner = examiner_of(site, versions=Forms(), **ALWAYS)
+
+    assert (await examiner.examine(queued(honest[0]))).reason is None
+    finding = await examiner.examine(queued(honest[0], flavour="int8"))
+    assert finding.reason is DropReason.LOGPROB_MISMATCH
+    assert (await examiner.examine(queued(honest[0]))).reason is None
+
+
+@pytest.mark.parametrize("error", [UnknownVersion("version 0 is gone"), UnknownPayload("it went meanwhile")])
+async def test_group_of_a_version_that_is_gone_is_given_up_without_blame(site, honest, error):
+    class Gone:
+        async def get(self, version, flavour=""):
+            raise error
+
+    examiner = examiner_of(site, versions=Gone(), **ALWAYS)
 
     finding = await examiner.examine(queued(honest[0]))
 

@@ -535,7 +535,7 @@ class StreamGroupsResponse(google.protobuf.message.Message):
     seed: builtins.int
     """Seed of its assignment; unset by programs that did not state it."""
     flavour: builtins.str
-    """Flavour of the weights that its site pulls; empty for those that are trained."""
+    """Flavour of the weights that it was generated with; empty for those that are trained."""
     @property
     def group(self) -> Global___Group:
         """Group."""

@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -285,3 +286,27 @@ def test_math_verify_works_in_a_process_with_many_descriptors(verifier):
         for descriptor in held:
             os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_reasoning_gym_has_the_same_prompts_when_two_threads_ask_for_new_ones(monkeypatch):
+    import reasoning_gym
+
+    made, second = [], []
+    task = build_task(TaskConfig(name="reasoning_gym:chain_sum", size=20, evaluation_size=5))
+    create = reasoning_gym.create_dataset
+
+    def slow(name, *, size, seed):
+        made.append(seed)
+        if len(made) == 1:
+            # Another thread needs the same data set while the first one makes it.
+            second.append(threading.Thread(target=task._dataset, args=(40,)))
+            second[0].start()
+            second[0].join(0.5)
+        return create(name, size=size, seed=seed)
+
+    monkeypatch.setattr(reasoning_gym, "create_dataset", slow)
+    task._dataset(40)
+    second[0].join()
+
+    # One seed for each: what was made twice would stand in the place of the next.
+    assert len(made) == len(set(made))

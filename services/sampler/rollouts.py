@@ -57,11 +57,8 @@ class RolloutMaker:
         prompts = [self.task.prompt(assignment.prompt_index) for assignment in work]
         encoded = [self.prompter.encode(prompt.text) for prompt in prompts]
         started = self.clock.monotonic()
-        # Seeded draws are named by the weights, which then stay until the batch ends.
-        root = state_roots[self.engine.version]
-        completions = self.engine.generate(
-            encoded, seeds=[self._seed(assignment, root) for assignment in work], num_per_prompt=self.group_size
-        )
+        seeds = [self._seed(assignment, state_roots) for assignment in work]
+        completions = self.engine.generate(encoded, seeds=seeds, num_per_prompt=self.group_size)
         generation_s = self.clock.monotonic() - started
         groups: list[Group] = []
         failed: list[int] = []
@@ -94,10 +91,12 @@ class RolloutMaker:
         num_tokens = sum(completion.token_ids.size for members in completions for completion in members)
         return Batch(groups=tuple(groups), failed=tuple(failed), num_tokens=num_tokens, generation_s=generation_s)
 
-    def _seed(self, assignment: WorkAssignment, state_root: Digest) -> int:
+    def _seed(self, assignment: WorkAssignment, state_roots: Mapping[int, Digest]) -> int:
         if not self.is_seeded:
             return assignment.seed
-        return group_key(seed=assignment.seed, state_root=state_root, prompt_index=assignment.prompt_index)
+        # The weights name the draws; they stay until the batch ends.
+        root = state_roots[self.engine.version]
+        return group_key(seed=assignment.seed, state_root=root, prompt_index=assignment.prompt_index)
 
     def _rollout(self, prompt: Prompt, completion: Completion) -> Rollout:
         parts = self.task.score(prompt, self.prompter.decode(completion.token_ids))

@@ -14,7 +14,7 @@ from heterorl.v1 import policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
 
 from services.common.api import Registration
 from services.common.rpc.server import Server
-from services.common.types import PushStatus
+from services.common.types import FinishReason, PushStatus
 from services.common.wire import manifest_from_bytes
 from services.coordinator.servicer import PolicyServicer, RolloutServicer, RunServicer
 from services.demo.tiny_model import write_tiny_model
@@ -86,6 +86,14 @@ async def _head(core, version):
     raise AssertionError("the stream ended")
 
 
+def _ended(rollout, eos_token_id):
+    """The rollout with tokens of the tiny vocabulary, the end token at its end alone."""
+    ids = rollout.token_ids % 16
+    ids[ids == eos_token_id] = (eos_token_id + 1) % 16
+    ids[-1] = eos_token_id
+    return dataclasses.replace(rollout, token_ids=ids, finish_reason=FinishReason.EOS)
+
+
 async def _push(core, contract, numbers):
     head = (await core.get_status()).head_version
     manifest = manifest_from_bytes(await core.get_manifest(version=head))
@@ -104,8 +112,8 @@ async def _push(core, contract, numbers):
             version=head,
             state_root=manifest.state_root,
         )
-        rollouts = [dataclasses.replace(entry, token_ids=entry.token_ids % 16) for entry in group.rollouts]
-        groups.append(dataclasses.replace(group, rollouts=tuple(rollouts)))
+        rollouts = tuple(_ended(entry, contract.eos_token_id) for entry in group.rollouts)
+        groups.append(dataclasses.replace(group, rollouts=rollouts))
     outcomes = await core.push_groups(groups)
     assert [outcome.status for outcome in outcomes] == [PushStatus.ACCEPTED] * len(groups)
 

@@ -21,6 +21,16 @@ from services.common.errors import HeterorlError
 from services.common.tls import check_tls
 from services.doctor.command import doctor
 from services.lab.cli import app as lab
+from services.operator_link import (
+    AddressArgument,
+    CaOption,
+    CertOption,
+    CredentialsOption,
+    InsecureOption,
+    KeyOption,
+    ask,
+    link_files,
+)
 from services.orders import audit, rollback, sites
 from services.report.command import report
 from services.top import top
@@ -152,49 +162,43 @@ app.command()(rollback)
 
 @app.command()
 def status(
-    address: Annotated[str, typer.Argument(help="host:port of the coordinator.")],
+    address: AddressArgument,
     json_: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
-    ca: Annotated[str, typer.Option(help="PEM file of the run's authority.")] = "",
-    cert: Annotated[str, typer.Option(help="PEM file of an operator's certificate.")] = "",
-    key: Annotated[str, typer.Option(help="PEM file of its private key.")] = "",
-    insecure: Annotated[bool, typer.Option("--insecure", help="Plaintext; for a coordinator on loopback.")] = False,
+    credentials: CredentialsOption = None,
+    ca: CaOption = "",
+    cert: CertOption = "",
+    key: KeyOption = "",
+    insecure: InsecureOption = False,
 ) -> None:
     """Show a run: versions, queue, ledger, sites. Needs an operator's certificate: `heterorl certs issue operator`."""
-    from services.common.rpc.client import CoordinatorClient
-    from services.common.rpc.retry import RetryPolicy
-    from services.common.tls import TlsConfig
-    from services.common.types import RunStatus
     from services.status import status_json, status_tables
 
-    async def ask() -> RunStatus:
-        tls = TlsConfig(ca=ca, cert=cert, key=key, insecure=insecure)
-        async with CoordinatorClient(address, tls=tls, policy=RetryPolicy(budget_s=5.0)) as client:
-            return await client.get_status()
-
-    answer = asyncio.run(ask())
+    tls = link_files(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
+    answer = ask(address, tls=tls, call=lambda run: run.get_status())
     if json_:
         typer.echo(json.dumps(status_json(answer), indent=2))
     else:
-        _console().print(*status_tables(answer))
+        console = _console()
+        console.print(*status_tables(answer, width=console.width))
 
 
 @app.command()
 def health(
-    address: Annotated[str, typer.Argument(help="host:port of the coordinator.")],
+    address: AddressArgument,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the answer.", min=0.1)] = 5.0,
-    ca: Annotated[str, typer.Option(help="PEM file of the run's authority.")] = "",
+    credentials: CredentialsOption = None,
+    ca: CaOption = "",
     cert: Annotated[str, typer.Option(help="PEM file of a certificate of the run, the coordinator's own too.")] = "",
-    key: Annotated[str, typer.Option(help="PEM file of its private key.")] = "",
-    insecure: Annotated[bool, typer.Option("--insecure", help="Plaintext; for a coordinator on loopback.")] = False,
+    key: KeyOption = "",
+    insecure: InsecureOption = False,
 ) -> None:
     """Ask a coordinator whether it serves; for health checks of containers and load balancers.
 
     Exit code 0: it serves. 1: it does not, is stopping, or cannot be reached. 2: an option is wrong.
     """
     from services.common.rpc.health import check_health
-    from services.common.tls import TlsConfig
 
-    tls = TlsConfig(ca=ca, cert=cert, key=key, insecure=insecure)
+    tls = link_files(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
     answer = asyncio.run(check_health(address, tls=tls, timeout_s=timeout))
     _console(stderr=not answer.is_serving).print(answer.reason)
     raise typer.Exit(0 if answer.is_serving else 1)
@@ -266,7 +270,7 @@ app.add_typer(certs, name="certs")
 def main() -> None:
     """Run the command line; a typed error becomes one line and exit code 2."""
     try:
-        app()
+        app(prog_name="heterorl")
     except HeterorlError as error:
         _console(stderr=True).print(Text("error:", style="bold red"), str(error), soft_wrap=True)
         sys.exit(2)

@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from services.common.errors import UnknownVersion
+from services.operator_link import (
+    AddressArgument,
+    CaOption,
+    CertOption,
+    CredentialsOption,
+    InsecureOption,
+    KeyOption,
+    ask,
+    link_files,
+)
+
 
 def rollback(
-    address: Annotated[str, typer.Argument(help="host:port of the coordinator.")],
+    address: AddressArgument,
     to: Annotated[int, typer.Option(help="Version whose weights are wanted; -1 takes an order back.", min=-1)],
-    ca: Annotated[str, typer.Option(help="PEM file of the run's authority.")] = "",
-    cert: Annotated[str, typer.Option(help="PEM file of an operator's certificate.")] = "",
-    key: Annotated[str, typer.Option(help="PEM file of its private key.")] = "",
-    insecure: Annotated[bool, typer.Option("--insecure", help="Plaintext; for a coordinator on loopback.")] = False,
+    credentials: CredentialsOption = None,
+    ca: CaOption = "",
+    cert: CertOption = "",
+    key: KeyOption = "",
+    insecure: InsecureOption = False,
 ) -> None:
     """Have the learner publish the weights of an earlier version as the next one; its optimizer starts anew."""
-    from services.common.rpc.client import CoordinatorClient
-    from services.common.rpc.retry import RetryPolicy
-    from services.common.tls import TlsConfig
-
-    async def order() -> int:
-        tls = TlsConfig(ca=ca, cert=cert, key=key, insecure=insecure)
-        async with CoordinatorClient(address, tls=tls, policy=RetryPolicy(budget_s=5.0)) as client:
-            return await client.rollback(to_version=to, request_id=secrets.token_hex(8))
-
-    head = asyncio.run(order())
+    tls = link_files(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
+    try:
+        head = ask(address, tls=tls, call=lambda run: run.rollback(to_version=to, request_id=secrets.token_hex(8)))
+    except UnknownVersion as error:
+        # What a service should do then is pull another one; an operator chooses again.
+        action = "choose a version within keep_versions or behind a kept snapshot; `heterorl status` shows the head"
+        raise UnknownVersion(error.args[0], action=action) from error
     said = f"the learner goes back to version {to} at its next step" if to >= 0 else "no order is left"
     typer.echo(f"{said}; the head is version {head}")
 
@@ -39,26 +48,21 @@ sites = typer.Typer(help="The sites of a run.", no_args_is_help=True)
 @sites.command("release")
 def sites_release(
     site: Annotated[str, typer.Argument(help="Name of the site.")],
-    address: Annotated[str, typer.Argument(help="host:port of the coordinator.")],
+    address: AddressArgument,
     reason: Annotated[str, typer.Option(help="Why it may come back; kept in the log of audit.")],
-    ca: Annotated[str, typer.Option(help="PEM file of the run's authority.")] = "",
-    cert: Annotated[str, typer.Option(help="PEM file of an operator's certificate.")] = "",
-    key: Annotated[str, typer.Option(help="PEM file of its private key.")] = "",
-    insecure: Annotated[bool, typer.Option("--insecure", help="Plaintext; for a coordinator on loopback.")] = False,
+    credentials: CredentialsOption = None,
+    ca: CaOption = "",
+    cert: CertOption = "",
+    key: KeyOption = "",
+    insecure: InsecureOption = False,
 ) -> None:
     """End a site's quarantine and forget its failures; it gets work again at its next call."""
-    from services.common.rpc.client import CoordinatorClient
-    from services.common.rpc.retry import RetryPolicy
-    from services.common.tls import TlsConfig
     from services.common.types import SiteId
 
-    async def order() -> str:
-        tls = TlsConfig(ca=ca, cert=cert, key=key, insecure=insecure)
-        async with CoordinatorClient(address, tls=tls, policy=RetryPolicy(budget_s=5.0)) as client:
-            return await client.release_site(site=SiteId(site), reason=reason)
-
-    before = asyncio.run(order())
-    typer.echo(f"{site} is released; it was in quarantine because {before}" if before else f"{site} was not there")
+    tls = link_files(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
+    before = ask(address, tls=tls, call=lambda run: run.release_site(site=SiteId(site), reason=reason))
+    free = f"{site} was not in quarantine; its failures are forgotten"
+    typer.echo(f"{site} is released; it was in quarantine because {before}" if before else free)
 
 
 audit = typer.Typer(help="A coordinator's log of audit, read offline.", no_args_is_help=True)

@@ -4,12 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Sequence
 from typing import Any
 
+from rich import box
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from services.common.types import RunStatus, SiteStatus
+
+_COLUMNS = (
+    "site",
+    "flavour",
+    "version",
+    "behind",
+    "accepted",
+    "dropped",
+    "tokens/s",
+    "leased",
+    "canary",
+    "failed",
+    "apply",
+    "quota",
+    "seen",
+    "refused",
+)
 
 
 def status_json(status: RunStatus) -> dict[str, Any]:
@@ -29,8 +49,8 @@ def status_json(status: RunStatus) -> dict[str, Any]:
     return result
 
 
-def status_tables(status: RunStatus) -> tuple[Table, Table]:
-    """A run's state as two tables: the run, and its sites."""
+def status_tables(status: RunStatus, *, width: int) -> tuple[Table, Table]:
+    """A run's state as two tables, the run and its sites, for a screen of `width` characters."""
     run = Table(title=Text(f"run {status.run_id}"), show_header=False)
     ledger = status.ledger
     dropped = ", ".join(f"{reason.value} {count}" for reason, count in ledger.dropped.items() if count) or "none"
@@ -59,47 +79,60 @@ def status_tables(status: RunStatus) -> tuple[Table, Table]:
     for row in rows:
         # Names come from other machines: text, never markup.
         run.add_row(*map(Text, row))
-    sites = Table(
-        "site",
-        "version",
-        "behind",
-        "accepted",
-        "dropped",
-        "tokens/s",
-        "leased",
-        "apply",
-        "flavour",
-        "canary",
-        "failed",
-        "quota",
-        "seen",
-        title="sites",
-    )
     for site in status.sites:
-        sites.add_row(
-            Text(site.site),
+        if site.quarantine:
+            run.add_row(Text(f"quarantine of {site.site}"), Text(site.quarantine))
+    return run, _site_table(status, width=width)
+
+
+def _site_table(status: RunStatus, *, width: int) -> Table:
+    """One line a site where all columns fit, and otherwise two: half of the columns under the other half."""
+    flat = Table(*_COLUMNS, title="sites")
+    cells = [_cells(site, head_version=status.head_version) for site in status.sites]
+    for row in cells:
+        flat.add_row(*row)
+    if Console(width=1000, markup=False).measure(flat).maximum <= width:
+        return flat
+    stacked = Table(title="sites", box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    for heading in _pairs(_COLUMNS):
+        stacked.add_column(heading)
+    for row in cells:
+        stacked.add_row(*_pairs(row))
+    return stacked
+
+
+def _pairs(cells: Sequence[str | Text]) -> list[Text]:
+    return [Text("\n").join([Text(str(cell)) for cell in cells[at : at + 2]]) for at in range(0, len(cells), 2)]
+
+
+def _cells(site: SiteStatus, *, head_version: int) -> list[Text]:
+    # Names come from other machines: text, never markup.
+    return [
+        Text(cell)
+        for cell in (
+            site.site,
+            site.flavour or "-",
             str(site.policy_version),
-            str(status.head_version - site.policy_version),
+            str(head_version - site.policy_version),
             str(site.groups_accepted),
             str(site.groups_dropped),
             f"{site.tokens_per_s:.0f}",
             str(site.work_leased),
-            f"{site.apply_s:.3g} s" if site.apply_s else "-",
-            Text(site.flavour or "-"),
-            Text(_canary(site)),
+            _canary(site),
             str(site.groups_failed),
-            f"{site.quota_used:.0%}, {site.groups_refused} refused",
-            f"{site.last_seen_s:.0f} s ago",
+            f"{site.apply_s:.3g} s" if site.apply_s else "-",
+            f"{site.quota_used:.0%}",
+            # Its clock is read after the site's last call, so a little less than nothing is now, and -1 is not yet.
+            "never" if site.last_seen_s <= -1.0 else f"{max(site.last_seen_s, 0.0):.0f} s ago",
+            str(site.groups_refused),
         )
-        if site.quarantine:
-            run.add_row(Text(f"quarantine of {site.site}"), Text(site.quarantine))
-    return run, sites
+    ]
 
 
 def _canary(site: SiteStatus) -> str:
     if site.quarantine:
         return "QUARANTINE"
-    return "" if site.canary_difference is None else f"{site.canary_difference:.2g} nats"
+    return "-" if site.canary_difference is None else f"{site.canary_difference:.2g} nats"
 
 
 def _weights(status: RunStatus) -> str:
@@ -120,5 +153,13 @@ def _store(status: RunStatus) -> str:
     snapshot = "no verified snapshot"
     if status.snapshot_version >= 0:
         snapshot = f"snapshot of version {status.snapshot_version}, {status.snapshot_age_s:.0f} s old"
-    used = f"{status.store_bytes:,} of {status.store_limit_bytes:,} bytes"
-    return f"{used}, {snapshot}, {status.reclaimed_bytes:,} bytes reclaimed"
+    used = f"{_rounded(status.store_bytes)} of {_rounded(status.store_limit_bytes)}"
+    return f"{used}, {snapshot}, {_rounded(status.reclaimed_bytes)} reclaimed"
+
+
+def _rounded(num_bytes: float) -> str:
+    for unit in ("bytes", "KB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"

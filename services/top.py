@@ -11,10 +11,19 @@ import datetime
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from services.operator_link import (
+    AddressArgument,
+    CaOption,
+    CertOption,
+    CredentialsOption,
+    InsecureOption,
+    KeyOption,
+    link_files,
+)
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -94,8 +103,8 @@ async def _read_steps(view: View, api: CoordinatorApi, status: RunStatus) -> Non
             return
 
 
-def frame(view: View, *, wall: float) -> Group:
-    """One picture of the run; `wall` in seconds since the epoch."""
+def frame(view: View, *, wall: float, width: int) -> Group:
+    """One picture of the run, `width` characters wide; `wall` in seconds since the epoch."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -111,7 +120,7 @@ def frame(view: View, *, wall: float) -> Group:
         head.append(since + view.problem, style="bold red")
     if view.status is None:
         return Group(head, Text("nothing is known of the run yet"))
-    run, sites = status_tables(view.status)
+    run, sites = status_tables(view.status, width=width)
     rates = _rates(view)
     if rates:
         run.add_row("rate", rates)
@@ -141,14 +150,12 @@ def _time(seconds: float) -> str:
 
 
 def top(
-    address: Annotated[str, typer.Argument(help="host:port of the coordinator.")],
-    ca: Annotated[str, typer.Option(help="PEM file of the run's authority.")] = "",
-    cert: Annotated[str, typer.Option(help="PEM file of an operator's certificate.")] = "",
-    key: Annotated[str, typer.Option(help="PEM file of its private key.")] = "",
-    credentials: Annotated[
-        Path | None, typer.Option(help="Directory of ca.crt, node.crt and node.key, in place of these three.")
-    ] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Plaintext; for a coordinator on loopback.")] = False,
+    address: AddressArgument,
+    credentials: CredentialsOption = None,
+    ca: CaOption = "",
+    cert: CertOption = "",
+    key: KeyOption = "",
+    insecure: InsecureOption = False,
     interval: Annotated[float, typer.Option(help="Seconds between two pictures.", min=0.1)] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print one picture and end; code 1 if unreachable.")] = False,
 ) -> None:
@@ -159,20 +166,17 @@ def top(
     from services.common.clock import SystemClock
     from services.common.rpc.client import CoordinatorClient
     from services.common.rpc.retry import RetryPolicy
-    from services.common.tls import TlsConfig, files_in
 
+    tls = link_files(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
     console = Console(markup=False, emoji=False, highlight=False)
     view = View(address=address)
     clock = SystemClock()
 
     async def watch(show: Callable[[Group], None]) -> None:
-        tls = TlsConfig(ca=ca, cert=cert, key=key, insecure=insecure)
-        if credentials is not None:
-            tls = tls.model_copy(update=files_in(credentials))
         async with CoordinatorClient(address, tls=tls, policy=RetryPolicy(budget_s=0.0)) as client:
             while True:
                 await poll(view, client, wall=clock.wall(), monotonic=clock.monotonic())
-                show(frame(view, wall=clock.wall()))
+                show(frame(view, wall=clock.wall(), width=console.width))
                 if once:
                     return
                 await clock.sleep(interval)

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from services.common.errors import ConfigError
+from services.common.tls import check_address
 
 DESK_PORT = 50052
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -40,7 +41,7 @@ def create(
     from services.common.identity import Role
 
     if authority:
-        _check_address("--authority", authority)
+        check_address("--authority", authority)
     until = time.time() + parse_duration(expires)
     made = Enrolment(directory).create(role=Role(role), site=site, address=authority, days=days, expires=until)
     # Alone on standard output, so that a script can take it.
@@ -86,7 +87,7 @@ def serve(
     from services.certs.desk import Desk
     from services.common import logs
 
-    _check_address("--listen", listen)
+    check_address("--listen", listen)
     logs.configure(style="console")
     desk = Desk(directory)
 
@@ -121,12 +122,12 @@ def join(
     from services.common.rpc.health import check_health
     from services.common.tls import TlsConfig, files_in
 
-    _check_address("--coordinator", coordinator)
+    check_address("--coordinator", coordinator)
     parsed = parse_token(sys.stdin.read() if token == "-" else token)
     run, site, role = parsed.node
     target = out or Path(f"{role}-{site}")
     address = authority or parsed.address or f"{coordinator.rpartition(':')[0]}:{DESK_PORT}"
-    _check_address("--authority", address)
+    check_address("--authority", address)
     asyncio.run(get(parsed, address=address, out=target))
     console = _console()
     paths = files_in(target.resolve())
@@ -156,12 +157,6 @@ def first_lines(*, run: str, site: str, role: str, coordinator: str, paths: dict
         f'coordinator = "{coordinator}"',
         *(f"tls.{key} = {json.dumps(path)}" for key, path in paths.items()),
     ]
-
-
-def _check_address(key: str, address: str) -> None:
-    match = re.fullmatch(r"[!-~]+:(\d{1,5})", address)
-    if match is None or int(match[1]) > 65535:
-        raise ConfigError(key, f"{address[:100]!r} is not host:port")
 
 
 def parse_duration(text: str) -> float:

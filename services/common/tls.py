@@ -6,6 +6,7 @@ Guarantees: plaintext needs both the operator's word and an address of loopback.
 from __future__ import annotations
 
 import ipaddress
+import re
 from pathlib import Path
 
 from pydantic import Field
@@ -40,6 +41,17 @@ def files_in(directory: Path) -> dict[str, str]:
     """The three files of a node where `heterorl join` and `certs issue` put them, by their keys."""
     names = {"ca": "ca.crt", "cert": "node.crt", "key": "node.key"}
     return {key: str(directory / name) for key, name in names.items()}
+
+
+def check_address(key: str, address: str) -> None:
+    """Check that what the option `key` says is host:port.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    match = re.fullmatch(r"[!-~]+:(\d{1,5})", address)
+    if match is None or int(match[1]) > 65535:
+        raise ConfigError(key, f"{address[:100]!r} is not host:port", action="for example coord.example:50051")
 
 
 def is_loopback(address: str) -> bool:

@@ -194,13 +194,13 @@ def test_status_is_shown_to_people_and_programs():
         status, run_id="[/r]", learner="[/l]", sites=(dataclasses.replace(site, site="[/s]"),)
     )
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(*status_tables(foreign))
+    console.print(*status_tables(foreign, width=200))
     text = console.export_text()
-    assert [table.row_count for table in status_tables(status)] == [13, 1]
+    assert [table.row_count for table in status_tables(status, width=200)] == [13, 1]
     assert all(name in text for name in ("[/r]", "[/l]", "[/s]", "4, unsigned"))
     assert all(part in text for part in ("delta 10 bytes (10.0x), full 80 bytes (1.2x)", "10.00%", "0.5 s", "0.125 s"))
     ordered = dataclasses.replace(status, rollback_to=2)
-    console.print(*status_tables(ordered))
+    console.print(*status_tables(ordered, width=200))
     assert "back to version 2; not carried out yet" in console.export_text()
     assert "carried out" not in text
     form = FlavourStatus(
@@ -208,10 +208,73 @@ def test_status_is_shown_to_people_and_programs():
     )
     small = dataclasses.replace(site, flavour="int8")
     forms = dataclasses.replace(status, is_head_signed=True, flavours=(form,), sites=(site, small))
-    assert [table.row_count for table in status_tables(forms)] == [14, 2]
-    console.print(*status_tables(forms))
+    assert [table.row_count for table in status_tables(forms, width=200)] == [14, 2]
+    console.print(*status_tables(forms, width=200))
     text = console.export_text(clear=False)
     assert "50 bytes; delta 5 bytes (10.0x), 1.50% changed" in text
     assert text.count("int8") == 2
     assert status_json(forms)["sites"][1]["flavour"] == status_json(forms)["flavours"][0]["flavour"] == "int8"
     assert "4, signed" in console.export_text()
+
+
+def test_sites_are_readable_at_eighty_columns():
+    site = SiteStatus(
+        site="frankfurt-12", incarnation="i", policy_version=1234, state_root="", last_seen_s=-0.2,
+        groups_accepted=123456, groups_dropped=17, tokens_per_s=7276.0, work_leased=5, apply_s=0.00757,
+        flavour="fp8_e4m3", canary_difference=0.0123, groups_failed=3, quota_used=0.5, groups_refused=9,
+    )  # fmt: skip
+    silent = dataclasses.replace(site, site="never-seen", last_seen_s=-1.0, quarantine="its groups fail")
+    status = RunStatus(
+        run_id="r", head_version=1240, epoch=1, learner="l", is_draining=False, uptime_s=9.0,
+        ledger=LedgerCounts(acked=0, pending=0, leased=0, consumed=0),
+        bytes_full=100, bytes_last=10, changed_fraction=0.1, sites=(site, silent), last_report=None,
+        store_bytes=744_559, store_limit_bytes=1 << 40,
+    )  # fmt: skip
+    pages = {}
+    for width in (80, 200):
+        console = Console(width=width, record=True, file=io.StringIO())
+        console.print(*status_tables(status, width=width))
+        pages[width] = console.export_text().splitlines()
+
+    # Whatever the width, no word is cut and no cell wrapped.
+    for words in (
+        ("frankfurt-12", "fp8_e4m3"),
+        ("site", "flavour"),
+        ("7276", "5"),
+        ("0.00757 s", "50%"),
+        ("never", "9"),
+    ):
+        for width, lines in pages.items():
+            for word in words:
+                assert any(word in line for line in lines), (width, word)
+    assert not any("\u2026" in line for lines in pages.values() for line in lines)
+    # Wide: one line a site. Narrow: the second half of the columns under the first.
+    assert any("frankfurt-12" in line and "fp8_e4m3" in line for line in pages[200])
+    above = next(at for at, line in enumerate(pages[80]) if "frankfurt-12" in line)
+    assert pages[80][above].split() == [
+        "frankfurt-12", "1234", "123456", "7276", "0.012", "nats", "0.00757", "s", "0", "s", "ago"
+    ]  # fmt: skip
+    assert pages[80][above + 1].split() == ["fp8_e4m3", "6", "17", "5", "3", "50%", "9"]
+    assert any("745 KB of 1.1 TB" in line for line in pages[80])
+
+
+@pytest.mark.parametrize("command", [("status",), ("top", "--once"), ("health",), ("rollback", "--to", "3")])
+def test_links_of_operators_are_told_what_to_change(command, tmp_path):
+    def problem(*arguments):
+        return str(invoke(*command, *arguments).exception)
+
+    assert "'coord.example' is not host:port" in problem("coord.example", "--credentials", str(tmp_path))
+    assert "tls.ca: is not set" in problem("127.0.0.1:1")
+    assert "by --credentials" in problem("127.0.0.1:1", "--ca", "x", "--cert", "y")
+    assert f"cannot read {tmp_path}/ca.crt" in problem("127.0.0.1:1", "--credentials", str(tmp_path))
+    assert "given together with --key" in problem("127.0.0.1:1", "--credentials", str(tmp_path), "--key", "k")
+
+
+def test_commands_that_give_up_do_not_claim_to_go_on(monkeypatch):
+    monkeypatch.setattr("services.operator_link.BUDGET_S", 0.0)
+
+    problem = str(invoke("status", "127.0.0.1:1", "--insecure").exception)
+
+    assert "check host and port" in problem
+    assert "use --credentials" in problem
+    assert "goes on trying" not in problem

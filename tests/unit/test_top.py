@@ -54,7 +54,7 @@ class Scripted:
 
 def shown(view, *, wall=1000.0):
     console = Console(width=160, file=io.StringIO(), record=True, markup=False)
-    console.print(frame(view, wall=wall))
+    console.print(frame(view, wall=wall, width=console.width))
     return console.export_text()
 
 

@@ -157,7 +157,11 @@ class Generation:
         """Let the coordinator compare the engine with the learner before anything is generated with the version."""
         if not self._canary:
             return
-        scores = await asyncio.to_thread(self._engine.score, self._canary)
+        try:
+            scores = await asyncio.to_thread(self._engine.score, self._canary)
+        except EngineError as error:
+            self._note_failure(error)
+            return
         if not scores:
             return
         report = CanaryReport(

@@ -53,8 +53,12 @@ class SilentEngine:
         self.scores = np.zeros(0, np.float32)
         self.load_failures: list[EngineError] = []
         self.batch_failures: list[EngineError] = []
+        self.score_failures: list[EngineError] = []
 
     def score(self, texts: Sequence[ScoredText]) -> list[Float32Array]:
+        if self.score_failures:
+            self.version = -1
+            raise self.score_failures.pop()
         return [self.scores for _ in texts]
 
     def load(self, arena: Arena, version: int) -> None:

@@ -1,8 +1,10 @@
 """A sampler whose engine cannot be trusted: it takes no work, says so, and goes on when a swap succeeds."""
 
+import numpy as np
 import pytest
 
 from services.common import metrics
+from services.common.canary import ScoredText
 from services.common.errors import EngineDied, StaleWeights
 from tests.support.sampler_world import World
 
@@ -72,3 +74,18 @@ async def test_engine_that_dies_in_a_batch_hands_its_work_back_and_loads_its_ver
 
     assert world.link.calls["abandon_work"] == abandoned + 1
     assert [version for version, _ in world.engine.loaded] == [0, 0]
+
+
+async def test_engine_that_dies_while_it_scores_the_canary_loads_its_version_again(world):
+    world.canary = (ScoredText(prompt=np.array([2], np.int32), completion=np.array([5, 1], np.int32)),)
+    await generating(world)
+    before = failures("died")
+    world.engine.score_failures = [EngineDied("killed")]
+    await world.run.publish()
+
+    await world.until(lambda: failures("died") > before)
+    batches = world.engine.num_batches
+    await world.until(lambda: world.engine.num_batches > batches)
+
+    assert [version for version, _ in world.engine.loaded] == [0, 1, 1]
+    assert world.sampler.session.policy_version == 1

@@ -11,10 +11,10 @@ PYTEST_GPU ?= $(BIN)/pytest
 SERVER ?= http://127.0.0.1:9090
 MINUTES ?= 30
 
-.PHONY: docs help demo test test-fast test-engines test-compile test-gpu test-images check kills rotations wan dashboards-images lab-quick lab-stale64 lab-stale256 lab-recommend bench-losses bench-learner coverage protos lock clean bench-merge subsets dashboards bench-weights bench-pull bench-serve bench-sampler bench-verify fuzz
+.PHONY: docs help demo test test-fast test-engines test-compile test-gpu test-images check kills rotations wan dashboards-images lab-quick lab-stale64 lab-stale256 lab-recommend bench-losses bench-learner protos lock clean bench-merge subsets dashboards bench-weights bench-pull bench-serve bench-sampler bench-verify fuzz
 
 help:  ## Show the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 19
 
 $(SETUP): requirements/lock.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -53,14 +53,14 @@ test-gpu: $(SETUP)  ## Run the tests that need a GPU; where there is none they a
 test-images: $(SETUP)  ## Build the coordinator's image without a container engine and run it; needs a package index
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m image
 
-check: $(SETUP)  ## Lint, types, import layers, protos
+check: $(SETUP)  ## Check style, types, import layers and protos
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	PYTHONPATH=.:protos/gen $(BIN)/lint-imports
 	cd protos && ../$(BIN)/buf lint && ../$(BIN)/buf breaking --against baseline.binpb
 
-kills: $(SETUP)  ## Kill real processes N times during a run and account for every group
+kills: $(SETUP)  ## Kill real processes N (1000) times during a run and account for every group
 	$(BIN)/python -m tests.faults.kills --kills $(N) --out runs/kills
 
 rotations: $(SETUP)  ## Renew all certificates and restart the coordinator under traffic, 4 and 2 times a round, N rounds
@@ -72,7 +72,7 @@ wan: $(SETUP)  ## Two sites in network namespaces, 150 ms and 1 % loss apart, cu
 dashboards-images: $(SETUP)  ## Draw every dashboard from a Prometheus's data: SERVER=http://127.0.0.1:9090 MINUTES=30
 	$(BIN)/python -m deploy.grafana.preview $(SERVER) --out runs/dashboards --minutes $(MINUTES)
 
-lab-quick: $(SETUP)  ## Three algorithms online and 64 versions behind, in three minutes
+lab-quick: $(SETUP)  ## GRPO, GSPO and GEPO online and 64 versions behind, in two minutes
 	$(BIN)/heterorl lab run quick
 
 lab-stale64: $(SETUP)  ## Every loss of the sources at 0, 8 and 64 versions, 5 seeds: 55 minutes on two cores
@@ -117,16 +117,16 @@ dashboards: $(SETUP)  ## Write the Grafana dashboards from deploy/grafana/panels
 docs: $(SETUP)  ## Write docs/configuration.md from the schemas
 	$(BIN)/python -m docs.generate
 
-protos: $(SETUP)  ## Generate the stubs
+protos: $(SETUP)  ## Write the Python stubs of the protos
 	$(BIN)/python protos/generate.py
 
-subsets: $(SETUP)  ## Write what each service needs of the lock
+subsets: $(SETUP)  ## Write what each service needs of requirements/lock.txt
 	$(BIN)/python requirements/subsets.py
 
-lock: $(SETUP)  ## Write the exact versions of the current environment
+lock: $(SETUP)  ## Write requirements/lock.txt: the exact versions of the current environment
 	(echo "# Exact versions of everything that tests and demo run with; made by 'make lock'."; \
 	 $(BIN)/pip freeze --exclude-editable | sed 's/^torch==.*/torch==2.13.0/') > requirements/lock.txt
 	$(BIN)/python requirements/subsets.py
 
-clean:  ## Remove what the targets made
+clean:  ## Remove what the targets made: environments, runs, caches
 	rm -rf .venv .venv-engines runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*

@@ -152,7 +152,8 @@ class Keeper:
             # Put aside, and another one is the newest; or unreadable for now.
             return await self._database.run(unverified) != work
         await self._database.run(lambda connection: shelf.note_verified(connection, work.payloads[0], flavour))
-        _LOG.info("the snapshot of version %d is verified", work.payloads[0].to_version)
+        form = f" in flavour {flavour}" if flavour else ""
+        _LOG.info("the snapshot of version %d%s is verified", work.payloads[0].to_version, form)
         return True
 
     async def _write_due(self, flavour: str) -> bool:

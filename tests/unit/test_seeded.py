@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from services.common.config import load
 from services.common.errors import ConfigError
@@ -95,3 +96,14 @@ def test_draws_depend_on_the_key_and_the_place_alone(engine):
 def test_sampler_refuses_what_cannot_be_repeated(overrides, why):
     with pytest.raises(ConfigError, match=why):
         load(SamplerConfig, None, ["seeded_sampling=true", *overrides])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and the device is good")
+def test_device_that_is_not_there_is_named(tmp_path):
+    model_dir = write_tiny_model(tmp_path, seed=0)
+
+    with pytest.raises(ConfigError, match=r"engine.device: cannot use cuda:0: .*heterorl doctor"):
+        HfEngine(
+            model_dir=str(model_dir), published_dtype="fp32", compute_dtype="fp32", device="cuda:0",
+            sampling=SAMPLING, batch_rows=8, eos_token_id=1,
+        )  # fmt: skip

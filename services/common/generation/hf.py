@@ -59,7 +59,11 @@ class HfEngine:
             model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=_COMPUTE[compute_dtype])
         except (OSError, ValueError) as error:
             raise ConfigError("model_dir", f"cannot load {model_dir}: {error}") from error
-        self.model: Any = model.to(device).eval()
+        try:
+            self.model: Any = model.to(device).eval()
+        except (AssertionError, RuntimeError) as error:
+            # A torch without CUDA asserts, one without a GPU raises.
+            raise ConfigError("engine.device", f"cannot use {device}: {error}", action="heterorl doctor") from error
         self.lora = lora.settings(base_digest(self.model) if lora.is_on else Digest(""))
         if self.lora.rank:
             attach(self.model, self.lora)

@@ -24,11 +24,6 @@ class Trust:
         self._keys = tuple(dict.fromkeys(keys))
         self._has_warned = False
 
-    @property
-    def is_checked(self) -> bool:
-        """Whether signatures are demanded."""
-        return bool(self._keys)
-
     def check(self, data: bytes, signature: bytes, *, version: int) -> str:
         """Accept the exact bytes of a manifest, or refuse them.
 

@@ -120,6 +120,11 @@ def check_site(connection: sqlite3.Connection, site: SiteId) -> None:
     canary.check_site(connection, site)
 
 
+def convicted_sites(connection: sqlite3.Connection) -> list[SiteId]:
+    """Sites that the learner's checks put into quarantine."""
+    return [SiteId(site) for (site,) in connection.execute("SELECT site FROM convictions")]
+
+
 def pending_groups(connection: sqlite3.Connection, site: SiteId) -> list[GroupId]:
     """Groups of a site that nobody has taken yet."""
     rows = connection.execute("SELECT incarnation, sequence FROM groups WHERE state = 'pending' AND site = ?", (site,))

@@ -266,11 +266,13 @@ def abandon_consumed(connection: sqlite3.Connection, versions: Sequence[int]) ->
 
 
 def return_leased(connection: sqlite3.Connection, *, held: Iterable[GroupId] = ()) -> int:
-    """Put the learner's groups back into the queue, except those it still holds."""
+    """Put the learner's groups back into the queue, except those it still holds and those of quarantined sites."""
     keep = {_key(group_id) for group_id in held}
     rows = connection.execute("SELECT site, incarnation, sequence FROM groups WHERE state = 'leased'").fetchall()
     back = [tuple(row) for row in rows if tuple(row) not in keep]
     connection.executemany(f"UPDATE groups SET state = 'pending' WHERE {_WHERE_ID}", back)
+    for site in quarantine.convicted_sites(connection):
+        drop(connection, quarantine.pending_groups(connection, site), DropReason.QUARANTINED)
     return len(back)
 
 
@@ -291,10 +293,6 @@ def _duplicate(connection: sqlite3.Connection, group_id: GroupId, digest: str) -
     row = connection.execute(f"SELECT digest FROM groups WHERE {_WHERE_ID}", _key(group_id)).fetchone()
     if row is not None and row[0] != digest:
         # Not a new group, so the ledger does not move: the first content stands.
-        return PushOutcome(
-            id=group_id,
-            status=PushStatus.DROPPED,
-            reason=DropReason.CONFLICT,
-            message="this id was pushed before with other content, which stands",
-        )
+        text = "this id was pushed before with other content, which stands"
+        return PushOutcome(id=group_id, status=PushStatus.DROPPED, reason=DropReason.CONFLICT, message=text)
     return PushOutcome(id=group_id, status=PushStatus.DUPLICATE, message="known already")

@@ -69,11 +69,6 @@ class LocalRanks:
         self._children = [self._start(rank) for rank in range(1, num_ranks)]
         atexit.register(self._blame)
 
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of ranks 1, 2, ..."""
-        return [child.pid for child in self._children]
-
     def configure(self, config: LearnerConfig) -> None:
         """Say what to train; after the backend's `stop` it may be said again."""
         line = config.model_dump_json().encode() + b"\n"

@@ -47,6 +47,8 @@ class RecentVersions:
         self._trust = trust
         self._num_kept = num_kept
         self._kept: OrderedDict[tuple[str, int], PulledVersion] = OrderedDict()
+        self._whole: tuple[tuple[str, int], Arena] | None = None
+        """What the flavour's version that was asked for last stands for."""
 
     async def get(self, version: int, flavour: str = "") -> Arena:
         """The weights that a sampler of a flavour ("": those that are trained) computes with at a version.
@@ -72,9 +74,11 @@ class RecentVersions:
             self._kept.popitem(last=False)
         if not flavour:
             return pulled.arena
-        whole = Arena(self._layout)
-        await in_thread(dequantise, pulled.arena, whole, _known(flavour))
-        return whole
+        if self._whole is None or self._whole[0] != key:
+            whole = Arena(self._layout)
+            await in_thread(dequantise, pulled.arena, whole, _known(flavour))
+            self._whole = (key, whole)
+        return self._whole[1]
 
     def _add_puller(self, flavour: str) -> Puller:
         layout = flavour_layout(self._layout, _known(flavour)) if flavour else self._layout

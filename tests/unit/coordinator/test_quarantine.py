@@ -234,3 +234,18 @@ async def test_group_is_checked_in_the_form_that_it_was_made_with_whatever_its_s
     assert outcome.status is PushStatus.ACCEPTED
 
     assert [queued.flavour for queued in await take(core, run, 2)] == ["", "int8"]
+
+
+async def test_groups_that_the_learner_gives_back_are_dropped_where_their_site_is_in_quarantine(core, tmp_path):
+    run = await begin(core, tmp_path)
+    await run.push(4)
+    taken = await take(core, run, 4)
+    rejections = [rejection(queued.group.id) for queued in taken[:2]]
+    await core.reject_groups(epoch=run.epoch, rejections=rejections)
+    assert (await accounts(core)).leased == 2
+
+    await core.release_lease(epoch=run.epoch)
+
+    counted = await accounts(core)
+    assert (counted.leased, counted.pending) == (0, 0)
+    assert counted.dropped[DropReason.QUARANTINED] == 2

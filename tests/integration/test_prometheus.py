@@ -32,7 +32,11 @@ def asked(expression: str) -> str:
 
 async def start_run(directory) -> tuple[Cluster, Prometheus]:
     """A small run, and a Prometheus with the deployed configuration that scrapes it."""
-    learner = {"evaluation": {"every_versions": 5, "num_prompts": 8, "batch_rows": 8}, "snapshot_every_versions": 5}
+    learner = {
+        "evaluation": {"every_versions": 5, "num_prompts": 8, "batch_rows": 8},
+        "snapshot_every_versions": 5,
+        "verification": {"recompute_rewards": True},
+    }
     # Longer than what an alert takes for short.
     certificates = Certificates(directory / "certs", run="kills", lifetime=9 * DAY)
     cluster = Cluster(directory, learner=learner, certificates=certificates)

@@ -87,35 +87,7 @@ class Resumption:
             return await self._start()
         return await self._adopt(head)
 
-    async def undo(self) -> int:
-        """Take back steps that are in no version: masters hold the head again; returns the number of steps in it.
-
-        Exactly so where the head has a checkpoint. Else from what was published, and the optimizer keeps its moments:
-        an older checkpoint would be exact too, but would abandon versions that are sound and used.
-        """
-        position = self.publisher.position
-        shadow = position.shadow
-        assert shadow is not None, "a session begins with a published version"
-        root = await in_thread(shadow.state_root)
-        for path in await in_thread(self.store.paths):
-            cursor = await self._read(path)
-            if cursor is not None and (cursor.version, cursor.state_root) == (position.head_version, root):
-                try:
-                    await self._restore(path, cursor)
-                except (CorruptData, OSError) as error:
-                    _LOG.error("%s cannot be restored: %s", path, error)
-                else:
-                    _LOG.info("unpublished steps are taken back: checkpoint %s", path.name)
-                    return cursor.step
-        _LOG.warning(
-            "unpublished steps are taken back: version %d has no checkpoint, so its published weights become the"
-            " masters; the optimizer keeps its moments",
-            position.head_version,
-        )
-        await in_thread(self.backend.load_published, shadow, keep_optimizer=True)
-        return manifest_from_bytes(await self.manifest(position.head_version)).step
-
-    async def _read(self, path: Path) -> Cursor | None:
+    async def read(self, path: Path) -> Cursor | None:
         """The cursor of a checkpoint; None when it is damaged, or the disk does not give it."""
         for number in range(NUM_READS):
             if number:
@@ -137,7 +109,7 @@ class Resumption:
         return None
 
     async def _try(self, path: Path, head: int) -> int | None:
-        cursor = await self._read(path)
+        cursor = await self.read(path)
         if cursor is None:
             return None
         if cursor.run_id != self.run_id:
@@ -153,7 +125,7 @@ class Resumption:
         if action is Action.SKIP:
             return None
         try:
-            arena = await self._restore(path, cursor)
+            arena = await self.restore(path, cursor)
         except (CorruptData, OSError) as error:
             _LOG.error("%s cannot be restored and is left as it is: %s", path, error)
             self.store.keep_unreadable(path)
@@ -175,7 +147,13 @@ class Resumption:
             return False
         return True
 
-    async def _restore(self, path: Path, cursor: Cursor) -> Arena:
+    async def restore(self, path: Path, cursor: Cursor) -> Arena:
+        """Take a checkpoint's masters and optimizer; returns what was published.
+
+        Raises:
+            CorruptData: it restores to another state.
+            OSError: the disk does not give it.
+        """
         await in_thread(self.backend.restore, self.store.backend_directory(path))
         arena = Arena(self.backend.layout)
         await in_thread(read_published, path, arena)

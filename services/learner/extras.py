@@ -18,7 +18,7 @@ from services.learner.losses import MAX_LOG_WEIGHT, LossTerms
 from services.learner.policy_loss import LossInputs
 
 SEQUENCE_RATIO_CAP = 8.0
-"""Largest sequence ratio in the effective sample size of losses without weights of rollouts, as in VCPO."""
+"""Largest sequence ratio in the effective sample size of losses without weights of rollouts; VCPO caps none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -93,10 +93,10 @@ def ess_fraction(weights_M: torch.Tensor) -> float:
 
 
 def step_size_factor(rule: Rule, sample: SequenceSample) -> float:
-    """What multiplies the learning rate: 1, or VCPO's sqrt(ESS / B), arXiv 2602.17616 section 4.
+    """What multiplies the learning rate: 1, or sqrt(ESS / B) after VCPO, arXiv 2602.17616 section 4.
 
     ESS is (sum w)^2 / sum w^2 over the B rollouts of the step. The weights are GEPO's own where the loss divides by a
-    group's denominator, else the ratios of whole rollouts, prod_t p_t / q_t, capped at 8 as in VCPO.
+    group's denominator, else the ratios of whole rollouts, prod_t p_t / q_t, capped at 8.
 
     Args:
         rule: the loss.

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+import services
 from services.certs.cli import app as certs
 from services.certs.token_cli import join
 from services.common.config import Config, explain, load, read_tables
@@ -29,7 +30,9 @@ from services.operator_link import (
     InsecureOption,
     KeyOption,
     ask,
-    link_files,
+    explain,
+    find_link,
+    silence_grpc,
 )
 from services.orders import audit, rollback, sites
 from services.report.command import report
@@ -38,11 +41,32 @@ from services.top import top
 app = typer.Typer(
     name="heterorl",
     help="Train language models by reinforcement learning across sites that are joined only by the Internet.",
-    no_args_is_help=True,
-    add_completion=False,
+    invoke_without_command=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
+TRY, RUN, WATCH, STEER, CHECK, NAMES = (
+    "Try it", "Run the services", "Watch a run", "Steer a run", "Check and keep", "Who is who",
+)  # fmt: skip
+"""Panels of `heterorl --help`."""
+
+
+def _say_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"heterorl {services.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _start(
+    context: typer.Context,
+    version: Annotated[  # noqa: ARG001 - its callback ends the command
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
 
 Service = Literal["coordinator", "learner", "sampler"]
 ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="TOML file of the service.")]
@@ -85,13 +109,13 @@ def _serve(service: str, config: Path | None, overrides: list[str] | None, log: 
     raise typer.Exit(asyncio.run(module.main(loaded, **options)))
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def coordinator(config: ConfigOption = None, set_: SetOption = None, log: LogOption = "console") -> None:
     """Run the coordinator: versions policies, brokers weights, queues groups. One per run, needs no GPU."""
     _serve("coordinator", config, set_, log)
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def learner(
     config: ConfigOption = None,
     set_: SetOption = None,
@@ -102,13 +126,13 @@ def learner(
     _serve("learner", config, set_, log, num_ranks=nproc)
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def sampler(config: ConfigOption = None, set_: SetOption = None, log: LogOption = "console") -> None:
     """Run a sampler: pulls weights, generates, scores and pushes groups. As many as you like, at any site."""
     _serve("sampler", config, set_, log)
 
 
-@app.command()
+@app.command(rich_help_panel=TRY)
 def demo(
     out: Annotated[
         Path,
@@ -143,7 +167,7 @@ def demo(
     raise typer.Exit(run_demo(options))
 
 
-@app.command()
+@app.command(rich_help_panel=CHECK)
 def export(
     checkpoint: Annotated[Path, typer.Option(help="A learner's checkpoint directory or its state directory.")],
     model_dir: Annotated[Path, typer.Option(help="The model that the run started from (config, tokenizer).")],
@@ -157,12 +181,12 @@ def export(
     _console().print(f"model written to {out}")
 
 
-app.command()(rollback)
+app.command(rich_help_panel=STEER)(rollback)
 
 
-@app.command()
+@app.command(rich_help_panel=WATCH)
 def status(
-    address: AddressArgument,
+    address: AddressArgument = "",
     json_: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
     credentials: CredentialsOption = None,
     ca: CaOption = "",
@@ -173,7 +197,7 @@ def status(
     """Show a run: versions, queue, ledger, sites. Needs an operator's certificate: `heterorl certs issue operator`."""
     from services.status import status_json, status_tables
 
-    tls = link_files(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
+    address, tls = find_link(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
     answer = ask(address, tls=tls, call=lambda run: run.get_status())
     if json_:
         typer.echo(json.dumps(status_json(answer), indent=2))
@@ -182,9 +206,9 @@ def status(
         console.print(*status_tables(answer, width=console.width))
 
 
-@app.command()
+@app.command(rich_help_panel=WATCH)
 def health(
-    address: AddressArgument,
+    address: AddressArgument = "",
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the answer.", min=0.1)] = 5.0,
     credentials: CredentialsOption = None,
     ca: CaOption = "",
@@ -196,21 +220,23 @@ def health(
 
     Exit code 0: it serves. 1: it does not, is stopping, or cannot be reached. 2: an option is wrong.
     """
+    silence_grpc()
     from services.common.rpc.health import check_health
 
-    tls = link_files(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
+    address, tls = find_link(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
     answer = asyncio.run(check_health(address, tls=tls, timeout_s=timeout))
-    _console(stderr=not answer.is_serving).print(answer.reason)
+    known = None if answer.is_serving else asyncio.run(explain(address, tls=tls))
+    _console(stderr=not answer.is_serving).print(" -> ".join(known) if known else answer.reason, soft_wrap=True)
     raise typer.Exit(0 if answer.is_serving else 1)
 
 
-app.command("join")(join)
-app.command("doctor")(doctor)
-app.command("top")(top)
-app.command("report")(report)
+app.command("join", rich_help_panel=NAMES)(join)
+app.command("doctor", rich_help_panel=CHECK)(doctor)
+app.command("top", rich_help_panel=WATCH)(top)
+app.command("report", rich_help_panel=WATCH)(report)
 
 
-@app.command("check-config")
+@app.command("check-config", rich_help_panel=CHECK)
 def check_config(service: Service, config: ConfigOption = None, set_: SetOption = None) -> None:
     """Check a configuration without starting anything; names every wrong key."""
     loaded: Any = load(_schema(service), config, set_ or ())
@@ -218,7 +244,7 @@ def check_config(service: Service, config: ConfigOption = None, set_: SetOption 
     _console().print(f"{service} configuration is valid")
 
 
-@app.command("print-config")
+@app.command("print-config", rich_help_panel=CHECK)
 def print_config(service: Service, config: ConfigOption = None, set_: SetOption = None) -> None:
     """Show every key of a configuration, its value, and where the value comes from."""
     loaded = load(_schema(service), config, set_ or ())
@@ -229,7 +255,7 @@ def print_config(service: Service, config: ConfigOption = None, set_: SetOption 
     _console().print(table)
 
 
-@app.command("verify-lineage")
+@app.command("verify-lineage", rich_help_panel=CHECK)
 def verify_lineage(
     directory: Annotated[Path, typer.Argument(help="A coordinator's data_dir; the coordinator must not be running.")],
     key: Annotated[list[str] | None, typer.Option("--key", help="Public key that may have signed; repeatable.")] = None,
@@ -242,7 +268,7 @@ def verify_lineage(
 
 
 keys = typer.Typer(help="The key that a learner signs its versions with.", no_args_is_help=True)
-app.add_typer(keys, name="keys")
+app.add_typer(keys, name="keys", rich_help_panel=NAMES)
 
 
 @keys.command("new")
@@ -261,10 +287,10 @@ def keys_show(path: Annotated[Path, typer.Argument(help="File of a private key."
     typer.echo(load_signer(path).public_key)
 
 
-app.add_typer(sites, name="sites")
-app.add_typer(audit, name="audit")
-app.add_typer(lab, name="lab")
-app.add_typer(certs, name="certs")
+app.add_typer(sites, name="sites", rich_help_panel=STEER)
+app.add_typer(audit, name="audit", rich_help_panel=CHECK)
+app.add_typer(lab, name="lab", rich_help_panel=TRY)
+app.add_typer(certs, name="certs", rich_help_panel=NAMES)
 
 
 def main() -> None:

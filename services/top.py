@@ -22,7 +22,9 @@ from services.operator_link import (
     CredentialsOption,
     InsecureOption,
     KeyOption,
-    link_files,
+    explain,
+    find_link,
+    silence_grpc,
 )
 
 if TYPE_CHECKING:
@@ -150,7 +152,7 @@ def _time(seconds: float) -> str:
 
 
 def top(
-    address: AddressArgument,
+    address: AddressArgument = "",
     credentials: CredentialsOption = None,
     ca: CaOption = "",
     cert: CertOption = "",
@@ -163,19 +165,26 @@ def top(
     from rich.console import Console
     from rich.live import Live
 
+    silence_grpc()
     from services.common.clock import SystemClock
     from services.common.rpc.client import CoordinatorClient
     from services.common.rpc.retry import RetryPolicy
 
-    tls = link_files(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
+    address, tls = find_link(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
     console = Console(markup=False, emoji=False, highlight=False)
     view = View(address=address)
     clock = SystemClock()
 
     async def watch(show: Callable[[Group], None]) -> None:
+        reason = ""
         async with CoordinatorClient(address, tls=tls, policy=RetryPolicy(budget_s=0.0)) as client:
             while True:
+                was_reachable = view.unreachable_since is None
                 await poll(view, client, wall=clock.wall(), monotonic=clock.monotonic())
+                if was_reachable and view.unreachable_since is not None:
+                    reason = " -> ".join(await explain(address, tls=tls) or ())
+                if view.unreachable_since is not None:
+                    view.problem = reason or view.problem
                 show(frame(view, wall=clock.wall(), width=console.width))
                 if once:
                     return

@@ -54,17 +54,27 @@ def issue(
         list[str] | None,
         typer.Option(help="DNS name or IP address that the coordinator is dialled by; repeat for more."),
     ] = None,
+    coordinator: Annotated[
+        str,
+        typer.Option(help="host:port that the node dials; noted beside its files for `heterorl status` and others."),
+    ] = "",
     out: Annotated[Path | None, typer.Option(help="Directory of the node's files; ROLE-SITE in --dir.")] = None,
     directory: DirOption = DIRECTORY,
     days: DaysOption = DAYS,
 ) -> None:
     """Issue a key and a certificate for one node: ca.crt, node.crt and node.key, to be copied to it."""
     from services.certs.directory import REVOKED, Authority
+    from services.certs.files import PUBLIC, write_file
     from services.common.identity import Role
+    from services.common.tls import ADDRESS_FILE, check_address
 
+    if coordinator:
+        check_address("--coordinator", coordinator)
     lifetime = datetime.timedelta(days=days)
     authority = Authority(directory)
     target = authority.issue(role=Role(role), site=site, hosts=host or (), out=out, now=_now(), lifetime=lifetime)
+    if coordinator:
+        write_file(target / ADDRESS_FILE, f"{coordinator}\n".encode("ascii"), mode=PUBLIC)
     _print(f"{role} {site}: {target}")
     for key, name in (("ca", "ca.crt"), ("cert", "node.crt"), ("key", "node.key")):
         _print(f'  tls.{key} = "{target / name}"')

@@ -16,7 +16,6 @@ from services.common.errors import ConfigError
 from services.common.identity import Identity, Refusal, Role, read_identity
 from services.common.rpc.revocation import parse_serials
 
-
 REVOKED = "revoked"
 """The list's name here and in a coordinator's directory."""
 

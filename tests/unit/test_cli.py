@@ -4,6 +4,8 @@ import ast
 import dataclasses
 import io
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +14,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+import services
 from services.cli import app, main
 from services.common.config import load, parse_override
 from services.common.errors import ConfigError
 from services.common.types import DropReason, FlavourStatus, LedgerCounts, RunStatus, SiteStatus
 from services.coordinator.config import CoordinatorConfig
+from services.operator_link import find_link
 from services.status import status_json, status_tables
 from tests.support.run import REPORT
 
@@ -48,6 +52,35 @@ def test_help_names_every_command_and_nothing_else():
 
     assert [command.name or command.callback.__name__ for command in app.registered_commands] == COMMANDS
     assert all(command in output for command in COMMANDS)
+    # By what one wants to do, not in one list.
+    assert all(panel in output for panel in ("Try it", "Run the services", "Watch a run", "Steer a run", "Who is who"))
+    alone = invoke()
+    assert alone.exit_code == 0
+    assert "Run the services" in alone.output
+
+
+def test_version_and_completion():
+    assert invoke("--version").output == f"heterorl {services.__version__}\n"
+    asked = {"_HETERORL_COMPLETE": "complete_bash", "COMP_WORDS": "heterorl sta", "COMP_CWORD": "1"}
+    command = [sys.executable, "-m", "services"]
+
+    result = subprocess.run(command, env=os.environ | asked, capture_output=True, text=True, timeout=50, check=False)
+
+    assert result.stdout.split() == ["status"]
+
+
+def test_interrupt_while_the_program_is_loaded_shows_no_traceback():
+    command = [sys.executable, "-X", "importtime", "-m", "services", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        # Each module is named when it is loaded; this one is in the middle.
+        for line in process.stderr:
+            if "typer" in line:
+                break
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+
+    assert process.returncode == 130
+    assert "Traceback" not in rest
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -275,6 +308,35 @@ def test_commands_that_give_up_do_not_claim_to_go_on(monkeypatch):
 
     problem = str(invoke("status", "127.0.0.1:1", "--insecure").exception)
 
+    assert "127.0.0.1:1 refuses (start the coordinator, or correct the port" in problem
+    assert "goes on trying" not in problem
+    monkeypatch.setattr("services.operator_link.explain", _nothing)
+    problem = str(invoke("status", "127.0.0.1:1", "--insecure").exception)
     assert "check host and port" in problem
     assert "use --credentials" in problem
     assert "goes on trying" not in problem
+
+
+async def _nothing(address, *, tls):
+    return None
+
+
+def test_link_is_found_in_the_environment_and_in_what_join_noted(monkeypatch, tmp_path):
+    (tmp_path / "coordinator").write_text("coord.example:50051\n")
+    told = {"credentials": None, "ca": "", "cert": "", "key": "", "insecure": False}
+
+    with pytest.raises(ConfigError, match="ADDRESS: is not given"):
+        find_link("", **told)
+    monkeypatch.setenv("HETERORL_CREDENTIALS", str(tmp_path))
+    address, tls = find_link("", **told)
+    assert (address, tls.ca) == ("coord.example:50051", str(tmp_path / "ca.crt"))
+    monkeypatch.setenv("HETERORL_ADDRESS", "other.example:1")
+    assert find_link("", **told)[0] == "other.example:1"
+    # What is said beats what is set.
+    assert find_link("127.0.0.1:2", **told | {"insecure": True})[1].insecure
+    mine = find_link("said.example:3", **told | {"ca": "a", "cert": "b", "key": "c"})
+    assert (mine[0], mine[1].ca) == ("said.example:3", "a")
+    (tmp_path / "coordinator").write_text("no address")
+    monkeypatch.delenv("HETERORL_ADDRESS")
+    with pytest.raises(ConfigError, match="is not host:port"):
+        find_link("", **told)

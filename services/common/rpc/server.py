@@ -21,7 +21,6 @@ from services.common.rpc.options import server_options
 from services.common.rpc.revocation import Revocations
 from services.common.tls import ServerTlsConfig, check_tls
 
-
 _LOG = logging.getLogger(__name__)
 
 

@@ -22,21 +22,10 @@ from services.common.errors import HeterorlError
 from services.common.tls import check_tls
 from services.doctor.command import doctor
 from services.lab.cli import app as lab
-from services.operator_link import (
-    AddressArgument,
-    CaOption,
-    CertOption,
-    CredentialsOption,
-    InsecureOption,
-    KeyOption,
-    ask,
-    explain,
-    find_link,
-    silence_grpc,
-)
 from services.orders import audit, rollback, sites
 from services.report.command import report
 from services.top import top
+from services.watch import health, status
 
 app = typer.Typer(
     name="heterorl",
@@ -184,52 +173,8 @@ def export(
 app.command(rich_help_panel=STEER)(rollback)
 
 
-@app.command(rich_help_panel=WATCH)
-def status(
-    address: AddressArgument = "",
-    json_: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
-    credentials: CredentialsOption = None,
-    ca: CaOption = "",
-    cert: CertOption = "",
-    key: KeyOption = "",
-    insecure: InsecureOption = False,
-) -> None:
-    """Show a run: versions, queue, ledger, sites. Needs an operator's certificate: `heterorl certs issue operator`."""
-    from services.status import status_json, status_tables
-
-    address, tls = find_link(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
-    answer = ask(address, tls=tls, call=lambda run: run.get_status())
-    if json_:
-        typer.echo(json.dumps(status_json(answer), indent=2))
-    else:
-        console = _console()
-        console.print(*status_tables(answer, width=console.width))
-
-
-@app.command(rich_help_panel=WATCH)
-def health(
-    address: AddressArgument = "",
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for the answer.", min=0.1)] = 5.0,
-    credentials: CredentialsOption = None,
-    ca: CaOption = "",
-    cert: Annotated[str, typer.Option(help="PEM file of a certificate of the run, the coordinator's own too.")] = "",
-    key: KeyOption = "",
-    insecure: InsecureOption = False,
-) -> None:
-    """Ask a coordinator whether it serves; for health checks of containers and load balancers.
-
-    Exit code 0: it serves. 1: it does not, is stopping, or cannot be reached. 2: an option is wrong.
-    """
-    silence_grpc()
-    from services.common.rpc.health import check_health
-
-    address, tls = find_link(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
-    answer = asyncio.run(check_health(address, tls=tls, timeout_s=timeout))
-    known = None if answer.is_serving else asyncio.run(explain(address, tls=tls))
-    _console(stderr=not answer.is_serving).print(" -> ".join(known) if known else answer.reason, soft_wrap=True)
-    raise typer.Exit(0 if answer.is_serving else 1)
-
-
+app.command(rich_help_panel=WATCH)(status)
+app.command(rich_help_panel=WATCH)(health)
 app.command("join", rich_help_panel=NAMES)(join)
 app.command("doctor", rich_help_panel=CHECK)(doctor)
 app.command("top", rich_help_panel=WATCH)(top)

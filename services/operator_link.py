@@ -110,7 +110,7 @@ def ask(address: str, *, tls: TlsConfig, call: Callable[[CoordinatorClient], Awa
         return asyncio.run(run())
     except Unreachable as error:
         # Nothing is kept and tried again here, other than by a service.
-        known = asyncio.run(explain(address, tls=tls))
+        known = asyncio.run(explain_link(address, tls=tls))
         if known is not None:
             raise Unreachable(known[0], action=known[1]) from error
         hint = "check host and port, and that the coordinator runs"
@@ -119,7 +119,7 @@ def ask(address: str, *, tls: TlsConfig, call: Callable[[CoordinatorClient], Awa
         raise Unreachable(error.args[0], action=hint) from error
 
 
-async def explain(address: str, *, tls: TlsConfig) -> tuple[str, str] | None:
+async def explain_link(address: str, *, tls: TlsConfig) -> tuple[str, str] | None:
     """What a handshake says about a link that failed, and what to do; None where it says nothing.
 
     gRPC tells names, authorities and expiry apart in a log of its own only.

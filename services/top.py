@@ -22,7 +22,7 @@ from services.operator_link import (
     CredentialsOption,
     InsecureOption,
     KeyOption,
-    explain,
+    explain_link,
     find_link,
     silence_grpc,
 )
@@ -182,7 +182,7 @@ def top(
                 was_reachable = view.unreachable_since is None
                 await poll(view, client, wall=clock.wall(), monotonic=clock.monotonic())
                 if was_reachable and view.unreachable_since is not None:
-                    reason = " -> ".join(await explain(address, tls=tls) or ())
+                    reason = " -> ".join(await explain_link(address, tls=tls) or ())
                 if view.unreachable_since is not None:
                     view.problem = reason or view.problem
                 show(frame(view, wall=clock.wall(), width=console.width))

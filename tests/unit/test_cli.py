@@ -310,7 +310,7 @@ def test_commands_that_give_up_do_not_claim_to_go_on(monkeypatch):
 
     assert "127.0.0.1:1 refuses (start the coordinator, or correct the port" in problem
     assert "goes on trying" not in problem
-    monkeypatch.setattr("services.operator_link.explain", _nothing)
+    monkeypatch.setattr("services.operator_link.explain_link", _nothing)
     problem = str(invoke("status", "127.0.0.1:1", "--insecure").exception)
     assert "check host and port" in problem
     assert "use --credentials" in problem

@@ -86,13 +86,31 @@ def _check_link(service: str, config: Any) -> None:
     check_tls(config.tls, key=key, address=getattr(config, key))
 
 
+def _who(service: str, config: Any = None) -> dict[str, str]:
+    """What a service says of itself with every line of its log."""
+    from services.common.identity import Identity, read_identity
+
+    who = {"role": service, "version": services.__version__}
+    if config is None:
+        return who
+    try:
+        identity = read_identity(Path(config.tls.cert).read_bytes()) if config.tls.cert else None
+    except OSError:
+        # The link itself will say so.
+        identity = None
+    if isinstance(identity, Identity):
+        return who | {"run": identity.run, "site": identity.site}
+    return who | {"run": getattr(config, "run_id", ""), "site": getattr(config, "site", "")}
+
+
 def _serve(service: str, config: Path | None, overrides: list[str] | None, log: str, **options: int) -> None:
     from services.common import logs
     from services.common.allocator import keep_freed_frames
 
-    logs.configure(style="json" if log == "json" else "console")
+    logs.configure(style="json" if log == "json" else "console", fields=_who(service))
     loaded: Any = load(_schema(service), config, overrides or ())
     _check_link(service, loaded)
+    logs.bind(**_who(service, loaded))
     module = importlib.import_module(f"services.{service}.app")
     keep_freed_frames()
     raise typer.Exit(asyncio.run(module.main(loaded, **options)))

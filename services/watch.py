@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -22,6 +22,13 @@ from services.operator_link import (
     silence_grpc,
 )
 
+if TYPE_CHECKING:
+    from services.common.rpc.client import CoordinatorClient
+    from services.common.types import RunStatus, StepReport
+
+STEPS = 200
+"""Newest steps among which an accuracy is looked for."""
+
 
 def status(
     address: AddressArgument = "",
@@ -36,12 +43,21 @@ def status(
     from services.status import status_json, status_tables
 
     address, tls = find_link(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
-    answer = ask(address, tls=tls, call=lambda run: run.get_status())
+    answer, reports = ask(address, tls=tls, call=_look)
     if json_:
         typer.echo(json.dumps(status_json(answer), indent=2))
     else:
         console = console_of()
-        console.print(*status_tables(answer, width=console.width))
+        scored = [report.evaluation_accuracy for report in reports if report.evaluation_accuracy is not None]
+        console.print(*status_tables(answer, width=console.width, accuracy=scored[-1] if scored else None))
+
+
+async def _look(run: CoordinatorClient) -> tuple[RunStatus, tuple[StepReport, ...]]:
+    """The state of the run and its newest steps, one of which knows the accuracy."""
+    status = await run.get_status()
+    if status.last_report is None:
+        return status, ()
+    return status, await run.list_steps(after_step=max(0, status.last_report.step - STEPS), limit=STEPS)
 
 
 def health(

@@ -19,6 +19,7 @@ from services.certs.token_cli import join
 from services.check_config import check_config, check_link
 from services.common.config import explain, read_tables
 from services.common.errors import HeterorlError
+from services.common.model_dir import check_model_dir
 from services.doctor.command import doctor
 from services.lab.cli import app as lab
 from services.operator_link import (
@@ -63,6 +64,9 @@ def _serve(service: Service, config: Path | None, overrides: list[str] | None, l
     logs.configure(style=log)
     loaded = load_service(service, config, overrides or ())
     check_link(service, loaded)
+    if service != "coordinator":
+        # Before torch is loaded, which takes longer than to see that a directory is not there.
+        check_model_dir(loaded.model_dir)
     module = importlib.import_module(f"services.{service}.app")
     keep_freed_frames()
     raise typer.Exit(asyncio.run(module.main(loaded, **options)))

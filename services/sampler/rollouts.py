@@ -66,9 +66,8 @@ class RolloutMaker:
         failed: list[int] = []
         for assignment, prompt, ids, members in zip(work, prompts, encoded, completions, strict=True):
             try:
-                scores = score_group(
-                    self.task, prompt, [self.prompter.decode(completion.token_ids) for completion in members]
-                )
+                texts = [self.prompter.decode(completion.token_ids) for completion in members]
+                scores = list(score_group(self.task, prompt, texts))
             except RewardError as error:
                 self.failures.failed(error)
                 _LOG.warning("assignment %d gives no group: %s", assignment.id, error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -14,18 +14,19 @@ _LOG = logging.getLogger(__name__)
 LOUD_AFTER = 8
 
 
-def score_group(task: Task, prompt: Prompt, texts: Sequence[str]) -> list[tuple[RewardPart, ...]]:
-    """The parts of every completion's reward; the first failure gives up the rest.
+def score_group(task: Task, prompt: Prompt, texts: Sequence[str]) -> Iterator[tuple[RewardPart, ...]]:
+    """The parts of each completion's reward, in order; the first failure gives up the rest.
 
     Raises:
         RewardError: one could not be computed.
     """
     num_workers = min(int(getattr(task, "num_workers", 1)), len(texts))
     if num_workers <= 1:
-        return [task.score(prompt, text) for text in texts]
+        yield from (task.score(prompt, text) for text in texts)
+        return
     executor = ThreadPoolExecutor(max_workers=num_workers, thread_name_prefix="reward")
     try:
-        return list(executor.map(lambda text: task.score(prompt, text), texts))
+        yield from executor.map(lambda text: task.score(prompt, text), texts)
     finally:
         executor.shutdown(cancel_futures=True)
 

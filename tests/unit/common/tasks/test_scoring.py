@@ -44,7 +44,7 @@ def test_scores_are_in_order_and_the_first_failure_gives_up_the_group(num_worker
 
     assert [parts[0].value for parts in score_group(task, task.prompt(0), ["a", "bbb", "cc"])] == [1.0, 3.0, 2.0]
     with pytest.raises(RewardError):
-        score_group(task, task.prompt(0), ["a", "bad", "c"])
+        list(score_group(task, task.prompt(0), ["a", "bad", "c"]))
     assert num_workers > 1 or task.asked[-1] == "bad"
 
 

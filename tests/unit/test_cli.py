@@ -97,7 +97,7 @@ def test_default_configuration_is_valid_and_shows_where_values_come_from(service
     path = tmp_path / "c.toml"
     path.write_text("metrics_port = 0\n[tls]\ninsecure = true\n")
 
-    assert invoke("check-config", service, "--config", str(path)).exit_code == 0
+    assert invoke("check-config", service, "--config", str(path), "--keys-only").exit_code == 0
     result = invoke("print-config", service, "--config", str(path), "--set", "metrics_port=7")
     assert "--set" in result.output
     assert "default" in result.output

@@ -26,7 +26,7 @@ from services.common.errors import CorruptData, CorruptStore, DiskFull
 from services.common.types import Digest
 from services.common.weights.arena import Arena, Layout
 from services.common.weights.payload import apply_payload, file_digest, write_snapshot
-from services.common.weights.quantise import scale_layout
+from services.common.weights.quantise import Flavour, scale_layout
 from services.learner.backends.backend import TrainBackend
 from services.learner.cursor import Cursor, cursor_from_bytes, cursor_to_bytes
 
@@ -185,6 +185,16 @@ def read_scales(path: Path, flavour: str, layout: Layout) -> Arena | None:
     scales = Arena(scale_layout(layout))
     apply_payload(file, scales, expected_from_root=None)
     return scales
+
+
+def read_all_scales(path: Path, layouts: Mapping[Flavour, Layout]) -> dict[str, Arena]:
+    """Read the scales of those flavours that a checkpoint has.
+
+    Raises:
+        CorruptData: they are broken, or of another model.
+    """
+    found = {name: read_scales(path, name, layout) for name, layout in layouts.items()}
+    return {name: scales for name, scales in found.items() if scales is not None}
 
 
 def _files(root: Path) -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,14 +25,19 @@ from services.common.errors import (
 )
 from services.common.pull import Puller
 from services.common.trust import Trust
-from services.common.weights.arena import Arena, Layout
-from services.common.weights.quantise import Flavour
+from services.common.weights.arena import Arena
 from services.common.wire import manifest_digest, manifest_from_bytes
 from services.learner.backends.backend import TrainBackend
-from services.learner.checkpoint import CheckpointStore, find_published, read_checkpoint, read_published, read_scales
+from services.learner.checkpoint import (
+    CheckpointStore,
+    find_published,
+    read_all_scales,
+    read_checkpoint,
+    read_published,
+)
 from services.learner.cursor import Cursor
 from services.learner.encode import Position
-from services.learner.fate import Action, decide
+from services.learner.fate import Action, decide, not_adopted
 from services.learner.journal import Journal
 from services.learner.patience import Patience
 from services.learner.publish import Publisher
@@ -158,7 +162,9 @@ class Resumption:
         arena = Arena(self.backend.layout)
         await in_thread(read_published, path, arena)
         if self.publisher.flavours is not None:
-            self.publisher.flavours.offer_scales(await in_thread(_scales, path, self.publisher.flavours.layouts))
+            self.publisher.flavours.offer_scales(
+                await in_thread(read_all_scales, path, self.publisher.flavours.layouts)
+            )
         # On top of what was published, or a dead band could not be told from damage.
         await in_thread(self.backend.store, arena, published=arena)
         root = await in_thread(arena.state_root)
@@ -180,11 +186,21 @@ class Resumption:
             raise StateMismatch(f"the manifest of version {version} is that of version {stated}")
         return signed.data
 
+    async def _own_manifest(self, version: int, cursor: Cursor) -> bytes:
+        """The manifest of a version that is said to have come of a checkpoint's publication."""
+        data = await self.manifest(version)
+        if manifest_from_bytes(data).state_root != cursor.state_root:
+            raise StateMismatch(
+                f"version {version} is not what this learner published under step id {cursor.step_id}",
+                action="was the coordinator's data restored from a backup? then start with an empty state_dir",
+            )
+        return data
+
     async def _digest(self, version: int) -> str:
         return "" if version == -1 else manifest_digest(await self.manifest(version))
 
     async def _continue(self, cursor: Cursor, arena: Arena, head: int) -> int:
-        data = await self.manifest(head)
+        data = await self._own_manifest(head, cursor)
         self.publisher.position = Position(
             head_version=head, lineage_version=head, lineage_digest=manifest_digest(data), shadow=arena
         )
@@ -223,7 +239,7 @@ class Resumption:
         self.publisher.position = Position(
             head_version=head,
             lineage_version=committed,
-            lineage_digest=await self._digest(committed),
+            lineage_digest=manifest_digest(await self._own_manifest(committed, cursor)),
             shadow=None,
         )
         # At once, without a step: samplers are to leave the abandoned versions now.
@@ -254,13 +270,7 @@ class Resumption:
         data = await self.manifest(head)
         step = manifest_from_bytes(data).step
         if step and not self.adopt_without_optimizer:
-            raise ConfigError(
-                "adopt_without_optimizer",
-                f"{self.directory.parent} has no usable checkpoint of run {self.run_id}, which stands at version"
-                f" {head}, step {step}: to go on from its published weights alone throws the optimizer's state away",
-                action="start the learner that trained it, or this one with that one's state_dir; where that is lost,"
-                " set adopt_without_optimizer = true for one start",
-            )
+            raise not_adopted(self.directory.parent, self.run_id, version=head, step=step)
         _LOG.warning(
             "NO USABLE CHECKPOINT for version %d: its published weights become the masters, the optimizer starts anew",
             head,
@@ -288,8 +298,3 @@ class Resumption:
 
     async def _admit(self, plan: PullPlan) -> None:
         self.trust.check(plan.manifests[-1], plan.signature, version=plan.target_version)
-
-
-def _scales(path: Path, layouts: Mapping[Flavour, Layout]) -> dict[str, Arena]:
-    found = {name: read_scales(path, name, layout) for name, layout in layouts.items()}
-    return {name: scales for name, scales in found.items() if scales is not None}

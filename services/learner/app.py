@@ -44,6 +44,7 @@ from services.learner.evaluate import Evaluator
 from services.learner.examiner import Yardstick
 from services.learner.leader import Leader, RunResult
 from services.learner.observe import observe_start
+from services.learner.run_file import write_run_file
 from services.learner.threads import in_thread
 
 _LOG = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ async def _train(
 ) -> None:
     parts = await in_thread(assemble, config, num_ranks=num_ranks)
     make_directory(config.state_dir)
+    write_run_file(config)
     metrics.watch_disk(config.state_dir)
     observe_start()
     tracing.start(config.tracing, service="learner", name=config.holder)

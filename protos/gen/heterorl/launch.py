@@ -40,7 +40,7 @@ pin()
 
 def main() -> None:
     """Run the command line."""
-    importlib.import_module("services.cli").main()
+    importlib.import_module("services.entry").main()
 
 
 if __name__ == "__main__":

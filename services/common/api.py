@@ -44,8 +44,9 @@ class PlanKind(enum.Enum):
 class PullPlan:
     """Payloads to apply in order (a snapshot, if any, comes first) and the manifests they lead to.
 
-    `manifests[i]` is the exact manifest bytes of the version that `payloads[i]` leads to; for SAME both are empty.
-    `signature` belongs to the last manifest; empty where its publisher did not sign.
+    The last of `manifests` is the exact manifest bytes of the target; a plan may carry those of the way before it too,
+    one for each payload, and whoever needs them otherwise lists them. For SAME both are empty. `signature` belongs to
+    the last manifest; empty where its publisher did not sign.
     """
 
     kind: PlanKind

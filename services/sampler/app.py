@@ -131,7 +131,6 @@ def join(
         clock=clock,
         bell=bell,
         rng=rng,
-        flavour=config.flavour,
     )
     session = Session(
         api=api,

@@ -52,10 +52,8 @@ class PolicySync:
         clock: Clock,
         bell: Bell,
         rng: random.Random,
-        flavour: str = "",
     ) -> None:
         self._api = api
-        self._flavour = flavour
         self._puller = puller
         self._visibility = visibility
         self._record = record
@@ -190,9 +188,7 @@ class PolicySync:
             target,
             newest=self._record.newest,
             known={manifest_from_bytes(data).version: data for data in plan.manifests},
-            fetch=lambda first, last: self._api.list_manifests(
-                first_version=first, last_version=last, flavour=self._flavour
-            ),
+            fetch=self._puller.way.list,
         )
         if abandoned:
             _LOG.warning(

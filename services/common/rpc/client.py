@@ -19,7 +19,7 @@ from services.common.api import (
     WorkGrant,
 )
 from services.common.contract_wire import contract_to_pb
-from services.common.errors import Unreachable
+from services.common.errors import InvalidRequest, MalformedPayload, Unreachable
 from services.common.metrics import BYTES
 from services.common.rpc import canary, messages, retry
 from services.common.rpc.attempt import once, timed
@@ -151,7 +151,12 @@ class CoordinatorClient(Calls):
             object_bytes=object_bytes,
             flavour=flavour,
         )
-        return messages.plan_from_pb(await self._call("PlanPull", request))
+        answer = await self._call("PlanPull", request)
+        try:
+            return messages.plan_from_pb(answer)
+        except InvalidRequest as error:
+            # The peer's answer breaks the format, not our request: nothing about this node is to be corrected.
+            raise MalformedPayload(f"the coordinator's plan, {error.args[0]}", action="distrust it") from error
 
     async def read_payload(self, *, digest: Digest, offset: int, stop: int | None = None) -> AsyncIterator[bytes]:
         """Yield frames of a payload until `stop` or its end; after Unreachable go on from the bytes received."""

@@ -7,9 +7,9 @@ from heterorl.v1 import common_pb2, policy_pb2, rollout_pb2, run_pb2
 
 from services.common.api import Command, Heartbeat, PlanKind, PullPlan, RegisterAnswer, Registration, WorkGrant
 from services.common.contract_wire import contract_from_pb, contract_to_pb
+from services.common.digests import digest_field as digest_field
 from services.common.errors import InvalidRequest
 from services.common.types import (
-    Digest,
     DropReason,
     LeaseGrant,
     PushOutcome,
@@ -267,14 +267,3 @@ def commands_to_pb(commands: tuple[Command, ...]) -> run_pb2.HeartbeatResponse:
 def commands_from_pb(message: run_pb2.HeartbeatResponse) -> tuple[Command, ...]:
     """Convert the commands in a heartbeat's answer; those of a newer coordinator are skipped."""
     return tuple(_COMMAND_OF[command] for command in message.commands if command in _COMMAND_OF)
-
-
-def digest_field(key: str, text: str) -> Digest:
-    """Check a digest that came from a peer, so that it can never be a path.
-
-    Raises:
-        InvalidRequest: not 64 lower-case hexadecimal digits.
-    """
-    if len(text) != 64 or not set(text) <= set("0123456789abcdef"):
-        raise InvalidRequest(f"{key}: not a blake3 digest in lower-case hex")
-    return Digest(text)

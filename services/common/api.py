@@ -220,7 +220,9 @@ class CoordinatorApi(Protocol):
 
     async def abandon_work(self, *, site: SiteId, incarnation: str, assignments: Sequence[int]) -> None: ...
 
-    async def push_groups(self, groups: Sequence[Group]) -> list[PushOutcome]: ...
+    async def push_groups(self, groups: Sequence[Group]) -> list[PushOutcome]:
+        """Push groups; outcomes of the first ones in order, of all unless the link broke in between."""
+        ...
 
     def stream_groups(
         self, *, epoch: int, held: Sequence[GroupId], credits: AsyncIterator[int]

@@ -24,11 +24,14 @@ from services.common.digests import file_name
 from services.common.errors import DiskFull, LimitExceeded, MalformedPayload, Unreachable
 from services.common.link_estimate import LinkEstimate
 from services.common.ranges import Gap, Piece, find_gaps
+from services.common.rpc.calls import Calls
+from services.common.rpc.options import FRAME_BYTES
 from services.common.spool import PieceWriter, RunningDigest, join, settle
 from services.common.types import PayloadRef
 
 STALL_S = 60.0
-"""A link that brings no frame (at most 1 MiB) for so long is given up; the bytes received stay."""
+"""A link that brings no frame (at most 1 MiB) for so long is given up; the bytes received stay. The time in which a cap
+of this process lets no frame through comes on top."""
 
 
 class Fetcher:
@@ -43,6 +46,9 @@ class Fetcher:
         self._spool = spool
         self._clock = clock
         self._num_streams = num_streams
+        cap = api.down_bytes_per_s if isinstance(api, Calls) else 0.0
+        # Each stream may have a frame that waits for the cap, and they are served in order.
+        self._capped_s = num_streams * FRAME_BYTES / cap if cap else 0.0
         self.link = LinkEstimate()
         self.on_frame: Callable[[], None] = _ignore
         spool.mkdir(parents=True, exist_ok=True)
@@ -145,14 +151,15 @@ class Fetcher:
 
     async def _append(self, payload: PayloadRef, gap: Gap, watch: _Stopwatch, digest: RunningDigest) -> None:
         """Fetch one gap; ends when it stalls."""
-        pulse = _Pulse(self._clock)
+        stall_s = STALL_S + self._capped_s
+        pulse = _Pulse(self._clock, stall_s=stall_s)
         # Two tasks for a stream, not for each frame: those would cost more than the frames do.
         receiving = asyncio.ensure_future(self._receive(payload, gap, watch, digest, pulse))
         stalled = asyncio.ensure_future(pulse.stop())
         try:
             await asyncio.wait([receiving, stalled], return_when=asyncio.FIRST_COMPLETED)
             if not receiving.done():
-                raise Unreachable(f"no bytes of the payload in {STALL_S:g} s", retry_after_s=1.0)
+                raise Unreachable(f"no bytes of the payload in {stall_s:g} s", retry_after_s=1.0)
             receiving.result()
         finally:
             receiving.cancel()
@@ -199,8 +206,9 @@ class Fetcher:
 class _Pulse:
     """Signs of life of one stream, and the one watch that waits for them to stop."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, *, stall_s: float) -> None:
         self._clock = clock
+        self._stall_s = stall_s
         self._at: float | None = clock.monotonic()
 
     def beat(self) -> None:
@@ -212,8 +220,8 @@ class _Pulse:
         self._at = None
 
     async def stop(self) -> None:
-        """Return when nothing came for STALL_S."""
-        while (left_s := STALL_S if self._at is None else self._at + STALL_S - self._clock.monotonic()) > 0.0:
+        """Return when nothing came for `stall_s`."""
+        while (left_s := self._stall_s if self._at is None else self._at + self._stall_s - self._clock.monotonic()) > 0:
             await self._clock.sleep(left_s)
 
 

@@ -196,6 +196,11 @@ PUSH_DELAY_SECONDS = _histogram(
 OUTBOX_GROUPS = _gauge("sampler_outbox_groups", "Groups waiting in the outbox.")
 OUTBOX_BYTES = _gauge("sampler_outbox_bytes", "Bytes waiting in the outbox.")
 OUTBOX_DROPPED = _counter("sampler_outbox_dropped_total", "Groups that the coordinator did not take.", "reason")
+OUTBOX_SET_ASIDE = _counter(
+    "sampler_outbox_set_aside_total",
+    "What a sampler did not deliver: damaged groups (row), a damaged file (file), groups under another name (renamed).",
+    "kind",
+)
 ENGINE_FAILURES = _counter(
     "sampler_engine_failures_total",
     "Times the engine was not trusted: its canary differed from the reference (stale), or its process failed (died).",

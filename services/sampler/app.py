@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from services.common import metrics, notify, tracing
 from services.common.api import CoordinatorApi, Registration
 from services.common.bell import Bell
-from services.common.clock import Clock, SystemClock
+from services.common.clock import Clock, SystemClock, steady
 from services.common.pull import Puller
 from services.common.rpc.client import CoordinatorClient
 from services.common.trust import Trust
@@ -36,7 +36,7 @@ from services.common.types import SiteId
 from services.common.weights.parallel import num_threads
 from services.sampler.assembly import Parts, assemble
 from services.sampler.config import SamplerConfig
-from services.sampler.delay import Visibility, max_delay_versions
+from services.sampler.delay import Visibility, max_delay_versions, max_group_delay_s
 from services.sampler.delivery import Delivery
 from services.sampler.generate import Generation
 from services.sampler.outbox import Outbox
@@ -60,7 +60,7 @@ async def main(config: SamplerConfig) -> int:
 
 
 async def _sample(config: SamplerConfig, clock: Clock, stop: asyncio.Event, notifier: notify.Notifier) -> None:
-    outbox = await asyncio.to_thread(Outbox, config.state_dir)
+    outbox = await asyncio.to_thread(Outbox, config.state_dir, site=config.site)
     try:
         # At zero from the start: a counter that appears with the first failure shows no increase.
         for reason in ("stale", "died"):
@@ -111,6 +111,9 @@ def join(
     """Join loaded parts; see `build`."""
     site = SiteId(config.site)
     bell = Bell()
+    now = steady(clock)
+    # A clock that was wrong when an earlier process spooled must hold nothing longer than the delay model would.
+    outbox.release_by(now() + max_group_delay_s(config.delay))
     batch = asyncio.Lock()
     puller = Puller(
         api=api,
@@ -174,8 +177,9 @@ def join(
         bell=bell,
         batch=batch,
         rng=rng,
+        now=now,
     )
-    delivery = Delivery(api=api, outbox=outbox, clock=clock, bell=bell, rng=rng)
+    delivery = Delivery(api=api, outbox=outbox, clock=clock, bell=bell, rng=rng, now=now)
     return Sampler(
         session=session, policy=policy, generation=generation, delivery=delivery, batch=batch, close=parts.close
     )

@@ -33,6 +33,13 @@ def group_delay_s(config: DelayConfig, *, seed: int, sequence: int) -> float:
     return draw(config, seed=seed, stream="group", index=sequence) / config.time_scale
 
 
+def max_group_delay_s(config: DelayConfig) -> float:
+    """The longest that any group is held, real seconds."""
+    if isinstance(config, NoDelay) or config.semantics != "transit" or config.unit != "seconds":
+        return 0.0
+    return upper_end(config) / config.time_scale
+
+
 class Visibility:
     """Which version a sampler may use at an instant; fed with the heads it hears of."""
 

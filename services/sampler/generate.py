@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from services.common import metrics
@@ -56,7 +56,9 @@ class Generation:
         bell: Bell,
         batch: asyncio.Lock,
         rng: random.Random,
+        now: Callable[[], float],
     ) -> None:
+        self._now = now
         self._batch = batch
         self._config = config
         self._api = api
@@ -252,7 +254,7 @@ class Generation:
             finally:
                 await asyncio.wait([making])
             batch = making.result()
-            now = self._clock.wall()
+            now = self._now()
             release = [
                 now + group_delay_s(self._config.delay, seed=self._config.seed, sequence=group.id.sequence)
                 for group in batch.groups

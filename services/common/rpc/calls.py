@@ -45,6 +45,11 @@ class Calls:
             BANDWIDTH_CAP.labels(direction).set(cap)
             BANDWIDTH_WAIT.labels(direction)
 
+    @property
+    def down_bytes_per_s(self) -> float:
+        """The cap of what is received; 0 is none. Whoever waits for bytes waits for it too."""
+        return self._down.bytes_per_s
+
     async def close(self) -> None:
         """Close the channel; calls under way are cancelled."""
         await self._link.close()

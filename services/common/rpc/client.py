@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 
+import grpc.aio
 from heterorl.v1 import policy_pb2, rollout_pb2, run_pb2
 
 from services.common.api import (
@@ -44,6 +45,9 @@ from services.common.types import (
 from services.common.wire import group_id_to_pb, group_to_pb
 
 PUSH_TIMEOUT_S = 120.0
+"""For a push of nothing; its bytes come on top."""
+MIN_UP_BYTES_PER_S = 4096.0
+"""The slowest link over which a push ends before its deadline; a dead one is noticed by its pings in seconds."""
 
 
 class CoordinatorClient(Calls):
@@ -182,25 +186,41 @@ class CoordinatorClient(Calls):
         await self._call("AbandonWork", request)
 
     async def push_groups(self, groups: Sequence[Group]) -> list[PushOutcome]:
-        """Push groups and return one outcome each, in order; repeating the call is harmless."""
+        """Push groups and return outcomes of the first ones, in order; repeating the call is harmless.
+
+        Fewer than were pushed came before the link broke: what is settled is settled, whatever became of the rest.
+        """
+        pushed = [rollout_pb2.PushGroupsRequest(group=group_to_pb(group)) for group in groups]
+        timeout_s = self._push_timeout_s(sum(message.ByteSize() for message in pushed))
+
+        async def requests() -> AsyncIterator[rollout_pb2.PushGroupsRequest]:
+            for message in pushed:
+                await self._pace(self._up, "up", message.ByteSize())
+                BYTES.labels("groups", "out").inc(message.ByteSize())
+                yield message
 
         async def attempt() -> list[PushOutcome]:
-            async def requests() -> AsyncIterator[rollout_pb2.PushGroupsRequest]:
-                for group in groups:
-                    message = rollout_pb2.PushGroupsRequest(group=group_to_pb(group))
-                    await self._pace(self._up, "up", message.ByteSize())
-                    BYTES.labels("groups", "out").inc(message.ByteSize())
-                    yield message
-
-            async with self._link.stubs() as stubs:
-                with timed("PushGroups"):
-                    call = stubs.method("PushGroups")(requests(), timeout=PUSH_TIMEOUT_S)
-                    outcomes = [messages.outcome_from_pb(message) async for message in call]
-            if len(outcomes) != len(groups):
-                raise Unreachable(f"PushGroups: {len(outcomes)} outcomes for {len(groups)} groups", retry_after_s=1.0)
+            outcomes: list[PushOutcome] = []
+            try:
+                async with self._link.stubs() as stubs:
+                    with timed("PushGroups"):
+                        async for message in stubs.method("PushGroups")(requests(), timeout=timeout_s):
+                            # One for each group; what a peer sends beyond that is not kept.
+                            if len(outcomes) < len(pushed):
+                                outcomes.append(messages.outcome_from_pb(message))
+            except (grpc.aio.AioRpcError, Unreachable):
+                if not outcomes:
+                    raise
+            if not outcomes and pushed:
+                raise Unreachable(f"PushGroups: no outcome for {len(pushed)} groups", retry_after_s=1.0)
             return outcomes
 
         return await retry.call(attempt, name="PushGroups", policy=self._retry, clock=self._clock, rng=self._rng)
+
+    def _push_timeout_s(self, num_bytes: int) -> float:
+        # Twice over the cap: others may have taken from it just before.
+        capped_s = 2 * num_bytes / self._up.bytes_per_s if self._up.bytes_per_s else 0.0
+        return PUSH_TIMEOUT_S + num_bytes / MIN_UP_BYTES_PER_S + capped_s
 
     async def stream_groups(
         self, *, epoch: int, held: Sequence[GroupId], credits: AsyncIterator[int]

@@ -81,6 +81,10 @@ class Puller:
         self.way = Way(api=api, flavour=flavour)
         self.apply_s = 0.0
         """Seconds that applying and verifying took the last time; 0 before the first."""
+        self.fetch_s = 0.0
+        """Seconds that fetching took the last time."""
+        self.fetched_bytes = 0
+        """Bytes of the payloads of the last time."""
         self._is_held_distrusted = False
         self._are_merged_distrusted = False
         self._has_merged = False
@@ -168,7 +172,8 @@ class Puller:
         started = self._clock.monotonic()
         paths = [await self.fetcher.fetch(payload) for payload in plan.payloads]
         fetched = self._clock.monotonic()
-        metrics.PULL_SECONDS.observe(fetched - started)
+        self.fetch_s, self.fetched_bytes = fetched - started, sum(payload.num_bytes for payload in plan.payloads)
+        metrics.PULL_SECONDS.observe(self.fetch_s)
         pulled = await asyncio.to_thread(self._apply, plan, paths, held)
         self.apply_s = self._clock.monotonic() - fetched
         metrics.APPLY_SECONDS.observe(self.apply_s)

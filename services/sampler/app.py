@@ -34,6 +34,7 @@ from services.common.rpc.client import CoordinatorClient
 from services.common.trust import Trust
 from services.common.types import SiteId
 from services.common.weights.parallel import num_threads
+from services.common.words import bytes_text
 from services.sampler.assembly import Parts, assemble
 from services.sampler.config import SamplerConfig
 from services.sampler.delay import Visibility, max_delay_versions, max_group_delay_s
@@ -181,7 +182,13 @@ def join(
     )
     delivery = Delivery(api=api, outbox=outbox, clock=clock, bell=bell, rng=rng, now=now)
     return Sampler(
-        session=session, policy=policy, generation=generation, delivery=delivery, batch=batch, close=parts.close
+        session=session,
+        policy=policy,
+        generation=generation,
+        delivery=delivery,
+        outbox=outbox,
+        batch=batch,
+        close=parts.close,
     )
 
 
@@ -193,6 +200,7 @@ class Sampler:
     policy: PolicySync
     generation: Generation
     delivery: Delivery
+    outbox: Outbox
     batch: asyncio.Lock
     close: Callable[[], None]
 
@@ -215,11 +223,28 @@ class Sampler:
                 ]
                 on_ready()
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                if self.batch.locked():
+                    _LOG.info("stopping: the batch under way ends first and is spooled")
                 async with self.batch:
                     for task in ends:
                         task.cancel()
         except BaseExceptionGroup as group:
             raise _cause(group) from group
+        await self._say_end()
+
+    async def _say_end(self) -> None:
+        level = await asyncio.to_thread(self.outbox.level)
+        if self.generation.spooling.num_waiting:
+            _LOG.error(
+                "%d groups are lost, there was no room to spool them: %s; their prompts are handed out again",
+                self.generation.spooling.num_waiting, self.generation.spooling.problem,
+            )  # fmt: skip
+        left = f"{level.num_groups} groups ({bytes_text(level.num_bytes)}) are spooled, the next start delivers them"
+        _LOG.info(
+            "%s: %d groups delivered since the start, %d not taken; %s",
+            "drained" if self.session.is_draining and not level.num_groups else "stopped",
+            self.delivery.num_delivered, self.delivery.num_refused, left if level.num_groups else "nothing is spooled",
+        )  # fmt: skip
 
     async def _lead(self) -> None:
         await self.session.register()

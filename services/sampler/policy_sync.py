@@ -20,7 +20,7 @@ import random
 from services.common.api import CoordinatorApi, PullPlan
 from services.common.bell import Bell
 from services.common.clock import Clock
-from services.common.errors import CorruptData, DiskFull, RemoteError, UnknownVersion, UntrustedVersion
+from services.common.errors import CorruptData, DiskFull, RemoteError, UnknownVersion, Unreachable, UntrustedVersion
 from services.common.pull import PulledVersion, Puller
 from services.common.trust import Trust
 from services.common.wire import manifest_from_bytes
@@ -63,6 +63,8 @@ class PolicySync:
         self._staged: PulledVersion | None = None
         self._signed_by = ""
         self._refusal = ""
+        self.problem = ""
+        """Why the newest version cannot be stored; empty while all is well."""
         self._watch_patience = Patience(rng=rng)
         self._sync_patience = Patience(rng=rng)
         self._damage_patience = Patience(rng=rng, cap_s=DAMAGED_CAP_S)
@@ -81,6 +83,16 @@ class PolicySync:
         """Seconds that applying and verifying the newest weights took; 0 before the first."""
         return self._puller.apply_s
 
+    @property
+    def fetch_s(self) -> float:
+        """Seconds that fetching the newest weights took; 0 where nothing was fetched."""
+        return self._puller.fetch_s
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes of the newest weights' payloads."""
+        return self._puller.fetched_bytes
+
     def age_s(self, version: int) -> float | None:
         """Seconds since a version was published; None for one whose news was never heard."""
         published = self._published.get(version)
@@ -97,7 +109,9 @@ class PolicySync:
                 await self._follow()
                 delay_s = self._watch_patience.delay_s()
             except (RemoteError, CorruptData) as error:
-                _LOG.info("the watch on the head broke: %s", error)
+                # The link says when nobody answers, and when somebody does again.
+                level = logging.DEBUG if isinstance(error, Unreachable) else logging.INFO
+                _LOG.log(level, "the watch on the head broke: %s", error)
                 retry_after_s = error.retry_after_s if isinstance(error, RemoteError) else 0.0
                 delay_s = self._watch_patience.delay_s(asked_s=retry_after_s)
             await self._clock.sleep(delay_s)
@@ -141,7 +155,9 @@ class PolicySync:
             pulled = await self._pull(target)
             await asyncio.to_thread(self._record.note, self._seen(pulled))
         except RemoteError as error:
-            _LOG.info("version %d waits: %s", target, error)
+            _LOG.log(
+                logging.DEBUG if isinstance(error, Unreachable) else logging.INFO, "version %d waits: %s", target, error
+            )
             return self._sync_patience.delay_s(asked_s=error.retry_after_s)
         except UntrustedVersion as error:
             # Costs no payload, so it is asked for as often as over a broken link; said once.
@@ -149,13 +165,21 @@ class PolicySync:
                 self._refusal = str(error)
                 _LOG.error("version %d is refused: %s", target, error)
             return self._sync_patience.delay_s()
-        except (CorruptData, DiskFull, OSError) as error:
+        except (DiskFull, OSError) as error:
+            # Nothing is wrong with the version: it is asked for as often as over a broken link, and said once.
+            if not self.problem:
+                _LOG.error("VERSION %d CANNOT BE STORED, generation goes on with the one before: %s", target, error)
+            self.problem = str(error)
+            return self._sync_patience.delay_s()
+        except CorruptData as error:
             _LOG.error("version %d is not usable: %s", target, error)
             return self._damage_patience.delay_s()
+        if self.problem:
+            _LOG.info("the disk has room again: version %d is here", target)
         self._sync_patience.reset()
         self._damage_patience.reset()
         self._staged = pulled
-        self._refusal = ""
+        self._refusal = self.problem = ""
         self._bell.ring()
         return 0.0
 

@@ -22,7 +22,7 @@ from services.common.api import (
 from services.common.contract_wire import contract_to_pb
 from services.common.errors import InvalidRequest, MalformedPayload, Unreachable
 from services.common.metrics import BYTES
-from services.common.rpc import canary, messages, retry
+from services.common.rpc import canary, messages
 from services.common.rpc.attempt import once, timed
 from services.common.rpc.calls import Calls
 from services.common.rpc.publication import publish_to_pb
@@ -215,7 +215,7 @@ class CoordinatorClient(Calls):
                 raise Unreachable(f"PushGroups: no outcome for {len(pushed)} groups", retry_after_s=1.0)
             return outcomes
 
-        return await retry.call(attempt, name="PushGroups", policy=self._retry, clock=self._clock, rng=self._rng)
+        return await self._insist(attempt, name="PushGroups")
 
     def _push_timeout_s(self, num_bytes: int) -> float:
         # Twice over the cap: others may have taken from it just before.

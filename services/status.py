@@ -82,6 +82,8 @@ def status_tables(status: RunStatus, *, width: int) -> tuple[Table, Table]:
     for site in status.sites:
         if site.quarantine:
             run.add_row(Text(f"quarantine of {site.site}"), Text(site.quarantine))
+        if site.problem:
+            run.add_row(Text(f"problem of {site.site}"), Text(site.problem))
     return run, _site_table(status, width=width)
 
 

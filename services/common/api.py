@@ -118,6 +118,8 @@ class Heartbeat:
     outbox_groups: int
     apply_s: float = 0.0
     """Seconds that applying and verifying the newest weights took; 0 before the first."""
+    problem: str = ""
+    """Why nothing is generated; empty while all is well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -397,6 +397,8 @@ class SiteStatus:
     """Pushes refused for a quota since the coordinator started."""
     quota_used: float = 0.0
     """Used share of the tightest quota, 0 to 1."""
+    problem: str = ""
+    """Why it generates nothing, as it says; empty while all is well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -155,6 +155,7 @@ def join(
         batch=batch,
         rng=rng,
     )
+    session.policy_problem = lambda: policy.problem
     maker = RolloutMaker(
         engine=parts.engine,
         task=parts.task,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from services.common import metrics
 from services.common.api import Command, CoordinatorApi, Heartbeat, Registration
@@ -52,6 +52,8 @@ class Session:
         self.apply_s = 0.0
         self.problem = ""
         """Why nothing is generated; empty while all is well."""
+        self.policy_problem: Callable[[], str] = str
+        """Why the newest version cannot be used, asked at each heartbeat."""
         self.is_draining = False
         self.stopped = asyncio.Event()
         self._api = api
@@ -106,6 +108,7 @@ class Session:
                 tokens_per_s=self.tokens_per_s,
                 outbox_groups=level.num_groups,
                 apply_s=self.apply_s,
+                problem=self.problem or self.policy_problem(),
             )
             sent = self._clock.monotonic()
             try:

@@ -27,6 +27,7 @@ from services.common.wire import (
     payload_from_pb,
     payload_to_pb,
 )
+from services.common.words import peer_words
 
 _STATUS = {status: rollout_pb2.PushStatus.Value(f"PUSH_STATUS_{status.name}") for status in PushStatus}
 _REASON = {reason: rollout_pb2.DropReason.Value(f"DROP_REASON_{reason.name}") for reason in DropReason}
@@ -243,6 +244,7 @@ def heartbeat_to_pb(value: Heartbeat) -> run_pb2.HeartbeatRequest:
         tokens_per_s=value.tokens_per_s,
         outbox_groups=value.outbox_groups,
         apply_s=value.apply_s,
+        problem=peer_words(value.problem),
     )
 
 
@@ -256,6 +258,7 @@ def heartbeat_from_pb(message: run_pb2.HeartbeatRequest) -> Heartbeat:
         tokens_per_s=message.tokens_per_s,
         outbox_groups=message.outbox_groups,
         apply_s=message.apply_s,
+        problem=peer_words(message.problem),
     )
 
 

@@ -374,6 +374,8 @@ async def test_full_disk_pauses_generation_which_goes_on_by_itself(world, caplog
     # Alive, idle, and it says why, once.
     assert world.engine.num_batches == num_batches
     assert world.sampler.session.problem.startswith("no space left under /site/state")
+    (status,) = (await world.core.get_status()).sites
+    assert status.problem == world.sampler.session.problem
     assert caplog.text.count("GENERATION PAUSES, 2 groups wait in memory: no space left under /site/state") == 1
     waiting = world.sampler.generation.spooling.num_waiting
     is_full = False

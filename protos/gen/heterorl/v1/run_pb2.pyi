@@ -137,6 +137,7 @@ class HeartbeatRequest(google.protobuf.message.Message):
     TOKENS_PER_S_FIELD_NUMBER: builtins.int
     OUTBOX_GROUPS_FIELD_NUMBER: builtins.int
     APPLY_S_FIELD_NUMBER: builtins.int
+    PROBLEM_FIELD_NUMBER: builtins.int
     site: builtins.str
     """Name of the site."""
     incarnation: builtins.str
@@ -151,6 +152,8 @@ class HeartbeatRequest(google.protobuf.message.Message):
     """Groups waiting in the outbox."""
     apply_s: builtins.float
     """Time that applying and verifying the newest weights took, seconds; 0 before the first."""
+    problem: builtins.str
+    """Why the sampler generates nothing, in at most 300 characters; empty while all is well."""
     def __init__(
         self,
         *,
@@ -161,8 +164,9 @@ class HeartbeatRequest(google.protobuf.message.Message):
         tokens_per_s: builtins.float = ...,
         outbox_groups: builtins.int = ...,
         apply_s: builtins.float = ...,
+        problem: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["apply_s", b"apply_s", "incarnation", b"incarnation", "outbox_groups", b"outbox_groups", "policy_version", b"policy_version", "site", b"site", "state_root", b"state_root", "tokens_per_s", b"tokens_per_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["apply_s", b"apply_s", "incarnation", b"incarnation", "outbox_groups", b"outbox_groups", "policy_version", b"policy_version", "problem", b"problem", "site", b"site", "state_root", b"state_root", "tokens_per_s", b"tokens_per_s"]) -> None: ...
 
 Global___HeartbeatRequest: typing_extensions.TypeAlias = HeartbeatRequest
 
@@ -298,6 +302,7 @@ class SiteStatus(google.protobuf.message.Message):
     GROUPS_FAILED_FIELD_NUMBER: builtins.int
     GROUPS_REFUSED_FIELD_NUMBER: builtins.int
     QUOTA_USED_FIELD_NUMBER: builtins.int
+    PROBLEM_FIELD_NUMBER: builtins.int
     site: builtins.str
     """Name of the site."""
     incarnation: builtins.str
@@ -330,6 +335,8 @@ class SiteStatus(google.protobuf.message.Message):
     """Pushes refused for a quota since the coordinator started."""
     quota_used: builtins.float
     """Used share of the site's tightest quota, 0 to 1."""
+    problem: builtins.str
+    """Why the site generates nothing, as it says; empty while all is well."""
     def __init__(
         self,
         *,
@@ -349,9 +356,10 @@ class SiteStatus(google.protobuf.message.Message):
         groups_failed: builtins.int = ...,
         groups_refused: builtins.int = ...,
         quota_used: builtins.float = ...,
+        problem: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_canary_difference", b"_canary_difference", "canary_difference", b"canary_difference"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_canary_difference", b"_canary_difference", "apply_s", b"apply_s", "canary_difference", b"canary_difference", "flavour", b"flavour", "groups_accepted", b"groups_accepted", "groups_dropped", b"groups_dropped", "groups_failed", b"groups_failed", "groups_refused", b"groups_refused", "incarnation", b"incarnation", "last_seen_s", b"last_seen_s", "policy_version", b"policy_version", "quarantine", b"quarantine", "quota_used", b"quota_used", "site", b"site", "state_root", b"state_root", "tokens_per_s", b"tokens_per_s", "work_leased", b"work_leased"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_canary_difference", b"_canary_difference", "apply_s", b"apply_s", "canary_difference", b"canary_difference", "flavour", b"flavour", "groups_accepted", b"groups_accepted", "groups_dropped", b"groups_dropped", "groups_failed", b"groups_failed", "groups_refused", b"groups_refused", "incarnation", b"incarnation", "last_seen_s", b"last_seen_s", "policy_version", b"policy_version", "problem", b"problem", "quarantine", b"quarantine", "quota_used", b"quota_used", "site", b"site", "state_root", b"state_root", "tokens_per_s", b"tokens_per_s", "work_leased", b"work_leased"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_canary_difference", b"_canary_difference"]) -> typing.Literal["canary_difference"] | None: ...
 
 Global___SiteStatus: typing_extensions.TypeAlias = SiteStatus

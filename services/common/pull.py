@@ -28,6 +28,7 @@ from services.common.weights.container import max_file_bytes
 from services.common.weights.manifest import verify_child, verify_merged, verify_snapshot, verify_state
 from services.common.weights.payload import apply_payload
 from services.common.wire import manifest_digest, manifest_from_bytes
+from services.common.words import peer_words
 
 _LOG = logging.getLogger(__name__)
 Admit = Callable[[PullPlan], Awaitable[None]]
@@ -162,7 +163,7 @@ class Puller:
             if self._is_from_base and admit is not None:
                 await admit(plan)
             return held
-        _LOG.debug("version %d: %s", plan.target_version, plan.reason)
+        _LOG.debug("version %d: %s", plan.target_version, peer_words(plan.reason))
         self._has_merged = any(payload.kind is PayloadKind.MERGED for payload in plan.payloads)
         if admit is not None:
             await admit(plan)

@@ -37,6 +37,7 @@ from services.common.types import (
 
 MAX_INT32 = 2**31 - 1
 MAX_INT64 = 2**63 - 1
+MAX_RUN_ID = 256
 
 _FINISH = {
     FinishReason.EOS: rollout_pb2.FINISH_REASON_EOS,
@@ -230,6 +231,9 @@ def manifest_from_bytes(data: bytes) -> Manifest:
         layout_id = digest_field("layout_id", message.layout_id)
         state_root = digest_field("state_root", message.state_root)
         parent_digest = digest_field("parent_digest", message.parent_digest) if message.parent_digest else ""
+        if len(message.run_id) > MAX_RUN_ID:
+            # Written down with each version that is used.
+            raise InvalidRequest(f"run_id: {len(message.run_id)} characters, at most {MAX_RUN_ID}")
     except (DecodeError, InvalidRequest) as error:
         raise MalformedPayload(f"not a manifest: {error}") from error
     return Manifest(

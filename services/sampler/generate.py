@@ -25,14 +25,14 @@ from services.common.errors import EngineError, NotRegistered, RemoteError, RunF
 from services.common.generation.engine import Engine
 from services.common.pull import PulledVersion
 from services.common.types import Digest, WorkAssignment
-from services.common.words import bytes_text, peer_words
+from services.common.words import bytes_text, peer_seconds, peer_words
 from services.sampler.config import SamplerConfig
 from services.sampler.outbox import Outbox
 from services.sampler.policy_sync import PolicySync
 from services.sampler.rollouts import Batch, RolloutMaker
 from services.sampler.session import NO_ROOT, Session
 from services.sampler.spooling import Spooling
-from services.sampler.waiting import Patience, ring_or_time, seconds_from_peer
+from services.sampler.waiting import Patience, ring_or_time
 from services.sampler.work_log import WorkLog
 
 _LOG = logging.getLogger(__name__)
@@ -255,7 +255,7 @@ class Generation:
             self._patience.reset()
         else:
             _LOG.debug("no work: %s", peer_words(grant.reason))
-            self._ask_time += seconds_from_peer(grant.retry_after_s) or self._patience.delay_s()
+            self._ask_time += peer_seconds(grant.retry_after_s) or self._patience.delay_s()
         return work
 
     async def _fill(self, work: Sequence[WorkAssignment]) -> None:

@@ -51,6 +51,9 @@ class Outbox:
         self._mutex = threading.Lock()
         self._path = directory / NAME
         self._spooled: dict[int, float] = {}
+        self._next = 1
+        self._site = ""
+        self.incarnation = ""
         try:
             self._connection = open_spool(directory)
             try:

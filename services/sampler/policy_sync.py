@@ -34,6 +34,8 @@ DAMAGED_CAP_S = 300.0
 """A version that fails its checks costs a whole snapshot per attempt: attempts become this rare."""
 
 
+MAX_SKIPPED = 256
+"""Versions that are found missing in one attempt; the next attempt goes on behind them."""
 MAX_PUBLISHED = 4096
 """Versions whose publication is remembered, for their age; far more than staleness may be."""
 
@@ -63,6 +65,7 @@ class PolicySync:
         self._staged: PulledVersion | None = None
         self._signed_by = ""
         self._refusal = ""
+        self._skipped_to = 0
         self.problem = ""
         """Why the newest version cannot be stored; empty while all is well."""
         self._watch_patience = Patience(rng=rng)
@@ -190,14 +193,27 @@ class PolicySync:
         work there are no new versions that would move the target on. Never less than was used before: after a
         restart the delay model may ask for it, but it let the newer version through once.
         """
-        target = max(target, self._record.highest_version)
+        if self._skipped_to > self.head_version:
+            self._skipped_to = 0
+        target = max(target, self._record.highest_version, self._skipped_to)
         for version in range(target, self.head_version):
             try:
-                return await self._puller.pull(held=self._staged, want_version=version, admit=self._admit)
+                pulled = await self._puller.pull(held=self._staged, want_version=version, admit=self._admit)
             except UnknownVersion as error:
-                _LOG.info("version %d is skipped: %s", version, error)
+                _LOG.debug("version %d is skipped: %s", version, error)
+                if version - target + 1 >= MAX_SKIPPED:
+                    # The head is a peer's word: however far it is, between so many questions there is a wait.
+                    self._skipped_to = version + 1
+                    raise
+                continue
+            self._skipped_to = 0
+            if version > target:
+                _LOG.info("versions %d to %d are skipped", target, version - 1)
+            return pulled
         want = max(target, self.head_version)
-        return await self._puller.pull(held=self._staged, want_version=want, admit=self._admit)
+        pulled = await self._puller.pull(held=self._staged, want_version=want, admit=self._admit)
+        self._skipped_to = 0
+        return pulled
 
     async def _admit(self, plan: PullPlan) -> None:
         """Judge the version that a plan leads to by its manifest, whatever payloads lead there.

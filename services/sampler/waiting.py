@@ -6,24 +6,15 @@ Guarantees: nothing here gives up; a wait ends by its ring, by its clock, or by 
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 from dataclasses import dataclass
 
 from services.common.clock import Clock
 from services.common.errors import ContractMismatch, InvalidRequest, PermissionDenied, RemoteError, Unauthenticated
+from services.common.words import peer_seconds
 
 PERMANENT = (ContractMismatch, InvalidRequest, PermissionDenied)
 """Refusals of a peer that no repetition changes: a person must correct this node."""
-
-
-MAX_ASKED_S = 600.0
-"""The longest wait that a peer may ask for at once; it can ask again."""
-
-
-def seconds_from_peer(seconds: float) -> float:
-    """A wait that a peer asks for: no number at all counts as none, and none is without end."""
-    return min(max(0.0, seconds), MAX_ASKED_S) if math.isfinite(seconds) else 0.0
 
 
 async def ring_or_time(ticket: asyncio.Event, *, clock: Clock, seconds: float | None) -> None:
@@ -53,7 +44,7 @@ class Patience:
         """Count a failure and say how long to wait; never less than the peer asks for."""
         longest = min(self.cap_s, self.base_s * 2 ** min(self.num_failures, 32))
         self.num_failures += 1
-        return seconds_from_peer(asked_s) + self.rng.uniform(0.0, longest)
+        return peer_seconds(asked_s) + self.rng.uniform(0.0, longest)
 
     def after(self, error: Exception) -> float:
         """How long to wait after a failure.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Sequence
 
 import grpc.aio
@@ -115,7 +116,8 @@ class CoordinatorClient(Calls):
         """Yield new heads until the link breaks."""
         request = policy_pb2.WatchHeadRequest(after_version=after_version)
         async for message in self._streamed("WatchHead", request):
-            yield HeadUpdate(version=message.version, age_s=message.age_s)
+            age_s = max(0.0, message.age_s) if math.isfinite(message.age_s) else 0.0
+            yield HeadUpdate(version=message.version, age_s=age_s)
 
     async def get_manifest(self, *, version: int) -> bytes:
         """Fetch the exact bytes of a manifest."""

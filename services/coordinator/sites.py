@@ -5,15 +5,21 @@ Times are instants of the monotonic clock and affect liveness only; after a rest
 
 from __future__ import annotations
 
+import logging
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from services.common.api import CanaryReport, Heartbeat, Registration
 from services.common.types import SiteId, SiteStatus, WorkAssignment
-from services.coordinator import quarantine
+from services.coordinator import quarantine, watermark
 from services.coordinator.quotas import Quotas
+from services.coordinator.shares import Shares
 from services.coordinator.work import Handed
+
+_LOG = logging.getLogger(__name__)
+Holder = tuple[str, str]
+"""A site and its incarnation."""
 
 
 @dataclass(slots=True)
@@ -35,24 +41,42 @@ class Sites:
 
     def __init__(self, *, work_lease_s: float) -> None:
         self._work_lease_s = work_lease_s
-        self._seen: dict[tuple[str, str], _Seen] = {}
+        self._seen: dict[Holder, _Seen] = {}
         self._deadlines: dict[int, float] = {}
+        self.shares = Shares()
 
-    def leased(self, handed: Sequence[Handed], now: float) -> tuple[WorkAssignment, ...]:
-        """Start the terms of new leases."""
-        self._deadlines.update(dict.fromkeys((entry.assignment for entry in handed), now + self._work_lease_s))
+    def leased(
+        self, connection: sqlite3.Connection, handed: Sequence[Handed], holder: Holder, now: float
+    ) -> tuple[WorkAssignment, ...]:
+        """Start the terms of new leases; those that run go on, so that no site keeps one by asking again."""
+        term_s = self._term_s(connection, holder)
+        for entry in handed:
+            self._deadlines.setdefault(entry.assignment, now + term_s)
         return tuple(
             WorkAssignment(
-                id=entry.assignment, prompt_index=entry.prompt_index, seed=entry.seed, lease_s=self._work_lease_s
+                id=entry.assignment,
+                prompt_index=entry.prompt_index,
+                seed=entry.seed,
+                lease_s=max(0.0, self._deadlines[entry.assignment] - now),
             )
             for entry in handed
         )
 
-    def expired(self, assignments: Iterable[int], now: float) -> list[int]:
-        """Those of the leased assignments whose term ended."""
-        fresh = now + self._work_lease_s
-        self._deadlines = {assignment: self._deadlines.get(assignment, fresh) for assignment in assignments}
-        return [assignment for assignment, deadline in self._deadlines.items() if deadline <= now]
+    def expired(self, connection: sqlite3.Connection, leased: Mapping[int, Holder], now: float) -> list[int]:
+        """Those of the leased assignments whose term ended; they are forgotten, and count against their holders."""
+        terms = {holder: self._term_s(connection, holder) for holder in set(leased.values())}
+        self._deadlines = {
+            assignment: self._deadlines.get(assignment, now + terms[holder]) for assignment, holder in leased.items()
+        }
+        found = [assignment for assignment, deadline in self._deadlines.items() if deadline <= now]
+        for assignment in found:
+            del self._deadlines[assignment]
+            self.shares.note_expired(leased[assignment][0])
+        return found
+
+    def _term_s(self, connection: sqlite3.Connection, holder: Holder) -> float:
+        row = connection.execute("SELECT max_delay_s FROM sites WHERE site = ? AND incarnation = ?", holder).fetchone()
+        return self._work_lease_s + (0.0 if row is None else float(row[0]))
 
     def see(self, site: str, incarnation: str, now: float, *, policy_version: int | None = None) -> None:
         """Note a sign of life."""
@@ -83,11 +107,14 @@ class Sites:
         """Make a registration durable; returns the highest sequence known of the incarnation."""
         key = (registration.site, registration.incarnation)
         connection.execute(
-            "INSERT INTO sites (site, incarnation, engine, dtype, flavour) VALUES (?, ?, ?, ?, ?)"
-            " ON CONFLICT (site, incarnation) DO UPDATE"
-            " SET engine = excluded.engine, dtype = excluded.dtype, flavour = excluded.flavour",
-            (*key, registration.engine, registration.dtype, registration.flavour),
+            "INSERT INTO sites (site, incarnation, engine, dtype, flavour, max_delay_s) VALUES (?, ?, ?, ?, ?, ?)"
+            " ON CONFLICT (site, incarnation) DO UPDATE SET engine = excluded.engine, dtype = excluded.dtype,"
+            " flavour = excluded.flavour, max_delay_s = excluded.max_delay_s",
+            (*key, registration.engine, registration.dtype, registration.flavour, registration.max_delay_s),
         )
+        missing = watermark.pass_over(connection, *key, lowest=registration.lowest_sequence)
+        if missing:
+            _LOG.warning("site %s, incarnation %s: %d groups that it settled are not known here", *key, missing)
         (highest,) = connection.execute(
             "SELECT max(watermark, coalesce((SELECT max(sequence) FROM beyond_watermark b"
             " WHERE b.site = sites.site AND b.incarnation = sites.incarnation), 0))"

@@ -13,7 +13,7 @@ from services.common.types import DropReason, GroupId, PushStatus
 from services.common.wire import group_to_bytes
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core import Coordinator
-from services.coordinator.queue import MAX_GAP
+from services.coordinator.watermark import MAX_GAP
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, SITE, Run
 
@@ -65,8 +65,8 @@ def test_any_order_and_any_duplicates_take_effect_once(batches):
 
 async def test_refused_and_dropped_groups_are_told_apart_by_their_memory(tmp_path):
     core, run = await begin(tmp_path)
-    (work,) = await run.lease(1)
-    far = run.group(work, id=GroupId(site=SITE, incarnation=INCARNATION, sequence=MAX_GAP + 1))
+    work, other = await run.lease(2)
+    far = run.group(other, id=GroupId(site=SITE, incarnation=INCARNATION, sequence=MAX_GAP + 1))
     (refused,) = await core.push_groups([far])
     assert refused.status is PushStatus.RETRY
     assert await memory(core) == (0, set())

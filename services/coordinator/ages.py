@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sqlite3
 
+from services.common.wire import MAX_INT64
+
 
 def superseded_s(connection: sqlite3.Connection, version: int, *, reach: int, now: float) -> float:
     """Seconds for which a newer version could be had; 0 for the newest.
@@ -20,7 +22,7 @@ def superseded_s(connection: sqlite3.Connection, version: int, *, reach: int, no
     """
     (published,) = connection.execute(
         "SELECT min(published) FROM versions WHERE version > ? AND version <= ? AND is_abandoned = 0",
-        (version, version + reach),
+        (version, min(version + reach, MAX_INT64)),
     ).fetchone()
     return 0.0 if published is None else max(0.0, now - float(published))
 

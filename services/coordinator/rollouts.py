@@ -38,6 +38,8 @@ _LOG = logging.getLogger(__name__)
 RETRY_AFTER_S = 0.5
 LEASE_BATCH = 16
 MAX_REQUEST_ID = 64
+MAX_ASSIGNMENTS = 4096
+"""Of one call."""
 
 
 class Rollouts(Node):
@@ -50,8 +52,8 @@ class Rollouts(Node):
     ) -> WorkGrant:
         """Hand out prompt groups, paced and shared out."""
         now = self.clock.monotonic()
-        if not 1 <= max_groups <= 4096:
-            raise InvalidRequest(f"max_groups: {max_groups} is not in 1..4096")
+        if not 1 <= max_groups <= MAX_ASSIGNMENTS:
+            raise InvalidRequest(f"max_groups: {max_groups} is not in 1..{MAX_ASSIGNMENTS}")
         if len(request_id) > MAX_REQUEST_ID:
             raise InvalidRequest(f"request_id: {len(request_id)} characters, allowed are {MAX_REQUEST_ID}")
 
@@ -112,6 +114,8 @@ class Rollouts(Node):
 
     async def abandon_work(self, *, site: SiteId, incarnation: str, assignments: Sequence[int]) -> None:
         """Open assignments that the site will not answer."""
+        if len(assignments) > MAX_ASSIGNMENTS:
+            raise InvalidRequest(f"assignments: {len(assignments)}, allowed are {MAX_ASSIGNMENTS}")
         await self.database.run(
             lambda connection: work.give_back(
                 connection, site=site, incarnation=incarnation, assignments=list(assignments)

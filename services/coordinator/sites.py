@@ -35,48 +35,47 @@ class _Seen:
 class Sites:
     """Registrations, last signs of life, and deadlines of assignments.
 
-    Deadlines are read and written by store operations only: the table of work says what is leased, and a lease whose
-    deadline this process does not know (it restarted, or an operation was undone) gets a fresh term.
+    Terms are read and written by store operations only: the table of work says what is leased, and a lease whose
+    beginning this process does not know (it restarted, or an operation was undone) gets a fresh term.
     """
 
     def __init__(self, *, work_lease_s: float) -> None:
         self._work_lease_s = work_lease_s
         self._seen: dict[Holder, _Seen] = {}
-        self._deadlines: dict[int, float] = {}
+        self._leased_at: dict[int, float] = {}
         self.shares = Shares()
 
     def leased(
         self, connection: sqlite3.Connection, handed: Sequence[Handed], holder: Holder, now: float
     ) -> tuple[WorkAssignment, ...]:
         """Start the terms of new leases; those that run go on, so that no site keeps one by asking again."""
-        term_s = self._term_s(connection, holder)
-        for entry in handed:
-            self._deadlines.setdefault(entry.assignment, now + term_s)
+        term_s = self._work_lease_s + _delay_s(connection, holder)
+        starts = [self._leased_at.setdefault(entry.assignment, now) for entry in handed]
         return tuple(
             WorkAssignment(
                 id=entry.assignment,
                 prompt_index=entry.prompt_index,
                 seed=entry.seed,
-                lease_s=max(0.0, self._deadlines[entry.assignment] - now),
+                lease_s=max(0.0, start + term_s - now),
             )
-            for entry in handed
+            for entry, start in zip(handed, starts, strict=True)
         )
 
     def expired(self, connection: sqlite3.Connection, leased: Mapping[int, Holder], now: float) -> list[int]:
         """Those of the leased assignments whose term ended; they are forgotten, and count against their holders."""
-        terms = {holder: self._term_s(connection, holder) for holder in set(leased.values())}
-        self._deadlines = {
-            assignment: self._deadlines.get(assignment, now + terms[holder]) for assignment, holder in leased.items()
-        }
-        found = [assignment for assignment, deadline in self._deadlines.items() if deadline <= now]
+        terms = {holder: self._work_lease_s + self._grace_s(connection, holder, now) for holder in set(leased.values())}
+        self._leased_at = {assignment: self._leased_at.get(assignment, now) for assignment in leased}
+        found = [number for number, start in self._leased_at.items() if start + terms[leased[number]] <= now]
         for assignment in found:
-            del self._deadlines[assignment]
+            del self._leased_at[assignment]
             self.shares.note_expired(leased[assignment][0])
         return found
 
-    def _term_s(self, connection: sqlite3.Connection, holder: Holder) -> float:
-        row = connection.execute("SELECT max_delay_s FROM sites WHERE site = ? AND incarnation = ?", holder).fetchone()
-        return self._work_lease_s + (0.0 if row is None else float(row[0]))
+    def _grace_s(self, connection: sqlite3.Connection, holder: Holder, now: float) -> float:
+        """What its delay adds to the terms of a site, while it says that it lives; one that died delivers nothing."""
+        seen = self._seen.get(holder)
+        is_silent = seen is None or now - seen.at > self._work_lease_s
+        return 0.0 if is_silent else _delay_s(connection, holder)
 
     def see(self, site: str, incarnation: str, now: float, *, policy_version: int | None = None) -> None:
         """Note a sign of life."""
@@ -171,3 +170,9 @@ class Sites:
                 )
             )
         return tuple(statuses)
+
+
+def _delay_s(connection: sqlite3.Connection, holder: Holder) -> float:
+    """What the delay model of a site adds there and back, as it declared."""
+    row = connection.execute("SELECT max_delay_s FROM sites WHERE site = ? AND incarnation = ?", holder).fetchone()
+    return 0.0 if row is None else float(row[0])

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from services.common.api import Heartbeat
 from services.common.errors import ContractMismatch
 from services.common.types import DropReason, PushStatus
 from services.coordinator import ages, ledger
@@ -153,18 +154,46 @@ async def test_lease_lasts_longer_by_the_delay_that_its_site_declared(tmp_path, 
         await core.abandon_work(site="us-1", incarnation=INCARNATION, assignments=[w.id for w in grant.assignments])
         return [work.id for work in grant.assignments]
 
+    async def alive_for(seconds):
+        beat = Heartbeat(
+            site=SITE, incarnation=INCARNATION, policy_version=0, state_root="", tokens_per_s=0, outbox_groups=1
+        )
+        for _ in range(int(seconds) // 100):
+            clock.advance(100)
+            await core.heartbeat(beat)
+        clock.advance(seconds % 100)
+
     (work,) = await run.lease(1)
     assert work.lease_s == 3720.0
-    clock.advance(3719)
+    await alive_for(3719)
     assert await leased_by_other() == [1]
     # A restart gives a fresh term, which is no shorter.
     await core.close()
     core = await Coordinator.open(core.config, clock)
     assert await leased_by_other() == [1]
-    clock.advance(3719)
+    await alive_for(3719)
     assert await leased_by_other() == [1]
     clock.advance(2)
     assert await leased_by_other() == [0]
+    await core.close()
+
+
+async def test_site_that_died_keeps_its_work_no_longer_for_the_delay_that_it_declared(tmp_path, clock):
+    core, run = await begin(tmp_path, clock)
+    await core.register(run.registration(max_delay_s=7200.0))
+    (work,) = await run.lease(1)
+    await core.register(run.registration(site="us-1"))
+    clock.advance(121)
+    grant = await core.lease_work(site="us-1", incarnation=INCARNATION, max_groups=1, policy_version=0)
+    assert [entry.id for entry in grant.assignments] == [work.id]
+    await core.close()
+
+
+async def test_group_with_numbers_at_their_ends_is_dropped_like_any_other(tmp_path, clock):
+    core, run = await begin(tmp_path, clock)
+    for version in (2**63 - 1, -(2**63)):
+        (work,) = await run.lease(1)
+        assert await statuses(core, [run.group(work, version=version)]) == [DropReason.UNKNOWN_VERSION]
     await core.close()
 
 

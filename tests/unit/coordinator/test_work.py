@@ -102,6 +102,12 @@ async def test_request_id_has_a_bound(core, run):
         await ask(core, request_id="x" * 65)
 
 
+async def test_more_assignments_than_a_call_can_lease_are_not_given_back(core, run):
+    await run.lease(2)
+    with pytest.raises(InvalidRequest, match="assignments: 4097"):
+        await core.abandon_work(site=SITE, incarnation=INCARNATION, assignments=[0] * 4097)
+
+
 # ---- who may answer
 
 

@@ -181,7 +181,9 @@ class Policies(Node):
             if refused:
                 # Returned, not raised: the drops of stale groups must be committed.
                 return lineage.NONE, refused, why
-            queue.abandon_consumed(connection, lineage.abandon_versions(connection, request))
+            abandoned = lineage.abandon_versions(connection, request)
+            queue.abandon_consumed(connection, abandoned)
+            queue.drop_abandoned(connection, abandoned)
             lineage.write_version(connection, request, manifest, now=now, reports=steps)
             forms.write_versions(connection, request, flavours)
             canary.write_stated(connection, manifest.version, request)

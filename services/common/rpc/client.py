@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import AsyncIterator, Sequence
 
 from heterorl.v1 import policy_pb2, rollout_pb2, run_pb2
@@ -176,10 +177,16 @@ class CoordinatorClient(Calls):
             await self._pace(self._down, "down", len(frame))
             yield frame
 
-    async def lease_work(self, *, site: SiteId, incarnation: str, max_groups: int, policy_version: int) -> WorkGrant:
-        """Ask for prompt groups."""
+    async def lease_work(
+        self, *, site: SiteId, incarnation: str, max_groups: int, policy_version: int, request_id: str = ""
+    ) -> WorkGrant:
+        """Ask for prompt groups; the request id makes a repetition harmless."""
         request = rollout_pb2.LeaseWorkRequest(
-            site=site, incarnation=incarnation, max_groups=max_groups, policy_version=policy_version
+            site=site,
+            incarnation=incarnation,
+            max_groups=max_groups,
+            policy_version=policy_version,
+            request_id=request_id or secrets.token_hex(8),
         )
         return messages.work_grant_from_pb(await self._call("LeaseWork", request))
 
@@ -203,8 +210,10 @@ class CoordinatorClient(Calls):
                 with timed("PushGroups"):
                     call = stubs.method("PushGroups")(requests(), timeout=PUSH_TIMEOUT_S)
                     outcomes = [messages.outcome_from_pb(message) async for message in call]
-            if len(outcomes) != len(groups):
-                raise Unreachable(f"PushGroups: {len(outcomes)} outcomes for {len(groups)} groups", retry_after_s=1.0)
+            if [outcome.id for outcome in outcomes] != [group.id for group in groups]:
+                # Fewer, or of others: which groups are settled is not known, so all are asked about again.
+                text = f"PushGroups: {len(outcomes)} outcomes for {len(groups)} groups, or not of these groups in order"
+                raise Unreachable(text, retry_after_s=1.0)
             return outcomes
 
         return await retry.call(attempt, name="PushGroups", policy=self._retry, clock=self._clock, rng=self._rng)
@@ -258,16 +267,16 @@ class CoordinatorClient(Calls):
         answer = await self._call("ListSteps", request)
         return tuple(messages.report_from_pb(report) for report in answer.reports)
 
-    async def drain(self, *, reason: str) -> None:
+    async def drain(self, *, reason: str, epoch: int | None = None) -> None:
         """Ask the run to finish what is held and stop."""
-        await self._call("Drain", run_pb2.DrainRequest(reason=reason))
+        await self._call("Drain", run_pb2.DrainRequest(reason=reason, epoch=epoch))
 
     async def rollback(self, *, to_version: int, request_id: str) -> int:
         """Order the learner to go back to the content of a version."""
         request = run_pb2.RollbackRequest(request_id=request_id, to_version=to_version)
         return int((await self._call("Rollback", request)).head_version)
 
-    async def release_site(self, *, site: SiteId, reason: str) -> str:
-        """End a site's quarantine."""
-        request = run_pb2.ReleaseSiteRequest(site=site, reason=reason)
+    async def release_site(self, *, site: SiteId, reason: str, request_id: str = "") -> str:
+        """End a site's quarantine; the request id makes a repetition harmless."""
+        request = run_pb2.ReleaseSiteRequest(site=site, reason=reason, request_id=request_id or secrets.token_hex(8))
         return str((await self._call("ReleaseSite", request)).quarantine)

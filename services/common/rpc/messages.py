@@ -198,6 +198,8 @@ def registration_to_pb(value: Registration) -> run_pb2.RegisterRequest:
         dtype=value.dtype,
         max_delay_versions=value.max_delay_versions,
         flavour=value.flavour,
+        max_delay_s=value.max_delay_s,
+        lowest_sequence=value.lowest_sequence,
     )
 
 
@@ -211,6 +213,8 @@ def registration_from_pb(message: run_pb2.RegisterRequest) -> Registration:
         dtype=message.dtype,
         max_delay_versions=message.max_delay_versions,
         flavour=message.flavour,
+        max_delay_s=message.max_delay_s,
+        lowest_sequence=message.lowest_sequence,
     )
 
 

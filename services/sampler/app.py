@@ -37,7 +37,7 @@ from services.common.weights.parallel import num_threads
 from services.common.words import bytes_text
 from services.sampler.assembly import Parts, assemble
 from services.sampler.config import SamplerConfig
-from services.sampler.delay import Visibility, max_delay_versions, max_group_delay_s
+from services.sampler.delay import Visibility, max_delay_s, max_delay_versions, max_group_delay_s
 from services.sampler.delivery import Delivery
 from services.sampler.generate import Generation
 from services.sampler.outbox import Outbox
@@ -145,6 +145,7 @@ def join(
             engine=parts.engine.name,
             dtype=parts.engine.dtype,
             max_delay_versions=max_delay_versions(config.delay),
+            max_delay_s=max_delay_s(config.delay),
             flavour=config.flavour,
         ),
         outbox=outbox,

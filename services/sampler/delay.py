@@ -28,6 +28,14 @@ def max_delay_versions(config: DelayConfig) -> int:
     return math.ceil(upper_end(config))
 
 
+def max_delay_s(config: DelayConfig) -> float:
+    """Longest that the delay keeps a version and its groups from the coordinator, there and back, real seconds."""
+    if isinstance(config, NoDelay) or config.unit == "versions":
+        return 0.0
+    num_ways = 2 if config.semantics == "transit" else 1
+    return num_ways * upper_end(config) / config.time_scale
+
+
 def group_delay_s(config: DelayConfig, *, seed: int, sequence: int) -> float:
     """How long a group is held before it is pushed, real seconds."""
     if isinstance(config, NoDelay) or config.semantics != "transit" or config.unit != "seconds":

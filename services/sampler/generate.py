@@ -77,6 +77,9 @@ class Generation:
         self._engine_patience = Patience(rng=rng, cap_s=ENGINE_CAP_S)
         self._ask_time = self._swap_time = clock.monotonic()
         self._state_roots: dict[int, Digest] = {}
+        # Of this process alone: what an earlier one was given may be in the outbox already.
+        self._asker = f"{clock.wall():.6f}"
+        self._num_answers = 0
 
     async def generate(self) -> None:
         """Generate until the run drains and nothing waits for room on the disk."""
@@ -229,6 +232,7 @@ class Generation:
                 incarnation=self._session.registration.incarnation,
                 max_groups=self._config.groups_per_batch,
                 policy_version=self._engine.version,
+                request_id=f"{self._asker}/{self._num_answers}",
             )
         except NotRegistered:
             await self._session.register()
@@ -244,6 +248,8 @@ class Generation:
             _LOG.log(logging.DEBUG if isinstance(error, Unreachable) else logging.INFO, "no work: %s", error)
             self._ask_time = self._clock.monotonic() + self._patience.after(error)
             return ()
+        # Until an answer comes the question is the same one: what a lost answer granted is not given out twice.
+        self._num_answers += 1
         self._ask_time = self._clock.monotonic()
         # No more than was asked for, and nothing that the task does not have: what is left expires.
         work = tuple(

@@ -70,6 +70,14 @@ class Outbox:
         """Sequence of the next group."""
         return self._next
 
+    def lowest_sequence(self) -> int:
+        """Lowest sequence that may still be pushed: all below it are settled or were never used."""
+        with self._reading():
+            # The next one is read first: what is put meanwhile is not below it.
+            following = self._next
+            (lowest,) = self._connection.execute("SELECT min(sequence) FROM groups").fetchone()
+        return following if lowest is None else min(following, int(lowest))
+
     def skip_to(self, sequence: int) -> None:
         """Never use a sequence below `sequence` (the coordinator knows of them).
 

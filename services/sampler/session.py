@@ -10,6 +10,7 @@ way, and what remains in the outbox is durable. A heartbeat that fails is forgot
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import random
 from collections.abc import Callable, Sequence
@@ -77,8 +78,10 @@ class Session:
         while True:
             # Read before asking: while the answer is under way, newer versions may be verified here.
             seen_version = self._record.highest_version
+            # What lies below is settled for good, so a coordinator that knows less of it need not wait for it.
+            lowest = await asyncio.to_thread(self._outbox.lowest_sequence)
             try:
-                answer = await self._api.register(self.registration)
+                answer = await self._api.register(dataclasses.replace(self.registration, lowest_sequence=lowest))
                 check_head(answer.head_version, seen_version=seen_version)
                 await self._skip_to(answer.next_sequence)
                 break

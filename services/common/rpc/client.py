@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import AsyncIterator, Sequence
 
 import grpc.aio
@@ -59,11 +60,23 @@ class CoordinatorClient(Calls):
     """
 
     async def acquire_lease(
-        self, *, holder: str, contract: Contract, request_id: str, flavours: Sequence[str] = ()
+        self,
+        *,
+        holder: str,
+        contract: Contract,
+        request_id: str,
+        flavours: Sequence[str] = (),
+        incarnation: str = "",
+        groups_per_version: int = 0,
     ) -> LeaseGrant:
         """Become the run's learner under a new epoch."""
         request = policy_pb2.AcquireLeaseRequest(
-            request_id=request_id, holder=holder, contract=contract_to_pb(contract), flavours=flavours
+            request_id=request_id,
+            holder=holder,
+            contract=contract_to_pb(contract),
+            flavours=flavours,
+            incarnation=incarnation,
+            groups_per_version=groups_per_version,
         )
         return messages.grant_from_pb(await self._call("AcquireLease", request))
 
@@ -175,10 +188,16 @@ class CoordinatorClient(Calls):
             await self._pace(self._down, "down", len(frame))
             yield frame
 
-    async def lease_work(self, *, site: SiteId, incarnation: str, max_groups: int, policy_version: int) -> WorkGrant:
-        """Ask for prompt groups."""
+    async def lease_work(
+        self, *, site: SiteId, incarnation: str, max_groups: int, policy_version: int, request_id: str = ""
+    ) -> WorkGrant:
+        """Ask for prompt groups; the request id makes a repetition harmless."""
         request = rollout_pb2.LeaseWorkRequest(
-            site=site, incarnation=incarnation, max_groups=max_groups, policy_version=policy_version
+            site=site,
+            incarnation=incarnation,
+            max_groups=max_groups,
+            policy_version=policy_version,
+            request_id=request_id or secrets.token_hex(8),
         )
         return messages.work_grant_from_pb(await self._call("LeaseWork", request))
 
@@ -203,18 +222,21 @@ class CoordinatorClient(Calls):
 
         async def attempt() -> list[PushOutcome]:
             outcomes: list[PushOutcome] = []
+            is_in_order = True
             try:
                 async with self._link.stubs() as stubs:
                     with timed("PushGroups"):
                         async for message in stubs.method("PushGroups")(requests(), timeout=timeout_s):
-                            # One for each group; what a peer sends beyond that is not kept.
-                            if len(outcomes) < len(pushed):
-                                outcomes.append(messages.outcome_from_pb(message))
+                            # One for each group; what a peer sends beyond that, or of others, is not kept.
+                            if len(outcomes) < len(pushed) and is_in_order:
+                                outcome = messages.outcome_from_pb(message)
+                                is_in_order = outcome.id == groups[len(outcomes)].id
+                                outcomes += [outcome] * is_in_order
             except (grpc.aio.AioRpcError, Unreachable):
                 if not outcomes:
                     raise
             if not outcomes and pushed:
-                raise Unreachable(f"PushGroups: no outcome for {len(pushed)} groups", retry_after_s=1.0)
+                raise Unreachable(f"PushGroups: no outcome for the first of {len(pushed)} groups", retry_after_s=1.0)
             return outcomes
 
         return await self._insist(attempt, name="PushGroups")
@@ -273,16 +295,16 @@ class CoordinatorClient(Calls):
         answer = await self._call("ListSteps", request)
         return tuple(messages.report_from_pb(report) for report in answer.reports)
 
-    async def drain(self, *, reason: str) -> None:
+    async def drain(self, *, reason: str, epoch: int | None = None) -> None:
         """Ask the run to finish what is held and stop."""
-        await self._call("Drain", run_pb2.DrainRequest(reason=reason))
+        await self._call("Drain", run_pb2.DrainRequest(reason=reason, epoch=epoch))
 
     async def rollback(self, *, to_version: int, request_id: str) -> int:
         """Order the learner to go back to the content of a version."""
         request = run_pb2.RollbackRequest(request_id=request_id, to_version=to_version)
         return int((await self._call("Rollback", request)).head_version)
 
-    async def release_site(self, *, site: SiteId, reason: str) -> str:
-        """End a site's quarantine."""
-        request = run_pb2.ReleaseSiteRequest(site=site, reason=reason)
+    async def release_site(self, *, site: SiteId, reason: str, request_id: str = "") -> str:
+        """End a site's quarantine; the request id makes a repetition harmless."""
+        request = run_pb2.ReleaseSiteRequest(site=site, reason=reason, request_id=request_id or secrets.token_hex(8))
         return str((await self._call("ReleaseSite", request)).quarantine)

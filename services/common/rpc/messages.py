@@ -136,6 +136,7 @@ def grant_from_pb(message: policy_pb2.AcquireLeaseResponse | policy_pb2.RenewLea
         ttl_s=message.ttl_s,
         head_version=message.head_version,
         rollback_to=message.rollback_to if is_ordered else -1,  # type: ignore[union-attr]
+        max_staleness_versions=message.max_staleness_versions if message.HasField("max_staleness_versions") else -1,
     )
 
 
@@ -198,6 +199,8 @@ def registration_to_pb(value: Registration) -> run_pb2.RegisterRequest:
         dtype=value.dtype,
         max_delay_versions=value.max_delay_versions,
         flavour=value.flavour,
+        max_delay_s=value.max_delay_s,
+        lowest_sequence=value.lowest_sequence,
     )
 
 
@@ -211,6 +214,8 @@ def registration_from_pb(message: run_pb2.RegisterRequest) -> Registration:
         dtype=message.dtype,
         max_delay_versions=message.max_delay_versions,
         flavour=message.flavour,
+        max_delay_s=message.max_delay_s,
+        lowest_sequence=message.lowest_sequence,
     )
 
 

@@ -159,7 +159,7 @@ async def test_forgotten_sampler_registers_again_when_a_heartbeat_says_so(world)
 
 
 async def test_drain_empties_the_outbox_before_the_end_whatever_the_delay(world):
-    world.settings = {"delay": {"kind": "fixed", "value": 10_000.0}}
+    world.settings = {"delay": {"kind": "fixed", "value": 3600.0}}
     await generating(world, batches=2)
     await world.until(lambda: world.spooled() >= 2)
     assert world.link.calls["push_groups"] == 0
@@ -175,7 +175,7 @@ async def test_drain_empties_the_outbox_before_the_end_whatever_the_delay(world)
 
 
 async def test_drain_waits_out_an_outage_rather_than_leave_groups_behind(world):
-    world.settings = {"delay": {"kind": "fixed", "value": 10_000.0}}
+    world.settings = {"delay": {"kind": "fixed", "value": 3600.0}}
     await generating(world, batches=2)
 
     async def push_groups(groups):
@@ -197,7 +197,7 @@ async def test_drain_waits_out_an_outage_rather_than_leave_groups_behind(world):
 
 
 async def test_stop_ends_at_once_and_keeps_the_outbox(world):
-    world.settings = {"delay": {"kind": "fixed", "value": 10_000.0}}
+    world.settings = {"delay": {"kind": "fixed", "value": 3600.0}}
     await generating(world, batches=2)
     await world.until(lambda: world.spooled() >= 2)
 
@@ -214,7 +214,7 @@ async def test_stop_ends_at_once_and_keeps_the_outbox(world):
 
 
 async def test_stop_waits_for_the_batch_under_way_and_spools_it(world):
-    world.settings = {"delay": {"kind": "fixed", "value": 10_000.0}}
+    world.settings = {"delay": {"kind": "fixed", "value": 3600.0}}
     await generating(world)
     await world.until(lambda: world.spooled() >= 2)
     world.engine.proceed.clear()
@@ -585,3 +585,25 @@ async def test_coordinator_that_forgets_every_registration_is_not_asked_in_a_cir
 
     # Delays of up to 1, 2, 4, 8, 15, 15 ... s: 12 take about 60 s; without them, no time at all.
     assert world.clock.monotonic() - now > 20
+
+
+async def test_sampler_repeats_its_question_until_it_is_answered(world):
+    """Otherwise each lost answer parks its assignments until their leases run out."""
+    await generating(world)
+    asked = []
+
+    async def lease_work(**wanted):
+        asked.append(wanted["request_id"])
+        grant = await world.core.lease_work(**wanted)
+        if len(asked) <= 3:
+            raise Unreachable("the answer is lost")
+        return grant
+
+    world.link.replaced["lease_work"] = lease_work
+    batches = world.engine.num_batches
+    await world.until(lambda: len(asked) >= 6 and world.engine.num_batches >= batches + 3)
+    assert len(set(asked[:4])) == 1
+    assert len(set(asked[3:6])) == 3
+    leased = "SELECT count(*) FROM work WHERE is_leased = 1"
+    (parked,) = await world.core.database.run(lambda c: c.execute(leased).fetchone())
+    assert parked <= 2 * 2, "what it is at and what it asked for, nothing beside"

@@ -62,6 +62,8 @@ class RegisterRequest(google.protobuf.message.Message):
     DTYPE_FIELD_NUMBER: builtins.int
     MAX_DELAY_VERSIONS_FIELD_NUMBER: builtins.int
     FLAVOUR_FIELD_NUMBER: builtins.int
+    MAX_DELAY_S_FIELD_NUMBER: builtins.int
+    LOWEST_SEQUENCE_FIELD_NUMBER: builtins.int
     site: builtins.str
     """Name of the site."""
     incarnation: builtins.str
@@ -74,6 +76,10 @@ class RegisterRequest(google.protobuf.message.Message):
     """Largest version lag that the sampler's delay model can cause."""
     flavour: builtins.str
     """Flavour of the weights that the sampler pulls; empty for those that are trained."""
+    max_delay_s: builtins.float
+    """Longest that the sampler's delay model keeps a version and its groups from the coordinator, there and back, seconds."""
+    lowest_sequence: builtins.int
+    """Lowest sequence that this incarnation may still push; all below it are settled or were never used. 0: not stated."""
     @property
     def contract(self) -> heterorl.v1.common_pb2.Contract:
         """What the sampler runs with."""
@@ -88,9 +94,11 @@ class RegisterRequest(google.protobuf.message.Message):
         dtype: builtins.str = ...,
         max_delay_versions: builtins.int = ...,
         flavour: builtins.str = ...,
+        max_delay_s: builtins.float = ...,
+        lowest_sequence: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["contract", b"contract"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["contract", b"contract", "dtype", b"dtype", "engine", b"engine", "flavour", b"flavour", "incarnation", b"incarnation", "max_delay_versions", b"max_delay_versions", "site", b"site"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["contract", b"contract", "dtype", b"dtype", "engine", b"engine", "flavour", b"flavour", "incarnation", b"incarnation", "lowest_sequence", b"lowest_sequence", "max_delay_s", b"max_delay_s", "max_delay_versions", b"max_delay_versions", "site", b"site"]) -> None: ...
 
 Global___RegisterRequest: typing_extensions.TypeAlias = RegisterRequest
 
@@ -588,14 +596,20 @@ class DrainRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REASON_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
     reason: builtins.str
     """Sentence saying why."""
+    epoch: builtins.int
+    """Epoch of the learner that asks; unset for an operator, whose order needs none."""
     def __init__(
         self,
         *,
         reason: builtins.str = ...,
+        epoch: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["reason", b"reason"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch", "reason", b"reason"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_epoch", b"_epoch"]) -> typing.Literal["epoch"] | None: ...
 
 Global___DrainRequest: typing_extensions.TypeAlias = DrainRequest
 
@@ -659,17 +673,21 @@ class ReleaseSiteRequest(google.protobuf.message.Message):
 
     SITE_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
     site: builtins.str
     """Name of the site."""
     reason: builtins.str
     """Sentence saying why, for the log of audit."""
+    request_id: builtins.str
+    """Id of this request; the same id has an effect once. Empty: every request has one."""
     def __init__(
         self,
         *,
         site: builtins.str = ...,
         reason: builtins.str = ...,
+        request_id: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["reason", b"reason", "site", b"site"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["reason", b"reason", "request_id", b"request_id", "site", b"site"]) -> None: ...
 
 Global___ReleaseSiteRequest: typing_extensions.TypeAlias = ReleaseSiteRequest
 

@@ -134,6 +134,9 @@ FLAVOUR_BYTES = _gauge(
 )
 RECLAIMED_BYTES = _counter("coordinator_reclaimed_bytes_total", "Bytes of payloads that nobody needed any more.")
 DAMAGED_PAYLOADS = _counter("coordinator_damaged_payloads_total", "Payloads found changed or lost on disk.")
+UNREADABLE_PAYLOADS = _counter(
+    "coordinator_unreadable_payloads_total", "Reads that the system refused; the payloads stay in use."
+)
 
 # learner: steps
 STEPS = _counter("learner_steps_total", "Optimizer steps.", "applied")

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from heterorl.v1 import diagnosis_pb2_grpc, policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
 
-from services.common import metrics, notify, tracing
+from services.common import descriptors, metrics, notify, tracing
 from services.common.clock import Clock, SystemClock
 from services.common.rpc.server import Server
 from services.coordinator import observe
@@ -45,10 +45,11 @@ async def main(config: CoordinatorConfig) -> int:
 
 
 async def _serve(config: CoordinatorConfig, clock: Clock, stop: asyncio.Event, notifier: notify.Notifier) -> int:
+    calls = _take_descriptors(config.max_concurrent_rpcs)
     core = await Coordinator.open(config, clock)
     server = Server(
         max_message_bytes=config.max_message_bytes,
-        max_concurrent_rpcs=config.max_concurrent_rpcs,
+        max_concurrent_rpcs=calls,
         run_id=config.run_id,
         tls=config.tls,
     )
@@ -82,6 +83,24 @@ async def _serve(config: CoordinatorConfig, clock: Clock, stop: asyncio.Event, n
         await server.stop(config.stop_grace_s)
         await core.close()
     return 1 if core.on_fatal.done() else 0
+
+
+def _take_descriptors(wanted: int) -> int:
+    """Take the descriptors that the system gives; returns the calls at once that they are enough for.
+
+    Raises:
+        ConfigError: not even for a few.
+    """
+    limit = descriptors.raise_limit(calls=wanted)
+    calls = descriptors.calls_within(limit, wanted=wanted)
+    if calls < wanted:
+        _LOG.warning(
+            "%d file descriptors are enough for %d calls at once, not for max_concurrent_rpcs = %d:"
+            " allow %d (ulimit -n, LimitNOFILE=) or lower it",
+            limit, calls, wanted, descriptors.needed_for(wanted),
+        )  # fmt: skip
+    descriptors.keep_spare()
+    return calls
 
 
 def _announce(config: CoordinatorConfig, port: int) -> None:

@@ -35,6 +35,7 @@ from services.coordinator.database import Database, get_meta, set_meta
 from services.coordinator.merges import Merges
 from services.coordinator.policies import Policies
 from services.coordinator.pull_leases import PullLeases
+from services.coordinator.reading import Reading
 from services.coordinator.rollouts import Rollouts
 from services.coordinator.sites import Sites
 from services.coordinator.upkeep import Keeper
@@ -69,12 +70,14 @@ class Coordinator(Policies, Rollouts):
             await merges.open(database)
             sites = Sites(work_lease_s=config.work_lease_s)
             leases = PullLeases(term_s=config.pull_lease_s, started=now)
+            reading = Reading(database=database, blobs=blobs, merges=merges)
             keeper = Keeper(
                 config=config,
                 clock=clock,
                 database=database,
                 blobs=blobs,
                 merges=merges,
+                reading=reading,
                 leases=leases,
                 in_use=sites.versions_in_use,
             )
@@ -96,6 +99,7 @@ class Coordinator(Policies, Rollouts):
                 leased=lambda: leases.payloads(clock.monotonic()),
             ),
             leases=leases,
+            reading=reading,
             keeper=keeper,
             sites=sites,
             bell=Bell(),
@@ -118,6 +122,7 @@ class Coordinator(Policies, Rollouts):
         """End the streams and close the store."""
         await self.end_streams()
         await self.keeper.close()
+        await self.reading.close()
         await self.database.close()
 
     # run

@@ -17,6 +17,7 @@ from services.coordinator.database import Database
 from services.coordinator.merges import Merges
 from services.coordinator.pull_leases import PullLeases
 from services.coordinator.queue import Queue
+from services.coordinator.reading import Reading
 from services.coordinator.sites import Sites
 from services.coordinator.upkeep import Keeper
 
@@ -34,6 +35,7 @@ class Node:
     merges: Merges
     composer: Composer
     leases: PullLeases
+    reading: Reading
     keeper: Keeper
     sites: Sites
     bell: Bell

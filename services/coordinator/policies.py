@@ -273,6 +273,6 @@ class Policies(Node):
         path = self.blobs.path(digest) if merged is None else merged
         with self.leases.reading(digest):
             self.leases.touch(digest, self.clock.monotonic())
-            async for frame in self.keeper.read(digest, path, offset=offset, stop=stop):
+            async for frame in self.reading.read(digest, path, offset=offset, stop=stop):
                 self.leases.touch(digest, self.clock.monotonic())
                 yield frame

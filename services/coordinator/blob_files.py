@@ -59,6 +59,15 @@ def rename_file(source: Path, target: Path) -> None:
         raise typed_error(error) from error
 
 
+def cut(file: BinaryIO, offset: int) -> None:
+    """Forget what is behind a position, and write there next."""
+    try:
+        file.truncate(offset)
+        file.seek(offset)
+    except OSError as error:
+        raise typed_error(error) from error
+
+
 def write_all(file: BinaryIO, frame: bytes) -> None:
     """Write every byte of a frame."""
     view = memoryview(frame)

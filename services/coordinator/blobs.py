@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
 
 from services.common.directory import make_directory, sync_directory
 from services.common.errors import (
@@ -32,6 +31,7 @@ from services.common.types import Digest
 from services.common.weights.payload import file_digest
 from services.coordinator.blob_files import (
     FRAME_BYTES,
+    cut,
     file_size,
     open_file,
     remove_file,
@@ -62,6 +62,8 @@ class BlobStore:
         """Bytes on disk, and those that the uploads under way may still bring."""
         self.make_room: Callable[[int], Awaitable[None]] = _no_room
         """Called with the bytes that are missing before an upload is refused."""
+        self.on_full: Callable[[], None] = _ignore
+        """Called when the disk refused a payload."""
         for directory in (self._blobs, self._partial):
             make_directory(directory)
         self._identity = _identity(self._blobs)
@@ -119,12 +121,10 @@ class BlobStore:
                 raise InvalidRequest(f"offset {offset} is beyond the {have} durable bytes", action="ask QueryUpload")
             # Reserved before the first byte: uploads side by side share what is left.
             await self._reserve(num_bytes - have)
-            try:
+            with self._settled(digest, num_bytes):
                 written = await self._write(digest, offset=offset, num_bytes=num_bytes, frames=frames)
                 if written == num_bytes:
                     await asyncio.to_thread(self._complete, digest)
-            finally:
-                self._settle(digest, num_bytes)
             return written
 
     async def ensure(self, *, digest: Digest, num_bytes: int) -> bool:
@@ -136,10 +136,8 @@ class BlobStore:
         # Under the lock although there may be nothing to do: a deletion under way ends first.
         async with self._locks[digest]:
             if self.size(digest) is None and self._partial_size(digest) == num_bytes:
-                try:
+                with self._settled(digest, num_bytes):
                     await asyncio.to_thread(self._complete, digest)
-                finally:
-                    self._settle(digest, num_bytes)
             return self.size(digest) == num_bytes
 
     @contextmanager
@@ -164,10 +162,8 @@ class BlobStore:
                 await asyncio.to_thread(path.unlink)
                 return
             await self._reserve(num_bytes)
-            try:
+            with self._settled(digest, num_bytes):
                 await asyncio.to_thread(self._name, path, self.path(digest))
-            finally:
-                self._settle(digest, num_bytes)
 
     async def remove(self, digest: Digest, *, is_needed: Callable[[], Awaitable[bool]]) -> int | None:
         """Delete a payload or an upload; returns the bytes freed, None when it must stay.
@@ -234,7 +230,7 @@ class BlobStore:
         file = await asyncio.to_thread(open_file, path, "w+b" if is_new else "r+b")
         try:
             position = offset
-            _cut(file, offset)
+            cut(file, offset)
             async for frame in frames:
                 if position + len(frame) > num_bytes:
                     raise InvalidRequest(f"the frames exceed the stated {num_bytes} bytes")
@@ -275,10 +271,17 @@ class BlobStore:
     def _partial_size(self, digest: Digest) -> int:
         return file_size(self._partial / digest) or 0
 
-    def _settle(self, digest: Digest, num_bytes: int) -> None:
-        """Give back what was reserved and is not on disk; all of it stays counted while nobody can tell."""
-        with suppress(Busy):
-            self._used -= num_bytes - self.query(digest)
+    @contextmanager
+    def _settled(self, digest: Digest, num_bytes: int) -> Iterator[None]:
+        """Give back what was reserved and is not on disk then; all of it stays counted while nobody can tell."""
+        try:
+            yield
+        except StoreFull:
+            self.on_full()
+            raise
+        finally:
+            with suppress(Busy):
+                self._used -= num_bytes - self.query(digest)
 
 
 def _identity(directory: Path) -> tuple[int, int]:
@@ -286,13 +289,9 @@ def _identity(directory: Path) -> tuple[int, int]:
     return stat.st_dev, stat.st_ino
 
 
-def _cut(file: BinaryIO, offset: int) -> None:
-    try:
-        file.truncate(offset)
-        file.seek(offset)
-    except OSError as error:
-        raise typed_error(error) from error
-
-
 async def _no_room(_missing: int) -> None:
+    pass
+
+
+def _ignore() -> None:
     pass

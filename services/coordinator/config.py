@@ -72,6 +72,9 @@ class CoordinatorConfig(Config):
     """How long what was planned for a sampler stays although it fetches nothing, seconds."""
     merged_bytes: int = Field(default=64 << 30, ge=0)
     """Bytes that merged deltas may occupy on disk, beside store_bytes; 0 makes none. Safe to delete any time."""
+    ballast_bytes: int = Field(default=64 << 20, ge=0)
+    """Bytes kept in a file that is given up when the disk is full, so that there is room to delete; at most a 64th of
+    the disk, 0 keeps none."""
     max_payload_bytes: int = Field(default=64 << 30, ge=1 << 10)
     """Largest payload, bytes."""
     max_message_bytes: int = Field(default=16 << 20, ge=2 << 20, le=512 << 20)

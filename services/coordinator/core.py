@@ -7,9 +7,11 @@ polling; closing wakes every waiter. Must never decide anything that a pure modu
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import sqlite3
 from dataclasses import dataclass
+from pathlib import Path
 
 from services.common import metrics
 from services.common.api import CanaryReport, CanaryVerdict, Command, Heartbeat, RegisterAnswer, Registration
@@ -17,9 +19,11 @@ from services.common.bell import Bell
 from services.common.clock import Clock
 from services.common.errors import (
     ContractMismatch,
+    DiskFull,
     Draining,
     InvalidRequest,
     NotRegistered,
+    OperatorError,
 )
 from services.common.types import (
     RunStatus,
@@ -36,7 +40,9 @@ from services.coordinator.merges import Merges
 from services.coordinator.policies import Policies
 from services.coordinator.pull_leases import PullLeases
 from services.coordinator.reading import Reading
+from services.coordinator.relief import Relief
 from services.coordinator.rollouts import Rollouts
+from services.coordinator.room import Room
 from services.coordinator.sites import Sites
 from services.coordinator.upkeep import Keeper
 
@@ -56,6 +62,8 @@ class Coordinator(Policies, Rollouts):
         Raises:
             CorruptStore: the store fails its check or belongs to another run.
         """
+        room = Room(config.data_dir, ballast_bytes=config.ballast_bytes, clock=clock)
+        room.give_up()
         database = await store.open(config.data_dir / "coordinator.sqlite")
         now = clock.monotonic()
         try:
@@ -82,9 +90,19 @@ class Coordinator(Policies, Rollouts):
                 in_use=sites.versions_in_use,
             )
             await keeper.recover()
-        except BaseException:
+        except BaseException as error:
             await database.close()
+            if isinstance(error, OSError):
+                raise _operators(config.data_dir, error) from error
             raise
+        relief = Relief(
+            room=room,
+            keeper=keeper,
+            merges=merges,
+            leased=lambda: leases.payloads(clock.monotonic()),
+            clock=clock,
+        )
+        database.on_full = blobs.on_full = relief.note_refusal
         return cls(
             config=config,
             clock=clock,
@@ -97,10 +115,14 @@ class Coordinator(Policies, Rollouts):
                 path_of=blobs.path,
                 config=config,
                 leased=lambda: leases.payloads(clock.monotonic()),
+                may_write=lambda: not room.is_full,
+                clock=clock,
             ),
             leases=leases,
             reading=reading,
             keeper=keeper,
+            room=room,
+            relief=relief,
             sites=sites,
             bell=Bell(),
             queue=queue.Queue.of(config),
@@ -204,6 +226,7 @@ class Coordinator(Policies, Rollouts):
                 wall=wall,
                 uptime_s=now - self.started,
                 store_bytes=self.blobs.used_bytes,
+                store_problem=self.room.problem,
             )
         )
 
@@ -251,4 +274,12 @@ def _start(connection: sqlite3.Connection, config: CoordinatorConfig) -> None:
     seed = get_meta(connection, "seed")
     if seed is not None and seed != str(config.seed):
         raise ContractMismatch(f"the run began with seed {seed}, not {config.seed}", action="set seed to that value")
-    set_meta(connection, "seed", str(config.seed))
+    if seed is None:
+        # Only then: a start on a full disk writes nothing that it need not.
+        set_meta(connection, "seed", str(config.seed))
+
+
+def _operators(data_dir: Path, error: OSError) -> OperatorError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskFull(str(data_dir))
+    return OperatorError(f"{data_dir} cannot be used: {error}", action="check its disk, its mount and its permissions")

@@ -18,6 +18,8 @@ from services.coordinator.merges import Merges
 from services.coordinator.pull_leases import PullLeases
 from services.coordinator.queue import Queue
 from services.coordinator.reading import Reading
+from services.coordinator.relief import Relief
+from services.coordinator.room import Room
 from services.coordinator.sites import Sites
 from services.coordinator.upkeep import Keeper
 
@@ -37,6 +39,8 @@ class Node:
     leases: PullLeases
     reading: Reading
     keeper: Keeper
+    room: Room
+    relief: Relief
     sites: Sites
     bell: Bell
     queue: Queue

@@ -112,6 +112,7 @@ class Policies(Node):
         self, *, epoch: int, digest: Digest, num_bytes: int, offset: int, frames: AsyncIterator[bytes]
     ) -> int:
         """Append to a payload under the epoch's fence."""
+        self.room.check()
         await self.database.run(lambda connection: lineage.check_epoch(connection, epoch))
         try:
             return await self.blobs.append(digest=digest, num_bytes=num_bytes, offset=offset, frames=frames)

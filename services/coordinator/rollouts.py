@@ -93,6 +93,7 @@ class Rollouts(Node):
 
     async def push_groups(self, groups: Sequence[Group]) -> list[PushOutcome]:
         """Take groups in; every terminal outcome is durable when it is returned."""
+        self.room.check()
         now, instant = self.clock.wall(), self.clock.monotonic()
 
         def operation(connection: sqlite3.Connection) -> list[PushOutcome]:

@@ -36,6 +36,7 @@ from services.coordinator.pull_leases import PullLeases
 from services.coordinator.reading import Reading
 from services.coordinator.retention import Needs
 from services.coordinator.snapshots import DamagedPayload, Work, decide_snapshot, verify_way, write_snapshot
+from services.coordinator.steady import Steady
 
 _LOG = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
@@ -91,9 +92,12 @@ class Keeper:
         await self._idle.wait()
 
     async def recover(self) -> None:
-        """End what an earlier process began; nothing is served yet."""
+        """End what an earlier process began, as far as the disk lets; nothing is served yet."""
         await asyncio.to_thread(shelf.empty, self._rebuilt)
-        await self._sweep()
+        try:
+            await self._sweep()
+        except (StoreFull, Busy) as error:
+            _LOG.warning("deletion goes on later: %s", error)
 
     async def close(self) -> None:
         """End the thread between two chunks."""
@@ -103,13 +107,13 @@ class Keeper:
 
     async def run(self) -> None:
         """Verify, write and delete what is due until cancelled; returns when the store ends."""
+        steady = Steady("keeper", self._clock)
         try:
             while True:
                 self._wake.clear()
-                await self.work()
-                if not self._wake.is_set():
+                if await steady.attempt(self.work) and not self._wake.is_set():
                     self._idle.set()
-                await self._wake.wait()
+                await steady.pause(self._wake)
         except (CorruptStore, Draining):
             return
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from services.backup_command import backup
 from services.certs.cli import app as certs
 from services.certs.token_cli import join
 from services.common.config import Config, explain, load, read_tables
@@ -158,6 +159,7 @@ def export(
 
 
 app.command()(rollback)
+app.command()(backup)
 
 
 @app.command()

@@ -21,13 +21,14 @@ import logging
 import signal
 from pathlib import Path
 
-from heterorl.v1 import diagnosis_pb2_grpc, policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
+from heterorl.v1 import backup_pb2_grpc, diagnosis_pb2_grpc, policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
 
 from services.common import descriptors, metrics, notify, tracing
 from services.common.clock import Clock, SystemClock
 from services.common.errors import CorruptStore, Draining
 from services.common.rpc.server import Server
 from services.coordinator import observe
+from services.coordinator.backup_servicer import BackupServicer
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core import Coordinator
 from services.coordinator.diagnosis import DiagnosisServicer
@@ -61,6 +62,7 @@ async def _serve(config: CoordinatorConfig, clock: Clock, stop: asyncio.Event, n
     rollout_pb2_grpc.add_RolloutServiceServicer_to_server(RolloutServicer(core), server.grpc)
     run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core), server.grpc)
     diagnosis_pb2_grpc.add_DiagnosisServiceServicer_to_server(DiagnosisServicer(core), server.grpc)
+    backup_pb2_grpc.add_BackupServiceServicer_to_server(BackupServicer(core.backups), server.grpc)
     try:
         port = await server.start(config.listen)
         metrics.watch_disk(config.data_dir)

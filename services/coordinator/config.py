@@ -18,7 +18,10 @@ class CoordinatorConfig(Config):
     run_id: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """Name of the run; part of every manifest."""
     data_dir: Path = Path("runs/coordinator")
-    """Directory of database and payloads; the one thing to back up."""
+    """Directory of database and payloads; the one thing to back up, by `heterorl backup` while it runs."""
+    backup_dir: Path | None = None
+    """Directory that `heterorl backup` writes under; without one, `backups` in data_dir. Payloads are linked there, or
+    copied where it is on another disk."""
     listen: str = Field(default="127.0.0.1:50051", pattern=r"^.+:\d{1,5}$")
     """host:port to serve on; port 0 lets the system choose (see the file `address` in data_dir)."""
     tls: ServerTlsConfig = ServerTlsConfig()

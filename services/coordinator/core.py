@@ -32,6 +32,7 @@ from services.common.types import (
 )
 from services.coordinator import audit, canary, flavours, lineage, quarantine, queue, reports
 from services.coordinator.audit import AuditKind
+from services.coordinator.backup import Backups
 from services.coordinator.blobs import BlobStore
 from services.coordinator.composer import Composer
 from services.coordinator.config import CoordinatorConfig
@@ -123,6 +124,15 @@ class Coordinator(Policies, Rollouts):
             keeper=keeper,
             room=room,
             relief=relief,
+            backups=Backups(
+                directory=config.backup_dir or config.data_dir / "backups",
+                run_id=config.run_id,
+                database=database,
+                blobs=blobs,
+                reading=reading,
+                keeper=keeper,
+                clock=clock,
+            ),
             sites=sites,
             bell=Bell(),
             queue=queue.Queue.of(config),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import itertools
 import logging
 import os
 import queue
@@ -19,6 +20,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -34,6 +36,16 @@ Operation = Callable[[sqlite3.Connection], Any]
 MAX_BATCH = 256
 _OPERATION_ERRORS = (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.DataError, sqlite3.InterfaceError)
 """Errors of one operation; every other error of SQLite is the store's."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Alone:
+    """An operation that belongs to no transaction."""
+
+    operation: Operation
+
+    def __call__(self, connection: sqlite3.Connection) -> Any:
+        return self.operation(connection)
 
 
 class Database:
@@ -84,6 +96,14 @@ class Database:
         self._operations.put((operation, future))
         return future
 
+    async def run_alone(self, operation: Callable[[sqlite3.Connection], ResultT]) -> ResultT:
+        """Run one operation between two transactions, for what SQLite does in none; it must change nothing.
+
+        Raises:
+            CorruptStore, Draining: as `run`.
+        """
+        return await self.submit(_Alone(operation))
+
     def fail(self, problem: str) -> None:
         """Run no operation any more: what the disk did with earlier ones is unknown. Callable from any thread."""
         self._is_failed = True
@@ -109,8 +129,9 @@ class Database:
                     is_open = False
                 else:
                     batch.append(entry)
-            if batch:
-                self._commit(batch)
+            for is_alone, entries in itertools.groupby(batch, key=lambda entry: isinstance(entry[0], _Alone)):
+                for part in ([entry] for entry in entries) if is_alone else [list(entries)]:
+                    self._commit(part)
         self._connection.close()
 
     def _commit(self, batch: list[tuple[Operation, asyncio.Future[Any]]]) -> None:
@@ -120,6 +141,9 @@ class Database:
         try:
             if self._is_failed:
                 raise sqlite3.OperationalError("it failed earlier")
+            if isinstance(batch[0][0], _Alone):
+                self._tell(batch[0][1], *_run_alone(connection, batch[0][0]))
+                return
             connection.execute("BEGIN IMMEDIATE")
             for operation, _ in batch:
                 results.append(_run_one(connection, operation))
@@ -168,6 +192,13 @@ def _failure(problem: str, *, is_full: bool) -> Exception:
 
 def _ignore() -> None:
     pass
+
+
+def _run_alone(connection: sqlite3.Connection, operation: Operation) -> tuple[Any, BaseException | None]:
+    try:
+        return operation(connection), None
+    except Exception as error:  # noqa: BLE001 - handed to the caller of run_alone()
+        return None, error
 
 
 def _run_one(connection: sqlite3.Connection, operation: Operation) -> tuple[Any, BaseException | None]:

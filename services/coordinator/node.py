@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from services.common.bell import Bell
 from services.common.clock import Clock
+from services.coordinator.backup import Backups
 from services.coordinator.blobs import BlobStore
 from services.coordinator.composer import Composer
 from services.coordinator.config import CoordinatorConfig
@@ -41,6 +42,7 @@ class Node:
     keeper: Keeper
     room: Room
     relief: Relief
+    backups: Backups
     sites: Sites
     bell: Bell
     queue: Queue

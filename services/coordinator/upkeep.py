@@ -16,8 +16,9 @@ import functools
 import logging
 import sqlite3
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -192,6 +193,12 @@ class Keeper:
         ]
 
     # deletion
+
+    @asynccontextmanager
+    async def undisturbed(self) -> AsyncIterator[None]:
+        """While nothing may be deleted; for short."""
+        async with self._collecting:
+            yield
 
     async def collect(self, *, missing_bytes: int = 0) -> int:
         """Delete what nobody needs; returns the bytes freed. In batches, unless bytes are missing."""

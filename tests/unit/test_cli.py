@@ -27,6 +27,7 @@ COMMANDS = [
     "demo",
     "export",
     "rollback",
+    "backup",
     "status",
     "health",
     "join",
@@ -258,7 +259,9 @@ def test_sites_are_readable_at_eighty_columns():
     assert any("745 KB of 1.1 TB" in line for line in pages[80])
 
 
-@pytest.mark.parametrize("command", [("status",), ("top", "--once"), ("health",), ("rollback", "--to", "3")])
+@pytest.mark.parametrize(
+    "command", [("status",), ("top", "--once"), ("health",), ("rollback", "--to", "3"), ("backup",)]
+)
 def test_links_of_operators_are_told_what_to_change(command, tmp_path):
     def problem(*arguments):
         return str(invoke(*command, *arguments).exception)

@@ -7,11 +7,9 @@ polling; closing wakes every waiter. Must never decide anything that a pure modu
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import sqlite3
 from dataclasses import dataclass
-from pathlib import Path
 
 from services.common import metrics
 from services.common.api import CanaryReport, CanaryVerdict, Command, Heartbeat, RegisterAnswer, Registration
@@ -19,11 +17,9 @@ from services.common.bell import Bell
 from services.common.clock import Clock
 from services.common.errors import (
     ContractMismatch,
-    DiskFull,
     Draining,
     InvalidRequest,
     NotRegistered,
-    OperatorError,
 )
 from services.common.types import (
     RunStatus,
@@ -37,13 +33,14 @@ from services.coordinator.blobs import BlobStore
 from services.coordinator.composer import Composer
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.database import Database, get_meta, set_meta
+from services.coordinator.flaps import Flaps, note_left_out
 from services.coordinator.merges import Merges
 from services.coordinator.policies import Policies
 from services.coordinator.pull_leases import PullLeases
 from services.coordinator.reading import Reading
 from services.coordinator.relief import Relief
 from services.coordinator.rollouts import Rollouts
-from services.coordinator.room import Room
+from services.coordinator.room import Room, operators_error
 from services.coordinator.sites import Sites
 from services.coordinator.upkeep import Keeper
 
@@ -94,7 +91,7 @@ class Coordinator(Policies, Rollouts):
         except BaseException as error:
             await database.close()
             if isinstance(error, OSError):
-                raise _operators(config.data_dir, error) from error
+                raise operators_error(config.data_dir, error) from error
             raise
         relief = Relief(
             room=room,
@@ -135,7 +132,9 @@ class Coordinator(Policies, Rollouts):
             ),
             sites=sites,
             bell=Bell(),
+            head_bell=Bell(),
             queue=queue.Queue.of(config),
+            flaps=Flaps(),
             started=now,
             lease_expires=now + config.learner_lease_s,
         )
@@ -149,6 +148,7 @@ class Coordinator(Policies, Rollouts):
         """Wake every waiter with the news of the end."""
         self.is_closing = True
         self.bell.ring()
+        self.head_bell.ring()
 
     async def close(self) -> None:
         """End the streams and close the store."""
@@ -202,24 +202,27 @@ class Coordinator(Policies, Rollouts):
     async def report_canary(self, report: CanaryReport) -> CanaryVerdict:
         """Compare a site's canary with the learner's; quarantine it or end its quarantine."""
 
-        def operation(connection: sqlite3.Connection) -> tuple[str, CanaryVerdict]:
+        instant = self.clock.monotonic()
+
+        def operation(connection: sqlite3.Connection) -> tuple[CanaryVerdict, bool]:
             if not self.sites.is_known(connection, report.site, report.incarnation):
                 raise NotRegistered(f"site {report.site}, incarnation {report.incarnation}, is not registered")
             before = canary.read_quarantines(connection).get(report.site, "")
             flavour = self.sites.flavour(connection, report.site, report.incarnation)
             threshold = self.config.canary_threshold
             verdict = canary.compare(connection, report, threshold=threshold, flavour=flavour)
-            if bool(before) != bool(verdict.quarantine):
+            is_said = bool(before) != bool(verdict.quarantine) and self.flaps.note(report.site, instant)
+            if is_said:
                 kind = AuditKind.QUARANTINE if verdict.quarantine else AuditKind.QUARANTINE_ENDED
                 detail = verdict.quarantine or f"version {report.version} scores as the learner says"
                 audit.append(connection, kind, subject=report.site, detail=detail, now=self.clock.wall())
-            return before, verdict
+            return verdict, is_said
 
-        before, verdict = await self.database.run(operation)
+        verdict, is_said = await self.database.run(operation)
         self.sites.note_canary(report, verdict.difference, self.clock.monotonic())
-        if verdict.quarantine and not before:
+        if is_said and verdict.quarantine:
             _LOG.error("site %s goes into quarantine: %s", report.site, verdict.quarantine)
-        elif before and not verdict.quarantine:
+        elif is_said:
             _LOG.info("site %s leaves quarantine with version %d", report.site, report.version)
         return verdict
 
@@ -248,13 +251,14 @@ class Coordinator(Policies, Rollouts):
         return before
 
     async def note_refusals(self) -> None:
-        """Count what quotas refused since the last call, and sum it up in the log of audit now and then."""
+        """Sum up in the log of audit, now and then, what quotas refused and which changes had no row of their own."""
         for (site, quota), count in self.queue.quotas.new_refusals().items():
             metrics.QUOTA_REFUSALS.labels(metrics.SITES.of(site), quota).inc(count)
-        due = self.queue.quotas.due_summaries(self.clock.monotonic())
-        if due:
-            now = self.clock.wall()
+        now, instant = self.clock.wall(), self.clock.monotonic()
+        if due := self.queue.quotas.due_summaries(instant):
             await self.database.run(lambda connection: audit.note_refusals(connection, due, now=now))
+        if left_out := self.flaps.due(instant):
+            await self.database.run(lambda connection: note_left_out(connection, left_out, now=now))
 
     async def note_revoked(self, serials: frozenset[int]) -> None:
         """Keep in the log of audit which certificates are refused."""
@@ -287,9 +291,3 @@ def _start(connection: sqlite3.Connection, config: CoordinatorConfig) -> None:
     if seed is None:
         # Only then: a start on a full disk writes nothing that it need not.
         set_meta(connection, "seed", str(config.seed))
-
-
-def _operators(data_dir: Path, error: OSError) -> OperatorError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return DiskFull(str(data_dir))
-    return OperatorError(f"{data_dir} cannot be used: {error}", action="check its disk, its mount and its permissions")

@@ -15,6 +15,7 @@ from services.coordinator.blobs import BlobStore
 from services.coordinator.composer import Composer
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.database import Database
+from services.coordinator.flaps import Flaps
 from services.coordinator.merges import Merges
 from services.coordinator.pull_leases import PullLeases
 from services.coordinator.queue import Queue
@@ -45,13 +46,21 @@ class Node:
     backups: Backups
     sites: Sites
     bell: Bell
+    """Groups came or went, or the lease: for the learner's stream."""
+    head_bell: Bell
+    """A version was published: for every sampler, of which there may be a thousand."""
     queue: Queue
+    flaps: Flaps
     started: float
     lease_expires: float
     is_closing: bool = False
 
-    async def change(self, operation: Callable[[sqlite3.Connection], ResultT]) -> ResultT:
+    async def change(
+        self, operation: Callable[[sqlite3.Connection], ResultT], *, is_publication: bool = False
+    ) -> ResultT:
         """Run an operation and wake the waiters after it, also when the caller went away meanwhile."""
         future = self.database.submit(operation)
         future.add_done_callback(lambda _: self.bell.ring())
+        if is_publication:
+            future.add_done_callback(lambda _: self.head_bell.ring())
         return await asyncio.shield(future)

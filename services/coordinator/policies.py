@@ -162,7 +162,7 @@ class Policies(Node):
             rollback.settle(connection, manifest)
             return manifest.version, [], ""
 
-        version, refused, why = await self.change(operation)
+        version, refused, why = await self.change(operation, is_publication=True)
         if refused:
             raise GroupNotAvailable(why)
         self.composer.poke()
@@ -199,7 +199,7 @@ class Policies(Node):
     async def watch_head(self, *, after_version: int) -> AsyncIterator[HeadUpdate]:
         """Yield every head that passes the cursor, until the coordinator stops."""
         while not self.is_closing:
-            ticket = self.bell.ticket()
+            ticket = self.head_bell.ticket()
             head = await self.database.run(lineage.read_head)
             if head.version > after_version:
                 after_version = head.version

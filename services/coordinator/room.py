@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import shutil
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from services.common.clock import Clock
 from services.common.directory import opened_directory
-from services.common.errors import StoreFull
+from services.common.errors import DiskFull, OperatorError, StoreFull
 
 _LOG = logging.getLogger(__name__)
 LARGEST_SHARE = 16
@@ -27,6 +28,13 @@ HEALED_S = 10.0
 """Seconds without a refusal after which the disk counts as having room."""
 REMIND_S = 600.0
 RETRY_AFTER_S = 5.0
+
+
+def operators_error(data_dir: Path, error: OSError) -> OperatorError:
+    """What a start tells a person about a data_dir that the system refuses."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskFull(str(data_dir))
+    return OperatorError(f"{data_dir} cannot be used: {error}", action="check its disk, its mount and its permissions")
 
 
 class Room:

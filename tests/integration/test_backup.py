@@ -5,6 +5,7 @@ import re
 import shutil
 import sqlite3
 import stat
+import threading
 
 import pytest
 from rich.console import Console
@@ -130,19 +131,26 @@ async def test_deletion_waits_until_what_the_copy_names_is_linked(tmp_path, monk
     for _ in range(90):
         await run.publish(snapshot=True)
     core.clock.advance(10.0)
-    real = backup._copy
+    real = backup._sync
+    is_collected = threading.Event()
     collecting = []
 
-    def slow(connection, path):
-        copied = real(connection, path)
-        loop.call_soon_threadsafe(lambda: collecting.append(asyncio.ensure_future(core.keeper.work())))
-        return copied
+    async def collect():
+        await core.keeper.collect(missing_bytes=1)
+        is_collected.set()
 
+    def slow(path):
+        # Between the copy of the store and the first link; deletion would be done by then if it could.
+        if not collecting:
+            loop.call_soon_threadsafe(lambda: collecting.append(asyncio.ensure_future(collect())))
+            assert not is_collected.wait(1.0)
+        return real(path)
+
+    await core.keeper._verify_newest("")
     loop = asyncio.get_running_loop()
-    monkeypatch.setattr(backup, "_copy", slow)
+    monkeypatch.setattr(backup, "_sync", slow)
     made = await core.backups.make("one")
     await collecting[0]
-    await core.keeper.collect(missing_bytes=1)
 
     assert len(core.blobs.stored()) < made.num_payloads
     assert is_sound(tmp_path / "data" / "backups" / "one")

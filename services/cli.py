@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 import services
+from services.backup_command import backup
 from services.certs.cli import app as certs
 from services.certs.token_cli import join
 from services.check_config import check_config, check_link
@@ -70,11 +71,11 @@ def _console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
 
 
-def _who(service: str, config: Any = None) -> dict[str, str]:
+def _who(service: Service, config: Any = None) -> dict[str, str]:
     """What a service says of itself with every line of its log."""
     from services.common.identity import Identity, read_identity
 
-    who = {"role": service, "version": services.__version__}
+    who: dict[str, str] = {"role": service, "version": services.__version__}
     if config is None:
         return who
     try:
@@ -94,10 +95,10 @@ def _serve(service: Service, config: Path | None, overrides: list[str] | None, l
     logs.configure(style=log, fields=_who(service))
     loaded = load_service(service, config, overrides or ())
     check_link(service, loaded)
+    logs.bind(**_who(service, loaded))
     if service != "coordinator":
         # Before torch is loaded, which takes longer than to see that a directory is not there.
         check_model_dir(loaded.model_dir)
-    logs.bind(**_who(service, loaded))
     module = importlib.import_module(f"services.{service}.app")
     keep_freed_frames()
     raise typer.Exit(asyncio.run(module.main(loaded, **options)))
@@ -176,6 +177,7 @@ def export(
 
 
 app.command(rich_help_panel=STEER)(rollback)
+app.command(rich_help_panel=STEER)(backup)
 
 
 app.command(rich_help_panel=WATCH)(status)

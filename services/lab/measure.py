@@ -53,7 +53,9 @@ class Probe:
         advantages = []
         for queued, members in zip(groups, completions, strict=True):
             prompt = self.task.prompt(queued.group.prompt_index)
-            baseline = float(np.mean([rollout.reward for rollout in queued.group.rollouts]))
+            # Rollouts without tokens are in no batch.
+            kept = [rollout.reward for rollout in queued.group.rollouts if rollout.token_ids.size]
+            baseline = float(np.mean(kept)) if kept else 0.0
             rewards = [
                 sum(part.value for part in self.task.score(prompt, self.prompter.decode(member.token_ids)))
                 for member in members

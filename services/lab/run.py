@@ -110,10 +110,23 @@ def _collect(experiment: ExperimentConfig, cells: Sequence[Cell], directory: Pat
         "title": experiment.title,
         "heterorl_version": version("heterorl"),
         "config_digest": bytes_digest(experiment.model_dump_json().encode()),
-        "runs": [{name: value for name, value in row.items() if name not in ("series", "evaluations")} for row in rows],
+        "runs": [_kept(row) for row in rows],
     }
-    (directory / "results.json").write_text(json.dumps(results, indent=1, allow_nan=False) + "\n", encoding="ascii")
+    (directory / "results.json").write_text(_one_run_a_line(results), encoding="ascii")
     return results
+
+
+def _kept(row: dict[str, Any]) -> dict[str, Any]:
+    """What stands in results.json: all but the series, so that curves of accuracy can be drawn from it alone."""
+    evaluations = [{"step": found["step"], "accuracy": found["accuracy"]} for found in row["evaluations"]]
+    return {**{name: value for name, value in row.items() if name != "series"}, "evaluations": evaluations}
+
+
+def _one_run_a_line(results: dict[str, Any]) -> str:
+    # Short, and a run that changed is one line of a diff.
+    head = json.dumps({**results, "runs": []}, indent=1, allow_nan=False).removesuffix("[]\n}")
+    runs = ",\n".join("  " + json.dumps(row, allow_nan=False) for row in results["runs"])
+    return f"{head}[\n{runs}\n ]\n}}\n" if runs else f"{head}[]\n}}\n"
 
 
 async def _run_all(cells: Sequence[Cell], missing: Sequence[int], *, directory: Path, jobs: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 from heterorl.v1 import policy_pb2, rollout_pb2, run_pb2
 
@@ -259,3 +259,7 @@ class CoordinatorClient(Calls):
         """End a site's quarantine."""
         request = run_pb2.ReleaseSiteRequest(site=site, reason=reason)
         return str((await self._call("ReleaseSite", request)).quarantine)
+
+    async def describe_run(self, *, epoch: int, facts: Mapping[str, str]) -> None:
+        """Say what the run trains."""
+        await self._call("DescribeRun", run_pb2.DescribeRunRequest(epoch=epoch, facts=dict(facts)))

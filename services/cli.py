@@ -15,15 +15,18 @@ from rich.table import Table
 from rich.text import Text
 
 import services
+from services.backup_command import backup
 from services.certs.cli import app as certs
 from services.certs.token_cli import join
-from services.common.config import Config, explain, load, read_tables
+from services.check_config import check_config, check_link
+from services.common.config import explain, read_tables
 from services.common.errors import HeterorlError
-from services.common.tls import check_tls
+from services.common.model_dir import check_model_dir
 from services.doctor.command import doctor
 from services.lab.cli import app as lab
 from services.orders import audit, rollback, sites
 from services.report.command import report
+from services.service_config import Service, load_service
 from services.top import top
 from services.watch import health, status
 
@@ -57,16 +60,10 @@ def _start(
         typer.echo(context.get_help())
 
 
-Service = Literal["coordinator", "learner", "sampler"]
 ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="TOML file of the service.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override one key: `--set section.key=value`.")]
-LogOption = Annotated[str, typer.Option("--log", help="`console` for people, `json` for machines.")]
-
-_SCHEMAS: dict[str, tuple[str, str]] = {
-    "coordinator": ("services.coordinator.config", "CoordinatorConfig"),
-    "learner": ("services.learner.config", "LearnerConfig"),
-    "sampler": ("services.sampler.config", "SamplerConfig"),
-}
+LogStyle = Literal["console", "json"]
+LogOption = Annotated[LogStyle, typer.Option("--log", help="`console` for people, `json` for machines.")]
 
 
 def _console(*, stderr: bool = False) -> Console:
@@ -74,23 +71,11 @@ def _console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
 
 
-def _schema(service: str) -> type[Config]:
-    module, name = _SCHEMAS[service]
-    schema: type[Config] = getattr(importlib.import_module(module), name)
-    return schema
-
-
-def _check_link(service: str, config: Any) -> None:
-    """Say at once, before a model is loaded, that a link would be refused."""
-    key = "listen" if service == "coordinator" else "coordinator"
-    check_tls(config.tls, key=key, address=getattr(config, key))
-
-
-def _who(service: str, config: Any = None) -> dict[str, str]:
+def _who(service: Service, config: Any = None) -> dict[str, str]:
     """What a service says of itself with every line of its log."""
     from services.common.identity import Identity, read_identity
 
-    who = {"role": service, "version": services.__version__}
+    who: dict[str, str] = {"role": service, "version": services.__version__}
     if config is None:
         return who
     try:
@@ -103,14 +88,17 @@ def _who(service: str, config: Any = None) -> dict[str, str]:
     return who | {"run": getattr(config, "run_id", ""), "site": getattr(config, "site", "")}
 
 
-def _serve(service: str, config: Path | None, overrides: list[str] | None, log: str, **options: int) -> None:
+def _serve(service: Service, config: Path | None, overrides: list[str] | None, log: LogStyle, **options: int) -> None:
     from services.common import logs
     from services.common.allocator import keep_freed_frames
 
-    logs.configure(style="json" if log == "json" else "console", fields=_who(service))
-    loaded: Any = load(_schema(service), config, overrides or ())
-    _check_link(service, loaded)
+    logs.configure(style=log, fields=_who(service))
+    loaded = load_service(service, config, overrides or ())
+    check_link(service, loaded)
     logs.bind(**_who(service, loaded))
+    if service != "coordinator":
+        # Before torch is loaded, which takes longer than to see that a directory is not there.
+        check_model_dir(loaded.model_dir)
     module = importlib.import_module(f"services.{service}.app")
     keep_freed_frames()
     raise typer.Exit(asyncio.run(module.main(loaded, **options)))
@@ -189,6 +177,7 @@ def export(
 
 
 app.command(rich_help_panel=STEER)(rollback)
+app.command(rich_help_panel=STEER)(backup)
 
 
 app.command(rich_help_panel=WATCH)(status)
@@ -199,18 +188,13 @@ app.command("top", rich_help_panel=WATCH)(top)
 app.command("report", rich_help_panel=WATCH)(report)
 
 
-@app.command("check-config", rich_help_panel=CHECK)
-def check_config(service: Service, config: ConfigOption = None, set_: SetOption = None) -> None:
-    """Check a configuration without starting anything; names every wrong key."""
-    loaded: Any = load(_schema(service), config, set_ or ())
-    _check_link(service, loaded)
-    _console().print(f"{service} configuration is valid")
+app.command("check-config", rich_help_panel=CHECK)(check_config)
 
 
 @app.command("print-config", rich_help_panel=CHECK)
 def print_config(service: Service, config: ConfigOption = None, set_: SetOption = None) -> None:
     """Show every key of a configuration, its value, and where the value comes from."""
-    loaded = load(_schema(service), config, set_ or ())
+    loaded = load_service(service, config, set_ or ())
     _, sources = read_tables(config, set_ or ())
     table = Table("key", "value", "source", title=f"{service} configuration")
     for row in explain(loaded, sources):

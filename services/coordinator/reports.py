@@ -40,6 +40,7 @@ def run_status(
     wall: float,
     uptime_s: float,
     store_bytes: int,
+    store_problem: str = "",
 ) -> RunStatus:
     """The state of the run."""
     row = connection.execute(
@@ -74,4 +75,5 @@ def run_status(
         flavours=flavours.statuses(connection),
         rollback_to=rollback.ordered(connection),
         facts=json.loads(get_meta(connection, FACTS) or "{}"),
+        store_problem=store_problem,
     )

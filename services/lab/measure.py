@@ -97,9 +97,9 @@ class MeasuredBackend:
         """Round the masters to the published type."""
         self.inner.store(arena, published=published)
 
-    def load_published(self, arena: Arena) -> None:
+    def load_published(self, arena: Arena, *, keep_optimizer: bool = False) -> None:
         """Take published weights as masters."""
-        self.inner.load_published(arena)
+        self.inner.load_published(arena, keep_optimizer=keep_optimizer)
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint."""

@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from services.common.children import own_command
 from services.common.config import load
 from services.common.errors import ConfigError
 from services.common.wire import bytes_digest
@@ -215,12 +215,12 @@ class _Worker:
         if self._process is None:
             with (self._directory / "worker.log").open("ab") as log:
                 self._process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    "-m",
-                    "services.lab.worker",
-                    str(self._directory / "experiment.json"),
-                    str(self._directory),
-                    str(CACHE),
+                    *own_command(
+                        "services.lab.worker",
+                        str(self._directory / "experiment.json"),
+                        str(self._directory),
+                        str(CACHE),
+                    ),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=log,

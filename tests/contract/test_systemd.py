@@ -127,7 +127,7 @@ def test_command_of_the_unit_is_one_that_the_service_accepts(path, tmp_path):
         assert found["Service.EnvironmentFile"] == ["-/etc/heterorl/%i.env"]
     first = arguments.index("--set")
 
-    result = CliRunner().invoke(app, ["check-config", role, *arguments[:2], *arguments[first:]])
+    result = CliRunner().invoke(app, ["check-config", role, "--keys-only", *arguments[:2], *arguments[first:]])
 
     assert result.exit_code == 0, result.exception
     state = "/var/lib/" + found["Service.StateDirectory"][0].replace("%i", name)

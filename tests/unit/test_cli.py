@@ -32,6 +32,7 @@ COMMANDS = [
     "demo",
     "export",
     "rollback",
+    "backup",
     "status",
     "health",
     "join",
@@ -97,7 +98,7 @@ def test_default_configuration_is_valid_and_shows_where_values_come_from(service
     path = tmp_path / "c.toml"
     path.write_text("metrics_port = 0\n[tls]\ninsecure = true\n")
 
-    assert invoke("check-config", service, "--config", str(path)).exit_code == 0
+    assert invoke("check-config", service, "--config", str(path), "--keys-only").exit_code == 0
     result = invoke("print-config", service, "--config", str(path), "--set", "metrics_port=7")
     assert "--set" in result.output
     assert "default" in result.output
@@ -332,7 +333,9 @@ def test_run_without_a_version_says_what_is_waited_for():
     assert f"{REPORT.step} of 77: reward" in console.export_text()
 
 
-@pytest.mark.parametrize("command", [("status",), ("top", "--once"), ("health",), ("rollback", "--to", "3")])
+@pytest.mark.parametrize(
+    "command", [("status",), ("top", "--once"), ("health",), ("rollback", "--to", "3"), ("backup",)]
+)
 def test_links_of_operators_are_told_what_to_change(command, tmp_path):
     def problem(*arguments):
         return str(invoke(*command, *arguments).exception)

@@ -47,6 +47,7 @@ def status_to_pb(value: RunStatus) -> run_pb2.GetStatusResponse:
         ],
         rollback_to=value.rollback_to if value.rollback_to >= 0 else None,
         facts=dict(value.facts),
+        store_problem=value.store_problem,
     )
 
 
@@ -89,6 +90,7 @@ def status_from_pb(message: run_pb2.GetStatusResponse) -> RunStatus:
                 groups_failed=site.groups_failed,
                 groups_refused=site.groups_refused,
                 quota_used=site.quota_used,
+                problem=site.problem,
             )
             for site in message.sites
         ),
@@ -108,4 +110,5 @@ def status_from_pb(message: run_pb2.GetStatusResponse) -> RunStatus:
         ),
         rollback_to=message.rollback_to if message.HasField("rollback_to") else -1,
         facts=dict(message.facts),
+        store_problem=message.store_problem,
     )

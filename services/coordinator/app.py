@@ -70,7 +70,12 @@ async def _serve(config: CoordinatorConfig, clock: Clock, stop: asyncio.Event, n
         # Before anybody can look: a gauge that was never set reads 0, which an alert takes for a broken ledger.
         await observe.observe_run(core)
         tracing.start(config.tracing, service="coordinator", name=config.run_id)
-        metrics_port = metrics.serve(config.metrics_port, service="coordinator", address=config.metrics_host)
+        metrics_port = metrics.serve(
+            config.metrics_port,
+            service="coordinator",
+            address=config.metrics_host,
+            may_move="metrics_port" not in config.model_fields_set,
+        )
         await asyncio.to_thread(_announce, config, port)
         _LOG.info("run %s: listening on port %d, metrics on port %d", config.run_id, port, metrics_port)
         notifier.ready(f"run {config.run_id}, port {port}")

@@ -7,8 +7,10 @@ polling; closing wakes every waiter. Must never decide anything that a pure modu
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import sqlite3
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from services.common import metrics
@@ -286,6 +288,16 @@ class Coordinator(Policies, Rollouts):
         """Keep in the log of audit which certificates are refused."""
         now = self.clock.wall()
         await self.database.run(lambda connection: audit.note_revoked(connection, serials, now=now))
+
+    async def describe_run(self, *, epoch: int, facts: Mapping[str, str]) -> None:
+        """Keep what the learner says of the run, in place of what was said before."""
+        text = json.dumps(dict(facts))
+
+        def operation(connection: sqlite3.Connection) -> None:
+            lineage.check_epoch(connection, epoch)
+            set_meta(connection, reports.FACTS, text)
+
+        await self.change(operation)
 
     async def list_steps(self, *, after_step: int, limit: int) -> tuple[StepReport, ...]:
         """Step reports after a cursor."""

@@ -8,6 +8,7 @@
         InvalidRequest  ContractMismatch  UnknownVersion  UnknownPayload  DigestMismatch  StaleEpoch  LeaseHeld
         ParentNotHead  StepConflict  GroupNotAvailable  PayloadMissing  TooStale  QuotaExceeded  Draining
         NotRegistered  Quarantined  RunFinished  StoreFull  Unauthenticated  PermissionDenied  Unreachable
+          Busy                    it is out of something, or its disk does not answer, for now
       CorruptData             bytes that fail their own checks: quarantined, never served, never applied
         MalformedPayload  LimitExceeded  StateMismatch  CorruptStore
       UntrustedVersion        a version whose origin or place in the history is not proven; never used
@@ -209,6 +210,12 @@ class Unreachable(RemoteError):
     """The peer did not answer within the retry budget."""
 
     action = "check the address and the network; the caller keeps its work and goes on trying"
+
+
+class Busy(Unreachable):
+    """The coordinator is out of descriptors, or its disk does not answer, for now; nothing was changed or lost."""
+
+    action = "repeat after the stated delay; the coordinator's log names what is missing"
 
 
 class CorruptData(HeterorlError):

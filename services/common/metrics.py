@@ -132,8 +132,13 @@ FLAVOUR_BYTES = _gauge(
     "flavour",
     "kind",
 )
+DISK_REFUSES = _gauge("coordinator_disk_refuses", "1 while the disk is full and groups or versions are refused.")
+LOOP_FAILURES = _counter("coordinator_loop_failures_total", "Turns of a background loop that failed.", "loop")
 RECLAIMED_BYTES = _counter("coordinator_reclaimed_bytes_total", "Bytes of payloads that nobody needed any more.")
 DAMAGED_PAYLOADS = _counter("coordinator_damaged_payloads_total", "Payloads found changed or lost on disk.")
+UNREADABLE_PAYLOADS = _counter(
+    "coordinator_unreadable_payloads_total", "Reads that the system refused; the payloads stay in use."
+)
 
 # learner: steps
 STEPS = _counter("learner_steps_total", "Optimizer steps.", "applied")

@@ -443,3 +443,5 @@ class RunStatus:
     flavours: tuple[FlavourStatus, ...] = ()
     rollback_to: int = -1
     """Version that the learner is ordered to go back to and has not published yet; -1 without an order."""
+    store_problem: str = ""
+    """What is wrong with the coordinator's disk and what to do about it; empty while nothing is."""

@@ -69,6 +69,7 @@ async def observe_run(core: Coordinator) -> tuple[SiteStatus, ...]:
     oldest = waiting.oldest_arrival
     metrics.QUEUE_OLDEST_SECONDS.set(0.0 if oldest is None else max(0.0, now - oldest))
     metrics.SITE_QUOTA_BYTES.set(config.site_pending_bytes)
+    metrics.DISK_REFUSES.set(bool(status.store_problem))
     metrics.STORE_USED_BYTES.set(status.store_bytes)
     metrics.STORE_LIMIT_BYTES.set(status.store_limit_bytes)
     metrics.SNAPSHOT_AGE_SECONDS.set(status.snapshot_age_s)

@@ -443,6 +443,7 @@ class GetStatusResponse(google.protobuf.message.Message):
     ENCODE_S_FIELD_NUMBER: builtins.int
     FLAVOURS_FIELD_NUMBER: builtins.int
     ROLLBACK_TO_FIELD_NUMBER: builtins.int
+    STORE_PROBLEM_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """Name of the run."""
     head_version: builtins.int
@@ -489,6 +490,8 @@ class GetStatusResponse(google.protobuf.message.Message):
     """Time that encoding the newest version took, seconds; 0 where it is not known."""
     rollback_to: builtins.int
     """Version that an operator ordered the learner to go back to, and that it has not published yet; unset without an order."""
+    store_problem: builtins.str
+    """What is wrong with the coordinator's disk and what to do about it; empty while nothing is."""
     @property
     def dropped(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DropCount]:
         """Groups dropped, by reason."""
@@ -535,9 +538,10 @@ class GetStatusResponse(google.protobuf.message.Message):
         encode_s: builtins.float = ...,
         flavours: collections.abc.Iterable[Global___FlavourStatus] | None = ...,
         rollback_to: builtins.int | None = ...,
+        store_problem: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_last_report", b"_last_report", "_rollback_to", b"_rollback_to", "_snapshot_version", b"_snapshot_version", "last_report", b"last_report", "rollback_to", b"rollback_to", "snapshot_version", b"snapshot_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_last_report", b"_last_report", "_rollback_to", b"_rollback_to", "_snapshot_version", b"_snapshot_version", "acked", b"acked", "bytes_full", b"bytes_full", "bytes_last", b"bytes_last", "changed_fraction", b"changed_fraction", "consumed", b"consumed", "delta_bytes", b"delta_bytes", "dropped", b"dropped", "encode_s", b"encode_s", "epoch", b"epoch", "flavours", b"flavours", "head_version", b"head_version", "is_draining", b"is_draining", "is_head_signed", b"is_head_signed", "last_report", b"last_report", "learner", b"learner", "leased", b"leased", "pending", b"pending", "reclaimed_bytes", b"reclaimed_bytes", "rollback_to", b"rollback_to", "run_id", b"run_id", "sites", b"sites", "snapshot_age_s", b"snapshot_age_s", "snapshot_bytes", b"snapshot_bytes", "snapshot_version", b"snapshot_version", "store_bytes", b"store_bytes", "store_limit_bytes", b"store_limit_bytes", "uptime_s", b"uptime_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_last_report", b"_last_report", "_rollback_to", b"_rollback_to", "_snapshot_version", b"_snapshot_version", "acked", b"acked", "bytes_full", b"bytes_full", "bytes_last", b"bytes_last", "changed_fraction", b"changed_fraction", "consumed", b"consumed", "delta_bytes", b"delta_bytes", "dropped", b"dropped", "encode_s", b"encode_s", "epoch", b"epoch", "flavours", b"flavours", "head_version", b"head_version", "is_draining", b"is_draining", "is_head_signed", b"is_head_signed", "last_report", b"last_report", "learner", b"learner", "leased", b"leased", "pending", b"pending", "reclaimed_bytes", b"reclaimed_bytes", "rollback_to", b"rollback_to", "run_id", b"run_id", "sites", b"sites", "snapshot_age_s", b"snapshot_age_s", "snapshot_bytes", b"snapshot_bytes", "snapshot_version", b"snapshot_version", "store_bytes", b"store_bytes", "store_limit_bytes", b"store_limit_bytes", "store_problem", b"store_problem", "uptime_s", b"uptime_s"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_last_report", b"_last_report"]) -> typing.Literal["last_report"] | None: ...
     @typing.overload

@@ -11,6 +11,7 @@ metric of a sampler the third.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import shutil
 import socket
@@ -132,8 +133,13 @@ FLAVOUR_BYTES = _gauge(
     "flavour",
     "kind",
 )
+DISK_REFUSES = _gauge("coordinator_disk_refuses", "1 while the disk is full and groups or versions are refused.")
+LOOP_FAILURES = _counter("coordinator_loop_failures_total", "Turns of a background loop that failed.", "loop")
 RECLAIMED_BYTES = _counter("coordinator_reclaimed_bytes_total", "Bytes of payloads that nobody needed any more.")
 DAMAGED_PAYLOADS = _counter("coordinator_damaged_payloads_total", "Payloads found changed or lost on disk.")
+UNREADABLE_PAYLOADS = _counter(
+    "coordinator_unreadable_payloads_total", "Reads that the system refused; the payloads stay in use."
+)
 
 # learner: steps
 STEPS = _counter("learner_steps_total", "Optimizer steps.", "applied")
@@ -197,12 +203,21 @@ PUSH_DELAY_SECONDS = _histogram(
 OUTBOX_GROUPS = _gauge("sampler_outbox_groups", "Groups waiting in the outbox.")
 OUTBOX_BYTES = _gauge("sampler_outbox_bytes", "Bytes waiting in the outbox.")
 OUTBOX_DROPPED = _counter("sampler_outbox_dropped_total", "Groups that the coordinator did not take.", "reason")
+OUTBOX_SET_ASIDE = _counter(
+    "sampler_outbox_set_aside_total",
+    "What a sampler did not deliver: damaged groups (row), a damaged file (file), groups under another name (renamed).",
+    "kind",
+)
 ENGINE_FAILURES = _counter(
     "sampler_engine_failures_total",
     "Times the engine was not trusted: its canary differed from the reference (stale), or its process failed (died).",
     "reason",
 )
 REWARD_ERRORS = _counter("sampler_reward_errors_total", "Groups abandoned by a verifier failure.")
+
+
+MAX_MOVES = 50
+"""Services of one role on one machine that find a port for their metrics by themselves."""
 
 
 class SiteLabels:
@@ -241,8 +256,14 @@ class _Own(Collector):
         return (metric for metric in REGISTRY.collect() if not metric.name.startswith(self._others))
 
 
-def serve(port: int, *, service: Service, address: str = "127.0.0.1") -> int:
+def serve(port: int, *, service: Service, address: str = "127.0.0.1", may_move: bool = False) -> int:
     """Serve /metrics of one service on a port of its own (0 picks a free one); returns the port.
+
+    Args:
+        port: where to serve.
+        service: whose metrics.
+        address: of this machine.
+        may_move: nobody chose this port: where it is taken, as by a second sampler, one of the next is as good.
 
     Raises:
         PortInUse: the address is taken.
@@ -253,9 +274,20 @@ def serve(port: int, *, service: Service, address: str = "127.0.0.1") -> int:
     try:
         server, _ = start_http_server(port, addr=address, registry=own)
     except OSError as error:
+        if error.errno == errno.EADDRINUSE and may_move:
+            return _serve_beside(port, own, address)
         if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
             raise ConfigError("metrics_host", f"{address} is no address of this machine") from error
         if error.errno == errno.EADDRINUSE:
             raise PortInUse("metrics_port", f"{address}:{port}") from error
         raise
     return int(server.server_port)
+
+
+def _serve_beside(port: int, own: CollectorRegistry, address: str) -> int:
+    # In steps that no other service's default is on.
+    for other in range(port + 10, port + 10 * (MAX_MOVES + 1), 10):
+        with contextlib.suppress(OSError):
+            server, _ = start_http_server(other, addr=address, registry=own)
+            return int(server.server_port)
+    raise PortInUse("metrics_port", f"{address}:{port}")

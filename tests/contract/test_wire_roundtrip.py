@@ -279,6 +279,9 @@ CASES = [
             engine=text,
             dtype=text,
             max_delay_versions=uint,
+            flavour=text,
+            max_delay_s=real,
+            lowest_sequence=uint,
         ),
         messages.registration_to_pb,
         messages.registration_from_pb,
@@ -298,6 +301,7 @@ CASES = [
             tokens_per_s=real,
             outbox_groups=uint,
             apply_s=real,
+            problem=text,
         ),
         messages.heartbeat_to_pb,
         messages.heartbeat_from_pb,
@@ -369,6 +373,7 @@ CASES = [
             delta_bytes=uint,
             snapshot_bytes=uint,
             rollback_to=version,
+            facts=st.dictionaries(text, text, max_size=2),
             encode_s=real,
             flavours=st.lists(
                 st.builds(

@@ -36,6 +36,8 @@ BACKEND_DIRECTORY = "backend"
 SCALES_SUFFIX = ".scales"
 DONE_FILE = "DONE"
 FORMAT = 1
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK)
+"""What a file system without hard links says."""
 NUM_KEPT = 2
 """The newest may belong to a publication that is refused; the one before it is then the truth."""
 
@@ -78,7 +80,7 @@ class CheckpointStore:
             if snapshot is None:
                 write_snapshot(temporary / PUBLISHED_FILE, arena)
             else:
-                os.link(snapshot, temporary / PUBLISHED_FILE)
+                _link(snapshot, temporary / PUBLISHED_FILE)
             for flavour, values in scales.items():
                 write_snapshot(temporary / f"{flavour}{SCALES_SUFFIX}", values)
             (temporary / CURSOR_FILE).write_bytes(cursor_to_bytes(cursor))
@@ -211,6 +213,15 @@ def _remove(path: Path) -> None:
     # DONE goes first: what a crash leaves behind is then no checkpoint.
     (path / DONE_FILE).unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        shutil.copyfile(source, target)
 
 
 def _set_aside(path: Path) -> None:

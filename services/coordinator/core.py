@@ -21,6 +21,7 @@ from services.common.errors import (
     InvalidRequest,
     NotRegistered,
 )
+from services.common.standstill import RELEASE
 from services.common.types import (
     RunStatus,
     SiteId,
@@ -181,7 +182,12 @@ class Coordinator(Policies, Rollouts):
         before, verdict = await self.database.run(operation)
         self.sites.note_canary(report, verdict.difference, self.clock.monotonic())
         if verdict.quarantine and not before:
-            _LOG.error("site %s goes into quarantine: %s", report.site, verdict.quarantine)
+            _LOG.error(
+                "site %s goes into quarantine: %s; a version that it scores right ends that, or an operator: %s",
+                report.site,
+                verdict.quarantine,
+                RELEASE,
+            )
         elif before and not verdict.quarantine:
             _LOG.info("site %s leaves quarantine with version %d", report.site, report.version)
         return verdict

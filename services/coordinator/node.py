@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from services.common.bell import Bell
@@ -18,6 +18,7 @@ from services.coordinator.merges import Merges
 from services.coordinator.pull_leases import PullLeases
 from services.coordinator.queue import Queue
 from services.coordinator.sites import Sites
+from services.coordinator.standstill import Standstill
 from services.coordinator.upkeep import Keeper
 
 ResultT = TypeVar("ResultT")
@@ -41,6 +42,7 @@ class Node:
     started: float
     lease_expires: float
     is_closing: bool = False
+    standstill: Standstill = field(default_factory=Standstill)
 
     async def change(self, operation: Callable[[sqlite3.Connection], ResultT]) -> ResultT:
         """Run an operation and wake the waiters after it, also when the caller went away meanwhile."""

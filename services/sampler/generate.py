@@ -24,6 +24,7 @@ from services.common.clock import Clock
 from services.common.errors import EngineError, NotRegistered, RemoteError, RunFinished, StaleWeights
 from services.common.generation.engine import Engine
 from services.common.pull import PulledVersion
+from services.common.standstill import RELEASE
 from services.common.types import Digest, WorkAssignment
 from services.sampler.config import SamplerConfig
 from services.sampler.delay import group_delay_s
@@ -177,7 +178,12 @@ class Generation:
             _LOG.info("no canary of version %d: %s", version, error)
             return
         if verdict.quarantine:
-            _LOG.error("this site is in quarantine and gets no work: %s", verdict.quarantine)
+            _LOG.error(
+                "this site is in quarantine and gets no work: %s; a version that it scores right ends that, or an"
+                " operator: %s",
+                verdict.quarantine,
+                RELEASE,
+            )
 
     def _note_failure(self, error: EngineError) -> None:
         metrics.ENGINE_FAILURES.labels("stale" if isinstance(error, StaleWeights) else "died").inc()

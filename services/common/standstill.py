@@ -16,7 +16,8 @@ RELEASE = "heterorl sites release SITE HOST:PORT --reason TEXT"
 
 def quarantined_sites(status: RunStatus) -> tuple[str, ...]:
     """The sites that answer, sorted, if there are some and all of them are in quarantine; otherwise none."""
-    active = {site.site: site.quarantine for site in status.sites if 0 <= site.last_seen_s < ACTIVE_S}
+    # -1 is not seen yet; a clock that is read after the site's call says a little less than 0.
+    active = {site.site: site.quarantine for site in status.sites if -1.0 < site.last_seen_s < ACTIVE_S}
     return () if status.is_draining or not all(active.values()) else tuple(sorted(active))
 
 

@@ -151,9 +151,20 @@ class CoordinatorApi(Protocol):
 
     # policy: the learner's side
     async def acquire_lease(
-        self, *, holder: str, contract: Contract, request_id: str, flavours: Sequence[str] = ()
+        self,
+        *,
+        holder: str,
+        contract: Contract,
+        request_id: str,
+        flavours: Sequence[str] = (),
+        incarnation: str = "",
+        groups_per_version: int = 0,
     ) -> LeaseGrant:
-        """Become the run's learner, who publishes each version in these flavours too."""
+        """Become the run's learner, who publishes each version in these flavours too.
+
+        `incarnation` names the learner's state directory: while a lease lasts, only the same one gets it again.
+        `groups_per_version` groups make one version; 0 where the learner does not say.
+        """
         ...
 
     async def renew_lease(self, *, epoch: int) -> LeaseGrant: ...

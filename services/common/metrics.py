@@ -158,6 +158,7 @@ IW_VARIANCE = _gauge("learner_iw_variance", "Variance of the importance weights.
 CLIP_FRACTION = _gauge("learner_clip_ratio", "Share of clipped terms.")
 ENTROPY = _gauge("learner_entropy_nats", "Mean entropy per token.")
 GRAD_NORM = _gauge("learner_grad_norm", "Gradient norm before clipping.")
+STEPS_WITHOUT_SIGNAL = _gauge("learner_steps_without_signal", "Steps in a row in which no group's rewards differed.")
 EVALUATION_ACCURACY = _gauge("learner_evaluation_accuracy_ratio", "Held-out accuracy.")
 
 # learner: checks of what sites send

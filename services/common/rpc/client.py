@@ -54,11 +54,23 @@ class CoordinatorClient(Calls):
     """
 
     async def acquire_lease(
-        self, *, holder: str, contract: Contract, request_id: str, flavours: Sequence[str] = ()
+        self,
+        *,
+        holder: str,
+        contract: Contract,
+        request_id: str,
+        flavours: Sequence[str] = (),
+        incarnation: str = "",
+        groups_per_version: int = 0,
     ) -> LeaseGrant:
         """Become the run's learner under a new epoch."""
         request = policy_pb2.AcquireLeaseRequest(
-            request_id=request_id, holder=holder, contract=contract_to_pb(contract), flavours=flavours
+            request_id=request_id,
+            holder=holder,
+            contract=contract_to_pb(contract),
+            flavours=flavours,
+            incarnation=incarnation,
+            groups_per_version=groups_per_version,
         )
         return messages.grant_from_pb(await self._call("AcquireLease", request))
 

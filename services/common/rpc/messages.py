@@ -135,6 +135,7 @@ def grant_from_pb(message: policy_pb2.AcquireLeaseResponse | policy_pb2.RenewLea
         ttl_s=message.ttl_s,
         head_version=message.head_version,
         rollback_to=message.rollback_to if is_ordered else -1,  # type: ignore[union-attr]
+        max_staleness_versions=message.max_staleness_versions if message.HasField("max_staleness_versions") else -1,
     )
 
 

@@ -146,11 +146,16 @@ class TorchBackend:
         if self._rounding is not None:
             self._rounding.note_published(arena)
 
-    def load_published(self, arena: Arena) -> None:
-        """Take published weights as masters and start the optimizer anew: its moments belong to other weights."""
+    def load_published(self, arena: Arena, *, keep_optimizer: bool = False) -> None:
+        """Take published weights as masters and start the optimizer anew: its moments belong to other weights.
+
+        `keep_optimizer` where they do not, because these weights are a few steps away.
+        """
         tensors.load(arena, self._model)
         if self._rounding is not None:
             self._rounding.note_published(arena)
+        if keep_optimizer:
+            return
         self._optimizer = self._new_optimizer()
         self._applied_steps = 0
 

@@ -60,7 +60,12 @@ def sites_release(
     from services.common.types import SiteId
 
     address, tls = find_link(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
-    before = ask(address, tls=tls, call=lambda run: run.release_site(site=SiteId(site), reason=reason))
+    request_id = secrets.token_hex(8)
+    before = ask(
+        address,
+        tls=tls,
+        call=lambda run: run.release_site(site=SiteId(site), reason=reason, request_id=request_id),
+    )
     free = f"{site} was not in quarantine; its failures are forgotten"
     typer.echo(f"{site} is released; it was in quarantine because {before}" if before else free)
 

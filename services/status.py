@@ -59,6 +59,8 @@ def status_tables(status: RunStatus, *, width: int, accuracy: float | None = Non
         rows.insert(2, ("staleness", f"{report.staleness_mean:.1f} mean, {report.staleness_max} max"))
     if status.rollback_to >= 0:
         rows.insert(1, ("ordered", f"back to version {status.rollback_to}; not carried out yet"))
+    if status.store_problem:
+        rows.insert(1, ("DISK FULL", status.store_problem))
     for form in status.flavours:
         sizes = _sizes(form.full_bytes, delta=form.delta_bytes, full=form.snapshot_bytes)
         rows.append((f"flavour {form.flavour}", f"{sizes}, {form.changed_fraction:.2%} changed"))
@@ -71,6 +73,8 @@ def status_tables(status: RunStatus, *, width: int, accuracy: float | None = Non
     for site in [entry.newest for entry in fold(status.sites)]:
         if site.quarantine:
             run.add_row(Text(f"quarantine of {site.site}"), Text(site.quarantine))
+        if site.problem:
+            run.add_row(Text(f"problem of {site.site}"), Text(site.problem))
     return run, *site_tables(status.sites, head_version=status.head_version, width=width)
 
 

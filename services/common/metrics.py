@@ -135,8 +135,13 @@ FLAVOUR_BYTES = _gauge(
     "flavour",
     "kind",
 )
+DISK_REFUSES = _gauge("coordinator_disk_refuses", "1 while the disk is full and groups or versions are refused.")
+LOOP_FAILURES = _counter("coordinator_loop_failures_total", "Turns of a background loop that failed.", "loop")
 RECLAIMED_BYTES = _counter("coordinator_reclaimed_bytes_total", "Bytes of payloads that nobody needed any more.")
 DAMAGED_PAYLOADS = _counter("coordinator_damaged_payloads_total", "Payloads found changed or lost on disk.")
+UNREADABLE_PAYLOADS = _counter(
+    "coordinator_unreadable_payloads_total", "Reads that the system refused; the payloads stay in use."
+)
 
 # learner: steps
 STEPS = _counter("learner_steps_total", "Optimizer steps.", "applied")
@@ -200,6 +205,11 @@ PUSH_DELAY_SECONDS = _histogram(
 OUTBOX_GROUPS = _gauge("sampler_outbox_groups", "Groups waiting in the outbox.")
 OUTBOX_BYTES = _gauge("sampler_outbox_bytes", "Bytes waiting in the outbox.")
 OUTBOX_DROPPED = _counter("sampler_outbox_dropped_total", "Groups that the coordinator did not take.", "reason")
+OUTBOX_SET_ASIDE = _counter(
+    "sampler_outbox_set_aside_total",
+    "What a sampler did not deliver: damaged groups (row), a damaged file (file), groups under another name (renamed).",
+    "kind",
+)
 ENGINE_FAILURES = _counter(
     "sampler_engine_failures_total",
     "Times the engine was not trusted: its canary differed from the reference (stale), or its process failed (died).",

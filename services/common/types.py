@@ -399,6 +399,8 @@ class SiteStatus:
     """Pushes refused for a quota since the coordinator started."""
     quota_used: float = 0.0
     """Used share of the tightest quota, 0 to 1."""
+    problem: str = ""
+    """Why it generates nothing, as it says; empty while all is well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -441,3 +443,5 @@ class RunStatus:
     flavours: tuple[FlavourStatus, ...] = ()
     rollback_to: int = -1
     """Version that the learner is ordered to go back to and has not published yet; -1 without an order."""
+    store_problem: str = ""
+    """What is wrong with the coordinator's disk and what to do about it; empty while nothing is."""

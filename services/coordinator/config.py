@@ -18,7 +18,10 @@ class CoordinatorConfig(Config):
     run_id: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """Name of the run; part of every manifest."""
     data_dir: Path = Path("runs/coordinator")
-    """Directory of database and payloads; the one thing to back up."""
+    """Directory of database and payloads; the one thing to back up, by `heterorl backup` while it runs."""
+    backup_dir: Path | None = None
+    """Directory that `heterorl backup` writes under; without one, `backups` in data_dir. Payloads are linked there, or
+    copied where it is on another disk."""
     listen: str = Field(default="127.0.0.1:50051", pattern=r"^.+:\d{1,5}$")
     """host:port to serve on; port 0 lets the system choose (see the file `address` in data_dir)."""
     tls: ServerTlsConfig = ServerTlsConfig()
@@ -37,8 +40,9 @@ class CoordinatorConfig(Config):
     """The run ends when its head reaches this version; 0 is no end."""
     max_staleness_versions: int = Field(default=64, ge=0)
     """Bound on how many versions old the policy of a trained group may be."""
-    max_policy_age_s: float = Field(default=3600.0, gt=0)
-    """Bound on the age of that policy, seconds since its publication."""
+    max_policy_age_s: float = Field(default=7200.0, gt=0)
+    """Bound on the age of that policy, seconds since a newer one was published; the newest is never too old. A sampler
+    whose delay model takes longer there and back is refused."""
     max_outstanding_groups: int = Field(default=0, ge=0)
     """Bound on groups that are leased to samplers, queued or leased to the learner; 0 means 4 versions' worth."""
     site_pending_bytes: int = Field(default=256 << 20, ge=1 << 16)
@@ -50,7 +54,7 @@ class CoordinatorConfig(Config):
     site_burst_s: float = Field(default=10.0, gt=0)
     """Seconds' worth of both that a site may push at once after a pause."""
     site_work_groups: int = Field(default=0, ge=0)
-    """Assignments that one site may hold; 0 is no bound but that on all sites together."""
+    """Assignments that one site may hold; 0 is an equal share of what all may hold, less what it left unanswered."""
     site_batch_share: float = Field(default=1.0, gt=0, le=1)
     """Largest part of a version's groups from one site while others have groups; 1 is no bound."""
     lease_order: Literal["oldest", "fair"] = "oldest"
@@ -72,6 +76,9 @@ class CoordinatorConfig(Config):
     """How long what was planned for a sampler stays although it fetches nothing, seconds."""
     merged_bytes: int = Field(default=64 << 30, ge=0)
     """Bytes that merged deltas may occupy on disk, beside store_bytes; 0 makes none. Safe to delete any time."""
+    ballast_bytes: int = Field(default=64 << 20, ge=0)
+    """Bytes kept in a file that is given up when the disk is full, so that there is room to delete; at most a 64th of
+    the disk, 0 keeps none."""
     max_payload_bytes: int = Field(default=64 << 30, ge=1 << 10)
     """Largest payload, bytes."""
     max_message_bytes: int = Field(default=16 << 20, ge=2 << 20, le=512 << 20)
@@ -81,7 +88,8 @@ class CoordinatorConfig(Config):
     learner_lease_s: float = Field(default=10.0, gt=0)
     """How long a silent learner keeps its lease, seconds."""
     work_lease_s: float = Field(default=120.0, gt=0)
-    """How long a silent sampler keeps a prompt group, seconds; choose above the longest generation and transit."""
+    """How long a silent sampler keeps a prompt group, seconds; choose above the longest generation and transit. The
+    delay that its own model makes comes on top."""
     stop_grace_s: float = Field(default=5.0, ge=0)
     """How long running calls may take after SIGTERM, seconds."""
 

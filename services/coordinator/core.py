@@ -27,20 +27,27 @@ from services.common.types import (
     SiteId,
     StepReport,
 )
-from services.coordinator import audit, canary, flavours, lineage, quarantine, queue, reports
+from services.coordinator import audit, canary, flavours, lineage, quarantine, queue, repeats, reports, watermark
 from services.coordinator.audit import AuditKind
+from services.coordinator.backup import Backups
 from services.coordinator.blobs import BlobStore
 from services.coordinator.composer import Composer
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.database import Database, get_meta, set_meta
+from services.coordinator.flaps import Flaps, note_left_out
 from services.coordinator.merges import Merges
 from services.coordinator.policies import Policies
 from services.coordinator.pull_leases import PullLeases
+from services.coordinator.reading import Reading
+from services.coordinator.relief import Relief
 from services.coordinator.rollouts import Rollouts
+from services.coordinator.room import Room, operators_error
 from services.coordinator.sites import Sites
 from services.coordinator.upkeep import Keeper
 
 _LOG = logging.getLogger(__name__)
+MAX_SEQUENCE = 2**62
+"""Far from the end of the store's integers."""
 
 
 @dataclass(slots=True)
@@ -56,6 +63,8 @@ class Coordinator(Policies, Rollouts):
         Raises:
             CorruptStore: the store fails its check or belongs to another run.
         """
+        room = Room(config.data_dir, ballast_bytes=config.ballast_bytes, clock=clock)
+        room.give_up()
         database = await store.open(config.data_dir / "coordinator.sqlite")
         now = clock.monotonic()
         try:
@@ -70,19 +79,31 @@ class Coordinator(Policies, Rollouts):
             await merges.open(database)
             sites = Sites(work_lease_s=config.work_lease_s)
             leases = PullLeases(term_s=config.pull_lease_s, started=now)
+            reading = Reading(database=database, blobs=blobs, merges=merges)
             keeper = Keeper(
                 config=config,
                 clock=clock,
                 database=database,
                 blobs=blobs,
                 merges=merges,
+                reading=reading,
                 leases=leases,
                 in_use=sites.versions_in_use,
             )
             await keeper.recover()
-        except BaseException:
+        except BaseException as error:
             await database.close()
+            if isinstance(error, OSError):
+                raise operators_error(config.data_dir, error) from error
             raise
+        relief = Relief(
+            room=room,
+            keeper=keeper,
+            merges=merges,
+            leased=lambda: leases.payloads(clock.monotonic()),
+            clock=clock,
+        )
+        database.on_full = blobs.on_full = relief.note_refusal
         return cls(
             config=config,
             clock=clock,
@@ -95,12 +116,28 @@ class Coordinator(Policies, Rollouts):
                 path_of=blobs.path,
                 config=config,
                 leased=lambda: leases.payloads(clock.monotonic()),
+                may_write=lambda: not room.is_full,
+                clock=clock,
             ),
             leases=leases,
+            reading=reading,
             keeper=keeper,
+            room=room,
+            relief=relief,
+            backups=Backups(
+                directory=config.backup_dir or config.data_dir / "backups",
+                run_id=config.run_id,
+                database=database,
+                blobs=blobs,
+                reading=reading,
+                keeper=keeper,
+                clock=clock,
+            ),
             sites=sites,
             bell=Bell(),
+            head_bell=Bell(),
             queue=queue.Queue.of(config),
+            flaps=Flaps(),
             started=now,
             lease_expires=now + config.learner_lease_s,
         )
@@ -114,11 +151,13 @@ class Coordinator(Policies, Rollouts):
         """Wake every waiter with the news of the end."""
         self.is_closing = True
         self.bell.ring()
+        self.head_bell.ring()
 
     async def close(self) -> None:
         """End the streams and close the store."""
         await self.end_streams()
         await self.keeper.close()
+        await self.reading.close()
         await self.database.close()
 
     # run
@@ -131,8 +170,17 @@ class Coordinator(Policies, Rollouts):
                 f"the delay of {registration.max_delay_versions} versions exceeds max_staleness_versions = {bound}",
                 action="raise the coordinator's max_staleness_versions or lower the sampler's delay",
             )
+        longest_s = self.config.max_policy_age_s
+        if not 0 <= registration.max_delay_s <= longest_s:
+            # A number that is none is refused like one that is too large.
+            raise ContractMismatch(
+                f"the delay of {registration.max_delay_s:g} s there and back exceeds max_policy_age_s = {longest_s:g}",
+                action="raise the coordinator's max_policy_age_s or lower the sampler's delay",
+            )
         if not registration.site or not registration.incarnation:
             raise InvalidRequest("site and incarnation must not be empty")
+        if registration.lowest_sequence > MAX_SEQUENCE:
+            raise InvalidRequest(f"lowest_sequence: {registration.lowest_sequence} exceeds {MAX_SEQUENCE}")
 
         def operation(connection: sqlite3.Connection) -> tuple[int, int]:
             if not lineage.agree(connection, registration.contract, may_state=False):
@@ -151,44 +199,50 @@ class Coordinator(Policies, Rollouts):
     async def heartbeat(self, beat: Heartbeat) -> tuple[Command, ...]:
         """Note a sampler's state and answer with commands."""
 
-        def operation(connection: sqlite3.Connection) -> tuple[Command, ...]:
+        def operation(connection: sqlite3.Connection) -> tuple[tuple[Command, ...], bool]:
             if not self.sites.is_known(connection, beat.site, beat.incarnation):
-                return (Command.REGISTER,)
+                return (Command.REGISTER,), False
             if self.config.is_finished(lineage.read_head(connection).version):
-                return (Command.STOP,)
-            return (Command.DRAIN,) if get_meta(connection, "draining") else ()
+                return (Command.STOP,), True
+            draining = (Command.DRAIN,) if get_meta(connection, "draining") else ()
+            # Registering again, it says what it can still push, and the watermark passes over the rest.
+            again = (Command.REGISTER,) if watermark.is_gap_wide(connection, beat.site, beat.incarnation) else ()
+            return (*draining, *again), True
 
-        commands = await self.database.run(operation)
-        if Command.REGISTER not in commands:
+        commands, is_known = await self.database.run(operation)
+        if is_known:
             self.sites.beat(beat, self.clock.monotonic())
         return commands
 
     async def report_canary(self, report: CanaryReport) -> CanaryVerdict:
         """Compare a site's canary with the learner's; quarantine it or end its quarantine."""
 
-        def operation(connection: sqlite3.Connection) -> tuple[str, CanaryVerdict]:
+        instant = self.clock.monotonic()
+
+        def operation(connection: sqlite3.Connection) -> tuple[CanaryVerdict, bool]:
             if not self.sites.is_known(connection, report.site, report.incarnation):
                 raise NotRegistered(f"site {report.site}, incarnation {report.incarnation}, is not registered")
             before = canary.read_quarantines(connection).get(report.site, "")
             flavour = self.sites.flavour(connection, report.site, report.incarnation)
             threshold = self.config.canary_threshold
             verdict = canary.compare(connection, report, threshold=threshold, flavour=flavour)
-            if bool(before) != bool(verdict.quarantine):
+            is_said = bool(before) != bool(verdict.quarantine) and self.flaps.note(report.site, instant)
+            if is_said:
                 kind = AuditKind.QUARANTINE if verdict.quarantine else AuditKind.QUARANTINE_ENDED
                 detail = verdict.quarantine or f"version {report.version} scores as the learner says"
                 audit.append(connection, kind, subject=report.site, detail=detail, now=self.clock.wall())
-            return before, verdict
+            return verdict, is_said
 
-        before, verdict = await self.database.run(operation)
+        verdict, is_said = await self.database.run(operation)
         self.sites.note_canary(report, verdict.difference, self.clock.monotonic())
-        if verdict.quarantine and not before:
+        if is_said and verdict.quarantine:
             _LOG.error(
                 "site %s goes into quarantine: %s; a version that it scores right ends that, or an operator: %s",
                 report.site,
                 verdict.quarantine,
                 RELEASE,
             )
-        elif before and not verdict.quarantine:
+        elif is_said:
             _LOG.info("site %s leaves quarantine with version %d", report.site, report.version)
         return verdict
 
@@ -205,24 +259,34 @@ class Coordinator(Policies, Rollouts):
                 wall=wall,
                 uptime_s=now - self.started,
                 store_bytes=self.blobs.used_bytes,
+                store_problem=self.room.problem,
             )
         )
 
-    async def release_site(self, *, site: SiteId, reason: str) -> str:
+    async def release_site(self, *, site: SiteId, reason: str, request_id: str = "") -> str:
         """End a site's quarantine by an operator's order."""
         now = self.clock.wall()
-        before = await self.change(lambda connection: quarantine.release(connection, site, reason=reason, now=now))
+
+        def operation(connection: sqlite3.Connection) -> str:
+            before = repeats.answer_to(connection, f"release/{site}", request_id)
+            if before is None:
+                before = quarantine.release(connection, site, reason=reason, now=now)
+                repeats.remember(connection, f"release/{site}", request_id, before)
+            return before
+
+        before = await self.change(operation)
         _LOG.warning("operator: site %s is released: %s", site, reason)
         return before
 
     async def note_refusals(self) -> None:
-        """Count what quotas refused since the last call, and sum it up in the log of audit now and then."""
+        """Sum up in the log of audit, now and then, what quotas refused and which changes had no row of their own."""
         for (site, quota), count in self.queue.quotas.new_refusals().items():
             metrics.QUOTA_REFUSALS.labels(metrics.SITES.of(site), quota).inc(count)
-        due = self.queue.quotas.due_summaries(self.clock.monotonic())
-        if due:
-            now = self.clock.wall()
+        now, instant = self.clock.wall(), self.clock.monotonic()
+        if due := self.queue.quotas.due_summaries(instant):
             await self.database.run(lambda connection: audit.note_refusals(connection, due, now=now))
+        if left_out := self.flaps.due(instant):
+            await self.database.run(lambda connection: note_left_out(connection, left_out, now=now))
 
     async def note_revoked(self, serials: frozenset[int]) -> None:
         """Keep in the log of audit which certificates are refused."""
@@ -235,9 +299,15 @@ class Coordinator(Policies, Rollouts):
             raise InvalidRequest(f"limit: {limit} is not in 1..1000")
         return await self.database.run(lambda connection: reports.list_steps(connection, after_step, limit))
 
-    async def drain(self, *, reason: str) -> None:
-        """Hand out no more work until a learner acquires the lease again."""
-        await self.database.run(lambda connection: set_meta(connection, "draining", reason or "asked to"))
+    async def drain(self, *, reason: str, epoch: int | None = None) -> None:
+        """Hand out no more work until a learner acquires the lease again; a learner's order is fenced by its epoch."""
+
+        def operation(connection: sqlite3.Connection) -> None:
+            if epoch is not None:
+                lineage.check_epoch(connection, epoch)
+            set_meta(connection, "draining", reason or "asked to")
+
+        await self.database.run(operation)
         _LOG.info("draining: %s", reason)
 
 
@@ -252,4 +322,6 @@ def _start(connection: sqlite3.Connection, config: CoordinatorConfig) -> None:
     seed = get_meta(connection, "seed")
     if seed is not None and seed != str(config.seed):
         raise ContractMismatch(f"the run began with seed {seed}, not {config.seed}", action="set seed to that value")
-    set_meta(connection, "seed", str(config.seed))
+    if seed is None:
+        # Only then: a start on a full disk writes nothing that it need not.
+        set_meta(connection, "seed", str(config.seed))

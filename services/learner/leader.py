@@ -178,7 +178,7 @@ class Leader:
                 self._note(publisher, session)
         reason = f"step {session.step} of {self.config.max_steps} is reached"
         _LOG.info("%s", reason)
-        await self.patience().insist(lambda: self.api.drain(reason=reason))
+        await self.patience().insist(lambda: self.api.drain(reason=reason, epoch=grant.epoch))
 
     def _examiner(self, trust: Trust) -> Examiner | None:
         if self.yardstick is None:

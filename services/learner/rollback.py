@@ -20,6 +20,7 @@ from services.common.fetch import Fetcher
 from services.common.types import Manifest, PayloadKind
 from services.common.weights.arena import Arena
 from services.common.weights.compose import MAX_PAYLOADS, compose
+from services.common.weights.container import max_file_bytes
 from services.common.weights.manifest import verify_state
 from services.common.weights.negate import negate
 from services.common.weights.payload import apply_payload
@@ -107,7 +108,12 @@ class Rollback:
             return await self._resumption.rebuild(target.version)
 
     async def _undo(self, target: Manifest, shadow: Arena) -> Arena:
-        fetcher = Fetcher(api=self._api, spool=self._resumption.directory / "undo", clock=self._patience.clock)
+        fetcher = Fetcher(
+            api=self._api,
+            spool=self._resumption.directory / "undo",
+            clock=self._patience.clock,
+            max_bytes=max_file_bytes(shadow.layout.chunks),
+        )
         plan = await self._patience.insist(
             lambda: self._api.plan_pull(
                 have_version=target.version,

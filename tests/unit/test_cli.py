@@ -32,6 +32,7 @@ COMMANDS = [
     "demo",
     "export",
     "rollback",
+    "backup",
     "status",
     "health",
     "join",
@@ -330,7 +331,9 @@ def test_run_without_a_version_says_what_is_waited_for():
     assert "held-out accuracy 0.250" in console.export_text()
 
 
-@pytest.mark.parametrize("command", [("status",), ("top", "--once"), ("health",), ("rollback", "--to", "3")])
+@pytest.mark.parametrize(
+    "command", [("status",), ("top", "--once"), ("health",), ("rollback", "--to", "3"), ("backup",)]
+)
 def test_links_of_operators_are_told_what_to_change(command, tmp_path):
     def problem(*arguments):
         return str(invoke(*command, *arguments).exception)

@@ -35,7 +35,7 @@ def session_of(tmp_path, api, inbox, **verification):
     return Session(
         config=learner_config(tmp_path, verification=verification), api=api,
         backend=SimpleNamespace(torch_model=model),
-        publisher=SimpleNamespace(position=SimpleNamespace(shadow=published)), inbox=inbox,
+        publisher=SimpleNamespace(position=SimpleNamespace(shadow=published, head_version=0)), inbox=inbox,
         journal=None,
         patience=Patience(clock=ManualClock(), rng=random.Random(0), base_s=1.0, cap_s=1.0),
         evaluator=None, epoch=1, step=0,

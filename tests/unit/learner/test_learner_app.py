@@ -77,6 +77,19 @@ async def test_learner_consumes_the_queue_and_ends(coordinator, tmp_path):
     assert status.learner == ""
 
 
+async def test_learner_drains_the_run_under_its_own_epoch(coordinator, tmp_path, monkeypatch):
+    honest, epochs = coordinator.drain, []
+
+    async def drain(self, *, reason, epoch=None):
+        epochs.append((epoch, (await self.get_status()).epoch))
+        await honest(reason=reason, epoch=epoch)
+
+    monkeypatch.setattr(type(coordinator), "drain", drain)
+    await asyncio.gather(learn(learner_config(tmp_path), coordinator), fill(coordinator, QUEUE))
+
+    assert epochs == [(1, 1)]
+
+
 async def test_learner_writes_a_row_for_every_version_and_step(coordinator, tmp_path):
     config = learner_config(tmp_path)
     await asyncio.gather(learn(config, coordinator), fill(coordinator, QUEUE))

@@ -179,7 +179,7 @@ class NotRegistered(RemoteError):
 class Quarantined(RemoteError):
     """The site's canary contradicts the learner's: its weights, settings or kernels are not what it states."""
 
-    action = "reload the weights or correct the engine's settings; a version that scores right ends the quarantine"
+    action = "correct the engine's settings, or have an operator end it: heterorl sites release"
 
 
 class RunFinished(RemoteError):

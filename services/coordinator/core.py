@@ -23,6 +23,7 @@ from services.common.errors import (
     InvalidRequest,
     NotRegistered,
 )
+from services.common.standstill import RELEASE
 from services.common.types import (
     RunStatus,
     SiteId,
@@ -237,7 +238,12 @@ class Coordinator(Policies, Rollouts):
         verdict, is_said = await self.database.run(operation)
         self.sites.note_canary(report, verdict.difference, self.clock.monotonic())
         if is_said and verdict.quarantine:
-            _LOG.error("site %s goes into quarantine: %s", report.site, verdict.quarantine)
+            _LOG.error(
+                "site %s goes into quarantine: %s; a version that it scores right ends that, or an operator: %s",
+                report.site,
+                verdict.quarantine,
+                RELEASE,
+            )
         elif is_said:
             _LOG.info("site %s leaves quarantine with version %d", report.site, report.version)
         return verdict

@@ -8,6 +8,7 @@
         InvalidRequest  ContractMismatch  UnknownVersion  UnknownPayload  DigestMismatch  StaleEpoch  LeaseHeld
         ParentNotHead  StepConflict  GroupNotAvailable  PayloadMissing  TooStale  QuotaExceeded  Draining
         NotRegistered  Quarantined  RunFinished  StoreFull  Unauthenticated  PermissionDenied  Unreachable
+        MessageTooLarge
       CorruptData             bytes that fail their own checks: quarantined, never served, never applied
         MalformedPayload  LimitExceeded  StateMismatch  CorruptStore
       UntrustedVersion        a version whose origin or place in the history is not proven; never used
@@ -158,6 +159,12 @@ class QuotaExceeded(RemoteError):
     """A bound on bytes, credits or requests is reached."""
 
     action = "wait for the stated delay, then repeat"
+
+
+class MessageTooLarge(RemoteError):
+    """One message is larger than its receiver takes or its sender may send; nobody read it."""
+
+    action = "raise max_message_bytes at the coordinator and at its peer, or send less in one message"
 
 
 class Draining(RemoteError):

@@ -177,6 +177,8 @@ class LeaseGrant:
     """Newest version, or -1 when none is published yet."""
     rollback_to: int = -1
     """Version whose content the next one is to have, by an operator's order; -1 for none."""
+    max_message_bytes: int = 0
+    """Largest message that the coordinator takes and sends; 0 where it does not say."""
 
 
 class PayloadKind(enum.Enum):

@@ -16,6 +16,7 @@ from services.common.api import CanaryReport, CanaryVerdict, Command, Heartbeat,
 from services.common.bell import Bell
 from services.common.clock import Clock
 from services.common.errors import (
+    ConfigError,
     ContractMismatch,
     Draining,
     InvalidRequest,
@@ -26,7 +27,7 @@ from services.common.types import (
     SiteId,
     StepReport,
 )
-from services.coordinator import audit, canary, flavours, lineage, quarantine, queue, reports
+from services.coordinator import audit, canary, flavours, group_size, lineage, quarantine, queue, reports
 from services.coordinator.audit import AuditKind
 from services.coordinator.blobs import BlobStore
 from services.coordinator.composer import Composer
@@ -144,7 +145,11 @@ class Coordinator(Policies, Rollouts):
         self.sites.see(registration.site, registration.incarnation, self.clock.monotonic())
         _LOG.info("site %s registered: engine %s, %s", registration.site, registration.engine, registration.dtype)
         return RegisterAnswer(
-            run_id=self.config.run_id, head_version=head, next_sequence=next_sequence, max_staleness_versions=bound
+            run_id=self.config.run_id,
+            head_version=head,
+            next_sequence=next_sequence,
+            max_staleness_versions=bound,
+            max_message_bytes=self.config.max_message_bytes,
         )
 
     async def heartbeat(self, beat: Heartbeat) -> tuple[Command, ...]:
@@ -247,3 +252,7 @@ def _start(connection: sqlite3.Connection, config: CoordinatorConfig) -> None:
     if seed is not None and seed != str(config.seed):
         raise ContractMismatch(f"the run began with seed {seed}, not {config.seed}", action="set seed to that value")
     set_meta(connection, "seed", str(config.seed))
+    contract = lineage.read_contract(connection)
+    problem = "" if contract is None else group_size.problem_of(contract, config)
+    if problem:
+        raise ConfigError("max_message_bytes", problem, action=group_size.ACTION)

@@ -28,7 +28,7 @@ from services.common.types import (
     SignedManifest,
 )
 from services.common.wire import manifest_from_bytes
-from services.coordinator import audit, canary, lineage, manifests, plans, queue, reports, rollback
+from services.coordinator import audit, canary, group_size, lineage, manifests, plans, queue, reports, rollback
 from services.coordinator import flavours as forms
 from services.coordinator.audit import AuditKind
 from services.coordinator.database import get_meta, set_meta
@@ -51,6 +51,9 @@ class Policies(Node):
         if not holder or not request_id:
             raise InvalidRequest("holder and request_id must not be empty")
         forms.check_names(flavours)
+        problem = group_size.problem_of(contract, self.config)
+        if problem:
+            raise InvalidRequest(problem, action=group_size.ACTION)
         now = self.clock.monotonic()
 
         def operation(connection: sqlite3.Connection) -> tuple[int, int, str]:
@@ -75,7 +78,13 @@ class Policies(Node):
 
         epoch, head, reason = await self.change(operation)
         _LOG.info("learner %s: %s", holder, reason)
-        return LeaseGrant(epoch=epoch, holder=holder, ttl_s=self.config.learner_lease_s, head_version=head)
+        return LeaseGrant(
+            epoch=epoch,
+            holder=holder,
+            ttl_s=self.config.learner_lease_s,
+            head_version=head,
+            max_message_bytes=self.config.max_message_bytes,
+        )
 
     async def renew_lease(self, *, epoch: int) -> LeaseGrant:
         """Extend the lease, also after its expiry while nobody else took it."""

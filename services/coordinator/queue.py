@@ -23,6 +23,7 @@ from services.coordinator.schedule import seed_of
 from services.coordinator.turns import Turns
 
 _WHERE_ID = "site = ? AND incarnation = ? AND sequence = ?"
+_Wait = tuple[float, str]
 RETRY_AFTER_S = 1.0
 _LOG = logging.getLogger(__name__)
 MAX_GAP = 100_000
@@ -84,7 +85,7 @@ class Queue:
         wait_s, busy = self._busy(connection, group.id, len(data), instant)
         if busy:
             return PushOutcome(id=group.id, status=PushStatus.RETRY, message=busy, retry_after_s=wait_s)
-        reason, message = judge(group, self._facts(connection, group, contract=contract, head=head, now=now))
+        reason, message = judge(group, self._facts(connection, group, len(data), contract=contract, head=head, now=now))
         connection.execute(
             "INSERT INTO groups (site, incarnation, sequence, digest, state, reason, assignment, oldest_version,"
             " num_bytes, arrived, payload) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -115,9 +116,7 @@ class Queue:
             work.reopen_held(connection, group.assignment, group.id)
         return PushOutcome(id=group.id, status=PushStatus.DROPPED, reason=reason, message=message)
 
-    def _busy(
-        self, connection: sqlite3.Connection, group_id: GroupId, num_bytes: int, instant: float
-    ) -> tuple[float, str]:
+    def _busy(self, connection: sqlite3.Connection, group_id: GroupId, num_bytes: int, instant: float) -> _Wait:
         known = watermark.read(connection, group_id)
         if not 0 < group_id.sequence <= known + MAX_GAP:
             text = f"sequence {group_id.sequence} is too far beyond {known}; push the earlier groups first"
@@ -132,7 +131,7 @@ class Queue:
         )
 
     def _facts(
-        self, connection: sqlite3.Connection, group: Group, *, contract: Contract, head: int, now: float
+        self, connection: sqlite3.Connection, group: Group, num_bytes: int, *, contract: Contract, head: int, now: float
     ) -> Facts:
         version = connection.execute(
             "SELECT coalesce((SELECT f.state_root FROM flavour_versions f WHERE f.version = v.version"
@@ -150,6 +149,9 @@ class Queue:
             assignment_prompt=prompt,
             is_answered=is_answered,
             quarantine=quarantine.conviction_of(connection, group.id.site),
+            num_bytes=num_bytes,
+            max_group_bytes=self.config.max_group_bytes,
+            max_prompt_tokens=self.config.max_prompt_tokens,
         )
 
     def lease(self, connection: sqlite3.Connection, *, count: int, head: int, now: float) -> list[QueuedGroup]:
@@ -160,8 +162,8 @@ class Queue:
         while rows := self._next(connection, count - len(leased)):
             for arrival, digest, data, arrived, published, assignment, *key in rows:
                 group = _verified(data, digest)
-                if group is None:
-                    _LOG.critical("group %s fails its digest and is not trained on", key)
+                if group is None or len(data) > self.config.max_group_bytes:
+                    _LOG.critical("group %s fails its digest or fits no message, and is not trained on", key)
                     drop(connection, [GroupId(site=key[0], incarnation=key[1], sequence=key[2])], DropReason.INVALID)
                     continue
                 connection.execute("UPDATE groups SET state = 'leased' WHERE arrival = ?", (arrival,))

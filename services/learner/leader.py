@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from services.common.api import CoordinatorApi
 from services.common.clock import Clock
-from services.common.errors import RemoteError
+from services.common.errors import ConfigError, RemoteError
 from services.common.signing import Signer
 from services.common.trust import Trust
 from services.common.types import Contract, LeaseGrant
@@ -26,7 +26,7 @@ from services.learner.feed import feed
 from services.learner.flavours import Flavours
 from services.learner.inbox import Inbox
 from services.learner.journal import Journal
-from services.learner.lease import acquire, renew
+from services.learner.lease import acquire, check_messages, renew
 from services.learner.patience import Patience
 from services.learner.publish import Publisher
 from services.learner.recent_versions import RecentVersions
@@ -80,6 +80,11 @@ class Leader:
             patience=self.patience(),
             flavours=self.config.flavours,
         )
+        try:
+            check_messages(grant, own_bytes=self.config.max_message_bytes)
+        except ConfigError:
+            await self.release(grant)
+            raise
         try:
             async with asyncio.TaskGroup() as tasks:
                 renewal = tasks.create_task(

@@ -10,6 +10,7 @@ import grpc.aio
 
 from services.common.bandwidth import BandwidthConfig, TokenBucket
 from services.common.clock import Clock, SystemClock
+from services.common.errors import Unreachable
 from services.common.metrics import BANDWIDTH_CAP, BANDWIDTH_WAIT
 from services.common.rpc import retry
 from services.common.rpc.attempt import timed, typed
@@ -65,7 +66,7 @@ class Calls:
         async def attempt() -> Any:
             async with self._link.stubs() as stubs:
                 with timed(name):
-                    return await stubs.method(name)(request, timeout=timeout_s)
+                    return readable(name, await stubs.method(name)(request, timeout=timeout_s))
 
         return await retry.call(attempt, name=name, policy=self._retry, clock=self._clock, rng=self._rng)
 
@@ -76,8 +77,20 @@ class Calls:
                 try:
                     with timed(name):
                         async for message in call:
-                            yield message
+                            yield readable(name, message)
                 finally:
                     call.cancel()
         except grpc.aio.AioRpcError as error:
             raise typed(name, error) from error
+
+
+def readable(name: str, message: Any) -> Any:
+    """A message of the other end.
+
+    Raises:
+        Unreachable: its bytes are no such message.
+    """
+    if message is None:
+        # gRPC's way to say that the bytes are no such message.
+        raise Unreachable(f"{name}: the coordinator's answer cannot be read", retry_after_s=1.0)
+    return message

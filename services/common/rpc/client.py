@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from collections.abc import AsyncIterator, Sequence
 
+import numpy as np
 from heterorl.v1 import policy_pb2, rollout_pb2, run_pb2
 
 from services.common.api import (
@@ -23,7 +26,7 @@ from services.common.errors import Unreachable
 from services.common.metrics import BYTES
 from services.common.rpc import canary, messages, retry
 from services.common.rpc.attempt import once, timed
-from services.common.rpc.calls import Calls
+from services.common.rpc.calls import Calls, readable
 from services.common.rpc.publication import publish_to_pb
 from services.common.rpc.rejections import rejections_to_pb
 from services.common.rpc.run_status import status_from_pb
@@ -44,6 +47,9 @@ from services.common.types import (
 from services.common.wire import group_id_to_pb, group_to_pb
 
 PUSH_TIMEOUT_S = 120.0
+ASSIGNMENTS_AT_ONCE = 4096
+"""The coordinator takes no more in one call."""
+_LOG = logging.getLogger(__name__)
 
 
 class CoordinatorClient(Calls):
@@ -173,8 +179,10 @@ class CoordinatorClient(Calls):
 
     async def abandon_work(self, *, site: SiteId, incarnation: str, assignments: Sequence[int]) -> None:
         """Give assignments back."""
-        request = rollout_pb2.AbandonWorkRequest(site=site, incarnation=incarnation, assignments=list(assignments))
-        await self._call("AbandonWork", request)
+        for first in range(0, len(assignments), ASSIGNMENTS_AT_ONCE):
+            some = assignments[first : first + ASSIGNMENTS_AT_ONCE]
+            request = rollout_pb2.AbandonWorkRequest(site=site, incarnation=incarnation, assignments=list(some))
+            await self._call("AbandonWork", request)
 
     async def push_groups(self, groups: Sequence[Group]) -> list[PushOutcome]:
         """Push groups and return one outcome each, in order; repeating the call is harmless."""
@@ -182,7 +190,7 @@ class CoordinatorClient(Calls):
         async def attempt() -> list[PushOutcome]:
             async def requests() -> AsyncIterator[rollout_pb2.PushGroupsRequest]:
                 for group in groups:
-                    message = rollout_pb2.PushGroupsRequest(group=group_to_pb(group))
+                    message = _push_to_pb(group, limit_bytes=self._link.send_bytes)
                     await self._pace(self._up, "up", message.ByteSize())
                     BYTES.labels("groups", "out").inc(message.ByteSize())
                     yield message
@@ -190,7 +198,7 @@ class CoordinatorClient(Calls):
             async with self._link.stubs() as stubs:
                 with timed("PushGroups"):
                     call = stubs.method("PushGroups")(requests(), timeout=PUSH_TIMEOUT_S)
-                    outcomes = [messages.outcome_from_pb(message) async for message in call]
+                    outcomes = [messages.outcome_from_pb(readable("PushGroups", message)) async for message in call]
             if len(outcomes) != len(groups):
                 raise Unreachable(f"PushGroups: {len(outcomes)} outcomes for {len(groups)} groups", retry_after_s=1.0)
             return outcomes
@@ -225,7 +233,10 @@ class CoordinatorClient(Calls):
     async def register(self, registration: Registration) -> RegisterAnswer:
         """Introduce a sampler."""
         request = messages.registration_to_pb(registration)
-        return messages.register_answer_from_pb(await self._call("Register", request))
+        answer = messages.register_answer_from_pb(await self._call("Register", request))
+        if answer.max_message_bytes:
+            await self._link.send_up_to(answer.max_message_bytes)
+        return answer
 
     async def heartbeat(self, beat: Heartbeat) -> tuple[Command, ...]:
         """Report a sampler's state and receive commands."""
@@ -259,3 +270,23 @@ class CoordinatorClient(Calls):
         """End a site's quarantine."""
         request = run_pb2.ReleaseSiteRequest(site=site, reason=reason)
         return str((await self._call("ReleaseSite", request)).quarantine)
+
+
+def _push_to_pb(group: Group, *, limit_bytes: int) -> rollout_pb2.PushGroupsRequest:
+    """The message of a group; of one that no message has room for, its shell.
+
+    The shell has no rollouts, so the coordinator refuses it for good and counts it. Were it never sent, everything
+    behind it in the outbox would wait for ever; were it dropped here, its sequence would be missing for ever.
+    """
+    message = rollout_pb2.PushGroupsRequest(group=group_to_pb(group))
+    if message.ByteSize() <= limit_bytes:
+        return message
+    _LOG.error(
+        "group %d of site %s is lost: its message has %d bytes, the coordinator's max_message_bytes is %d",
+        group.id.sequence,
+        group.id.site,
+        message.ByteSize(),
+        limit_bytes,
+    )
+    shell = dataclasses.replace(group, rollouts=(), prompt_token_ids=np.zeros(0, np.int32))
+    return rollout_pb2.PushGroupsRequest(group=group_to_pb(shell))

@@ -237,10 +237,13 @@ class AcquireLeaseResponse(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    MAX_MESSAGE_BYTES_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     TTL_S_FIELD_NUMBER: builtins.int
     HEAD_VERSION_FIELD_NUMBER: builtins.int
     HOLDER_FIELD_NUMBER: builtins.int
+    max_message_bytes: builtins.int
+    """Largest message that the coordinator takes and sends, bytes; 0 where it does not say."""
     epoch: builtins.int
     """Epoch to name in every effect."""
     ttl_s: builtins.float
@@ -252,12 +255,13 @@ class AcquireLeaseResponse(google.protobuf.message.Message):
     def __init__(
         self,
         *,
+        max_message_bytes: builtins.int = ...,
         epoch: builtins.int = ...,
         ttl_s: builtins.float = ...,
         head_version: builtins.int = ...,
         holder: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "head_version", b"head_version", "holder", b"holder", "ttl_s", b"ttl_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "head_version", b"head_version", "holder", b"holder", "max_message_bytes", b"max_message_bytes", "ttl_s", b"ttl_s"]) -> None: ...
 
 Global___AcquireLeaseResponse: typing_extensions.TypeAlias = AcquireLeaseResponse
 

@@ -34,6 +34,8 @@ from services.coordinator.schedule import Load, Pace, decide_grant
 _LOG = logging.getLogger(__name__)
 RETRY_AFTER_S = 0.5
 LEASE_BATCH = 16
+MAX_ASSIGNMENTS = 4096
+"""Named by one call: each is a statement on the store's only thread."""
 
 
 class Rollouts(Node):
@@ -44,8 +46,8 @@ class Rollouts(Node):
     async def lease_work(self, *, site: SiteId, incarnation: str, max_groups: int, policy_version: int) -> WorkGrant:
         """Hand out prompt groups, paced."""
         now = self.clock.monotonic()
-        if not 1 <= max_groups <= 4096:
-            raise InvalidRequest(f"max_groups: {max_groups} is not in 1..4096")
+        if not 1 <= max_groups <= MAX_ASSIGNMENTS:
+            raise InvalidRequest(f"max_groups: {max_groups} is not in 1..{MAX_ASSIGNMENTS}")
 
         def operation(connection: sqlite3.Connection) -> tuple[tuple[WorkAssignment, ...], str]:
             _check_site(connection, site, incarnation)
@@ -85,11 +87,14 @@ class Rollouts(Node):
 
     async def abandon_work(self, *, site: SiteId, incarnation: str, assignments: Sequence[int]) -> None:
         """Open assignments that the site will not answer."""
-        await self.database.run(
-            lambda connection: work.give_back(
-                connection, site=site, incarnation=incarnation, assignments=list(assignments)
-            )
-        )
+        if len(assignments) > MAX_ASSIGNMENTS:
+            raise InvalidRequest(f"assignments: {len(assignments)}, at most {MAX_ASSIGNMENTS} are taken at once")
+
+        def operation(connection: sqlite3.Connection) -> None:
+            _check_site(connection, site, incarnation)
+            work.give_back(connection, site=site, incarnation=incarnation, assignments=list(assignments))
+
+        await self.database.run(operation)
 
     async def push_groups(self, groups: Sequence[Group]) -> list[PushOutcome]:
         """Take groups in; every terminal outcome is durable when it is returned."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,19 +10,17 @@ from heterorl.v1 import policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_gr
 
 from services.common.api import CoordinatorApi
 from services.common.contract_wire import contract_from_pb
-from services.common.errors import DigestMismatch, HeterorlError, InvalidRequest
+from services.common.errors import DigestMismatch, InvalidRequest
 from services.common.metrics import BYTES
 from services.common.rpc import canary, messages
 from services.common.rpc.options import FRAME_BYTES
 from services.common.rpc.publication import publish_from_pb
 from services.common.rpc.rejections import rejections_from_pb
 from services.common.rpc.run_status import status_to_pb
-from services.common.types import DropReason, Group, PushOutcome, PushStatus, SiteId
-from services.common.wire import group_from_pb, group_id_from_pb
+from services.common.types import SiteId
+from services.common.wire import group_id_from_pb
 from services.coordinator import observe
-
-PUSH_BATCH = 16
-"""Groups of one push stream that share a commit."""
+from services.coordinator.intake import Intake
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -45,7 +41,11 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
             flavours=tuple(request.flavours),
         )
         return policy_pb2.AcquireLeaseResponse(
-            epoch=grant.epoch, ttl_s=grant.ttl_s, head_version=grant.head_version, holder=grant.holder
+            epoch=grant.epoch,
+            ttl_s=grant.ttl_s,
+            head_version=grant.head_version,
+            holder=grant.holder,
+            max_message_bytes=grant.max_message_bytes,
         )
 
     async def RenewLease(
@@ -153,8 +153,9 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     """heterorl.v1.RolloutService."""
 
-    def __init__(self, api: CoordinatorApi) -> None:
+    def __init__(self, api: CoordinatorApi, *, max_prompt_tokens: int = 1 << 18) -> None:
         self._api = api
+        self._intake = Intake(api, max_prompt_tokens=max_prompt_tokens)
 
     async def LeaseWork(self, request: rollout_pb2.LeaseWorkRequest, context: Context) -> rollout_pb2.LeaseWorkResponse:
         grant = await self._api.lease_work(
@@ -176,54 +177,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def PushGroups(
         self, request_iterator: AsyncIterator[rollout_pb2.PushGroupsRequest], context: Context
     ) -> AsyncIterator[rollout_pb2.PushGroupsResponse]:
-        # Waits for: messages from the sampler (bounded by the queue), then for their commit.
-        # Unblocked by: the reader's None at the end of the stream, or the cancellation of the call.
-        arrived: asyncio.Queue[rollout_pb2.PushGroupsRequest | None] = asyncio.Queue(PUSH_BATCH)
-
-        async def read() -> None:
-            try:
-                async for message in request_iterator:
-                    await arrived.put(message)
-            except HeterorlError:
-                # Groups before the refused message are committed and answered; then the refusal ends the stream.
-                await arrived.put(None)
-                raise
-            await arrived.put(None)
-
-        reader = asyncio.create_task(read())
-        try:
-            is_open = True
-            while is_open:
-                batch = [await arrived.get()]
-                while not arrived.empty() and len(batch) < PUSH_BATCH:
-                    batch.append(arrived.get_nowait())
-                is_open = batch[-1] is not None
-                for outcome in await self._push([message for message in batch if message is not None]):
-                    observe.observe_push(outcome)
-                    yield messages.outcome_to_pb(outcome)
-        finally:
-            reader.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await reader
-
-    async def _push(self, batch: list[rollout_pb2.PushGroupsRequest]) -> list[PushOutcome]:
-        """One outcome per message, in order; a group that no value can hold is refused without touching the others."""
-        outcomes: dict[int, PushOutcome] = {}
-        groups: list[tuple[int, Group]] = []
-        for position, message in enumerate(batch):
-            BYTES.labels("groups", "in").inc(message.ByteSize())
-            try:
-                groups.append((position, group_from_pb(message.group)))
-            except InvalidRequest as error:
-                outcomes[position] = PushOutcome(
-                    id=group_id_from_pb(message.group.id),
-                    status=PushStatus.DROPPED,
-                    reason=DropReason.INVALID,
-                    message=str(error),
-                )
-        answers = await self._api.push_groups([group for _, group in groups]) if groups else []
-        outcomes.update((position, answer) for (position, _), answer in zip(groups, answers, strict=True))
-        return [outcomes[position] for position in range(len(batch))]
+        async for outcome in self._intake.outcomes(request_iterator):
+            observe.observe_push(outcome)
+            yield messages.outcome_to_pb(outcome)
 
     async def StreamGroups(
         self, request_iterator: AsyncIterator[rollout_pb2.StreamGroupsRequest], context: Context

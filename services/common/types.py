@@ -179,6 +179,8 @@ class LeaseGrant:
     """Version whose content the next one is to have, by an operator's order; -1 for none."""
     max_message_bytes: int = 0
     """Largest message that the coordinator takes and sends; 0 where it does not say."""
+    max_staleness_versions: int = -1
+    """Versions between a group's oldest token and the parent of the version that consumes it, at most; -1: not said."""
 
 
 class PayloadKind(enum.Enum):
@@ -399,6 +401,8 @@ class SiteStatus:
     """Pushes refused for a quota since the coordinator started."""
     quota_used: float = 0.0
     """Used share of the tightest quota, 0 to 1."""
+    problem: str = ""
+    """Why it generates nothing, as it says; empty while all is well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

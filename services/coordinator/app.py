@@ -28,6 +28,7 @@ from services.coordinator import observe
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core import Coordinator
 from services.coordinator.diagnosis import DiagnosisServicer
+from services.coordinator.presence import Presence
 from services.coordinator.servicer import PolicyServicer, RolloutServicer, RunServicer
 
 _LOG = logging.getLogger(__name__)
@@ -98,8 +99,10 @@ def _announce(config: CoordinatorConfig, port: int) -> None:
 
 async def _gauges(core: Coordinator, server: Server, clock: Clock) -> None:
     revoked: frozenset[int] = frozenset()
+    presence = Presence()
     while True:
-        await observe.observe_run(core)
+        for words in presence.look(await observe.observe_run(core)):
+            _LOG.info("%s", words)
         if revoked != (revoked := server.revoked_serials()):
             await core.note_revoked(revoked)
         await clock.sleep(GAUGE_INTERVAL_S)

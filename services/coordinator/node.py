@@ -41,6 +41,8 @@ class Node:
     started: float
     lease_expires: float
     is_closing: bool = False
+    stream: object = None
+    """The learner's newest stream of groups; read and written by store operations only."""
 
     async def change(self, operation: Callable[[sqlite3.Connection], ResultT]) -> ResultT:
         """Run an operation and wake the waiters after it, also when the caller went away meanwhile."""

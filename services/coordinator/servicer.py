@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -20,7 +21,7 @@ from services.common.rpc.run_status import status_to_pb
 from services.common.types import SiteId
 from services.common.wire import group_id_from_pb
 from services.coordinator import observe
-from services.coordinator.intake import Intake
+from services.coordinator.push_stream import PushStreams, Taker
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -39,6 +40,8 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
             contract=contract_from_pb(request.contract),
             request_id=request.request_id,
             flavours=tuple(request.flavours),
+            incarnation=request.incarnation,
+            groups_per_version=request.groups_per_version,
         )
         return policy_pb2.AcquireLeaseResponse(
             epoch=grant.epoch,
@@ -46,6 +49,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
             head_version=grant.head_version,
             holder=grant.holder,
             max_message_bytes=grant.max_message_bytes,
+            max_staleness_versions=grant.max_staleness_versions,
         )
 
     async def RenewLease(
@@ -58,6 +62,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
             head_version=grant.head_version,
             holder=grant.holder,
             rollback_to=None if grant.rollback_to < 0 else grant.rollback_to,
+            max_staleness_versions=grant.max_staleness_versions,
         )
 
     async def ReleaseLease(
@@ -153,9 +158,9 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     """heterorl.v1.RolloutService."""
 
-    def __init__(self, api: CoordinatorApi, *, max_prompt_tokens: int = 1 << 18) -> None:
+    def __init__(self, api: Taker, *, max_prompt_tokens: int = 1 << 18) -> None:
         self._api = api
-        self._intake = Intake(api, max_prompt_tokens=max_prompt_tokens)
+        self._pushes = PushStreams(api, max_prompt_tokens=max_prompt_tokens)
 
     async def LeaseWork(self, request: rollout_pb2.LeaseWorkRequest, context: Context) -> rollout_pb2.LeaseWorkResponse:
         grant = await self._api.lease_work(
@@ -163,6 +168,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             incarnation=request.incarnation,
             max_groups=request.max_groups,
             policy_version=request.policy_version,
+            request_id=request.request_id,
         )
         return messages.work_grant_to_pb(grant)
 
@@ -177,7 +183,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def PushGroups(
         self, request_iterator: AsyncIterator[rollout_pb2.PushGroupsRequest], context: Context
     ) -> AsyncIterator[rollout_pb2.PushGroupsResponse]:
-        async for outcome in self._intake.outcomes(request_iterator):
+        async for outcome in self._pushes.outcomes(request_iterator):
             observe.observe_push(outcome)
             yield messages.outcome_to_pb(outcome)
 
@@ -195,11 +201,15 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 yield message.credits
 
         held = [group_id_from_pb(group_id) for group_id in first.held]
-        async for queued in self._api.stream_groups(epoch=first.epoch, held=held, credits=credits()):
-            message = messages.queued_to_pb(queued)
-            BYTES.labels("groups", "out").inc(message.ByteSize())
-            observe.observe_lease(queued)
-            yield message
+        # Closed at once when the call ends, so that what was leased and not sent goes back now.
+        async with contextlib.aclosing(
+            self._api.stream_groups(epoch=first.epoch, held=held, credits=credits())  # type: ignore[type-var]
+        ) as stream:
+            async for queued in stream:
+                message = messages.queued_to_pb(queued)
+                BYTES.labels("groups", "out").inc(message.ByteSize())
+                observe.observe_lease(queued)
+                yield message
 
     async def AbandonGroups(
         self, request: rollout_pb2.AbandonGroupsRequest, context: Context
@@ -240,7 +250,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         return run_pb2.ListStepsResponse(reports=[messages.report_to_pb(report) for report in reports])
 
     async def Drain(self, request: run_pb2.DrainRequest, context: Context) -> run_pb2.DrainResponse:
-        await self._api.drain(reason=request.reason)
+        await self._api.drain(reason=request.reason, epoch=request.epoch if request.HasField("epoch") else None)
         return run_pb2.DrainResponse()
 
     async def Rollback(self, request: run_pb2.RollbackRequest, context: Context) -> run_pb2.RollbackResponse:
@@ -248,5 +258,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         return run_pb2.RollbackResponse(head_version=head)
 
     async def ReleaseSite(self, request: run_pb2.ReleaseSiteRequest, context: Context) -> run_pb2.ReleaseSiteResponse:
-        quarantine = await self._api.release_site(site=SiteId(request.site), reason=request.reason)
+        quarantine = await self._api.release_site(
+            site=SiteId(request.site), reason=request.reason, request_id=request.request_id
+        )
         return run_pb2.ReleaseSiteResponse(quarantine=quarantine)

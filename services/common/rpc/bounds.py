@@ -93,6 +93,7 @@ BOUNDS: Mapping[str, Bound] = MappingProxyType(
         "HeartbeatRequest.site": _NAME,
         "HeartbeatRequest.incarnation": _NAME,
         "HeartbeatRequest.state_root": _DIGEST,
+        "HeartbeatRequest.problem": _PROSE,
         "ReportCanaryRequest.site": _NAME,
         "ReportCanaryRequest.incarnation": _NAME,
         "ReportCanaryRequest.logprobs": Bound(count=1 << 16),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from services.common.rpc.revocation import Revocations
 from services.common.rpc.shares import Shares
 from services.common.tls import ServerTlsConfig, check_tls
 
+_LOG = logging.getLogger(__name__)
 UNREFUSED_RPCS = 8
 """Calls that gRPC lets in for each place that the door has; all but the placed ones are on their way out."""
 
@@ -51,6 +53,8 @@ class Server:
         if self._files is not None:
             _check_own(self._files.current().identity, run_id=run_id)
         self._revoked = Revocations(Path(tls.revoked)) if tls.revoked else None
+        if self._files is not None and self._revoked is None:
+            _LOG.warning("tls.revoked is not set: certificates that the authority revokes go on working")
         gate = Gate(
             run_id=run_id,
             is_plaintext=tls.insecure,

@@ -15,7 +15,7 @@ from services.operator_link import (
     CredentialsOption,
     InsecureOption,
     KeyOption,
-    link_files,
+    find_link,
 )
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def backup(
-    address: AddressArgument,
+    address: AddressArgument = "",
     name: Annotated[
         str, typer.Option(help="Name of the directory, under the coordinator's backup_dir; the time if not given.")
     ] = "",
@@ -35,7 +35,7 @@ def backup(
     insecure: InsecureOption = False,
 ) -> None:
     """Have a running coordinator write its state at this moment into a directory that a coordinator starts from."""
-    tls = link_files(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
+    address, tls = find_link(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
     made = asyncio.run(_ask(address, tls=tls, name=name or time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())))
     typer.echo(
         f"{made.path} on the coordinator's machine: version {made.head_version}, {made.num_payloads} payloads,"

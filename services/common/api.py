@@ -44,8 +44,9 @@ class PlanKind(enum.Enum):
 class PullPlan:
     """Payloads to apply in order (a snapshot, if any, comes first) and the manifests they lead to.
 
-    `manifests[i]` is the exact manifest bytes of the version that `payloads[i]` leads to; for SAME both are empty.
-    `signature` belongs to the last manifest; empty where its publisher did not sign.
+    The last of `manifests` is the exact manifest bytes of the target; a plan may carry those of the way before it too,
+    one for each payload, and whoever needs them otherwise lists them. For SAME both are empty. `signature` belongs to
+    the last manifest; empty where its publisher did not sign.
     """
 
     kind: PlanKind
@@ -75,7 +76,10 @@ class WorkGrant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """A sampler introduces itself. `max_delay_versions` is the largest version lag its delay model can cause."""
+    """A sampler introduces itself. `max_delay_versions` is the largest version lag its delay model can cause.
+
+    `lowest_sequence` is the lowest that the incarnation may still push: all below it are settled or were never used.
+    """
 
     site: SiteId
     incarnation: str
@@ -85,6 +89,10 @@ class Registration:
     max_delay_versions: int
     flavour: str = ""
     """Form of the weights that it pulls; empty for those that are trained."""
+    max_delay_s: float = 0.0
+    """Longest that its delay model keeps a version and its groups from the coordinator, there and back, seconds."""
+    lowest_sequence: int = 0
+    """0 is not stated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +125,8 @@ class Heartbeat:
     outbox_groups: int
     apply_s: float = 0.0
     """Seconds that applying and verifying the newest weights took; 0 before the first."""
+    problem: str = ""
+    """Why nothing is generated; empty while all is well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,9 +161,20 @@ class CoordinatorApi(Protocol):
 
     # policy: the learner's side
     async def acquire_lease(
-        self, *, holder: str, contract: Contract, request_id: str, flavours: Sequence[str] = ()
+        self,
+        *,
+        holder: str,
+        contract: Contract,
+        request_id: str,
+        flavours: Sequence[str] = (),
+        incarnation: str = "",
+        groups_per_version: int = 0,
     ) -> LeaseGrant:
-        """Become the run's learner, who publishes each version in these flavours too."""
+        """Become the run's learner, who publishes each version in these flavours too.
+
+        `incarnation` names the learner's state directory: while a lease lasts, only the same one gets it again.
+        `groups_per_version` groups make one version; 0 where the learner does not say.
+        """
         ...
 
     async def renew_lease(self, *, epoch: int) -> LeaseGrant: ...
@@ -214,17 +235,24 @@ class CoordinatorApi(Protocol):
 
     # rollouts
     async def lease_work(
-        self, *, site: SiteId, incarnation: str, max_groups: int, policy_version: int
-    ) -> WorkGrant: ...
+        self, *, site: SiteId, incarnation: str, max_groups: int, policy_version: int, request_id: str = ""
+    ) -> WorkGrant:
+        """Ask for assignments; the newest `request_id` said again is given what it was given, while that is leased."""
+        ...
 
     async def abandon_work(self, *, site: SiteId, incarnation: str, assignments: Sequence[int]) -> None: ...
 
-    async def push_groups(self, groups: Sequence[Group]) -> list[PushOutcome]: ...
+    async def push_groups(self, groups: Sequence[Group]) -> list[PushOutcome]:
+        """Push groups; outcomes of the first ones in order, of all unless the link broke in between."""
+        ...
 
     def stream_groups(
         self, *, epoch: int, held: Sequence[GroupId], credits: AsyncIterator[int]
     ) -> AsyncIterator[QueuedGroup]:
-        """Lease complete groups oldest first, one per credit; leased groups that are not `held` return to the queue."""
+        """Lease complete groups oldest first, one per credit; leased groups that are not `held` return to the queue.
+
+        A stream ends when the same epoch opens another one.
+        """
         ...
 
     async def abandon_groups(self, *, epoch: int, ids: Sequence[GroupId], reason: str) -> None:
@@ -248,12 +276,14 @@ class CoordinatorApi(Protocol):
 
     async def list_steps(self, *, after_step: int, limit: int) -> tuple[StepReport, ...]: ...
 
-    async def drain(self, *, reason: str) -> None: ...
+    async def drain(self, *, reason: str, epoch: int | None = None) -> None:
+        """Hand out no more work; a learner names its epoch, an operator none."""
+        ...
 
     async def rollback(self, *, to_version: int, request_id: str) -> int:
         """Order the learner to publish the content of a version anew (-1: no order); returns the head."""
         ...
 
-    async def release_site(self, *, site: SiteId, reason: str) -> str:
+    async def release_site(self, *, site: SiteId, reason: str, request_id: str = "") -> str:
         """End a site's quarantine and forget its failures; returns why it was there, empty when it was not."""
         ...

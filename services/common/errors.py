@@ -62,8 +62,11 @@ class PortInUse(OperatorError):
 class DiskFull(OperatorError):
     """The disk under `path` is full."""
 
-    def __init__(self, path: str) -> None:
-        super().__init__(f"no space left under {path}", action="free space, then retry: nothing acknowledged is lost")
+    def __init__(self, path: str, *, needed_bytes: int = 0, free_bytes: int = 0) -> None:
+        sizes = f": {needed_bytes} bytes are needed, {free_bytes} are free" if needed_bytes else ""
+        super().__init__(
+            f"no space left under {path}{sizes}", action="free space, then retry: nothing acknowledged is lost"
+        )
 
 
 class DependencyMissing(OperatorError):

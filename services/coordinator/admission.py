@@ -19,7 +19,8 @@ class Facts:
 
     `state_root` is that of the group's oldest version (None: no such version); `assignment_prompt` is the prompt of
     its assignment (None: not this site's, or never given out); `is_answered` when the assignment has its group;
-    `quarantine` is why the learner's checks put its site into quarantine (empty: they did not).
+    `quarantine` is why the learner's checks put its site into quarantine (empty: they did not); `abandoned_version` is
+    one of its spans' versions that was abandoned (None: none was); `policy_age_s` counts from the next version on.
     """
 
     contract: Contract
@@ -31,6 +32,7 @@ class Facts:
     assignment_prompt: int | None
     is_answered: bool
     quarantine: str = ""
+    abandoned_version: int | None = None
 
 
 def judge(group: Group, facts: Facts) -> tuple[DropReason | None, str]:
@@ -45,19 +47,22 @@ def judge(group: Group, facts: Facts) -> tuple[DropReason | None, str]:
     newest = max(span.version for rollout in group.rollouts for span in rollout.spans)
     if newest > facts.head_version:
         return DropReason.UNKNOWN_VERSION, f"spans: version {newest} is newer than the head, {facts.head_version}"
+    if facts.abandoned_version is not None:
+        return DropReason.UNKNOWN_VERSION, f"spans: version {facts.abandoned_version} was abandoned"
     if group.state_root != facts.state_root:
         return DropReason.WRONG_DIGEST, f"state_root: not that of version {group.oldest_version}"
     if facts.is_answered:
         return DropReason.SURPLUS, f"assignment {group.assignment} has its group already"
     if facts.assignment_prompt is None:
-        return DropReason.INVALID, f"assignment: {group.assignment} was not given to this site"
+        return DropReason.INVALID, f"assignment: {group.assignment} was not given to this site, or was given back"
     if facts.assignment_prompt != group.prompt_index:
         return DropReason.INVALID, f"prompt_index: {group.prompt_index}, assigned was {facts.assignment_prompt}"
     staleness = facts.head_version - group.oldest_version
     if staleness > facts.max_staleness_versions:
         return DropReason.STALE_AT_INGEST, f"{staleness} versions old; the bound is {facts.max_staleness_versions}"
     if facts.policy_age_s > facts.max_policy_age_s:
-        return DropReason.STALE_AT_INGEST, f"{facts.policy_age_s:.0f} s old; the bound is {facts.max_policy_age_s:.0f}"
+        text = f"a newer version came {facts.policy_age_s:.0f} s ago; max_policy_age_s is {facts.max_policy_age_s:.0f}"
+        return DropReason.STALE_AT_INGEST, text
     return None, ""
 
 

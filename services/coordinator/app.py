@@ -32,6 +32,7 @@ from services.coordinator.backup_servicer import BackupServicer
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core import Coordinator
 from services.coordinator.diagnosis import DiagnosisServicer
+from services.coordinator.presence import Presence
 from services.coordinator.servicer import PolicyServicer, RolloutServicer, RunServicer
 from services.coordinator.steady import Steady
 
@@ -124,11 +125,13 @@ def _announce(config: CoordinatorConfig, port: int) -> None:
 
 async def _gauges(core: Coordinator, server: Server, clock: Clock) -> None:
     revoked: frozenset[int] = frozenset()
+    presence = Presence()
 
     async def look() -> None:
         nonlocal revoked
         await asyncio.to_thread(core.room.look)
-        await observe.observe_run(core)
+        for words in presence.look(await observe.observe_run(core)):
+            _LOG.info("%s", words)
         if revoked != (now := server.revoked_serials()):
             await core.note_revoked(now)
             revoked = now

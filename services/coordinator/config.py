@@ -40,8 +40,9 @@ class CoordinatorConfig(Config):
     """The run ends when its head reaches this version; 0 is no end."""
     max_staleness_versions: int = Field(default=64, ge=0)
     """Bound on how many versions old the policy of a trained group may be."""
-    max_policy_age_s: float = Field(default=3600.0, gt=0)
-    """Bound on the age of that policy, seconds since its publication."""
+    max_policy_age_s: float = Field(default=7200.0, gt=0)
+    """Bound on the age of that policy, seconds since a newer one was published; the newest is never too old. A sampler
+    whose delay model takes longer there and back is refused."""
     max_outstanding_groups: int = Field(default=0, ge=0)
     """Bound on groups that are leased to samplers, queued or leased to the learner; 0 means 4 versions' worth."""
     site_pending_bytes: int = Field(default=256 << 20, ge=1 << 16)
@@ -53,7 +54,7 @@ class CoordinatorConfig(Config):
     site_burst_s: float = Field(default=10.0, gt=0)
     """Seconds' worth of both that a site may push at once after a pause."""
     site_work_groups: int = Field(default=0, ge=0)
-    """Assignments that one site may hold; 0 is no bound but that on all sites together."""
+    """Assignments that one site may hold; 0 is an equal share of what all may hold, less what it left unanswered."""
     site_batch_share: float = Field(default=1.0, gt=0, le=1)
     """Largest part of a version's groups from one site while others have groups; 1 is no bound."""
     lease_order: Literal["oldest", "fair"] = "oldest"
@@ -87,7 +88,8 @@ class CoordinatorConfig(Config):
     learner_lease_s: float = Field(default=10.0, gt=0)
     """How long a silent learner keeps its lease, seconds."""
     work_lease_s: float = Field(default=120.0, gt=0)
-    """How long a silent sampler keeps a prompt group, seconds; choose above the longest generation and transit."""
+    """How long a silent sampler keeps a prompt group, seconds; choose above the longest generation and transit. The
+    delay that its own model makes comes on top."""
     stop_grace_s: float = Field(default=5.0, ge=0)
     """How long running calls may take after SIGTERM, seconds."""
 

@@ -26,7 +26,7 @@ from services.common.types import (
     SiteId,
     StepReport,
 )
-from services.coordinator import audit, canary, flavours, lineage, quarantine, queue, reports
+from services.coordinator import audit, canary, flavours, lineage, quarantine, queue, repeats, reports, watermark
 from services.coordinator.audit import AuditKind
 from services.coordinator.backup import Backups
 from services.coordinator.blobs import BlobStore
@@ -45,6 +45,8 @@ from services.coordinator.sites import Sites
 from services.coordinator.upkeep import Keeper
 
 _LOG = logging.getLogger(__name__)
+MAX_SEQUENCE = 2**62
+"""Far from the end of the store's integers."""
 
 
 @dataclass(slots=True)
@@ -167,8 +169,17 @@ class Coordinator(Policies, Rollouts):
                 f"the delay of {registration.max_delay_versions} versions exceeds max_staleness_versions = {bound}",
                 action="raise the coordinator's max_staleness_versions or lower the sampler's delay",
             )
+        longest_s = self.config.max_policy_age_s
+        if not 0 <= registration.max_delay_s <= longest_s:
+            # A number that is none is refused like one that is too large.
+            raise ContractMismatch(
+                f"the delay of {registration.max_delay_s:g} s there and back exceeds max_policy_age_s = {longest_s:g}",
+                action="raise the coordinator's max_policy_age_s or lower the sampler's delay",
+            )
         if not registration.site or not registration.incarnation:
             raise InvalidRequest("site and incarnation must not be empty")
+        if registration.lowest_sequence > MAX_SEQUENCE:
+            raise InvalidRequest(f"lowest_sequence: {registration.lowest_sequence} exceeds {MAX_SEQUENCE}")
 
         def operation(connection: sqlite3.Connection) -> tuple[int, int]:
             if not lineage.agree(connection, registration.contract, may_state=False):
@@ -187,15 +198,18 @@ class Coordinator(Policies, Rollouts):
     async def heartbeat(self, beat: Heartbeat) -> tuple[Command, ...]:
         """Note a sampler's state and answer with commands."""
 
-        def operation(connection: sqlite3.Connection) -> tuple[Command, ...]:
+        def operation(connection: sqlite3.Connection) -> tuple[tuple[Command, ...], bool]:
             if not self.sites.is_known(connection, beat.site, beat.incarnation):
-                return (Command.REGISTER,)
+                return (Command.REGISTER,), False
             if self.config.is_finished(lineage.read_head(connection).version):
-                return (Command.STOP,)
-            return (Command.DRAIN,) if get_meta(connection, "draining") else ()
+                return (Command.STOP,), True
+            draining = (Command.DRAIN,) if get_meta(connection, "draining") else ()
+            # Registering again, it says what it can still push, and the watermark passes over the rest.
+            again = (Command.REGISTER,) if watermark.is_gap_wide(connection, beat.site, beat.incarnation) else ()
+            return (*draining, *again), True
 
-        commands = await self.database.run(operation)
-        if Command.REGISTER not in commands:
+        commands, is_known = await self.database.run(operation)
+        if is_known:
             self.sites.beat(beat, self.clock.monotonic())
         return commands
 
@@ -243,10 +257,18 @@ class Coordinator(Policies, Rollouts):
             )
         )
 
-    async def release_site(self, *, site: SiteId, reason: str) -> str:
+    async def release_site(self, *, site: SiteId, reason: str, request_id: str = "") -> str:
         """End a site's quarantine by an operator's order."""
         now = self.clock.wall()
-        before = await self.change(lambda connection: quarantine.release(connection, site, reason=reason, now=now))
+
+        def operation(connection: sqlite3.Connection) -> str:
+            before = repeats.answer_to(connection, f"release/{site}", request_id)
+            if before is None:
+                before = quarantine.release(connection, site, reason=reason, now=now)
+                repeats.remember(connection, f"release/{site}", request_id, before)
+            return before
+
+        before = await self.change(operation)
         _LOG.warning("operator: site %s is released: %s", site, reason)
         return before
 
@@ -271,9 +293,15 @@ class Coordinator(Policies, Rollouts):
             raise InvalidRequest(f"limit: {limit} is not in 1..1000")
         return await self.database.run(lambda connection: reports.list_steps(connection, after_step, limit))
 
-    async def drain(self, *, reason: str) -> None:
-        """Hand out no more work until a learner acquires the lease again."""
-        await self.database.run(lambda connection: set_meta(connection, "draining", reason or "asked to"))
+    async def drain(self, *, reason: str, epoch: int | None = None) -> None:
+        """Hand out no more work until a learner acquires the lease again; a learner's order is fenced by its epoch."""
+
+        def operation(connection: sqlite3.Connection) -> None:
+            if epoch is not None:
+                lineage.check_epoch(connection, epoch)
+            set_meta(connection, "draining", reason or "asked to")
+
+        await self.database.run(operation)
         _LOG.info("draining: %s", reason)
 
 

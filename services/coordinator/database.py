@@ -27,7 +27,7 @@ from typing import Any, Self, TypeVar
 from services.common import metrics
 from services.common.directory import make_directory
 from services.common.errors import CorruptStore, DiskFull, Draining, StoreFull
-from services.coordinator.schema import FROM_1, INDEXES, SCHEMA, SCHEMA_VERSION
+from services.coordinator.schema import EARLIER, INDEXES, SCHEMA, SCHEMA_VERSION
 
 _LOG = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
@@ -249,9 +249,11 @@ def _connect(path: Path) -> sqlite3.Connection:
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         if version == 0:
             connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
-        elif version == 1:
-            _LOG.info("%s is brought from schema 1 to %d", path, SCHEMA_VERSION)
-            connection.executescript(f"BEGIN IMMEDIATE; {FROM_1} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
+        elif version in EARLIER:
+            _LOG.info("%s is brought from schema %d to %d", path, version, SCHEMA_VERSION)
+            connection.executescript(
+                f"BEGIN IMMEDIATE; {EARLIER[version]} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;"
+            )
         elif version != SCHEMA_VERSION:
             raise CorruptStore(f"{path} has schema {version}, this program needs {SCHEMA_VERSION}")
         _make_indexes(connection)

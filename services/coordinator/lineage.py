@@ -7,6 +7,7 @@ services.coordinator.database.
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from services.common.types import (
     SIGNATURE_BYTES,
     Contract,
     Digest,
+    Group,
     Manifest,
     PayloadKind,
     PayloadRef,
@@ -52,16 +54,26 @@ def read_lease(connection: sqlite3.Connection, *, expires: float) -> Lease:
         epoch=int(get_meta(connection, "epoch") or 0),
         holder=get_meta(connection, "holder") or "",
         request_id=get_meta(connection, "lease_request_id") or "",
+        incarnation=get_meta(connection, "lease_incarnation") or "",
         expires=expires,
         is_released=get_meta(connection, "lease_released") != "0",
     )
 
 
-def write_lease(connection: sqlite3.Connection, *, epoch: int, holder: str, request_id: str, is_released: bool) -> None:
+def write_lease(
+    connection: sqlite3.Connection,
+    *,
+    epoch: int,
+    holder: str,
+    request_id: str,
+    is_released: bool,
+    incarnation: str = "",
+) -> None:
     """Make a lease durable."""
     set_meta(connection, "epoch", str(epoch))
     set_meta(connection, "holder", holder)
     set_meta(connection, "lease_request_id", request_id)
+    set_meta(connection, "lease_incarnation", incarnation)
     set_meta(connection, "lease_released", "1" if is_released else "0")
 
 
@@ -249,6 +261,16 @@ def is_in_lineage(connection: sqlite3.Connection, version: int, flavour: str = "
         "SELECT is_abandoned FROM stated WHERE flavour = ? AND version = ?", (flavour, version)
     ).fetchone()
     return row is not None and not row[0]
+
+
+def abandoned_span(connection: sqlite3.Connection, group: Group) -> int | None:
+    """An abandoned version that tokens of a group were drawn from; None when there is none."""
+    versions = {span.version for rollout in group.rollouts for span in rollout.spans}
+    (found,) = connection.execute(
+        "SELECT min(version) FROM versions WHERE is_abandoned = 1 AND version IN (SELECT value FROM json_each(?))",
+        (json.dumps(sorted(versions)),),
+    ).fetchone()
+    return None if found is None else int(found)
 
 
 def payloads_into(connection: sqlite3.Connection, version: int, flavour: str = "") -> list[PayloadRef]:

@@ -54,6 +54,8 @@ class Node:
     started: float
     lease_expires: float
     is_closing: bool = False
+    stream: object = None
+    """The learner's newest stream of groups; read and written by store operations only."""
 
     async def change(
         self, operation: Callable[[sqlite3.Connection], ResultT], *, is_publication: bool = False

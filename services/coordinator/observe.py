@@ -54,8 +54,8 @@ def read_waiting(connection: sqlite3.Connection) -> Waiting:
     )
 
 
-async def observe_run(core: Coordinator) -> None:
-    """Show the run as it is now."""
+async def observe_run(core: Coordinator) -> tuple[SiteStatus, ...]:
+    """Show the run as it is now; returns its sites."""
     status = await core.get_status()
     waiting = await core.database.run(read_waiting)
     config, now = core.config, core.clock.wall()
@@ -82,6 +82,7 @@ async def observe_run(core: Coordinator) -> None:
             # A counter that appears with its first refusal has not increased, for whoever watches rates.
             metrics.QUOTA_REFUSALS.labels(metrics.SITES.of(site), quota)
     await core.note_refusals()
+    return status.sites
 
 
 def _observe_flavours(status: RunStatus) -> None:

@@ -13,35 +13,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.errors import MalformedPayload
-from services.common.types import Contract, DropReason, Group, GroupId, PushOutcome, PushStatus, QueuedGroup
-from services.common.wire import bytes_digest, group_from_bytes, group_to_bytes
-from services.coordinator import flavours, ledger, quarantine, watermark, work
-from services.coordinator.admission import Facts, judge
+from services.common.types import Contract, DropReason, Group, GroupId, PushOutcome, QueuedGroup
+from services.common.wire import bytes_digest, group_from_bytes
+from services.coordinator import ages, flavours, horizon, intake, ledger, lineage, quarantine, work
 from services.coordinator.config import CoordinatorConfig
+from services.coordinator.intake import Arrival, Surroundings
 from services.coordinator.quotas import Quotas
 from services.coordinator.schedule import seed_of
 from services.coordinator.turns import Turns
 
 _WHERE_ID = "site = ? AND incarnation = ? AND sequence = ?"
-RETRY_AFTER_S = 1.0
 _LOG = logging.getLogger(__name__)
-MAX_GAP = 100_000
-"""Sequences that may be known beyond the first missing one; more would make the memory of duplicates unbounded."""
-
-REOPENED = frozenset(
-    {
-        DropReason.STALE_AT_INGEST,
-        DropReason.STALE_AT_LEASE,
-        DropReason.STALE_AT_COMMIT,
-        DropReason.INVALID,
-        DropReason.UNKNOWN_VERSION,
-        DropReason.WRONG_DIGEST,
-        DropReason.LINEAGE_ABANDONED,
-        DropReason.QUARANTINED,
-        *quarantine.REJECTABLE,
-    }
-)
-"""Drops after which the prompt is handed out again, so that no prompt is skipped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +43,7 @@ class Queue:
     def ingest(
         self,
         connection: sqlite3.Connection,
-        groups: Sequence[Group],
+        groups: Sequence[Group | Arrival],
         *,
         contract: Contract,
         head: int,
@@ -69,100 +51,27 @@ class Queue:
         instant: float,
     ) -> list[PushOutcome]:
         """Take groups in, each with its own outcome; `now` is wall time, `instant` the monotonic clock's."""
-        return [
-            self._ingest_one(connection, group, contract=contract, head=head, now=now, instant=instant)
-            for group in groups
-        ]
-
-    def _ingest_one(
-        self, connection: sqlite3.Connection, group: Group, *, contract: Contract, head: int, now: float, instant: float
-    ) -> PushOutcome:
-        data = group_to_bytes(group)
-        digest = bytes_digest(data)
-        if watermark.is_known(connection, group.id):
-            return _duplicate(connection, group.id, digest)
-        wait_s, busy = self._busy(connection, group.id, len(data), instant)
-        if busy:
-            return PushOutcome(id=group.id, status=PushStatus.RETRY, message=busy, retry_after_s=wait_s)
-        reason, message = judge(group, self._facts(connection, group, contract=contract, head=head, now=now))
-        connection.execute(
-            "INSERT INTO groups (site, incarnation, sequence, digest, state, reason, assignment, oldest_version,"
-            " num_bytes, arrived, payload) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                *_key(group.id),
-                digest,
-                "dropped" if reason else "pending",
-                reason.value if reason else "",
-                group.assignment,
-                group.oldest_version,
-                len(data),
-                now,
-                None if reason else data,
-            ),
+        around = Surroundings(
+            config=self.config, quotas=self.quotas, contract=contract, head=head, now=now, instant=instant
         )
-        watermark.remember(connection, group.id)
-        ledger.add(connection, ledger.ACKED, 1)
-        site = "dropped" if reason else "accepted"
-        connection.execute(
-            f"UPDATE sites SET {site} = {site} + 1 WHERE site = ? AND incarnation = ?",
-            (group.id.site, group.id.incarnation),
-        )
-        if reason is None:
-            work.answer(connection, group.assignment)
-            return PushOutcome(id=group.id, status=PushStatus.ACCEPTED)
-        ledger.add(connection, ledger.account_of(reason), 1)
-        if reason in REOPENED:
-            work.reopen_held(connection, group.assignment, group.id)
-        return PushOutcome(id=group.id, status=PushStatus.DROPPED, reason=reason, message=message)
-
-    def _busy(
-        self, connection: sqlite3.Connection, group_id: GroupId, num_bytes: int, instant: float
-    ) -> tuple[float, str]:
-        known = watermark.read(connection, group_id)
-        if not 0 < group_id.sequence <= known + MAX_GAP:
-            text = f"sequence {group_id.sequence} is too far beyond {known}; push the earlier groups first"
-            return RETRY_AFTER_S, text
-        used = connection.execute(
-            "SELECT coalesce(sum(num_bytes), 0) FROM groups WHERE state IN ('pending', 'leased') AND site = ?",
-            (group_id.site,),
-        ).fetchone()[0]
-        limit = self.config.site_pending_bytes
-        return self.quotas.take(
-            group_id.site, num_bytes=num_bytes, pending_bytes=int(used), pending_limit=limit, now=instant
-        )
-
-    def _facts(
-        self, connection: sqlite3.Connection, group: Group, *, contract: Contract, head: int, now: float
-    ) -> Facts:
-        version = connection.execute(
-            "SELECT coalesce((SELECT f.state_root FROM flavour_versions f WHERE f.version = v.version"
-            " AND f.state_root = ?), v.state_root), published FROM versions v WHERE version = ? AND is_abandoned = 0",
-            (group.state_root, group.oldest_version),
-        ).fetchone()
-        prompt, is_answered = work.lookup(connection, group.assignment, group.id)
-        return Facts(
-            contract=contract,
-            head_version=head,
-            max_staleness_versions=self.config.max_staleness_versions,
-            max_policy_age_s=self.config.max_policy_age_s,
-            policy_age_s=max(0.0, now - version[1]) if version else 0.0,
-            state_root=version[0] if version else None,
-            assignment_prompt=prompt,
-            is_answered=is_answered,
-            quarantine=quarantine.conviction_of(connection, group.id.site),
-        )
+        return [intake.take(connection, group, around) for group in groups]
 
     def lease(self, connection: sqlite3.Connection, *, count: int, head: int, now: float) -> list[QueuedGroup]:
         """Lease up to `count` groups to the learner, oldest policy first; drops what is too stale on the way."""
         self._drop_stale(connection, head=head, now=now)
         leased: list[QueuedGroup] = []
         # Again while damaged groups leave room: whoever waits is woken by arrivals only.
-        while rows := self._next(connection, count - len(leased)):
+        while rows := self._next(connection, count - len(leased), head):
             for arrival, digest, data, arrived, published, assignment, *key in rows:
                 group = _verified(data, digest)
                 if group is None:
                     _LOG.critical("group %s fails its digest and is not trained on", key)
-                    drop(connection, [GroupId(site=key[0], incarnation=key[1], sequence=key[2])], DropReason.INVALID)
+                reason = DropReason.INVALID
+                if group is not None and lineage.abandoned_span(connection, group) is not None:
+                    # Its oldest token is of the lineage, a later one is not.
+                    group, reason = None, DropReason.UNKNOWN_VERSION
+                if group is None:
+                    drop(connection, [GroupId(site=key[0], incarnation=key[1], sequence=key[2])], reason)
                     continue
                 connection.execute("UPDATE groups SET state = 'leased' WHERE arrival = ?", (arrival,))
                 age, waited = max(0.0, now - published), max(0.0, now - arrived)
@@ -173,24 +82,30 @@ class Queue:
                 )
         return leased
 
-    def _next(self, connection: sqlite3.Connection, count: int) -> list[tuple[Any, ...]]:
+    def _next(self, connection: sqlite3.Connection, count: int, head: int) -> list[tuple[Any, ...]]:
+        bound = self.config.max_staleness_versions
+        # What would be too old when it is trained on waits: it may come sooner if groups before it are given up.
+        count, first_version = horizon.next_lease(connection, head=head, bound=bound, count=count)
         if self.turns.is_plain or count < 1:
-            return _oldest(connection, count)
+            return _oldest(connection, count, first_version=first_version)
         oldest = {
             site: (version, arrival)
             for site, version, arrival in connection.execute(
                 # SQLite takes the bare column from the row that has the minimum.
                 "SELECT site, min(oldest_version), arrival FROM (SELECT site, oldest_version, arrival FROM groups"
-                " WHERE state = 'pending' ORDER BY oldest_version, arrival) GROUP BY site"
+                " WHERE state = 'pending' AND oldest_version >= ? ORDER BY oldest_version, arrival) GROUP BY site",
+                (first_version,),
             )
         }
-        return _oldest(connection, 1, site=self.turns.next(oldest)) if oldest else []
+        return _oldest(connection, 1, first_version=first_version, site=self.turns.next(oldest)) if oldest else []
 
     def _drop_stale(self, connection: sqlite3.Connection, *, head: int, now: float) -> None:
+        config = self.config
+        oldest = ages.oldest_usable(
+            connection, head=head, max_versions=config.max_staleness_versions, max_s=config.max_policy_age_s, now=now
+        )
         rows = connection.execute(
-            "SELECT site, incarnation, sequence FROM groups JOIN versions ON versions.version = oldest_version"
-            " WHERE state = 'pending' AND (oldest_version < ? OR published < ?)",
-            (head - self.config.max_staleness_versions, now - self.config.max_policy_age_s),
+            "SELECT site, incarnation, sequence FROM groups WHERE state = 'pending' AND oldest_version < ?", (oldest,)
         ).fetchall()
         drop(connection, [GroupId(site=a, incarnation=b, sequence=c) for a, b, c in rows], DropReason.STALE_AT_LEASE)
 
@@ -221,12 +136,12 @@ class Queue:
         return [], ""
 
 
-def _oldest(connection: sqlite3.Connection, count: int, *, site: str = "") -> list[tuple[Any, ...]]:
+def _oldest(connection: sqlite3.Connection, count: int, *, first_version: int, site: str = "") -> list[tuple[Any, ...]]:
     return connection.execute(
         "SELECT arrival, digest, payload, arrived, published, assignment, site, incarnation, sequence"
         " FROM groups JOIN versions ON versions.version = oldest_version WHERE state = 'pending' AND ? IN ('', site)"
-        " ORDER BY oldest_version, arrival LIMIT ?",
-        (site, count),
+        " AND oldest_version >= ? ORDER BY oldest_version, arrival LIMIT ?",
+        (site, first_version, count),
     ).fetchall()
 
 
@@ -246,7 +161,7 @@ def drop(connection: sqlite3.Connection, ids: Sequence[GroupId], reason: DropRea
         if row is not None:
             num_dropped += 1
             ledger.add(connection, ledger.account_of(reason), 1)
-            if reason in REOPENED:
+            if reason in work.REOPENED:
                 work.reopen(connection, row[0])
     return num_dropped
 
@@ -263,6 +178,29 @@ def abandon_consumed(connection: sqlite3.Connection, versions: Sequence[int]) ->
         ledger.add(connection, ledger.account_of(DropReason.LINEAGE_ABANDONED), len(rows))
         for (assignment,) in rows:
             work.reopen(connection, assignment)
+
+
+def drop_abandoned(connection: sqlite3.Connection, versions: Sequence[int]) -> int:
+    """Give up what waits of abandoned versions, with the learner or without it: nobody can have their weights again."""
+    rows = [
+        row
+        for version in versions
+        for row in connection.execute(
+            "SELECT site, incarnation, sequence FROM groups"
+            " WHERE state IN ('pending', 'leased') AND oldest_version = ?",
+            (version,),
+        )
+    ]
+    ids = [GroupId(site=site, incarnation=incarnation, sequence=sequence) for site, incarnation, sequence in rows]
+    return drop(connection, ids, DropReason.UNKNOWN_VERSION)
+
+
+def undo_lease(connection: sqlite3.Connection, ids: Iterable[GroupId]) -> None:
+    """Put groups back that were leased and went to nobody."""
+    connection.executemany(
+        f"UPDATE groups SET state = 'pending' WHERE state = 'leased' AND {_WHERE_ID}",
+        [_key(group_id) for group_id in ids],
+    )
 
 
 def return_leased(connection: sqlite3.Connection, *, held: Iterable[GroupId] = ()) -> int:
@@ -287,12 +225,3 @@ def _verified(data: bytes, digest: str) -> Group | None:
         return group_from_bytes(data)
     except MalformedPayload:
         return None
-
-
-def _duplicate(connection: sqlite3.Connection, group_id: GroupId, digest: str) -> PushOutcome:
-    row = connection.execute(f"SELECT digest FROM groups WHERE {_WHERE_ID}", _key(group_id)).fetchone()
-    if row is not None and row[0] != digest:
-        # Not a new group, so the ledger does not move: the first content stands.
-        text = "this id was pushed before with other content, which stands"
-        return PushOutcome(id=group_id, status=PushStatus.DROPPED, reason=DropReason.CONFLICT, message=text)
-    return PushOutcome(id=group_id, status=PushStatus.DUPLICATE, message="known already")

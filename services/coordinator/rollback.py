@@ -13,10 +13,12 @@ import sqlite3
 from services.common.api import PlanKind, PullPlan
 from services.common.errors import InvalidRequest, UnknownVersion
 from services.common.types import Manifest
-from services.coordinator import lineage, plans
+from services.coordinator import lineage, plans, repeats
 from services.coordinator.database import get_meta, set_meta
 
-_ORDER, _REQUEST = "rollback_to", "rollback_request_id"
+_ORDER, _KIND = "rollback_to", "rollback"
+_EARLIER = "rollback_request_id"
+"""Where an earlier program kept the newest id alone."""
 
 
 def ordered(connection: sqlite3.Connection) -> int:
@@ -25,8 +27,10 @@ def ordered(connection: sqlite3.Connection) -> int:
 
 
 def is_known(connection: sqlite3.Connection, request_id: str) -> bool:
-    """Whether the newest order was given under this id: it is said again because an answer was lost."""
-    return bool(request_id) and get_meta(connection, _REQUEST) == request_id
+    """Whether an order was given under this id: it is said again because an answer was lost."""
+    if request_id and get_meta(connection, _EARLIER) == request_id:
+        return True
+    return repeats.answer_to(connection, _KIND, request_id) is not None
 
 
 def place(connection: sqlite3.Connection, *, to_version: int, request_id: str) -> tuple[PullPlan, ...]:
@@ -42,7 +46,7 @@ def place(connection: sqlite3.Connection, *, to_version: int, request_id: str) -
         return ()
     ways = () if to_version == lineage.NONE else _ways(connection, to_version)
     set_meta(connection, _ORDER, str(to_version))
-    set_meta(connection, _REQUEST, request_id)
+    repeats.remember(connection, _KIND, request_id, "")
     return ways
 
 

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import logging
 import sqlite3
-from collections.abc import AsyncIterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from services.common.api import Rejection, WorkGrant
 from services.common.errors import (
     Draining,
+    HeterorlError,
     InvalidRequest,
     NotRegistered,
     RunFinished,
@@ -21,19 +23,23 @@ from services.common.types import (
     Group,
     GroupId,
     PushOutcome,
+    PushStatus,
     QueuedGroup,
     SiteId,
     WorkAssignment,
 )
-from services.coordinator import ledger, lineage, quarantine, queue, work
-from services.coordinator.config import CoordinatorConfig
+from services.coordinator import horizon, ledger, lineage, quarantine, queue, work
 from services.coordinator.database import get_meta
+from services.coordinator.intake import Arrival
 from services.coordinator.node import Node
 from services.coordinator.schedule import Load, Pace, decide_grant
 
 _LOG = logging.getLogger(__name__)
 RETRY_AFTER_S = 0.5
 LEASE_BATCH = 16
+MAX_REQUEST_ID = 64
+MAX_ASSIGNMENTS = 4096
+"""Of one call."""
 
 
 class Rollouts(Node):
@@ -41,11 +47,15 @@ class Rollouts(Node):
 
     # rollouts
 
-    async def lease_work(self, *, site: SiteId, incarnation: str, max_groups: int, policy_version: int) -> WorkGrant:
-        """Hand out prompt groups, paced."""
+    async def lease_work(
+        self, *, site: SiteId, incarnation: str, max_groups: int, policy_version: int, request_id: str = ""
+    ) -> WorkGrant:
+        """Hand out prompt groups, paced and shared out."""
         now = self.clock.monotonic()
-        if not 1 <= max_groups <= 4096:
-            raise InvalidRequest(f"max_groups: {max_groups} is not in 1..4096")
+        if not 1 <= max_groups <= MAX_ASSIGNMENTS:
+            raise InvalidRequest(f"max_groups: {max_groups} is not in 1..{MAX_ASSIGNMENTS}")
+        if len(request_id) > MAX_REQUEST_ID:
+            raise InvalidRequest(f"request_id: {len(request_id)} characters, allowed are {MAX_REQUEST_ID}")
 
         def operation(connection: sqlite3.Connection) -> tuple[tuple[WorkAssignment, ...], str]:
             _check_site(connection, site, incarnation)
@@ -60,7 +70,12 @@ class Rollouts(Node):
             if not lineage.is_in_lineage(connection, policy_version):
                 return (), f"policy {policy_version} was abandoned; pull version {head}"
             quarantine.check_site(connection, site)
-            work.expire(connection, self.sites.expired(work.leased(connection), now))
+            work.expire(connection, self.sites.expired(connection, work.leased(connection), now))
+            if head - policy_version <= self.config.max_staleness_versions:
+                self.sites.shares.note_asked(site, now)
+            again = work.handed_before(connection, site=site, incarnation=incarnation, request_id=request_id)
+            if again:
+                return self.sites.leased(connection, again, (site, incarnation), now), "given to this request before"
             counts, held = ledger.counts(connection), work.leased(connection)
             load = Load(
                 head_version=head,
@@ -68,7 +83,8 @@ class Rollouts(Node):
                 outstanding=counts.pending + counts.leased + len(held),
                 held=sum(holder == site for holder, _ in held.values()),
             )
-            granted, reason = decide_grant(load, _pace(self.config), wanted=max_groups)
+            pace = self._pace(site, {holder for holder, _ in held.values()}, now)
+            granted, reason = decide_grant(load, pace, wanted=max_groups)
             handed = work.hand_out(
                 connection,
                 site=site,
@@ -76,15 +92,30 @@ class Rollouts(Node):
                 count=granted,
                 num_prompts=contract.num_prompts,
                 seed=self.config.seed,
+                request_id=request_id,
             )
-            return self.sites.leased(handed, now), reason
+            return self.sites.leased(connection, handed, (site, incarnation), now), reason
 
         assignments, reason = await self.database.run(operation)
         self.sites.see(site, incarnation, now, policy_version=policy_version)
         return WorkGrant(assignments=assignments, reason=reason, retry_after_s=0.0 if assignments else RETRY_AFTER_S)
 
+    def _pace(self, site: SiteId, holders: Collection[str], now: float) -> Pace:
+        config = self.config
+        limit = config.outstanding_limit
+        share = self.sites.shares.allowance(site, holders=holders, limit=limit, now=now)
+        return Pace(
+            groups_per_version=config.groups_per_version,
+            max_staleness_versions=config.max_staleness_versions,
+            outstanding_limit=limit,
+            held_limit=config.site_work_groups or share,
+            held_by="site_work_groups" if config.site_work_groups else "its share",
+        )
+
     async def abandon_work(self, *, site: SiteId, incarnation: str, assignments: Sequence[int]) -> None:
         """Open assignments that the site will not answer."""
+        if len(assignments) > MAX_ASSIGNMENTS:
+            raise InvalidRequest(f"assignments: {len(assignments)}, allowed are {MAX_ASSIGNMENTS}")
         await self.database.run(
             lambda connection: work.give_back(
                 connection, site=site, incarnation=incarnation, assignments=list(assignments)
@@ -93,6 +124,10 @@ class Rollouts(Node):
 
     async def push_groups(self, groups: Sequence[Group]) -> list[PushOutcome]:
         """Take groups in; every terminal outcome is durable when it is returned."""
+        return await self.take_groups(groups)
+
+    async def take_groups(self, groups: Sequence[Group | Arrival]) -> list[PushOutcome]:
+        """Take groups in, and record those that nobody can read as invalid."""
         self.room.check()
         now, instant = self.clock.wall(), self.clock.monotonic()
 
@@ -102,7 +137,11 @@ class Rollouts(Node):
             contract = lineage.read_contract(connection)
             assert contract is not None, "a site registers only after the contract is stated"
             head = lineage.read_head(connection).version
-            return self.queue.ingest(connection, groups, contract=contract, head=head, now=now, instant=instant)
+            found = self.queue.ingest(connection, groups, contract=contract, head=head, now=now, instant=instant)
+            for outcome in found:
+                if outcome.status is PushStatus.ACCEPTED:
+                    self.sites.shares.note_answered(outcome.id.site)
+            return found
 
         outcomes = await self.change(operation)
         for group in groups:
@@ -115,10 +154,13 @@ class Rollouts(Node):
         """Lease whole groups to the learner, one per credit, until the epoch ends."""
         balance = 0
         is_open = True
+        stream = object()
 
         def begin(connection: sqlite3.Connection) -> None:
             lineage.check_epoch(connection, epoch)
             queue.return_leased(connection, held=held)
+            # The learner dialled again: whatever an earlier stream would lease from now on would reach nobody.
+            self.stream = stream
 
         async def count_credits() -> None:
             nonlocal balance, is_open
@@ -130,39 +172,68 @@ class Rollouts(Node):
                 is_open = False
                 self.bell.ring()
 
-        await self.database.run(begin)
+        await self.change(begin)
         counter = asyncio.create_task(count_credits())
+        undelivered: deque[QueuedGroup] = deque()
         try:
             while not self.is_closing:
                 ticket = self.bell.ticket()
                 asked = balance
-                leased = await self.database.run(self._lease_groups(epoch, asked))
-                balance -= len(leased)
-                for group in leased:
-                    yield group
-                if not leased and asked == balance:
+                leasing = self.database.submit(self._lease_groups(epoch, stream, asked, undelivered))
+                if not await asyncio.shield(leasing):
+                    _LOG.info("a stream of epoch %d ends: the learner opened another one", epoch)
+                    break
+                balance -= len(undelivered)
+                is_idle = not undelivered
+                while undelivered:
+                    yield undelivered.popleft()
+                if is_idle and asked == balance:
                     if not is_open:
                         break
                     await ticket.wait()
         finally:
             counter.cancel()
+            await self._undo_leases(stream, undelivered)
             with contextlib.suppress(asyncio.CancelledError):
                 await counter
         if self.is_closing:
             raise Draining("the coordinator is stopping", retry_after_s=1.0)
 
-    def _lease_groups(self, epoch: int, count: int) -> _Lease:
+    def _lease_groups(self, epoch: int, stream: object, count: int, leased: deque[QueuedGroup]) -> _Lease:
         # Few at a time: credits bound what the learner holds, this bounds what is in memory here.
-        return _Lease(queue=self.queue, epoch=epoch, count=min(count, LEASE_BATCH), now=self.clock.wall())
+        return _Lease(
+            queue=self.queue,
+            epoch=epoch,
+            is_newest=lambda: self.stream is stream,
+            count=min(count, LEASE_BATCH),
+            now=self.clock.wall(),
+            leased=leased,
+        )
+
+    async def _undo_leases(self, stream: object, leased: deque[QueuedGroup]) -> None:
+        """Put back what a stream leased and did not hand on; a newer stream has put it back already."""
+
+        def operation(connection: sqlite3.Connection) -> None:
+            if self.stream is stream:
+                queue.undo_lease(connection, [queued.group.id for queued in leased])
+
+        # Decided on the store's thread, behind a lease that is under way there.
+        with contextlib.suppress(HeterorlError):
+            await self.change(operation)
 
     async def abandon_groups(self, *, epoch: int, ids: Sequence[GroupId], reason: str) -> None:
-        """Drop groups that the learner cannot train on."""
+        """Drop groups that the learner cannot train on; those that became too stale count as such."""
 
         def operation(connection: sqlite3.Connection) -> None:
             lineage.check_epoch(connection, epoch)
+            head, bound = lineage.read_head(connection).version, self.config.max_staleness_versions
+            queue.drop(
+                connection, horizon.too_stale(connection, ids, head=head, bound=bound), DropReason.STALE_AT_COMMIT
+            )
             queue.drop(connection, ids, DropReason.LEARNER_ABANDONED)
 
-        await self.database.run(operation)
+        # With the bell: what was too old behind these groups may be leased now.
+        await self.change(operation)
         _LOG.warning("the learner abandoned %d groups: %s", len(ids), reason)
 
     async def reject_groups(self, *, epoch: int, rejections: Sequence[Rejection]) -> None:
@@ -192,31 +263,28 @@ class Rollouts(Node):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Lease:
-    """Store operation: lease groups under an epoch."""
+    """Store operation: lease groups under an epoch into `leased`; False when the stream is not the newest any more."""
 
     queue: queue.Queue
     epoch: int
+    is_newest: Callable[[], bool]
     count: int
     now: float
+    leased: deque[QueuedGroup]
 
-    def __call__(self, connection: sqlite3.Connection) -> list[QueuedGroup]:
+    def __call__(self, connection: sqlite3.Connection) -> bool:
         lineage.check_epoch(connection, self.epoch)
-        if self.count <= 0:
-            return []
-        head = lineage.read_head(connection).version
-        return self.queue.lease(connection, count=self.count, head=head, now=self.now)
+        if not self.is_newest():
+            return False
+        # An operation that is undone is run again.
+        self.leased.clear()
+        if self.count > 0:
+            head = lineage.read_head(connection).version
+            self.leased.extend(self.queue.lease(connection, count=self.count, head=head, now=self.now))
+        return True
 
 
 def _check_site(connection: sqlite3.Connection, site: str, incarnation: str) -> None:
     row = connection.execute("SELECT 1 FROM sites WHERE site = ? AND incarnation = ?", (site, incarnation)).fetchone()
     if row is None:
         raise NotRegistered(f"site {site}, incarnation {incarnation}, is not registered")
-
-
-def _pace(config: CoordinatorConfig) -> Pace:
-    return Pace(
-        groups_per_version=config.groups_per_version,
-        max_staleness_versions=config.max_staleness_versions,
-        outstanding_limit=config.outstanding_limit,
-        held_limit=config.site_work_groups,
-    )

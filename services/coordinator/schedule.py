@@ -28,6 +28,8 @@ class Pace:
     outstanding_limit: int
     held_limit: int = 0
     """Assignments that one site may hold; 0 is no bound."""
+    held_by: str = "site_work_groups"
+    """What says so, for people to read."""
 
 
 def decide_grant(load: Load, pace: Pace, *, wanted: int) -> tuple[int, str]:
@@ -47,7 +49,7 @@ def decide_grant(load: Load, pace: Pace, *, wanted: int) -> tuple[int, str]:
     if granted == wanted:
         return granted, "as wanted"
     if by_site < min(by_limit, by_staleness):
-        return granted, f"quota: the site holds {load.held} assignments, site_work_groups is {pace.held_limit}"
+        return granted, f"quota: the site holds {load.held} assignments, {pace.held_by} is {pace.held_limit}"
     if by_limit <= by_staleness:
         return granted, f"paced: {load.outstanding} of {pace.outstanding_limit} groups are outstanding"
     return granted, f"paced: at {lag} versions behind, {load.outstanding} outstanding groups reach the staleness bound"

@@ -7,7 +7,7 @@ These tables have rowids: SQLite 3.40 finds faults that are none in a table with
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 _BY_FLAVOUR = """
 CREATE TABLE payloads (
     to_version INTEGER NOT NULL, kind TEXT NOT NULL, from_version INTEGER NOT NULL, digest TEXT NOT NULL,
@@ -59,7 +59,8 @@ CREATE TABLE steps (step INTEGER NOT NULL, version INTEGER NOT NULL, report BLOB
 CREATE TABLE sites (
     site TEXT NOT NULL, incarnation TEXT NOT NULL, engine TEXT NOT NULL, dtype TEXT NOT NULL,
     watermark INTEGER NOT NULL DEFAULT 0, accepted INTEGER NOT NULL DEFAULT 0, dropped INTEGER NOT NULL DEFAULT 0,
-    flavour TEXT NOT NULL DEFAULT '', PRIMARY KEY (site, incarnation)) WITHOUT ROWID;
+    flavour TEXT NOT NULL DEFAULT '', max_delay_s REAL NOT NULL DEFAULT 0,
+    PRIMARY KEY (site, incarnation)) WITHOUT ROWID;
 CREATE TABLE beyond_watermark (
     site TEXT NOT NULL, incarnation TEXT NOT NULL, sequence INTEGER NOT NULL,
     PRIMARY KEY (site, incarnation, sequence)) WITHOUT ROWID;
@@ -72,7 +73,8 @@ CREATE INDEX groups_by_state ON groups (state, oldest_version, arrival);
 CREATE INDEX groups_by_version ON groups (version) WHERE version IS NOT NULL;
 CREATE TABLE work (
     assignment INTEGER PRIMARY KEY, prompt_index INTEGER NOT NULL, seed INTEGER NOT NULL, site TEXT NOT NULL,
-    incarnation TEXT NOT NULL, is_leased INTEGER NOT NULL, holders TEXT NOT NULL);
+    incarnation TEXT NOT NULL, is_leased INTEGER NOT NULL, holders TEXT NOT NULL,
+    request_id TEXT NOT NULL DEFAULT '');
 CREATE TABLE quarantines (site TEXT PRIMARY KEY, version INTEGER NOT NULL, reason TEXT NOT NULL);
 CREATE TABLE retired (digest TEXT PRIMARY KEY) WITHOUT ROWID;
 {_BY_FLAVOUR}
@@ -98,3 +100,10 @@ ALTER TABLE sites ADD COLUMN flavour TEXT NOT NULL DEFAULT '';
     + "".join(f"INSERT INTO {name} SELECT *, '' FROM old_{name}; DROP TABLE old_{name};\n" for name in _MOVED)
 )
 """Makes a store of schema 1, which knew no flavours, one of schema 2."""
+FROM_2 = """
+ALTER TABLE sites ADD COLUMN max_delay_s REAL NOT NULL DEFAULT 0;
+ALTER TABLE work ADD COLUMN request_id TEXT NOT NULL DEFAULT '';
+"""
+"""Makes a store of schema 2, which knew neither declared delays nor requests for work, one of schema 3."""
+EARLIER = {1: FROM_1 + FROM_2, 2: FROM_2}
+"""What makes a store of an earlier schema one of this."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
 
 import grpc.aio
 from heterorl.v1 import policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc, run_pb2, run_pb2_grpc
@@ -19,9 +19,10 @@ from services.common.rpc.options import FRAME_BYTES
 from services.common.rpc.publication import publish_from_pb
 from services.common.rpc.rejections import rejections_from_pb
 from services.common.rpc.run_status import status_to_pb
-from services.common.types import DropReason, Group, PushOutcome, PushStatus, SiteId
-from services.common.wire import group_from_pb, group_id_from_pb
-from services.coordinator import observe
+from services.common.types import Group, PushOutcome, SiteId
+from services.common.wire import group_id_from_pb
+from services.coordinator import arrivals, observe
+from services.coordinator.intake import Arrival
 
 PUSH_BATCH = 16
 """Groups of one push stream that share a commit."""
@@ -43,9 +44,15 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
             contract=contract_from_pb(request.contract),
             request_id=request.request_id,
             flavours=tuple(request.flavours),
+            incarnation=request.incarnation,
+            groups_per_version=request.groups_per_version,
         )
         return policy_pb2.AcquireLeaseResponse(
-            epoch=grant.epoch, ttl_s=grant.ttl_s, head_version=grant.head_version, holder=grant.holder
+            epoch=grant.epoch,
+            ttl_s=grant.ttl_s,
+            head_version=grant.head_version,
+            holder=grant.holder,
+            max_staleness_versions=grant.max_staleness_versions,
         )
 
     async def RenewLease(
@@ -58,6 +65,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
             head_version=grant.head_version,
             holder=grant.holder,
             rollback_to=None if grant.rollback_to < 0 else grant.rollback_to,
+            max_staleness_versions=grant.max_staleness_versions,
         )
 
     async def ReleaseLease(
@@ -150,10 +158,16 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
             yield policy_pb2.ReadPayloadResponse(frame=frame, checksum=messages.frame_checksum(frame))
 
 
+class Taker(CoordinatorApi, Protocol):
+    """A coordinator that also records groups which nobody can read."""
+
+    async def take_groups(self, groups: Sequence[Group | Arrival]) -> list[PushOutcome]: ...
+
+
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     """heterorl.v1.RolloutService."""
 
-    def __init__(self, api: CoordinatorApi) -> None:
+    def __init__(self, api: Taker) -> None:
         self._api = api
 
     async def LeaseWork(self, request: rollout_pb2.LeaseWorkRequest, context: Context) -> rollout_pb2.LeaseWorkResponse:
@@ -162,6 +176,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             incarnation=request.incarnation,
             max_groups=request.max_groups,
             policy_version=request.policy_version,
+            request_id=request.request_id,
         )
         return messages.work_grant_to_pb(grant)
 
@@ -207,23 +222,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 await reader
 
     async def _push(self, batch: list[rollout_pb2.PushGroupsRequest]) -> list[PushOutcome]:
-        """One outcome per message, in order; a group that no value can hold is refused without touching the others."""
-        outcomes: dict[int, PushOutcome] = {}
-        groups: list[tuple[int, Group]] = []
-        for position, message in enumerate(batch):
+        """One outcome per message, in order; a group that no value can hold is recorded as invalid like any other."""
+        for message in batch:
             BYTES.labels("groups", "in").inc(message.ByteSize())
-            try:
-                groups.append((position, group_from_pb(message.group)))
-            except InvalidRequest as error:
-                outcomes[position] = PushOutcome(
-                    id=group_id_from_pb(message.group.id),
-                    status=PushStatus.DROPPED,
-                    reason=DropReason.INVALID,
-                    message=str(error),
-                )
-        answers = await self._api.push_groups([group for _, group in groups]) if groups else []
-        outcomes.update((position, answer) for (position, _), answer in zip(groups, answers, strict=True))
-        return [outcomes[position] for position in range(len(batch))]
+        return await self._api.take_groups([arrivals.read(message.group) for message in batch])
 
     async def StreamGroups(
         self, request_iterator: AsyncIterator[rollout_pb2.StreamGroupsRequest], context: Context
@@ -239,11 +241,15 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 yield message.credits
 
         held = [group_id_from_pb(group_id) for group_id in first.held]
-        async for queued in self._api.stream_groups(epoch=first.epoch, held=held, credits=credits()):
-            message = messages.queued_to_pb(queued)
-            BYTES.labels("groups", "out").inc(message.ByteSize())
-            observe.observe_lease(queued)
-            yield message
+        # Closed at once when the call ends, so that what was leased and not sent goes back now.
+        async with contextlib.aclosing(
+            self._api.stream_groups(epoch=first.epoch, held=held, credits=credits())  # type: ignore[type-var]
+        ) as stream:
+            async for queued in stream:
+                message = messages.queued_to_pb(queued)
+                BYTES.labels("groups", "out").inc(message.ByteSize())
+                observe.observe_lease(queued)
+                yield message
 
     async def AbandonGroups(
         self, request: rollout_pb2.AbandonGroupsRequest, context: Context
@@ -284,7 +290,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         return run_pb2.ListStepsResponse(reports=[messages.report_to_pb(report) for report in reports])
 
     async def Drain(self, request: run_pb2.DrainRequest, context: Context) -> run_pb2.DrainResponse:
-        await self._api.drain(reason=request.reason)
+        await self._api.drain(reason=request.reason, epoch=request.epoch if request.HasField("epoch") else None)
         return run_pb2.DrainResponse()
 
     async def Rollback(self, request: run_pb2.RollbackRequest, context: Context) -> run_pb2.RollbackResponse:
@@ -292,5 +298,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         return run_pb2.RollbackResponse(head_version=head)
 
     async def ReleaseSite(self, request: run_pb2.ReleaseSiteRequest, context: Context) -> run_pb2.ReleaseSiteResponse:
-        quarantine = await self._api.release_site(site=SiteId(request.site), reason=request.reason)
+        quarantine = await self._api.release_site(
+            site=SiteId(request.site), reason=request.reason, request_id=request.request_id
+        )
         return run_pb2.ReleaseSiteResponse(quarantine=quarantine)

@@ -5,15 +5,21 @@ Times are instants of the monotonic clock and affect liveness only; after a rest
 
 from __future__ import annotations
 
+import logging
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from services.common.api import CanaryReport, Heartbeat, Registration
 from services.common.types import SiteId, SiteStatus, WorkAssignment
-from services.coordinator import quarantine
+from services.coordinator import quarantine, watermark
 from services.coordinator.quotas import Quotas
+from services.coordinator.shares import Shares
 from services.coordinator.work import Handed
+
+_LOG = logging.getLogger(__name__)
+Holder = tuple[str, str]
+"""A site and its incarnation."""
 
 
 @dataclass(slots=True)
@@ -24,35 +30,53 @@ class _Seen:
     tokens_per_s: float = 0.0
     canary_difference: float | None = None
     apply_s: float = 0.0
+    problem: str = ""
 
 
 class Sites:
     """Registrations, last signs of life, and deadlines of assignments.
 
-    Deadlines are read and written by store operations only: the table of work says what is leased, and a lease whose
-    deadline this process does not know (it restarted, or an operation was undone) gets a fresh term.
+    Terms are read and written by store operations only: the table of work says what is leased, and a lease whose
+    beginning this process does not know (it restarted, or an operation was undone) gets a fresh term.
     """
 
     def __init__(self, *, work_lease_s: float) -> None:
         self._work_lease_s = work_lease_s
-        self._seen: dict[tuple[str, str], _Seen] = {}
-        self._deadlines: dict[int, float] = {}
+        self._seen: dict[Holder, _Seen] = {}
+        self._leased_at: dict[int, float] = {}
+        self.shares = Shares()
 
-    def leased(self, handed: Sequence[Handed], now: float) -> tuple[WorkAssignment, ...]:
-        """Start the terms of new leases."""
-        self._deadlines.update(dict.fromkeys((entry.assignment for entry in handed), now + self._work_lease_s))
+    def leased(
+        self, connection: sqlite3.Connection, handed: Sequence[Handed], holder: Holder, now: float
+    ) -> tuple[WorkAssignment, ...]:
+        """Start the terms of new leases; those that run go on, so that no site keeps one by asking again."""
+        term_s = self._work_lease_s + _delay_s(connection, holder)
+        starts = [self._leased_at.setdefault(entry.assignment, now) for entry in handed]
         return tuple(
             WorkAssignment(
-                id=entry.assignment, prompt_index=entry.prompt_index, seed=entry.seed, lease_s=self._work_lease_s
+                id=entry.assignment,
+                prompt_index=entry.prompt_index,
+                seed=entry.seed,
+                lease_s=max(0.0, start + term_s - now),
             )
-            for entry in handed
+            for entry, start in zip(handed, starts, strict=True)
         )
 
-    def expired(self, assignments: Iterable[int], now: float) -> list[int]:
-        """Those of the leased assignments whose term ended."""
-        fresh = now + self._work_lease_s
-        self._deadlines = {assignment: self._deadlines.get(assignment, fresh) for assignment in assignments}
-        return [assignment for assignment, deadline in self._deadlines.items() if deadline <= now]
+    def expired(self, connection: sqlite3.Connection, leased: Mapping[int, Holder], now: float) -> list[int]:
+        """Those of the leased assignments whose term ended; they are forgotten, and count against their holders."""
+        terms = {holder: self._work_lease_s + self._grace_s(connection, holder, now) for holder in set(leased.values())}
+        self._leased_at = {assignment: self._leased_at.get(assignment, now) for assignment in leased}
+        found = [number for number, start in self._leased_at.items() if start + terms[leased[number]] <= now]
+        for assignment in found:
+            del self._leased_at[assignment]
+            self.shares.note_expired(leased[assignment][0])
+        return found
+
+    def _grace_s(self, connection: sqlite3.Connection, holder: Holder, now: float) -> float:
+        """What its delay adds to the terms of a site, while it says that it lives; one that died delivers nothing."""
+        seen = self._seen.get(holder)
+        is_silent = seen is None or now - seen.at > self._work_lease_s
+        return 0.0 if is_silent else _delay_s(connection, holder)
 
     def see(self, site: str, incarnation: str, now: float, *, policy_version: int | None = None) -> None:
         """Note a sign of life."""
@@ -69,6 +93,7 @@ class Sites:
         seen.state_root = beat.state_root
         seen.tokens_per_s = beat.tokens_per_s
         seen.apply_s = beat.apply_s
+        seen.problem = beat.problem
 
     def note_canary(self, report: CanaryReport, difference: float | None, now: float) -> None:
         """Note how far a site's canary is off."""
@@ -83,11 +108,14 @@ class Sites:
         """Make a registration durable; returns the highest sequence known of the incarnation."""
         key = (registration.site, registration.incarnation)
         connection.execute(
-            "INSERT INTO sites (site, incarnation, engine, dtype, flavour) VALUES (?, ?, ?, ?, ?)"
-            " ON CONFLICT (site, incarnation) DO UPDATE"
-            " SET engine = excluded.engine, dtype = excluded.dtype, flavour = excluded.flavour",
-            (*key, registration.engine, registration.dtype, registration.flavour),
+            "INSERT INTO sites (site, incarnation, engine, dtype, flavour, max_delay_s) VALUES (?, ?, ?, ?, ?, ?)"
+            " ON CONFLICT (site, incarnation) DO UPDATE SET engine = excluded.engine, dtype = excluded.dtype,"
+            " flavour = excluded.flavour, max_delay_s = excluded.max_delay_s",
+            (*key, registration.engine, registration.dtype, registration.flavour, registration.max_delay_s),
         )
+        missing = watermark.pass_over(connection, *key, lowest=registration.lowest_sequence)
+        if missing:
+            _LOG.warning("site %s, incarnation %s: %d groups that it settled are not known here", *key, missing)
         (highest,) = connection.execute(
             "SELECT max(watermark, coalesce((SELECT max(sequence) FROM beyond_watermark b"
             " WHERE b.site = sites.site AND b.incarnation = sites.incarnation), 0))"
@@ -137,6 +165,7 @@ class Sites:
                     canary_difference=seen.canary_difference if seen else None,
                     quarantine=quarantines.get(site, ""),
                     apply_s=seen.apply_s if seen else 0.0,
+                    problem=seen.problem if seen else "",
                     flavour=flavour,
                     groups_failed=failures.get(site, 0),
                     groups_refused=quotas.refusals_of(site),
@@ -144,3 +173,9 @@ class Sites:
                 )
             )
         return tuple(statuses)
+
+
+def _delay_s(connection: sqlite3.Connection, holder: Holder) -> float:
+    """What the delay model of a site adds there and back, as it declared."""
+    row = connection.execute("SELECT max_delay_s FROM sites WHERE site = ? AND incarnation = ?", holder).fetchone()
+    return 0.0 if row is None else float(row[0])

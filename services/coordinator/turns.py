@@ -12,7 +12,7 @@ site's deficit is never more than 0, so a round is one group of each site that h
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -30,7 +30,8 @@ class Turns:
     order: Order
     share: float
     window: int
-    _ring: list[str] = field(default_factory=list)
+    _ring: dict[str, None] = field(default_factory=dict)
+    """Sites by whose turn is next."""
     _recent: deque[str] = field(default_factory=deque)
 
     @property
@@ -50,19 +51,22 @@ class Turns:
             oldest: for each site with groups, the (policy version, arrival) of its oldest one.
         """
         assert oldest, "asked only while there are groups"
-        counts = {site: self._recent.count(site) for site in oldest}
+        served = Counter(self._recent)
+        counts = {site: served[site] for site in oldest}
         # Where all are at their share, those with the least of it: two sites under a share of a third get a half each.
         bound = max(self.cap, min(counts.values()) + 1)
-        below = [site for site in oldest if counts[site] < bound]
+        below = {site for site in oldest if counts[site] < bound}
         if self.order == "oldest":
             chosen = min(below, key=lambda site: oldest[site])
         else:
-            self._ring += sorted((site for site in oldest if site not in self._ring), key=lambda site: oldest[site])
+            for site in sorted(oldest.keys() - self._ring.keys(), key=lambda site: oldest[site]):
+                self._ring[site] = None
             chosen = next(site for site in self._ring if site in below)
-            self._ring.remove(chosen)
-            self._ring.append(chosen)
-            # A site that left is forgotten when its turn would have come twice.
-            self._ring = self._ring[-1024:]
+            del self._ring[chosen]
+            self._ring[chosen] = None
+            if len(self._ring) > max(1024, 2 * len(oldest)):
+                # Sites that left; those with groups keep their places, however many they are.
+                self._ring = {site: None for site in self._ring if site in oldest}
         self._recent.append(chosen)
         while len(self._recent) >= max(1, self.window):
             self._recent.popleft()

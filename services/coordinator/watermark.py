@@ -9,6 +9,9 @@ import sqlite3
 
 from services.common.types import GroupId
 
+MAX_GAP = 100_000
+"""Sequences that may be known beyond the first missing one; more would make the memory of duplicates unbounded."""
+
 
 def read(connection: sqlite3.Connection, group_id: GroupId) -> int:
     """Highest sequence below which nothing is missing, of the group's incarnation."""
@@ -31,17 +34,52 @@ def is_known(connection: sqlite3.Connection, group_id: GroupId) -> bool:
 
 def remember(connection: sqlite3.Connection, group_id: GroupId) -> None:
     """Set: add a sequence; the watermark rises over what is dense, the rest waits beside it."""
-    site = (group_id.site, group_id.incarnation)
-    connection.execute("INSERT INTO beyond_watermark VALUES (?, ?, ?)", (*site, group_id.sequence))
-    watermark = start = read(connection, group_id)
+    connection.execute(
+        "INSERT INTO beyond_watermark VALUES (?, ?, ?)", (group_id.site, group_id.incarnation, group_id.sequence)
+    )
+    start = read(connection, group_id)
+    _rise(connection, group_id.site, group_id.incarnation, start=start, reached=start)
+
+
+def pass_over(connection: sqlite3.Connection, site: str, incarnation: str, *, lowest: int) -> int:
+    """Set: what lies below `lowest` will never be pushed again; returns over how many that were missing it rises.
+
+    The site says so of its own incarnation; the watermark only ever rises. A site that lies loses its own groups.
+    """
+    row = connection.execute(
+        "SELECT watermark, (SELECT count(*) FROM beyond_watermark b WHERE b.site = sites.site"
+        " AND b.incarnation = sites.incarnation AND sequence < ?) FROM sites WHERE site = ? AND incarnation = ?",
+        (lowest, site, incarnation),
+    ).fetchone()
+    start, known = int(row[0]), int(row[1])
+    if lowest - 1 <= start:
+        return 0
+    _rise(connection, site, incarnation, start=start, reached=lowest - 1)
+    return lowest - 1 - start - known
+
+
+def is_gap_wide(connection: sqlite3.Connection, site: str, incarnation: str) -> bool:
+    """Whether half of the gap is used up, so that the site had better say what it can still push."""
+    row = connection.execute(
+        "SELECT max(sequence) - (SELECT watermark FROM sites s WHERE s.site = b.site AND s.incarnation = b.incarnation)"
+        " FROM beyond_watermark b WHERE site = ? AND incarnation = ?",
+        (site, incarnation),
+    ).fetchone()
+    return row[0] is not None and int(row[0]) > MAX_GAP // 2
+
+
+def _rise(connection: sqlite3.Connection, site: str, incarnation: str, *, start: int, reached: int) -> None:
+    """Raise the watermark from `start` to `reached` and over what is dense behind it."""
+    key = (site, incarnation)
     for (sequence,) in connection.execute(
-        "SELECT sequence FROM beyond_watermark WHERE site = ? AND incarnation = ? ORDER BY sequence", site
+        "SELECT sequence FROM beyond_watermark WHERE site = ? AND incarnation = ? AND sequence > ? ORDER BY sequence",
+        (*key, reached),
     ):
-        if sequence != watermark + 1:
+        if sequence != reached + 1:
             break
-        watermark = sequence
-    if watermark > start:
+        reached = sequence
+    if reached > start:
         connection.execute(
-            "DELETE FROM beyond_watermark WHERE site = ? AND incarnation = ? AND sequence <= ?", (*site, watermark)
+            "DELETE FROM beyond_watermark WHERE site = ? AND incarnation = ? AND sequence <= ?", (*key, reached)
         )
-        connection.execute("UPDATE sites SET watermark = ? WHERE site = ? AND incarnation = ?", (watermark, *site))
+        connection.execute("UPDATE sites SET watermark = ? WHERE site = ? AND incarnation = ?", (reached, *key))

@@ -21,6 +21,7 @@ from services.common.rpc.client import CoordinatorClient
 from services.common.rpc.retry import RetryPolicy
 from services.common.rpc.server import Server
 from services.common.types import Digest, DropReason, PushStatus
+from services.common.wire import group_to_pb
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core import Coordinator
 from services.coordinator.schedule import seed_of
@@ -271,9 +272,9 @@ async def test_messages_that_no_value_can_hold_are_refused_one_by_one(served, ru
     async with grpc.aio.insecure_channel(f"127.0.0.1:{served.port}") as channel:
         rollouts = rollout_pb2_grpc.RolloutServiceStub(channel)
         policy = policy_pb2_grpc.PolicyServiceStub(channel)
-        bad = rollout_pb2.PushGroupsRequest(group=rollout_pb2.Group(rollouts=[rollout_pb2.Rollout()]))
-        answers = [answer async for answer in rollouts.PushGroups(iter_of(bad, bad))]
-        assert [answer.status for answer in answers] == [rollout_pb2.PUSH_STATUS_DROPPED] * 2
+        nameless = rollout_pb2.PushGroupsRequest(group=rollout_pb2.Group(rollouts=[rollout_pb2.Rollout()]))
+        with pytest.raises(grpc.aio.AioRpcError, match="is not registered"):
+            _ = [answer async for answer in rollouts.PushGroups(iter_of(nameless))]
         headless = policy_pb2.UploadPayloadRequest(frame=b"x")
         with pytest.raises(grpc.aio.AioRpcError, match="header"):
             await policy.UploadPayload(iter_of(headless))
@@ -287,6 +288,93 @@ async def test_messages_that_no_value_can_hold_are_refused_one_by_one(served, ru
                 pass
         with pytest.raises(grpc.aio.AioRpcError, match="not a manifest"):
             await policy.PublishVersion(policy_pb2.PublishVersionRequest(epoch=run.epoch, manifest=b"\xff"))
+
+
+async def test_group_of_a_newer_program_is_recorded_like_any_other_that_is_invalid(served, run):
+    """Its sampler is answered for good, so the ledger and the watermark know of it too."""
+    work = await run.lease(3)
+    groups = [group_to_pb(run.group(one)) for one in work]
+    groups[1].rollouts[0].finish_reason = 99
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{served.port}") as channel:
+        rollouts = rollout_pb2_grpc.RolloutServiceStub(channel)
+
+        async def push(*chosen):
+            requests = iter_of(*(rollout_pb2.PushGroupsRequest(group=group) for group in chosen))
+            return [
+                (answer.id.sequence, answer.status, answer.reason) async for answer in rollouts.PushGroups(requests)
+            ]
+
+        accepted, dropped = rollout_pb2.PUSH_STATUS_ACCEPTED, rollout_pb2.PUSH_STATUS_DROPPED
+        assert await push(*groups) == [
+            (1, accepted, 0), (2, dropped, rollout_pb2.DROP_REASON_INVALID), (3, accepted, 0)
+        ]  # fmt: skip
+        assert await push(groups[1]) == [(2, rollout_pb2.PUSH_STATUS_DUPLICATE, 0)]
+        groups[1].rollouts[0].finish_reason = 98
+        assert await push(groups[1]) == [(2, dropped, rollout_pb2.DROP_REASON_CONFLICT)]
+
+    status = await served.client.get_status()
+    assert (status.ledger.acked, status.ledger.dropped) == (3, {DropReason.INVALID: 1})
+    assert status.ledger.is_balanced
+    assert (status.sites[0].groups_accepted, status.sites[0].groups_dropped) == (2, 1)
+    assert (await served.client.register(run.registration())).next_sequence == 4
+    watermark = "SELECT watermark FROM sites"
+    assert await served.core.database.run(lambda c: c.execute(watermark).fetchone()) == (3,), "it leaves no hole"
+    # Its prompt is handed out again.
+    assert (await run.lease(1))[0] == work[1]
+
+
+@pytest.mark.parametrize("lie", ["fewer", "none", "another id", "another order"])
+async def test_answer_that_does_not_match_what_was_pushed_settles_nothing(served, run, monkeypatch, lie):
+    groups = [run.group(work) for work in await run.lease(3)]
+    honest = served.core.take_groups
+
+    async def take_groups(arrived):
+        outcomes = await honest(arrived)
+        if lie in ("fewer", "none"):
+            return outcomes[:-1] if lie == "fewer" else []
+        wrong = {"another id": {3: 99}, "another order": {1: 2, 2: 1}}[lie]
+        sequences = [wrong.get(one.id.sequence, one.id.sequence) for one in outcomes]
+        return [
+            dataclasses.replace(one, id=dataclasses.replace(one.id, sequence=sequence))
+            for one, sequence in zip(outcomes, sequences, strict=True)
+        ]
+
+    monkeypatch.setattr(type(served.core), "take_groups", lambda self, arrived: take_groups(arrived))
+    with pytest.raises(errors.Unreachable, match="PushGroups: . outcomes for 3 groups"):
+        await served.client.push_groups(groups)
+    monkeypatch.undo()
+    outcomes = await served.client.push_groups(groups)
+    assert [outcome.id for outcome in outcomes] == [group.id for group in groups]
+    assert {outcome.status for outcome in outcomes} == {PushStatus.DUPLICATE}
+
+
+async def test_lost_answer_of_a_grant_costs_no_assignment(served, run, monkeypatch):
+    """The client repeats the call under its id; a repetition gets what the lost answer gave."""
+    honest, asked = served.core.lease_work, []
+
+    async def lease_work(**wanted):
+        asked.append(wanted["request_id"])
+        grant = await honest(**wanted)
+        if len(asked) == 1:
+            raise errors.StoreFull("full, but it was done", retry_after_s=0.01)
+        return grant
+
+    monkeypatch.setattr(type(served.core), "lease_work", lambda self, **wanted: lease_work(**wanted))
+    assert [work.id for work in await run.lease(3)] == [0, 1, 2]
+    assert len(asked) == 2
+    assert asked[0] == asked[1] != ""
+
+
+async def test_drain_of_an_earlier_epoch_drains_nothing(served, run):
+    old, client = run.epoch, served.client
+    await run.begin(request_id="the next one")
+    with pytest.raises(errors.StaleEpoch):
+        await client.drain(reason="its last step", epoch=old)
+    with pytest.raises(errors.StaleEpoch):
+        await client.drain(reason="stated, and none", epoch=0)
+    assert not (await client.get_status()).is_draining
+    await client.drain(reason="its last step", epoch=run.epoch)
+    assert (await client.get_status()).is_draining
 
 
 async def iter_of(*messages):

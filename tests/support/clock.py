@@ -10,10 +10,12 @@ class ManualClock:
 
     def __init__(self, now: float = 1000.0) -> None:
         self._now = now
+        self.wall_offset = 1_700_000_000.0
+        """What is added to make wall time of it: a step of it moves no instant."""
         self._sleepers: list[tuple[float, asyncio.Future[None]]] = []
 
     def wall(self) -> float:
-        return 1_700_000_000.0 + self._now
+        return self.wall_offset + self._now
 
     def monotonic(self) -> float:
         return self._now

@@ -89,6 +89,7 @@ def status_from_pb(message: run_pb2.GetStatusResponse) -> RunStatus:
                 groups_failed=site.groups_failed,
                 groups_refused=site.groups_refused,
                 quota_used=site.quota_used,
+                problem=site.problem,
             )
             for site in message.sites
         ),

@@ -25,7 +25,8 @@ SITES = ("eu-1", "us-1")
 PER_VERSION, BOUND, LIMIT = 2, 3, 9
 MAX_AGE_S, WORK_LEASE_S, LEARNER_LEASE_S = 500.0, 60.0, 10.0
 REOPENED_ELSEWHERE = {DropReason.STALE_AT_LEASE, DropReason.STALE_AT_COMMIT, DropReason.LINEAGE_ABANDONED,
-                      DropReason.LOGPROB_MISMATCH, DropReason.QUARANTINED}  # fmt: skip
+                      DropReason.LOGPROB_MISMATCH, DropReason.QUARANTINED, DropReason.UNKNOWN_VERSION}  # fmt: skip
+SHARING_S = 60.0
 
 
 @dataclasses.dataclass
@@ -58,6 +59,8 @@ class Model(RuleBasedStateMachine):
         self.quarantined = set()
         self.sequences = dict.fromkeys(SITES, 0)
         self.lease_ends = 0.0
+        self.asked = {}
+        self.owed = dict.fromkeys(SITES, 0)
 
     def wait(self, awaitable):
         return self.loop.run_until_complete(asyncio.wait_for(awaitable, 20))
@@ -108,8 +111,25 @@ class Model(RuleBasedStateMachine):
         now = self.clock.wall()
         for group_id in self.of("pending"):
             version = self.groups[group_id][2]
-            if self.run.head - version > BOUND or now - self.published[version] > MAX_AGE_S:
+            if self.run.head - version > BOUND or self.is_old(version, now):
                 self.drop(group_id, DropReason.STALE_AT_LEASE)
+
+    def is_old(self, version, now):
+        """Whether a newer version could be had for longer than the bound."""
+        newer = [at for other, at in self.published.items() if other > version and other not in self.abandoned]
+        return any(now - at > MAX_AGE_S for at in newer)
+
+    def allowance(self, site, now):
+        """How many assignments a site may hold: its share, less what it owes."""
+        leased = [work.site for work in self.work.values() if work.deadline is not None]
+        wanting = {site, *leased, *(name for name, at in self.asked.items() if now - at <= SHARING_S)}
+        if len(wanting) == 1:
+            return LIMIT, leased.count(site)
+        equal = math.ceil(LIMIT / len(wanting))
+        paying = {name for name in wanting if self.owed[name] < equal}
+        share = math.ceil(LIMIT / len(paying)) if site in paying else equal
+        self.owed[site] = min(self.owed[site], share)
+        return max(1, share - self.owed[site]), leased.count(site)
 
     def expected_reason(self, site, assignment, version):
         work = self.work[assignment]
@@ -121,7 +141,7 @@ class Model(RuleBasedStateMachine):
             return DropReason.SURPLUS
         if site not in work.holders:
             return DropReason.INVALID
-        is_old = self.clock.wall() - self.published[version] > MAX_AGE_S
+        is_old = self.is_old(version, self.clock.wall())
         return DropReason.STALE_AT_INGEST if self.run.head - version > BOUND or is_old else None
 
     def publish_now(self, **changes):
@@ -151,10 +171,15 @@ class Model(RuleBasedStateMachine):
                 work.deadline = now + WORK_LEASE_S
             elif work.deadline is not None and work.deadline <= now:
                 work.deadline = None
+                self.owed[work.site] += 1
+        if head - version <= BOUND:
+            self.asked[site] = now
+        allowed, held = self.allowance(site, now)
         outstanding = len(self.of("pending", "leased")) + sum(w.deadline is not None for w in self.work.values())
         granted = 0
         while (
             granted < wanted
+            and held + granted < allowed
             and outstanding + granted < LIMIT
             and head + (outstanding + granted) // PER_VERSION - version <= BOUND
         ):
@@ -193,8 +218,9 @@ class Model(RuleBasedStateMachine):
         self.groups[group_id] = ["dropped" if reason else "pending", reason, version, len(self.groups), assignment]
         if reason is None:
             work.is_answered, work.deadline = True, None
-        elif reason is not DropReason.SURPLUS and work.site == site:
-            work.deadline = None
+            self.owed[site] = max(0, self.owed[site] - 1)
+        elif reason is not DropReason.SURPLUS:
+            self.give_back(work, site)
 
     @precondition(lambda self: self.pushed)
     @rule(chosen=st.integers(0, 10**6), is_forged=st.booleans())
@@ -255,6 +281,15 @@ class Model(RuleBasedStateMachine):
             if self.groups[group_id][1] in lost:
                 self.drop(group_id, DropReason.LINEAGE_ABANDONED)
 
+        for group_id in self.of("pending", "leased"):
+            if self.groups[group_id][2] in lost:
+                self.drop(group_id, DropReason.UNKNOWN_VERSION)
+
+    def give_back(self, work, site):
+        if work.site == site and work.deadline is not None:
+            work.deadline = None
+            work.holders.discard(site)
+
     @rule(is_other=st.booleans())
     def take_over(self, is_other):
         holder = "other" if is_other else "learner"
@@ -313,8 +348,8 @@ class Model(RuleBasedStateMachine):
         assignment = chosen % (len(self.work) + 1)
         self.wait(self.core.abandon_work(site=SiteId(site), incarnation=INCARNATION, assignments=[assignment]))
         work = self.work.get(assignment)
-        if work is not None and work.site == site:
-            work.deadline = None
+        if work is not None:
+            self.give_back(work, site)
 
     @rule()
     def lost_race_for_the_head(self):
@@ -335,6 +370,8 @@ class Model(RuleBasedStateMachine):
         self.lease_ends = now + LEARNER_LEASE_S
         for work in self.work.values():
             work.deadline = work.deadline and math.inf
+        # Who asked and who owes is not durable: it decides only who works.
+        self.asked, self.owed = {}, dict.fromkeys(SITES, 0)
 
     @invariant()
     def every_group_has_one_account(self):

@@ -125,12 +125,14 @@ async def test_zombie_learner_has_no_effect_of_any_kind(core, run, tmp_path):
         lambda: core.abandon_groups(epoch=run.epoch, ids=ids, reason=""),
         lambda: run.upload(data, Digest(blake3.blake3(data).hexdigest())),
         lambda: anext(core.stream_groups(epoch=run.epoch, held=(), credits=credits_of(1))),
+        lambda: core.drain(reason="the last step is reached", epoch=run.epoch),
     ]
     for effect in effects:
         with pytest.raises(StaleEpoch):
             await effect()
     counts = await balanced(core)
     assert (counts.pending, counts.consumed) == (1, 0)
+    assert not (await core.get_status()).is_draining
 
 
 async def test_released_lease_is_stale_and_free_at_once(core, run):
@@ -386,11 +388,12 @@ async def test_stale_groups_are_dropped_at_ingest_and_at_lease(core, run, clock)
 async def test_old_policies_in_seconds_are_dropped_too(core, run, clock):
     work = await run.lease(2)
     await core.push_groups([run.group(work[0])])
+    await run.publish()
     clock.advance(501)
-    (outcome,) = await core.push_groups([run.group(work[1])])
+    (outcome,) = await core.push_groups([run.group(work[1], version=0)])
 
     assert outcome.reason is DropReason.STALE_AT_INGEST
-    assert "s old" in outcome.message
+    assert "a newer version came 501 s ago; max_policy_age_s is 500" in outcome.message
     await run.publish()
     await run.push(1)
     (queued,) = await leased(core, run, 1)

@@ -530,7 +530,8 @@ async def test_store_of_an_earlier_program_gets_flavours_and_keeps_what_it_had(t
         # As schema 1 had it: the same columns, but for the last.
         connection.executescript("DROP VIEW stated; DROP TABLE flavour_versions; PRAGMA user_version = 1;")
         connection.executescript("DROP TABLE failures; DROP TABLE convictions; DROP TABLE audit;")
-        connection.execute("ALTER TABLE sites DROP COLUMN flavour")
+        for table, column in (("sites", "flavour"), ("sites", "max_delay_s"), ("work", "request_id")):
+            connection.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
         keys = {"payloads": "to_version, kind, from_version", "signatures": "version", "verified": "version"}
         for name, key in {**keys, "canaries": "version"}.items():
             columns = [row[1] for row in connection.execute(f"PRAGMA table_info({name})") if row[1] != "flavour"]

@@ -14,6 +14,7 @@ from services.common.errors import (
     Unreachable,
 )
 from services.common.types import GroupId
+from services.learner.incarnation import read_incarnation
 from tests.support.learner_world import (
     INCARNATION,
     SITE,
@@ -74,6 +75,19 @@ async def test_learner_consumes_the_queue_and_ends(coordinator, tmp_path):
     assert status.ledger.is_balanced
     assert status.is_draining
     assert status.learner == ""
+
+
+async def test_learner_drains_the_run_under_its_own_epoch(coordinator, tmp_path, monkeypatch):
+    honest, epochs = coordinator.drain, []
+
+    async def drain(self, *, reason, epoch=None):
+        epochs.append((epoch, (await self.get_status()).epoch))
+        await honest(reason=reason, epoch=epoch)
+
+    monkeypatch.setattr(type(coordinator), "drain", drain)
+    await asyncio.gather(learn(learner_config(tmp_path), coordinator), fill(coordinator, QUEUE))
+
+    assert epochs == [(1, 1)]
 
 
 async def test_learner_writes_a_row_for_every_version_and_step(coordinator, tmp_path):
@@ -269,8 +283,13 @@ async def test_learner_has_no_effect_when_its_epoch_is_over(coordinator, tmp_pat
     running = asyncio.create_task(learn(learner_config(tmp_path), coordinator, backend))
     await fill(coordinator, QUEUE)
     assert await asyncio.to_thread(entered.wait, 30)
-    # The same holder may take over at once, as a restarted process would.
-    grant = await coordinator.acquire_lease(holder="learner", contract=make_contract(), request_id="takeover")
+    # The same learner may take over at once, as a restarted process would.
+    grant = await coordinator.acquire_lease(
+        holder="learner",
+        contract=make_contract(),
+        request_id="takeover",
+        incarnation=read_incarnation(tmp_path / "learner"),
+    )
     proceed.set()
 
     with pytest.raises(StaleEpoch):

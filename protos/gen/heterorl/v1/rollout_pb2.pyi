@@ -343,6 +343,7 @@ class LeaseWorkRequest(google.protobuf.message.Message):
     INCARNATION_FIELD_NUMBER: builtins.int
     MAX_GROUPS_FIELD_NUMBER: builtins.int
     POLICY_VERSION_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
     site: builtins.str
     """Name of the site."""
     incarnation: builtins.str
@@ -351,6 +352,8 @@ class LeaseWorkRequest(google.protobuf.message.Message):
     """Largest number of groups wanted."""
     policy_version: builtins.int
     """Version that the sampler generates with."""
+    request_id: builtins.str
+    """Id of this request; said again because an answer was lost, it is given the same assignments. Empty: never again."""
     def __init__(
         self,
         *,
@@ -358,8 +361,9 @@ class LeaseWorkRequest(google.protobuf.message.Message):
         incarnation: builtins.str = ...,
         max_groups: builtins.int = ...,
         policy_version: builtins.int = ...,
+        request_id: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "max_groups", b"max_groups", "policy_version", b"policy_version", "site", b"site"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "max_groups", b"max_groups", "policy_version", b"policy_version", "request_id", b"request_id", "site", b"site"]) -> None: ...
 
 Global___LeaseWorkRequest: typing_extensions.TypeAlias = LeaseWorkRequest
 

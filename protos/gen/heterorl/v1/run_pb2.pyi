@@ -62,6 +62,8 @@ class RegisterRequest(google.protobuf.message.Message):
     DTYPE_FIELD_NUMBER: builtins.int
     MAX_DELAY_VERSIONS_FIELD_NUMBER: builtins.int
     FLAVOUR_FIELD_NUMBER: builtins.int
+    MAX_DELAY_S_FIELD_NUMBER: builtins.int
+    LOWEST_SEQUENCE_FIELD_NUMBER: builtins.int
     site: builtins.str
     """Name of the site."""
     incarnation: builtins.str
@@ -74,6 +76,10 @@ class RegisterRequest(google.protobuf.message.Message):
     """Largest version lag that the sampler's delay model can cause."""
     flavour: builtins.str
     """Flavour of the weights that the sampler pulls; empty for those that are trained."""
+    max_delay_s: builtins.float
+    """Longest that the sampler's delay model keeps a version and its groups from the coordinator, there and back, seconds."""
+    lowest_sequence: builtins.int
+    """Lowest sequence that this incarnation may still push; all below it are settled or were never used. 0: not stated."""
     @property
     def contract(self) -> heterorl.v1.common_pb2.Contract:
         """What the sampler runs with."""
@@ -88,9 +94,11 @@ class RegisterRequest(google.protobuf.message.Message):
         dtype: builtins.str = ...,
         max_delay_versions: builtins.int = ...,
         flavour: builtins.str = ...,
+        max_delay_s: builtins.float = ...,
+        lowest_sequence: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["contract", b"contract"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["contract", b"contract", "dtype", b"dtype", "engine", b"engine", "flavour", b"flavour", "incarnation", b"incarnation", "max_delay_versions", b"max_delay_versions", "site", b"site"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["contract", b"contract", "dtype", b"dtype", "engine", b"engine", "flavour", b"flavour", "incarnation", b"incarnation", "lowest_sequence", b"lowest_sequence", "max_delay_s", b"max_delay_s", "max_delay_versions", b"max_delay_versions", "site", b"site"]) -> None: ...
 
 Global___RegisterRequest: typing_extensions.TypeAlias = RegisterRequest
 
@@ -137,6 +145,7 @@ class HeartbeatRequest(google.protobuf.message.Message):
     TOKENS_PER_S_FIELD_NUMBER: builtins.int
     OUTBOX_GROUPS_FIELD_NUMBER: builtins.int
     APPLY_S_FIELD_NUMBER: builtins.int
+    PROBLEM_FIELD_NUMBER: builtins.int
     site: builtins.str
     """Name of the site."""
     incarnation: builtins.str
@@ -151,6 +160,8 @@ class HeartbeatRequest(google.protobuf.message.Message):
     """Groups waiting in the outbox."""
     apply_s: builtins.float
     """Time that applying and verifying the newest weights took, seconds; 0 before the first."""
+    problem: builtins.str
+    """Why the sampler generates nothing, in at most 300 characters; empty while all is well."""
     def __init__(
         self,
         *,
@@ -161,8 +172,9 @@ class HeartbeatRequest(google.protobuf.message.Message):
         tokens_per_s: builtins.float = ...,
         outbox_groups: builtins.int = ...,
         apply_s: builtins.float = ...,
+        problem: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["apply_s", b"apply_s", "incarnation", b"incarnation", "outbox_groups", b"outbox_groups", "policy_version", b"policy_version", "site", b"site", "state_root", b"state_root", "tokens_per_s", b"tokens_per_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["apply_s", b"apply_s", "incarnation", b"incarnation", "outbox_groups", b"outbox_groups", "policy_version", b"policy_version", "problem", b"problem", "site", b"site", "state_root", b"state_root", "tokens_per_s", b"tokens_per_s"]) -> None: ...
 
 Global___HeartbeatRequest: typing_extensions.TypeAlias = HeartbeatRequest
 
@@ -298,6 +310,7 @@ class SiteStatus(google.protobuf.message.Message):
     GROUPS_FAILED_FIELD_NUMBER: builtins.int
     GROUPS_REFUSED_FIELD_NUMBER: builtins.int
     QUOTA_USED_FIELD_NUMBER: builtins.int
+    PROBLEM_FIELD_NUMBER: builtins.int
     site: builtins.str
     """Name of the site."""
     incarnation: builtins.str
@@ -330,6 +343,8 @@ class SiteStatus(google.protobuf.message.Message):
     """Pushes refused for a quota since the coordinator started."""
     quota_used: builtins.float
     """Used share of the site's tightest quota, 0 to 1."""
+    problem: builtins.str
+    """Why the site generates nothing, as it says; empty while all is well."""
     def __init__(
         self,
         *,
@@ -349,9 +364,10 @@ class SiteStatus(google.protobuf.message.Message):
         groups_failed: builtins.int = ...,
         groups_refused: builtins.int = ...,
         quota_used: builtins.float = ...,
+        problem: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_canary_difference", b"_canary_difference", "canary_difference", b"canary_difference"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_canary_difference", b"_canary_difference", "apply_s", b"apply_s", "canary_difference", b"canary_difference", "flavour", b"flavour", "groups_accepted", b"groups_accepted", "groups_dropped", b"groups_dropped", "groups_failed", b"groups_failed", "groups_refused", b"groups_refused", "incarnation", b"incarnation", "last_seen_s", b"last_seen_s", "policy_version", b"policy_version", "quarantine", b"quarantine", "quota_used", b"quota_used", "site", b"site", "state_root", b"state_root", "tokens_per_s", b"tokens_per_s", "work_leased", b"work_leased"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_canary_difference", b"_canary_difference", "apply_s", b"apply_s", "canary_difference", b"canary_difference", "flavour", b"flavour", "groups_accepted", b"groups_accepted", "groups_dropped", b"groups_dropped", "groups_failed", b"groups_failed", "groups_refused", b"groups_refused", "incarnation", b"incarnation", "last_seen_s", b"last_seen_s", "policy_version", b"policy_version", "problem", b"problem", "quarantine", b"quarantine", "quota_used", b"quota_used", "site", b"site", "state_root", b"state_root", "tokens_per_s", b"tokens_per_s", "work_leased", b"work_leased"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_canary_difference", b"_canary_difference"]) -> typing.Literal["canary_difference"] | None: ...
 
 Global___SiteStatus: typing_extensions.TypeAlias = SiteStatus
@@ -584,14 +600,20 @@ class DrainRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REASON_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
     reason: builtins.str
     """Sentence saying why."""
+    epoch: builtins.int
+    """Epoch of the learner that asks; unset for an operator, whose order needs none."""
     def __init__(
         self,
         *,
         reason: builtins.str = ...,
+        epoch: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["reason", b"reason"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_epoch", b"_epoch", "epoch", b"epoch", "reason", b"reason"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_epoch", b"_epoch"]) -> typing.Literal["epoch"] | None: ...
 
 Global___DrainRequest: typing_extensions.TypeAlias = DrainRequest
 
@@ -655,17 +677,21 @@ class ReleaseSiteRequest(google.protobuf.message.Message):
 
     SITE_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
     site: builtins.str
     """Name of the site."""
     reason: builtins.str
     """Sentence saying why, for the log of audit."""
+    request_id: builtins.str
+    """Id of this request; the same id has an effect once. Empty: every request has one."""
     def __init__(
         self,
         *,
         site: builtins.str = ...,
         reason: builtins.str = ...,
+        request_id: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["reason", b"reason", "site", b"site"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["reason", b"reason", "request_id", b"request_id", "site", b"site"]) -> None: ...
 
 Global___ReleaseSiteRequest: typing_extensions.TypeAlias = ReleaseSiteRequest
 

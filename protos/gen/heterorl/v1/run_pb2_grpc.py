@@ -130,7 +130,7 @@ class RunServiceServicer(object):
     def Drain(self, request, context):
         """Drain stops the handing out of work; samplers finish what they hold and stop.
 
-        UNAVAILABLE: repeat.
+        ABORTED STALE_EPOCH: stop all effects at once. UNAVAILABLE: repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -149,7 +149,7 @@ class RunServiceServicer(object):
     def ReleaseSite(self, request, context):
         """ReleaseSite ends the quarantine of a site and forgets its failures; the log of audit keeps both.
 
-        INVALID_ARGUMENT: correct the field. UNAVAILABLE: repeat.
+        INVALID_ARGUMENT: correct the field. UNAVAILABLE: repeat with the same request_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -262,7 +262,7 @@ class RunServiceStub(typing.Generic[_RunServiceRegisterType, _RunServiceHeartbea
     Drain: _RunServiceDrainType
     """Drain stops the handing out of work; samplers finish what they hold and stop.
 
-    UNAVAILABLE: repeat.
+    ABORTED STALE_EPOCH: stop all effects at once. UNAVAILABLE: repeat.
     """
 
     Rollback: _RunServiceRollbackType
@@ -275,7 +275,7 @@ class RunServiceStub(typing.Generic[_RunServiceRegisterType, _RunServiceHeartbea
     ReleaseSite: _RunServiceReleaseSiteType
     """ReleaseSite ends the quarantine of a site and forgets its failures; the log of audit keeps both.
 
-    INVALID_ARGUMENT: correct the field. UNAVAILABLE: repeat.
+    INVALID_ARGUMENT: correct the field. UNAVAILABLE: repeat with the same request_id.
     """
 
 RunServiceAsyncStub: typing_extensions.TypeAlias = RunServiceStub[
@@ -380,7 +380,7 @@ class RunServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[heterorl.v1.run_pb2.DrainResponse, collections.abc.Awaitable[heterorl.v1.run_pb2.DrainResponse]]:
         """Drain stops the handing out of work; samplers finish what they hold and stop.
 
-        UNAVAILABLE: repeat.
+        ABORTED STALE_EPOCH: stop all effects at once. UNAVAILABLE: repeat.
         """
 
     @abc.abstractmethod
@@ -403,7 +403,7 @@ class RunServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[heterorl.v1.run_pb2.ReleaseSiteResponse, collections.abc.Awaitable[heterorl.v1.run_pb2.ReleaseSiteResponse]]:
         """ReleaseSite ends the quarantine of a site and forgets its failures; the log of audit keeps both.
 
-        INVALID_ARGUMENT: correct the field. UNAVAILABLE: repeat.
+        INVALID_ARGUMENT: correct the field. UNAVAILABLE: repeat with the same request_id.
         """
 
 def add_RunServiceServicer_to_server(servicer: RunServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

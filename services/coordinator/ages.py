@@ -1,0 +1,38 @@
+"""How old a policy is, as store operations: counted from when a newer version could be had, not from its own beginning.
+
+Guarantees: the newest version has no age. However long a run stood still, groups of its newest version are taken, so it
+goes on by itself; and what a step of the wall clock makes too old is only what a sampler can replace by pulling.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+
+from services.common.wire import MAX_INT64
+
+
+def superseded_s(connection: sqlite3.Connection, version: int, *, reach: int, now: float) -> float:
+    """Seconds for which a newer version could be had; 0 for the newest.
+
+    Args:
+        connection: the store's.
+        version: the one whose age is asked for.
+        reach: how many versions after it are looked at.
+        now: wall time.
+    """
+    (published,) = connection.execute(
+        "SELECT min(published) FROM versions WHERE version > ? AND version <= ? AND is_abandoned = 0",
+        (version, min(version + reach, MAX_INT64)),
+    ).fetchone()
+    return 0.0 if published is None else max(0.0, now - float(published))
+
+
+def oldest_usable(connection: sqlite3.Connection, *, head: int, max_versions: int, max_s: float, now: float) -> int:
+    """The oldest version whose groups are within both bounds, that on versions and that on seconds."""
+    floor = head - max_versions
+    row = connection.execute(
+        "SELECT max(version) FROM versions WHERE version > ? AND published < ? AND is_abandoned = 0",
+        (floor, now - max_s),
+    ).fetchone()
+    # What came out so long ago was a newer version to all before it.
+    return floor if row[0] is None else int(row[0])

@@ -6,6 +6,7 @@ SETUP := .venv/.installed
 ENGINES := .venv-engines/bin
 ENGINES_SETUP := .venv-engines/.installed
 N ?= 1000
+RUNS ?= 1
 # An environment with torch for CUDA, vllm and liger-kernel is the operator's: PYTEST_GPU=path/to/pytest.
 PYTEST_GPU ?= $(BIN)/pytest
 SERVER ?= http://127.0.0.1:9090
@@ -60,8 +61,8 @@ check: $(SETUP)  ## Check style, types, import layers and protos
 	PYTHONPATH=.:protos/gen $(BIN)/lint-imports
 	cd protos && ../$(BIN)/buf lint && ../$(BIN)/buf breaking --against baseline.binpb
 
-kills: $(SETUP)  ## Kill real processes N (1000) times during a run and account for every group
-	$(BIN)/python -m tests.faults.kills --kills $(N) --out runs/kills
+kills: $(SETUP)  ## Kill real processes N (1000) times during RUNS (1) runs and account for every group
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.kills --kills $(N) --runs $(RUNS) --out runs/kills --json benchmarks/results/kills.json
 
 rotations: $(SETUP)  ## Renew all certificates and restart the coordinator under traffic, 4 and 2 times a round, N rounds
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.rotation --rounds $(N) --out runs/rotation

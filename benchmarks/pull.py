@@ -52,6 +52,7 @@ from services.common.types import (
     SamplingSemantics,
 )
 from services.common.weights.arena import Arena, Layout, TensorSpec
+from services.common.weights.container import max_file_bytes
 from services.common.weights.manifest import build_manifest
 from services.common.weights.payload import PayloadInfo, write_delta, write_snapshot
 from services.common.wire import manifest_digest, manifest_to_bytes
@@ -227,7 +228,10 @@ async def _pull_row(
         return await puller.pull(held=held, want_version=ref.to_version)
 
     async def fetch() -> Path:
-        return await Fetcher(api=client, spool=spool, clock=SystemClock(), num_streams=streams).fetch(ref)
+        fetcher = Fetcher(
+            api=client, spool=spool, clock=SystemClock(), num_streams=streams, max_bytes=max_file_bytes(layout.chunks)
+        )
+        return await fetcher.fetch(ref)
 
     published = directory / f"v{ref.to_version}"
     with serving(serve_bare, published) as bare, serving(serve_tcp, published) as tcp:

@@ -1,7 +1,8 @@
-"""Generate the committed stubs from the protos: the only way they are made."""
+"""Generate the committed stubs from the protos: the only way they are made. Modules beside the protos are copied."""
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ ROOT = Path(__file__).parent
 
 
 def generate(out: Path) -> None:
-    """Write *_pb2.py, *_pb2_grpc.py and their typed stubs for every proto under `out`."""
+    """Write *_pb2.py, *_pb2_grpc.py and their typed stubs for every proto under `out`, and the modules beside them."""
     binaries = Path(sys.executable).parent
     protos = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "heterorl").rglob("*.proto"))
     code = protoc.main(
@@ -29,8 +30,12 @@ def generate(out: Path) -> None:
     )
     if code != 0:
         raise SystemExit(code)
+    (out / "heterorl" / "v1" / "__init__.py").write_text(
+        '"""Generated from protos/heterorl; do not edit."""\n', encoding="utf-8"
+    )
+    for source in (ROOT / "heterorl").glob("*.py"):
+        shutil.copyfile(source, out / "heterorl" / source.name)
     for package in (out / "heterorl", out / "heterorl" / "v1"):
-        (package / "__init__.py").write_text('"""Generated from protos/heterorl; do not edit."""\n', encoding="utf-8")
         (package / "py.typed").touch()
 
 

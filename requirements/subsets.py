@@ -59,8 +59,14 @@ def subset(service: str) -> str:
     """The text of one service's file."""
     project = tomllib.loads((DIRECTORY.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     declared = list(project["dependencies"])
-    for extra in EXTRAS[service]:
-        declared += project["optional-dependencies"][extra]
+    waiting = list(EXTRAS[service])
+    while waiting:
+        for text in project["optional-dependencies"][waiting.pop()]:
+            requirement = Requirement(text)
+            if canonicalize_name(requirement.name) == project["name"]:
+                waiting += requirement.extras
+            else:
+                declared.append(text)
     locked = pins((DIRECTORY / "lock.txt").read_text(encoding="utf-8"))
     lines = [locked[name] for name in sorted(closure(declared, locked))]
     return "\n".join([f"# What a {service} needs, from lock.txt; made by 'make subsets'.", *lines, ""])

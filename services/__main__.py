@@ -1,5 +1,5 @@
 """Run the command line as `python -m services`."""
 
-from services.cli import main
+from services.entry import main
 
 main()

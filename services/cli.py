@@ -14,46 +14,56 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+import services
+from services.backup_command import backup
 from services.certs.cli import app as certs
 from services.certs.token_cli import join
-from services.common.config import Config, explain, load, read_tables
+from services.check_config import check_config, check_link
+from services.common.config import explain, read_tables
 from services.common.errors import HeterorlError
-from services.common.tls import check_tls
+from services.common.model_dir import check_model_dir
 from services.doctor.command import doctor
 from services.lab.cli import app as lab
-from services.operator_link import (
-    AddressArgument,
-    CaOption,
-    CertOption,
-    CredentialsOption,
-    InsecureOption,
-    KeyOption,
-    ask,
-    link_files,
-)
 from services.orders import audit, rollback, sites
 from services.report.command import report
+from services.service_config import Service, load_service
 from services.top import top
+from services.watch import health, status
 
 app = typer.Typer(
     name="heterorl",
     help="Train language models by reinforcement learning across sites that are joined only by the Internet.",
-    no_args_is_help=True,
-    add_completion=False,
+    invoke_without_command=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
+TRY, RUN, WATCH, STEER, CHECK, NAMES = (
+    "Try it", "Run the services", "Watch a run", "Steer a run", "Check and keep", "Who is who",
+)  # fmt: skip
+"""Panels of `heterorl --help`."""
 
-Service = Literal["coordinator", "learner", "sampler"]
+
+def _say_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"heterorl {services.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _start(
+    context: typer.Context,
+    version: Annotated[  # noqa: ARG001 - its callback ends the command
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
 ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="TOML file of the service.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override one key: `--set section.key=value`.")]
-LogOption = Annotated[str, typer.Option("--log", help="`console` for people, `json` for machines.")]
-
-_SCHEMAS: dict[str, tuple[str, str]] = {
-    "coordinator": ("services.coordinator.config", "CoordinatorConfig"),
-    "learner": ("services.learner.config", "LearnerConfig"),
-    "sampler": ("services.sampler.config", "SamplerConfig"),
-}
+LogStyle = Literal["console", "json"]
+LogOption = Annotated[LogStyle, typer.Option("--log", help="`console` for people, `json` for machines.")]
 
 
 def _console(*, stderr: bool = False) -> Console:
@@ -61,37 +71,46 @@ def _console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
 
 
-def _schema(service: str) -> type[Config]:
-    module, name = _SCHEMAS[service]
-    schema: type[Config] = getattr(importlib.import_module(module), name)
-    return schema
+def _who(service: Service, config: Any = None) -> dict[str, str]:
+    """What a service says of itself with every line of its log."""
+    from services.common.identity import Identity, read_identity
+
+    who: dict[str, str] = {"role": service, "version": services.__version__}
+    if config is None:
+        return who
+    try:
+        identity = read_identity(Path(config.tls.cert).read_bytes()) if config.tls.cert else None
+    except OSError:
+        # The link itself will say so.
+        identity = None
+    if isinstance(identity, Identity):
+        return who | {"run": identity.run, "site": identity.site}
+    return who | {"run": getattr(config, "run_id", ""), "site": getattr(config, "site", "")}
 
 
-def _check_link(service: str, config: Any) -> None:
-    """Say at once, before a model is loaded, that a link would be refused."""
-    key = "listen" if service == "coordinator" else "coordinator"
-    check_tls(config.tls, key=key, address=getattr(config, key))
-
-
-def _serve(service: str, config: Path | None, overrides: list[str] | None, log: str, **options: int) -> None:
+def _serve(service: Service, config: Path | None, overrides: list[str] | None, log: LogStyle, **options: int) -> None:
     from services.common import logs
     from services.common.allocator import keep_freed_frames
 
-    logs.configure(style="json" if log == "json" else "console")
-    loaded: Any = load(_schema(service), config, overrides or ())
-    _check_link(service, loaded)
+    logs.configure(style=log, fields=_who(service))
+    loaded = load_service(service, config, overrides or ())
+    check_link(service, loaded)
+    logs.bind(**_who(service, loaded))
+    if service != "coordinator":
+        # Before torch is loaded, which takes longer than to see that a directory is not there.
+        check_model_dir(loaded.model_dir)
     module = importlib.import_module(f"services.{service}.app")
     keep_freed_frames()
     raise typer.Exit(asyncio.run(module.main(loaded, **options)))
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def coordinator(config: ConfigOption = None, set_: SetOption = None, log: LogOption = "console") -> None:
     """Run the coordinator: versions policies, brokers weights, queues groups. One per run, needs no GPU."""
     _serve("coordinator", config, set_, log)
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def learner(
     config: ConfigOption = None,
     set_: SetOption = None,
@@ -102,13 +121,13 @@ def learner(
     _serve("learner", config, set_, log, num_ranks=nproc)
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def sampler(config: ConfigOption = None, set_: SetOption = None, log: LogOption = "console") -> None:
     """Run a sampler: pulls weights, generates, scores and pushes groups. As many as you like, at any site."""
     _serve("sampler", config, set_, log)
 
 
-@app.command()
+@app.command(rich_help_panel=TRY)
 def demo(
     out: Annotated[
         Path,
@@ -143,7 +162,7 @@ def demo(
     raise typer.Exit(run_demo(options))
 
 
-@app.command()
+@app.command(rich_help_panel=CHECK)
 def export(
     checkpoint: Annotated[Path, typer.Option(help="A learner's checkpoint directory or its state directory.")],
     model_dir: Annotated[Path, typer.Option(help="The model that the run started from (config, tokenizer).")],
@@ -157,71 +176,25 @@ def export(
     _console().print(f"model written to {out}")
 
 
-app.command()(rollback)
+app.command(rich_help_panel=STEER)(rollback)
+app.command(rich_help_panel=STEER)(backup)
 
 
-@app.command()
-def status(
-    address: AddressArgument,
-    json_: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
-    credentials: CredentialsOption = None,
-    ca: CaOption = "",
-    cert: CertOption = "",
-    key: KeyOption = "",
-    insecure: InsecureOption = False,
-) -> None:
-    """Show a run: versions, queue, ledger, sites. Needs an operator's certificate: `heterorl certs issue operator`."""
-    from services.status import status_json, status_tables
-
-    tls = link_files(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
-    answer = ask(address, tls=tls, call=lambda run: run.get_status())
-    if json_:
-        typer.echo(json.dumps(status_json(answer), indent=2))
-    else:
-        console = _console()
-        console.print(*status_tables(answer, width=console.width))
+app.command(rich_help_panel=WATCH)(status)
+app.command(rich_help_panel=WATCH)(health)
+app.command("join", rich_help_panel=NAMES)(join)
+app.command("doctor", rich_help_panel=CHECK)(doctor)
+app.command("top", rich_help_panel=WATCH)(top)
+app.command("report", rich_help_panel=WATCH)(report)
 
 
-@app.command()
-def health(
-    address: AddressArgument,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for the answer.", min=0.1)] = 5.0,
-    credentials: CredentialsOption = None,
-    ca: CaOption = "",
-    cert: Annotated[str, typer.Option(help="PEM file of a certificate of the run, the coordinator's own too.")] = "",
-    key: KeyOption = "",
-    insecure: InsecureOption = False,
-) -> None:
-    """Ask a coordinator whether it serves; for health checks of containers and load balancers.
-
-    Exit code 0: it serves. 1: it does not, is stopping, or cannot be reached. 2: an option is wrong.
-    """
-    from services.common.rpc.health import check_health
-
-    tls = link_files(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
-    answer = asyncio.run(check_health(address, tls=tls, timeout_s=timeout))
-    _console(stderr=not answer.is_serving).print(answer.reason)
-    raise typer.Exit(0 if answer.is_serving else 1)
+app.command("check-config", rich_help_panel=CHECK)(check_config)
 
 
-app.command("join")(join)
-app.command("doctor")(doctor)
-app.command("top")(top)
-app.command("report")(report)
-
-
-@app.command("check-config")
-def check_config(service: Service, config: ConfigOption = None, set_: SetOption = None) -> None:
-    """Check a configuration without starting anything; names every wrong key."""
-    loaded: Any = load(_schema(service), config, set_ or ())
-    _check_link(service, loaded)
-    _console().print(f"{service} configuration is valid")
-
-
-@app.command("print-config")
+@app.command("print-config", rich_help_panel=CHECK)
 def print_config(service: Service, config: ConfigOption = None, set_: SetOption = None) -> None:
     """Show every key of a configuration, its value, and where the value comes from."""
-    loaded = load(_schema(service), config, set_ or ())
+    loaded = load_service(service, config, set_ or ())
     _, sources = read_tables(config, set_ or ())
     table = Table("key", "value", "source", title=f"{service} configuration")
     for row in explain(loaded, sources):
@@ -229,7 +202,7 @@ def print_config(service: Service, config: ConfigOption = None, set_: SetOption 
     _console().print(table)
 
 
-@app.command("verify-lineage")
+@app.command("verify-lineage", rich_help_panel=CHECK)
 def verify_lineage(
     directory: Annotated[Path, typer.Argument(help="A coordinator's data_dir; the coordinator must not be running.")],
     key: Annotated[list[str] | None, typer.Option("--key", help="Public key that may have signed; repeatable.")] = None,
@@ -242,7 +215,7 @@ def verify_lineage(
 
 
 keys = typer.Typer(help="The key that a learner signs its versions with.", no_args_is_help=True)
-app.add_typer(keys, name="keys")
+app.add_typer(keys, name="keys", rich_help_panel=NAMES)
 
 
 @keys.command("new")
@@ -261,10 +234,10 @@ def keys_show(path: Annotated[Path, typer.Argument(help="File of a private key."
     typer.echo(load_signer(path).public_key)
 
 
-app.add_typer(sites, name="sites")
-app.add_typer(audit, name="audit")
-app.add_typer(lab, name="lab")
-app.add_typer(certs, name="certs")
+app.add_typer(sites, name="sites", rich_help_panel=STEER)
+app.add_typer(audit, name="audit", rich_help_panel=CHECK)
+app.add_typer(lab, name="lab", rich_help_panel=TRY)
+app.add_typer(certs, name="certs", rich_help_panel=NAMES)
 
 
 def main() -> None:

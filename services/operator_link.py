@@ -6,6 +6,7 @@ Guarantees: whatever goes wrong ends in an error that says which option to chang
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -18,16 +19,52 @@ if TYPE_CHECKING:
 
 ResultT = TypeVar("ResultT")
 BUDGET_S = 5.0
+EXPLAIN_S = 3.0
 
-AddressArgument = Annotated[str, typer.Argument(help="host:port of the coordinator.")]
+ADDRESS_VARIABLE, CREDENTIALS_VARIABLE = "HETERORL_ADDRESS", "HETERORL_CREDENTIALS"
+
+AddressArgument = Annotated[
+    str,
+    typer.Argument(
+        help=f"host:port of the coordinator; default: {ADDRESS_VARIABLE}, or what `join` noted in --credentials.",
+        show_default=False,
+    ),
+]
 CredentialsOption = Annotated[
     Path | None,
-    typer.Option(help="Directory of ca.crt, node.crt and node.key, as `heterorl join` makes it."),
+    typer.Option(
+        help="Directory of ca.crt, node.crt and node.key, as `heterorl join` makes it; "
+        f"default: {CREDENTIALS_VARIABLE}."
+    ),
 ]
 CaOption = Annotated[str, typer.Option(help="PEM file of the run's authority; without --credentials.")]
 CertOption = Annotated[str, typer.Option(help="PEM file of an operator's certificate.")]
 KeyOption = Annotated[str, typer.Option(help="PEM file of its private key.")]
 InsecureOption = Annotated[bool, typer.Option("--insecure", help="Plaintext; for a coordinator on loopback.")]
+
+
+def find_link(
+    address: str, *, credentials: Path | None, ca: str, cert: str, key: str, insecure: bool
+) -> tuple[str, TlsConfig]:
+    """Address and certificates of the coordinator: what the command says, then the environment, then what `join` noted.
+
+    Raises:
+        ConfigError: an address or certificates are missing or wrong, or named twice.
+    """
+    from services.common.errors import ConfigError
+    from services.common.tls import noted_address
+
+    if credentials is None and not (insecure or ca or cert or key) and os.environ.get(CREDENTIALS_VARIABLE):
+        credentials = Path(os.environ[CREDENTIALS_VARIABLE])
+    address = address or os.environ.get(ADDRESS_VARIABLE, "")
+    if not address and credentials is not None:
+        address = noted_address(credentials)
+    if not address:
+        action = (
+            f"name host:port of the coordinator, or set {ADDRESS_VARIABLE}; `heterorl join` notes it in its directory"
+        )
+        raise ConfigError("ADDRESS", "is not given", action=action)
+    return address, link_files(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
 
 
 def link_files(address: str, *, credentials: Path | None, ca: str, cert: str, key: str, insecure: bool) -> TlsConfig:
@@ -60,6 +97,7 @@ def ask(address: str, *, tls: TlsConfig, call: Callable[[CoordinatorClient], Awa
     Raises:
         HeterorlError: the coordinator's refusal, or that it cannot be reached.
     """
+    silence_grpc()
     from services.common.errors import Unreachable
     from services.common.rpc.client import CoordinatorClient
     from services.common.rpc.retry import RetryPolicy
@@ -72,7 +110,39 @@ def ask(address: str, *, tls: TlsConfig, call: Callable[[CoordinatorClient], Awa
         return asyncio.run(run())
     except Unreachable as error:
         # Nothing is kept and tried again here, other than by a service.
+        known = asyncio.run(explain_link(address, tls=tls))
+        if known is not None:
+            raise Unreachable(known[0], action=known[1]) from error
         hint = "check host and port, and that the coordinator runs"
         if tls.insecure:
             hint += "; one with certificates refuses --insecure: use --credentials"
         raise Unreachable(error.args[0], action=hint) from error
+
+
+async def explain_link(address: str, *, tls: TlsConfig) -> tuple[str, str] | None:
+    """What a handshake says about a link that failed, and what to do; None where it says nothing.
+
+    gRPC tells names, authorities and expiry apart in a log of its own only.
+    """
+    from services.doctor import link, network
+    from services.doctor.check import Level, Trouble
+
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    found = await network.resolve(host, int(port), timeout_s=EXPLAIN_S)
+    check = link.judge_dns(host, found)
+    if not isinstance(found, Trouble):
+        connected = await network.connect(found, int(port), timeout_s=EXPLAIN_S)
+        check = link.judge_port(address, connected)
+        if not isinstance(connected, Trouble) and not tls.insecure:
+            shaken = await network.shake_hands(connected.address, int(port), host=host, tls=tls, timeout_s=EXPLAIN_S)
+            check = link.judge_handshake(host, shaken)
+    if check.level is not Level.FAIL:
+        return None
+    finding = check.finding if check.finding.startswith(host) else f"{address}: {check.finding}"
+    return finding, check.remedy
+
+
+def silence_grpc() -> None:
+    """Keep gRPC's own lines from the screen of a command, which says in words what they mean; before its import."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")

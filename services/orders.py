@@ -17,13 +17,13 @@ from services.operator_link import (
     InsecureOption,
     KeyOption,
     ask,
-    link_files,
+    find_link,
 )
 
 
 def rollback(
-    address: AddressArgument,
     to: Annotated[int, typer.Option(help="Version whose weights are wanted; -1 takes an order back.", min=-1)],
+    address: AddressArgument = "",
     credentials: CredentialsOption = None,
     ca: CaOption = "",
     cert: CertOption = "",
@@ -31,7 +31,7 @@ def rollback(
     insecure: InsecureOption = False,
 ) -> None:
     """Have the learner publish the weights of an earlier version as the next one; its optimizer starts anew."""
-    tls = link_files(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
+    address, tls = find_link(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
     try:
         head = ask(address, tls=tls, call=lambda run: run.rollback(to_version=to, request_id=secrets.token_hex(8)))
     except UnknownVersion as error:
@@ -48,8 +48,8 @@ sites = typer.Typer(help="The sites of a run.", no_args_is_help=True)
 @sites.command("release")
 def sites_release(
     site: Annotated[str, typer.Argument(help="Name of the site.")],
-    address: AddressArgument,
     reason: Annotated[str, typer.Option(help="Why it may come back; kept in the log of audit.")],
+    address: AddressArgument = "",
     credentials: CredentialsOption = None,
     ca: CaOption = "",
     cert: CertOption = "",
@@ -59,7 +59,7 @@ def sites_release(
     """End a site's quarantine and forget its failures; it gets work again at its next call."""
     from services.common.types import SiteId
 
-    tls = link_files(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
+    address, tls = find_link(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
     request_id = secrets.token_hex(8)
     before = ask(
         address,

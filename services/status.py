@@ -4,32 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
 from typing import Any
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from services.common.types import RunStatus, SiteStatus
-
-_COLUMNS = (
-    "site",
-    "flavour",
-    "version",
-    "behind",
-    "accepted",
-    "dropped",
-    "tokens/s",
-    "leased",
-    "canary",
-    "failed",
-    "apply",
-    "quota",
-    "seen",
-    "refused",
-)
+from services.common.types import RunStatus, StepReport
+from services.status_sites import fold, site_tables
 
 
 def status_json(status: RunStatus) -> dict[str, Any]:
@@ -49,13 +30,16 @@ def status_json(status: RunStatus) -> dict[str, Any]:
     return result
 
 
-def status_tables(status: RunStatus, *, width: int) -> tuple[Table, Table]:
-    """A run's state as two tables, the run and its sites, for a screen of `width` characters."""
+def status_tables(status: RunStatus, *, width: int, accuracy: float | None = None) -> tuple[Table, ...]:
+    """A run's state as tables, the run and then its sites, for a screen of `width` characters.
+
+    `accuracy` is the newest held-out one, where it is known.
+    """
     run = Table(title=Text(f"run {status.run_id}"), show_header=False)
     ledger = status.ledger
     dropped = ", ".join(f"{reason.value} {count}" for reason, count in ledger.dropped.items() if count) or "none"
     rows = [
-        ("version", f"{status.head_version}, {'signed' if status.is_head_signed else 'unsigned'}"),
+        ("version", _version(status)),
         ("learner", f"{status.learner or 'none'} (epoch {status.epoch})"),
         ("weights", _weights(status)),
         ("changed", f"{status.changed_fraction:.2%} of the elements"),
@@ -69,70 +53,35 @@ def status_tables(status: RunStatus, *, width: int) -> tuple[Table, Table]:
     ]
     report = status.last_report
     if report is not None:
-        rows.insert(1, ("step", f"{report.step}: reward {report.reward_mean:.3f}, KL {report.kl:.3f}"))
+        rows.insert(1, ("step", _step(report, accuracy)))
         rows.insert(2, ("staleness", f"{report.staleness_mean:.1f} mean, {report.staleness_max} max"))
     if status.rollback_to >= 0:
         rows.insert(1, ("ordered", f"back to version {status.rollback_to}; not carried out yet"))
+    if status.store_problem:
+        rows.insert(1, ("DISK FULL", status.store_problem))
     for form in status.flavours:
         sizes = _sizes(form.full_bytes, delta=form.delta_bytes, full=form.snapshot_bytes)
         rows.append((f"flavour {form.flavour}", f"{sizes}, {form.changed_fraction:.2%} changed"))
     for row in rows:
         # Names come from other machines: text, never markup.
         run.add_row(*map(Text, row))
-    for site in status.sites:
+    for site in [entry.newest for entry in fold(status.sites)]:
         if site.quarantine:
             run.add_row(Text(f"quarantine of {site.site}"), Text(site.quarantine))
-    return run, _site_table(status, width=width)
+        if site.problem:
+            run.add_row(Text(f"problem of {site.site}"), Text(site.problem))
+    return run, *site_tables(status.sites, head_version=status.head_version, width=width)
 
 
-def _site_table(status: RunStatus, *, width: int) -> Table:
-    """One line a site where all columns fit, and otherwise two: half of the columns under the other half."""
-    flat = Table(*_COLUMNS, title="sites")
-    cells = [_cells(site, head_version=status.head_version) for site in status.sites]
-    for row in cells:
-        flat.add_row(*row)
-    if Console(width=1000, markup=False).measure(flat).maximum <= width:
-        return flat
-    stacked = Table(title="sites", box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    for heading in _pairs(_COLUMNS):
-        stacked.add_column(heading)
-    for row in cells:
-        stacked.add_row(*_pairs(row))
-    return stacked
+def _version(status: RunStatus) -> str:
+    if status.head_version < 0:
+        return "none yet: a learner publishes version 0 when its model is loaded"
+    return f"{status.head_version}, {'signed' if status.is_head_signed else 'unsigned'}"
 
 
-def _pairs(cells: Sequence[str | Text]) -> list[Text]:
-    return [Text("\n").join([Text(str(cell)) for cell in cells[at : at + 2]]) for at in range(0, len(cells), 2)]
-
-
-def _cells(site: SiteStatus, *, head_version: int) -> list[Text]:
-    # Names come from other machines: text, never markup.
-    return [
-        Text(cell)
-        for cell in (
-            site.site,
-            site.flavour or "-",
-            str(site.policy_version),
-            str(head_version - site.policy_version),
-            str(site.groups_accepted),
-            str(site.groups_dropped),
-            f"{site.tokens_per_s:.0f}",
-            str(site.work_leased),
-            _canary(site),
-            str(site.groups_failed),
-            f"{site.apply_s:.3g} s" if site.apply_s else "-",
-            f"{site.quota_used:.0%}",
-            # Its clock is read after the site's last call, so a little less than nothing is now, and -1 is not yet.
-            "never" if site.last_seen_s <= -1.0 else f"{max(site.last_seen_s, 0.0):.0f} s ago",
-            str(site.groups_refused),
-        )
-    ]
-
-
-def _canary(site: SiteStatus) -> str:
-    if site.quarantine:
-        return "QUARANTINE"
-    return "-" if site.canary_difference is None else f"{site.canary_difference:.2g} nats"
+def _step(report: StepReport, accuracy: float | None) -> str:
+    scored = "" if accuracy is None else f", held-out accuracy {accuracy:.3f}"
+    return f"{report.step}: reward {report.reward_mean:.3f}, KL {report.kl:.3f}{scored}"
 
 
 def _weights(status: RunStatus) -> str:

@@ -22,7 +22,9 @@ from services.operator_link import (
     CredentialsOption,
     InsecureOption,
     KeyOption,
-    link_files,
+    explain_link,
+    find_link,
+    silence_grpc,
 )
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ CALL_S = 5.0
 STEPS_A_CALL = 1000
 WINDOW = 60
 """Polls that rates are taken over."""
+RATE_S = 10.0
+"""Rates over a shorter time say nothing."""
 LINE = 40
 """Steps that a line of characters shows."""
 _SERIES = {
@@ -103,13 +107,13 @@ async def _read_steps(view: View, api: CoordinatorApi, status: RunStatus) -> Non
             return
 
 
-def frame(view: View, *, wall: float, width: int) -> Group:
+def frame(view: View, *, wall: float, width: int, is_unicode: bool = False) -> Group:
     """One picture of the run, `width` characters wide; `wall` in seconds since the epoch."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    from services.demo.table import sparkline
+    from services.demo.table import newest_accuracy, sparkline
     from services.status import status_tables
 
     head = Text(f"{view.address}  {_time(wall)}  ")
@@ -120,17 +124,18 @@ def frame(view: View, *, wall: float, width: int) -> Group:
         head.append(since + view.problem, style="bold red")
     if view.status is None:
         return Group(head, Text("nothing is known of the run yet"))
-    run, sites = status_tables(view.status, width=width)
+    accuracy = newest_accuracy([view.reports[step] for step in sorted(view.reports)])
+    run, *sites = status_tables(view.status, width=width, accuracy=accuracy)
     rates = _rates(view)
     if rates:
         run.add_row("rate", rates)
-    parts: list[Any] = [head, run, sites]
+    parts: list[Any] = [head, run, *sites]
     if view.reports:
         newest = [view.reports[step] for step in sorted(view.reports)]
         series = Table("of the steps", "newest", f"last {LINE}", title="training")
         for name, (key, form) in _SERIES.items():
             values = [float(getattr(report, key)) for report in newest]
-            series.add_row(name, form.format(values[-1]), sparkline(values[-LINE:]))
+            series.add_row(name, form.format(values[-1]), sparkline(values[-LINE:], is_unicode=is_unicode))
         parts.append(series)
     return Group(*parts)
 
@@ -139,7 +144,7 @@ def _rates(view: View) -> str:
     if len(view.marks) < 2:
         return ""
     (start, version, groups), (end, version_now, groups_now) = view.marks[0], view.marks[-1]
-    if end <= start:
+    if end - start < RATE_S:
         return ""
     minutes = (end - start) / 60
     return f"{(version_now - version) / minutes:.1f} versions and {(groups_now - groups) / minutes:.0f} groups a minute"
@@ -150,7 +155,7 @@ def _time(seconds: float) -> str:
 
 
 def top(
-    address: AddressArgument,
+    address: AddressArgument = "",
     credentials: CredentialsOption = None,
     ca: CaOption = "",
     cert: CertOption = "",
@@ -163,20 +168,28 @@ def top(
     from rich.console import Console
     from rich.live import Live
 
+    silence_grpc()
     from services.common.clock import SystemClock
     from services.common.rpc.client import CoordinatorClient
     from services.common.rpc.retry import RetryPolicy
 
-    tls = link_files(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
+    address, tls = find_link(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
     console = Console(markup=False, emoji=False, highlight=False)
+    is_unicode = console.encoding.lower().startswith("utf")
     view = View(address=address)
     clock = SystemClock()
 
     async def watch(show: Callable[[Group], None]) -> None:
+        reason = ""
         async with CoordinatorClient(address, tls=tls, policy=RetryPolicy(budget_s=0.0)) as client:
             while True:
+                was_reachable = view.unreachable_since is None
                 await poll(view, client, wall=clock.wall(), monotonic=clock.monotonic())
-                show(frame(view, wall=clock.wall(), width=console.width))
+                if was_reachable and view.unreachable_since is not None:
+                    reason = " -> ".join(await explain_link(address, tls=tls) or ())
+                if view.unreachable_since is not None:
+                    view.problem = reason or view.problem
+                show(frame(view, wall=clock.wall(), width=console.width, is_unicode=is_unicode))
                 if once:
                     return
                 await clock.sleep(interval)

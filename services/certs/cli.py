@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from services.certs.token_cli import app as token
 from services.certs.token_cli import serve
@@ -40,6 +43,7 @@ def init(
 
     Authority(directory).init(run=run, now=_now(), lifetime=datetime.timedelta(days=days))
     _print(f"authority of run {run} in {directory}; next: heterorl certs issue coordinator main --host NAME")
+    _print(f"revoked certificates: {directory / 'revoked'} (empty); a coordinator reads a copy of it as `tls.revoked`")
 
 
 @app.command("issue")
@@ -50,22 +54,32 @@ def issue(
         list[str] | None,
         typer.Option(help="DNS name or IP address that the coordinator is dialled by; repeat for more."),
     ] = None,
+    coordinator: Annotated[
+        str,
+        typer.Option(help="host:port that the node dials; noted beside its files for `heterorl status` and others."),
+    ] = "",
     out: Annotated[Path | None, typer.Option(help="Directory of the node's files; ROLE-SITE in --dir.")] = None,
     directory: DirOption = DIRECTORY,
     days: DaysOption = DAYS,
 ) -> None:
     """Issue a key and a certificate for one node: ca.crt, node.crt and node.key, to be copied to it."""
-    from services.certs.directory import Authority
+    from services.certs.directory import REVOKED, Authority
+    from services.certs.files import PUBLIC, write_file
     from services.common.identity import Role
+    from services.common.tls import ADDRESS_FILE, check_address
 
+    if coordinator:
+        check_address("--coordinator", coordinator)
     lifetime = datetime.timedelta(days=days)
     authority = Authority(directory)
     target = authority.issue(role=Role(role), site=site, hosts=host or (), out=out, now=_now(), lifetime=lifetime)
+    if coordinator:
+        write_file(target / ADDRESS_FILE, f"{coordinator}\n".encode("ascii"), mode=PUBLIC)
     _print(f"{role} {site}: {target}")
     for key, name in (("ca", "ca.crt"), ("cert", "node.crt"), ("key", "node.key")):
         _print(f'  tls.{key} = "{target / name}"')
     if role == "coordinator":
-        _print(f'  tls.revoked = "{authority.revoked_path}"')
+        _print(f'  tls.revoked = "{target / REVOKED}"')
 
 
 @app.command("renew")
@@ -85,16 +99,30 @@ def renew(
 def revoke(
     what: Annotated[
         str, typer.Argument(help="Serial number or certificate file; a node's directory means all its certificates.")
-    ],
+    ] = "",
+    site: Annotated[str, typer.Option(help="In place of WHAT: every certificate of this site, joined or issued.")] = "",
+    role: Annotated[RoleName, typer.Option(help="Role of that site.")] = "sampler",
     directory: DirOption = DIRECTORY,
 ) -> None:
-    """Refuse a certificate from the next call on, wherever the coordinator's `tls.revoked` names this list."""
-    from services.certs.directory import Authority
+    """Refuse a certificate from the next call on, wherever a coordinator's `tls.revoked` names a copy of this list.
 
+    A node that joined by token has no directory here: name it by --site and --role, or by its serial number, which
+    `heterorl certs list` shows.
+    """
+    from services.certs.directory import Authority
+    from services.common.errors import ConfigError
+    from services.common.identity import Role
+
+    if bool(what) == bool(site):
+        raise ConfigError("WHAT", "name either WHAT or --site", action="`heterorl certs list` shows all of them")
     authority = Authority(directory)
-    for identity in authority.revoke(what):
+    for identity in authority.revoke(what) if what else authority.revoke_node(role=Role(role), site=site):
         _print(f"revoked: {identity.uri} ({identity.serial:x})")
     _print(f"list: {authority.revoked_path}")
+    for copy in authority.copies():
+        _print(f"copy: {copy}")
+    _print("now copy the list to the coordinator, over the file that its `tls.revoked` names; it counts from the next")
+    _print("call on, without a restart. Without `tls.revoked` nothing is refused: `heterorl doctor` there says so.")
 
 
 @app.command("list")
@@ -103,9 +131,7 @@ def list_(directory: DirOption = DIRECTORY) -> None:
     from services.certs.directory import Authority
 
     now = _now()
-    table = Table(title="certificates")
-    for column in ("role", "site", "expires (UTC)", "days left", "state", "serial"):
-        table.add_column(column, no_wrap=column not in {"site", "serial"}, overflow="fold")
+    rows = []
     for entry in Authority(directory).list():
         left = (entry.expires - now).days
         state = entry.state(now)
@@ -113,8 +139,26 @@ def list_(directory: DirOption = DIRECTORY) -> None:
             state = "renew now"
         expires = entry.expires.strftime("%Y-%m-%d %H:%M")
         identity = entry.identity
-        table.add_row(identity.role, identity.site, expires, str(max(left, 0)), state, f"{identity.serial:x}")
-    Console(markup=False, emoji=False, highlight=False).print(table)
+        rows.append((identity.role, identity.site, expires, str(max(left, 0)), state, f"{identity.serial:x}"))
+    console = Console(markup=False, emoji=False, highlight=False)
+    whole = _table(rows, num_columns=6)
+    if Console(width=1000, markup=False).measure(whole).maximum <= console.width:
+        console.print(whole)
+        return
+    # A serial number is there to be copied: it stays in one piece, on a line of its own where the screen is narrow.
+    console.print(_table(rows, num_columns=5))
+    console.print("serial numbers, in the same order:")
+    for role, site, *_, serial in rows:
+        console.print(f"  {serial}  {role} {site}", soft_wrap=True)
+
+
+def _table(rows: Sequence[tuple[str, ...]], *, num_columns: int) -> Table:
+    table = Table(title="certificates", box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("role", "site", "expires (UTC)", "days left", "state", "serial")[:num_columns]:
+        table.add_column(heading, no_wrap=heading != "site", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row[:num_columns]))
+    return table
 
 
 def _now() -> datetime.datetime:

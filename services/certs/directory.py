@@ -16,6 +16,9 @@ from services.common.errors import ConfigError
 from services.common.identity import Identity, Refusal, Role, read_identity
 from services.common.rpc.revocation import parse_serials
 
+REVOKED = "revoked"
+"""The list's name here and in a coordinator's directory."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Issued:
@@ -41,7 +44,7 @@ class Authority:
     @property
     def revoked_path(self) -> Path:
         """The file that the coordinator's `tls.revoked` names."""
-        return self._directory / "revoked"
+        return self._directory / REVOKED
 
     def init(self, *, run: str, now: datetime.datetime, lifetime: datetime.timedelta) -> None:
         """Make the directory and its authority.
@@ -84,6 +87,8 @@ class Authority:
                 self._pair(), run=self.run(), site=site, role=role, hosts=hosts, now=now, lifetime=lifetime
             )
             self._hand_out(pair, target)
+            if role is Role.COORDINATOR:
+                write_file(target / REVOKED, self.revoked_path.read_bytes(), mode=PUBLIC)
         return target
 
     def renew(self, target: Path, *, now: datetime.datetime, lifetime: datetime.timedelta) -> None:
@@ -114,7 +119,7 @@ class Authority:
         """Refuse certificates from now on; returns them.
 
         Args:
-            what: a serial number or a certificate's file names one certificate; a node's directory names all that its
+            what: a serial number or a certificate's file names one certificate; a node's directory means all that its
                 role and site ever got, so that a copy of an older key is worth nothing either.
 
         Raises:
@@ -124,20 +129,43 @@ class Authority:
             path = Path(what)
             if path.is_dir():
                 node = self._read(path / "node.crt")
-                book = [entry.identity for entry in self.list()]
-                identities = [entry for entry in book if (entry.role, entry.site) == (node.role, node.site)]
-            else:
-                serial = self._read(path).serial if path.is_file() else _serial(what)
-                if not self._book(serial).exists():
-                    raise ConfigError("WHAT", f"certificate {serial:x} is not of this authority")
-                identities = [self._read(self._book(serial))]
-            known = self._revoked()
-            lines = [
-                f"{entry.serial:x}  # {entry.role} {entry.site}\n" for entry in identities if entry.serial not in known
-            ]
-            text = self.revoked_path.read_text(encoding="ascii") + "".join(lines)
-            write_file(self.revoked_path, text.encode("ascii"), mode=PUBLIC)
-        return identities
+                return self._refuse(self._all_of(role=node.role, site=node.site))
+            serial = self._read(path).serial if path.is_file() else _serial(what)
+            if not self._book(serial).exists():
+                raise ConfigError("WHAT", f"certificate {serial:x} is not of this authority")
+            return self._refuse([self._read(self._book(serial))])
+
+    def revoke_node(self, *, role: Role, site: str) -> list[Identity]:
+        """Refuse all certificates that a role and site ever got, joined by token or issued; returns them.
+
+        Raises:
+            ConfigError: this authority issued none.
+        """
+        with locked(self._existing()):
+            found = self._all_of(role=role, site=site)
+            if not found:
+                action = "heterorl certs list shows every site and role"
+                raise ConfigError("--site", f"no {role} {site} has a certificate of this authority", action=action)
+            return self._refuse(found)
+
+    def copies(self) -> list[Path]:
+        """Lists in directories of coordinators under this one, which `revoke` keeps equal to the list."""
+        paths = sorted(self._directory.glob(f"{Role.COORDINATOR}-*/{REVOKED}"))
+        return [path for path in paths if path.is_file()]
+
+    def _all_of(self, *, role: Role, site: str) -> list[Identity]:
+        book = [entry.identity for entry in self.list()]
+        return [entry for entry in book if (entry.role, entry.site) == (role, site)]
+
+    def _refuse(self, identities: Sequence[Identity]) -> list[Identity]:
+        known = self._revoked()
+        lines = [
+            f"{entry.serial:x}  # {entry.role} {entry.site}\n" for entry in identities if entry.serial not in known
+        ]
+        text = (self.revoked_path.read_text(encoding="ascii") + "".join(lines)).encode("ascii")
+        for path in (self.revoked_path, *self.copies()):
+            write_file(path, text, mode=PUBLIC)
+        return list(identities)
 
     def run(self) -> str:
         """Name of the run that it issues for.

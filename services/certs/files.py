@@ -5,7 +5,7 @@ Layout of an authority's directory:
     issued/SERIAL.crt    every certificate that it issued
     tokens/NUMBER.json   tokens by which nodes join, without their secrets
     revoked              serial numbers that are no longer accepted; the coordinator's `tls.revoked`
-    ROLE-SITE/           what one node needs: ca.crt, node.crt, node.key
+    ROLE-SITE/           what one node needs: ca.crt, node.crt, node.key; a coordinator also a copy of revoked
 """
 
 from __future__ import annotations

@@ -117,10 +117,11 @@ def join(
     Prints the first lines of the node's configuration. The authority is proven by the token before anything is sent.
     After a lost answer, the same command gets it again.
     """
+    from services.certs.files import PUBLIC, write_file
     from services.certs.join import join as get
     from services.certs.tokens import parse_token
     from services.common.rpc.health import check_health
-    from services.common.tls import TlsConfig, files_in
+    from services.common.tls import ADDRESS_FILE, TlsConfig, files_in
 
     check_address("--coordinator", coordinator)
     parsed = parse_token(sys.stdin.read() if token == "-" else token)
@@ -129,6 +130,8 @@ def join(
     address = authority or parsed.address or f"{coordinator.rpartition(':')[0]}:{DESK_PORT}"
     check_address("--authority", address)
     asyncio.run(get(parsed, address=address, out=target))
+    # For the commands of an operator, which then need not be told.
+    write_file(target / ADDRESS_FILE, f"{coordinator}\n".encode("ascii"), mode=PUBLIC)
     console = _console()
     paths = files_in(target.resolve())
     for line in first_lines(run=run, site=site, role=role, coordinator=coordinator, paths=paths):
@@ -147,7 +150,11 @@ def first_lines(*, run: str, site: str, role: str, coordinator: str, paths: dict
     lines = [f"# {role} {site} of run {run}"]
     if role == "operator":
         directory = str(Path(paths["cert"]).parent)
-        return [*lines, f"heterorl top {coordinator} --credentials {shlex.quote(directory)}"]
+        return [
+            *lines,
+            f"heterorl top {coordinator} --credentials {shlex.quote(directory)}",
+            f"export HETERORL_CREDENTIALS={shlex.quote(directory)}  # then just: heterorl top",
+        ]
     if role == "sampler":
         lines.append(f'site = "{site}"')
     else:

@@ -60,6 +60,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "/heterorl.v1.RunService/Drain": Rule(frozenset({Role.OPERATOR, Role.LEARNER})),
         "/heterorl.v1.RunService/Rollback": _OPERATOR,
         "/heterorl.v1.RunService/ReleaseSite": _OPERATOR,
+        "/heterorl.v1.BackupService/Backup": _OPERATOR,
         "/heterorl.v1.DiagnosisService/Diagnose": _EVERYBODY,
         "/grpc.health.v1.Health/Check": _EVERYBODY,
         "/grpc.health.v1.Health/Watch": _EVERYBODY,

@@ -44,8 +44,9 @@ class PlanKind(enum.Enum):
 class PullPlan:
     """Payloads to apply in order (a snapshot, if any, comes first) and the manifests they lead to.
 
-    `manifests[i]` is the exact manifest bytes of the version that `payloads[i]` leads to; for SAME both are empty.
-    `signature` belongs to the last manifest; empty where its publisher did not sign.
+    The last of `manifests` is the exact manifest bytes of the target; a plan may carry those of the way before it too,
+    one for each payload, and whoever needs them otherwise lists them. For SAME both are empty. `signature` belongs to
+    the last manifest; empty where its publisher did not sign.
     """
 
     kind: PlanKind
@@ -124,6 +125,8 @@ class Heartbeat:
     outbox_groups: int
     apply_s: float = 0.0
     """Seconds that applying and verifying the newest weights took; 0 before the first."""
+    problem: str = ""
+    """Why nothing is generated; empty while all is well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,9 +161,20 @@ class CoordinatorApi(Protocol):
 
     # policy: the learner's side
     async def acquire_lease(
-        self, *, holder: str, contract: Contract, request_id: str, flavours: Sequence[str] = ()
+        self,
+        *,
+        holder: str,
+        contract: Contract,
+        request_id: str,
+        flavours: Sequence[str] = (),
+        incarnation: str = "",
+        groups_per_version: int = 0,
     ) -> LeaseGrant:
-        """Become the run's learner, who publishes each version in these flavours too."""
+        """Become the run's learner, who publishes each version in these flavours too.
+
+        `incarnation` names the learner's state directory: while a lease lasts, only the same one gets it again.
+        `groups_per_version` groups make one version; 0 where the learner does not say.
+        """
         ...
 
     async def renew_lease(self, *, epoch: int) -> LeaseGrant: ...
@@ -228,7 +242,9 @@ class CoordinatorApi(Protocol):
 
     async def abandon_work(self, *, site: SiteId, incarnation: str, assignments: Sequence[int]) -> None: ...
 
-    async def push_groups(self, groups: Sequence[Group]) -> list[PushOutcome]: ...
+    async def push_groups(self, groups: Sequence[Group]) -> list[PushOutcome]:
+        """Push groups; outcomes of the first ones in order, of all unless the link broke in between."""
+        ...
 
     def stream_groups(
         self, *, epoch: int, held: Sequence[GroupId], credits: AsyncIterator[int]

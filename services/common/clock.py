@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 
@@ -37,3 +38,9 @@ class SystemClock:
     async def sleep(self, seconds: float) -> None:
         """Suspend the calling task."""
         await asyncio.sleep(seconds)
+
+
+def steady(clock: Clock) -> Callable[[], float]:
+    """Wall time as it is now, carried on by the monotonic clock: no step of the wall clock reaches who waits by it."""
+    offset = clock.wall() - clock.monotonic()
+    return lambda: clock.monotonic() + offset

@@ -13,7 +13,14 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from services.common.config_words import Problem, problems_of
 from services.common.errors import ConfigError
+
+_ACTION = "heterorl print-config SERVICE lists every key"
+
+
+DIRECTORY = "directory"
+"""Key of the validation context: the configuration file's directory, for paths that are meant from there."""
 
 
 class Config(BaseModel):
@@ -70,26 +77,33 @@ def read_tables(path: Path | None, overrides: Sequence[str]) -> tuple[dict[str, 
     return table, sources
 
 
+class InvalidConfig(ConfigError):
+    """Keys that are unknown or have values that they may not have: all of them, one a line."""
+
+    def __init__(self, problems: Sequence[Problem], *, source: str) -> None:
+        self.problems = tuple(problems)
+        unknown = any(problem.is_unknown_key for problem in problems)
+        super().__init__(problems[0].key, problems[0].text, action=_ACTION if unknown else None)
+        if len(problems) > 1:
+            lines = [f"{source} has {len(problems)} problems:", *map(str, problems), *([_ACTION] if unknown else [])]
+            self.args, self.action = ("\n".join(lines),), ""
+        elif not problems[0].key:
+            self.args = (problems[0].text,)
+
+
 def load(schema: type[ConfigT], path: Path | None, overrides: Sequence[str] = ()) -> ConfigT:
     """Read, merge and check a configuration.
 
     Raises:
-        ConfigError: a file cannot be read, a key is unknown, or a value is out of bounds; names the key path.
+        InvalidConfig: keys are unknown, or values out of bounds; names every one by its path.
+        ConfigError: a file or an override cannot be read.
     """
     table, _ = read_tables(path, overrides)
     try:
-        return schema.model_validate(table)
+        return schema.model_validate(table, context={DIRECTORY: path.parent if path is not None else ""})
     except ValidationError as error:
-        raise config_error(error) from error
-
-
-def config_error(error: ValidationError) -> ConfigError:
-    """Turn pydantic's report into one typed error that names every wrong key."""
-    first, *rest = error.errors()
-    key = ".".join(str(part) for part in first["loc"])
-    problem = "unknown key" if first["type"] == "extra_forbidden" else first["msg"]
-    others = "".join(f"; {'.'.join(str(p) for p in other['loc'])}: {other['msg']}" for other in rest)
-    return ConfigError(key, problem + others, action="heterorl print-config SERVICE lists every key")
+        source = str(path) if path is not None else "the configuration"
+        raise InvalidConfig(problems_of(schema, error), source=source) from error
 
 
 def flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -8,6 +8,7 @@
         InvalidRequest  ContractMismatch  UnknownVersion  UnknownPayload  DigestMismatch  StaleEpoch  LeaseHeld
         ParentNotHead  StepConflict  GroupNotAvailable  PayloadMissing  TooStale  QuotaExceeded  Draining
         NotRegistered  Quarantined  RunFinished  StoreFull  Unauthenticated  PermissionDenied  Unreachable
+          Busy                    it is out of something, or its disk does not answer, for now
       CorruptData             bytes that fail their own checks: quarantined, never served, never applied
         MalformedPayload  LimitExceeded  StateMismatch  CorruptStore
       UntrustedVersion        a version whose origin or place in the history is not proven; never used
@@ -61,8 +62,11 @@ class PortInUse(OperatorError):
 class DiskFull(OperatorError):
     """The disk under `path` is full."""
 
-    def __init__(self, path: str) -> None:
-        super().__init__(f"no space left under {path}", action="free space, then retry: nothing acknowledged is lost")
+    def __init__(self, path: str, *, needed_bytes: int = 0, free_bytes: int = 0) -> None:
+        sizes = f": {needed_bytes} bytes are needed, {free_bytes} are free" if needed_bytes else ""
+        super().__init__(
+            f"no space left under {path}{sizes}", action="free space, then retry: nothing acknowledged is lost"
+        )
 
 
 class DependencyMissing(OperatorError):
@@ -206,6 +210,12 @@ class Unreachable(RemoteError):
     """The peer did not answer within the retry budget."""
 
     action = "check the address and the network; the caller keeps its work and goes on trying"
+
+
+class Busy(Unreachable):
+    """The coordinator is out of descriptors, or its disk does not answer, for now; nothing was changed or lost."""
+
+    action = "repeat after the stated delay; the coordinator's log names what is missing"
 
 
 class CorruptData(HeterorlError):

@@ -4,40 +4,51 @@
     DIGEST.OFFSET    bytes from an offset on, while several streams fetch; appended to DIGEST when all are there
 
 Guarantees: a fetch goes on from the bytes on disk, also after a restart and with another number of streams; a stream
-that brings nothing for a while fails; a file is returned only with the digest it is named by. Each fetch that ends well
-says what the link is like, over all its streams together. Never repeats a call.
+that brings nothing for a while fails; a file is returned only with the digest it is named by, and no other text ever
+names one; nothing is asked for that is larger than a payload of the caller's layout can be, or than the disk has room
+for. Each fetch that ends well says what the link is like, over all its streams together. Never repeats a call.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import shutil
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
 from services.common import metrics
 from services.common.api import CoordinatorApi
 from services.common.clock import Clock
-from services.common.errors import LimitExceeded, MalformedPayload, Unreachable
+from services.common.digests import file_name
+from services.common.errors import DiskFull, LimitExceeded, MalformedPayload, Unreachable
 from services.common.link_estimate import LinkEstimate
 from services.common.ranges import Gap, Piece, find_gaps
+from services.common.rpc.calls import Calls
+from services.common.rpc.options import FRAME_BYTES
 from services.common.spool import PieceWriter, RunningDigest, join, settle
 from services.common.types import PayloadRef
 
 STALL_S = 60.0
-"""A link that brings no frame (at most 1 MiB) for so long is given up; the bytes received stay."""
+"""A link that brings no frame (at most 1 MiB) for so long is given up; the bytes received stay. The time in which a cap
+of this process lets no frame through comes on top."""
 
 
 class Fetcher:
-    """Fetches payloads into one directory, which is its own.
+    """Fetches payloads of at most `max_bytes` into one directory, which is its own.
 
     `on_frame` is called whenever bytes arrive, so that the caller can tell a slow link from a dead one.
     """
 
-    def __init__(self, *, api: CoordinatorApi, spool: Path, clock: Clock, num_streams: int = 1) -> None:
+    def __init__(self, *, api: CoordinatorApi, spool: Path, clock: Clock, max_bytes: int, num_streams: int = 1) -> None:
         self._api = api
+        self._max_bytes = max_bytes
         self._spool = spool
         self._clock = clock
         self._num_streams = num_streams
+        cap = api.down_bytes_per_s if isinstance(api, Calls) else 0.0
+        # Each stream may have a frame that waits for the cap, and they are served in order.
+        self._capped_s = num_streams * FRAME_BYTES / cap if cap else 0.0
         self.link = LinkEstimate()
         self.on_frame: Callable[[], None] = _ignore
         spool.mkdir(parents=True, exist_ok=True)
@@ -48,15 +59,41 @@ class Fetcher:
         Raises:
             Unreachable: the link broke or stalled; calling again goes on from the bytes received.
             UnknownPayload: the coordinator has it no longer.
-            CorruptData: it has other bytes than its name says, or more.
+            CorruptData: it has other bytes than its name says, or more, or no payload can be so large.
+            DiskFull: the disk has no room for what is missing, or has none left on the way.
         """
+        self.check(payload)
+        try:
+            return await self._fetch(payload)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise DiskFull(str(self._spool)) from error
+            raise
+
+    def check(self, payload: PayloadRef) -> None:
+        """Refuse a payload by what is stated of it; nothing is asked for and nothing is written.
+
+        Raises:
+            CorruptData: its name is no digest, it is empty, or no payload of this layout is so large.
+        """
+        name = file_name(payload.digest)
+        if payload.num_bytes < 1:
+            raise MalformedPayload(f"payload {name[:12]} states {payload.num_bytes} bytes")
+        if payload.num_bytes > self._max_bytes:
+            raise LimitExceeded(
+                f"payload {name[:12]} states {payload.num_bytes} bytes, the layout allows {self._max_bytes} at most",
+                action="distrust the coordinator",
+            )
+
+    async def _fetch(self, payload: PayloadRef) -> Path:
         pieces = self._pieces(payload)
         if any(piece.start + piece.length > payload.num_bytes for piece in pieces):
             raise LimitExceeded(f"payload {payload.digest[:12]} is longer than its {payload.num_bytes} bytes")
         gaps = find_gaps(pieces, num_bytes=payload.num_bytes, num_streams=self._num_streams)
+        self._check_room(sum(gap.num_bytes for gap in gaps))
         digest = RunningDigest()
         await self._fill(payload, gaps, digest)
-        path = self._spool / payload.digest
+        path = self._path(payload)
         if await asyncio.to_thread(join, path, self._parts(payload), digest) != payload.digest:
             raise MalformedPayload(f"payload {payload.digest[:12]} arrived with another digest")
         return path
@@ -66,15 +103,26 @@ class Fetcher:
         names = {payload.digest for payload in payloads}
         for path in self._spool.iterdir():
             if path.name.partition(".")[0] not in names:
-                path.unlink()
+                path.unlink(missing_ok=True)
+
+    def _path(self, payload: PayloadRef, start: int = 0) -> Path:
+        """The one place where a payload's name becomes a path."""
+        name = file_name(payload.digest)
+        return self._spool / (name if start == 0 else f"{name}.{start}")
+
+    def _check_room(self, num_bytes: int) -> None:
+        # Said before hours of fetching; what others write meanwhile is met by the write itself.
+        if num_bytes and (free := shutil.disk_usage(self._spool).free) < num_bytes:
+            raise DiskFull(str(self._spool), needed_bytes=num_bytes, free_bytes=free)
 
     def _pieces(self, payload: PayloadRef) -> list[Piece]:
-        path = self._spool / payload.digest
+        path = self._path(payload)
         first = Piece(0, path.stat().st_size if path.exists() else 0)
         return [first, *(Piece(start, part.stat().st_size) for start, part in self._parts(payload).items())]
 
     def _parts(self, payload: PayloadRef) -> dict[int, Path]:
-        found = {int(path.suffix[1:]): path for path in self._spool.glob(f"{payload.digest}.*")}
+        paths = self._spool.glob(f"{file_name(payload.digest)}.*")
+        found = {int(path.suffix[1:]): path for path in paths if path.suffix[1:].isdecimal()}
         return dict(sorted(found.items()))
 
     async def _fill(self, payload: PayloadRef, gaps: list[Gap], digest: RunningDigest) -> None:
@@ -103,14 +151,15 @@ class Fetcher:
 
     async def _append(self, payload: PayloadRef, gap: Gap, watch: _Stopwatch, digest: RunningDigest) -> None:
         """Fetch one gap; ends when it stalls."""
-        pulse = _Pulse(self._clock)
+        stall_s = STALL_S + self._capped_s
+        pulse = _Pulse(self._clock, stall_s=stall_s)
         # Two tasks for a stream, not for each frame: those would cost more than the frames do.
         receiving = asyncio.ensure_future(self._receive(payload, gap, watch, digest, pulse))
         stalled = asyncio.ensure_future(pulse.stop())
         try:
             await asyncio.wait([receiving, stalled], return_when=asyncio.FIRST_COMPLETED)
             if not receiving.done():
-                raise Unreachable(f"no bytes of the payload in {STALL_S:g} s", retry_after_s=1.0)
+                raise Unreachable(f"no bytes of the payload in {stall_s:g} s", retry_after_s=1.0)
             receiving.result()
         finally:
             receiving.cancel()
@@ -125,11 +174,14 @@ class Fetcher:
         # Without an end where it is the payload's own: a coordinator that sends more is caught.
         bound = {} if gap.end == payload.num_bytes else {"stop": gap.end}
         count = metrics.BYTES.labels(payload.kind.value, "in").inc
-        path = self._spool / (payload.digest if gap.start == 0 else f"{payload.digest}.{gap.start}")
+        path = self._path(payload, gap.start)
         writer = PieceWriter(path, digest=digest if gap.start == 0 else None)
         frames = self._api.read_payload(digest=payload.digest, offset=offset, **bound)
         try:
             async for frame in frames:
+                if not frame:
+                    # No progress, however many of them come: the watch must not take them for a sign of life.
+                    raise MalformedPayload(f"payload {payload.digest[:12]}: a frame without bytes")
                 offset += len(frame)
                 if offset > gap.end:
                     raise LimitExceeded(f"payload {payload.digest[:12]} is longer than stated")
@@ -154,8 +206,9 @@ class Fetcher:
 class _Pulse:
     """Signs of life of one stream, and the one watch that waits for them to stop."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, *, stall_s: float) -> None:
         self._clock = clock
+        self._stall_s = stall_s
         self._at: float | None = clock.monotonic()
 
     def beat(self) -> None:
@@ -167,8 +220,8 @@ class _Pulse:
         self._at = None
 
     async def stop(self) -> None:
-        """Return when nothing came for STALL_S."""
-        while (left_s := STALL_S if self._at is None else self._at + STALL_S - self._clock.monotonic()) > 0.0:
+        """Return when nothing came for `stall_s`."""
+        while (left_s := self._stall_s if self._at is None else self._at + self._stall_s - self._clock.monotonic()) > 0:
             await self._clock.sleep(left_s)
 
 

@@ -1,36 +1,152 @@
-"""Logging for people (console) or machines (one JSON object a line)."""
+"""Logging for people (console) or machines (one JSON object a line), in UTC, with who says it.
+
+In the style for machines nothing else reaches standard error: what libraries, C++ code, child processes and Python
+itself write there (and to standard output) is wrapped line by line by `log_lines`, a process of its own, so that the
+last words before an abort are not lost with this one.
+"""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import datetime
+import faulthandler
 import json
 import logging
+import os
+import subprocess
 import sys
-from typing import Literal
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Literal
+
+FIELDS_VARIABLE = "HETERORL_LOG_FIELDS"
+"""Set for child processes where the style is for machines: the bound fields as JSON."""
+_LIBRARIES = ("httpx", "huggingface_hub", "transformers")
+"""Chatty at INFO about things that a person who runs a node cannot act on; two of them add handlers of their own."""
+LAST_WORDS_S = 2.0
+_fields: dict[str, str] = {}
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, and the traceback when there is one."""
+    """One JSON object a line: time (UTC), level, logger, message, the bound fields, the traceback when there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Render a record."""
         entry = {
-            "time": self.formatTime(record),
+            "time": utc(record.created),
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
+            **_fields,
         }
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
         return json.dumps(entry)
 
 
-def configure(*, level: str = "INFO", style: Literal["console", "json"] = "console") -> None:
-    """Send all logs of this process to standard error in one style."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        JsonFormatter() if style == "json" else logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
-    )
+class ConsoleFormatter(logging.Formatter):
+    """A line for people, its time in UTC: logs of several sites can be laid beside each other."""
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802, ARG002 - logging's
+        """The time of a record."""
+        return utc(record.created)
+
+
+def utc(seconds: float) -> str:
+    """ISO 8601 of an instant in seconds since the epoch, to the millisecond, ending in Z."""
+    moment = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def configure(
+    *, level: str = "INFO", style: Literal["console", "json"] = "console", fields: Mapping[str, str] | None = None
+) -> None:
+    """Send all logs of this process to standard error in one style; once a process."""
+    stream: IO[str] = sys.stderr
+    if style == "json":
+        stream = _wrap_everything_else()
+        logging.captureWarnings(True)
+        sys.excepthook = lambda kind, error, trace: logging.getLogger("python").critical(
+            "%s", error or kind.__name__, exc_info=(kind, error, trace)
+        )
+        threading.excepthook = lambda args: logging.getLogger("python").critical(
+            "in thread %s", args.thread.name if args.thread else "?",
+            exc_info=(args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback),
+        )  # fmt: skip
+    _start(level, style, stream)
+    bind(**dict(fields or {}))
+
+
+def configure_as_parent(*, level: str = "INFO") -> None:
+    """The style and fields of the service that started this process."""
+    given = os.environ.get(FIELDS_VARIABLE)
+    _start(level, "console" if given is None else "json", sys.stderr)
+    if given is not None:
+        _fields.update(json.loads(given))
+
+
+def bind(**fields: str) -> None:
+    """Say with every line from now on, for example, which site this is; empty values are left out."""
+    _fields.update({name: value for name, value in fields.items() if value})
+    if FIELDS_VARIABLE in os.environ:
+        os.environ[FIELDS_VARIABLE] = json.dumps(_fields)
+        os.write(2, b"\0" + json.dumps(_fields).encode() + b"\n")
+
+
+def _start(level: str, style: Literal["console", "json"], stream: IO[str]) -> None:
+    handler = logging.StreamHandler(stream)
+    form = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+    handler.setFormatter(JsonFormatter() if style == "json" else ConsoleFormatter(form))
     logging.basicConfig(level=level, handlers=[handler], force=True)
-    # Both are chatty at INFO about things that a person who runs a node cannot act on.
-    for name in ("httpx", "transformers"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    for name in _LIBRARIES:
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.WARNING)
+        # They would print each line a second time, or keep it from us.
+        logger.__class__ = _Plain
+    if style == "json" or not stream.isatty():
+        # Read when transformers is imported: bars are for screens.
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+class _Plain(logging.Logger):
+    """A library's logger that has no handler of its own."""
+
+    propagate = property(lambda _: True, lambda _, __: None)
+
+    def addHandler(self, hdlr: logging.Handler) -> None:  # noqa: N802 - logging's
+        """Not here: the process has one."""
+
+
+def _wrap_everything_else() -> IO[str]:
+    """Put `log_lines` behind file descriptors 1 and 2; returns what stood behind 2, for lines that are JSON already."""
+    own = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
+    reader, writer = os.pipe()
+    script = Path(__file__).with_name("log_lines.py")
+    # A session of its own: Ctrl-C and the signals of a terminal are not for it, it ends with its last writer.
+    wrapper = subprocess.Popen(
+        [sys.executable, "-I", "-S", str(script)], stdin=reader, stdout=subprocess.DEVNULL, start_new_session=True
+    )
+    sys.stdout.flush()
+    for descriptor in (1, 2):
+        os.dup2(writer, descriptor)
+    os.close(reader)
+    os.close(writer)
+    os.environ[FIELDS_VARIABLE] = "{}"
+    atexit.register(_unwrap, wrapper, own)
+    if faulthandler.is_enabled():
+        # What a watchdog's SIGABRT shows is written by a signal handler, and read by people.
+        faulthandler.enable(file=own)
+    return own
+
+
+def _unwrap(wrapper: subprocess.Popen[bytes], own: IO[str]) -> None:
+    """Wait until the last words are out: a container ends with its first process."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for descriptor in (1, 2):
+        os.dup2(own.fileno(), descriptor)
+    # A child process that lives on holds the pipe; its words go on being wrapped.
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        wrapper.wait(LAST_WORDS_S)

@@ -132,8 +132,13 @@ FLAVOUR_BYTES = _gauge(
     "flavour",
     "kind",
 )
+DISK_REFUSES = _gauge("coordinator_disk_refuses", "1 while the disk is full and groups or versions are refused.")
+LOOP_FAILURES = _counter("coordinator_loop_failures_total", "Turns of a background loop that failed.", "loop")
 RECLAIMED_BYTES = _counter("coordinator_reclaimed_bytes_total", "Bytes of payloads that nobody needed any more.")
 DAMAGED_PAYLOADS = _counter("coordinator_damaged_payloads_total", "Payloads found changed or lost on disk.")
+UNREADABLE_PAYLOADS = _counter(
+    "coordinator_unreadable_payloads_total", "Reads that the system refused; the payloads stay in use."
+)
 
 # learner: steps
 STEPS = _counter("learner_steps_total", "Optimizer steps.", "applied")
@@ -155,6 +160,7 @@ IW_VARIANCE = _gauge("learner_iw_variance", "Variance of the importance weights.
 CLIP_FRACTION = _gauge("learner_clip_ratio", "Share of clipped terms.")
 ENTROPY = _gauge("learner_entropy_nats", "Mean entropy per token.")
 GRAD_NORM = _gauge("learner_grad_norm", "Gradient norm before clipping.")
+STEPS_WITHOUT_SIGNAL = _gauge("learner_steps_without_signal", "Steps in a row in which no group's rewards differed.")
 EVALUATION_ACCURACY = _gauge("learner_evaluation_accuracy_ratio", "Held-out accuracy.")
 
 # learner: checks of what sites send
@@ -196,6 +202,11 @@ PUSH_DELAY_SECONDS = _histogram(
 OUTBOX_GROUPS = _gauge("sampler_outbox_groups", "Groups waiting in the outbox.")
 OUTBOX_BYTES = _gauge("sampler_outbox_bytes", "Bytes waiting in the outbox.")
 OUTBOX_DROPPED = _counter("sampler_outbox_dropped_total", "Groups that the coordinator did not take.", "reason")
+OUTBOX_SET_ASIDE = _counter(
+    "sampler_outbox_set_aside_total",
+    "What a sampler did not deliver: damaged groups (row), a damaged file (file), groups under another name (renamed).",
+    "kind",
+)
 ENGINE_FAILURES = _counter(
     "sampler_engine_failures_total",
     "Times the engine was not trusted: its canary differed from the reference (stale), or its process failed (died).",

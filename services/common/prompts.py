@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from services.common.errors import ConfigError
+from services.common.model_dir import check_model_dir, first_line
 from services.common.types import Int32Array
 
 
@@ -14,12 +15,13 @@ class Prompter:
     """A tokenizer and the way prompts go through it."""
 
     def __init__(self, model_dir: str, *, use_chat_template: bool) -> None:
+        check_model_dir(model_dir)
         from transformers import AutoTokenizer
 
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(model_dir)
         except (OSError, ValueError) as error:
-            raise ConfigError("model_dir", f"cannot load a tokenizer from {model_dir}: {error}") from error
+            raise ConfigError("model_dir", f"cannot load a tokenizer from {model_dir}: {first_line(error)}") from error
         if use_chat_template and not self.tokenizer.chat_template:
             raise ConfigError("use_chat_template", f"the tokenizer of {model_dir} has no chat template")
         if self.tokenizer.eos_token_id is None:
@@ -40,6 +42,10 @@ class Prompter:
         # The template writes its own special tokens.
         ids = self.tokenizer.encode(text, add_special_tokens=not self.use_chat_template)
         return np.array(ids, np.int32)
+
+    def tokens(self, completion: str) -> Int32Array:
+        """Token ids of a completion, int32, without its end."""
+        return np.array(self.tokenizer.encode(completion, add_special_tokens=False), np.int32)
 
     def decode(self, token_ids: Int32Array) -> str:
         """Text of a completion, special tokens left out."""

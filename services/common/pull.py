@@ -19,23 +19,25 @@ from pathlib import Path
 from services.common import metrics
 from services.common.api import CoordinatorApi, PlanKind, PullPlan
 from services.common.clock import Clock
-from services.common.errors import (
-    CorruptData,
-    StateMismatch,
-    UnknownPayload,
-)
+from services.common.errors import CorruptData, LimitExceeded, StateMismatch, UnknownPayload
 from services.common.fetch import Fetcher
 from services.common.types import Digest, Manifest, PayloadKind
+from services.common.way import Way
 from services.common.weights.arena import Arena, Layout
+from services.common.weights.container import max_file_bytes
 from services.common.weights.manifest import verify_child, verify_merged, verify_snapshot, verify_state
 from services.common.weights.payload import apply_payload
 from services.common.wire import manifest_digest, manifest_from_bytes
+from services.common.words import peer_words
 
 _LOG = logging.getLogger(__name__)
 Admit = Callable[[PullPlan], Awaitable[None]]
-"""Looks at the manifests of a plan and raises when the version is not to be built; not asked about what is held."""
+"""Looks at the last manifest of a plan, its target's, and raises when the version is not to be built; not asked about
+what is held."""
 MAX_REPLANS = 3
 """Times that a plan is made anew because the coordinator no longer has one of its payloads."""
+MAX_COPIES = 8
+"""Largest plan, in payloads of the largest size: a longer way is begun again from a snapshot. Bounds the disk used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,9 +77,15 @@ class Puller:
         self._api = api
         self._layout = layout
         self._clock = clock
-        self.fetcher = Fetcher(api=api, spool=spool, clock=clock, num_streams=num_streams)
+        self._max_bytes = max_file_bytes(layout.chunks)
+        self.fetcher = Fetcher(api=api, spool=spool, clock=clock, num_streams=num_streams, max_bytes=self._max_bytes)
+        self.way = Way(api=api, flavour=flavour)
         self.apply_s = 0.0
         """Seconds that applying and verifying took the last time; 0 before the first."""
+        self.fetch_s = 0.0
+        """Seconds that fetching took the last time."""
+        self.fetched_bytes = 0
+        """Bytes of the payloads of the last time."""
         self._is_held_distrusted = False
         self._are_merged_distrusted = False
         self._has_merged = False
@@ -149,25 +157,42 @@ class Puller:
         )
         if base_root:
             held, plan = await self._from_base(plan, base_root)
-        _check_plan(plan, held=held, want_version=want_version)
+        self._check(plan, held=held, want_version=want_version)
+        self.way.begin(plan)
         if plan.kind is PlanKind.SAME and held is not None:
             if self._is_from_base and admit is not None:
                 await admit(plan)
             return held
-        _LOG.debug("version %d: %s", plan.target_version, plan.reason)
+        _LOG.debug("version %d: %s", plan.target_version, peer_words(plan.reason))
         self._has_merged = any(payload.kind is PayloadKind.MERGED for payload in plan.payloads)
         if admit is not None:
             await admit(plan)
+        # Only now: the way of a version that is not to be built is not asked for.
+        plan = dataclasses.replace(plan, manifests=await self.way.manifests(plan))
         self.fetcher.keep_only(plan.payloads)
         started = self._clock.monotonic()
         paths = [await self.fetcher.fetch(payload) for payload in plan.payloads]
         fetched = self._clock.monotonic()
-        metrics.PULL_SECONDS.observe(fetched - started)
+        self.fetch_s, self.fetched_bytes = fetched - started, sum(payload.num_bytes for payload in plan.payloads)
+        metrics.PULL_SECONDS.observe(self.fetch_s)
         pulled = await asyncio.to_thread(self._apply, plan, paths, held)
         self.apply_s = self._clock.monotonic() - fetched
         metrics.APPLY_SECONDS.observe(self.apply_s)
         self.fetcher.keep_only(())
+        self.way.end()
         return pulled
+
+    def _check(self, plan: PullPlan, *, held: PulledVersion | None, want_version: int) -> None:
+        """Refuse a plan that does not lead from what is held to what is wanted, or is larger than one can be."""
+        _check_plan(plan, held=held, want_version=want_version)
+        if plan.kind is PlanKind.SAME:
+            return
+        _check_target(plan, self._layout)
+        for payload in plan.payloads:
+            self.fetcher.check(payload)
+        total = sum(payload.num_bytes for payload in plan.payloads)
+        if total > MAX_COPIES * self._max_bytes:
+            raise LimitExceeded(f"a plan of {total} bytes is over {MAX_COPIES} copies of the weights")
 
     async def _base_root(self) -> Digest | str:
         if self._base is None:
@@ -221,11 +246,22 @@ class Puller:
 
 
 def _check_plan(plan: PullPlan, *, held: PulledVersion | None, want_version: int) -> None:
-    """Refuse a plan that does not lead from what is held to what is wanted."""
     if want_version >= 0 and plan.target_version != want_version:
         raise StateMismatch(f"the plan leads to version {plan.target_version}, not {want_version}")
     if plan.kind is PlanKind.SAME:
         if held is None or held.version != plan.target_version:
             raise StateMismatch(f"the plan says that version {plan.target_version} is held already")
-    elif not plan.payloads or len(plan.payloads) != len(plan.manifests):
+    elif not plan.payloads or len(plan.manifests) not in (1, len(plan.payloads)):
         raise StateMismatch(f"the plan has {len(plan.payloads)} payloads and {len(plan.manifests)} manifests")
+
+
+def _check_target(plan: PullPlan, layout: Layout) -> None:
+    """Hold the plan's last manifest and the order of its payloads against its target, before a byte is fetched."""
+    manifest = manifest_from_bytes(plan.manifests[-1])
+    if manifest.version != plan.target_version:
+        raise StateMismatch(f"the plan leads to version {manifest.version}, not {plan.target_version}")
+    if manifest.layout_id != layout.layout_id:
+        raise StateMismatch(f"version {manifest.version} has another layout", action="check model_dir")
+    numbers = [payload.to_version for payload in plan.payloads]
+    if numbers != sorted(set(numbers)) or numbers[-1] != plan.target_version:
+        raise StateMismatch(f"the payloads of the plan do not lead to version {plan.target_version} in order")

@@ -105,7 +105,9 @@ class PieceWriter:
 
     def _written(self, done: asyncio.Future[None]) -> None:
         self._writing = None
-        self._error = self._error or done.exception()
+        # Asked of every one: the event loop prints what nobody asked for.
+        error = done.exception()
+        self._error = self._error or error
         if self._error is not None:
             self._batch = []
         elif self._batch:
@@ -119,7 +121,8 @@ class PieceWriter:
 
     def _synced(self, done: asyncio.Future[None]) -> None:
         self._syncing = None
-        self._error = self._error or done.exception()
+        error = done.exception()
+        self._error = self._error or error
 
     # the thread
 

@@ -14,6 +14,8 @@ from pydantic import Field
 from services.common.config import Config
 from services.common.errors import ConfigError
 
+ADDRESS_FILE = "coordinator"
+"""Beside a node's certificate: host:port of the coordinator, for commands that are not told."""
 _ACTION = "make certificates with `heterorl certs init` and `issue`, or set tls.insecure on loopback"
 
 
@@ -41,6 +43,14 @@ def files_in(directory: Path) -> dict[str, str]:
     """The three files of a node where `heterorl join` and `certs issue` put them, by their keys."""
     names = {"ca": "ca.crt", "cert": "node.crt", "key": "node.key"}
     return {key: str(directory / name) for key, name in names.items()}
+
+
+def noted_address(directory: Path) -> str:
+    """host:port of the coordinator as `heterorl join` noted it beside a node's files; empty where it did not."""
+    try:
+        return (directory / ADDRESS_FILE).read_text(encoding="ascii")[:300].strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def check_address(key: str, address: str) -> None:

@@ -177,6 +177,8 @@ class LeaseGrant:
     """Newest version, or -1 when none is published yet."""
     rollback_to: int = -1
     """Version whose content the next one is to have, by an operator's order; -1 for none."""
+    max_staleness_versions: int = -1
+    """Versions between a group's oldest token and the parent of the version that consumes it, at most; -1: not said."""
 
 
 class PayloadKind(enum.Enum):
@@ -397,6 +399,8 @@ class SiteStatus:
     """Pushes refused for a quota since the coordinator started."""
     quota_used: float = 0.0
     """Used share of the tightest quota, 0 to 1."""
+    problem: str = ""
+    """Why it generates nothing, as it says; empty while all is well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -439,3 +443,5 @@ class RunStatus:
     flavours: tuple[FlavourStatus, ...] = ()
     rollback_to: int = -1
     """Version that the learner is ordered to go back to and has not published yet; -1 without an order."""
+    store_problem: str = ""
+    """What is wrong with the coordinator's disk and what to do about it; empty while nothing is."""

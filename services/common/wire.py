@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 from heterorl.v1 import common_pb2, policy_pb2, rollout_pb2
 
 from services.common.contract_wire import contract_from_pb, contract_to_pb
+from services.common.digests import digest_field
 from services.common.errors import InvalidRequest, MalformedPayload
 from services.common.tracing import well_formed
 from services.common.types import (
@@ -36,6 +37,7 @@ from services.common.types import (
 
 MAX_INT32 = 2**31 - 1
 MAX_INT64 = 2**63 - 1
+MAX_RUN_ID = 256
 
 _FINISH = {
     FinishReason.EOS: rollout_pb2.FINISH_REASON_EOS,
@@ -179,16 +181,19 @@ def payload_from_pb(message: policy_pb2.PayloadRef) -> PayloadRef:
     """Convert a payload's reference.
 
     Raises:
-        InvalidRequest: the kind is not stated.
+        InvalidRequest: the kind is not stated, the digest is none, or the size is beyond a file's.
     """
     kind = _PAYLOAD_OF.get(message.kind)
     if kind is None:
         raise InvalidRequest("payload.kind: not stated")
+    if message.num_bytes > MAX_INT64:
+        raise InvalidRequest(f"payload.num_bytes: {message.num_bytes} is beyond any file")
     return PayloadRef(
         kind=kind,
         from_version=message.from_version,
         to_version=message.to_version,
-        digest=Digest(message.digest),
+        # The one place where a payload's name enters: it becomes a file's name.
+        digest=digest_field("payload.digest", message.digest),
         num_bytes=message.num_bytes,
     )
 
@@ -218,11 +223,17 @@ def manifest_from_bytes(data: bytes) -> Manifest:
     """Read the exact bytes of a manifest.
 
     Raises:
-        MalformedPayload: the bytes are not a manifest.
+        MalformedPayload: the bytes are not a manifest, or a digest in it is none.
     """
     try:
         message = policy_pb2.Manifest.FromString(data)
         payloads = tuple(payload_from_pb(payload) for payload in message.payloads)
+        layout_id = digest_field("layout_id", message.layout_id)
+        state_root = digest_field("state_root", message.state_root)
+        parent_digest = digest_field("parent_digest", message.parent_digest) if message.parent_digest else ""
+        if len(message.run_id) > MAX_RUN_ID:
+            # Written down with each version that is used.
+            raise InvalidRequest(f"run_id: {len(message.run_id)} characters, at most {MAX_RUN_ID}")
     except (DecodeError, InvalidRequest) as error:
         raise MalformedPayload(f"not a manifest: {error}") from error
     return Manifest(
@@ -230,10 +241,10 @@ def manifest_from_bytes(data: bytes) -> Manifest:
         epoch=message.epoch,
         version=message.version,
         parent_version=message.parent_version,
-        parent_digest=message.parent_digest,
-        layout_id=Digest(message.layout_id),
+        parent_digest=parent_digest,
+        layout_id=layout_id,
         chunk_digests=tuple(message.chunk_digests),
-        state_root=Digest(message.state_root),
+        state_root=state_root,
         step=message.step,
         num_changed=message.num_changed,
         num_elements=message.num_elements,

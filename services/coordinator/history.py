@@ -93,6 +93,11 @@ def open_store(directory: Path) -> Iterator[sqlite3.Connection]:
         raise CorruptStore(f"{path}: {error}") from error
 
 
+def is_in_use(directory: Path) -> bool:
+    """Whether a coordinator of another process runs on the store of a data directory."""
+    return _is_locked(directory / STORE_FILE)
+
+
 def _is_locked(path: Path) -> bool:
     with path.open("rb") as file:
         asked = struct.pack(_FLOCK, fcntl.F_RDLCK, 0, _SHARED_LOCK_BYTE, _SHARED_LOCK_BYTES, 0)

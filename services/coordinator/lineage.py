@@ -54,16 +54,26 @@ def read_lease(connection: sqlite3.Connection, *, expires: float) -> Lease:
         epoch=int(get_meta(connection, "epoch") or 0),
         holder=get_meta(connection, "holder") or "",
         request_id=get_meta(connection, "lease_request_id") or "",
+        incarnation=get_meta(connection, "lease_incarnation") or "",
         expires=expires,
         is_released=get_meta(connection, "lease_released") != "0",
     )
 
 
-def write_lease(connection: sqlite3.Connection, *, epoch: int, holder: str, request_id: str, is_released: bool) -> None:
+def write_lease(
+    connection: sqlite3.Connection,
+    *,
+    epoch: int,
+    holder: str,
+    request_id: str,
+    is_released: bool,
+    incarnation: str = "",
+) -> None:
     """Make a lease durable."""
     set_meta(connection, "epoch", str(epoch))
     set_meta(connection, "holder", holder)
     set_meta(connection, "lease_request_id", request_id)
+    set_meta(connection, "lease_incarnation", incarnation)
     set_meta(connection, "lease_released", "1" if is_released else "0")
 
 

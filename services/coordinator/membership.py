@@ -12,13 +12,17 @@ _KEYS = {"lora.base_digest": "model_dir (the base model under the adapters)"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """The newest lease. `expires` is an instant of the monotonic clock; `is_released` ends it early."""
+    """The newest lease. `expires` is an instant of the monotonic clock; `is_released` ends it early.
+
+    `incarnation` is of the holder's state directory; empty for holders of earlier programs, which have none.
+    """
 
     epoch: int
     holder: str
     request_id: str
     expires: float
     is_released: bool
+    incarnation: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,13 +34,20 @@ class Acquire:
     wait_s: float
 
 
-def decide_acquire(now: float, lease: Lease, *, holder: str, request_id: str) -> tuple[Acquire, str]:
-    """Decide on a request for the lease; a holder may always come back, under a new epoch."""
+def decide_acquire(
+    now: float, lease: Lease, *, holder: str, request_id: str, incarnation: str = ""
+) -> tuple[Acquire, str]:
+    """Decide on a request for the lease; a holder may always come back from its own state directory, to a new epoch.
+
+    A name alone proves nothing: a configuration that was copied, or started twice, has the same.
+    """
     if lease.request_id == request_id and not lease.is_released:
         return Acquire(epoch=lease.epoch, is_new=False, wait_s=0.0), f"epoch {lease.epoch} was granted to this request"
     wait_s = lease.expires - now
-    if lease.epoch and not lease.is_released and lease.holder != holder and wait_s > 0:
-        return Acquire(epoch=None, is_new=False, wait_s=wait_s), f"{lease.holder} holds the lease for {wait_s:.1f} s"
+    is_own = (lease.holder, lease.incarnation) == (holder, incarnation)
+    if lease.epoch and not lease.is_released and not is_own and wait_s > 0:
+        who = lease.holder if lease.holder != holder else f"another learner whose holder is {holder} too"
+        return Acquire(epoch=None, is_new=False, wait_s=wait_s), f"{who} holds the lease for {wait_s:.1f} s"
     return Acquire(epoch=lease.epoch + 1, is_new=True, wait_s=0.0), f"epoch {lease.epoch + 1} begins for {holder}"
 
 

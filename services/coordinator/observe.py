@@ -54,8 +54,8 @@ def read_waiting(connection: sqlite3.Connection) -> Waiting:
     )
 
 
-async def observe_run(core: Coordinator) -> None:
-    """Show the run as it is now."""
+async def observe_run(core: Coordinator) -> tuple[SiteStatus, ...]:
+    """Show the run as it is now; returns its sites."""
     status = await core.get_status()
     waiting = await core.database.run(read_waiting)
     config, now = core.config, core.clock.wall()
@@ -69,6 +69,7 @@ async def observe_run(core: Coordinator) -> None:
     oldest = waiting.oldest_arrival
     metrics.QUEUE_OLDEST_SECONDS.set(0.0 if oldest is None else max(0.0, now - oldest))
     metrics.SITE_QUOTA_BYTES.set(config.site_pending_bytes)
+    metrics.DISK_REFUSES.set(bool(status.store_problem))
     metrics.STORE_USED_BYTES.set(status.store_bytes)
     metrics.STORE_LIMIT_BYTES.set(status.store_limit_bytes)
     metrics.SNAPSHOT_AGE_SECONDS.set(status.snapshot_age_s)
@@ -81,6 +82,7 @@ async def observe_run(core: Coordinator) -> None:
             # A counter that appears with its first refusal has not increased, for whoever watches rates.
             metrics.QUOTA_REFUSALS.labels(metrics.SITES.of(site), quota)
     await core.note_refusals()
+    return status.sites
 
 
 def _observe_flavours(status: RunStatus) -> None:

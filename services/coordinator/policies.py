@@ -37,6 +37,11 @@ from services.coordinator.node import Node
 from services.coordinator.spans import worth_merging
 
 _LOG = logging.getLogger(__name__)
+MAX_INCARNATION = 64
+SAME_HOLDER = (
+    "stop one of the two learners that have this holder, or give one another `holder` and `state_dir`; a learner that"
+    " was started again from its own state_dir need not wait"
+)
 
 
 class Policies(Node):
@@ -45,24 +50,40 @@ class Policies(Node):
     # policy: the learner's side
 
     async def acquire_lease(
-        self, *, holder: str, contract: Contract, request_id: str, flavours: Sequence[str] = ()
+        self,
+        *,
+        holder: str,
+        contract: Contract,
+        request_id: str,
+        flavours: Sequence[str] = (),
+        incarnation: str = "",
+        groups_per_version: int = 0,
     ) -> LeaseGrant:
         """Begin a new epoch; its predecessor's groups return to the queue."""
         if not holder or not request_id:
             raise InvalidRequest("holder and request_id must not be empty")
+        if len(incarnation) > MAX_INCARNATION:
+            raise InvalidRequest(f"incarnation: longer than {MAX_INCARNATION} characters")
         forms.check_names(flavours)
         now = self.clock.monotonic()
 
         def operation(connection: sqlite3.Connection) -> tuple[int, int, str]:
             lease = lineage.read_lease(connection, expires=self.lease_expires)
-            decision, reason = decide_acquire(now, lease, holder=holder, request_id=request_id)
+            decision, reason = decide_acquire(now, lease, holder=holder, request_id=request_id, incarnation=incarnation)
             if decision.epoch is None:
-                raise LeaseHeld(reason, retry_after_s=decision.wait_s)
+                action = SAME_HOLDER if lease.holder == holder else None
+                raise LeaseHeld(reason, action=action, retry_after_s=decision.wait_s)
             lineage.agree(connection, contract, may_state=True)
             if decision.is_new:
                 lineage.write_lease(
-                    connection, epoch=decision.epoch, holder=holder, request_id=request_id, is_released=False
+                    connection,
+                    epoch=decision.epoch,
+                    holder=holder,
+                    request_id=request_id,
+                    is_released=False,
+                    incarnation=incarnation,
                 )
+                set_meta(connection, "lease_groups_per_version", str(groups_per_version))
                 queue.return_leased(connection)
                 detail = f"epoch {decision.epoch}"
                 audit.append(connection, AuditKind.LEARNER_LEASE, subject=holder, detail=detail, now=self.clock.wall())
@@ -75,7 +96,13 @@ class Policies(Node):
 
         epoch, head, reason = await self.change(operation)
         _LOG.info("learner %s: %s", holder, reason)
-        return LeaseGrant(epoch=epoch, holder=holder, ttl_s=self.config.learner_lease_s, head_version=head)
+        return LeaseGrant(
+            epoch=epoch,
+            holder=holder,
+            ttl_s=self.config.learner_lease_s,
+            head_version=head,
+            max_staleness_versions=self.config.max_staleness_versions,
+        )
 
     async def renew_lease(self, *, epoch: int) -> LeaseGrant:
         """Extend the lease, also after its expiry while nobody else took it."""
@@ -90,6 +117,7 @@ class Policies(Node):
                 ttl_s=self.config.learner_lease_s,
                 head_version=lineage.read_head(connection).version,
                 rollback_to=rollback.ordered(connection),
+                max_staleness_versions=self.config.max_staleness_versions,
             )
 
         return await self.database.run(operation)
@@ -112,6 +140,7 @@ class Policies(Node):
         self, *, epoch: int, digest: Digest, num_bytes: int, offset: int, frames: AsyncIterator[bytes]
     ) -> int:
         """Append to a payload under the epoch's fence."""
+        self.room.check()
         await self.database.run(lambda connection: lineage.check_epoch(connection, epoch))
         try:
             return await self.blobs.append(digest=digest, num_bytes=num_bytes, offset=offset, frames=frames)
@@ -163,7 +192,7 @@ class Policies(Node):
             rollback.settle(connection, manifest)
             return manifest.version, [], ""
 
-        version, refused, why = await self.change(operation)
+        version, refused, why = await self.change(operation, is_publication=True)
         if refused:
             raise GroupNotAvailable(why)
         self.composer.poke()
@@ -200,7 +229,7 @@ class Policies(Node):
     async def watch_head(self, *, after_version: int) -> AsyncIterator[HeadUpdate]:
         """Yield every head that passes the cursor, until the coordinator stops."""
         while not self.is_closing:
-            ticket = self.bell.ticket()
+            ticket = self.head_bell.ticket()
             head = await self.database.run(lineage.read_head)
             if head.version > after_version:
                 after_version = head.version
@@ -275,6 +304,6 @@ class Policies(Node):
         path = self.blobs.path(digest) if merged is None else merged
         with self.leases.reading(digest):
             self.leases.touch(digest, self.clock.monotonic())
-            async for frame in self.keeper.read(digest, path, offset=offset, stop=stop):
+            async for frame in self.reading.read(digest, path, offset=offset, stop=stop):
                 self.leases.touch(digest, self.clock.monotonic())
                 yield frame

@@ -15,7 +15,7 @@ from typing import Any
 from services.common.errors import MalformedPayload
 from services.common.types import Contract, DropReason, Group, GroupId, PushOutcome, QueuedGroup
 from services.common.wire import bytes_digest, group_from_bytes
-from services.coordinator import ages, flavours, intake, ledger, lineage, quarantine, work
+from services.coordinator import ages, flavours, horizon, intake, ledger, lineage, quarantine, work
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.intake import Arrival, Surroundings
 from services.coordinator.quotas import Quotas
@@ -61,7 +61,7 @@ class Queue:
         self._drop_stale(connection, head=head, now=now)
         leased: list[QueuedGroup] = []
         # Again while damaged groups leave room: whoever waits is woken by arrivals only.
-        while rows := self._next(connection, count - len(leased)):
+        while rows := self._next(connection, count - len(leased), head):
             for arrival, digest, data, arrived, published, assignment, *key in rows:
                 group = _verified(data, digest)
                 if group is None:
@@ -82,18 +82,22 @@ class Queue:
                 )
         return leased
 
-    def _next(self, connection: sqlite3.Connection, count: int) -> list[tuple[Any, ...]]:
+    def _next(self, connection: sqlite3.Connection, count: int, head: int) -> list[tuple[Any, ...]]:
+        bound = self.config.max_staleness_versions
+        # What would be too old when it is trained on waits: it may come sooner if groups before it are given up.
+        count, first_version = horizon.next_lease(connection, head=head, bound=bound, count=count)
         if self.turns.is_plain or count < 1:
-            return _oldest(connection, count)
+            return _oldest(connection, count, first_version=first_version)
         oldest = {
             site: (version, arrival)
             for site, version, arrival in connection.execute(
                 # SQLite takes the bare column from the row that has the minimum.
                 "SELECT site, min(oldest_version), arrival FROM (SELECT site, oldest_version, arrival FROM groups"
-                " WHERE state = 'pending' ORDER BY oldest_version, arrival) GROUP BY site"
+                " WHERE state = 'pending' AND oldest_version >= ? ORDER BY oldest_version, arrival) GROUP BY site",
+                (first_version,),
             )
         }
-        return _oldest(connection, 1, site=self.turns.next(oldest)) if oldest else []
+        return _oldest(connection, 1, first_version=first_version, site=self.turns.next(oldest)) if oldest else []
 
     def _drop_stale(self, connection: sqlite3.Connection, *, head: int, now: float) -> None:
         config = self.config
@@ -132,12 +136,12 @@ class Queue:
         return [], ""
 
 
-def _oldest(connection: sqlite3.Connection, count: int, *, site: str = "") -> list[tuple[Any, ...]]:
+def _oldest(connection: sqlite3.Connection, count: int, *, first_version: int, site: str = "") -> list[tuple[Any, ...]]:
     return connection.execute(
         "SELECT arrival, digest, payload, arrived, published, assignment, site, incarnation, sequence"
         " FROM groups JOIN versions ON versions.version = oldest_version WHERE state = 'pending' AND ? IN ('', site)"
-        " ORDER BY oldest_version, arrival LIMIT ?",
-        (site, count),
+        " AND oldest_version >= ? ORDER BY oldest_version, arrival LIMIT ?",
+        (site, first_version, count),
     ).fetchall()
 
 

@@ -37,6 +37,7 @@ def run_status(
     wall: float,
     uptime_s: float,
     store_bytes: int,
+    store_problem: str = "",
 ) -> RunStatus:
     """The state of the run."""
     row = connection.execute(
@@ -70,4 +71,5 @@ def run_status(
         encode_s=float(get_meta(connection, "encode_s") or 0.0),
         flavours=flavours.statuses(connection),
         rollback_to=rollback.ordered(connection),
+        store_problem=store_problem,
     )

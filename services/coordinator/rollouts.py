@@ -28,7 +28,7 @@ from services.common.types import (
     SiteId,
     WorkAssignment,
 )
-from services.coordinator import ledger, lineage, quarantine, queue, work
+from services.coordinator import horizon, ledger, lineage, quarantine, queue, work
 from services.coordinator.database import get_meta
 from services.coordinator.intake import Arrival
 from services.coordinator.node import Node
@@ -128,6 +128,7 @@ class Rollouts(Node):
 
     async def take_groups(self, groups: Sequence[Group | Arrival]) -> list[PushOutcome]:
         """Take groups in, and record those that nobody can read as invalid."""
+        self.room.check()
         now, instant = self.clock.wall(), self.clock.monotonic()
 
         def operation(connection: sqlite3.Connection) -> list[PushOutcome]:
@@ -221,13 +222,18 @@ class Rollouts(Node):
             await self.change(operation)
 
     async def abandon_groups(self, *, epoch: int, ids: Sequence[GroupId], reason: str) -> None:
-        """Drop groups that the learner cannot train on."""
+        """Drop groups that the learner cannot train on; those that became too stale count as such."""
 
         def operation(connection: sqlite3.Connection) -> None:
             lineage.check_epoch(connection, epoch)
+            head, bound = lineage.read_head(connection).version, self.config.max_staleness_versions
+            queue.drop(
+                connection, horizon.too_stale(connection, ids, head=head, bound=bound), DropReason.STALE_AT_COMMIT
+            )
             queue.drop(connection, ids, DropReason.LEARNER_ABANDONED)
 
-        await self.database.run(operation)
+        # With the bell: what was too old behind these groups may be leased now.
+        await self.change(operation)
         _LOG.warning("the learner abandoned %d groups: %s", len(ids), reason)
 
     async def reject_groups(self, *, epoch: int, rejections: Sequence[Rejection]) -> None:

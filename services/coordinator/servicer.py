@@ -44,9 +44,15 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
             contract=contract_from_pb(request.contract),
             request_id=request.request_id,
             flavours=tuple(request.flavours),
+            incarnation=request.incarnation,
+            groups_per_version=request.groups_per_version,
         )
         return policy_pb2.AcquireLeaseResponse(
-            epoch=grant.epoch, ttl_s=grant.ttl_s, head_version=grant.head_version, holder=grant.holder
+            epoch=grant.epoch,
+            ttl_s=grant.ttl_s,
+            head_version=grant.head_version,
+            holder=grant.holder,
+            max_staleness_versions=grant.max_staleness_versions,
         )
 
     async def RenewLease(
@@ -59,6 +65,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
             head_version=grant.head_version,
             holder=grant.holder,
             rollback_to=None if grant.rollback_to < 0 else grant.rollback_to,
+            max_staleness_versions=grant.max_staleness_versions,
         )
 
     async def ReleaseLease(

@@ -30,6 +30,7 @@ class _Seen:
     tokens_per_s: float = 0.0
     canary_difference: float | None = None
     apply_s: float = 0.0
+    problem: str = ""
 
 
 class Sites:
@@ -92,6 +93,7 @@ class Sites:
         seen.state_root = beat.state_root
         seen.tokens_per_s = beat.tokens_per_s
         seen.apply_s = beat.apply_s
+        seen.problem = beat.problem
 
     def note_canary(self, report: CanaryReport, difference: float | None, now: float) -> None:
         """Note how far a site's canary is off."""
@@ -163,6 +165,7 @@ class Sites:
                     canary_difference=seen.canary_difference if seen else None,
                     quarantine=quarantines.get(site, ""),
                     apply_s=seen.apply_s if seen else 0.0,
+                    problem=seen.problem if seen else "",
                     flavour=flavour,
                     groups_failed=failures.get(site, 0),
                     groups_refused=quotas.refusals_of(site),

@@ -12,6 +12,8 @@ from services.common.types import StepReport
 
 PICTURES = ("accuracy", "staleness", "kl", "iw_variance", "ess", "bytes")
 STRONG, WEAK = "#1f5fa8", "#e08a2e"
+WIDTH, HEIGHT, DPI = 5.8, 3.2, 220
+"""Inches and dots an inch: two pictures beside each other on a desk, one at the width of a phone."""
 _WIDE = 100.0
 """A series whose maximum is more than this times its median is drawn on a logarithmic axis."""
 
@@ -19,9 +21,9 @@ _WIDE = 100.0
 def titles() -> dict[str, str]:
     """Heading of each picture."""
     return {
-        "accuracy": "Accuracy",
+        "accuracy": "Reward and held-out accuracy",
         "staleness": "Staleness of the trained groups",
-        "kl": "KL divergence of the sampler policy from the learner policy",
+        "kl": "KL divergence of sampler and learner policy",
         "iw_variance": "Variance of the importance weights",
         "ess": "Effective sample size",
         "bytes": "Bytes per version",
@@ -29,7 +31,11 @@ def titles() -> dict[str, str]:
 
 
 def drawings(
-    reports: Sequence[StepReport], versions: Sequence[Mapping[str, Any]], start: float | None
+    reports: Sequence[StepReport],
+    versions: Sequence[Mapping[str, Any]],
+    start: float | None,
+    *,
+    promised: float | None = None,
 ) -> dict[str, Callable[[Any], None]]:
     """What draws each picture of `PICTURES` on given axes.
 
@@ -37,6 +43,7 @@ def drawings(
         reports: applied steps in order, at least one.
         versions: rows with `version`, `bytes` and `full_bytes`; may be empty.
         start: held-out accuracy of version 0, where it was measured.
+        promised: accuracy that was promised for the end, where one was.
     """
     steps = [report.step for report in reports]
     evaluated = [(r.step, r.evaluation_accuracy) for r in reports if r.evaluation_accuracy is not None]
@@ -44,11 +51,13 @@ def drawings(
 
     def accuracy(axes: Any) -> None:
         rewards = [report.reward_mean for report in reports]
-        axes.plot(steps, rewards, color=WEAK, alpha=0.6, linewidth=1, label="reward of the stale samplers")
+        axes.plot(steps, rewards, color=WEAK, alpha=0.6, linewidth=1, label="reward of the samplers")
         if evaluated:
             axes.plot(*zip(*evaluated, strict=True), color=STRONG, marker="o", markersize=4, label="held-out, learner")
+        if promised is not None:
+            axes.axhline(promised, color="#51606e", linewidth=1, linestyle=":", label="promised for the end")
         _unit_or_wider(axes, rewards)
-        axes.set_ylabel("share of right answers" if 0.0 <= min(rewards) <= max(rewards) <= 1.0 else "reward")
+        axes.set_ylabel("reward; share right" if evaluated else "reward")
         axes.legend(loc="upper left")
 
     def staleness(axes: Any) -> None:
@@ -108,8 +117,8 @@ def _unit_or_wider(axes: Any, values: Sequence[float]) -> None:
         axes.set_ylim(0, 1)
 
 
-def picture(draw: Callable[[Any], None], *, horizontal: str = "step", height: float = 3.2) -> bytes:
-    """Draw one picture; returns a PNG.
+def picture(draw: Callable[[Any], None], *, horizontal: str = "step", height: float = HEIGHT) -> bytes:
+    """Draw one picture; returns a PNG, dense enough for any screen and legible at the width of a phone.
 
     Raises:
         DependencyMissing: matplotlib is not installed.
@@ -124,8 +133,8 @@ def picture(draw: Callable[[Any], None], *, horizontal: str = "step", height: fl
         raise DependencyMissing("matplotlib", "report") from None
 
     # Foreign text is never read as a formula.
-    with mpl.rc_context({"text.parse_math": False}):
-        figure = Figure(figsize=(9, height), dpi=110, layout="constrained")
+    with mpl.rc_context({"text.parse_math": False, "font.size": 11.5, "legend.fontsize": 10}):
+        figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
         axes.set_xlabel(horizontal)

@@ -96,8 +96,8 @@ def broken_promises(
     return problems
 
 
-def verdict(summary: Mapping[str, Any]) -> list[str]:
-    """What a person reads at the end, line by line."""
+def verdict(summary: Mapping[str, Any], *, is_smoke: bool = False) -> list[str]:
+    """What a person reads at the end, line by line; a smoke run is too short to judge accuracy by."""
     ending = Ending(summary["status"])
     before, after = summary["warm_start_accuracy"], summary["final_accuracy"]
     done = f"{summary['steps']} of {summary['max_steps']} steps"
@@ -116,6 +116,8 @@ def verdict(summary: Mapping[str, Any]) -> list[str]:
             f"best {summary['best_accuracy']:.3f}) on the same {summary['evaluation_prompts']} prompts, "
             f"trained on groups {summary['staleness_versions_mean']:.1f} versions old on average"
         )
+        if is_smoke:
+            lines.append("a smoke run: too few steps to judge accuracy by; it may go up or down by chance")
     lines += [f"{name}: {summary[key]}" for name, key in (("report", "report"), ("model", "model_dir")) if summary[key]]
     return lines + [f"broken promise: {problem}" for problem in summary["problems"]]
 

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 import tomli_w
 
+from services.common.children import own_command
 from services.common.errors import HeterorlError
 
 GRACE_S = 15.0
@@ -76,7 +77,8 @@ def start(
         path.parent.mkdir(parents=True, exist_ok=True)
     config.write_text(tomli_w.dumps(tables), encoding="utf-8")
     file = log.open("ab")
-    words = [sys.executable, *(command or ("-m", "services", service)), "--config", str(config), *options]
+    words = [*([sys.executable, *command] if command else own_command("services", service)), "--config", str(config)]
+    words += options
     # A session of its own: Ctrl-C reaches the demonstration alone, which then stops the others in order.
     process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
     return Child(name=name, process=process, log=log, file=file)

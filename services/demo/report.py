@@ -9,37 +9,40 @@ from typing import Any
 
 from jinja2 import Environment
 
+import services
 from services.common.types import StepReport
 from services.demo.config import Regime
 from services.demo.figures import PICTURES, drawings, picture, titles
+from services.demo.look import CARDS, HEAD, NOTES, STYLE, columns_of
+from services.demo.look import PICTURES as PAGE_PICTURES
+from services.demo.outcome import PROMISED_BY
 
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>heterorl demo</title>
-<style>
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #1c2733 }
-h1 { margin-bottom: 0 } .lead { color: #51606e; margin-top: .2rem }
-.numbers { display: grid; grid-template-columns: repeat(auto-fit, minmax(13rem, 1fr)); gap: .8rem; margin: 1.5rem 0 }
-.number { border: 1px solid #d8dee4; border-radius: .5rem; padding: .7rem 1rem }
-.remark { background: #fff1dc; border-left: .3rem solid #e08a2e; padding: .5rem 1rem }
-.number b { display: block; font-size: 1.5rem } .number span { color: #51606e; font-size: .9rem }
-img { width: 100%; border: 1px solid #d8dee4; border-radius: .5rem; margin: .5rem 0 }
-</style></head><body>
-<h1>{{ algorithm }} with samplers {{ regime.lag_versions }} versions behind</h1>
+_PAGE = (
+    f"""<!doctype html>
+<html lang="en"><head>{HEAD}<title>heterorl demo</title>
+<style>{STYLE}</style></head><body>
+"""
+    + """<h1>{{ algorithm }} with samplers {{ regime.lag_versions }} versions behind</h1>
 {% for remark in remarks %}<p class="remark">{{ remark }}</p>
 {% endfor %}<p class="lead">{{ summary.steps }} of {{ regime.max_steps }} steps
 of {{ regime.groups_per_step }} prompts x {{ regime.group_size }} answers,
-learning rate {{ regime.learning_rate }}; {{ regime.digits }}-digit addition, exact match on held-out prompts.</p>
-<div class="numbers">{% for label, value in numbers %}
-<div class="number"><b>{{ value }}</b><span>{{ label }}</span></div>{% endfor %}</div>
-<h2>What this shows</h2>
-<p>Every answer that the learner trained on was written by a policy about {{ regime.lag_versions }} versions older than
-the one being trained. Staleness hurts only where the policy moves: the learning rate here is a thousand times that of
-a large model, so that {{ regime.lag_versions }} versions are far away. With a small one, all algorithms look alike.
-Repeat the run with <code>--algorithm grpo</code> or <code>gspo</code> to see the difference; one run is one seed.</p>
-{% for title, picture in pictures %}<h2>{{ title }}</h2>
-<img alt="{{ title }}" src="data:image/png;base64,{{ picture }}">
-{% endfor %}</body></html>
+learning rate {{ regime.learning_rate }}; {{ regime.digits }}-digit addition, exact match on held-out prompts;
+seed {{ summary.seed }}, heterorl {{ version }}.</p>
 """
+    + CARDS
+    + """<h2>What this shows</h2>
+<p>Every answer that the learner trained on was written by a policy about {{ regime.lag_versions }} versions older than
+the one being trained. {% if regime.required_gain > 0 %}Staleness hurts only where the policy moves: the learning rate
+here is a thousand times that of a large model, so that {{ regime.lag_versions }} versions are far away. With a small
+one, all algorithms look alike. Repeat the run with <code>--algorithm grpo</code> or <code>gspo</code> to see the
+difference; one run is one seed.{% else %}This was a smoke run: {{ regime.max_steps }} steps show that all parts work
+together and that nothing is lost on the way. They are too few to judge learning: accuracy may go up or down by chance,
+and nothing is promised of it. <code>heterorl demo</code> without <code>--tiny</code> shows learning, in two minutes.
+{% endif %}</p>
+"""
+    + PAGE_PICTURES
+    + "</body></html>\n"
+)
 
 
 def write_report(
@@ -51,15 +54,20 @@ def write_report(
     versions: Sequence[Mapping[str, Any]],
 ) -> Path:
     """Write report.html and its PNG files for a run of at least one step; returns the path of the page."""
-    drawn = drawings(reports, versions, summary["warm_start_accuracy"])
+    start = summary["warm_start_accuracy"]
+    promised = None
+    if start is not None and regime.required_gain > 0 and summary["algorithm"] == PROMISED_BY:
+        promised = start + regime.required_gain
+    drawn = drawings(reports, versions, start, promised=promised)
     pictures = []
     for name in PICTURES:
         png = picture(drawn[name])
         (out / f"{name}.png").write_bytes(png)
-        pictures.append((titles()[name], base64.b64encode(png).decode("ascii")))
+        pictures.append((titles()[name], NOTES[name], base64.b64encode(png).decode("ascii")))
     remarks = [f"Not as promised: {problem}." for problem in summary["problems"]]
     if summary["steps"] < regime.max_steps:
         remarks.append(f"The run was interrupted after {summary['steps']} of {regime.max_steps} steps.")
+    numbers = _numbers(summary)
     page = (
         Environment(autoescape=True)
         .from_string(_PAGE)
@@ -68,7 +76,9 @@ def write_report(
             algorithm=str(summary["algorithm"]).upper(),
             summary=summary,
             remarks=remarks,
-            numbers=_numbers(summary),
+            version=services.__version__,
+            numbers=numbers,
+            columns=columns_of(len(numbers)),
             pictures=pictures,
         )
     )
@@ -79,19 +89,19 @@ def write_report(
 
 def _numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     sent, full = summary["weight_bytes_sent_median"], summary["weight_bytes_full"]
-    size = f"{sent / 1024:.0f} of {full / 1024:.0f} KiB ({full / sent:.1f}x smaller)" if sent else "-"
+    size = f"{sent / 1024:.0f} of {full / 1024:.0f} KiB" if sent else "nothing was sent"
     prompts = summary["evaluation_prompts"]
     return [
         (f"held-out accuracy at the start, {prompts} prompts", _number(summary["warm_start_accuracy"], 3)),
         (f"at version {summary['final_accuracy_version']}, the same prompts", _number(summary["final_accuracy"], 3)),
         ("best held-out accuracy", _number(summary["best_accuracy"], 3)),
         (
-            "mean (max) staleness of trained groups, versions",
-            f"{_number(summary['staleness_versions_mean'], 1)} ({summary['staleness_versions_max']})",
+            f"versions old, trained groups on average; the oldest {summary['staleness_versions_max']}",
+            _number(summary["staleness_versions_mean"], 1),
         ),
-        ("median age of the policy that wrote them, seconds", _number(summary["policy_age_s_p50"], 1)),
+        ("age of the policy that wrote them, median", f"{_number(summary['policy_age_s_p50'], 1)} s"),
         ("groups trained", f"{summary['groups_trained']:,}"),
-        ("sent per version, median", size),
+        (f"smaller than all weights: sent per version, median {size}", f"{full / sent:.1f}x" if sent else "-"),
         ("sampler states unlike the learner's", str(summary["digest_mismatches"])),
         ("every group accounted for", {True: "yes", False: "NO", None: "-"}[summary["ledger_balanced"]]),
     ]

@@ -65,7 +65,7 @@ def run_demo(options: DemoOptions) -> int:
             return interruption.exit_code
         demo = _Demo(options=options, regime=regime, model_dir=model_dir, console=console)
         summary = demo.run(interruption)
-        for text in verdict(summary):
+        for text in verdict(summary, is_smoke=regime.required_gain <= 0):
             console.print(text)
         if interruption.number:
             return interruption.exit_code

@@ -11,6 +11,7 @@ from rich.text import Text
 from services.common.types import RunStatus, StepReport
 
 _BARS = "_.-=+*#"
+_BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 
 
 def line(status: RunStatus, reports: Sequence[StepReport], *, max_steps: int) -> str:
@@ -77,12 +78,13 @@ def render(
     return Group(run, sites, Text("Ctrl-C stops the run cleanly", style="dim"))
 
 
-def sparkline(values: Sequence[float], *, width: int = 40) -> str:
-    """Values as a line of characters, low to high."""
+def sparkline(values: Sequence[float], *, width: int = 40, is_unicode: bool = False) -> str:
+    """Values as a line of characters, low to high; as blocks where the screen knows them."""
+    bars = _BLOCKS if is_unicode else _BARS
     if not values:
         return ""
     step = max(1, len(values) // width)
     means = [sum(values[i : i + step]) / len(values[i : i + step]) for i in range(0, len(values), step)]
     low, high = min(means), max(means)
     span = high - low or 1.0
-    return "".join(_BARS[int((mean - low) / span * (len(_BARS) - 1))] for mean in means)
+    return "".join(bars[int((mean - low) / span * (len(bars) - 1))] for mean in means)

@@ -18,6 +18,7 @@ from services.common.identity import Identity, Refusal, Role, read_identity
 from services.common.rpc.credentials import read_material
 from services.common.rpc.diagnosis import Diagnosis, DiagnosisClient
 from services.common.rpc.retry import RetryPolicy
+from services.common.rpc.revocation import Revocations
 from services.common.tls import TlsConfig, check_tls
 from services.doctor import link, machine, network, node
 from services.doctor.check import Check, Trouble, skip
@@ -76,6 +77,9 @@ async def examine(patient: Patient, *, wall_time: Callable[[], float] = time.tim
     local = asyncio.create_task(_measure_machine(patient))
     try:
         checks, diagnosis = await _examine_link(patient, wall_time)
+        if patient.role is Role.COORDINATOR:
+            plain = skip("revoked", "plaintext over loopback")
+            checks.append(plain if patient.tls.insecure else link.judge_revoked(read_revoked(patient.tls)))
         return checks + _judge_machine(patient, await local, diagnosis)
     finally:
         local.cancel()
@@ -200,3 +204,14 @@ def read_own(tls: TlsConfig) -> Identity | Trouble:
     except (ConfigError, OSError) as error:
         return Trouble(kind="files", detail=str(error))
     return identity
+
+
+def read_revoked(tls: TlsConfig) -> int | Trouble | None:
+    """How many certificates a coordinator refuses by its list; None where it has none."""
+    path = getattr(tls, "revoked", "")
+    if not path:
+        return None
+    try:
+        return len(Revocations(Path(path)).current())
+    except ConfigError as error:
+        return Trouble(kind="files", detail=str(error))

@@ -10,9 +10,10 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from services.common.config import Config, load, read_tables
+from services.common.config import flatten, read_tables
 from services.common.errors import ConfigError
 from services.common.tls import files_in
+from services.service_config import load_service, num_unknown, owner
 
 RoleName = Literal["sampler", "learner", "coordinator"]
 
@@ -44,7 +45,7 @@ def doctor(
     if credentials is not None:
         overrides += [f"tls.{key}={json.dumps(path)}" for key, path in files_in(credentials).items()]
     chosen = role or guess_role(config, overrides)
-    checks = asyncio.run(examine(patient_of(chosen, load(_schema(chosen), config, overrides), num_calls=calls)))
+    checks = asyncio.run(examine(patient_of(chosen, load_service(chosen, config, overrides), num_calls=calls)))
     if json_:
         typer.echo(json.dumps(checks_json(checks), indent=2))
     else:
@@ -54,17 +55,16 @@ def doctor(
 
 
 def guess_role(config: Path | None, overrides: list[str] | tuple[str, ...]) -> RoleName:
-    """The service that knows all keys of a configuration; a sampler where several do.
+    """The service that knows most keys of a configuration; of several a sampler.
 
     Raises:
         ConfigError: none does.
     """
     table, _ = read_tables(config, overrides)
-    names: tuple[RoleName, ...] = ("sampler", "learner", "coordinator")
-    for name in names:
-        if set(table) <= set(_schema(name).model_fields):
-            return name
-    raise ConfigError("--role", "the keys of --config are of no one service", action="name the role")
+    role = owner(table)
+    if table and num_unknown(role, table) == len(flatten(table)):
+        raise ConfigError("--role", "the keys of --config are of no service", action="name the role")
+    return role
 
 
 def patient_of(role: str, config: Any, *, num_calls: int = 10) -> Any:
@@ -112,17 +112,3 @@ def _dialled(config: Any) -> str:
 
 def _has_gpu() -> bool:
     return Path("/dev/nvidiactl").exists()
-
-
-def _schema(role: str) -> type[Config]:
-    if role == "coordinator":
-        from services.coordinator.config import CoordinatorConfig
-
-        return CoordinatorConfig
-    if role == "learner":
-        from services.learner.config import LearnerConfig
-
-        return LearnerConfig
-    from services.sampler.config import SamplerConfig
-
-    return SamplerConfig

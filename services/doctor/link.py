@@ -101,6 +101,16 @@ def judge_expiry(fact: Identity | Trouble, *, now: float) -> Check:
     return ok("expiry", f"expires in {_days(left_s)}")
 
 
+def judge_revoked(fact: int | Trouble | None) -> Check:
+    """Whether a coordinator reads a list of revoked certificates: how many are on it; None where none is named."""
+    if fact is None:
+        remedy = "set `tls.revoked` to a copy of the authority's list (an empty file is none): `heterorl certs revoke`"
+        return warn("revoked", "tls.revoked is not set: a revoked certificate goes on working", f"{remedy} writes it")
+    if isinstance(fact, Trouble):
+        return fail("revoked", fact.detail, "copy the authority's `certs/revoked` there; an empty file is none")
+    return ok("revoked", f"{fact} certificates are refused")
+
+
 def judge_answer(fact: Reached | Trouble) -> Check:
     """Whether the coordinator answers this node, and how fast."""
     if isinstance(fact, Reached):

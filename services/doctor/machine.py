@@ -136,14 +136,17 @@ def measure_contract(config: Any, *, published_dtype: str) -> Contract | Trouble
     from services.common.contract import build_contract
     from services.common.prompts import Prompter
     from services.common.tasks.registry import build_task
+    from services.common.tasks.trial import try_reward
 
     try:
         prompter = Prompter(config.model_dir, use_chat_template=config.use_chat_template)
         layout_id, vocab_size = _shape(config.model_dir, published_dtype, config.lora)
+        task = build_task(config.task)
+        try_reward(task, prompter)
         return build_contract(
             tokenizer=prompter.tokenizer,
             use_chat_template=config.use_chat_template,
-            task=build_task(config.task),
+            task=task,
             layout_id=layout_id,
             vocab_size=vocab_size,
             group_size=config.group_size,

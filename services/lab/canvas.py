@@ -13,7 +13,7 @@ from services.common.errors import DependencyMissing
 from services.lab.palette import Look
 from services.lab.report_data import Arm
 
-_DPI = 110
+_DPI = 160
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ def save(picture: Picture, directory: Path) -> str:
     per_row = max(1, int(width // (0.9 + 0.075 * longest)))
     legend_height = 0.24 * math.ceil(len(picture.legend) / per_row) + 0.2 * bool(picture.legend)
     # Foreign text is never read as a formula.
-    with mpl.rc_context({"text.parse_math": False, "font.size": 9, "axes.titlesize": 10}):
+    with mpl.rc_context({"text.parse_math": False, "font.size": 9.5, "axes.titlesize": 10.5}):
         figure = Figure(figsize=(width, picture.panel_height * rows + legend_height), dpi=_DPI, layout="constrained")
         FigureCanvasAgg(figure)
         grid = figure.subplots(rows, columns, squeeze=False).ravel()

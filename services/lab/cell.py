@@ -32,10 +32,15 @@ class Cell:
         return "versions" if isinstance(self.delay, NoDelay) else self.delay.unit
 
     @property
+    def is_refreshed(self) -> bool:
+        """Whether the delay is the time between two refreshes of a site's weights, not the way of a message."""
+        return not isinstance(self.delay, NoDelay) and self.delay.semantics == "refresh_interval"
+
+    @property
     def run_id(self) -> str:
         """Name of the run's file."""
         delay = f"{self.delay.kind}{self.delay_value:g}{self.delay_unit[0]}"
-        if not isinstance(self.delay, NoDelay) and self.delay.semantics == "refresh_interval":
+        if self.is_refreshed:
             delay += "r"
         variant = f"-{self.variant}" if self.variant else ""
         return f"{self.task.name}-{self.algorithm.name}-{delay}{variant}-s{self.seed}"

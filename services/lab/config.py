@@ -64,6 +64,8 @@ class RegimeConfig(Config):
     """Steps over which the step size grows to lr."""
     temperature: float = Field(default=1.0, gt=0.0)
     """Softmax temperature of the samplers."""
+    evaluation_temperature: float = Field(default=1.0, gt=0.0)
+    """Softmax temperature of every evaluation, the warm start's too: runs at several temperatures stay comparable."""
     num_samplers: int = Field(default=2, ge=1, le=64)
     """Samplers, each with its own delays."""
     seconds_per_step: float = Field(default=28.0, gt=0.0)

@@ -53,7 +53,9 @@ class Probe:
         advantages = []
         for queued, members in zip(groups, completions, strict=True):
             prompt = self.task.prompt(queued.group.prompt_index)
-            baseline = float(np.mean([rollout.reward for rollout in queued.group.rollouts]))
+            # Rollouts without tokens are in no batch.
+            kept = [rollout.reward for rollout in queued.group.rollouts if rollout.token_ids.size]
+            baseline = float(np.mean(kept)) if kept else 0.0
             rewards = [
                 sum(part.value for part in self.task.score(prompt, self.prompter.decode(member.token_ids)))
                 for member in members
@@ -95,9 +97,9 @@ class MeasuredBackend:
         """Round the masters to the published type."""
         self.inner.store(arena, published=published)
 
-    def load_published(self, arena: Arena) -> None:
+    def load_published(self, arena: Arena, *, keep_optimizer: bool = False) -> None:
         """Take published weights as masters."""
-        self.inner.load_published(arena)
+        self.inner.load_published(arena, keep_optimizer=keep_optimizer)
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint."""

@@ -1,14 +1,16 @@
 """The page of the report, as a template; every value goes through autoescape."""
 
 PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{{ results.title or results.experiment or "experiment" }}</title>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{ results.title or results.experiment or "experiment" }}</title>
 <style>
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem; color: #1c2733 }
 h1 { margin-bottom: 0 } .lead, .note { color: #51606e; margin-top: .2rem } .note { font-size: .92rem }
 .numbers { display: grid; grid-template-columns: repeat(auto-fit, minmax(8rem, 1fr)); gap: .8rem; margin: 1.5rem 0 }
 .number { border: 1px solid #d8dee4; border-radius: .5rem; padding: .5rem 1rem }
 .number b { display: block; font-size: 1.5rem } .number span { color: #51606e; font-size: .9rem }
-img { width: 100%; border: 1px solid #d8dee4; border-radius: .5rem; margin: .5rem 0 }
+img { width: 100%; min-width: 46rem; border: 1px solid #d8dee4; border-radius: .5rem; margin: .5rem 0 }
 .scroll { overflow-x: auto } table { border-collapse: collapse; font-size: .9rem; margin: .5rem 0 1.5rem }
 th, td { padding: .25rem .7rem; border-bottom: 1px solid #d8dee4; text-align: right; white-space: nowrap }
 th:first-child, td:first-child { text-align: left } tr.baseline { background: #fdf1e8 }
@@ -52,9 +54,9 @@ accuracy is below half of the warm start or of the best.</p>
 <td{% if row.num_collapsed %} class="bad"{% endif %}>{{ row.num_collapsed }}</td>
 <td{% if row.num_failed %} class="bad"{% endif %}>{{ row.num_failed }}</td></tr>
 {% endfor %}</table></div>{% endfor %}
-{% for picture, data in pictures %}<h2>{{ picture.title }}</h2>
-<p class="note">{{ picture.caption }}</p>
-<img alt="{{ picture.title }}" src="data:image/png;base64,{{ data }}">
+{% for picture, look_for, data in pictures %}<h2>{{ picture.title }}</h2>
+<p class="note">{{ picture.caption }} {{ look_for }}</p>
+<div class="scroll"><img alt="{{ picture.title }}" src="data:image/png;base64,{{ data }}"></div>
 {% endfor %}
 <h2>Against {{ baseline }} on the same seeds</h2>
 {% if comparisons %}<p class="note">Mean of the paired differences (algorithm minus {{ baseline }}) with its 95 %

@@ -12,6 +12,7 @@ from typing import Any
 from services.common.errors import DependencyMissing
 from services.lab import curves, figures, sweeps
 from services.lab.canvas import Picture, save
+from services.lab.look_for import look_for
 from services.lab.page import PAGE
 from services.lab.paired import BASELINE, MEASURES, Comparison, comparisons
 from services.lab.palette import looks
@@ -67,7 +68,7 @@ def render(results: Results, found: Sequence[Comparison], pictures: Sequence[tup
         comparisons=_by_place(found),
         baseline=BASELINE,
         measures=MEASURES,
-        pictures=pictures,
+        pictures=[(picture, look_for(picture.name), data) for picture, data in pictures],
         unbalanced=[run for run in results.runs if run.ledger_balanced is False],
     )
 

@@ -11,7 +11,6 @@ import numpy as np
 from services.common.wire import bytes_digest
 from services.lab.cell import Cell
 from services.lab.world import Outcome
-from services.sampler.delay_models import NoDelay
 
 _MEANS = {
     "kl_mean": "kl",
@@ -34,7 +33,7 @@ def cell_digest(cell: Cell) -> str:
 def identity(cell: Cell) -> dict[str, Any]:
     """Which run it is."""
     kind: str = cell.delay.kind
-    if not isinstance(cell.delay, NoDelay) and cell.delay.semantics == "refresh_interval":
+    if cell.is_refreshed:
         kind = f"{kind} refresh"
     return {
         "run_id": cell.run_id,

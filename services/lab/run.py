@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from services.common.children import own_command
 from services.common.config import load
 from services.common.errors import ConfigError
 from services.common.wire import bytes_digest
@@ -110,10 +110,23 @@ def _collect(experiment: ExperimentConfig, cells: Sequence[Cell], directory: Pat
         "title": experiment.title,
         "heterorl_version": version("heterorl"),
         "config_digest": bytes_digest(experiment.model_dump_json().encode()),
-        "runs": [{name: value for name, value in row.items() if name not in ("series", "evaluations")} for row in rows],
+        "runs": [_kept(row) for row in rows],
     }
-    (directory / "results.json").write_text(json.dumps(results, indent=1, allow_nan=False) + "\n", encoding="ascii")
+    (directory / "results.json").write_text(_one_run_a_line(results), encoding="ascii")
     return results
+
+
+def _kept(row: dict[str, Any]) -> dict[str, Any]:
+    """What stands in results.json: all but the series, so that curves of accuracy can be drawn from it alone."""
+    evaluations = [{"step": found["step"], "accuracy": found["accuracy"]} for found in row["evaluations"]]
+    return {**{name: value for name, value in row.items() if name != "series"}, "evaluations": evaluations}
+
+
+def _one_run_a_line(results: dict[str, Any]) -> str:
+    # Short, and a run that changed is one line of a diff.
+    head = json.dumps({**results, "runs": []}, indent=1, allow_nan=False).removesuffix("[]\n}")
+    runs = ",\n".join("  " + json.dumps(row, allow_nan=False) for row in results["runs"])
+    return f"{head}[\n{runs}\n ]\n}}\n" if runs else f"{head}[]\n}}\n"
 
 
 async def _run_all(cells: Sequence[Cell], missing: Sequence[int], *, directory: Path, jobs: int) -> bool:
@@ -202,12 +215,12 @@ class _Worker:
         if self._process is None:
             with (self._directory / "worker.log").open("ab") as log:
                 self._process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    "-m",
-                    "services.lab.worker",
-                    str(self._directory / "experiment.json"),
-                    str(self._directory),
-                    str(CACHE),
+                    *own_command(
+                        "services.lab.worker",
+                        str(self._directory / "experiment.json"),
+                        str(self._directory),
+                        str(CACHE),
+                    ),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=log,

@@ -26,6 +26,7 @@ body { font: 16px/1.5 system-ui, sans-serif; max-width: 68rem; margin: 2rem auto
 h1 { margin-bottom: 0 } .lead { color: #51606e; margin-top: .2rem }
 img { width: 100%; border: 1px solid #d8dee4; border-radius: .5rem; margin: .5rem 0 }
 table { border-collapse: collapse; width: 100% }
+.scroll { overflow-x: auto } .scroll img { min-width: 46rem }
 td, th { border-bottom: 1px solid #d8dee4; padding: .5rem .7rem; text-align: left; vertical-align: top }
 td.verdict { font-weight: 600; width: 9rem } td.claim { width: 18rem }
 td.evidence { font-size: .92rem } .yes { color: #1d7a38 } .no { color: #b3261e }
@@ -138,7 +139,10 @@ def write_page(out: Path, *, seed: int, num_trials: int) -> Path:
     for name, title, text, width, num_panels, draw in pictures:
         theory_figures.save(out / f"{name}.png", draw, width=width, num_panels=num_panels)
         image = base64.b64encode((out / f"{name}.png").read_bytes()).decode("ascii")
-        parts.append(f'<h2>{title}</h2><p>{text}</p><img alt="{title}" src="data:image/png;base64,{image}">')
+        parts.append(
+            f'<h2>{title}</h2><p>{text}</p><div class="scroll">'
+            f'<img alt="{title}" src="data:image/png;base64,{image}"></div>'
+        )
         if name == "softmax":
             parts.append(_bins_table(findings.softmax))
     parts.append(
@@ -150,7 +154,8 @@ def write_page(out: Path, *, seed: int, num_trials: int) -> Path:
     (out / "theory.json").write_text(json.dumps(_numbers(findings, table), indent=2) + "\n", encoding="utf-8")
     path = out / "theory.html"
     path.write_text(
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>heterorl theory</title>'
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><title>heterorl theory</title>'
         f"<style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n",
         encoding="utf-8",
     )
@@ -164,7 +169,7 @@ def _claims_table(table: Sequence[Claim]) -> str:
         f'<td class="evidence">{claim.evidence}</td></tr>'
         for claim in table
     )
-    return f"<table><tr><th>claim</th><th>holds?</th><th>evidence</th></tr>{rows}</table>"
+    return f"<div class='scroll'><table><tr><th>claim</th><th>holds?</th><th>evidence</th></tr>{rows}</table></div>"
 
 
 def _bins_table(cases: SoftmaxCases) -> str:

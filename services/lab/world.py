@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from services.common.contract import SamplingConfig
 from services.common.generation.hf import HfEngine
 from services.common.prompts import Prompter
 from services.common.tasks.registry import build_task
@@ -147,19 +148,33 @@ def _counts_versions(cell: Cell) -> bool:
 
 
 def _reach_versions(cell: Cell) -> int:
-    """Versions that the delay, there and back, can be behind."""
+    """Versions that the delay, there and back where messages travel, can be behind."""
     if _counts_versions(cell):
         return math.ceil(cell.delay_value)
-    return math.ceil(2 * cell.delay_value / cell.regime.seconds_per_step)
+    ways = 1 if cell.is_refreshed else 2
+    return math.ceil(ways * cell.delay_value / cell.regime.seconds_per_step)
 
 
 def _group_s(cell: Cell) -> float:
-    """Virtual seconds to generate a group: all samplers together keep up with the learner, and little more."""
-    return 0.8 * STEP_S * cell.regime.num_samplers / cell.regime.groups_per_step
+    """Virtual seconds to generate a group.
+
+    Delays in seconds: all samplers together are exactly as fast as the learner, because a faster site fills the queue
+    and groups would grow old there by the lab's doing. Delays in versions: a little faster, to be ready in time.
+    """
+    pace = 0.8 if _counts_versions(cell) else 1.0
+    return pace * STEP_S * cell.regime.num_samplers / cell.regime.groups_per_step
+
+
+def _versions_in_flight(cell: Cell) -> int:
+    """Versions whose groups may be under way: one more than the delay of a message takes."""
+    if _counts_versions(cell):
+        return 1
+    # A site that refreshes late answers at once: its groups are old, not long under way.
+    return 2 if cell.is_refreshed else _reach_versions(cell) + 2
 
 
 def _coordinator_config(cell: Cell, directory: Path) -> CoordinatorConfig:
-    in_flight = 1 if _counts_versions(cell) else _reach_versions(cell) + 2
+    in_flight = _versions_in_flight(cell)
     return CoordinatorConfig(
         run_id="lab",
         data_dir=directory / "coordinator",
@@ -217,8 +232,9 @@ def _sampler_config(cell: Cell, number: int, *, model_dir: Path, directory: Path
     )
 
 
-def _engine(cell: Cell, model_dir: Path, prompter: Prompter, rows: int) -> HfEngine:
-    sampling = _sampler_config(cell, 0, model_dir=model_dir, directory=model_dir).sampling.semantics()
+def _engine(cell: Cell, model_dir: Path, prompter: Prompter, rows: int, *, temperature: float) -> HfEngine:
+    shared = _shared(cell, model_dir)["sampling"]
+    sampling = SamplingConfig.model_validate({**shared, "temperature": temperature}).semantics()
     return HfEngine(
         model_dir=str(model_dir),
         published_dtype="bf16",
@@ -233,7 +249,7 @@ def _engine(cell: Cell, model_dir: Path, prompter: Prompter, rows: int) -> HfEng
 def _probe(cell: Cell, model_dir: Path) -> Probe:
     prompter = Prompter(str(model_dir), use_chat_template=False)
     return Probe(
-        engine=_engine(cell, model_dir, prompter, 256),
+        engine=_engine(cell, model_dir, prompter, 256, temperature=cell.regime.temperature),
         task=build_task(cell.task.task),
         prompter=prompter,
         every=cell.regime.probe_every,
@@ -245,7 +261,10 @@ def _probe(cell: Cell, model_dir: Path) -> Probe:
 def _evaluator(cell: Cell, model_dir: Path) -> BenchmarkEvaluator:
     prompter = Prompter(str(model_dir), use_chat_template=False)
     task = build_task(cell.task.task)
-    generator = EngineGenerator(_engine(cell, model_dir, prompter, cell.regime.num_evaluation), prompter)
+    engine = _engine(
+        cell, model_dir, prompter, cell.regime.num_evaluation, temperature=cell.regime.evaluation_temperature
+    )
+    generator = EngineGenerator(engine, prompter)
     parts = split_evaluation(task, num_prompts=cell.regime.num_evaluation)
     return BenchmarkEvaluator(
         {

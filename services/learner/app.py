@@ -42,8 +42,10 @@ from services.learner.config import LearnerConfig
 from services.learner.directory import hold_directory
 from services.learner.evaluate import Evaluator
 from services.learner.examiner import Yardstick
-from services.learner.leader import Leader, RunResult
+from services.learner.leader import Leader
 from services.learner.observe import observe_start
+from services.learner.run_file import write_run_file
+from services.learner.run_result import RunResult
 from services.learner.threads import in_thread
 
 _LOG = logging.getLogger(__name__)
@@ -65,6 +67,7 @@ async def _train(
 ) -> None:
     parts = await in_thread(assemble, config, num_ranks=num_ranks)
     make_directory(config.state_dir)
+    write_run_file(config)
     metrics.watch_disk(config.state_dir)
     observe_start()
     tracing.start(config.tracing, service="learner", name=config.holder)
@@ -94,7 +97,7 @@ async def _train(
         )
     notifier.stopping()
     await in_thread(parts.close)
-    _LOG.info("stopped at step %d, version %d", result.step, result.version)
+    _LOG.info("%s", result)
 
 
 async def run(
@@ -135,7 +138,7 @@ async def run(
         signer=signer,
         canary=canary,
         yardstick=yardstick,
-        result=RunResult(step=0, version=-1, is_finished=False),
+        result=RunResult(step=0, version=-1, is_finished=False, has_begun=False),
     )
     stopping = stop or asyncio.Event()
     with hold_directory(config.state_dir):

@@ -14,10 +14,12 @@ import torch
 from services.common.canary import canary_texts
 from services.common.contract import build_contract
 from services.common.errors import ConfigError
+from services.common.model_dir import check_model_dir
 from services.common.prompts import Prompter
 from services.common.signing import Signer, load_signer
 from services.common.tasks.registry import build_task
 from services.common.tasks.task import Task
+from services.common.tasks.trial import try_reward
 from services.common.types import NO_LORA, Contract
 from services.learner.backend_config import DeepSpeedBackendConfig, TorchBackendConfig
 from services.learner.backends.backend import TrainBackend
@@ -55,10 +57,12 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1) -> Parts:
         ConfigError: key, model, tokenizer or task cannot be loaded.
     """
     signer = None if config.signing_key is None else load_signer(config.signing_key)
-    if not config.model_dir:
-        raise ConfigError("model_dir", "is not set", action="name a Hugging Face directory or hub id")
+    check_model_dir(config.model_dir)
     task = build_task(config.task)
     prompter = Prompter(config.model_dir, use_chat_template=config.use_chat_template)
+    if config.verification.recompute_rewards or config.evaluation.every_versions:
+        # Otherwise every group would be given up, one after another.
+        try_reward(task, prompter)
     sampling = config.sampling.semantics()
     backend, close = build_backend(config, num_ranks)
     model: Any = backend.torch_model

@@ -33,6 +33,8 @@ class TrainingSequence:
     sampler_logprobs: Float32Array
     advantage: float
     log_denominator: float
+    centred_reward: float = 0.0
+    """Reward minus the mean over the group's rollouts, whatever the loss makes its advantage of."""
     log_expectation: float = 0.0
     """GEPO's log denominator, whatever the rule divides by."""
     group: int = 0
@@ -125,6 +127,7 @@ def _sequences(group: Group, rule: Rule, *, number: int, scale: float, head_vers
     )
     means_G = sums_G / counts_G.clamp(min=1)
     advantages_G = (group_advantages(rewards_G, is_valid_G, kind=rule.advantage) * scale).tolist()
+    centred_G = group_advantages(rewards_G, is_valid_G, kind="mean").tolist()
     log_probs_G = sums_G if rule.normalisation == "raw" else means_G
     log_denominators_G = log_denominators(rule, log_probs_G, is_valid_G).tolist()
     log_expectation = group_log_denominator(means_G, is_valid_G, kind="contraharmonic")
@@ -135,11 +138,14 @@ def _sequences(group: Group, rule: Rule, *, number: int, scale: float, head_vers
             sampler_logprobs=rollout.sampler_logprobs,
             advantage=advantage,
             log_denominator=log_denominator,
+            centred_reward=centred_reward,
             log_expectation=log_expectation,
             group=number,
             staleness=_staleness(rollout, head_version) if rule.proximal == "loglinear" else None,
         )
-        for rollout, advantage, log_denominator in zip(group.rollouts, advantages_G, log_denominators_G, strict=True)
+        for rollout, advantage, centred_reward, log_denominator in zip(
+            group.rollouts, advantages_G, centred_G, log_denominators_G, strict=True
+        )
         if rollout.token_ids.size > 0
     ]
 

@@ -17,12 +17,12 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
 from services.common.directory import make_directory
-from services.common.errors import CorruptStore, DiskFull
+from services.common.errors import CorruptData, CorruptStore, DiskFull
 from services.common.types import Digest
 from services.common.weights.arena import Arena, Layout
 from services.common.weights.payload import apply_payload, file_digest, write_snapshot
@@ -45,6 +45,7 @@ class CheckpointStore:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self._unreadable: set[Path] = set()
         make_directory(root)
 
     def write(
@@ -84,6 +85,9 @@ class CheckpointStore:
             digests = {name: file_digest(temporary / name) for name in _files(temporary)}
             (temporary / DONE_FILE).write_text(json.dumps({"format": FORMAT, "files": digests}), encoding="utf-8")
             _sync_tree(temporary)
+            if final in self._unreadable:
+                _set_aside(final)
+                self._unreadable.discard(final)
             _remove(final)
             temporary.rename(final)
             _sync(self._root)
@@ -91,9 +95,13 @@ class CheckpointStore:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise DiskFull(str(self._root)) from error
             raise
-        for old in self.paths()[NUM_KEPT:]:
+        for old in [path for path in self.paths() if path not in self._unreadable][NUM_KEPT:]:
             _remove(old)
         return final
+
+    def keep_unreadable(self, path: Path) -> None:
+        """Note that the disk does not give a checkpoint now: it is not counted among the newest, nor removed."""
+        self._unreadable.add(path)
 
     def remove_unfinished(self) -> None:
         """Remove what an earlier process did not finish; its version may come to be written under another number."""
@@ -119,13 +127,18 @@ def read_checkpoint(path: Path) -> Cursor:
 
     Raises:
         CorruptStore: it is incomplete or changed; names the first file.
+        OSError: the disk does not give it, which says nothing of what it has.
     """
     try:
-        done = json.loads((path / DONE_FILE).read_bytes())
+        data = (path / DONE_FILE).read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CorruptStore(f"{path} was not completed: {error!r}") from error
+    try:
+        done = json.loads(data)
         stated = {str(name): Digest(digest) for name, digest in done["files"].items()}
         if done["format"] != FORMAT:
             raise CorruptStore(f"{path} has format {done['format']}, known is {FORMAT}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptStore(f"{path} was not completed: {error!r}") from error
     present = set(_files(path)) - {DONE_FILE}
     if present != set(stated):
@@ -134,6 +147,21 @@ def read_checkpoint(path: Path) -> Cursor:
         if file_digest(path / name) != digest:
             raise CorruptStore(f"{path / name} was changed after it was written")
     return cursor_from_bytes((path / CURSOR_FILE).read_bytes())
+
+
+def find_published(paths: Sequence[Path], version: int, state_root: str, layout: Layout) -> Arena | None:
+    """The published weights of a version from whichever checkpoint has them; None when none does, or its disk fails."""
+    for path in paths:
+        try:
+            cursor = cursor_from_bytes((path / CURSOR_FILE).read_bytes())
+            if (cursor.version, cursor.state_root) == (version, state_root):
+                arena = Arena(layout)
+                read_published(path, arena)
+                if arena.state_root() == state_root:
+                    return arena
+        except (OSError, CorruptData):
+            continue
+    return None
 
 
 def read_published(path: Path, arena: Arena) -> None:
@@ -160,13 +188,26 @@ def read_scales(path: Path, flavour: str, layout: Layout) -> Arena | None:
 
 
 def _files(root: Path) -> list[str]:
-    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+    # Not by glob, which passes over directories that may not be read.
+    found = [Path(place) / name for place, _, names in os.walk(root, onerror=_refuse) for name in names]
+    return sorted(str(path.relative_to(root)) for path in found)
+
+
+def _refuse(error: OSError) -> None:
+    raise error
 
 
 def _remove(path: Path) -> None:
     # DONE goes first: what a crash leaves behind is then no checkpoint.
     (path / DONE_FILE).unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)
+
+
+def _set_aside(path: Path) -> None:
+    number = 1
+    while (aside := path.with_name(f"unreadable-{path.name}-{number}")).exists():
+        number += 1
+    path.rename(aside)
 
 
 def _sync_tree(root: Path) -> None:

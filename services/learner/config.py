@@ -80,6 +80,8 @@ class LearnerConfig(Config):
     """What is checked of the rollouts that sites send, before anything is trained on them."""
     loss: LossConfig = GepoConfig()
     """Algorithm, advantage, clip and KL."""
+    adopt_without_optimizer: bool = False
+    """Whether a learner without a usable checkpoint may go on from the run's published weights with a new optimizer."""
     backend: BackendConfig = TorchBackendConfig()
     """Where and how gradients are computed."""
     lora: LoraConfig = LoraConfig()

@@ -19,6 +19,7 @@ from services.common import metrics
 from services.common.errors import CorruptData, RewardError, UnknownPayload, UnknownVersion, UntrustedVersion
 from services.common.generation.seeded import group_key
 from services.common.prompts import Prompter
+from services.common.tasks.scoring import FailureRow
 from services.common.tasks.task import Task
 from services.common.types import DropReason, Group, QueuedGroup, SiteId
 from services.learner.recent_versions import RecentVersions
@@ -57,6 +58,7 @@ class Examiner:
     rng: random.Random
     passed: Counter[SiteId] = field(default_factory=Counter)
     unseeded: set[SiteId] = field(default_factory=set)
+    failures: FailureRow = field(default_factory=FailureRow)
 
     async def examine(self, queued: QueuedGroup) -> Finding:
         """Check one group, and remember of its site whether it passed."""
@@ -80,7 +82,9 @@ class Examiner:
                 )
             except RewardError as error:
                 _count(group, "reward", "skipped")
+                self.failures.failed(error)
                 return Finding(problem=f"its rewards could not be computed: {error}")
+            self.failures.passed()
             _count(group, "reward", "failed" if problem else "passed")
             if problem:
                 return Finding(reason=DropReason.REWARD_MISMATCH, detail=problem)

@@ -18,7 +18,7 @@ from services.learner.losses import MAX_LOG_WEIGHT, LossTerms
 from services.learner.policy_loss import LossInputs
 
 SEQUENCE_RATIO_CAP = 8.0
-"""Largest sequence ratio in the effective sample size of losses without weights of rollouts, as in VCPO."""
+"""Largest sequence ratio in the effective sample size of losses without weights of rollouts; VCPO caps none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -33,6 +33,7 @@ class SequenceSample:
     log_gspo_B: torch.Tensor
     log_products_B: torch.Tensor
     advantages_B: torch.Tensor
+    centred_rewards_B: torch.Tensor
     weights_B: torch.Tensor
     clipped_B: torch.Tensor
     clippable_B: torch.Tensor
@@ -57,6 +58,7 @@ def measure(inputs: LossInputs, terms: LossTerms) -> SequenceSample:
             ratios_BT.sum(1) / lengths_B.clamp(min=1.0),
             ratios_BT.sum(1),
             inputs.advantages_B,
+            inputs.centred_rewards_B,
             weights_B,
             clipped.sum(1) if clipped.dim() == 2 else clipped,
             lengths_B if clipped.dim() == 2 else torch.ones_like(lengths_B),
@@ -91,10 +93,10 @@ def ess_fraction(weights_M: torch.Tensor) -> float:
 
 
 def step_size_factor(rule: Rule, sample: SequenceSample) -> float:
-    """What multiplies the learning rate: 1, or VCPO's sqrt(ESS / B), arXiv 2602.17616 section 4.
+    """What multiplies the learning rate: 1, or sqrt(ESS / B) after VCPO, arXiv 2602.17616 section 4.
 
     ESS is (sum w)^2 / sum w^2 over the B rollouts of the step. The weights are GEPO's own where the loss divides by a
-    group's denominator, else the ratios of whole rollouts, prod_t p_t / q_t, capped at 8 as in VCPO.
+    group's denominator, else the ratios of whole rollouts, prod_t p_t / q_t, capped at 8.
 
     Args:
         rule: the loss.
@@ -112,18 +114,20 @@ def step_extras(sample: SequenceSample) -> dict[str, float]:
 
     bias_x is (mean w A)^2 and iw_variance_x (ddof 0) and ess_fraction_x are of the length-normalised weights of
     x = gepo (contraharmonic) and gspo, whichever loss is trained; advantage_estimate is the mean of w A over rollouts
-    with the loss's own weights, its estimate of E_p[A]; clip_fraction_positive and _negative are shares of the rollouts
-    or tokens with that sign of A; dropped_token_fraction is what masks left out; second_moment is the mean of
-    (log p - log q)^2 over tokens; ess_fraction_sequence is of whole-rollout ratios capped at 8.
+    with the loss's own weights, its estimate of E_p[A]. A is here the reward minus the group's mean for every loss:
+    one divided by a deviation is in another unit. clip_fraction_positive and _negative are shares of the rollouts or
+    tokens with that sign of the loss's own A; dropped_token_fraction is what masks left out; second_moment is the mean
+    of (log p - log q)^2 over tokens; ess_fraction_sequence is of whole-rollout ratios capped at 8.
     """
     numbers: dict[str, float] = {}
     for name, logs_B in (("gepo", sample.log_gepo_B), ("gspo", sample.log_gspo_B)):
         weights_B = logs_B.clamp(max=MAX_LOG_WEIGHT).exp()
-        numbers[f"bias_{name}"] = _ratio((weights_B * sample.advantages_B).sum(), weights_B.numel()) ** 2
+        numbers[f"bias_{name}"] = _ratio((weights_B * sample.centred_rewards_B).sum(), weights_B.numel()) ** 2
         numbers[f"iw_variance_{name}"] = float(weights_B.var(correction=0)) if weights_B.numel() else 0.0
         numbers[f"ess_fraction_{name}"] = ess_fraction(weights_B)
     numbers["ess_fraction_sequence"] = ess_fraction(_capped_products(sample))
-    numbers["advantage_estimate"] = _ratio((sample.weights_B * sample.advantages_B).sum(), sample.advantages_B.numel())
+    estimated = (sample.weights_B * sample.centred_rewards_B).sum()
+    numbers["advantage_estimate"] = _ratio(estimated, sample.centred_rewards_B.numel())
     for name, is_chosen in (("positive", sample.advantages_B > 0), ("negative", sample.advantages_B < 0)):
         numbers[f"clip_fraction_{name}"] = _ratio(
             sample.clipped_B[is_chosen].sum(), float(sample.clippable_B[is_chosen].sum())

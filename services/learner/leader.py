@@ -6,11 +6,11 @@ import asyncio
 import logging
 import random
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from services.common.api import CoordinatorApi
 from services.common.clock import Clock
-from services.common.errors import RemoteError
+from services.common.errors import RemoteError, StaleEpoch
 from services.common.signing import Signer
 from services.common.trust import Trust
 from services.common.types import Contract, LeaseGrant
@@ -25,27 +25,21 @@ from services.learner.examiner import Examiner, Yardstick
 from services.learner.feed import feed
 from services.learner.flavours import Flavours
 from services.learner.inbox import Inbox
+from services.learner.incarnation import read_incarnation
 from services.learner.journal import Journal
 from services.learner.lease import acquire, renew
 from services.learner.patience import Patience
 from services.learner.publish import Publisher
 from services.learner.recent_versions import RecentVersions
 from services.learner.resume import Resumption
+from services.learner.reward_signal import RewardSignal
 from services.learner.rollback import Rollback
+from services.learner.run_result import RunResult
 from services.learner.session import Outcome, Session
 from services.learner.threads import in_thread
 
 _LOG = logging.getLogger(__name__)
 RELEASE_TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunResult:
-    """Where a learner left: optimizer steps and newest version; `is_finished` when max_steps is reached."""
-
-    step: int
-    version: int
-    is_finished: bool
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,8 +57,10 @@ class Leader:
     canary: Canary | None
     yardstick: Yardstick | None
     result: RunResult
-    inbox: Inbox | None = None
+    session: Session | None = None
     rollback: Rollback | None = None
+    max_staleness_versions: int = -1
+    signal: RewardSignal = field(default_factory=RewardSignal)
 
     def patience(self) -> Patience:
         """A fresh row of waits between attempts."""
@@ -79,7 +75,11 @@ class Leader:
             request_id=secrets.token_hex(8),
             patience=self.patience(),
             flavours=self.config.flavours,
+            incarnation=await in_thread(read_incarnation, self.config.state_dir),
+            groups_per_version=self.config.groups_per_step * self.config.steps_per_version,
         )
+        self.max_staleness_versions = grant.max_staleness_versions
+        self.result = replace(self.result, version=grant.head_version)
         try:
             async with asyncio.TaskGroup() as tasks:
                 renewal = tasks.create_task(
@@ -87,15 +87,21 @@ class Leader:
                 )
                 await self.train(grant)
                 renewal.cancel()
-        except asyncio.CancelledError:
-            await self.release(grant)
+        except BaseException as error:
+            # Whatever ended it, this process does nothing more under the lease: the next one need not wait.
+            if not is_superseded(error):
+                await self.release(grant)
             raise
         await self.release(grant)
 
     async def hear(self, grant: LeaseGrant) -> None:
-        """End the session at its next step boundary when there is an order."""
-        if self.rollback and self.inbox and self.rollback.is_due(grant.rollback_to):
-            await self.inbox.close()
+        """Note the coordinator's bound; end the session at its next step boundary when there is an order."""
+        self.max_staleness_versions = grant.max_staleness_versions
+        if self.session is None:
+            return
+        self.session.max_staleness_versions = grant.max_staleness_versions
+        if self.rollback and self.rollback.is_due(grant.rollback_to):
+            await self.session.inbox.close()
 
     async def train(self, grant: LeaseGrant) -> None:
         """Sessions, one after another, until one ends the run."""
@@ -142,35 +148,37 @@ class Leader:
             epoch=grant.epoch,
             directory=directory / "payloads",
             trust=trust,
+            adopt_without_optimizer=self.config.adopt_without_optimizer,
         )
         examiner = self._examiner(trust)
         await in_thread(store.remove_unfinished)
         await in_thread(publisher.remove_leftovers)
         self.rollback = Rollback(resumption)
-        outcome = Outcome.REFUSED
-        while outcome in (Outcome.REFUSED, Outcome.CLOSED):
-            step = await self.rollback.resume(is_interrupted=outcome is Outcome.CLOSED)
-            self._note(publisher, step)
-            self.inbox = Inbox(self.config.groups_per_step * self.config.prefetch_steps)
+        outcome = None
+        while outcome is not Outcome.FINISHED:
+            step = await self.rollback.resume(is_start=outcome is None)
             # A new inbox holds nothing: whatever the last session held returns to the queue when the stream opens.
-            session = Session(
+            self.session = session = Session(
                 config=self.config,
                 api=self.api,
                 backend=self.backend,
                 publisher=publisher,
-                inbox=self.inbox,
+                inbox=Inbox(self.config.groups_per_step * self.config.prefetch_steps),
                 journal=journal,
                 patience=self.patience(),
                 evaluator=self.evaluator,
                 epoch=grant.epoch,
                 step=step,
+                max_staleness_versions=self.max_staleness_versions,
+                signal=self.signal,
             )
-            outcome = await self._run_session(session, examiner)
-            self._note(publisher, session.step)
-        if outcome is Outcome.FINISHED:
-            reason = f"step {session.step} of {self.config.max_steps} is reached"
-            _LOG.info("%s", reason)
-            await self.patience().insist(lambda: self.api.drain(reason=reason, epoch=grant.epoch))
+            try:
+                outcome = await self._run_session(session, examiner)
+            finally:
+                self._note(publisher, session)
+        reason = f"step {session.step} of {self.config.max_steps} is reached"
+        _LOG.info("%s", reason)
+        await self.patience().insist(lambda: self.api.drain(reason=reason, epoch=grant.epoch))
 
     def _examiner(self, trust: Trust) -> Examiner | None:
         if self.yardstick is None:
@@ -211,9 +219,13 @@ class Leader:
             feeding.cancel()
         return outcome
 
-    def _note(self, publisher: Publisher, step: int) -> None:
+    def _note(self, publisher: Publisher, session: Session) -> None:
         self.result = RunResult(
-            step=step, version=publisher.position.head_version, is_finished=step >= self.config.max_steps
+            step=session.step,
+            version=publisher.position.head_version,
+            is_finished=session.step >= self.config.max_steps,
+            num_unpublished=session.num_unpublished,
+            is_undecided=publisher.is_undecided,
         )
 
     async def release(self, grant: LeaseGrant) -> None:
@@ -223,3 +235,10 @@ class Leader:
                 await self.api.release_lease(epoch=grant.epoch)
         except (RemoteError, TimeoutError) as error:
             _LOG.warning("the lease could not be released: %s", error)
+
+
+def is_superseded(error: BaseException) -> bool:
+    """Whether another learner's epoch ended this one."""
+    if isinstance(error, BaseExceptionGroup):
+        return any(is_superseded(each) for each in error.exceptions)
+    return isinstance(error, StaleEpoch)

@@ -24,6 +24,8 @@ async def acquire(
     request_id: str,
     patience: Patience,
     flavours: Sequence[str] = (),
+    incarnation: str = "",
+    groups_per_version: int = 0,
 ) -> LeaseGrant:
     """Become the run's learner, waiting while another one is.
 
@@ -34,20 +36,25 @@ async def acquire(
         request_id: fresh for every process, so that a repeated request is one request.
         patience: how to wait.
         flavours: what is published of each version beside the weights that are trained.
+        incarnation: name of the state directory.
+        groups_per_version: groups that one version is made of.
 
     Raises:
         ContractMismatch: this learner disagrees with the run.
     """
-    known = ""
     while True:
         try:
-            grant = await api.acquire_lease(holder=holder, contract=contract, request_id=request_id, flavours=flavours)
+            grant = await api.acquire_lease(
+                holder=holder,
+                contract=contract,
+                request_id=request_id,
+                flavours=flavours,
+                incarnation=incarnation,
+                groups_per_version=groups_per_version,
+            )
         except (RemoteError, TimeoutError) as error:
             if not isinstance(error, LeaseHeld) and not is_transient(error):
                 raise
-            if type(error).__name__ != known:
-                known = type(error).__name__
-                _LOG.info("waiting for the lease: %s", error)
             await patience.wait(error)
         else:
             patience.reset()

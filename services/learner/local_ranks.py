@@ -1,7 +1,7 @@
 """The other processes of a learner that trains on several devices: started, watched, ended with it.
 
     rank 0      the learner itself, which alone knows the coordinator
-    rank n      `python -m services.learner.rank`, on whose standard input one line of JSON says what to train; the end
+    rank n      `services.learner.rank`, on whose standard input one line of JSON says what to train; the end
                 of that input is the end of rank 0, whatever killed it
 
 Guarantees: no rank outlives another for long. A rank that ends before it was told to ends the learner with exit code 1:
@@ -16,12 +16,12 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from services.common.children import own_command
 from services.common.errors import OperatorError
 from services.learner.config import LearnerConfig
 
@@ -93,10 +93,10 @@ class LocalRanks:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
-        command = [
-            sys.executable, "-m", "services.learner.rank",
+        command = own_command(
+            "services.learner.rank",
             "--rank", str(rank), "--world-size", str(self.num_ranks), "--rendezvous", str(self.rendezvous),
-        ]  # fmt: skip
+        )  # fmt: skip
         child = subprocess.Popen(command, stdin=subprocess.PIPE)
         watcher = threading.Thread(target=self._watch, args=(rank, child), daemon=True, name=f"rank-{rank}")
         watcher.start()

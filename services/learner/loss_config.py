@@ -199,8 +199,8 @@ class CispoConfig(LossOptions):
 class TisConfig(LossOptions):
     """Truncated importance sampling (Yao et al. 2025; Ionides 2008): weights min(r, cap).
 
-    With `level = "sequence"`, `cap = 8` and `step_size = "ess"` this is VCPO, arXiv 2602.17616, with the group's mean
-    as baseline.
+    With `level = "sequence"`, `cap = 8` and `step_size = "ess"` it takes two ideas of VCPO, arXiv 2602.17616, which
+    itself has the optimal off-policy baseline of each group and the ESS of uncapped ratios.
     """
 
     kind: Literal["tis"] = "tis"

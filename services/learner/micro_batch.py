@@ -37,6 +37,7 @@ class MicroBatch:
     mask_BT: torch.Tensor
     sampler_logprobs_BT: torch.Tensor
     advantages_B: torch.Tensor
+    centred_rewards_B: torch.Tensor
     log_denominators_B: torch.Tensor
     log_expectations_B: torch.Tensor
     couplings_B: torch.Tensor
@@ -105,6 +106,7 @@ def collate(sequences: Sequence[TrainingSequence], *, batching: Batching) -> Mic
         mask_BT=torch.from_numpy(mask_BT),
         sampler_logprobs_BT=torch.from_numpy(sampler_logprobs_BT),
         advantages_B=_vector([sequence.advantage for sequence in sequences]),
+        centred_rewards_B=_vector([sequence.centred_reward for sequence in sequences]),
         log_denominators_B=_vector([sequence.log_denominator for sequence in sequences]),
         log_expectations_B=_vector([sequence.log_expectation for sequence in sequences]),
         couplings_B=_vector([sequence.coupling for sequence in sequences]),

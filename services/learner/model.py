@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from services.common.errors import ConfigError
+from services.common.model_dir import first_line
 from services.learner.batch import TrainingSequence
 from services.learner.logprobs import token_logprobs
 from services.learner.micro_batch import Batching, MicroBatch, collate
@@ -33,7 +34,7 @@ def load_model(model_dir: str | Path, *, gradient_checkpointing: bool = False) -
             str(model_dir), dtype=torch.float32, attn_implementation="sdpa"
         )
     except (OSError, ValueError) as error:
-        raise ConfigError("model_dir", f"cannot load {model_dir}: {error}") from error
+        raise ConfigError("model_dir", f"cannot load {model_dir}: {first_line(error)}") from error
     prepare(model, gradient_checkpointing=gradient_checkpointing)
     network: nn.Module = model
     return network

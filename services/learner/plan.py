@@ -41,6 +41,7 @@ def loss_inputs(micro_batch: MicroBatch, learner_BT: torch.Tensor, coefficients_
         sampler_BT=micro_batch.sampler_logprobs_BT,
         mask_BT=micro_batch.mask_BT,
         advantages_B=micro_batch.advantages_B,
+        centred_rewards_B=micro_batch.centred_rewards_B,
         log_denominators_B=micro_batch.log_denominators_B,
         log_expectations_B=micro_batch.log_expectations_B,
         couplings_B=micro_batch.couplings_B,

@@ -30,8 +30,9 @@ from services.learner.masks import has_not_drifted
 class LossInputs:
     """Tensors of one micro-batch; all but the learner's log-probs are constants.
 
-    Example: LossInputs(learner_BT=log_p, sampler_BT=log_q, mask_BT=mask, advantages_B=a, log_denominators_B=d,
-    log_expectations_B=e, couplings_B=zeros, staleness_BT=zeros, is_selected_BT=mask, coefficients_BT=c)
+    Example: LossInputs(learner_BT=log_p, sampler_BT=log_q, mask_BT=mask, advantages_B=a, centred_rewards_B=r,
+    log_denominators_B=d, log_expectations_B=e, couplings_B=zeros, staleness_BT=zeros, is_selected_BT=mask,
+    coefficients_BT=c)
     """
 
     learner_BT: torch.Tensor
@@ -41,6 +42,8 @@ class LossInputs:
     mask_BT: torch.Tensor
     """bool, True at completion tokens."""
     advantages_B: torch.Tensor
+    centred_rewards_B: torch.Tensor
+    """Reward minus the group's mean, for what is measured; no loss reads it."""
     log_denominators_B: torch.Tensor
     """log D of the rule's sequence weight."""
     log_expectations_B: torch.Tensor

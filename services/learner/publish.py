@@ -80,6 +80,8 @@ class Publisher:
         self._canary = canary
         self.flavours = flavours
         self._spare: Arena | None = None
+        self.is_undecided = False
+        """Whether a version was sent whose fate is not known here."""
         self.position = Position(head_version=-1, lineage_version=-1, lineage_digest="", shadow=None)
         make_directory(directory)
 
@@ -161,15 +163,19 @@ class Publisher:
         started = time.perf_counter()
         files = [*encoded.files, *(file for form in forms for file in form.encoded.files)]
         await self._upload(files)
+        request = await self._request(cursor, forms, encode_s=encoded.encode_s)
+        self.is_undecided = True
         try:
-            await self._commit(await self._request(cursor, forms, encode_s=encoded.encode_s), files)
+            await self._commit(request, files)
         except GroupNotAvailable:
+            self.is_undecided = False
             if checkpoint is not None:
                 await in_thread(self._store.discard, checkpoint)
             _remove(files)
             raise
         publish_s = time.perf_counter() - started
         self._advance(arena, encoded)
+        self.is_undecided = False
         if self.flavours is not None:
             self.flavours.advance(forms)
         _remove(files)

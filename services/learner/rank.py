@@ -28,7 +28,7 @@ def main() -> None:
     arguments = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    logs.configure(style="console")
+    logs.configure_as_parent()
     lines: queue.Queue[str] = queue.Queue()
     threading.Thread(target=_read, args=(lines,), daemon=True).start()
     # Only now what takes seconds to load: rank 0 may end at any moment, and the thread sees it.

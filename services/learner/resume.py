@@ -7,7 +7,6 @@ have. The shadow is a restored checkpoint whose state root is the head's, or is 
 
 from __future__ import annotations
 
-import enum
 import functools
 import logging
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ from services.common.errors import (
     GroupNotAvailable,
     OperatorError,
     StateMismatch,
+    UnknownPayload,
     UnknownVersion,
 )
 from services.common.pull import Puller
@@ -30,47 +30,18 @@ from services.common.weights.arena import Arena, Layout
 from services.common.weights.quantise import Flavour
 from services.common.wire import manifest_digest, manifest_from_bytes
 from services.learner.backends.backend import TrainBackend
-from services.learner.checkpoint import CheckpointStore, read_checkpoint, read_published, read_scales
+from services.learner.checkpoint import CheckpointStore, find_published, read_checkpoint, read_published, read_scales
 from services.learner.cursor import Cursor
 from services.learner.encode import Position
+from services.learner.fate import Action, decide
 from services.learner.journal import Journal
 from services.learner.patience import Patience
 from services.learner.publish import Publisher
 from services.learner.threads import in_thread
 
 _LOG = logging.getLogger(__name__)
-
-
-class Action(enum.Enum):
-    """What to do with a checkpoint."""
-
-    CONTINUE = "continue"
-    REPUBLISH = "republish"
-    ROLL_BACK = "roll_back"
-    SKIP = "skip"
-
-
-def decide(
-    cursor: Cursor, *, head_version: int, committed_version: int | None, is_in_lineage: bool
-) -> tuple[Action, str]:
-    """Judge a checkpoint by the fate of its publication.
-
-    Args:
-        cursor: the checkpoint's.
-        head_version: newest version.
-        committed_version: what the publication became; None when it was never committed. Under the newest epoch this
-            answer is final: an older epoch's publication can no longer arrive.
-        is_in_lineage: whether that version can still be pulled, so was not abandoned.
-    """
-    if committed_version is None:
-        if cursor.parent_version == head_version:
-            return Action.REPUBLISH, f"its publication after version {head_version} was never committed"
-        return Action.SKIP, f"it follows version {cursor.parent_version}, the head is version {head_version}"
-    if committed_version == head_version:
-        return Action.CONTINUE, f"it is the head, version {head_version}"
-    if is_in_lineage:
-        return Action.ROLL_BACK, f"it is version {committed_version}, the head is version {head_version}"
-    return Action.SKIP, f"version {committed_version} was abandoned"
+NUM_READS = 3
+"""Times that a checkpoint is read which the disk does not give, before the one before it is taken."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,12 +58,14 @@ class Resumption:
     epoch: int
     directory: Path
     trust: Trust = field(default_factory=Trust)
+    adopt_without_optimizer: bool = False
 
     async def run(self) -> int:
         """Return the number of optimizer steps in the weights.
 
         Raises:
-            OperatorError: the state directory belongs to another run, or the coordinator lost this run.
+            OperatorError: the state directory belongs to another run or has no usable checkpoint of it, or the
+                coordinator lost this run.
         """
         step = await self._resume()
         await self.publisher.begin_flavours(step=step, saved_by=self.backend)
@@ -114,11 +87,58 @@ class Resumption:
             return await self._start()
         return await self._adopt(head)
 
+    async def undo(self) -> int:
+        """Take back steps that are in no version: masters hold the head again; returns the number of steps in it.
+
+        Exactly so where the head has a checkpoint. Else from what was published, and the optimizer keeps its moments:
+        an older checkpoint would be exact too, but would abandon versions that are sound and used.
+        """
+        position = self.publisher.position
+        shadow = position.shadow
+        assert shadow is not None, "a session begins with a published version"
+        root = await in_thread(shadow.state_root)
+        for path in await in_thread(self.store.paths):
+            cursor = await self._read(path)
+            if cursor is not None and (cursor.version, cursor.state_root) == (position.head_version, root):
+                try:
+                    await self._restore(path, cursor)
+                except (CorruptData, OSError) as error:
+                    _LOG.error("%s cannot be restored: %s", path, error)
+                else:
+                    _LOG.info("unpublished steps are taken back: checkpoint %s", path.name)
+                    return cursor.step
+        _LOG.warning(
+            "unpublished steps are taken back: version %d has no checkpoint, so its published weights become the"
+            " masters; the optimizer keeps its moments",
+            position.head_version,
+        )
+        await in_thread(self.backend.load_published, shadow, keep_optimizer=True)
+        return manifest_from_bytes(await self.manifest(position.head_version)).step
+
+    async def _read(self, path: Path) -> Cursor | None:
+        """The cursor of a checkpoint; None when it is damaged, or the disk does not give it."""
+        for number in range(NUM_READS):
+            if number:
+                await self.patience.clock.sleep(self.patience.base_s)
+            try:
+                return await in_thread(read_checkpoint, path)
+            except CorruptStore as error:
+                _LOG.warning("%s", error)
+                return None
+            except OSError as error:
+                problem = error
+        _LOG.error(
+            "CHECKPOINT %s CANNOT BE READ and is left as it is; the one before it is tried: %s (compare its owner and"
+            " mode with this process's; an input/output error is the disk's)",
+            path,
+            problem,
+        )
+        self.store.keep_unreadable(path)
+        return None
+
     async def _try(self, path: Path, head: int) -> int | None:
-        try:
-            cursor = await in_thread(read_checkpoint, path)
-        except CorruptStore as error:
-            _LOG.warning("%s", error)
+        cursor = await self._read(path)
+        if cursor is None:
             return None
         if cursor.run_id != self.run_id:
             raise ConfigError("state_dir", f"{path} belongs to run {cursor.run_id}, not {self.run_id}")
@@ -134,8 +154,9 @@ class Resumption:
             return None
         try:
             arena = await self._restore(path, cursor)
-        except CorruptData as error:
-            _LOG.warning("%s cannot be restored: %s", path, error)
+        except (CorruptData, OSError) as error:
+            _LOG.error("%s cannot be restored and is left as it is: %s", path, error)
+            self.store.keep_unreadable(path)
             return None
         if action is Action.CONTINUE:
             return await self._continue(cursor, arena, head)
@@ -195,7 +216,7 @@ class Resumption:
 
     async def _republish(self, path: Path, cursor: Cursor, arena: Arena) -> int | None:
         is_rollback = cursor.lineage_version != cursor.parent_version
-        shadow = None if is_rollback or cursor.parent_version == -1 else await self.rebuild(cursor.parent_version)
+        shadow = None if is_rollback or cursor.parent_version == -1 else await self._published(cursor.parent_version)
         self.publisher.position = Position(
             head_version=cursor.parent_version,
             lineage_version=cursor.lineage_version,
@@ -238,18 +259,40 @@ class Resumption:
         await self.publisher.publish(staged, step=0, saved_by=self.backend)
         return 0
 
+    async def _published(self, version: int) -> Arena | None:
+        """What samplers have at a version, so that a delta may start from it; None when nobody has it any more."""
+        root = manifest_from_bytes(await self.manifest(version)).state_root
+        arena = await in_thread(find_published, self.store.paths(), version, root, self.backend.layout)
+        if arena is not None:
+            _LOG.info("version %d is taken from its checkpoint", version)
+            return arena
+        try:
+            return await self.rebuild(version)
+        except (UnknownVersion, UnknownPayload, CorruptData) as error:
+            _LOG.error("version %d cannot be rebuilt, the next version is a snapshot: %s", version, error)
+            return None
+
     async def _adopt(self, head: int) -> int:
+        data = await self.manifest(head)
+        step = manifest_from_bytes(data).step
+        if step and not self.adopt_without_optimizer:
+            raise ConfigError(
+                "adopt_without_optimizer",
+                f"{self.directory.parent} has no usable checkpoint of run {self.run_id}, which stands at version"
+                f" {head}, step {step}: to go on from its published weights alone throws the optimizer's state away",
+                action="start the learner that trained it, or this one with that one's state_dir; where that is lost,"
+                " set adopt_without_optimizer = true for one start",
+            )
         _LOG.warning(
             "NO USABLE CHECKPOINT for version %d: its published weights become the masters, the optimizer starts anew",
             head,
         )
-        data = await self.manifest(head)
         arena = await self.rebuild(head)
         await in_thread(self.backend.load_published, arena)
         self.publisher.position = Position(
             head_version=head, lineage_version=head, lineage_digest=manifest_digest(data), shadow=arena
         )
-        return manifest_from_bytes(data).step
+        return step
 
     async def rebuild(self, version: int) -> Arena:
         """The weights of a version as samplers have them, from the coordinator alone."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from services.common.prompts import Prompter
+from services.common.tasks.scoring import score_group
 from services.common.tasks.task import Task
 from services.common.types import Group
 
@@ -26,8 +27,9 @@ def reward_problem(group: Group, *, task: Task, prompter: Prompter, tolerance: f
     prompt = task.prompt(group.prompt_index)
     if not np.array_equal(prompter.encode(prompt.text), group.prompt_token_ids):
         return f"prompt_token_ids: not those of prompt {group.prompt_index}"
-    for number, rollout in enumerate(group.rollouts):
-        computed = sum(part.value for part in task.score(prompt, prompter.decode(rollout.token_ids)))
+    texts = [prompter.decode(rollout.token_ids) for rollout in group.rollouts]
+    for number, (rollout, parts) in enumerate(zip(group.rollouts, score_group(task, prompt, texts), strict=True)):
+        computed = sum(part.value for part in parts)
         if not abs(rollout.reward - computed) <= tolerance:
             return f"rollouts[{number}].reward: {rollout.reward:g}, computed {computed:g}"
     return ""

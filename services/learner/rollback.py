@@ -20,6 +20,7 @@ from services.common.fetch import Fetcher
 from services.common.types import Manifest, PayloadKind
 from services.common.weights.arena import Arena
 from services.common.weights.compose import MAX_PAYLOADS, compose
+from services.common.weights.container import max_file_bytes
 from services.common.weights.manifest import verify_state
 from services.common.weights.negate import negate
 from services.common.weights.payload import apply_payload
@@ -46,21 +47,21 @@ class Rollback:
             self._refused = -1
         return version >= 0 and version != self._refused
 
-    async def resume(self, *, is_interrupted: bool) -> int:
+    async def resume(self, *, is_start: bool) -> int:
         """Bring backend, publisher and coordinator to the same version, the one of an order if there is one.
 
         Args:
-            is_interrupted: a session was, between two steps. What its masters hold is unpublished then, and is
-                replaced: going to an older checkpoint first would only abandon versions.
+            is_start: no session was before in this process. Else the masters may hold steps that are in no version;
+                those are taken back, or replaced by what is ordered: an older checkpoint would abandon versions.
 
         Returns:
             The number of optimizer steps in the weights.
         """
-        step = -1 if is_interrupted else await self._resumption.run()
+        step = await self._resumption.run() if is_start else -1
         rolled = await self.run()
         if rolled is not None:
             return rolled
-        return await self._resumption.run() if is_interrupted else step
+        return step if is_start else await self._resumption.undo()
 
     async def run(self) -> int | None:
         """Publish what is ordered; None when there is no order, or it cannot be carried out: then nothing changed.
@@ -107,7 +108,12 @@ class Rollback:
             return await self._resumption.rebuild(target.version)
 
     async def _undo(self, target: Manifest, shadow: Arena) -> Arena:
-        fetcher = Fetcher(api=self._api, spool=self._resumption.directory / "undo", clock=self._patience.clock)
+        fetcher = Fetcher(
+            api=self._api,
+            spool=self._resumption.directory / "undo",
+            clock=self._patience.clock,
+            max_bytes=max_file_bytes(shadow.layout.chunks),
+        )
         plan = await self._patience.insist(
             lambda: self._api.plan_pull(
                 have_version=target.version,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.common.api import CoordinatorApi, Rejection
 from services.common.errors import GroupNotAvailable, OperatorError
@@ -22,6 +22,7 @@ from services.learner.observe import observe_step
 from services.learner.patience import Patience
 from services.learner.publish import Publisher
 from services.learner.replay import log_ratios
+from services.learner.reward_signal import RewardSignal
 from services.learner.threads import in_thread
 from services.learner.verification import judge_log_ratios
 
@@ -52,7 +53,12 @@ class Session:
     evaluator: Evaluator | None
     epoch: int
     step: int
+    max_staleness_versions: int = -1
+    """The coordinator's bound at the commit of a version; -1 where it is not known."""
+    signal: RewardSignal = field(default_factory=RewardSignal)
     num_rejected: int = 0
+    num_unpublished: int = 0
+    """Steps of `step` that are in no version yet."""
 
     async def run(self) -> Outcome:
         """Train until `max_steps`, a refusal, or the end of the inbox."""
@@ -83,6 +89,7 @@ class Session:
             except GroupNotAvailable as error:
                 _LOG.warning("steps since version %d are undone: %s", version - 1, error)
                 return Outcome.REFUSED
+            self.num_unpublished = 0
             self.inbox.settle(consumed)
         return Outcome.FINISHED
 
@@ -103,20 +110,24 @@ class Session:
                 continue
             self.num_rejected = 0
             self.step += 1
+            self.num_unpublished += 1
+            self.signal.note(groups)
             reports.append(report)
             consumed += [queued.group.id for queued in groups]
         return reports, consumed
 
     async def _take(self, count: int) -> list[QueuedGroup]:
-        """So many groups within the envelope of log-ratios; none when the inbox closed."""
+        """So many groups within the bound on staleness and the envelope of log-ratios; none when the inbox closed."""
         config = self.config.verification
         kept: list[QueuedGroup] = []
         while len(kept) < count:
-            taken = await self.inbox.take(count - len(kept))
-            if not taken:
+            arrived = await self.inbox.take(count - len(kept))
+            if not arrived:
                 return []
+            taken = await self._fresh(arrived)
             if config.max_log_ratio == 0:
-                return taken
+                kept += taken
+                continue
             groups = [queued.group for queued in taken]
             temperature = logit_temperature(self.config.sampling.semantics())
             found = await in_thread(log_ratios, self.backend.torch_model, groups, temperature=temperature)
@@ -130,6 +141,22 @@ class Session:
             if rejections:
                 await self._tell(rejections)
         return kept
+
+    async def _fresh(self, groups: list[QueuedGroup]) -> list[QueuedGroup]:
+        """Those that the version to come may consume; the others, which grew too old in the inbox, are given up.
+
+        One of them in a step would have the coordinator refuse the whole version.
+        """
+        head, bound = self.publisher.position.head_version, self.max_staleness_versions
+        old = [queued.group for queued in groups if 0 <= bound < head - queued.group.oldest_version]
+        if not old:
+            return groups
+        reason = f"{head - min(group.oldest_version for group in old)} versions old; the bound is {bound}"
+        ids = [group.id for group in old]
+        _LOG.info("%d groups are given up before they are trained on: %s", len(ids), reason)
+        await self.patience.insist(lambda: self.api.abandon_groups(epoch=self.epoch, ids=ids, reason=reason))
+        self.inbox.settle(ids)
+        return [queued for queued in groups if queued.group.id not in ids]
 
     async def _tell(self, rejections: list[Rejection]) -> None:
         _LOG.warning("%d groups are outside the envelope of log-ratios", len(rejections))

@@ -3,30 +3,55 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from services.operator_link import (
+    CaOption,
+    CertOption,
+    CredentialsOption,
+    InsecureOption,
+    KeyOption,
+    ask,
+    find_link,
+)
+
+if TYPE_CHECKING:
+    from services.report.past_run import PastRun
+
 
 def report(
-    directory: Annotated[
-        Path, typer.Argument(help="A coordinator's data_dir, a learner's state_dir, or a directory that holds them.")
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="DIRECTORY|HOST:PORT",
+            help="A coordinator's data_dir, a learner's state_dir, or a directory that holds them, for a past run; "
+            "host:port of a coordinator for one that is going on.",
+        ),
     ],
     out: Annotated[Path, typer.Option(help="File to write; everything is inside it.")] = Path("report.html"),
     pictures: Annotated[Path | None, typer.Option(help="Directory for the pictures as PNG files, too.")] = None,
+    credentials: CredentialsOption = None,
+    ca: CaOption = "",
+    cert: CertOption = "",
+    key: KeyOption = "",
+    insecure: InsecureOption = False,
 ) -> None:
-    """Write one HTML page about a past run, from its files; no service needs to run, and none of the files changes."""
-    from services.common.errors import ConfigError
-    from services.report.files import read_run
+    """Write one HTML page about a run: from its files, which stay as they are, or while it runs from its coordinator.
 
-    run = read_run(directory)
+    A directory whose coordinator is running is asked at the address that it announced there, as an operator.
+    """
+    from services.common.errors import ConfigError
+
+    found = _read(run, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
     try:
         from services.report.page import render
     except ModuleNotFoundError as error:
         from services.common.errors import DependencyMissing
 
         raise DependencyMissing(error.name or "jinja2", "report") from None
-    page, pngs = render(run)
+    page, pngs = render(found)
     try:
         out.write_text(page, encoding="utf-8")
         if pictures is not None:
@@ -36,3 +61,23 @@ def report(
     except OSError as error:
         raise ConfigError("--out", f"cannot write: {error}") from error
     typer.echo(f"written: {out}")
+
+
+def _read(run: str, *, credentials: Path | None, ca: str, cert: str, key: str, insecure: bool) -> PastRun:
+    from services.common.errors import ConfigError
+    from services.report.files import InUse, read_run
+    from services.report.live import ask_run
+
+    journal = None
+    address = run
+    if Path(run).exists() or ":" not in run:
+        try:
+            return read_run(Path(run))
+        except InUse as error:
+            address, journal = error.address, error.journal
+            try:
+                find_link(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
+            except ConfigError:
+                raise error from None
+    address, tls = find_link(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
+    return ask(address, tls=tls, call=lambda api: ask_run(api, address=address, journal=journal))

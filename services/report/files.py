@@ -2,63 +2,69 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from services.common.errors import CorruptStore, OperatorError
-from services.common.types import LedgerCounts, StepReport
+from services.common.types import StepReport
 from services.coordinator import ledger
-from services.coordinator.history import STORE_FILE, open_store
+from services.coordinator.history import STORE_FILE, is_in_use, open_store
 from services.coordinator.reports import list_steps
+from services.report.past_run import PastRun, SiteTotals
 
-STEPS_FILE, VERSIONS_FILE, EVALUATIONS_FILE = "steps.jsonl", "versions.jsonl", "evaluations.jsonl"
+STEPS_FILE, VERSIONS_FILE, EVALUATIONS_FILE, RUN_FILE = "steps.jsonl", "versions.jsonl", "evaluations.jsonl", "run.json"
 """As the learner names them; its own module of them imports torch's neighbours, and a report needs none."""
 _ALL = 1 << 40
+DEPTH = 4
+"""Levels of directories that are searched below the one that is named."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SiteTotals:
-    """One site over the whole run: groups by what became of them."""
+class InUse(OperatorError):
+    """A coordinator runs on the store; `address` is what it announced there, `journal` its learner's directory."""
 
-    site: str
-    engines: tuple[str, ...]
-    accepted: int
-    dropped: int
-    incarnations: int
+    def __init__(self, store: Path, journal: Path | None) -> None:
+        self.journal = journal
+        try:
+            self.address = (store / "address").read_text(encoding="ascii")[:300].strip()
+        except OSError:
+            self.address = ""
+        action = f"heterorl report {self.address or 'HOST:PORT'} --credentials DIR asks the running coordinator"
+        super().__init__(f"{store / STORE_FILE} is in use", action=action)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PastRun:
-    """A run from its files; None or empty for what a file would have said that is not there.
+def _places(directory: Path, depth: int = 0) -> Iterator[Path]:
+    """A directory and those below it, as deep as runs are usually kept; nothing hidden, no links."""
+    yield directory
+    if depth < DEPTH:
+        for path in sorted(directory.iterdir()):
+            if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
+                with contextlib.suppress(PermissionError):
+                    yield from _places(path, depth + 1)
 
-    `reports` are all steps in order, applied or not; `versions` rows have `version`, `bytes`, `full_bytes`;
-    `published` are (version, seconds since the epoch).
+
+def read_journal(directory: Path) -> PastRun:
+    """Read a learner's state_dir alone, also while the learner runs.
+
+    Raises:
+        CorruptStore: a file cannot be read.
     """
-
-    run_id: str
-    sources: tuple[Path, ...]
-    reports: tuple[StepReport, ...]
-    versions: tuple[Mapping[str, Any], ...]
-    evaluations: tuple[Mapping[str, Any], ...] = ()
-    published: tuple[tuple[int, float], ...] = ()
-    num_abandoned: int = 0
-    ledger: LedgerCounts | None = None
-    sites: tuple[SiteTotals, ...] = ()
+    return _from_journal(directory)
 
 
 def read_run(directory: Path) -> PastRun:
     """Read a coordinator's data_dir, a learner's state_dir, or a directory that holds them.
 
     Raises:
-        OperatorError: it is no run's, holds several runs, nothing was trained yet, or a coordinator is running.
+        InUse: a coordinator is running on it.
+        OperatorError: it is no run's, holds several runs, or nothing was trained yet.
         CorruptStore: a file cannot be read.
     """
     if not directory.is_dir():
         raise OperatorError(f"{directory} is no directory", action="name a coordinator's data_dir")
-    places = [directory, *sorted(path for path in directory.iterdir() if path.is_dir())]
+    places = list(_places(directory))
     stores = [place for place in places if (place / STORE_FILE).is_file()]
     learners = [place for place in places if (place / STEPS_FILE).is_file()]
     for found in (stores, learners):
@@ -67,10 +73,12 @@ def read_run(directory: Path) -> PastRun:
             raise OperatorError(f"{directory} holds several runs: {names}", action="name one of them")
     if not stores and not learners:
         raise OperatorError(
-            f"{directory} is no run's: neither it nor a directory in it has {STORE_FILE} or {STEPS_FILE}",
+            f"{directory} is no run's: neither it nor a directory below it has {STORE_FILE} or {STEPS_FILE}",
             action="name a coordinator's data_dir, a learner's state_dir, or what holds them",
         )
     journal = learners[0] if learners else None
+    if stores and is_in_use(stores[0]):
+        raise InUse(stores[0], journal)
     run = _from_store(stores[0], journal) if stores else _from_journal(learners[0])
     if not any(report.is_applied for report in run.reports):
         raise OperatorError(f"{directory}: the run took no step", action="there is nothing to draw yet")
@@ -97,6 +105,7 @@ def _from_store(directory: Path, journal: Path | None) -> PastRun:
         reports=reports if own is None or not own.reports else own.reports,
         versions=tuple({"version": row[0], "bytes": row[1], "full_bytes": row[2]} for row in rows),
         evaluations=() if own is None else own.evaluations,
+        config={} if own is None else own.config,
         published=tuple((row[0], row[3]) for row in rows),
         num_abandoned=sum(row[4] for row in rows),
         ledger=counts,
@@ -118,6 +127,8 @@ def _from_journal(directory: Path) -> PastRun:
         reports = [StepReport(**row) for row in _rows(directory / STEPS_FILE)]
         versions = {row["version"]: row for row in _rows(directory / VERSIONS_FILE)}
         evaluations = {row["version"]: row for row in _rows(directory / EVALUATIONS_FILE)}
+        path = directory / RUN_FILE
+        config = dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
     except (ValueError, TypeError, KeyError) as error:
         raise CorruptStore(f"{directory}: a journal has a row that is none: {error}") from error
     return PastRun(
@@ -126,6 +137,7 @@ def _from_journal(directory: Path) -> PastRun:
         reports=_newest(reports),
         versions=tuple(versions[number] for number in sorted(versions)),
         evaluations=tuple(evaluations[number] for number in sorted(evaluations)),
+        config=config,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import datetime
+import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -11,38 +12,39 @@ from typing import Any
 
 from jinja2 import Environment
 
+import services
 from services.common.types import StepReport
-from services.demo.figures import PICTURES, STRONG, WEAK, drawings, picture, titles
-from services.report.files import PastRun
+from services.demo.figures import HEIGHT, PICTURES, STRONG, WEAK, drawings, picture, titles
+from services.demo.look import CARDS, HEAD, NOTES, STYLE, columns_of
+from services.demo.look import PICTURES as PICTURES_OF_PAGE
+from services.report.facts import facts_of
+from services.report.past_run import PastRun
 
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>heterorl run {{ run.run_id }}</title>
-<style>
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #1c2733 }
-h1 { margin-bottom: 0 } .lead { color: #51606e; margin-top: .2rem }
-.numbers { display: grid; grid-template-columns: repeat(auto-fit, minmax(13rem, 1fr)); gap: .8rem; margin: 1.5rem 0 }
-.number { border: 1px solid #d8dee4; border-radius: .5rem; padding: .7rem 1rem }
-.remark { background: #fff1dc; border-left: .3rem solid #e08a2e; padding: .5rem 1rem }
-.number b { display: block; font-size: 1.5rem } .number span { color: #51606e; font-size: .9rem }
-img { width: 100%; border: 1px solid #d8dee4; border-radius: .5rem; margin: .5rem 0 }
-table { border-collapse: collapse; margin: .5rem 0 1.5rem } th, td { padding: .25rem .9rem; text-align: right }
-th:first-child, td:first-child { text-align: left } td { border-top: 1px solid #d8dee4 }
-</style></head><body>
-<h1>Run {{ run.run_id or "without a name" }}</h1>
-<p class="lead">Read from {{ run.sources | join(" and ") }}.</p>
+_PAGE = (
+    f"""<!doctype html>
+<html lang="en"><head>{HEAD}"""
+    + "<title>heterorl run {{ run.run_id }}</title>\n"
+    + f"<style>{STYLE}</style></head><body>\n"
+    + """<h1>Run {{ run.run_id or "without a name" }}</h1>
+<p class="lead">Read from {{ run.sources | join(" and ") }} by heterorl {{ version }}.</p>
 {% for remark in remarks %}<p class="remark">{{ remark }}</p>
-{% endfor %}<div class="numbers">{% for label, value in numbers %}
-<div class="number"><b>{{ value }}</b><span>{{ label }}</span></div>{% endfor %}</div>
-{% for title, data in pictures %}<h2>{{ title }}</h2>
-<img alt="{{ title }}" src="data:image/png;base64,{{ data }}">
-{% endfor %}{% for title, header, rows in tables %}<h2>{{ title }}</h2>
-<table><tr>{% for name in header %}<th>{{ name }}</th>{% endfor %}</tr>
-{% for row in rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
-{% endfor %}</table>
-{% endfor %}</body></html>
+{% endfor %}"""
+    + CARDS
+    + """{% if facts %}<h2>What was run</h2>
+<div class="facts">{% for name, value in facts %}<div><span>{{ name }}</span>{{ value }}</div>
+{% endfor %}</div>{% endif %}
 """
+    + PICTURES_OF_PAGE
+    + """{% for title, header, rows in tables %}<h2>{{ title }}</h2>
+<div class="scroll"><table><tr>{% for name in header %}<th>{{ name }}</th>{% endfor %}</tr>
+{% for row in rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}</table></div>
+{% endfor %}{% if run.config %}<h2>Configuration of the learner</h2>
+<details><summary>every key that the learner ran with</summary><pre>{{ config }}</pre></details>
+{% endif %}</body></html>
+"""
+)
 _Draw = Callable[[Any], None]
-_HEIGHT = 3.2
 
 
 def render(run: PastRun) -> tuple[str, dict[str, bytes]]:
@@ -54,25 +56,30 @@ def render(run: PastRun) -> tuple[str, dict[str, bytes]]:
     applied = [report for report in run.reports if report.is_applied]
     start = next((row["accuracy"] for row in run.evaluations if row["version"] == 0), None)
     drawn: list[tuple[str, str, _Draw, str, float]] = [
-        (name, _title(name, applied, start), draw, "step", _HEIGHT)
+        (name, _title(name, applied, start), draw, "step", HEIGHT)
         for name, draw in drawings(applied, run.versions, start).items()
         if name in PICTURES and (name != "bytes" or run.versions)
     ]
     if len(run.published) > 1:
         unit, unit_s = _time_unit(run.published[-1][1] - run.published[0][1])
         axis = f"{unit} since version 0"
-        drawn.append(("progress", "Versions over time", _progress(run.published, unit_s), axis, _HEIGHT))
+        drawn.append(("progress", "Versions over time", _progress(run.published, unit_s), axis, HEIGHT))
     if run.sites:
-        drawn.append(("sites", "Groups by site", _sites(run), "groups", max(1.6, 0.9 + 0.35 * len(run.sites))))
+        drawn.append(("sites", "Groups by site", _sites(run), "groups", max(1.8, 1.1 + 0.4 * len(run.sites))))
     pngs = {name: picture(draw, horizontal=axis, height=height) for name, _, draw, axis, height in drawn}
+    numbers = _numbers(run, applied)
     page = (
         Environment(autoescape=True)
         .from_string(_PAGE)
         .render(
             run=run,
             remarks=_remarks(run),
-            numbers=_numbers(run, applied),
-            pictures=[(title, base64.b64encode(pngs[name]).decode("ascii")) for name, title, *_ in drawn],
+            version=services.__version__,
+            facts=facts_of(run.config),
+            config=json.dumps(run.config, indent=2),
+            numbers=numbers,
+            columns=columns_of(len(numbers)),
+            pictures=[(title, NOTES[name], base64.b64encode(pngs[name]).decode("ascii")) for name, title, *_ in drawn],
             tables=_tables(run),
         )
     )
@@ -86,6 +93,10 @@ def _title(name: str, applied: Sequence[StepReport], start: float | None) -> str
 
 def _remarks(run: PastRun) -> list[str]:
     remarks = []
+    if run.is_live:
+        remarks.append("The run was going on when this page was written.")
+    if not run.config:
+        remarks.append("Without the learner's run.json: model, task and settings are not known.")
     if run.ledger is None:
         remarks.append("Without the coordinator's store: nothing is known of queue, sites and times.")
     elif not run.ledger.is_balanced:
@@ -107,30 +118,29 @@ def _numbers(run: PastRun, applied: Sequence[StepReport]) -> list[tuple[str, str
         ("versions published", f"{len(run.versions):,}"),
         ("groups trained", f"{sum(report.num_groups for report in applied):,}"),
         ("tokens trained", f"{sum(report.num_tokens for report in applied):,}"),
-        ("mean reward, first and last tenth", f"{_mean(applied[: len(tail)])} and {_mean(tail)}"),
+        ("mean reward, first and last tenth of the steps", f"{_mean(applied[: len(tail)])} and {_mean(tail)}"),
         (
-            "staleness of trained groups, mean and maximum, versions",
-            f"{statistics.fmean(report.staleness_mean for report in applied):.1f} "
-            f"({max(report.staleness_max for report in applied)})",
+            f"versions old, trained groups on average; the oldest {max(report.staleness_max for report in applied)}",
+            f"{statistics.fmean(report.staleness_mean for report in applied):.1f}",
         ),
         (
-            "median age of the policy that wrote them, seconds",
-            f"{statistics.median(report.policy_age_p50_s for report in applied):.1f}",
+            "age of the policy that wrote them, median",
+            f"{statistics.median(report.policy_age_p50_s for report in applied):.1f} s",
         ),
     ]
     if scored:
         numbers.append(
-            ("held-out accuracy, first, last and best", f"{scored[0]:.3f}, {scored[-1]:.3f}, {max(scored):.3f}")
+            (f"held-out accuracy, first and last; best {max(scored):.3f}", f"{scored[0]:.3f} and {scored[-1]:.3f}")
         )
     sizes = [int(row["bytes"]) for row in run.versions[1:]]
     if sizes:
         sent, full = statistics.median(sizes), int(run.versions[-1]["full_bytes"])
-        ratio = f" ({full / sent:.1f}x smaller)" if sent else ""
-        numbers.append(("sent per version, median", f"{_size(sent)} of {_size(full)}{ratio}"))
+        label = f"smaller than all weights: sent per version, median {_size(sent)} of {_size(full)}"
+        numbers.append((label, f"{full / sent:.1f}x" if sent else "-"))
     if len(run.published) > 1:
         begin, end = (datetime.datetime.fromtimestamp(run.published[i][1], datetime.UTC) for i in (0, -1))
         numbers.append(("first publication, UTC", f"{begin:%Y-%m-%d %H:%M}"))
-        numbers.append(("from the first to the last", _duration((end - begin).total_seconds())))
+        numbers.append(("from the first version to the last", _duration((end - begin).total_seconds())))
     if run.ledger is not None:
         numbers.append(("every group accounted for", "yes" if run.ledger.is_balanced else "NO"))
     return numbers
@@ -210,4 +220,6 @@ def _size(num_bytes: float) -> str:
 def _duration(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -28,15 +28,16 @@ from dataclasses import dataclass
 from services.common import metrics, notify, tracing
 from services.common.api import CoordinatorApi, Registration
 from services.common.bell import Bell
-from services.common.clock import Clock, SystemClock
+from services.common.clock import Clock, SystemClock, steady
 from services.common.pull import Puller
 from services.common.rpc.client import CoordinatorClient
 from services.common.trust import Trust
 from services.common.types import SiteId
 from services.common.weights.parallel import num_threads
+from services.common.words import bytes_text
 from services.sampler.assembly import Parts, assemble
 from services.sampler.config import SamplerConfig
-from services.sampler.delay import Visibility, max_delay_s, max_delay_versions
+from services.sampler.delay import Visibility, max_delay_s, max_delay_versions, max_group_delay_s
 from services.sampler.delivery import Delivery
 from services.sampler.generate import Generation
 from services.sampler.outbox import Outbox
@@ -60,7 +61,7 @@ async def main(config: SamplerConfig) -> int:
 
 
 async def _sample(config: SamplerConfig, clock: Clock, stop: asyncio.Event, notifier: notify.Notifier) -> None:
-    outbox = await asyncio.to_thread(Outbox, config.state_dir)
+    outbox = await asyncio.to_thread(Outbox, config.state_dir, site=config.site)
     try:
         # At zero from the start: a counter that appears with the first failure shows no increase.
         for reason in ("stale", "died"):
@@ -111,6 +112,9 @@ def join(
     """Join loaded parts; see `build`."""
     site = SiteId(config.site)
     bell = Bell()
+    now = steady(clock)
+    # A clock that was wrong when an earlier process spooled must hold nothing longer than the delay model would.
+    outbox.release_by(now() + max_group_delay_s(config.delay))
     batch = asyncio.Lock()
     puller = Puller(
         api=api,
@@ -131,7 +135,6 @@ def join(
         clock=clock,
         bell=bell,
         rng=rng,
-        flavour=config.flavour,
     )
     session = Session(
         api=api,
@@ -153,6 +156,7 @@ def join(
         batch=batch,
         rng=rng,
     )
+    session.policy_problem = lambda: policy.problem
     maker = RolloutMaker(
         engine=parts.engine,
         task=parts.task,
@@ -176,10 +180,17 @@ def join(
         bell=bell,
         batch=batch,
         rng=rng,
+        now=now,
     )
-    delivery = Delivery(api=api, outbox=outbox, clock=clock, bell=bell, rng=rng)
+    delivery = Delivery(api=api, outbox=outbox, clock=clock, bell=bell, rng=rng, now=now)
     return Sampler(
-        session=session, policy=policy, generation=generation, delivery=delivery, batch=batch, close=parts.close
+        session=session,
+        policy=policy,
+        generation=generation,
+        delivery=delivery,
+        outbox=outbox,
+        batch=batch,
+        close=parts.close,
     )
 
 
@@ -191,6 +202,7 @@ class Sampler:
     policy: PolicySync
     generation: Generation
     delivery: Delivery
+    outbox: Outbox
     batch: asyncio.Lock
     close: Callable[[], None]
 
@@ -213,11 +225,28 @@ class Sampler:
                 ]
                 on_ready()
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                if self.batch.locked():
+                    _LOG.info("stopping: the batch under way ends first and is spooled")
                 async with self.batch:
                     for task in ends:
                         task.cancel()
         except BaseExceptionGroup as group:
             raise _cause(group) from group
+        await self._say_end()
+
+    async def _say_end(self) -> None:
+        level = await asyncio.to_thread(self.outbox.level)
+        if self.generation.spooling.num_waiting:
+            _LOG.error(
+                "%d groups are lost, there was no room to spool them: %s; their prompts are handed out again",
+                self.generation.spooling.num_waiting, self.generation.spooling.problem,
+            )  # fmt: skip
+        left = f"{level.num_groups} groups ({bytes_text(level.num_bytes)}) are spooled, the next start delivers them"
+        _LOG.info(
+            "%s: %d groups delivered since the start, %d not taken; %s",
+            "drained" if self.session.is_draining and not level.num_groups else "stopped",
+            self.delivery.num_delivered, self.delivery.num_refused, left if level.num_groups else "nothing is spooled",
+        )  # fmt: skip
 
     async def _lead(self) -> None:
         await self.session.register()

@@ -10,13 +10,14 @@ import torch
 
 from services.common.canary import ScoredText, canary_texts
 from services.common.contract import build_contract
-from services.common.errors import ConfigError
 from services.common.generation.engine import Engine
 from services.common.generation.hf import HfEngine
 from services.common.generation.vllm import VllmEngine
+from services.common.model_dir import check_model_dir
 from services.common.prompts import Prompter
 from services.common.tasks.registry import build_task
 from services.common.tasks.task import Task
+from services.common.tasks.trial import try_reward
 from services.common.types import Contract, SamplingSemantics
 from services.common.weights.arena import Arena
 from services.sampler.config import HfEngineConfig, SamplerConfig
@@ -47,12 +48,13 @@ def assemble(config: SamplerConfig) -> Parts:
         DependencyMissing: the engine's package is not installed.
         EngineDied: the engine's own process does not start.
     """
-    if not config.model_dir:
-        raise ConfigError("model_dir", "is not set", action="name a Hugging Face directory or hub id")
+    check_model_dir(config.model_dir)
     if config.engine.threads:
         torch.set_num_threads(config.engine.threads)
     task = build_task(config.task)
     prompter = Prompter(config.model_dir, use_chat_template=config.use_chat_template)
+    # Before the model is loaded and before anybody counts on this site.
+    try_reward(task, prompter)
     sampling = config.sampling.semantics()
     engine = _build_engine(config, sampling, eos_token_id=prompter.eos_token_id)
     contract = build_contract(

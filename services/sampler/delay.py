@@ -15,6 +15,8 @@ import math
 
 from services.sampler.delay_models import DelayConfig, NoDelay, SomeDelay, draw, upper_end
 
+MAX_SEEN = 100_000
+"""Versions on their way at once, as far as they are told; more than any delay holds at a version a second."""
 MIN_INTERVAL_S = 0.01
 """Shortest refresh interval, real seconds: an interval of nothing would expire without end."""
 
@@ -41,6 +43,13 @@ def group_delay_s(config: DelayConfig, *, seed: int, sequence: int) -> float:
     return draw(config, seed=seed, stream="group", index=sequence) / config.time_scale
 
 
+def max_group_delay_s(config: DelayConfig) -> float:
+    """The longest that any group is held, real seconds."""
+    if isinstance(config, NoDelay) or config.semantics != "transit" or config.unit != "seconds":
+        return 0.0
+    return upper_end(config) / config.time_scale
+
+
 class Visibility:
     """Which version a sampler may use at an instant; fed with the heads it hears of."""
 
@@ -58,6 +67,8 @@ class Visibility:
             self._head = version
             if not isinstance(self._config, NoDelay) and self._config.unit == "seconds":
                 self._seen[version] = now
+                if len(self._seen) > MAX_SEEN:
+                    del self._seen[next(iter(self._seen))]
 
     def target(self, now: float, *, current: int) -> tuple[int, float | None]:
         """The version to use and the instant at which the answer may change by time alone (None: only by a new head).

@@ -3,7 +3,7 @@
     deliver  waits for a group that is due; unblocked by the outbox (bell) or by time; goes on through outages
 
 Guarantees: a group leaves the outbox only by a terminal outcome of its own; whatever else happens, it is pushed again
-under the same id.
+under the same id; what came before a link broke counts. No step of the wall clock holds a group.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 from services.common import metrics
 from services.common.api import CoordinatorApi
 from services.common.bell import Bell
-from services.common.clock import Clock
-from services.common.errors import RemoteError
+from services.common.clock import Clock, steady
+from services.common.errors import DiskFull, RemoteError, Unreachable
 from services.common.tracing import TRACER
 from services.common.types import Group, PushOutcome, PushStatus
+from services.common.words import peer_words
 from services.sampler.outbox import Outbox
 from services.sampler.waiting import Patience, ring_or_time
 
@@ -30,20 +32,34 @@ BATCH_BYTES = 4 << 20
 
 
 class Delivery:
-    """One loop over one outbox."""
+    """One loop over one outbox; `now` is the clock of the releases."""
 
-    def __init__(self, *, api: CoordinatorApi, outbox: Outbox, clock: Clock, bell: Bell, rng: random.Random) -> None:
+    def __init__(
+        self,
+        *,
+        api: CoordinatorApi,
+        outbox: Outbox,
+        clock: Clock,
+        bell: Bell,
+        rng: random.Random,
+        now: Callable[[], float] | None = None,
+    ) -> None:
         self._api = api
         self._outbox = outbox
         self._clock = clock
+        self._now = now or steady(clock)
         self._bell = bell
         self._patience = Patience(rng=rng)
+        self.num_delivered = 0
+        """Groups that the coordinator took since this process began."""
+        self.num_refused = 0
+        """Groups that it did not take for good."""
 
     async def deliver(self) -> None:
         """Push for ever."""
         while True:
             ticket = self._bell.ticket()
-            now = self._clock.wall()
+            now = self._now()
             groups, later = await asyncio.to_thread(self._outbox.due, now, limit=BATCH_GROUPS, max_bytes=BATCH_BYTES)
             if groups:
                 await self._push(groups)
@@ -56,11 +72,17 @@ class Delivery:
             outcomes = await self._api.push_groups(groups)
         except RemoteError as error:
             delay_s = self._patience.after(error)
-            _LOG.info("%d groups wait %.1f s in the outbox: %s", len(groups), delay_s, error)
+            # The link says when nobody answers, and when somebody does again.
+            level = logging.DEBUG if isinstance(error, Unreachable) else logging.INFO
+            _LOG.log(level, "%d groups wait %.1f s in the outbox: %s", len(groups), delay_s, error)
             await self._clock.sleep(delay_s)
             return
-        settled, asked_s = settle(outcomes)
-        for group, outcome in zip(groups, outcomes, strict=True):
+        # Outcomes come in order; one that names another group is nobody's.
+        answered = [
+            (group, outcome) for group, outcome in zip(groups, outcomes, strict=False) if outcome.id == group.id
+        ]
+        settled, asked_s = settle([outcome for _, outcome in answered])
+        for group, outcome in answered:
             TRACER.add(
                 "push",
                 trace=group.trace,
@@ -68,22 +90,37 @@ class Delivery:
                 attributes={"status": outcome.status.value},
             )
         if settled:
-            for stay_s in await asyncio.to_thread(self._outbox.delete, settled, now=self._clock.wall()):
-                metrics.PUSH_DELAY_SECONDS.observe(stay_s)
-            level = await asyncio.to_thread(self._outbox.level)
-            metrics.OUTBOX_GROUPS.set(level.num_groups)
-            metrics.OUTBOX_BYTES.set(level.num_bytes)
+            try:
+                await self._forget(settled)
+            except DiskFull as error:
+                # They are pushed again, known as such by the coordinator, and deleted then.
+                _LOG.error("what was delivered cannot be deleted from the outbox: %s", error)
+                await self._clock.sleep(self._patience.delay_s())
+                return
+            dropped = sum(outcome.status is PushStatus.DROPPED for _, outcome in answered)
+            self.num_refused += dropped
+            self.num_delivered += len(settled) - dropped
             self._bell.ring()
-        if len(settled) == len(outcomes):
+        if len(settled) == len(outcomes) == len(answered):
+            # Fewer than were pushed, if the link broke after some: that is progress, and the rest is pushed at once.
             self._patience.reset()
         else:
             await self._clock.sleep(self._patience.delay_s(asked_s=asked_s))
+
+    async def _forget(self, settled: Sequence[int]) -> None:
+        for stay_s in await asyncio.to_thread(self._outbox.delete, settled, now=self._now()):
+            metrics.PUSH_DELAY_SECONDS.observe(stay_s)
+        level = await asyncio.to_thread(self._outbox.level)
+        metrics.OUTBOX_GROUPS.set(level.num_groups)
+        metrics.OUTBOX_BYTES.set(level.num_bytes)
 
 
 def settle(outcomes: Sequence[PushOutcome]) -> tuple[list[int], float]:
     """(sequences that are done with, seconds that the coordinator asks to wait); counts what was not taken."""
     settled: list[int] = []
     asked_s = 0.0
+    refused: Counter[str] = Counter()
+    first: dict[str, PushOutcome] = {}
     for outcome in outcomes:
         if outcome.status is PushStatus.RETRY:
             asked_s = max(asked_s, outcome.retry_after_s)
@@ -92,5 +129,12 @@ def settle(outcomes: Sequence[PushOutcome]) -> tuple[list[int], float]:
         if outcome.status is PushStatus.DROPPED:
             reason = outcome.reason.value if outcome.reason else "unknown"
             metrics.OUTBOX_DROPPED.labels(reason).inc()
-            _LOG.warning("group %d was not taken (%s): %s", outcome.id.sequence, reason, outcome.message)
+            refused[reason] += 1
+            first.setdefault(reason, outcome)
+    for reason, count in refused.items():
+        example = first[reason]
+        _LOG.warning(
+            "%d of %d groups were not taken (%s), the first is group %d: %s",
+            count, len(outcomes), reason, example.id.sequence, peer_words(example.message),
+        )  # fmt: skip
     return settled, asked_s

@@ -77,7 +77,8 @@ async def _parent(child: Manifest, manifests: dict[int, bytes], *, oldest: int, 
             for version, data in zip(range(number, first - 1, -1), found, strict=False)
             if version not in manifests
         )
-    data = manifests[number]
+    # Taken, not read: a long way back must not be in memory as a whole.
+    data = manifests.pop(number)
     if manifest_digest(data) != child.parent_digest:
         raise UnprovenDescent(f"version {child.version} names another version {number} than the coordinator shows")
     parent = manifest_from_bytes(data)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from services.common import metrics
@@ -21,17 +21,19 @@ from services.common.api import CanaryReport, CoordinatorApi
 from services.common.bell import Bell
 from services.common.canary import ScoredText
 from services.common.clock import Clock
-from services.common.errors import EngineError, NotRegistered, RemoteError, RunFinished, StaleWeights
+from services.common.errors import EngineError, NotRegistered, RemoteError, RunFinished, StaleWeights, Unreachable
 from services.common.generation.engine import Engine
 from services.common.pull import PulledVersion
 from services.common.types import Digest, WorkAssignment
+from services.common.words import bytes_text, peer_seconds, peer_words
 from services.sampler.config import SamplerConfig
-from services.sampler.delay import group_delay_s
 from services.sampler.outbox import Outbox
 from services.sampler.policy_sync import PolicySync
 from services.sampler.rollouts import Batch, RolloutMaker
 from services.sampler.session import NO_ROOT, Session
+from services.sampler.spooling import Spooling
 from services.sampler.waiting import Patience, ring_or_time
+from services.sampler.work_log import WorkLog
 
 _LOG = logging.getLogger(__name__)
 ENGINE_CAP_S = 300.0
@@ -56,8 +58,11 @@ class Generation:
         bell: Bell,
         batch: asyncio.Lock,
         rng: random.Random,
+        now: Callable[[], float],
     ) -> None:
         self._batch = batch
+        self.spooling = Spooling(outbox=outbox, delay=config.delay, seed=config.seed, clock=clock, now=now, rng=rng)
+        self._work_log = WorkLog()
         self._config = config
         self._api = api
         self._engine = engine
@@ -77,9 +82,12 @@ class Generation:
         self._num_answers = 0
 
     async def generate(self) -> None:
-        """Generate until the run drains."""
-        while not self._session.is_draining:
+        """Generate until the run drains and nothing waits for room on the disk."""
+        while not self._session.is_draining or self.spooling.num_waiting:
             ticket = self._bell.ticket()
+            if self.spooling.num_waiting:
+                await self._make_room(ticket)
+                continue
             await self._swap()
             level = await asyncio.to_thread(self._outbox.level)
             metrics.OUTBOX_GROUPS.set(level.num_groups)
@@ -98,14 +106,28 @@ class Generation:
             if work:
                 await self._fill(work)
 
+    async def _make_room(self, ticket: asyncio.Event) -> None:
+        if self.spooling.retry_s > 0:
+            await ring_or_time(ticket, clock=self._clock, seconds=self.spooling.retry_s)
+            return
+        async with self._batch:
+            await self.spooling.retry()
+        self._session.problem = self.spooling.problem
+        self._bell.ring()
+
     async def empty(self) -> None:
         """Push what is held: a drained run waits for no delay."""
         await asyncio.to_thread(self._outbox.release_all)
         self._bell.ring()
+        is_said = False
         while True:
             ticket = self._bell.ticket()
-            if not (await asyncio.to_thread(self._outbox.level)).num_groups:
+            level = await asyncio.to_thread(self._outbox.level)
+            if not level.num_groups:
                 return
+            if not is_said:
+                _LOG.info("draining: %d groups are left to deliver", level.num_groups)
+                is_said = True
             await ticket.wait()
 
     async def _swap(self) -> None:
@@ -130,8 +152,22 @@ class Generation:
         except EngineError as error:
             self._note_failure(error)
             return False
+        except OSError as error:
+            # An engine in processes of its own takes weights from files.
+            self._note_failure(
+                EngineError(
+                    f"the weights of version {pulled.version} cannot be written: {error}",
+                    action="free space under state_dir or engine.weights_dir",
+                )
+            )
+            return False
+        swap_s = self._clock.monotonic() - started
+        _LOG.info(
+            "version %d is used: %s in %.1f s, applied in %.1f s, swapped in %.1f s",
+            pulled.version, bytes_text(self._policy.fetched_bytes), self._policy.fetch_s, self._policy.apply_s, swap_s,
+        )  # fmt: skip
         self._engine_patience.reset()
-        metrics.SWAP_SECONDS.observe(self._clock.monotonic() - started)
+        metrics.SWAP_SECONDS.observe(swap_s)
         metrics.POLICY_VERSION.set(pulled.version)
         self._note_age("apply")
         self._session.policy_version = pulled.version
@@ -180,7 +216,7 @@ class Generation:
             _LOG.info("no canary of version %d: %s", version, error)
             return
         if verdict.quarantine:
-            _LOG.error("this site is in quarantine and gets no work: %s", verdict.quarantine)
+            _LOG.error("this site is in quarantine and gets no work: %s", peer_words(verdict.quarantine))
 
     def _note_failure(self, error: EngineError) -> None:
         metrics.ENGINE_FAILURES.labels("stale" if isinstance(error, StaleWeights) else "died").inc()
@@ -209,18 +245,24 @@ class Generation:
             return ()
         except RemoteError as error:
             # A draining run and a restarting coordinator say the same here; a heartbeat tells which.
-            _LOG.info("no work: %s", error)
+            _LOG.log(logging.DEBUG if isinstance(error, Unreachable) else logging.INFO, "no work: %s", error)
             self._ask_time = self._clock.monotonic() + self._patience.after(error)
             return ()
         # Until an answer comes the question is the same one: what a lost answer granted is not given out twice.
         self._num_answers += 1
         self._ask_time = self._clock.monotonic()
-        if grant.assignments:
+        # No more than was asked for, and nothing that the task does not have: what is left expires.
+        work = tuple(
+            assignment
+            for assignment in grant.assignments[: self._config.groups_per_batch]
+            if 0 <= assignment.prompt_index < self._maker.task.num_prompts
+        )
+        if work:
             self._patience.reset()
         else:
-            _LOG.debug("no work: %s", grant.reason)
-            self._ask_time += grant.retry_after_s or self._patience.delay_s()
-        return grant.assignments
+            _LOG.debug("no work: %s", peer_words(grant.reason))
+            self._ask_time += peer_seconds(grant.retry_after_s) or self._patience.delay_s()
+        return work
 
     async def _fill(self, work: Sequence[WorkAssignment]) -> None:
         try:
@@ -235,6 +277,14 @@ class Generation:
         metrics.GENERATE_SECONDS.observe(batch.generation_s)
         self._note_age("generate", count=len(batch.groups))
         metrics.TOKENS.inc(batch.num_tokens)
+        level = await asyncio.to_thread(self._outbox.level)
+        self._work_log.note(
+            batch,
+            now=self._clock.monotonic(),
+            version=self._engine.version,
+            head=self._policy.head_version,
+            level=level,
+        )
         self._session.tokens_per_s = batch.num_tokens / batch.generation_s if batch.generation_s else 0.0
         if batch.failed:
             metrics.REWARD_ERRORS.inc(len(batch.failed))
@@ -258,13 +308,8 @@ class Generation:
             finally:
                 await asyncio.wait([making])
             batch = making.result()
-            now = self._clock.wall()
-            release = [
-                now + group_delay_s(self._config.delay, seed=self._config.seed, sequence=group.id.sequence)
-                for group in batch.groups
-            ]
-            self._outbox.note_spooled([group.id.sequence for group in batch.groups], now)
-            await asyncio.to_thread(self._outbox.put, batch.groups, release=release)
+            await self.spooling.put(batch.groups)
+            self._session.problem = self.spooling.problem
         return batch
 
     def _note_age(self, stage: str, *, count: int = 1) -> None:

@@ -2,13 +2,15 @@
 
 Guarantees: a group is on disk before its assignment is forgotten, and stays until a terminal outcome; what is read at
 once is bounded by the caller, however much is spooled; sequences are dense within an incarnation, which lives and dies
-with the spool; one process owns a spool. Blocking; call from threads.
+with the spool and with the site's name; a group whose bytes changed on disk is delivered as an empty one, which the
+coordinator refuses and counts, so that nothing behind it waits; one process owns a spool. Blocking; call from threads.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import sqlite3
 import threading
 import uuid
@@ -17,16 +19,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from services.common.directory import make_directory, sync_directory
-from services.common.errors import ConfigError, CorruptStore, DiskFull
-from services.common.types import Group
-from services.common.wire import group_from_bytes, group_to_bytes
+import numpy as np
+import xxhash
 
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS groups (
-    sequence INTEGER PRIMARY KEY, release REAL NOT NULL, num_bytes INTEGER NOT NULL, payload BLOB NOT NULL);
-"""
+from services.common import metrics
+from services.common.directory import make_directory
+from services.common.errors import ConfigError, DiskFull, HeterorlError, InvalidRequest, MalformedPayload
+from services.common.types import Digest, Group, GroupId, SiteId
+from services.common.wire import group_from_bytes, group_to_bytes
+from services.sampler.spool_file import NAME, open_spool, set_aside, typed
+
+_LOG = logging.getLogger(__name__)
+MAX_SEQUENCE = 2**48
+"""Sequences that a coordinator may know of; beyond it is no run's, and SQLite's own end would be near."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,21 +43,27 @@ class Level:
 
 
 class Outbox:
-    """SQLite spool in one directory."""
+    """SQLite spool in one directory, of one site; without a name whoever owned it before stays its owner."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, site: str = "") -> None:
         make_directory(directory)
         self._lock_file = _lock(directory / "lock")
         self._mutex = threading.Lock()
+        self._path = directory / NAME
+        self._spooled: dict[int, float] = {}
+        self._next = 1
+        self._site = ""
+        self.incarnation = ""
         try:
-            self._connection = _connect(directory / "outbox.sqlite")
+            self._connection = open_spool(directory)
+            try:
+                self._own(site)
+            except BaseException:
+                self._connection.close()
+                raise
         except BaseException:
             self._lock_file.close()
             raise
-        self._directory = directory
-        self._spooled: dict[int, float] = {}
-        self.incarnation = self._meta("incarnation", uuid.uuid4().hex[:16])
-        self._next = int(self._meta("next_sequence", "1"))
 
     @property
     def next_sequence(self) -> int:
@@ -61,14 +72,20 @@ class Outbox:
 
     def lowest_sequence(self) -> int:
         """Lowest sequence that may still be pushed: all below it are settled or were never used."""
-        with self._mutex:
+        with self._reading():
             # The next one is read first: what is put meanwhile is not below it.
             following = self._next
             (lowest,) = self._connection.execute("SELECT min(sequence) FROM groups").fetchone()
         return following if lowest is None else min(following, int(lowest))
 
     def skip_to(self, sequence: int) -> None:
-        """Never use a sequence below `sequence` (the coordinator knows of them)."""
+        """Never use a sequence below `sequence` (the coordinator knows of them).
+
+        Raises:
+            MalformedPayload: no run comes so far; nothing has changed.
+        """
+        if sequence > MAX_SEQUENCE:
+            raise MalformedPayload(f"the coordinator knows of sequence {sequence}", action="distrust the coordinator")
         if sequence > self._next:
             self._write("UPDATE meta SET value = ? WHERE key = 'next_sequence'", [(str(sequence),)])
             self._next = sequence
@@ -84,9 +101,12 @@ class Outbox:
         rows = []
         for group, at in zip(groups, release, strict=True):
             data = group_to_bytes(group)
-            rows.append((group.id.sequence, at, len(data), data))
+            rows.append((group.id.sequence, at, len(data), data, _checksum(group.id.sequence, data)))
+        self._site = self._site or (groups[0].id.site if groups else "")
         with self._transaction():
-            self._connection.executemany("INSERT INTO groups VALUES (?, ?, ?, ?)", rows)
+            if self._site:
+                self._connection.execute("INSERT OR IGNORE INTO meta VALUES ('site', ?)", (self._site,))
+            self._connection.executemany("INSERT INTO groups VALUES (?, ?, ?, ?, ?)", rows)
             self._connection.execute("UPDATE meta SET value = ? WHERE key = 'next_sequence'", (str(first + len(rows)),))
         self._next = first + len(rows)
 
@@ -94,28 +114,34 @@ class Outbox:
         """Groups to push now, oldest first, and the instant at which the next one is due.
 
         Args:
-            now: wall time.
+            now: an instant on the clock of `put`'s releases.
             limit: most groups.
             max_bytes: most bytes; one group is always returned if any is due.
         """
-        chosen: list[bytes] = []
+        chosen: list[tuple[int, bytes, bytes | None]] = []
         num_bytes = 0
-        with self._mutex:
+        with self._reading():
             rows = self._connection.execute(
-                "SELECT num_bytes, payload FROM groups WHERE release <= ? ORDER BY sequence LIMIT ?", (now, limit)
+                "SELECT num_bytes, sequence, payload, checksum FROM groups WHERE release <= ? ORDER BY sequence"
+                " LIMIT ?",
+                (now, limit),
             )
-            for size, payload in rows:
+            for size, *row in rows:
                 num_bytes += size
                 if chosen and num_bytes > max_bytes:
                     break
-                chosen.append(payload)
+                chosen.append((row[0], row[1], row[2]))
             rows.close()
             later = self._connection.execute("SELECT min(release) FROM groups WHERE release > ?", (now,)).fetchone()
-        return [group_from_bytes(payload) for payload in chosen], later[0]
+        return [self._read(*row) for row in chosen], later[0]
 
     def release_all(self) -> None:
         """Hold nothing back any longer."""
-        self._write("UPDATE groups SET release = ?", [(0.0,)])
+        self.release_by(0.0)
+
+    def release_by(self, instant: float) -> None:
+        """Hold nothing back beyond an instant, whatever a clock said when it was spooled."""
+        self._write("UPDATE groups SET release = ? WHERE release > ?", [(instant, instant)])
 
     def note_spooled(self, sequences: Sequence[int], now: float) -> None:
         """Remember, until they are deleted, when groups were spooled; a restart forgets it."""
@@ -129,7 +155,7 @@ class Outbox:
 
     def level(self) -> Level:
         """How full the outbox is."""
-        with self._mutex:
+        with self._reading():
             row = self._connection.execute("SELECT count(*), coalesce(sum(num_bytes), 0) FROM groups").fetchone()
         return Level(num_groups=row[0], num_bytes=row[1])
 
@@ -139,57 +165,122 @@ class Outbox:
             self._connection.close()
         self._lock_file.close()
 
+    def _own(self, site: str) -> None:
+        """Make the spool this site's: groups are delivered under the name that they were generated under, or not here.
+
+        The coordinator counts sequences for a name and an incarnation, so another name begins another one.
+        """
+        owner = self._owner()
+        if site and owner and owner != site:
+            num_groups = self.level().num_groups
+            self._connection.close()
+            kept = set_aside(self._path, f"of-site-{owner}")
+            if num_groups:
+                metrics.OUTBOX_SET_ASIDE.labels("renamed").inc(num_groups)
+                _LOG.error(
+                    "THE OUTBOX HOLDS %d GROUPS OF SITE %s, and this is site %s: they are kept in %s; to deliver them, "
+                    'start a sampler with site = "%s", that site\'s certificate and this file as %s in its state_dir',
+                    num_groups, owner, site, kept, owner, NAME,
+                )  # fmt: skip
+            self._connection = open_spool(self._path.parent)
+        self.incarnation = self._meta("incarnation", uuid.uuid4().hex[:16])
+        self._next = int(self._meta("next_sequence", "1"))
+        self._site = site or owner
+        if self._site:
+            self._meta("site", self._site)
+
+    def _owner(self) -> str:
+        with self._reading():
+            row = self._connection.execute("SELECT value FROM meta WHERE key = 'site'").fetchone()
+            first = self._connection.execute("SELECT payload FROM groups ORDER BY sequence LIMIT 1").fetchone()
+        if row is not None:
+            return str(row[0])
+        # A spool of an earlier program does not say whose it is; its groups do.
+        with contextlib.suppress(HeterorlError):
+            return group_from_bytes(first[0]).id.site if first is not None else ""
+        return ""
+
+    def _read(self, sequence: int, payload: bytes, checksum: bytes | None) -> Group:
+        """The group of a row; an empty one where the row is not what was spooled."""
+        problem = "its bytes changed on disk"
+        # Rows of an earlier program have no checksum.
+        if checksum is None or checksum == _checksum(sequence, payload):
+            try:
+                group = group_from_bytes(payload)
+                if group.id.sequence == sequence:
+                    return group
+                problem = "it is another group"
+            except (MalformedPayload, InvalidRequest) as error:
+                problem = str(error)
+        self._set_row_aside(sequence, payload, checksum, problem)
+        return self._empty(sequence)
+
+    def _set_row_aside(self, sequence: int, payload: bytes, checksum: bytes | None, problem: str) -> None:
+        metrics.OUTBOX_SET_ASIDE.labels("row").inc()
+        _LOG.error(
+            "GROUP %d OF THE OUTBOX IS DAMAGED (%s): it is not delivered, an empty one takes its place; its bytes are "
+            "in table set_aside of %s; check this disk",
+            sequence, problem, self._path,
+        )  # fmt: skip
+        data = group_to_bytes(self._empty(sequence))
+        # A full disk only leaves the row as it is: it is judged again the next time.
+        with contextlib.suppress(DiskFull), self._transaction():
+            self._connection.execute(
+                "INSERT OR REPLACE INTO set_aside VALUES (?, ?, ?, ?)", (sequence, problem[:500], payload, checksum)
+            )
+            self._connection.execute(
+                "UPDATE groups SET num_bytes = ?, payload = ?, checksum = ? WHERE sequence = ?",
+                (len(data), data, _checksum(sequence, data), sequence),
+            )
+
+    def _empty(self, sequence: int) -> Group:
+        """A group that settles its sequence and nothing else: without rollouts it is refused for good."""
+        return Group(
+            id=GroupId(site=SiteId(self._site), incarnation=self.incarnation, sequence=sequence),
+            assignment=0, prompt_index=0, prompt_token_ids=np.zeros(0, np.int32), rollouts=(), oldest_version=0,
+            state_root=Digest(""), generation_s=0.0,
+        )  # fmt: skip
+
     def _meta(self, key: str, default: str) -> str:
-        self._write("INSERT OR IGNORE INTO meta VALUES (?, ?)", [(key, default)])
-        row = self._connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-        return str(row[0])
+        with self._reading():
+            row = self._connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+        if row is None:
+            self._write("INSERT INTO meta VALUES (?, ?)", [(key, default)])
+        return default if row is None else str(row[0])
 
     def _write(self, statement: str, rows: Sequence[tuple[object, ...]]) -> None:
         with self._transaction():
             self._connection.executemany(statement, rows)
 
     @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        with self._mutex:
+            try:
+                yield
+            except (sqlite3.IntegrityError, sqlite3.ProgrammingError):
+                # Our own mistakes.
+                raise
+            except sqlite3.Error as error:
+                raise typed(error, self._path) from error
+
+    @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
         """All or nothing; a full disk leaves the spool as it was."""
-        with self._mutex:
+        with self._reading():
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield
                 self._connection.execute("COMMIT")
-            except BaseException as error:
+            except BaseException:
                 # A full disk has rolled back already; after anything else the next transaction could not begin.
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
-                if isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode == sqlite3.SQLITE_FULL:
-                    raise DiskFull(str(self._directory)) from error
                 raise
 
 
-def _connect(path: Path) -> sqlite3.Connection:
-    action = "move it away; its groups are lost, a new one begins"
-    try:
-        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-    except sqlite3.DatabaseError as error:
-        raise CorruptStore(f"{path}: {error}", action="check state_dir and its permissions") from error
-    try:
-        mode = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
-        connection.execute("PRAGMA synchronous=FULL")
-        level = connection.execute("PRAGMA synchronous").fetchone()[0]
-        if (mode, level) != ("wal", 2):
-            raise CorruptStore(f"{path}: durable mode refused (journal {mode}, synchronous {level})")
-        connection.executescript(_SCHEMA)
-    except sqlite3.DatabaseError as error:
-        connection.close()
-        if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
-            raise DiskFull(str(path.parent)) from error
-        raise CorruptStore(f"{path}: {error}", action=action) from error
-    except CorruptStore:
-        connection.close()
-        raise
-    # SQLite makes its log's name durable, not that of the database itself.
-    sync_directory(path.parent)
-    sync_directory(path.parent.parent)
-    return connection
+def _checksum(sequence: int, data: bytes) -> bytes:
+    """xxh3-64 of a row, 8 bytes; its place is part of it."""
+    return xxhash.xxh3_64_digest(data, seed=sequence)
 
 
 def _lock(path: Path) -> BinaryIO:

@@ -20,7 +20,7 @@ import random
 from services.common.api import CoordinatorApi, PullPlan
 from services.common.bell import Bell
 from services.common.clock import Clock
-from services.common.errors import CorruptData, DiskFull, RemoteError, UnknownVersion, UntrustedVersion
+from services.common.errors import CorruptData, DiskFull, RemoteError, UnknownVersion, Unreachable, UntrustedVersion
 from services.common.pull import PulledVersion, Puller
 from services.common.trust import Trust
 from services.common.wire import manifest_from_bytes
@@ -34,6 +34,8 @@ DAMAGED_CAP_S = 300.0
 """A version that fails its checks costs a whole snapshot per attempt: attempts become this rare."""
 
 
+MAX_SKIPPED = 256
+"""Versions that are found missing in one attempt; the next attempt goes on behind them."""
 MAX_PUBLISHED = 4096
 """Versions whose publication is remembered, for their age; far more than staleness may be."""
 
@@ -52,10 +54,8 @@ class PolicySync:
         clock: Clock,
         bell: Bell,
         rng: random.Random,
-        flavour: str = "",
     ) -> None:
         self._api = api
-        self._flavour = flavour
         self._puller = puller
         self._visibility = visibility
         self._record = record
@@ -65,6 +65,9 @@ class PolicySync:
         self._staged: PulledVersion | None = None
         self._signed_by = ""
         self._refusal = ""
+        self._skipped_to = 0
+        self.problem = ""
+        """Why the newest version cannot be stored; empty while all is well."""
         self._watch_patience = Patience(rng=rng)
         self._sync_patience = Patience(rng=rng)
         self._damage_patience = Patience(rng=rng, cap_s=DAMAGED_CAP_S)
@@ -83,6 +86,16 @@ class PolicySync:
         """Seconds that applying and verifying the newest weights took; 0 before the first."""
         return self._puller.apply_s
 
+    @property
+    def fetch_s(self) -> float:
+        """Seconds that fetching the newest weights took; 0 where nothing was fetched."""
+        return self._puller.fetch_s
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes of the newest weights' payloads."""
+        return self._puller.fetched_bytes
+
     def age_s(self, version: int) -> float | None:
         """Seconds since a version was published; None for one whose news was never heard."""
         published = self._published.get(version)
@@ -99,7 +112,9 @@ class PolicySync:
                 await self._follow()
                 delay_s = self._watch_patience.delay_s()
             except (RemoteError, CorruptData) as error:
-                _LOG.info("the watch on the head broke: %s", error)
+                # The link says when nobody answers, and when somebody does again.
+                level = logging.DEBUG if isinstance(error, Unreachable) else logging.INFO
+                _LOG.log(level, "the watch on the head broke: %s", error)
                 retry_after_s = error.retry_after_s if isinstance(error, RemoteError) else 0.0
                 delay_s = self._watch_patience.delay_s(asked_s=retry_after_s)
             await self._clock.sleep(delay_s)
@@ -143,7 +158,9 @@ class PolicySync:
             pulled = await self._pull(target)
             await asyncio.to_thread(self._record.note, self._seen(pulled))
         except RemoteError as error:
-            _LOG.info("version %d waits: %s", target, error)
+            _LOG.log(
+                logging.DEBUG if isinstance(error, Unreachable) else logging.INFO, "version %d waits: %s", target, error
+            )
             return self._sync_patience.delay_s(asked_s=error.retry_after_s)
         except UntrustedVersion as error:
             # Costs no payload, so it is asked for as often as over a broken link; said once.
@@ -151,13 +168,21 @@ class PolicySync:
                 self._refusal = str(error)
                 _LOG.error("version %d is refused: %s", target, error)
             return self._sync_patience.delay_s()
-        except (CorruptData, DiskFull, OSError) as error:
+        except (DiskFull, OSError) as error:
+            # Nothing is wrong with the version: it is asked for as often as over a broken link, and said once.
+            if not self.problem:
+                _LOG.error("VERSION %d CANNOT BE STORED, generation goes on with the one before: %s", target, error)
+            self.problem = str(error)
+            return self._sync_patience.delay_s()
+        except CorruptData as error:
             _LOG.error("version %d is not usable: %s", target, error)
             return self._damage_patience.delay_s()
+        if self.problem:
+            _LOG.info("the disk has room again: version %d is here", target)
         self._sync_patience.reset()
         self._damage_patience.reset()
         self._staged = pulled
-        self._refusal = ""
+        self._refusal = self.problem = ""
         self._bell.ring()
         return 0.0
 
@@ -168,14 +193,27 @@ class PolicySync:
         work there are no new versions that would move the target on. Never less than was used before: after a
         restart the delay model may ask for it, but it let the newer version through once.
         """
-        target = max(target, self._record.highest_version)
+        if self._skipped_to > self.head_version:
+            self._skipped_to = 0
+        target = max(target, self._record.highest_version, self._skipped_to)
         for version in range(target, self.head_version):
             try:
-                return await self._puller.pull(held=self._staged, want_version=version, admit=self._admit)
+                pulled = await self._puller.pull(held=self._staged, want_version=version, admit=self._admit)
             except UnknownVersion as error:
-                _LOG.info("version %d is skipped: %s", version, error)
+                _LOG.debug("version %d is skipped: %s", version, error)
+                if version - target + 1 >= MAX_SKIPPED:
+                    # The head is a peer's word: however far it is, between so many questions there is a wait.
+                    self._skipped_to = version + 1
+                    raise
+                continue
+            self._skipped_to = 0
+            if version > target:
+                _LOG.info("versions %d to %d are skipped", target, version - 1)
+            return pulled
         want = max(target, self.head_version)
-        return await self._puller.pull(held=self._staged, want_version=want, admit=self._admit)
+        pulled = await self._puller.pull(held=self._staged, want_version=want, admit=self._admit)
+        self._skipped_to = 0
+        return pulled
 
     async def _admit(self, plan: PullPlan) -> None:
         """Judge the version that a plan leads to by its manifest, whatever payloads lead there.
@@ -190,9 +228,7 @@ class PolicySync:
             target,
             newest=self._record.newest,
             known={manifest_from_bytes(data).version: data for data in plan.manifests},
-            fetch=lambda first, last: self._api.list_manifests(
-                first_version=first, last_version=last, flavour=self._flavour
-            ),
+            fetch=self._puller.way.list,
         )
         if abandoned:
             _LOG.warning(

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.common.clock import Clock
 from services.common.errors import RewardError
 from services.common.generation.engine import Completion, Engine
 from services.common.generation.seeded import group_key
 from services.common.prompts import Prompter
-from services.common.tasks.task import Prompt, Task
+from services.common.tasks.scoring import FailureRow, score_group
+from services.common.tasks.task import Task
 from services.common.tracing import TRACER
-from services.common.types import Digest, Group, GroupId, Rollout, SiteId, WorkAssignment
+from services.common.types import Digest, Group, GroupId, RewardPart, Rollout, SiteId, WorkAssignment
 
 _LOG = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class RolloutMaker:
     clock: Clock
     is_seeded: bool = False
     """Whether the engine draws by the names of the tokens."""
+    failures: FailureRow = field(default_factory=FailureRow)
 
     def make(self, work: Sequence[WorkAssignment], *, state_roots: Mapping[int, Digest], first_sequence: int) -> Batch:
         """Generate one group per assignment.
@@ -64,11 +66,15 @@ class RolloutMaker:
         failed: list[int] = []
         for assignment, prompt, ids, members in zip(work, prompts, encoded, completions, strict=True):
             try:
-                rollouts = tuple(self._rollout(prompt, completion) for completion in members)
+                texts = [self.prompter.decode(completion.token_ids) for completion in members]
+                scores = list(score_group(self.task, prompt, texts))
             except RewardError as error:
+                self.failures.failed(error)
                 _LOG.warning("assignment %d gives no group: %s", assignment.id, error)
                 failed.append(assignment.id)
                 continue
+            self.failures.passed()
+            rollouts = tuple(map(_rollout, members, scores))
             oldest = min(span.version for rollout in rollouts for span in rollout.spans)
             groups.append(
                 Group(
@@ -98,13 +104,13 @@ class RolloutMaker:
         root = state_roots[self.engine.version]
         return group_key(seed=assignment.seed, state_root=root, prompt_index=assignment.prompt_index)
 
-    def _rollout(self, prompt: Prompt, completion: Completion) -> Rollout:
-        parts = self.task.score(prompt, self.prompter.decode(completion.token_ids))
-        return Rollout(
-            token_ids=completion.token_ids,
-            sampler_logprobs=completion.logprobs,
-            spans=completion.spans,
-            reward=sum(part.value for part in parts),
-            reward_parts=parts,
-            finish_reason=completion.finish_reason,
-        )
+
+def _rollout(completion: Completion, parts: tuple[RewardPart, ...]) -> Rollout:
+    return Rollout(
+        token_ids=completion.token_ids,
+        sampler_logprobs=completion.logprobs,
+        spans=completion.spans,
+        reward=sum(part.value for part in parts),
+        reward_parts=parts,
+        finish_reason=completion.finish_reason,
+    )

@@ -13,14 +13,15 @@ import asyncio
 import dataclasses
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from services.common import metrics
 from services.common.api import Command, CoordinatorApi, Heartbeat, Registration
 from services.common.bell import Bell
 from services.common.clock import Clock
-from services.common.errors import CorruptData, RemoteError
+from services.common.errors import CorruptData, RemoteError, Unreachable
 from services.common.types import Digest
+from services.common.words import peer_words
 from services.sampler.outbox import Outbox
 from services.sampler.record import VersionRecord, check_head
 from services.sampler.waiting import Patience
@@ -50,6 +51,10 @@ class Session:
         self.state_root = NO_ROOT
         self.tokens_per_s = 0.0
         self.apply_s = 0.0
+        self.problem = ""
+        """Why nothing is generated; empty while all is well."""
+        self.policy_problem: Callable[[], str] = str
+        """Why the newest version cannot be used, asked at each heartbeat."""
         self.is_draining = False
         self.stopped = asyncio.Event()
         self._api = api
@@ -77,17 +82,22 @@ class Session:
             lowest = await asyncio.to_thread(self._outbox.lowest_sequence)
             try:
                 answer = await self._api.register(dataclasses.replace(self.registration, lowest_sequence=lowest))
+                check_head(answer.head_version, seen_version=seen_version)
+                await self._skip_to(answer.next_sequence)
                 break
-            except RemoteError as error:
+            except (RemoteError, CorruptData) as error:
                 delay_s = patience.after(error)
-                _LOG.info("registering waits %.1f s: %s", delay_s, error)
+                # The link says when nobody answers, and when somebody does again.
+                level = logging.DEBUG if isinstance(error, Unreachable) else logging.INFO
+                _LOG.log(level, "registering waits %.1f s: %s", delay_s, error)
                 await self._clock.sleep(delay_s)
-        check_head(answer.head_version, seen_version=seen_version)
-        if answer.next_sequence > self._outbox.next_sequence:
+        _LOG.info("registered with run %s at version %d", peer_words(answer.run_id), answer.head_version)
+
+    async def _skip_to(self, sequence: int) -> None:
+        if sequence > self._outbox.next_sequence:
             # The groups of a batch under way have their sequences already.
             async with self._batch:
-                await asyncio.to_thread(self._outbox.skip_to, answer.next_sequence)
-        _LOG.info("registered with run %s at version %d", answer.run_id, answer.head_version)
+                await asyncio.to_thread(self._outbox.skip_to, sequence)
 
     async def beat(self) -> None:
         """Report and obey for ever."""
@@ -101,13 +111,14 @@ class Session:
                 tokens_per_s=self.tokens_per_s,
                 outbox_groups=level.num_groups,
                 apply_s=self.apply_s,
+                problem=self.problem or self.policy_problem(),
             )
             sent = self._clock.monotonic()
             try:
                 commands = await self._api.heartbeat(report)
                 metrics.RTT_SECONDS.observe(self._clock.monotonic() - sent)
             except (RemoteError, CorruptData) as error:
-                _LOG.info("no heartbeat: %s", error)
+                _LOG.log(logging.DEBUG if isinstance(error, Unreachable) else logging.INFO, "no heartbeat: %s", error)
                 commands = ()
             await self._obey(commands)
             await self._clock.sleep(self._heartbeat_s)

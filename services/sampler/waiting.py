@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from services.common.clock import Clock
 from services.common.errors import ContractMismatch, InvalidRequest, PermissionDenied, RemoteError, Unauthenticated
+from services.common.words import peer_seconds
 
 PERMANENT = (ContractMismatch, InvalidRequest, PermissionDenied)
 """Refusals of a peer that no repetition changes: a person must correct this node."""
@@ -43,7 +44,7 @@ class Patience:
         """Count a failure and say how long to wait; never less than the peer asks for."""
         longest = min(self.cap_s, self.base_s * 2 ** min(self.num_failures, 32))
         self.num_failures += 1
-        return asked_s + self.rng.uniform(0.0, longest)
+        return peer_seconds(asked_s) + self.rng.uniform(0.0, longest)
 
     def after(self, error: Exception) -> float:
         """How long to wait after a failure.

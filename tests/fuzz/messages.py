@@ -57,7 +57,9 @@ def any_value(field: FieldDescriptor, draw: random.Random) -> Any:
         return draw.choice([0.0, -0.0, 1.5, float("nan"), float("inf"), -1e30])
     if field.type == FieldDescriptor.TYPE_BYTES:
         return draw.randbytes(draw.choice((0, 1, 16, 40)))
-    return draw.choice(["", "x", "run", "0" * 64, "\0", "\u20ac" * 5, "f" * 64])
+    return draw.choice(
+        ["", "x", "run", "0" * 64, "\0", "\u20ac" * 5, "f" * 64, "../../x", "/no-such-directory/x", "f" * 63 + "/"]
+    )
 
 
 def any_message(kind: type[Message], draw: random.Random, *, depth: int = 3) -> Message:
@@ -113,6 +115,10 @@ class ManifestTarget:
         assert isinstance(message, policy_pb2.Manifest)
         if draw.random() < 0.5:
             lengths = [draw.randrange(200) for _ in "abc"]
+            message.layout_id = message.state_root = "f" * 64
+            message.parent_digest = ""
+            for payload in message.payloads:
+                payload.kind, payload.digest, payload.num_bytes = policy_pb2.PAYLOAD_KIND_DELTA, "0" * 64, 7
             message.num_byte_elements, message.num_elements = lengths[0], sum(lengths)
             message.full_bytes = lengths[0] + 2 * lengths[1] + 4 * lengths[2]
             message.chunk_elements = draw.choice((1, 7, 50, 1000))

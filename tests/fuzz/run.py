@@ -19,6 +19,7 @@ from services.common.errors import HeterorlError
 from tests.fuzz.chunks import ChunkTarget, ZstdTarget
 from tests.fuzz.files import ComposeTarget, ContainerTarget, PayloadTarget, StateTarget
 from tests.fuzz.messages import ManifestTarget, MessageTarget, PlanTarget
+from tests.fuzz.plans import FetchTarget
 
 CAP_BYTES = 64 << 20
 """Memory that a case may take beside what the process holds; the largest valid case needs some kilobytes."""
@@ -38,6 +39,7 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "chunk4": partial(ChunkTarget, 4),
     "compose": ComposeTarget,
     "container": ContainerTarget,
+    "fetch": FetchTarget,
     "manifest": ManifestTarget,
     "messages": MessageTarget,
     "payload": PayloadTarget,

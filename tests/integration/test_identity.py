@@ -2,10 +2,12 @@
 
 import asyncio
 import datetime
+import os
 import shutil
 import socket
 import ssl
 import struct
+import sys
 
 import grpc.aio
 import pytest
@@ -388,3 +390,27 @@ def _heartbeat_by_hand(secure, version):
                 assert data, received
                 received += data
     return received
+
+
+@pytest.mark.parametrize("command", [["status"], ["top", "--once"]])
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [("name", "a name in the coordinator's certificate"), ("authority", "another one signed its certificate")],
+)
+async def test_operator_is_told_in_words_why_there_is_no_link(secure, tmp_path, command, fault, words):
+    certificates = secure.certificates if fault == "name" else Certificates(tmp_path / "other")
+    # The same machine by a name that the coordinator's certificate does not have.
+    host = "[::ffff:127.0.0.1]" if fault == "name" else "127.0.0.1"
+    node = certificates.node("operator", "me")
+    program = [sys.executable, "-m", "services", *command, f"{host}:{secure.port}", "--credentials", str(node)]
+
+    process = await asyncio.create_subprocess_exec(
+        *program, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, env={**os.environ, "COLUMNS": "300"}
+    )
+    said = (await process.communicate())[0].decode()
+
+    assert process.returncode != 0
+    assert words in said
+    # The lines that gRPC's C++ parts would print themselves.
+    assert "ssl_transport" not in said
+    assert "InitializeLog" not in said

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from services.demo.tiny_model import write_tiny_model
+from services.lab import world
 from services.lab.cell import list_cells
 from services.lab.config import ExperimentConfig
 from services.lab.results import summarise
@@ -82,6 +83,36 @@ def test_delays_in_seconds_become_versions_by_the_length_of_a_step(model_dir, tm
     assert far["staleness_max"] >= 4 > near["staleness_max"]
 
 
+REFRESHED = {"kind": "lognormal", "semantics": "refresh_interval", "low": 60, "high": 600}
+
+
+def test_staleness_of_refreshed_sites_comes_from_the_delay_and_not_from_a_queue(model_dir, tmp_path):
+    cell = cell_of(REFRESHED, max_steps=60, evaluate_every=60, probe_every=0, num_samplers=2)
+    staleness = run(cell, model_dir, tmp_path / "run")["series"]["staleness"]
+
+    # Weights are on average E[T^2] / (2 E[T]) = 122 s old, 4.4 steps of 28 s; a queue of the bound's length adds 40.
+    late = staleness[20:]
+    assert sum(late) / len(late) < 12
+    assert max(late) <= 600 / 28 + 3
+
+
+def test_every_temperature_is_evaluated_alike(model_dir, monkeypatch):
+    drawn = []
+    real = world.HfEngine
+
+    def noted(**settings):
+        drawn.append(settings["sampling"].temperature)
+        return real(**settings)
+
+    monkeypatch.setattr(world, "HfEngine", noted)
+    cell = cell_of(VERSIONS, temperature=0.3)
+    world._probe(cell, model_dir)
+    world._evaluator(cell, model_dir)
+
+    # Fresh rollouts of the policy in training are drawn as samplers draw; accuracies are compared between runs.
+    assert drawn == [0.3, 1.0]
+
+
 def test_a_lossy_link_changes_nothing_that_is_learned_from(model_dir, tmp_path):
     lossy = run(cell_of(VERSIONS, link_loss=0.05), model_dir, tmp_path / "lossy")
 
@@ -142,4 +173,6 @@ def test_an_interrupted_experiment_goes_on_where_it_stopped(tmp_path):
     assert {row["algorithm"] for row in rows} == {"gepo", "grpo"}
     needed = "algorithm delay delay_kind seed task best last gap kl_mean iw_var_mean ess_mean clip_fraction_mean"
     assert all(row[name] is not None for row in rows for name in [*needed.split(), "grad_norm_p95", "wall_s"])
+    assert all([found["step"] for found in row["evaluations"]] == [0, 4, 8] for row in rows)
+    assert all("series" not in row for row in rows)
     assert (results / "report.html").stat().st_size > 10_000

@@ -66,6 +66,7 @@ class Cluster:
         if name.startswith("learner"):
             own = {
                 "run_id": "kills", "holder": name, "state_dir": str(self.directory / name), "groups_per_step": 4,
+                "adopt_without_optimizer": True,
                 "max_steps": 1_000_000, "snapshot_every_versions": 20, "retry_cap_s": 1.0,
                 "backend": {"lr": 1e-3, "threads": 1},
                 # The witness pushes groups of no task: their rewards would fail, and the witness would be quarantined.

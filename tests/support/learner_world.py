@@ -170,10 +170,11 @@ class NumpyBackend:
         arena.view("a")[...] = bits[:64].reshape(8, 8)
         arena.view("b")[...] = bits[64:]
 
-    def load_published(self, arena: Arena) -> None:
+    def load_published(self, arena: Arena, *, keep_optimizer: bool = False) -> None:
         bits = np.concatenate([arena.view("a").reshape(-1), arena.view("b")]).astype(np.int32)
         self.weights = (bits << 16).view(np.float32).copy()
-        self.momentum = np.zeros(NUM_ELEMENTS, np.float32)
+        if not keep_optimizer:
+            self.momentum = np.zeros(NUM_ELEMENTS, np.float32)
 
     def save(self, directory: Path) -> None:
         self.on_save(directory)

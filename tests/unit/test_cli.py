@@ -4,6 +4,8 @@ import ast
 import dataclasses
 import io
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +14,15 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+import services
 from services.cli import app, main
 from services.common.config import load, parse_override
 from services.common.errors import ConfigError
 from services.common.types import DropReason, FlavourStatus, LedgerCounts, RunStatus, SiteStatus
 from services.coordinator.config import CoordinatorConfig
+from services.operator_link import find_link
 from services.status import status_json, status_tables
+from services.status_sites import fold, site_tables
 from tests.support.run import REPORT
 
 COMMANDS = [
@@ -27,6 +32,7 @@ COMMANDS = [
     "demo",
     "export",
     "rollback",
+    "backup",
     "status",
     "health",
     "join",
@@ -48,6 +54,35 @@ def test_help_names_every_command_and_nothing_else():
 
     assert [command.name or command.callback.__name__ for command in app.registered_commands] == COMMANDS
     assert all(command in output for command in COMMANDS)
+    # By what one wants to do, not in one list.
+    assert all(panel in output for panel in ("Try it", "Run the services", "Watch a run", "Steer a run", "Who is who"))
+    alone = invoke()
+    assert alone.exit_code == 0
+    assert "Run the services" in alone.output
+
+
+def test_version_and_completion():
+    assert invoke("--version").output == f"heterorl {services.__version__}\n"
+    asked = {"_HETERORL_COMPLETE": "complete_bash", "COMP_WORDS": "heterorl sta", "COMP_CWORD": "1"}
+    command = [sys.executable, "-m", "services"]
+
+    result = subprocess.run(command, env=os.environ | asked, capture_output=True, text=True, timeout=50, check=False)
+
+    assert result.stdout.split() == ["status"]
+
+
+def test_interrupt_while_the_program_is_loaded_shows_no_traceback():
+    command = [sys.executable, "-X", "importtime", "-m", "services", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        # Each module is named when it is loaded; this one is in the middle.
+        for line in process.stderr:
+            if "typer" in line:
+                break
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+
+    assert process.returncode == 130
+    assert "Traceback" not in rest
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -63,7 +98,7 @@ def test_default_configuration_is_valid_and_shows_where_values_come_from(service
     path = tmp_path / "c.toml"
     path.write_text("metrics_port = 0\n[tls]\ninsecure = true\n")
 
-    assert invoke("check-config", service, "--config", str(path)).exit_code == 0
+    assert invoke("check-config", service, "--config", str(path), "--keys-only").exit_code == 0
     result = invoke("print-config", service, "--config", str(path), "--set", "metrics_port=7")
     assert "--set" in result.output
     assert "default" in result.output
@@ -206,9 +241,9 @@ def test_status_is_shown_to_people_and_programs():
     form = FlavourStatus(
         flavour="int8", version=4, full_bytes=50, delta_bytes=5, snapshot_bytes=0, changed_fraction=0.015
     )
-    small = dataclasses.replace(site, flavour="int8")
+    small = dataclasses.replace(site, flavour="int8", last_seen_s=0.5)
     forms = dataclasses.replace(status, is_head_signed=True, flavours=(form,), sites=(site, small))
-    assert [table.row_count for table in status_tables(forms, width=200)] == [14, 2]
+    assert [table.row_count for table in status_tables(forms, width=200)] == [14, 1]
     console.print(*status_tables(forms, width=200))
     text = console.export_text(clear=False)
     assert "50 bytes; delta 5 bytes (10.0x), 1.50% changed" in text
@@ -248,17 +283,57 @@ def test_sites_are_readable_at_eighty_columns():
             for word in words:
                 assert any(word in line for line in lines), (width, word)
     assert not any("\u2026" in line for lines in pages.values() for line in lines)
-    # Wide: one line a site. Narrow: the second half of the columns under the first.
+    # Wide: one line a site. Narrow: two tables, each value under its heading.
     assert any("frankfurt-12" in line and "fp8_e4m3" in line for line in pages[200])
-    above = next(at for at, line in enumerate(pages[80]) if "frankfurt-12" in line)
-    assert pages[80][above].split() == [
-        "frankfurt-12", "1234", "123456", "7276", "0.012", "nats", "0.00757", "s", "0", "s", "ago"
-    ]  # fmt: skip
-    assert pages[80][above + 1].split() == ["fp8_e4m3", "6", "17", "5", "3", "50%", "9"]
+    work, state = (line.split() for line in pages[80] if "frankfurt-12" in line)
+    assert work == ["frankfurt-12", "1234", "6", "123456", "17", "7276", "5", "0", "s", "ago"]
+    assert state == ["frankfurt-12", "fp8_e4m3", "1", "0.012", "nats", "3", "9", "0.00757", "s", "50%"]
+    for name, value in (("version", "1234"), ("tokens/s", "7276"), ("leased", "5 ")):
+        head = next(line for line in pages[80] if "tokens/s" in line)
+        row = next(line for line in pages[80] if "frankfurt-12" in line)
+        assert head.index(name) == row.index(value)
     assert any("745 KB of 1.1 TB" in line for line in pages[80])
 
 
-@pytest.mark.parametrize("command", [("status",), ("top", "--once"), ("health",), ("rollback", "--to", "3")])
+def test_one_row_a_site_whatever_it_was_started_how_often():
+    site = SiteStatus(
+        site="us-1", incarnation="old", policy_version=-1, state_root="", last_seen_s=-1.0, groups_accepted=3,
+        groups_dropped=1, tokens_per_s=0.0, work_leased=2,
+    )  # fmt: skip
+    newest = dataclasses.replace(site, incarnation="new", policy_version=7, last_seen_s=2.0, tokens_per_s=9.0)
+    older = dataclasses.replace(newest, incarnation="mid", policy_version=5, last_seen_s=300.0)
+    never = dataclasses.replace(site, site="eu-1")
+
+    us, eu = fold([site, newest, older, never])
+
+    assert (us.newest.incarnation, us.newest.policy_version, us.starts) == ("new", 7, 3)
+    assert (us.newest.groups_accepted, us.newest.groups_dropped, us.newest.work_leased) == (9, 3, 6)
+    assert (eu.newest.site, eu.starts) == ("eu-1", 1)
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(*site_tables([site, newest, older, never], head_version=8, width=200))
+    text = console.export_text()
+    assert text.count("us-1") == 1
+    assert "-1 " not in text.replace("us-1", "").replace("eu-1", "")
+    assert "none yet" in text
+
+
+def test_run_without_a_version_says_what_is_waited_for():
+    status = RunStatus(
+        run_id="r", head_version=-1, epoch=0, learner="", is_draining=False, uptime_s=9.0,
+        ledger=LedgerCounts(acked=0, pending=0, leased=0, consumed=0),
+        bytes_full=0, bytes_last=0, changed_fraction=0.0, sites=(), last_report=None,
+    )  # fmt: skip
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(*status_tables(status, width=120))
+    assert "none yet: a learner publishes version 0" in console.export_text()
+    known = dataclasses.replace(status, head_version=3, last_report=REPORT)
+    console.print(*status_tables(known, width=120, accuracy=0.25))
+    assert "held-out accuracy 0.250" in console.export_text()
+
+
+@pytest.mark.parametrize(
+    "command", [("status",), ("top", "--once"), ("health",), ("rollback", "--to", "3"), ("backup",)]
+)
 def test_links_of_operators_are_told_what_to_change(command, tmp_path):
     def problem(*arguments):
         return str(invoke(*command, *arguments).exception)
@@ -275,6 +350,35 @@ def test_commands_that_give_up_do_not_claim_to_go_on(monkeypatch):
 
     problem = str(invoke("status", "127.0.0.1:1", "--insecure").exception)
 
+    assert "127.0.0.1:1 refuses (start the coordinator, or correct the port" in problem
+    assert "goes on trying" not in problem
+    monkeypatch.setattr("services.operator_link.explain_link", _nothing)
+    problem = str(invoke("status", "127.0.0.1:1", "--insecure").exception)
     assert "check host and port" in problem
     assert "use --credentials" in problem
     assert "goes on trying" not in problem
+
+
+async def _nothing(address, *, tls):
+    return None
+
+
+def test_link_is_found_in_the_environment_and_in_what_join_noted(monkeypatch, tmp_path):
+    (tmp_path / "coordinator").write_text("coord.example:50051\n")
+    told = {"credentials": None, "ca": "", "cert": "", "key": "", "insecure": False}
+
+    with pytest.raises(ConfigError, match="ADDRESS: is not given"):
+        find_link("", **told)
+    monkeypatch.setenv("HETERORL_CREDENTIALS", str(tmp_path))
+    address, tls = find_link("", **told)
+    assert (address, tls.ca) == ("coord.example:50051", str(tmp_path / "ca.crt"))
+    monkeypatch.setenv("HETERORL_ADDRESS", "other.example:1")
+    assert find_link("", **told)[0] == "other.example:1"
+    # What is said beats what is set.
+    assert find_link("127.0.0.1:2", **told | {"insecure": True})[1].insecure
+    mine = find_link("said.example:3", **told | {"ca": "a", "cert": "b", "key": "c"})
+    assert (mine[0], mine[1].ca) == ("said.example:3", "a")
+    (tmp_path / "coordinator").write_text("no address")
+    monkeypatch.delenv("HETERORL_ADDRESS")
+    with pytest.raises(ConfigError, match="is not host:port"):
+        find_link("", **told)

@@ -18,6 +18,7 @@ from services.common.generation.engine import Completion
 from services.common.generation.seeded import gumbel_noise
 from services.common.generation.turns import Turns, spans_of
 from services.common.lora import ALL_WEIGHTS, LoraConfig
+from services.common.model_dir import first_line
 from services.common.types import (
     Digest,
     FinishReason,
@@ -58,7 +59,7 @@ class HfEngine:
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=_COMPUTE[compute_dtype])
         except (OSError, ValueError) as error:
-            raise ConfigError("model_dir", f"cannot load {model_dir}: {error}") from error
+            raise ConfigError("model_dir", f"cannot load {model_dir}: {first_line(error)}") from error
         try:
             self.model: Any = model.to(device).eval()
         except (AssertionError, RuntimeError) as error:

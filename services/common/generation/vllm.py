@@ -28,6 +28,7 @@ from services.common.generation.vllm_process import VllmProcess, import_vllm
 from services.common.generation.vllm_requests import chosen, completion, logprobs_mode, seed_of, settings
 from services.common.generation.vllm_weights import WeightsOnTheWay
 from services.common.lora import ALL_WEIGHTS, LoraConfig
+from services.common.model_dir import first_line
 from services.common.types import Digest, Float32Array, Int32Array, LogprobMode, SamplingSemantics
 from services.common.weights import tensors
 from services.common.weights.arena import Arena, Dtype, Layout
@@ -294,5 +295,5 @@ def _load_on_cpu(model_dir: str, dtype: Dtype) -> tuple[Any, int]:
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=tensors.TORCH_DTYPE[dtype])
     except (OSError, ValueError) as error:
-        raise ConfigError("model_dir", f"cannot load {model_dir}: {error}") from error
+        raise ConfigError("model_dir", f"cannot load {model_dir}: {first_line(error)}") from error
     return model.eval(), int(model.config.vocab_size)

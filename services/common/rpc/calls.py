@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator
-from typing import Any, Self
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Self, TypeVar
 
 import grpc.aio
 
 from services.common.bandwidth import BandwidthConfig, TokenBucket
 from services.common.clock import Clock, SystemClock
+from services.common.errors import Unreachable
 from services.common.metrics import BANDWIDTH_CAP, BANDWIDTH_WAIT
 from services.common.rpc import retry
 from services.common.rpc.attempt import timed, typed
 from services.common.rpc.link import Link
+from services.common.rpc.outage import Outage
 from services.common.rpc.retry import RetryPolicy
 from services.common.tls import TlsConfig
 
 CALL_TIMEOUT_S = 20.0
+ResultT = TypeVar("ResultT")
 
 
 class Calls:
@@ -38,12 +41,18 @@ class Calls:
         self._retry = policy or RetryPolicy()
         self._clock = clock or SystemClock()
         self._rng = rng or random.Random()
+        self._outage = Outage(address, clock=self._clock)
         caps = bandwidth or BandwidthConfig()
         self._down = TokenBucket(bytes_per_s=caps.down_bytes_per_s, clock=self._clock)
         self._up = TokenBucket(bytes_per_s=caps.up_bytes_per_s, clock=self._clock)
         for direction, cap in (("down", caps.down_bytes_per_s), ("up", caps.up_bytes_per_s)):
             BANDWIDTH_CAP.labels(direction).set(cap)
             BANDWIDTH_WAIT.labels(direction)
+
+    @property
+    def down_bytes_per_s(self) -> float:
+        """The cap of what is received; 0 is none. Whoever waits for bytes waits for it too."""
+        return self._down.bytes_per_s
 
     async def close(self) -> None:
         """Close the channel; calls under way are cancelled."""
@@ -64,10 +73,15 @@ class Calls:
     async def _call(self, name: str, request: Any, *, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         async def attempt() -> Any:
             async with self._link.stubs() as stubs:
-                with timed(name):
+                with timed(name), self._outage.watching(name):
                     return await stubs.method(name)(request, timeout=timeout_s)
 
-        return await retry.call(attempt, name=name, policy=self._retry, clock=self._clock, rng=self._rng)
+        return await self._insist(attempt, name=name)
+
+    async def _insist(self, attempt: Callable[[], Awaitable[ResultT]], *, name: str) -> ResultT:
+        return await retry.call(
+            attempt, name=name, policy=self._retry, clock=self._clock, rng=self._rng, outage=self._outage
+        )
 
     async def _streamed(self, name: str, request: Any) -> AsyncIterator[Any]:
         try:
@@ -76,8 +90,12 @@ class Calls:
                 try:
                     with timed(name):
                         async for message in call:
+                            self._outage.answered()
                             yield message
                 finally:
                     call.cancel()
         except grpc.aio.AioRpcError as error:
-            raise typed(name, error) from error
+            failure = typed(name, error)
+            if isinstance(failure, Unreachable):
+                self._outage.failed(failure.args[0])
+            raise failure from error

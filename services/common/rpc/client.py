@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import AsyncIterator, Sequence
 
+import grpc.aio
 from heterorl.v1 import policy_pb2, rollout_pb2, run_pb2
 
 from services.common.api import (
@@ -20,9 +22,9 @@ from services.common.api import (
     WorkGrant,
 )
 from services.common.contract_wire import contract_to_pb
-from services.common.errors import Unreachable
+from services.common.errors import InvalidRequest, MalformedPayload, Unreachable
 from services.common.metrics import BYTES
-from services.common.rpc import canary, messages, retry
+from services.common.rpc import canary, messages
 from services.common.rpc.attempt import once, timed
 from services.common.rpc.calls import Calls
 from services.common.rpc.publication import publish_to_pb
@@ -45,6 +47,9 @@ from services.common.types import (
 from services.common.wire import group_id_to_pb, group_to_pb
 
 PUSH_TIMEOUT_S = 120.0
+"""For a push of nothing; its bytes come on top."""
+MIN_UP_BYTES_PER_S = 4096.0
+"""The slowest link over which a push ends before its deadline; a dead one is noticed by its pings in seconds."""
 
 
 class CoordinatorClient(Calls):
@@ -55,11 +60,23 @@ class CoordinatorClient(Calls):
     """
 
     async def acquire_lease(
-        self, *, holder: str, contract: Contract, request_id: str, flavours: Sequence[str] = ()
+        self,
+        *,
+        holder: str,
+        contract: Contract,
+        request_id: str,
+        flavours: Sequence[str] = (),
+        incarnation: str = "",
+        groups_per_version: int = 0,
     ) -> LeaseGrant:
         """Become the run's learner under a new epoch."""
         request = policy_pb2.AcquireLeaseRequest(
-            request_id=request_id, holder=holder, contract=contract_to_pb(contract), flavours=flavours
+            request_id=request_id,
+            holder=holder,
+            contract=contract_to_pb(contract),
+            flavours=flavours,
+            incarnation=incarnation,
+            groups_per_version=groups_per_version,
         )
         return messages.grant_from_pb(await self._call("AcquireLease", request))
 
@@ -112,7 +129,8 @@ class CoordinatorClient(Calls):
         """Yield new heads until the link breaks."""
         request = policy_pb2.WatchHeadRequest(after_version=after_version)
         async for message in self._streamed("WatchHead", request):
-            yield HeadUpdate(version=message.version, age_s=message.age_s)
+            age_s = max(0.0, message.age_s) if math.isfinite(message.age_s) else 0.0
+            yield HeadUpdate(version=message.version, age_s=age_s)
 
     async def get_manifest(self, *, version: int) -> bytes:
         """Fetch the exact bytes of a manifest."""
@@ -152,7 +170,12 @@ class CoordinatorClient(Calls):
             object_bytes=object_bytes,
             flavour=flavour,
         )
-        return messages.plan_from_pb(await self._call("PlanPull", request))
+        answer = await self._call("PlanPull", request)
+        try:
+            return messages.plan_from_pb(answer)
+        except InvalidRequest as error:
+            # The peer's answer breaks the format, not our request: nothing about this node is to be corrected.
+            raise MalformedPayload(f"the coordinator's plan, {error.args[0]}", action="distrust it") from error
 
     async def read_payload(self, *, digest: Digest, offset: int, stop: int | None = None) -> AsyncIterator[bytes]:
         """Yield frames of a payload until `stop` or its end; after Unreachable go on from the bytes received."""
@@ -184,27 +207,44 @@ class CoordinatorClient(Calls):
         await self._call("AbandonWork", request)
 
     async def push_groups(self, groups: Sequence[Group]) -> list[PushOutcome]:
-        """Push groups and return one outcome each, in order; repeating the call is harmless."""
+        """Push groups and return outcomes of the first ones, in order; repeating the call is harmless.
+
+        Fewer than were pushed came before the link broke: what is settled is settled, whatever became of the rest.
+        """
+        pushed = [rollout_pb2.PushGroupsRequest(group=group_to_pb(group)) for group in groups]
+        timeout_s = self._push_timeout_s(sum(message.ByteSize() for message in pushed))
+
+        async def requests() -> AsyncIterator[rollout_pb2.PushGroupsRequest]:
+            for message in pushed:
+                await self._pace(self._up, "up", message.ByteSize())
+                BYTES.labels("groups", "out").inc(message.ByteSize())
+                yield message
 
         async def attempt() -> list[PushOutcome]:
-            async def requests() -> AsyncIterator[rollout_pb2.PushGroupsRequest]:
-                for group in groups:
-                    message = rollout_pb2.PushGroupsRequest(group=group_to_pb(group))
-                    await self._pace(self._up, "up", message.ByteSize())
-                    BYTES.labels("groups", "out").inc(message.ByteSize())
-                    yield message
-
-            async with self._link.stubs() as stubs:
-                with timed("PushGroups"):
-                    call = stubs.method("PushGroups")(requests(), timeout=PUSH_TIMEOUT_S)
-                    outcomes = [messages.outcome_from_pb(message) async for message in call]
-            if [outcome.id for outcome in outcomes] != [group.id for group in groups]:
-                # Fewer, or of others: which groups are settled is not known, so all are asked about again.
-                text = f"PushGroups: {len(outcomes)} outcomes for {len(groups)} groups, or not of these groups in order"
-                raise Unreachable(text, retry_after_s=1.0)
+            outcomes: list[PushOutcome] = []
+            is_in_order = True
+            try:
+                async with self._link.stubs() as stubs:
+                    with timed("PushGroups"):
+                        async for message in stubs.method("PushGroups")(requests(), timeout=timeout_s):
+                            # One for each group; what a peer sends beyond that, or of others, is not kept.
+                            if len(outcomes) < len(pushed) and is_in_order:
+                                outcome = messages.outcome_from_pb(message)
+                                is_in_order = outcome.id == groups[len(outcomes)].id
+                                outcomes += [outcome] * is_in_order
+            except (grpc.aio.AioRpcError, Unreachable):
+                if not outcomes:
+                    raise
+            if not outcomes and pushed:
+                raise Unreachable(f"PushGroups: no outcome for the first of {len(pushed)} groups", retry_after_s=1.0)
             return outcomes
 
-        return await retry.call(attempt, name="PushGroups", policy=self._retry, clock=self._clock, rng=self._rng)
+        return await self._insist(attempt, name="PushGroups")
+
+    def _push_timeout_s(self, num_bytes: int) -> float:
+        # Twice over the cap: others may have taken from it just before.
+        capped_s = 2 * num_bytes / self._up.bytes_per_s if self._up.bytes_per_s else 0.0
+        return PUSH_TIMEOUT_S + num_bytes / MIN_UP_BYTES_PER_S + capped_s
 
     async def stream_groups(
         self, *, epoch: int, held: Sequence[GroupId], credits: AsyncIterator[int]

@@ -7,9 +7,9 @@ from heterorl.v1 import common_pb2, policy_pb2, rollout_pb2, run_pb2
 
 from services.common.api import Command, Heartbeat, PlanKind, PullPlan, RegisterAnswer, Registration, WorkGrant
 from services.common.contract_wire import contract_from_pb, contract_to_pb
+from services.common.digests import digest_field as digest_field
 from services.common.errors import InvalidRequest
 from services.common.types import (
-    Digest,
     DropReason,
     LeaseGrant,
     PushOutcome,
@@ -27,6 +27,7 @@ from services.common.wire import (
     payload_from_pb,
     payload_to_pb,
 )
+from services.common.words import peer_words
 
 _STATUS = {status: rollout_pb2.PushStatus.Value(f"PUSH_STATUS_{status.name}") for status in PushStatus}
 _REASON = {reason: rollout_pb2.DropReason.Value(f"DROP_REASON_{reason.name}") for reason in DropReason}
@@ -135,6 +136,7 @@ def grant_from_pb(message: policy_pb2.AcquireLeaseResponse | policy_pb2.RenewLea
         ttl_s=message.ttl_s,
         head_version=message.head_version,
         rollback_to=message.rollback_to if is_ordered else -1,  # type: ignore[union-attr]
+        max_staleness_versions=message.max_staleness_versions if message.HasField("max_staleness_versions") else -1,
     )
 
 
@@ -247,6 +249,7 @@ def heartbeat_to_pb(value: Heartbeat) -> run_pb2.HeartbeatRequest:
         tokens_per_s=value.tokens_per_s,
         outbox_groups=value.outbox_groups,
         apply_s=value.apply_s,
+        problem=peer_words(value.problem),
     )
 
 
@@ -260,6 +263,7 @@ def heartbeat_from_pb(message: run_pb2.HeartbeatRequest) -> Heartbeat:
         tokens_per_s=message.tokens_per_s,
         outbox_groups=message.outbox_groups,
         apply_s=message.apply_s,
+        problem=peer_words(message.problem),
     )
 
 
@@ -271,14 +275,3 @@ def commands_to_pb(commands: tuple[Command, ...]) -> run_pb2.HeartbeatResponse:
 def commands_from_pb(message: run_pb2.HeartbeatResponse) -> tuple[Command, ...]:
     """Convert the commands in a heartbeat's answer; those of a newer coordinator are skipped."""
     return tuple(_COMMAND_OF[command] for command in message.commands if command in _COMMAND_OF)
-
-
-def digest_field(key: str, text: str) -> Digest:
-    """Check a digest that came from a peer, so that it can never be a path.
-
-    Raises:
-        InvalidRequest: not 64 lower-case hexadecimal digits.
-    """
-    if len(text) != 64 or not set(text) <= set("0123456789abcdef"):
-        raise InvalidRequest(f"{key}: not a blake3 digest in lower-case hex")
-    return Digest(text)

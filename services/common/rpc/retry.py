@@ -10,7 +10,8 @@ from typing import TypeVar
 import grpc.aio
 
 from services.common.clock import Clock
-from services.common.errors import QuotaExceeded, RemoteError, StoreFull, Unreachable
+from services.common.errors import Busy, QuotaExceeded, RemoteError, StoreFull, Unreachable
+from services.common.rpc.outage import Outage
 from services.common.rpc.status import from_rpc_error
 
 ResultT = TypeVar("ResultT")
@@ -26,9 +27,15 @@ class RetryPolicy:
 
 
 async def call(
-    attempt: Callable[[], Awaitable[ResultT]], *, name: str, policy: RetryPolicy, clock: Clock, rng: random.Random
+    attempt: Callable[[], Awaitable[ResultT]],
+    *,
+    name: str,
+    policy: RetryPolicy,
+    clock: Clock,
+    rng: random.Random,
+    outage: Outage | None = None,
 ) -> ResultT:
-    """Run `attempt` until it answers; the closure must reuse one idempotency key.
+    """Run `attempt` until it answers; the closure must reuse one idempotency key. `outage` is told of each try.
 
     Raises:
         RemoteError: the peer's typed refusal, at once unless it is an overload that names a delay.
@@ -38,13 +45,21 @@ async def call(
     num_failures = 0
     while True:
         try:
-            return await attempt()
+            answer = await attempt()
+            if outage is not None:
+                outage.answered()
+            return answer
         except grpc.aio.AioRpcError as error:
             typed = from_rpc_error(error)
-            if typed is not None and not (isinstance(typed, QuotaExceeded | StoreFull) and typed.retry_after_s > 0):
+            if typed is not None and outage is not None:
+                outage.answered()
+            is_overload = isinstance(typed, Busy | QuotaExceeded | StoreFull) and typed.retry_after_s > 0
+            if typed is not None and not is_overload:
                 raise typed from error
             cause: RemoteError | None = typed if isinstance(typed, RemoteError) else None
             problem = f"{error.code().name}: {error.details()}"
+            if typed is None and outage is not None:
+                outage.failed(f"{name}: {problem}")
         wait_s = rng.uniform(0.0, min(policy.cap_s, policy.base_s * 2**num_failures))
         if cause is not None:
             wait_s += cause.retry_after_s

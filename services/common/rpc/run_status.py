@@ -46,6 +46,7 @@ def status_to_pb(value: RunStatus) -> run_pb2.GetStatusResponse:
             for entry in value.flavours
         ],
         rollback_to=value.rollback_to if value.rollback_to >= 0 else None,
+        store_problem=value.store_problem,
     )
 
 
@@ -88,6 +89,7 @@ def status_from_pb(message: run_pb2.GetStatusResponse) -> RunStatus:
                 groups_failed=site.groups_failed,
                 groups_refused=site.groups_refused,
                 quota_used=site.quota_used,
+                problem=site.problem,
             )
             for site in message.sites
         ),
@@ -106,4 +108,5 @@ def status_from_pb(message: run_pb2.GetStatusResponse) -> RunStatus:
             for entry in message.flavours
         ),
         rollback_to=message.rollback_to if message.HasField("rollback_to") else -1,
+        store_problem=message.store_problem,
     )

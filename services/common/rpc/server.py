@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,8 @@ from services.common.rpc.interceptors import ErrorsAndTimes
 from services.common.rpc.options import server_options
 from services.common.rpc.revocation import Revocations
 from services.common.tls import ServerTlsConfig, check_tls
+
+_LOG = logging.getLogger(__name__)
 
 
 class Server:
@@ -43,6 +46,8 @@ class Server:
         if self._files is not None:
             _check_own(self._files.current().identity, run_id=run_id)
         self._revoked = Revocations(Path(tls.revoked)) if tls.revoked else None
+        if self._files is not None and self._revoked is None:
+            _LOG.warning("tls.revoked is not set: certificates that the authority revokes go on working")
         gate = Gate(
             run_id=run_id,
             is_plaintext=tls.insecure,

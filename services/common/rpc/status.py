@@ -11,6 +11,7 @@ from heterorl.v1 import errors_pb2
 
 from services.common import errors
 from services.common.errors import HeterorlError, RemoteError
+from services.common.words import peer_seconds, peer_words
 
 _R = errors_pb2.ErrorReason
 
@@ -35,6 +36,7 @@ TABLE: dict[type[RemoteError], tuple[errors_pb2.ErrorReason.ValueType, grpc.Stat
     errors.PermissionDenied: (_R.ERROR_REASON_PERMISSION_DENIED, grpc.StatusCode.PERMISSION_DENIED),
     errors.Quarantined: (_R.ERROR_REASON_QUARANTINED, grpc.StatusCode.FAILED_PRECONDITION),
     errors.StoreFull: (_R.ERROR_REASON_STORE_FULL, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    errors.Busy: (_R.ERROR_REASON_BUSY, grpc.StatusCode.UNAVAILABLE),
 }
 _CLASS_OF = {reason: error for error, (reason, _) in TABLE.items()}
 
@@ -82,7 +84,9 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> HeterorlError | None:
             error_class = _CLASS_OF.get(detail.reason)
             if error_class is not None:
                 return error_class(
-                    error.details() or "", action=detail.action or None, retry_after_s=detail.retry_after_s
+                    peer_words(error.details() or ""),
+                    action=peer_words(detail.action) or None,
+                    retry_after_s=peer_seconds(detail.retry_after_s),
                 )
     if error.code() in RETRYABLE_CODES or (error.code() is grpc.StatusCode.INTERNAL and not from_peer):
         # Our server always says why. gRPC itself answers a bare INTERNAL when the connection ends under a call, as

@@ -32,7 +32,8 @@ class JsonlTask:
         evaluation_path: Path | None,
         evaluation_size: int,
         match: Literal["exact", "math_verify"],
-        verify_timeout_s: float,
+        timeout_s: float,
+        num_workers: int = 1,
     ) -> None:
         if evaluation_path is None:
             self._training, self._held_out = _split(path, _read("task.name", path), evaluation_size)
@@ -42,7 +43,8 @@ class JsonlTask:
             _refuse_overlap(path, self._training, evaluation_path, self._held_out)
         self.num_prompts = len(self._training)
         self.num_evaluation_prompts = len(self._held_out)
-        self._verifier = MathVerifier(timeout_s=verify_timeout_s) if match == "math_verify" else None
+        self._verifier = MathVerifier(timeout_s=timeout_s, num_workers=num_workers) if match == "math_verify" else None
+        self.num_workers = num_workers if self._verifier else 1
         self.digest: Digest = bytes_digest(json.dumps([match, self._training, self._held_out]).encode())
 
     def prompt(self, index: int) -> Prompt:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import math
-from collections.abc import Callable
+import difflib
+import logging
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
-from services.common.config import Config
-from services.common.errors import ConfigError, RewardError
+from services.common.config import DIRECTORY, Config
+from services.common.errors import ConfigError
 from services.common.tasks.arithmetic import ArithmeticTask
 from services.common.tasks.progression import ProgressionTask
-from services.common.tasks.task import Prompt, Task
-from services.common.types import Digest, RewardPart
-from services.common.wire import bytes_digest
+from services.common.tasks.task import Task
 
-Reward = Callable[[str, str, str], float | dict[str, float]]
+_LOG = logging.getLogger(__name__)
+_KINDS = ("arithmetic", "progression", "reasoning_gym:NAME", "jsonl:PATH")
 
 
 class TaskConfig(Config):
@@ -41,64 +38,26 @@ class TaskConfig(Config):
     """reasoning_gym: seed of the data set; the others: which pairs come first and which are held out."""
     match: Literal["exact", "math_verify"] = "exact"
     """jsonl: how an answer is compared."""
-    verify_timeout_s: float = Field(default=5.0, gt=0)
-    """math_verify: time for one comparison, seconds; a verifier that needs longer is killed."""
     reward: str = ""
-    """Dotted path `package.module:function` of your own reward: f(prompt, completion, answer) -> float or parts."""
+    """`package.module:function` of your own reward: f(prompt, completion, answer) -> float or named parts. It runs in
+    processes of its own; all files of its package, and those it imports of the same directory, must be equal on every
+    node, byte for byte."""
+    reward_path: str = ""
+    """Directory of the reward's package or module, taken from the configuration file's directory on; empty is that
+    directory itself. What is installed keeps its names."""
+    reward_timeout_s: float = Field(default=5.0, gt=0, le=3600)
+    """Own reward and math_verify: time for one completion, seconds. A process that needs longer is killed and replaced,
+    and the group is given up."""
+    reward_workers: int = Field(default=1, ge=1, le=64)
+    """Own reward and math_verify: processes, which score so many completions of a group at once."""
 
-
-class RewardedTask:
-    """A task with the user's own reward; implements Task."""
-
-    def __init__(self, task: Task, path: str) -> None:
-        self._task = task
-        self._reward = load_reward(path)
-        self.num_prompts = task.num_prompts
-        self.num_evaluation_prompts = task.num_evaluation_prompts
-        source = inspect.getsource(self._reward)
-        self.digest: Digest = bytes_digest(f"{task.digest}\n{path}\n{source}".encode())
-
-    def prompt(self, index: int) -> Prompt:
-        """The training prompt at a position."""
-        return self._task.prompt(index)
-
-    def evaluation_prompt(self, index: int) -> Prompt:
-        """The held-out prompt at a position."""
-        return self._task.evaluation_prompt(index)
-
-    def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        """The function's value, as named parts.
-
-        Raises:
-            RewardError: the function raised, or returned what is no number.
-        """
-        try:
-            value = self._reward(prompt.text, completion, prompt.answer)
-            parts = value if isinstance(value, dict) else {"reward": value}
-            scored = tuple(RewardPart(name=str(name), value=float(part)) for name, part in parts.items())
-        except Exception as error:
-            raise RewardError(f"the reward function failed on prompt {prompt.index}: {error!r}") from error
-        if not all(math.isfinite(part.value) for part in scored):
-            raise RewardError(f"the reward function returned a value that is not finite on prompt {prompt.index}")
-        return scored
-
-
-def load_reward(path: str) -> Reward:
-    """Import `package.module:function`.
-
-    Raises:
-        ConfigError: it cannot be imported or called.
-    """
-    module, _, name = path.partition(":")
-    try:
-        function: Reward = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            "task.reward", f"cannot import {path}: {error}", action="use package.module:function"
-        ) from error
-    if not callable(function):
-        raise ConfigError("task.reward", f"{path} is not a function")
-    return function
+    @field_validator("reward_path")
+    @classmethod
+    def _make_absolute(cls, value: str, info: ValidationInfo) -> str:
+        # Here, where the file is known: other processes are given the result.
+        if not info.data.get("reward"):
+            return value
+        return str(Path((info.context or {}).get(DIRECTORY, "")).absolute() / value)
 
 
 def build_task(config: TaskConfig) -> Task:
@@ -127,10 +86,22 @@ def build_task(config: TaskConfig) -> Task:
             evaluation_path=Path(config.evaluation_path) if config.evaluation_path else None,
             evaluation_size=config.evaluation_size,
             match=config.match,
-            verify_timeout_s=config.verify_timeout_s,
+            timeout_s=config.reward_timeout_s,
+            num_workers=config.reward_workers,
         )
     else:
-        raise ConfigError(
-            "task.name", f"{config.name} is not arithmetic, progression, reasoning_gym:NAME or jsonl:PATH"
-        )
-    return RewardedTask(task, config.reward) if config.reward else task
+        near = difflib.get_close_matches(kind, [known.partition(":")[0] for known in _KINDS], n=1)
+        hint = f"; did you mean {next(known for known in _KINDS if known.startswith(near[0]))}?" if near else ""
+        raise ConfigError("task.name", f"{config.name!r} is none of {', '.join(_KINDS)}{hint}")
+    if not config.reward:
+        return task
+    from services.common.tasks.own_reward import OwnReward, RewardedTask
+
+    reward = OwnReward(
+        config.reward,
+        directory=Path(config.reward_path),
+        timeout_s=config.reward_timeout_s,
+        num_workers=config.reward_workers,
+    )
+    _LOG.info("reward %s: %d files of %s", config.reward, reward.num_files, reward.place)
+    return RewardedTask(task, reward)

@@ -74,6 +74,12 @@ class Header:
         return self.from_root == NO_ROOT
 
 
+def max_file_bytes(chunks: Sequence[Chunk]) -> int:
+    """The largest file of these chunks: no chunk is coded in more bytes than it has, see `read_header`."""
+    fixed = _HEAD.size + _FIXED.size + _CHECKSUM.size
+    return fixed + len(chunks) * _RECORD.size + sum(chunk.num_bytes for chunk in chunks)
+
+
 def read_header(file: BinaryIO, *, layout_id: str, chunks: Sequence[Chunk]) -> Header:
     """Read the header and leave the file at the first chunk's bytes.
 

@@ -43,8 +43,8 @@ class TrainBackend(Protocol):
         """
         ...
 
-    def load_published(self, arena: Arena) -> None:
-        """Take published weights as masters and start the optimizer anew."""
+    def load_published(self, arena: Arena, *, keep_optimizer: bool = False) -> None:
+        """Take published weights as masters; start the optimizer anew unless it is to keep its moments and counts."""
         ...
 
     def save(self, directory: Path) -> None:

@@ -39,6 +39,7 @@ class Command:
     groups: Sequence[Group] = ()
     head_version: int = 0
     directory: Path = Path()
+    keep_optimizer: bool = False
 
 
 def command_to_bytes(command: Command) -> bytes:
@@ -48,6 +49,7 @@ def command_to_bytes(command: Command) -> bytes:
         "do": command.do.value,
         "head_version": command.head_version,
         "directory": str(command.directory),
+        "keep_optimizer": command.keep_optimizer,
         "sizes": [len(blob) for blob in blobs],
     }
     text = json.dumps(header).encode()
@@ -67,4 +69,5 @@ def command_from_bytes(data: bytes) -> Command:
         groups=tuple(groups),
         head_version=header["head_version"],
         directory=Path(header["directory"]),
+        keep_optimizer=header["keep_optimizer"],
     )

@@ -154,12 +154,15 @@ class DeepSpeedBackend:
         if problem is not None:
             raise problem
 
-    def load_published(self, arena: Arena) -> None:
-        """Take published weights as masters and start the optimizer anew: its moments belong to other weights."""
+    def load_published(self, arena: Arena, *, keep_optimizer: bool = False) -> None:
+        """Take published weights as masters and start the optimizer anew: its moments belong to other weights.
+
+        `keep_optimizer` where they do not, because these weights are a few steps away.
+        """
         if arena.layout.layout_id != self._layout.layout_id:
             raise StateMismatch("the model has other tensors than the weights", action="check model_dir")
-        self._tell(Command(do=Do.LOAD_PUBLISHED))
-        self._load_published(arena)
+        self._tell(Command(do=Do.LOAD_PUBLISHED, keep_optimizer=keep_optimizer))
+        self._load_published(arena, keep_optimizer=keep_optimizer)
 
     def save(self, directory: Path) -> None:
         """Write weights, optimizer, random state and counters as files; making them durable is the caller's."""
@@ -204,7 +207,7 @@ class DeepSpeedBackend:
             for _ in self._state.gather_all():
                 pass
         elif command.do is Do.LOAD_PUBLISHED:
-            self._load_published(None)
+            self._load_published(None, keep_optimizer=command.keep_optimizer)
         elif command.do is Do.SAVE:
             write_checkpoint_files(None, self._state, applied_steps=self._applied_steps)
         else:
@@ -234,7 +237,7 @@ class DeepSpeedBackend:
         self._engine.step()
         return not optimizer.overflow, float(optimizer._global_grad_norm)
 
-    def _load_published(self, arena: Arena | None) -> None:
+    def _load_published(self, arena: Arena | None, *, keep_optimizer: bool) -> None:
         for name in sorted(self._state.shapes):
             spec = self._layout.spec(name)
             dtype = tensors.TORCH_DTYPE[spec.dtype]
@@ -250,8 +253,9 @@ class DeepSpeedBackend:
                 .float()
                 for name in self._buffers
             }
-        self._state.reset(steps=0)
-        self._applied_steps = 0
+        if not keep_optimizer:
+            self._state.reset(steps=0)
+            self._applied_steps = 0
 
     def _restore(self, directory: Path) -> None:
         problem: CorruptStore | None = None

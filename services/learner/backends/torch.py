@@ -133,9 +133,14 @@ class TorchBackend:
         """Round the masters to the published type and write their bits; see TrainBackend."""
         tensors.store(self._model, arena, published=published, dead_band_ulp=self._config.dead_band_ulp)
 
-    def load_published(self, arena: Arena) -> None:
-        """Take published weights as masters and start the optimizer anew: its moments belong to other weights."""
+    def load_published(self, arena: Arena, *, keep_optimizer: bool = False) -> None:
+        """Take published weights as masters and start the optimizer anew: its moments belong to other weights.
+
+        `keep_optimizer` where they do not, because these weights are a few steps away.
+        """
         tensors.load(arena, self._model)
+        if keep_optimizer:
+            return
         self._optimizer = self._new_optimizer()
         self._applied_steps = 0
 

@@ -61,7 +61,7 @@ def source():
 
 
 def _fetcher(source, tmp_path, num_streams):
-    return Fetcher(api=source, spool=tmp_path, clock=ManualClock(), num_streams=num_streams)
+    return Fetcher(api=source, spool=tmp_path, clock=ManualClock(), num_streams=num_streams, max_bytes=1 << 40)
 
 
 @pytest.mark.parametrize("num_streams", [1, 2, 4])
@@ -201,7 +201,7 @@ async def test_link_is_measured_over_all_streams_of_a_fetch(tmp_path, num_stream
 
     source = Source()
     source.read_payload = read_payload
-    fetcher = Fetcher(api=source, spool=tmp_path, clock=clock, num_streams=num_streams)
+    fetcher = Fetcher(api=source, spool=tmp_path, clock=clock, num_streams=num_streams, max_bytes=1 << 40)
     assert fetcher.link.object_bytes == 0
     await fetcher.fetch(payload)
 

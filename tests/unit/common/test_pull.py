@@ -289,3 +289,64 @@ async def test_stream_that_is_longer_than_stated_is_refused_and_closed(world):
 
     assert len(closed) == 1, str(refused.value)
     assert list((tmp_path / "spool").iterdir()) == []
+
+
+def _bare(api, calls, *, page):
+    """A coordinator whose plans carry the target's manifest alone, and whose lists are `page` long."""
+
+    async def plan_pull(**wanted):
+        plan = await api._core.plan_pull(**wanted)
+        return dataclasses.replace(plan, manifests=plan.manifests[-1:])
+
+    async def list_manifests(*, first_version, last_version, flavour=""):
+        calls.append((first_version, last_version))
+        found = await api._core.list_manifests(first_version=first_version, last_version=last_version, flavour=flavour)
+        return found[:page]
+
+    api.plan_pull, api.list_manifests = plan_pull, list_manifests
+
+
+@pytest.mark.parametrize(("page", "expected"), [(100, [(1, 2)]), (1, [(1, 2), (1, 1)])])
+async def test_manifests_of_the_way_are_asked_for_in_pages(world, page, expected):
+    api, run, puller, _, _ = world
+    held = await puller.pull(held=None, want_version=0)
+    calls = []
+    _bare(api, calls, page=page)
+
+    pulled = await puller.pull(held=held, want_version=3)
+
+    assert pulled.arena.state_root() == run.roots[3]
+    assert calls == expected
+
+
+async def test_way_that_is_not_shown_ends_and_a_snapshot_is_tried(world):
+    api, run, puller, _, _ = world
+    held = await puller.pull(held=None, want_version=0)
+    _bare(api, [], page=0)
+
+    with pytest.raises(StateMismatch, match="does not show the manifest of version 2"):
+        await puller.pull(held=held, want_version=3)
+    api.list_manifests = api._core.list_manifests
+    assert (await puller.pull(held=held, want_version=3)).arena.state_root() == run.roots[3]
+
+
+async def test_manifests_that_descent_listed_are_not_asked_for_again(world):
+    api, run, puller, _, _ = world
+    held = await puller.pull(held=None, want_version=0)
+    calls = []
+    _bare(api, calls, page=100)
+
+    async def admit(_plan):
+        await puller.way.list(1, 2)
+
+    assert (await puller.pull(held=held, want_version=3, admit=admit)).arena.state_root() == run.roots[3]
+    assert calls == [(1, 2)]
+
+
+async def test_manifests_of_a_way_are_bounded(world, monkeypatch):
+    api, _, puller, _, _ = world
+    held = await puller.pull(held=None, want_version=0)
+    _bare(api, [], page=100)
+    monkeypatch.setattr("services.common.way.MAX_BYTES", 10)
+    with pytest.raises(LimitExceeded, match="manifests of"):
+        await puller.pull(held=held, want_version=3)

@@ -2,14 +2,16 @@
 
 import asyncio
 import errno
+import gc
 import os
+import re
 import threading
 
 import blake3
 import pytest
 
 from services.common import spool
-from services.common.errors import MalformedPayload, Unreachable
+from services.common.errors import DiskFull, MalformedPayload, Unreachable
 from services.common.fetch import STALL_S, Fetcher
 from services.common.spool import BATCH_BYTES, PieceWriter, RunningDigest
 from tests.support.clock import ManualClock
@@ -54,7 +56,7 @@ async def until(condition):
 
 
 def begin(source, tmp_path, clock=None):
-    fetcher = Fetcher(api=source, spool=tmp_path, clock=clock or ManualClock())
+    fetcher = Fetcher(api=source, spool=tmp_path, clock=clock or ManualClock(), max_bytes=1 << 40)
     return asyncio.create_task(fetcher.fetch(PAYLOAD))
 
 
@@ -129,14 +131,42 @@ async def test_long_fetch_is_made_durable_behind_the_writer(tmp_path, monkeypatc
 @pytest.mark.parametrize("call", ["_write_all", "fdatasync"])
 async def test_disk_that_refuses_ends_the_fetch(tmp_path, monkeypatch, call):
     def refuse(*_):
-        raise OSError(errno.ENOSPC, "full")
+        raise OSError(errno.ENOSPC, "no more blocks")
 
     monkeypatch.setattr(*((os, "fdatasync") if call == "fdatasync" else (spool, call)), refuse)
     monkeypatch.setattr(spool, "SYNC_BYTES", FRAME)
     source = Source()
-    with pytest.raises(OSError, match="full"):
+    with pytest.raises(DiskFull, match=re.escape(f"no space left under {tmp_path} (free space")):
         await begin(source, tmp_path)
     assert source.open_streams == 0
+
+
+@pytest.mark.parametrize("late", ["_write_all", "fdatasync"])
+async def test_failures_after_the_first_are_not_left_to_the_event_loop(tmp_path, monkeypatch, late):
+    """What nobody asks a future for is printed by asyncio with a traceback, long after it was told by its type."""
+    lost = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: lost.append(context["message"]))
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "no more blocks")
+
+    writer = PieceWriter(tmp_path / "piece")
+    writer._error = OSError(errno.ENOSPC, "an earlier one")
+    monkeypatch.setattr(*((os, "fdatasync") if late == "fdatasync" else (spool, late)), refuse)
+    monkeypatch.setattr(spool, "SYNC_BYTES", 1)
+    for _ in range(2):
+        with pytest.raises(OSError, match="earlier"):
+            await writer.put(bytes(10))
+    with pytest.raises(OSError, match="earlier"):
+        await writer.close(durable=True)
+    async with asyncio.timeout(20):
+        if writer._syncing is not None:
+            await asyncio.wait([writer._syncing])
+    del writer
+    gc.collect()
+    await asyncio.sleep(0)
+
+    assert lost == []
 
 
 async def test_cancelling_twice_leaves_no_thread_that_writes(tmp_path, disk):

@@ -15,6 +15,7 @@ from services.common.errors import RewardError, UnknownPayload, UnknownVersion
 from services.common.generation.hf import HfEngine
 from services.common.generation.seeded import group_key
 from services.common.lora import LoraConfig
+from services.common.tasks.own_reward import OwnReward, RewardedTask
 from services.common.types import DropReason, GroupId, QueuedGroup, RewardPart, VersionSpan
 from services.common.weights import tensors
 from services.common.weights.arena import Arena
@@ -140,6 +141,25 @@ async def test_verifier_that_fails_blames_nobody(site, honest, monkeypatch):
     finding = await examine(site, honest[0])
 
     assert (finding.reason, "timed out" in finding.problem) == (None, True)
+
+
+async def test_a_reward_that_hangs_delays_one_group_and_no_other(site, honest, tmp_path, caplog):
+    (tmp_path / "mine.py").write_text(
+        "import time\n"
+        "def score(prompt, completion, answer):\n"
+        f"    if prompt == {site.task.prompt(honest[0].prompt_index).text!r}:\n        time.sleep(1000)\n"
+        "    return float(completion.strip() == answer)\n"
+    )
+    reward = OwnReward("mine:score", directory=tmp_path, timeout_s=2.0)
+    examiner = examiner_of(site)
+    examiner.yardstick = dataclasses.replace(examiner.yardstick, task=RewardedTask(site.task, reward))
+
+    findings = [await examiner.examine(queued(group)) for group in (*honest, *[honest[0]] * 9)]
+
+    assert "no answer in 2 s" in findings[0].problem
+    assert findings[0].reason is None
+    assert [finding for finding in findings[1 : len(honest)] if finding.problem or finding.reason] == []
+    assert "NO REWARD for 8 groups in a row" in caplog.text
 
 
 @pytest.mark.parametrize("shift", [-0.1, 0.12])

@@ -77,6 +77,15 @@ def test_advantage_estimate_uses_the_weights_of_the_loss():
     assert gspo["advantage_estimate"] == pytest.approx(0.5 * (GSPO[0] - GSPO[1] + GSPO[2] - GSPO[3]) / 4, abs=1e-12)
 
 
+@pytest.mark.parametrize("config", [GspoConfig(), GspoConfig(advantage="mean")], ids=["std", "mean"])
+def test_what_is_measured_of_advantages_has_the_unit_of_the_reward(config):
+    # Divided by the deviation of (1, 0, 1, 0) the same weights would say 1 / 0.577 times as much.
+    extras = step_extras(_golden(config))
+
+    assert extras["advantage_estimate"] == pytest.approx(0.5 * (GSPO[0] - GSPO[1] + GSPO[2] - GSPO[3]) / 4, abs=1e-12)
+    assert extras["bias_gspo"] == pytest.approx(extras["advantage_estimate"] ** 2, abs=1e-12)
+
+
 @pytest.mark.parametrize("config", [GepoConfig(opsm_threshold=0.1), GrpoConfig(opsm_threshold=0.1)])
 def test_extras_do_not_depend_on_micro_batches(config):
     whole, parts = step_extras(_golden(config)), step_extras(_golden(config, parts=((3, 0), (2,), (1,))))

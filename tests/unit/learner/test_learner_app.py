@@ -14,6 +14,7 @@ from services.common.errors import (
     Unreachable,
 )
 from services.common.types import GroupId
+from services.learner.incarnation import read_incarnation
 from tests.support.learner_world import (
     INCARNATION,
     SITE,
@@ -282,8 +283,13 @@ async def test_learner_has_no_effect_when_its_epoch_is_over(coordinator, tmp_pat
     running = asyncio.create_task(learn(learner_config(tmp_path), coordinator, backend))
     await fill(coordinator, QUEUE)
     assert await asyncio.to_thread(entered.wait, 30)
-    # The same holder may take over at once, as a restarted process would.
-    grant = await coordinator.acquire_lease(holder="learner", contract=make_contract(), request_id="takeover")
+    # The same learner may take over at once, as a restarted process would.
+    grant = await coordinator.acquire_lease(
+        holder="learner",
+        contract=make_contract(),
+        request_id="takeover",
+        incarnation=read_incarnation(tmp_path / "learner"),
+    )
     proceed.set()
 
     with pytest.raises(StaleEpoch):

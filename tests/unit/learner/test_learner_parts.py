@@ -15,6 +15,8 @@ from services.common.errors import (
     LeaseHeld,
     QuotaExceeded,
     StaleEpoch,
+    StoreFull,
+    Unauthenticated,
     Unreachable,
 )
 from services.common.types import LeaseGrant
@@ -24,7 +26,7 @@ from services.learner.directory import hold_directory
 from services.learner.feed import feed
 from services.learner.inbox import Inbox
 from services.learner.lease import acquire
-from services.learner.patience import Patience, is_transient
+from services.learner.patience import REMIND_S, Patience, is_transient
 from services.learner.threads import in_thread
 from tests.support.learner_world import GROUP_SIZE, VOCAB, make_contract, make_group, queued
 
@@ -123,6 +125,43 @@ async def test_peers_own_delay_is_respected_up_to_the_cap():
 )
 def test_only_what_waiting_can_change_is_repeated(error, expected):
     assert is_transient(error) is expected
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (Unreachable("no answer in 30 s"), "the coordinator does not answer"),
+        (TimeoutError(), "the coordinator does not answer, going on: TimeoutError"),
+        (StoreFull("the coordinator's disk is full", retry_after_s=5.0), "the coordinator cannot write"),
+        (Draining("the coordinator is stopping"), "the coordinator takes no calls now"),
+        (LeaseHeld("other holds the lease for 9.9 s", retry_after_s=9.9), "waiting for the lease: other holds"),
+        (QuotaExceeded("too many calls", retry_after_s=1.0), "the coordinator is busy"),
+        (Unauthenticated("no certificate", retry_after_s=1.0), "the coordinator asks for a later call"),
+    ],
+)
+async def test_wait_is_called_what_it_is(caplog, error, said):
+    await patience().wait(error)
+
+    (record,) = caplog.records
+    assert record.getMessage().startswith(said)
+    assert ("does not answer" in record.getMessage()) is isinstance(error, Unreachable | TimeoutError)
+
+
+async def test_wait_is_said_again_when_it_is_for_something_else_or_after_a_while(caplog):
+    clock = NotingClock()
+    waiting = patience(clock)
+    full, silent = StoreFull("full", retry_after_s=5.0), Unreachable("gone")
+
+    for error in (full, full, silent, silent, full):
+        await waiting.wait(error)
+    assert [record.getMessage()[:27] for record in caplog.records] == [
+        "the coordinator cannot writ", "the coordinator does not an", "the coordinator cannot writ"
+    ]  # fmt: skip
+    clock.slept.append(REMIND_S)
+    await waiting.wait(full)
+    await waiting.wait(full)
+
+    assert len(caplog.records) == 4, "reminded once"
 
 
 async def test_insist_repeats_until_answered():
@@ -234,7 +273,7 @@ async def test_lease_is_waited_for_also_when_its_holder_names_no_end():
             grant = LeaseGrant(epoch=2, holder="a", ttl_s=9.0, head_version=-1)
             self.answers = [LeaseHeld("another holds it"), grant]
 
-        async def acquire_lease(self, *, holder, contract, request_id, flavours):
+        async def acquire_lease(self, *, holder, contract, request_id, **changes):
             answer = self.answers.pop(0)
             if isinstance(answer, Exception):
                 raise answer

@@ -28,10 +28,12 @@ from services.common.weights.payload import apply_payload
 from services.common.wire import manifest_from_bytes, manifest_to_bytes
 from services.learner.checkpoint import CheckpointStore
 from services.learner.encode import Position, encode_version
+from services.learner.fate import Action, decide
+from services.learner.incarnation import read_incarnation
 from services.learner.journal import Journal
 from services.learner.patience import Patience
 from services.learner.publish import Publisher
-from services.learner.resume import Action, Resumption, decide
+from services.learner.resume import Resumption
 from tests.support.learner_world import (
     LAYOUT,
     FragileApi,
@@ -77,7 +79,7 @@ class World:
         grant = await core.acquire_lease(holder="learner", contract=make_contract(), request_id=str(random.random()))
         return cls(core, directory, epoch=grant.epoch, **options)
 
-    async def resume(self):
+    async def resume(self, *, adopt_without_optimizer=False):
         resumption = Resumption(
             api=self.api,
             backend=self.backend,
@@ -88,6 +90,7 @@ class World:
             run_id="run",
             epoch=self.epoch,
             directory=self.directory / "payloads",
+            adopt_without_optimizer=adopt_without_optimizer,
         )
         self.step = await resumption.run()
         return self.step
@@ -358,7 +361,7 @@ async def test_learner_adopts_the_published_weights_when_it_has_no_checkpoint(co
 
     other = await World.open(coordinator, tmp_path / "elsewhere")
 
-    assert await other.resume() == 2
+    assert await other.resume(adopt_without_optimizer=True) == 2
     arena = await other.publisher.stage(other.backend)
     assert arena.state_root() == await head_root(coordinator)
     await other.advance()
@@ -399,7 +402,12 @@ async def test_refused_pending_checkpoint_gives_way_to_its_parent(coordinator, t
     with pytest.raises(Killed):
         await learn(config, FragileApi(coordinator, die_before=("publish_version", 2)))
     await filling
-    grant = await coordinator.acquire_lease(holder="learner", contract=make_contract(), request_id="between")
+    grant = await coordinator.acquire_lease(
+        holder="learner",
+        contract=make_contract(),
+        request_id="between",
+        incarnation=read_incarnation(config.state_dir),
+    )
     first = GroupId(site=SiteId("eu-1"), incarnation="b1946ac9", sequence=1)
     await coordinator.abandon_groups(epoch=grant.epoch, ids=[first], reason="test")
     backend = NumpyBackend()
@@ -434,7 +442,7 @@ async def test_checkpoint_is_not_used_when_it_restores_to_another_state(coordina
     again = await World.open(coordinator, tmp_path, backend=Forgetful())
 
     # No checkpoint restores to what it says: the published weights are the truth.
-    assert await again.resume() == 1
+    assert await again.resume(adopt_without_optimizer=True) == 1
     arena = await again.publisher.stage(again.backend)
     assert arena.state_root() == await head_root(coordinator)
 

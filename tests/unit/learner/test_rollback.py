@@ -271,9 +271,15 @@ async def test_superseded_learner_carries_out_nothing(core, tmp_path):
             return super().__getattr__(name)
 
         async def superseded(self, request):
+            from services.learner.incarnation import read_incarnation
             from tests.support.learner_world import make_contract
 
-            await core.acquire_lease(holder=config.holder, contract=make_contract(), request_id="other")
+            await core.acquire_lease(
+                holder=config.holder,
+                contract=make_contract(),
+                request_id="other",
+                incarnation=read_incarnation(config.state_dir),
+            )
             return await core.publish_version(request)
 
     with pytest.raises(StaleEpoch):

@@ -11,15 +11,21 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+import services
 from services.cli import app
 from services.common.clock import SystemClock
 from services.common.errors import CorruptStore, OperatorError
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core import Coordinator
 from services.demo import figures
-from services.report.files import read_run
+from services.demo.look import columns_of
+from services.learner.config import LearnerConfig
+from services.learner.run_file import write_run_file
+from services.report.files import InUse, read_run
+from services.report.live import ask_run
 from services.report.page import render
 from tests.support.run import REPORT, Run
+from tests.support.secure_run import SecureRun
 
 PNG = b"\x89PNG\r\n"
 
@@ -63,9 +69,12 @@ async def test_coordinators_files_alone_are_enough_and_stay_as_they_are(tmp_path
     assert {base64.b64decode(text) for text in inside} == set(pngs.values())
     assert page.count("<img") == len(inside)
     assert "href=" not in page
+    # A phone lays it out at its own width, and under each picture stands what to look for.
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
+    assert page.count('<p class="note">') == len(inside)
     # Nothing was evaluated, so nothing is called so.
     assert "<h2>Reward</h2>" in page
-    assert "<h2>Accuracy</h2>" not in page
+    assert "held-out accuracy</h2>" not in page
     assert "http" not in page
     assert {path: path.read_bytes() for path in (tmp_path / "data").rglob("*") if path.is_file()} == before
 
@@ -82,10 +91,9 @@ async def test_learners_journal_adds_what_only_it_knows(tmp_path):
 
     assert len(run.reports) == 5
     assert "1 steps had a loss or gradient that was not finite" in page
-    assert "0.200, 0.600 and" not in page
-    assert "0.200, 0.600, 0.600" in page
+    assert "<b>0.200 and 0.600</b><span>held-out accuracy, first and last; best 0.600" in page
     assert "every group accounted for" in page
-    assert "<h2>Accuracy</h2>" in page
+    assert "<h2>Reward and held-out accuracy</h2>" in page
 
 
 def test_learners_journal_alone_says_what_is_missing(tmp_path):
@@ -147,9 +155,72 @@ def test_running_coordinator_is_left_alone(tmp_path):
     command = [sys.executable, "-c", code, str(tmp_path / "data" / "coordinator.sqlite")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(OperatorError, match="in use"):
+        (tmp_path / "data" / "address").write_text("coord.example:50051\n")
+        with pytest.raises(OperatorError, match="in use.*heterorl report coord.example:50051"):
             read_run(tmp_path / "data")
+        said = CliRunner().invoke(app, ["report", str(tmp_path / "data")])
+        assert isinstance(said.exception, InUse)
         holder.stdin.close()
+
+
+async def test_run_that_is_going_on_is_asked_of_its_coordinator(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    journal(tmp_path / "learner")
+    async with SecureRun(tmp_path) as secure:
+        with pytest.raises(OperatorError, match="took no step"):
+            await ask_run(secure.operator, address=secure.address)
+        await secure.run.publish()
+        node = secure.certificates.node("operator", "eu-1")
+        arguments = ["report", secure.address, "--credentials", str(node), "--out", "live.html"]
+        result = await asyncio.to_thread(CliRunner().invoke, app, arguments)
+        run = await ask_run(secure.operator, address=secure.address)
+        whole = await ask_run(secure.operator, address=secure.address, journal=tmp_path / "learner")
+
+    assert result.exit_code == 0, result.exception
+    page = (tmp_path / "live.html").read_text()
+    assert "Run run" in page
+    assert "The run was going on when this page was written." in page
+    assert (run.run_id, [report.step for report in run.reports], run.is_live) == ("run", [1], True)
+    assert [site.site for site in run.sites] == ["eu-1"]
+    # The learner's journal beside it knows more.
+    assert (len(whole.reports), len(whole.versions)) == (4, 5)
+
+
+def test_runs_are_found_several_directories_deep_and_not_for_ever(tmp_path):
+    deep = tmp_path / "runs" / "2026" / "may"
+    deep.mkdir(parents=True)
+    journal(deep / "learner")
+    assert len(read_run(tmp_path).reports) == 4
+    far = tmp_path / "far"
+    (far / "a" / "b" / "c" / "d").mkdir(parents=True)
+    journal(far / "a" / "b" / "c" / "d" / "e")
+    (far / "loop").symlink_to(tmp_path)
+    with pytest.raises(OperatorError, match="is no run's"):
+        read_run(far)
+
+
+def test_page_names_what_was_run(tmp_path):
+    journal(tmp_path / "learner")
+    config = LearnerConfig(model_dir="/models/[small]", state_dir=tmp_path / "learner", max_steps=77)
+    without, _ = render(read_run(tmp_path))
+    write_run_file(config)
+
+    page, _ = render(read_run(tmp_path))
+
+    assert "model, task and settings are not known" in without
+    assert "model, task and settings are not known" not in page
+    for name, value in (
+        ("model", "/models/[small]"), ("task", "arithmetic"), ("loss", "gepo"), ("group size, answers", "8"),
+        ("steps wanted", "77"), ("learner&#39;s heterorl", services.__version__),
+    ):  # fmt: skip
+        assert f"<span>{name}</span>{value}</div>" in page
+    assert "<span>configuration</span>" in page
+    assert "&#34;holder&#34;: &#34;learner&#34;" in page
+
+
+@pytest.mark.parametrize("count", range(5, 15))
+def test_no_card_stands_alone_in_the_last_row(count):
+    assert count % columns_of(count) != 1
 
 
 async def test_command_writes_one_file_and_the_pictures_on_demand(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from services.common.bell import Bell
-from services.common.errors import InvalidRequest, Unreachable
+from services.common.errors import DiskFull, InvalidRequest, Unreachable
 from services.common.types import DropReason, PushOutcome, PushStatus
 from services.sampler.delivery import Delivery, settle
 from services.sampler.outbox import Outbox
@@ -122,3 +122,77 @@ def _work(count):
     from services.common.types import WorkAssignment
 
     return [WorkAssignment(id=number, prompt_index=number, seed=1, lease_s=1.0) for number in range(count)]
+
+
+async def test_outcomes_that_came_before_the_link_broke_count(outbox):
+    class Breaking(Coordinator):
+        async def push_groups(self, groups):
+            return (await super().push_groups(groups))[:1]
+
+    api = Breaking(SleepingClock())
+    await delivered(outbox, api, api.clock, until=lambda: not outbox.level().num_groups)
+
+    assert [[group_id.sequence for group_id in ids] for ids in api.pushed] == [[1, 2, 3], [2, 3], [3]]
+    assert api.clock.slept == [], "each call made progress"
+
+
+async def test_outcome_of_another_group_settles_nothing(outbox):
+    class Confused(Coordinator):
+        async def push_groups(self, groups):
+            return list(reversed(await super().push_groups(groups)))
+
+    api = Confused(SleepingClock())
+    await delivered(outbox, api, api.clock, until=lambda: api.clock.now > 60)
+
+    # Of three groups the middle one keeps its place; then of two none does.
+    assert [group_id.sequence for group_id in api.pushed[-1]] == [1, 3]
+
+
+async def test_disk_that_is_full_when_groups_are_forgotten_repeats_the_push(outbox, monkeypatch, caplog):
+    api = Coordinator(SleepingClock())
+    real, failures = outbox.delete, [DiskFull("/state")] * 3
+
+    def delete(*args, **options):
+        if failures:
+            raise failures.pop()
+        return real(*args, **options)
+
+    monkeypatch.setattr(outbox, "delete", delete)
+    await delivered(outbox, api, api.clock, until=lambda: not outbox.level().num_groups)
+
+    assert len(api.pushed) == 4
+    assert "no space left under /state" in caplog.text
+
+
+async def test_clock_that_is_set_back_holds_no_group(outbox):
+    class Stepping(SleepingClock):
+        wall_now = 2_000_000_000.0
+
+        def wall(self):
+            return self.wall_now
+
+    clock = Stepping()
+    delivery = Delivery(api=Coordinator(clock), outbox=outbox, clock=clock, bell=Bell(), rng=random.Random(0))
+    outbox._write("UPDATE groups SET release = ?", [(clock.wall(),)])
+    clock.wall_now -= 210_000_000.0
+    loop = asyncio.create_task(delivery.deliver())
+    async with asyncio.timeout(20):
+        while delivery.num_delivered < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    loop.cancel()
+    await asyncio.wait([loop])
+
+    assert delivery.num_delivered == 3
+
+
+def test_words_of_the_coordinator_are_one_line(caplog, tmp_path):
+    run = Run(None, tmp_path)
+    ids = [run.group(work, version=0).id for work in _work(2)]
+    text = "no\n2026-01-01 00:00:00,000 CRITICAL services: the store failed\x1b[2J" + "x" * 10_000
+    settle([PushOutcome(id=i, status=PushStatus.DROPPED, reason=DropReason.INVALID, message=text) for i in ids])
+
+    (record,) = caplog.records
+    assert record.getMessage().startswith("2 of 2 groups were not taken (invalid), the first is group 1: no 2026")
+    assert "\n" not in record.getMessage()
+    assert "\x1b" not in record.getMessage()
+    assert len(record.getMessage()) < 500

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.common.errors import ConfigError, CorruptStore, DiskFull
+from services.common.errors import ConfigError, CorruptStore, DiskFull, MalformedPayload
 from services.common.types import GroupId, SiteId, VersionSpan, WorkAssignment
 from services.common.wire import group_to_bytes
 from services.sampler.outbox import Outbox
@@ -78,11 +78,170 @@ def test_outbox_refuses_holes_and_leaves_itself_whole(tmp_path):
     outbox.close()
 
 
-def test_damaged_outbox_is_refused_with_advice(tmp_path):
+def test_damaged_file_is_set_aside_and_a_new_one_begins(tmp_path, caplog):
     (tmp_path / "outbox.sqlite").write_bytes(b"this is no database at all " * 100)
 
-    with pytest.raises(CorruptStore, match="move it away"):
+    outbox = Outbox(tmp_path)
+    outbox.put(spooled_groups(outbox, 1, tmp_path), release=[0.0])
+    outbox.close()
+
+    (kept,) = (tmp_path / "set-aside").iterdir()
+    assert kept.read_bytes().startswith(b"this is no database")
+    assert "THE OUTBOX IS DAMAGED" in caplog.text
+    assert str(kept) in caplog.text
+
+
+def test_page_that_contradicts_others_is_found_at_the_start(tmp_path, caplog):
+    outbox = Outbox(tmp_path)
+    long = spooled_groups(outbox, 1, tmp_path, prompt_token_ids=np.arange(20_000, dtype=np.int32))
+    outbox.put(long, release=[0.0])
+    outbox.close()
+    data = bytearray((tmp_path / "outbox.sqlite").read_bytes())
+    data[4096:8192] = b"\xff" * 4096
+    (tmp_path / "outbox.sqlite").write_bytes(data)
+
+    Outbox(tmp_path).close()
+
+    assert "THE OUTBOX IS DAMAGED" in caplog.text
+    assert len(list((tmp_path / "set-aside").iterdir())) == 1
+
+
+@pytest.mark.parametrize("code", [sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL])
+def test_file_that_cannot_be_opened_for_want_of_something_stays_where_it_is(tmp_path, monkeypatch, code):
+    """Out of descriptors, of rights or of space is no damage."""
+    Outbox(tmp_path).close()
+
+    def refuse(*_args, **_options):
+        error = sqlite3.OperationalError("unable to open database file")
+        error.sqlite_errorcode = code
+        raise error
+
+    monkeypatch.setattr(sqlite3, "connect", refuse)
+    with pytest.raises((ConfigError, CorruptStore, DiskFull), match=r"check|free space"):
         Outbox(tmp_path)
+
+    assert (tmp_path / "outbox.sqlite").exists()
+    assert not (tmp_path / "set-aside").exists()
+
+
+def _flip(directory, change, *, sequence=1):
+    database = sqlite3.connect(directory / "outbox.sqlite")
+    (data,) = database.execute("SELECT payload FROM groups WHERE sequence = ?", (sequence,)).fetchone()
+    database.execute("UPDATE groups SET payload = ? WHERE sequence = ?", (change(bytearray(data)), sequence))
+    database.commit()
+    database.close()
+
+
+def _flip_logprob(data):
+    data[bytes(data).index(np.float32(-0.25).tobytes()) + 3] ^= 1
+    return bytes(data)
+
+
+def _flip_framing(data):
+    data[1] ^= 0x7F
+    return bytes(data)
+
+
+@pytest.mark.parametrize("change", [_flip_logprob, _flip_framing, lambda data: bytes(data[:-1]), lambda data: b""])
+def test_group_that_changed_on_disk_is_replaced_by_an_empty_one_of_its_id(tmp_path, caplog, change):
+    outbox = Outbox(tmp_path, site="s")
+    made = spooled_groups(outbox, 2, tmp_path)
+    outbox.put(made, release=[0.0, 0.0])
+    outbox.close()
+    _flip(tmp_path, change)
+
+    again = Outbox(tmp_path, site="s")
+    for _ in range(2):
+        (empty, whole), _ = again.due(0.0, limit=9, max_bytes=1 << 30)
+        assert (empty.id, empty.rollouts) == (made[0].id, ())
+        assert group_to_bytes(whole) == group_to_bytes(made[1])
+
+    # Said once, kept for a person, and gone with the outcome of the empty one.
+    assert caplog.text.count("GROUP 1 OF THE OUTBOX IS DAMAGED") == 1
+    (kept,) = again._connection.execute("SELECT payload FROM set_aside WHERE sequence = 1").fetchone()
+    assert kept == change(bytearray(group_to_bytes(made[0])))
+    again.delete([1, 2])
+    assert again.level().num_groups == 0
+    again.close()
+
+
+def test_row_under_another_sequence_is_noticed(tmp_path):
+    outbox = Outbox(tmp_path)
+    outbox.put(spooled_groups(outbox, 1, tmp_path), release=[0.0])
+    outbox._connection.execute("UPDATE groups SET sequence = 7")
+
+    ((group,), _) = outbox.due(0.0, limit=9, max_bytes=1 << 30)
+    assert (group.id.sequence, group.rollouts) == (7, ())
+    outbox.close()
+
+
+def test_groups_of_an_earlier_program_are_delivered(tmp_path):
+    outbox = Outbox(tmp_path)
+    made = spooled_groups(outbox, 2, tmp_path)
+    outbox.put(made, release=[0.0, 0.0])
+    outbox._connection.execute("DROP TABLE set_aside")
+    outbox._connection.execute("ALTER TABLE groups DROP COLUMN checksum")
+    outbox.close()
+
+    again = Outbox(tmp_path, site="s")
+    due, _ = again.due(0.0, limit=9, max_bytes=1 << 30)
+    assert [group_to_bytes(group) for group in due] == [group_to_bytes(group) for group in made]
+    again.close()
+    assert not (tmp_path / "set-aside").exists()
+
+
+@pytest.mark.parametrize("knows_site", [True, False])
+def test_groups_of_another_site_are_kept_apart_and_the_new_site_begins(tmp_path, caplog, knows_site):
+    outbox = Outbox(tmp_path, site="s")
+    outbox.put(spooled_groups(outbox, 3, tmp_path), release=[0.0] * 3)
+    if not knows_site:
+        outbox._connection.execute("DELETE FROM meta WHERE key = 'site'")
+    incarnation = outbox.incarnation
+    outbox.close()
+
+    renamed = Outbox(tmp_path, site="t")
+
+    # Sequences are counted for a name and an incarnation: another name begins both anew.
+    assert renamed.incarnation != incarnation
+    assert (renamed.next_sequence, renamed.level().num_groups) == (1, 0)
+    assert "3 GROUPS OF SITE s" in caplog.text
+    assert 'site = "s"' in caplog.text
+    renamed.close()
+    (kept,) = (tmp_path / "set-aside").iterdir()
+    # As the message says: the old name delivers them.
+    (tmp_path / "old").mkdir()
+    kept.rename(tmp_path / "old" / "outbox.sqlite")
+    old = Outbox(tmp_path / "old", site="s")
+    assert (old.incarnation, len(old.due(0.0, limit=9, max_bytes=1 << 30)[0])) == (incarnation, 3)
+    old.close()
+
+
+def test_name_of_a_site_in_a_file_is_never_a_path(tmp_path):
+    outbox = Outbox(tmp_path / "spool", site="s")
+    outbox._connection.execute("UPDATE meta SET value = '../../x' WHERE key = 'site'")
+    outbox.close()
+    Outbox(tmp_path / "spool", site="t").close()
+
+    assert {path.name for path in tmp_path.iterdir()} == {"spool"}
+    assert len(list((tmp_path / "spool" / "set-aside").iterdir())) == 1
+
+
+def test_sequence_beyond_any_run_is_refused(tmp_path):
+    outbox = Outbox(tmp_path)
+    with pytest.raises(MalformedPayload, match="distrust"):
+        outbox.skip_to(2**63)
+    assert outbox.next_sequence == 1
+    outbox.close()
+
+
+def test_nothing_is_held_beyond_what_is_asked(tmp_path):
+    outbox = Outbox(tmp_path)
+    outbox.put(spooled_groups(outbox, 3, tmp_path), release=[5.0, 2e9, 50.0])
+    outbox.release_by(20.0)
+
+    assert [group.id.sequence for group in outbox.due(10.0, limit=9, max_bytes=1 << 30)[0]] == [1]
+    assert len(outbox.due(20.0, limit=9, max_bytes=1 << 30)[0]) == 3
+    outbox.close()
 
 
 def test_spool_is_durable_before_its_first_group(tmp_path, monkeypatch):
@@ -102,7 +261,7 @@ def test_spool_is_durable_before_its_first_group(tmp_path, monkeypatch):
 def test_failed_write_leaves_the_spool_usable(tmp_path):
     outbox = Outbox(tmp_path / "spool")
     made = spooled_groups(outbox, 2, tmp_path)
-    outbox._connection.execute("INSERT INTO groups VALUES (2, 0.0, 0, x'')")
+    outbox._connection.execute("INSERT INTO groups VALUES (2, 0.0, 0, x'', NULL)")
     with pytest.raises(sqlite3.IntegrityError):
         outbox.put(made, release=[0.0, 0.0])
     outbox.delete([2])

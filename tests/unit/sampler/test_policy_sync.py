@@ -1,8 +1,11 @@
 """Weights are kept where the delay model says, whatever the link does."""
 
+import errno
+
 import pytest
 
 from services.common.errors import ContractMismatch, InvalidRequest, MalformedPayload, UnknownVersion, Unreachable
+from services.sampler.policy_sync import MAX_SKIPPED
 from tests.support.sampler_world import World
 
 
@@ -129,3 +132,52 @@ async def test_age_of_a_policy_is_counted_from_its_publication(world):
     world.clock.advance(5.0)
     assert world.sampler.policy.age_s(0) == pytest.approx(age_s + world.clock.monotonic() - started)
     assert world.sampler.policy.age_s(7) is None
+
+
+async def test_head_that_is_only_said_is_not_walked_to_without_a_wait(world):
+    """A coordinator that names a head beyond all versions and knows none of them would be asked without an end."""
+    await world.run.publish()
+    world.start()
+    await world.until(lambda: world.engine.version == 0)
+    asked = []
+
+    async def plan_pull(**wanted):
+        asked.append(wanted["want_version"])
+        raise UnknownVersion("what is that?")
+
+    world.link.replaced["plan_pull"] = plan_pull
+    policy = world.sampler.policy
+    policy.head_version = 2**62
+    delays = [await policy._stage(1) for _ in range(2)]
+
+    # Each attempt ends, waits, and goes on behind what is missing: a long way of abandoned versions has an end.
+    assert asked == list(range(1, 1 + 2 * MAX_SKIPPED))
+    assert min(delays) > 0
+    del world.link.replaced["plan_pull"]
+    policy.head_version = 0
+    await world.run.publish()
+    await world.until(lambda: world.engine.version == 1)
+
+
+async def test_full_disk_under_the_weights_is_said_once_and_tried_again_soon(world, caplog):
+    caplog.set_level("INFO")
+    await world.run.publish()
+
+    async def read_payload(**wanted):
+        raise OSError(errno.ENOSPC, "No space left on device")
+        yield b""
+
+    world.link.replaced["read_payload"] = read_payload
+    world.start()
+    await world.passed(300.0, step_s=1.0)
+
+    assert caplog.text.count("VERSION 0 CANNOT BE STORED") == 1
+    assert "no space left under" in world.sampler.policy.problem
+    (status,) = (await world.core.get_status()).sites
+    assert status.problem.startswith("no space left under")
+    # At most 15 s apart, however long the disk was full: not the minutes of weights that are damaged.
+    assert world.link.calls["read_payload"] >= 20
+    del world.link.replaced["read_payload"]
+    await world.until(lambda: world.engine.version == 0)
+    assert world.sampler.policy.problem == ""
+    assert "the disk has room again: version 0 is here" in caplog.text

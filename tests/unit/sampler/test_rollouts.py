@@ -1,5 +1,7 @@
 """Groups from assignments: real engine and tokenizer, a task whose answers the test knows."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from services.common.clock import SystemClock
 from services.common.errors import RewardError
 from services.common.generation.hf import HfEngine
 from services.common.prompts import Prompter
+from services.common.tasks.registry import TaskConfig, build_task
 from services.common.tasks.task import Prompt
 from services.common.types import (
     Digest,
@@ -115,6 +118,33 @@ def test_broken_verifier_gives_no_group_and_leaves_no_hole_in_the_sequences(part
 
     assert batch.failed == (100 + BROKEN,)
     assert [(group.id.sequence, group.prompt_index) for group in batch.groups] == [(9, 3), (10, 7)]
+
+
+def test_a_reward_that_hangs_costs_its_own_group_only(parts, tmp_path, caplog):
+    # Hangs on every completion of one prompt, crashes on those of another.
+    (tmp_path / "mine.py").write_text(
+        "import os, time\n"
+        "def score(prompt, completion, answer):\n"
+        "    if prompt == HANGS:\n        time.sleep(1000)\n"
+        "    if prompt == CRASHES:\n        os._exit(1)\n"
+        "    return float(len(completion))\n"
+    )
+    plain = build_task(TaskConfig(digits=1))
+    source = (tmp_path / "mine.py").read_text()
+    for name, index in (("HANGS", 2), ("CRASHES", 4)):
+        source = source.replace(name, repr(plain.prompt(index).text))
+    (tmp_path / "mine.py").write_text(source)
+    task = build_task(TaskConfig(digits=1, reward="mine:score", reward_path=str(tmp_path), reward_timeout_s=2.0))
+    maker = dataclasses.replace(maker_of(parts), task=task)
+
+    batch = maker.make(work(1, 2, 3, 4, 5), state_roots={5: ROOT}, first_sequence=1)
+
+    assert batch.failed == (102, 104)
+    assert [group.prompt_index for group in batch.groups] == [1, 3, 5]
+    assert "assignment 102 gives no group: the reward function failed on prompt 2: no answer in 2 s" in caplog.text
+    for number in range(3):
+        maker.make(work(4, 4, 4, 4), state_roots={5: ROOT}, first_sequence=10 * number)
+    assert "NO REWARD for 8 groups in a row" in caplog.text
 
 
 def test_group_is_the_same_whatever_shares_its_batch(parts):

@@ -5,10 +5,17 @@ import dataclasses
 import numpy as np
 import pytest
 
-from services.common.api import Command, HeadUpdate
+from services.common.api import Command, HeadUpdate, WorkGrant
 from services.common.canary import ScoredText
-from services.common.errors import ContractMismatch, DiskFull, InvalidRequest, NotRegistered, Unreachable
-from services.common.types import PushOutcome, PushStatus
+from services.common.errors import (
+    ContractMismatch,
+    CorruptStore,
+    DiskFull,
+    InvalidRequest,
+    NotRegistered,
+    Unreachable,
+)
+from services.common.types import PushOutcome, PushStatus, WorkAssignment
 from services.sampler.record import RunReplaced
 from tests.support.run import CONTRACT
 from tests.support.sampler_world import World
@@ -342,11 +349,133 @@ async def test_error_of_a_loop_ends_all_of_them_with_itself(world):
     await generating(world)
 
     def put(groups, *, release):
-        raise DiskFull("state_dir")
+        raise CorruptStore("state_dir")
 
     world.outbox.put = put
-    with pytest.raises(DiskFull, match="free space"):
+    with pytest.raises(CorruptStore, match="backup"):
         await world.end()
+
+
+async def test_full_disk_pauses_generation_which_goes_on_by_itself(world, caplog):
+    caplog.set_level("INFO")
+    await generating(world)
+    real, is_full = world.outbox.put, True
+
+    def put(groups, *, release):
+        if is_full:
+            raise DiskFull("/site/state")
+        real(groups, release=release)
+
+    world.outbox.put = put
+    await world.until(lambda: bool(world.sampler.session.problem))
+    num_batches, acked = world.engine.num_batches, await world.ledger_acked()
+    await world.passed(120.0, step_s=1.0)
+
+    # Alive, idle, and it says why, once.
+    assert world.engine.num_batches == num_batches
+    assert world.sampler.session.problem.startswith("no space left under /site/state")
+    (status,) = (await world.core.get_status()).sites
+    assert status.problem == world.sampler.session.problem
+    assert caplog.text.count("GENERATION PAUSES, 2 groups wait in memory: no space left under /site/state") == 1
+    waiting = world.sampler.generation.spooling.num_waiting
+    is_full = False
+    await world.until(lambda: world.engine.num_batches > num_batches)
+
+    assert world.sampler.session.problem == ""
+    assert "the disk has room again: 2 groups are spooled" in caplog.text
+    await world.until_acknowledged(acked + waiting)
+
+
+async def test_full_disk_does_not_hold_a_stop(world, caplog):
+    caplog.set_level("INFO")
+    await generating(world)
+
+    def put(groups, *, release):
+        raise DiskFull("/site/state")
+
+    world.outbox.put = put
+    await world.until(lambda: bool(world.sampler.session.problem))
+    world.stop.set()
+    await world.end()
+
+    assert "2 groups are lost, there was no room to spool them" in caplog.text
+
+
+async def test_sampler_says_what_it_does(world, caplog):
+    caplog.set_level("INFO")
+    await generating(world)
+    await world.run.publish()
+    await world.passed(200.0, step_s=1.0)
+    world.stop.set()
+    await world.end()
+
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("services.sampler")]
+    work = [line for line in lines if "tokens/s" in line]
+    # At most one a minute, whatever the number of batches.
+    assert 2 <= len(work) <= 4
+    assert "mean reward 1.000; version 1, 0 behind the head; outbox" in work[-1]
+    taken = [line for line in lines if "is used" in line]
+    assert [line.split()[1] for line in taken] == ["0", "1"]
+    assert "B in" in taken[0]
+    assert lines[-1].startswith("stopped: ")
+    assert "groups delivered since the start, 0 not taken" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    "grant",
+    [
+        {"prompt_index": CONTRACT.num_prompts},
+        {"prompt_index": -1},
+        {"prompt_index": 2**63 - 1},
+        {"seed": 2**64 - 1, "prompt_index": 2**62},
+    ],
+)
+async def test_work_that_is_none_is_not_done(world, grant):
+    """A prompt that the task does not have would end the process with an IndexError."""
+
+    async def lease_work(**wanted):
+        return WorkGrant(
+            assignments=(WorkAssignment(**{"id": 1, "prompt_index": 0, "seed": 1, "lease_s": 9.0, **grant}),),
+            reason="", retry_after_s=0.0,
+        )  # fmt: skip
+
+    world.link.replaced["lease_work"] = lease_work
+    await world.run.publish()
+    world.start()
+    await world.until(lambda: world.link.calls["lease_work"] > 3)
+
+    assert world.engine.num_batches == 0
+    assert not world.is_ended
+
+
+async def test_more_work_than_was_asked_for_is_left(world):
+    async def lease_work(**wanted):
+        grant = await world.core.lease_work(**{**wanted, "max_groups": 9})
+        return dataclasses.replace(grant, assignments=grant.assignments)
+
+    world.link.replaced["lease_work"] = lease_work
+    made = []
+    await world.run.publish()
+    world.start()
+    real = world.engine.generate
+    world.engine.generate = lambda prompts, **options: made.append(len(prompts)) or real(prompts, **options)
+    await world.until(lambda: world.engine.num_batches > 3)
+
+    assert set(made) == {2}
+
+
+@pytest.mark.parametrize("next_sequence", [2**63, 2**64 - 1])
+async def test_sequence_that_no_run_reaches_does_not_spoil_the_outbox(world, next_sequence):
+    async def register(registration):
+        answer = await world.core.register(registration)
+        return dataclasses.replace(answer, next_sequence=next_sequence)
+
+    world.link.replaced["register"] = register
+    world.start()
+    await world.until(lambda: world.link.calls["register"] > 3)
+
+    assert world.outbox.next_sequence == 1
+    assert not world.is_ended
 
 
 async def test_head_that_went_back_while_the_sampler_ran_ends_it(world):

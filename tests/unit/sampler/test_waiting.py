@@ -13,6 +13,7 @@ from services.common.errors import (
     Unauthenticated,
     Unreachable,
 )
+from services.common.words import peer_seconds
 from services.sampler.waiting import Patience, ring_or_time
 from tests.support.clock import ManualClock
 
@@ -69,3 +70,12 @@ def test_refusal_that_no_repetition_changes_is_not_waited_for(error):
 
 def test_an_expired_certificate_is_waited_for_because_a_new_one_may_come():
     assert Patience(rng=random.Random(0)).after(Unauthenticated("expired", retry_after_s=5.0)) >= 5.0
+
+
+@pytest.mark.parametrize(
+    ("asked", "waited"),
+    [(3.0, 3.0), (1e18, 600.0), (float("inf"), 0.0), (float("nan"), 0.0), (-5.0, 0.0), (0.0, 0.0)],
+)
+def test_wait_that_a_peer_asks_for_has_an_end(asked, waited):
+    assert peer_seconds(asked) == waited
+    assert waited <= Patience(rng=random.Random(0)).delay_s(asked_s=asked) <= waited + 1.0

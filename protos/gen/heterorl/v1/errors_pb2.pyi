@@ -65,6 +65,8 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """The identity is known and may not do this."""
     ERROR_REASON_QUARANTINED: _ErrorReason.ValueType  # 20
     """The site's canary contradicts the learner's."""
+    ERROR_REASON_BUSY: _ErrorReason.ValueType  # 21
+    """The coordinator is out of something, or its disk does not answer, for now."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """ErrorReason is the closed set of typed refusals; each names the caller's next move in ErrorDetail.action."""
@@ -111,6 +113,8 @@ ERROR_REASON_PERMISSION_DENIED: ErrorReason.ValueType  # 19
 """The identity is known and may not do this."""
 ERROR_REASON_QUARANTINED: ErrorReason.ValueType  # 20
 """The site's canary contradicts the learner's."""
+ERROR_REASON_BUSY: ErrorReason.ValueType  # 21
+"""The coordinator is out of something, or its disk does not answer, for now."""
 Global___ErrorReason: typing_extensions.TypeAlias = ErrorReason
 
 @typing.final

@@ -206,10 +206,18 @@ class AcquireLeaseRequest(google.protobuf.message.Message):
     HOLDER_FIELD_NUMBER: builtins.int
     CONTRACT_FIELD_NUMBER: builtins.int
     FLAVOURS_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    GROUPS_PER_VERSION_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Idempotency key: the same id gives the same epoch while it is current."""
     holder: builtins.str
     """Name of the learner."""
+    incarnation: builtins.str
+    """State directory of the learner, as a random name that lies in it: only the same one comes back before the end of a
+    lease; at most 64 characters, empty for learners of earlier programs.
+    """
+    groups_per_version: builtins.int
+    """Groups that the learner trains on for one version; 0 where it does not say."""
     @property
     def contract(self) -> heterorl.v1.common_pb2.Contract:
         """What the learner runs with."""
@@ -225,9 +233,11 @@ class AcquireLeaseRequest(google.protobuf.message.Message):
         holder: builtins.str = ...,
         contract: heterorl.v1.common_pb2.Contract | None = ...,
         flavours: collections.abc.Iterable[builtins.str] | None = ...,
+        incarnation: builtins.str = ...,
+        groups_per_version: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["contract", b"contract"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["contract", b"contract", "flavours", b"flavours", "holder", b"holder", "request_id", b"request_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["contract", b"contract", "flavours", b"flavours", "groups_per_version", b"groups_per_version", "holder", b"holder", "incarnation", b"incarnation", "request_id", b"request_id"]) -> None: ...
 
 Global___AcquireLeaseRequest: typing_extensions.TypeAlias = AcquireLeaseRequest
 
@@ -241,6 +251,7 @@ class AcquireLeaseResponse(google.protobuf.message.Message):
     TTL_S_FIELD_NUMBER: builtins.int
     HEAD_VERSION_FIELD_NUMBER: builtins.int
     HOLDER_FIELD_NUMBER: builtins.int
+    MAX_STALENESS_VERSIONS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Epoch to name in every effect."""
     ttl_s: builtins.float
@@ -249,6 +260,8 @@ class AcquireLeaseResponse(google.protobuf.message.Message):
     """Newest version; -1 when there is none."""
     holder: builtins.str
     """Holder as recorded."""
+    max_staleness_versions: builtins.int
+    """Versions between a group's oldest token and the parent of the version that consumes it, at most."""
     def __init__(
         self,
         *,
@@ -256,8 +269,11 @@ class AcquireLeaseResponse(google.protobuf.message.Message):
         ttl_s: builtins.float = ...,
         head_version: builtins.int = ...,
         holder: builtins.str = ...,
+        max_staleness_versions: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "head_version", b"head_version", "holder", b"holder", "ttl_s", b"ttl_s"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_max_staleness_versions", b"_max_staleness_versions", "max_staleness_versions", b"max_staleness_versions"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_max_staleness_versions", b"_max_staleness_versions", "epoch", b"epoch", "head_version", b"head_version", "holder", b"holder", "max_staleness_versions", b"max_staleness_versions", "ttl_s", b"ttl_s"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_max_staleness_versions", b"_max_staleness_versions"]) -> typing.Literal["max_staleness_versions"] | None: ...
 
 Global___AcquireLeaseResponse: typing_extensions.TypeAlias = AcquireLeaseResponse
 
@@ -290,6 +306,7 @@ class RenewLeaseResponse(google.protobuf.message.Message):
     HEAD_VERSION_FIELD_NUMBER: builtins.int
     HOLDER_FIELD_NUMBER: builtins.int
     ROLLBACK_TO_FIELD_NUMBER: builtins.int
+    MAX_STALENESS_VERSIONS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Epoch of the lease."""
     ttl_s: builtins.float
@@ -300,6 +317,8 @@ class RenewLeaseResponse(google.protobuf.message.Message):
     """Holder as recorded."""
     rollback_to: builtins.int
     """Version whose content the next one is to have, by an operator's order; absent when there is none."""
+    max_staleness_versions: builtins.int
+    """Versions between a group's oldest token and the parent of the version that consumes it, at most."""
     def __init__(
         self,
         *,
@@ -308,9 +327,13 @@ class RenewLeaseResponse(google.protobuf.message.Message):
         head_version: builtins.int = ...,
         holder: builtins.str = ...,
         rollback_to: builtins.int | None = ...,
+        max_staleness_versions: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_rollback_to", b"_rollback_to", "rollback_to", b"rollback_to"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_rollback_to", b"_rollback_to", "epoch", b"epoch", "head_version", b"head_version", "holder", b"holder", "rollback_to", b"rollback_to", "ttl_s", b"ttl_s"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_max_staleness_versions", b"_max_staleness_versions", "_rollback_to", b"_rollback_to", "max_staleness_versions", b"max_staleness_versions", "rollback_to", b"rollback_to"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_max_staleness_versions", b"_max_staleness_versions", "_rollback_to", b"_rollback_to", "epoch", b"epoch", "head_version", b"head_version", "holder", b"holder", "max_staleness_versions", b"max_staleness_versions", "rollback_to", b"rollback_to", "ttl_s", b"ttl_s"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_staleness_versions", b"_max_staleness_versions"]) -> typing.Literal["max_staleness_versions"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_rollback_to", b"_rollback_to"]) -> typing.Literal["rollback_to"] | None: ...
 
 Global___RenewLeaseResponse: typing_extensions.TypeAlias = RenewLeaseResponse

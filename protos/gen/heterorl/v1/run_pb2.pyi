@@ -145,6 +145,7 @@ class HeartbeatRequest(google.protobuf.message.Message):
     TOKENS_PER_S_FIELD_NUMBER: builtins.int
     OUTBOX_GROUPS_FIELD_NUMBER: builtins.int
     APPLY_S_FIELD_NUMBER: builtins.int
+    PROBLEM_FIELD_NUMBER: builtins.int
     site: builtins.str
     """Name of the site."""
     incarnation: builtins.str
@@ -159,6 +160,8 @@ class HeartbeatRequest(google.protobuf.message.Message):
     """Groups waiting in the outbox."""
     apply_s: builtins.float
     """Time that applying and verifying the newest weights took, seconds; 0 before the first."""
+    problem: builtins.str
+    """Why the sampler generates nothing, in at most 300 characters; empty while all is well."""
     def __init__(
         self,
         *,
@@ -169,8 +172,9 @@ class HeartbeatRequest(google.protobuf.message.Message):
         tokens_per_s: builtins.float = ...,
         outbox_groups: builtins.int = ...,
         apply_s: builtins.float = ...,
+        problem: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["apply_s", b"apply_s", "incarnation", b"incarnation", "outbox_groups", b"outbox_groups", "policy_version", b"policy_version", "site", b"site", "state_root", b"state_root", "tokens_per_s", b"tokens_per_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["apply_s", b"apply_s", "incarnation", b"incarnation", "outbox_groups", b"outbox_groups", "policy_version", b"policy_version", "problem", b"problem", "site", b"site", "state_root", b"state_root", "tokens_per_s", b"tokens_per_s"]) -> None: ...
 
 Global___HeartbeatRequest: typing_extensions.TypeAlias = HeartbeatRequest
 
@@ -306,6 +310,7 @@ class SiteStatus(google.protobuf.message.Message):
     GROUPS_FAILED_FIELD_NUMBER: builtins.int
     GROUPS_REFUSED_FIELD_NUMBER: builtins.int
     QUOTA_USED_FIELD_NUMBER: builtins.int
+    PROBLEM_FIELD_NUMBER: builtins.int
     site: builtins.str
     """Name of the site."""
     incarnation: builtins.str
@@ -338,6 +343,8 @@ class SiteStatus(google.protobuf.message.Message):
     """Pushes refused for a quota since the coordinator started."""
     quota_used: builtins.float
     """Used share of the site's tightest quota, 0 to 1."""
+    problem: builtins.str
+    """Why the site generates nothing, as it says; empty while all is well."""
     def __init__(
         self,
         *,
@@ -357,9 +364,10 @@ class SiteStatus(google.protobuf.message.Message):
         groups_failed: builtins.int = ...,
         groups_refused: builtins.int = ...,
         quota_used: builtins.float = ...,
+        problem: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_canary_difference", b"_canary_difference", "canary_difference", b"canary_difference"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_canary_difference", b"_canary_difference", "apply_s", b"apply_s", "canary_difference", b"canary_difference", "flavour", b"flavour", "groups_accepted", b"groups_accepted", "groups_dropped", b"groups_dropped", "groups_failed", b"groups_failed", "groups_refused", b"groups_refused", "incarnation", b"incarnation", "last_seen_s", b"last_seen_s", "policy_version", b"policy_version", "quarantine", b"quarantine", "quota_used", b"quota_used", "site", b"site", "state_root", b"state_root", "tokens_per_s", b"tokens_per_s", "work_leased", b"work_leased"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_canary_difference", b"_canary_difference", "apply_s", b"apply_s", "canary_difference", b"canary_difference", "flavour", b"flavour", "groups_accepted", b"groups_accepted", "groups_dropped", b"groups_dropped", "groups_failed", b"groups_failed", "groups_refused", b"groups_refused", "incarnation", b"incarnation", "last_seen_s", b"last_seen_s", "policy_version", b"policy_version", "problem", b"problem", "quarantine", b"quarantine", "quota_used", b"quota_used", "site", b"site", "state_root", b"state_root", "tokens_per_s", b"tokens_per_s", "work_leased", b"work_leased"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_canary_difference", b"_canary_difference"]) -> typing.Literal["canary_difference"] | None: ...
 
 Global___SiteStatus: typing_extensions.TypeAlias = SiteStatus
@@ -435,6 +443,7 @@ class GetStatusResponse(google.protobuf.message.Message):
     ENCODE_S_FIELD_NUMBER: builtins.int
     FLAVOURS_FIELD_NUMBER: builtins.int
     ROLLBACK_TO_FIELD_NUMBER: builtins.int
+    STORE_PROBLEM_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """Name of the run."""
     head_version: builtins.int
@@ -481,6 +490,8 @@ class GetStatusResponse(google.protobuf.message.Message):
     """Time that encoding the newest version took, seconds; 0 where it is not known."""
     rollback_to: builtins.int
     """Version that an operator ordered the learner to go back to, and that it has not published yet; unset without an order."""
+    store_problem: builtins.str
+    """What is wrong with the coordinator's disk and what to do about it; empty while nothing is."""
     @property
     def dropped(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DropCount]:
         """Groups dropped, by reason."""
@@ -527,9 +538,10 @@ class GetStatusResponse(google.protobuf.message.Message):
         encode_s: builtins.float = ...,
         flavours: collections.abc.Iterable[Global___FlavourStatus] | None = ...,
         rollback_to: builtins.int | None = ...,
+        store_problem: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_last_report", b"_last_report", "_rollback_to", b"_rollback_to", "_snapshot_version", b"_snapshot_version", "last_report", b"last_report", "rollback_to", b"rollback_to", "snapshot_version", b"snapshot_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_last_report", b"_last_report", "_rollback_to", b"_rollback_to", "_snapshot_version", b"_snapshot_version", "acked", b"acked", "bytes_full", b"bytes_full", "bytes_last", b"bytes_last", "changed_fraction", b"changed_fraction", "consumed", b"consumed", "delta_bytes", b"delta_bytes", "dropped", b"dropped", "encode_s", b"encode_s", "epoch", b"epoch", "flavours", b"flavours", "head_version", b"head_version", "is_draining", b"is_draining", "is_head_signed", b"is_head_signed", "last_report", b"last_report", "learner", b"learner", "leased", b"leased", "pending", b"pending", "reclaimed_bytes", b"reclaimed_bytes", "rollback_to", b"rollback_to", "run_id", b"run_id", "sites", b"sites", "snapshot_age_s", b"snapshot_age_s", "snapshot_bytes", b"snapshot_bytes", "snapshot_version", b"snapshot_version", "store_bytes", b"store_bytes", "store_limit_bytes", b"store_limit_bytes", "uptime_s", b"uptime_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_last_report", b"_last_report", "_rollback_to", b"_rollback_to", "_snapshot_version", b"_snapshot_version", "acked", b"acked", "bytes_full", b"bytes_full", "bytes_last", b"bytes_last", "changed_fraction", b"changed_fraction", "consumed", b"consumed", "delta_bytes", b"delta_bytes", "dropped", b"dropped", "encode_s", b"encode_s", "epoch", b"epoch", "flavours", b"flavours", "head_version", b"head_version", "is_draining", b"is_draining", "is_head_signed", b"is_head_signed", "last_report", b"last_report", "learner", b"learner", "leased", b"leased", "pending", b"pending", "reclaimed_bytes", b"reclaimed_bytes", "rollback_to", b"rollback_to", "run_id", b"run_id", "sites", b"sites", "snapshot_age_s", b"snapshot_age_s", "snapshot_bytes", b"snapshot_bytes", "snapshot_version", b"snapshot_version", "store_bytes", b"store_bytes", "store_limit_bytes", b"store_limit_bytes", "store_problem", b"store_problem", "uptime_s", b"uptime_s"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_last_report", b"_last_report"]) -> typing.Literal["last_report"] | None: ...
     @typing.overload

@@ -12,16 +12,9 @@ import pytest
 
 from services.common.errors import ConfigError, RewardError
 from services.common.tasks.arithmetic import ArithmeticTask
-from services.common.tasks.math_verify import _WORKER, MAX_MEMORY_BYTES, MathVerifier
+from services.common.tasks.math_verify import MAX_MEMORY_BYTES, MathVerifier
 from services.common.tasks.registry import TaskConfig, build_task
-
-
-def reward_of_length(prompt, completion, answer):
-    return {"length": len(completion) / 10, "right": float(answer in completion)}
-
-
-def broken_reward(prompt, completion, answer):
-    return float("nan") if completion == "nan" else 1 / 0
+from services.common.tasks.reward_process import SCRIPT
 
 
 def test_arithmetic_shows_every_pair_once_and_holds_some_out():
@@ -61,28 +54,6 @@ def test_task_digest_depends_on_its_options():
     digests = {build_task(TaskConfig(digits=digits)).digest for digits in (1, 2, 3)}
 
     assert len(digests) == 3
-
-
-def test_own_reward_is_a_plain_function_by_dotted_path():
-    path = f"{__name__}:reward_of_length"
-    task = build_task(TaskConfig(digits=1, reward=path))
-    prompt = task.prompt(0)
-
-    parts = {part.name: part.value for part in task.score(prompt, prompt.answer)}
-
-    assert parts == {"length": 0.2, "right": 1.0}
-    assert task.digest != build_task(TaskConfig(digits=1)).digest
-    assert task.evaluation_prompt(0).text
-    failing = build_task(TaskConfig(digits=1, reward=f"{__name__}:broken_reward"))
-    for completion in ("x", "nan"):
-        with pytest.raises(RewardError):
-            failing.score(prompt, completion)
-
-
-@pytest.mark.parametrize("path", ["nothing", "no.such.module:f", f"{__name__}:missing", f"{__name__}:__name__"])
-def test_wrong_reward_path_names_its_key(path):
-    with pytest.raises(ConfigError, match="task.reward"):
-        build_task(TaskConfig(reward=path))
 
 
 @pytest.mark.parametrize(
@@ -217,7 +188,7 @@ def test_bad_jsonl_names_file_and_line(tmp_path, rows, message):
 def test_math_verify_compares_mathematics_and_survives_what_hangs_it(tmp_path):
     # T13: a verifier that hangs is killed, and its error is not a zero reward.
     path = lines(tmp_path, *({"prompt": f"half{mark}", "answer": "$\\frac{1}{2}$"} for mark in "?!"))
-    task = build_task(TaskConfig(name=f"jsonl:{path}", match="math_verify", verify_timeout_s=20))
+    task = build_task(TaskConfig(name=f"jsonl:{path}", match="math_verify", reward_timeout_s=20))
     assert task.score(task.prompt(0), "it is $0.5$")[0].value == 1.0
     assert task.score(task.prompt(0), "it is $0.4$")[0].value == 0.0
 
@@ -226,7 +197,7 @@ def test_math_verify_compares_mathematics_and_survives_what_hangs_it(tmp_path):
         with pytest.raises(RewardError):
             verifier.verify(answer="$2$", completion="$9^{9^{9^{9^9}}}$ is $\\boxed{9^{9^{9^{9^9}}}}$")
         # The new worker's answer is asked for, not its speed.
-        verifier._timeout_s = 20.0
+        verifier.pool.workers[0].timeout_s = 20.0
         assert verifier.verify(answer="$2$", completion="$2$") is True
         with pytest.raises(RewardError, match="cannot be parsed"):
             verifier.verify(answer="", completion="$2$")
@@ -247,9 +218,11 @@ HANGS = "$9^{9^{9^{9^9}}}$ is $\\boxed{9^{9^{9^{9^9}}}}$"
 
 @pytest.mark.timeout(120)
 def test_math_worker_ends_by_itself_when_nobody_is_left_to_kill_it():
-    process = subprocess.Popen([sys.executable, "-c", _WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-P", SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
-        process.stdout.readline()
+        process.stdin.write(json.dumps({"kind": "math_verify", "max_memory_bytes": MAX_MEMORY_BYTES}).encode() + b"\n")
+        process.stdin.flush()
+        assert json.loads(process.stdout.readline())["ready"] is True
         process.stdin.write(json.dumps({"answer": "$2$", "completion": HANGS, "limit_s": 1.0}).encode() + b"\n")
         process.stdin.flush()
 
@@ -263,13 +236,13 @@ def test_math_worker_ends_by_itself_when_nobody_is_left_to_kill_it():
 @pytest.mark.timeout(120)
 def test_math_worker_is_replaced_after_a_crash_and_its_memory_is_bounded(verifier):
     assert verifier.verify(answer="$2$", completion="$2$") is True
-    first = verifier._process.pid
+    first = verifier.pool.workers[0].process.pid
     assert resource.prlimit(first, resource.RLIMIT_AS) == (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES)
     os.kill(first, signal.SIGKILL)
-    verifier._process.wait()
+    verifier.pool.workers[0].process.wait()
 
     assert verifier.verify(answer="$2$", completion="$3$") is False
-    assert verifier._process.pid != first
+    assert verifier.pool.workers[0].process.pid != first
 
 
 @pytest.mark.timeout(120)

@@ -1,0 +1,107 @@
+"""`heterorl check-config`: what a service would load, loaded here, and every problem with it on a line of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from services.common.errors import DependencyMissing, HeterorlError, OperatorError
+from services.common.tls import check_tls
+from services.service_config import Service, load_service
+
+
+def check_config(
+    service: Service,
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="TOML file of the service.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Override one key: `--set section.key=value`.")
+    ] = None,
+    keys_only: Annotated[
+        bool, typer.Option("--keys-only", help="Check keys and values alone; for a file of another machine.")
+    ] = False,
+) -> None:
+    """Check a configuration without starting anything: every key, and what the service would load.
+
+    That is task, data, one reward, tokenizer, the model's configuration and the engine's package; no
+    weights are read and nobody is asked over the network but the hub, for a model that is not here.
+
+    Exit code 0: it is valid. 2: it is not; each problem is one line.
+    """
+    loaded = load_service(service, config, set_ or ())
+    found = list(problems(service, loaded, is_loading=not keys_only))
+    if len(found) == 1:
+        raise found[0]
+    if found:
+        raise OperatorError("\n".join([f"{len(found)} problems:", *map(str, found)]))
+    Console(markup=False, emoji=False, highlight=False).print(f"{service} configuration is valid")
+
+
+def check_link(service: Service, config: Any) -> None:
+    """Say at once, before a model is loaded, that a link would be refused.
+
+    Raises:
+        ConfigError: it would.
+    """
+    key = "listen" if service == "coordinator" else "coordinator"
+    check_tls(config.tls, key=key, address=getattr(config, key))
+
+
+def problems(service: Service, config: Any, *, is_loading: bool = True) -> Iterator[HeterorlError]:
+    """What would keep a service with this configuration from starting, one after another."""
+    yield from _problem(check_link, service, config)
+    if not is_loading:
+        return
+    if service == "coordinator":
+        return
+    for package, extra in _packages(service, config):
+        if importlib.util.find_spec(package) is None:
+            yield DependencyMissing(package.replace("_", "-"), extra)
+    task: list[Any] = []
+    yield from _problem(lambda: task.append(_build_task(config)))
+    prompter: list[Any] = []
+    if importlib.util.find_spec("transformers") is not None:
+        yield from _problem(lambda: prompter.append(_load_tokenizer(config)))
+    if task:
+        yield from _problem(_try_reward, task[0], prompter[0] if prompter else None)
+
+
+def _problem(step: Callable[..., object], *arguments: object) -> Iterator[HeterorlError]:
+    try:
+        step(*arguments)
+    except HeterorlError as error:
+        yield error
+
+
+def _packages(service: str, config: Any) -> Iterator[tuple[str, str]]:
+    """The packages that the configuration asks for, and the extras that bring them."""
+    yield from (("torch", service), ("transformers", service))
+    kind = (config.engine if service == "sampler" else config.backend).kind
+    if kind in ("vllm", "deepspeed"):
+        yield kind, kind
+    if service == "learner" and config.backend.kind == "torch" and config.backend.liger:
+        yield "liger_kernel", "gpu"
+    if config.tracing.otlp_endpoint:
+        yield "opentelemetry", "otel"
+
+
+def _build_task(config: Any) -> Any:
+    from services.common.tasks.registry import build_task
+
+    return build_task(config.task)
+
+
+def _load_tokenizer(config: Any) -> Any:
+    from services.common.prompts import Prompter
+
+    return Prompter(config.model_dir, use_chat_template=config.use_chat_template)
+
+
+def _try_reward(task: Any, prompter: Any) -> None:
+    from services.common.tasks.trial import try_reward
+
+    try_reward(task, prompter)

@@ -1,0 +1,75 @@
+"""Whether `model_dir` names a model, said in one line before a library is asked, which tries for a minute.
+
+Guarantees: a directory is looked at and nothing else; a hub id that is not in the cache costs one connection.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+from services.common.errors import ConfigError
+
+CONNECT_S = 5.0
+_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
+_ACTION = "name a Hugging Face directory (config.json, tokenizer, safetensors) or a hub id"
+
+
+def check_model_dir(model_dir: str) -> None:
+    """See that there is a model of this name, or that the hub can be asked for one.
+
+    Raises:
+        ConfigError: there is none; names the key.
+    """
+    if not model_dir:
+        raise ConfigError("model_dir", "is not set", action=_ACTION)
+    path = Path(model_dir)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError("model_dir", f"{model_dir} has no config.json", action=_ACTION)
+        return
+    if path.exists():
+        raise ConfigError("model_dir", f"{model_dir} is a file, not a directory", action=_ACTION)
+    if not _HUB_ID.fullmatch(model_dir):
+        raise ConfigError("model_dir", f"there is no directory {model_dir}", action=_ACTION)
+    if _is_cached(model_dir):
+        return
+    if any(os.environ.get(name, "").upper() in {"1", "ON", "YES", "TRUE"} for name in _OFFLINE):
+        problem = f"there is no directory {model_dir}, and no such model in the cache of the hub, which is switched off"
+        raise ConfigError("model_dir", problem, action=_ACTION)
+    _reach_hub(model_dir)
+
+
+_OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+
+
+def first_line(error: Exception) -> str:
+    """What a library says first of a model that it cannot load; the rest is advice for its own users."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
+
+
+def _is_cached(name: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except HFValidationError:
+        return False
+
+
+def _reach_hub(name: str) -> None:
+    url = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    if url.scheme in getproxies():
+        # The proxy is asked, not the hub.
+        return
+    host, port = url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
+    try:
+        socket.create_connection((host, port), timeout=CONNECT_S).close()
+    except OSError as error:
+        problem = f"there is no directory {name}, and the hub at {host} cannot be reached: {error.strerror or error}"
+        raise ConfigError("model_dir", problem, action=_ACTION) from error

@@ -1,0 +1,53 @@
+"""Scores of a group, several at once where a task has several processes, and how long none could be had."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from services.common.tasks.task import Prompt, Task
+from services.common.types import RewardPart
+
+_LOG = logging.getLogger(__name__)
+LOUD_AFTER = 8
+
+
+def score_group(task: Task, prompt: Prompt, texts: Sequence[str]) -> Iterator[tuple[RewardPart, ...]]:
+    """The parts of each completion's reward, in order; the first failure gives up the rest.
+
+    Raises:
+        RewardError: one could not be computed.
+    """
+    num_workers = min(int(getattr(task, "num_workers", 1)), len(texts))
+    if num_workers <= 1:
+        yield from (task.score(prompt, text) for text in texts)
+        return
+    executor = ThreadPoolExecutor(max_workers=num_workers, thread_name_prefix="reward")
+    try:
+        yield from executor.map(lambda text: task.score(prompt, text), texts)
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+@dataclass(slots=True, kw_only=True)
+class FailureRow:
+    """Counts groups in a row whose rewards could not be computed, and says so loudly before all are lost in silence."""
+
+    length: int = 0
+
+    def passed(self) -> None:
+        """A group had its rewards."""
+        self.length = 0
+
+    def failed(self, error: Exception) -> None:
+        """A group had none: an error in the log at the eighth in a row, the sixteenth, the thirty-second ..."""
+        self.length += 1
+        if self.length >= LOUD_AFTER and self.length & (self.length - 1) == 0:
+            _LOG.error(
+                "NO REWARD for %d groups in a row, nothing can be trained on: %s (correct task.reward or what it "
+                "needs, or raise task.reward_timeout_s)",
+                self.length,
+                error,
+            )

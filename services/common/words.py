@@ -1,0 +1,28 @@
+"""Another machine's words, fit to be logged: one line, printable, not many; and numbers as people read them."""
+
+from __future__ import annotations
+
+import math
+
+MOST = 300
+MAX_ASKED_S = 600.0
+"""The longest wait that a peer may ask for at once; it can ask again."""
+
+
+def peer_words(text: str, *, most: int = MOST) -> str:
+    """What a peer wrote without what would begin a line of its own, move a cursor or fill a disk."""
+    line = "".join(c if c.isprintable() else " " for c in text[: 4 * most])
+    return line if len(line) <= most else f"{line[:most]} ..."
+
+
+def peer_seconds(seconds: float) -> float:
+    """A wait that a peer asks for: what is no number counts as none, and none is without end."""
+    return min(max(0.0, seconds), MAX_ASKED_S) if math.isfinite(seconds) else 0.0
+
+
+def bytes_text(num_bytes: float) -> str:
+    """Bytes with three digits: 512 B, 3.10 MB."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.3g} {unit}"
+    return f"{num_bytes:.0f} B"

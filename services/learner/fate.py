@@ -1,0 +1,39 @@
+"""What to do with a checkpoint at a start, by the fate of its publication: pure."""
+
+from __future__ import annotations
+
+import enum
+
+from services.learner.cursor import Cursor
+
+
+class Action(enum.Enum):
+    """What to do with a checkpoint."""
+
+    CONTINUE = "continue"
+    REPUBLISH = "republish"
+    ROLL_BACK = "roll_back"
+    SKIP = "skip"
+
+
+def decide(
+    cursor: Cursor, *, head_version: int, committed_version: int | None, is_in_lineage: bool
+) -> tuple[Action, str]:
+    """Judge a checkpoint by the fate of its publication.
+
+    Args:
+        cursor: the checkpoint's.
+        head_version: newest version.
+        committed_version: what the publication became; None when it was never committed. Under the newest epoch this
+            answer is final: an older epoch's publication can no longer arrive.
+        is_in_lineage: whether that version can still be pulled, so was not abandoned.
+    """
+    if committed_version is None:
+        if cursor.parent_version == head_version:
+            return Action.REPUBLISH, f"its publication after version {head_version} was never committed"
+        return Action.SKIP, f"it follows version {cursor.parent_version}, the head is version {head_version}"
+    if committed_version == head_version:
+        return Action.CONTINUE, f"it is the head, version {head_version}"
+    if is_in_lineage:
+        return Action.ROLL_BACK, f"it is version {committed_version}, the head is version {head_version}"
+    return Action.SKIP, f"version {committed_version} was abandoned"

@@ -1,0 +1,58 @@
+"""Which learner this is: a random name in its state directory, so that a restart is told from a second learner.
+
+    state_dir/incarnation    "<32 hex digits> <number of the file's inode>"
+
+Guarantees: every start from the same directory has the same name, also after SIGKILL; a directory that was copied has
+another one, because its file has another inode. Such a learner, and one whose file was lost, waits once for the end of
+a lease; nothing else depends on the name.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+from pathlib import Path
+
+from services.common.errors import DiskFull
+
+FILE = "incarnation"
+_LINE = re.compile(r"([0-9a-f]{32}) ([0-9]+)\n?")
+
+
+def read_incarnation(directory: Path) -> str:
+    """The name of the learner whose state this directory has; made where there is none.
+
+    Raises:
+        DiskFull: it cannot be written.
+    """
+    path = directory / FILE
+    try:
+        with path.open(encoding="ascii") as file:
+            found = _LINE.fullmatch(file.read(256))
+            if found and int(found[2]) == os.fstat(file.fileno()).st_ino:
+                return found[1]
+    except FileNotFoundError:
+        pass
+    except ValueError:
+        # Bytes that are no ASCII: what a disk made of it is nobody's name.
+        pass
+    return _make(path)
+
+
+def _make(path: Path) -> str:
+    name = secrets.token_hex(16)
+    temporary = path.with_name(f"{path.name}.new")
+    try:
+        # A rename keeps the inode.
+        with temporary.open("w", encoding="ascii") as file:
+            file.write(f"{name} {os.fstat(file.fileno()).st_ino}\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFull(str(path.parent)) from error
+        raise
+    return name

@@ -1,0 +1,88 @@
+"""From a batch to the outbox, over a disk that may be full: what has no room stays in memory and is tried again.
+
+Guarantees: a batch that was generated is spooled or waits; while one waits nothing else is generated; its groups keep
+their content and take the outbox's next sequences, whatever became of those in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import random
+from collections.abc import Callable, Sequence
+
+from services.common.clock import Clock
+from services.common.errors import DiskFull
+from services.common.types import Group
+from services.sampler.delay import group_delay_s
+from services.sampler.delay_models import DelayConfig
+from services.sampler.outbox import Outbox
+from services.sampler.waiting import Patience
+
+_LOG = logging.getLogger(__name__)
+
+
+class Spooling:
+    """One outbox's way in; `problem` is why nothing is generated, empty while all is well."""
+
+    def __init__(
+        self,
+        *,
+        outbox: Outbox,
+        delay: DelayConfig,
+        seed: int,
+        clock: Clock,
+        now: Callable[[], float],
+        rng: random.Random,
+    ) -> None:
+        self._outbox = outbox
+        self._delay = delay
+        self._seed = seed
+        self._clock = clock
+        self._now = now
+        self._patience = Patience(rng=rng)
+        self._waiting: tuple[Group, ...] = ()
+        self._retry_at = 0.0
+        self.problem = ""
+
+    @property
+    def num_waiting(self) -> int:
+        """Groups that have no room on the disk."""
+        return len(self._waiting)
+
+    @property
+    def retry_s(self) -> float:
+        """Seconds until the next attempt; at most 0: now."""
+        return self._retry_at - self._clock.monotonic()
+
+    async def put(self, groups: Sequence[Group]) -> None:
+        """Spool groups, or keep them for `retry`."""
+        self._waiting += tuple(groups)
+        await self.retry()
+
+    async def retry(self) -> None:
+        """Spool what waits."""
+        if not self._waiting:
+            return
+        first = self._outbox.next_sequence
+        groups = [
+            dataclasses.replace(group, id=dataclasses.replace(group.id, sequence=first + number))
+            for number, group in enumerate(self._waiting)
+        ]
+        now = self._now()
+        sequences = [group.id.sequence for group in groups]
+        release = [now + group_delay_s(self._delay, seed=self._seed, sequence=sequence) for sequence in sequences]
+        self._outbox.note_spooled(sequences, now)
+        try:
+            await asyncio.to_thread(self._outbox.put, groups, release=release)
+        except DiskFull as error:
+            if not self.problem:
+                _LOG.error("GENERATION PAUSES, %d groups wait in memory: %s", len(groups), error)
+            self.problem = str(error)
+            self._retry_at = self._clock.monotonic() + self._patience.delay_s()
+            return
+        if self.problem:
+            _LOG.info("the disk has room again: %d groups are spooled, generation goes on", len(groups))
+        self.problem, self._waiting = "", ()
+        self._patience.reset()

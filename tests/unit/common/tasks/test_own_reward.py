@@ -1,0 +1,291 @@
+"""The user's own reward: where it is found, which files it is, and what it cannot do to a service."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from services.common.config import load
+from services.common.errors import ConfigError, RewardError
+from services.common.tasks.registry import TaskConfig, build_task
+from services.common.tasks.reward_process import SCRIPT
+from services.common.tasks.scoring import score_group
+from services.learner.config import LearnerConfig
+
+REWARD = """
+import os, sys, time
+from helper import factor
+
+def score(prompt, completion, answer):
+    print("an answer?", {"parts": {"reward": 9}})
+    os.write(1, b'{"parts": {"reward": 9}}' + bytes([10]))
+    if completion == "hang":
+        time.sleep(1000)
+    if completion == "end":
+        os._exit(3)
+    if completion == "read":
+        return float(len(sys.stdin.read()))
+    return {"length": factor * len(completion), "right": float(completion == answer)}
+
+def wrong(prompt, completion, answer):
+    return {"nan": float("nan"), "none": None, "text": "x", "empty": {}, "list": [1]}[completion]
+"""
+
+
+@pytest.fixture
+def place(tmp_path):
+    write(tmp_path, "mytask/rewards.py", REWARD)
+    write(tmp_path, "mytask/words.txt", "one")
+    write(tmp_path, "helper.py", "factor = 1.0")
+    return tmp_path
+
+
+def write(directory, name, text):
+    path = directory / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def task_in(directory, reward="mytask.rewards:score", **options):
+    return build_task(TaskConfig(digits=1, reward=reward, reward_path=str(directory), **options))
+
+
+def digest_in(directory, reward="mytask.rewards:score"):
+    return task_in(directory, reward).digest
+
+
+def test_reward_gives_named_parts_whatever_it_prints_and_reads(place):
+    task = task_in(place)
+    prompt = task.prompt(0)
+
+    parts = {part.name: part.value for part in task.score(prompt, prompt.answer)}
+
+    assert parts == {"length": float(len(prompt.answer)), "right": 1.0}
+    assert task.score(prompt, "read")[0].value == 0.0
+    assert task.digest != build_task(TaskConfig(digits=1)).digest
+    assert task.evaluation_prompt(0).text
+    assert "mytask" not in sys.modules
+
+
+@pytest.mark.parametrize("completion", ["nan", "none", "text", "empty", "list", "no such key"])
+def test_what_is_no_finite_number_is_an_error_and_no_reward(place, completion):
+    task = task_in(place, "mytask.rewards:wrong")
+
+    with pytest.raises(RewardError, match="prompt 0"):
+        task.score(task.prompt(0), completion)
+
+
+def test_a_reward_that_raises_names_the_users_own_line(place):
+    task = task_in(place, "mytask.rewards:wrong")
+
+    with pytest.raises(RewardError, match=r"KeyError: 'x' \(.*mytask/rewards.py, line \d+\)"):
+        task.score(task.prompt(0), "x")
+
+
+def test_the_directory_is_that_of_the_configuration_file(place, tmp_path, monkeypatch):
+    other = place / "elsewhere"
+    other.mkdir()
+    file = write(place, "node.toml", '[task]\ndigits = 1\nreward = "mytask.rewards:score"\n')
+    monkeypatch.chdir(other)
+
+    config = load(LearnerConfig, file).task
+
+    assert config.reward_path == str(place)
+    assert build_task(config).digest == task_in(place).digest
+    # What other processes are sent stays where it was.
+    assert TaskConfig.model_validate_json(config.model_dump_json()) == config
+    relative = load(LearnerConfig, file, ["task.reward_path=lib"]).task
+    assert relative.reward_path == str(place / "lib")
+    assert load(LearnerConfig, file, ["task.reward="]).task.reward_path == ""
+
+
+@pytest.mark.parametrize("name", ["mytask/rewards.py", "mytask/words.txt", "mytask/other.py", "helper.py", "late.py"])
+def test_digest_covers_the_package_and_what_it_imports_beside_it(place, name):
+    write(place, "mytask/rewards.py", REWARD + "\ndef unused():\n    import late\n")
+    write(place, "mytask/other.py", "")
+    write(place, "late.py", "")
+    before = digest_in(place)
+    assert digest_in(place) == before
+
+    path = place / name
+    path.write_text(path.read_text() + "# changed\n")
+
+    assert digest_in(place) != before
+
+
+def test_digest_covers_what_is_imported_by_a_name_that_no_text_shows(place):
+    write(
+        place,
+        "mytask/rewards.py",
+        "import importlib\nimportlib.import_module('hel' + 'per')\n"
+        + REWARD[1:].replace("from helper import factor", "factor = 1"),
+    )
+    before = digest_in(place)
+
+    write(place, "helper.py", "factor = 3.0")
+
+    assert digest_in(place) != before
+
+
+def test_digest_covers_nothing_else_and_does_not_depend_on_the_place(place, tmp_path_factory):
+    before = digest_in(place)
+    write(place, "train.jsonl", "{}")
+    write(place, "unrelated.py", "")
+    write(place, "mytask/.rewards.py.swp", "")
+    write(place, "mytask/__pycache__/x.pyc", "")
+    assert digest_in(place) == before
+
+    copy = tmp_path_factory.mktemp("copy")
+    for name in ("mytask/rewards.py", "mytask/words.txt", "helper.py"):
+        write(copy, name, (place / name).read_text())
+    assert digest_in(copy) == before
+
+
+def test_a_single_module_counts_alone(tmp_path):
+    write(tmp_path, "alone.py", "def score(p, c, a):\n    return 1.0\n")
+    before = digest_in(tmp_path, "alone:score")
+    write(tmp_path, "beside.py", "")
+
+    assert digest_in(tmp_path, "alone:score") == before
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ("nothing", "'nothing' is not package.module:function"),
+        ("mytask.rewards.score", "is not package.module:function"),
+        ("mytsk.rewards:score", "no module mytsk in {place}.*beside the configuration file.*task.reward_path"),
+        ("mytask.reward:score", "no module mytask.reward in {place}"),
+        ("mytask.rewards:scoer", "has no function scoer; did you mean score"),
+        ("helper:factor", "has no function factor"),
+        ("broken:score", r"broken cannot be imported: SyntaxError.*broken.py"),
+        ("ends:score", "ends cannot be imported: SystemExit"),
+        ("needs:score", r"No module named 'no_such_package' \(.*needs.py, line 1\)"),
+    ],
+)
+def test_what_cannot_be_loaded_is_said_with_place_and_remedy(place, reward, message):
+    write(place, "broken.py", "def score(:")
+    write(place, "ends.py", "raise SystemExit(1)")
+    write(place, "needs.py", "import no_such_package")
+
+    with pytest.raises(ConfigError, match="^task.reward: .*" + message.format(place=place)):
+        task_in(place, reward)
+
+
+def test_installed_packages_keep_their_names(place):
+    # A file of ours never stands in for a package that others import.
+    write(place, "json.py", "raise RuntimeError('shadowed')")
+    write(place, "numpy.py", "raise RuntimeError('shadowed')")
+    write(place, "mytask/rewards.py", "import json, numpy\n" + REWARD)
+
+    assert task_in(place).score(task_in(place).prompt(0), "abc")[0].value == 3.0
+    with pytest.raises(ConfigError, match=r"the name numpy stands for .*numpy.* and for .*numpy.py: rename"):
+        task_in(place, "numpy:score")
+
+
+def test_a_package_called_services_is_the_users_own(place):
+    write(place, "services/__init__.py", "")
+    write(place, "services/pricing.py", "factor = 2.0")
+    write(place, "mytask/rewards.py", REWARD.replace("from helper", "from services.pricing"))
+
+    task = task_in(place)
+
+    assert task.score(task.prompt(0), "abc")[0].value == 6.0
+    before = task.digest
+    write(place, "services/pricing.py", "factor = 4.0")
+    assert digest_in(place) != before
+
+
+@pytest.mark.parametrize(("completion", "message"), [("hang", "no answer in 1 s"), ("end", "ended: code 3")])
+def test_what_hangs_or_crashes_costs_one_answer(place, completion, message):
+    task = task_in(place, reward_timeout_s=1.0)
+    worker = task._reward.pool.workers[0]
+    first = worker.process.pid
+
+    with pytest.raises(RewardError, match=message):
+        task.score(task.prompt(0), completion)
+
+    task._reward.pool.workers[0].timeout_s = 20.0
+    assert task.score(task.prompt(0), "abc")[0].value == 3.0
+    assert worker.process.pid != first
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
+
+
+def test_a_worker_that_reads_nothing_is_not_waited_for_either(place):
+    task = task_in(place, reward_timeout_s=1.0)
+    worker = task._reward.pool.workers[0]
+    os.kill(worker.process.pid, signal.SIGSTOP)
+
+    # More than a pipe holds.
+    with pytest.raises(RewardError, match="no answer in 1 s"):
+        task.score(task.prompt(0), "x" * 1_000_000)
+    worker.timeout_s = 20.0
+    assert task.score(task.prompt(0), "x" * 1_000_000)[0].value == 1e6
+
+
+def test_a_process_that_a_reward_started_ends_with_it(place):
+    write(place, "mytask/rewards.py", "import subprocess, time, pathlib\n"
+          "def score(p, c, a):\n"
+          "    child = subprocess.Popen(['sleep', '1000'])\n"
+          "    pathlib.Path(c).write_text(str(child.pid))\n"
+          "    time.sleep(1000)\n")  # fmt: skip
+    task = task_in(place, reward_timeout_s=2.0)
+    with pytest.raises(RewardError):
+        task.score(task.prompt(0), str(place / "pid"))
+
+    child = int((place / "pid").read_text())
+    deadline = time.monotonic() + 20
+    while running(child) and time.monotonic() < deadline:
+        threading.Event().wait(0.02)
+    assert not running(child)
+
+
+def running(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_worker_ends_by_itself_when_nobody_is_left_to_kill_it(place):
+    process = subprocess.Popen([sys.executable, "-P", SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        job = {"kind": "function", "module": "mytask.rewards", "name": "score", "directory": str(place)}
+        process.stdin.write(json.dumps(job).encode() + b"\n")
+        process.stdin.flush()
+        assert json.loads(process.stdout.readline())["ready"] is True
+        request = {"prompt": "p", "completion": "hang", "answer": "a", "limit_s": 0.5}
+        process.stdin.write(json.dumps(request).encode() + b"\n")
+        process.stdin.flush()
+
+        assert process.wait(timeout=30) == -signal.SIGALRM
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_several_workers_score_a_group_at_once(place):
+    # Each answer waits until three others are under way: one worker alone would never end.
+    write(place, "mytask/rewards.py", "import os, pathlib, time\n"
+          "def score(p, c, a):\n"
+          "    here = pathlib.Path(c)\n"
+          "    (here / str(os.getpid())).touch()\n"
+          "    while len(list(here.iterdir())) < 3:\n"
+          "        time.sleep(0.01)\n"
+          "    return float(len(list(here.iterdir())))\n")  # fmt: skip
+    task = task_in(place, reward_workers=3, reward_timeout_s=30)
+    here = place / "here"
+    here.mkdir()
+
+    scores = score_group(task, task.prompt(0), [str(here)] * 6)
+
+    assert [parts[0].value for parts in scores] == [3.0] * 6

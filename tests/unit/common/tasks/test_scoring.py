@@ -1,0 +1,94 @@
+"""Rewards of groups: the first failure gives up the rest, and a row of failures is said loudly."""
+
+import logging
+
+import numpy as np
+import pytest
+
+from services.common.errors import ConfigError, DependencyMissing, RewardError
+from services.common.tasks.registry import TaskConfig, build_task
+from services.common.tasks.scoring import FailureRow, score_group
+from services.common.tasks.task import Prompt
+from services.common.tasks.trial import try_reward
+from services.common.types import RewardPart
+
+
+class Scored:
+    """A task whose rewards a function gives."""
+
+    def __init__(self, reward, num_workers=1):
+        self._reward = reward
+        self.num_workers = num_workers
+        self.asked = []
+
+    def prompt(self, index):
+        return Prompt(index=index, text="p", answer="reference")
+
+    def score(self, prompt, completion):
+        self.asked.append(completion)
+        return (RewardPart(name="r", value=self._reward(completion)),)
+
+
+def fails_on(bad):
+    def reward(completion):
+        if completion == bad:
+            raise RewardError("no answer in 1 s")
+        return float(len(completion))
+
+    return reward
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_scores_are_in_order_and_the_first_failure_gives_up_the_group(num_workers):
+    task = Scored(fails_on("bad"), num_workers)
+
+    assert [parts[0].value for parts in score_group(task, task.prompt(0), ["a", "bbb", "cc"])] == [1.0, 3.0, 2.0]
+    with pytest.raises(RewardError):
+        list(score_group(task, task.prompt(0), ["a", "bad", "c"]))
+    assert num_workers > 1 or task.asked[-1] == "bad"
+
+
+def test_a_row_of_failures_is_loud_at_the_eighth_and_ever_more_rarely(caplog):
+    caplog.set_level(logging.ERROR)
+    row = FailureRow()
+    for _ in range(7):
+        row.failed(RewardError("no answer"))
+    row.passed()
+    for _ in range(40):
+        row.failed(RewardError("no answer in 5 s"))
+
+    assert [record.args[0] for record in caplog.records] == [8, 16, 32]
+    assert "NO REWARD for 8 groups in a row, nothing can be trained on: no answer in 5 s" in caplog.text
+    assert "task.reward_timeout_s" in caplog.text
+
+
+class Tokens:
+    """A prompter whose tokens are code points."""
+
+    def tokens(self, completion):
+        return np.array([ord(letter) for letter in completion], np.int32)
+
+    def decode(self, ids):
+        return "".join(chr(value) for value in ids)
+
+
+def test_one_reward_is_tried_by_the_way_of_completions():
+    task = Scored(fails_on("bad"))
+
+    assert try_reward(task, Tokens()) == 9.0
+    assert task.asked == ["reference"]
+    with pytest.raises(
+        ConfigError,
+        match="^task: the reference answer of prompt 0 gets no reward here: no answer.*task.reward_timeout_s",
+    ):
+        try_reward(Scored(fails_on("reference")), None)
+
+
+def test_a_missing_verifier_is_told_before_the_first_group(tmp_path, monkeypatch):
+    # The worker's environment is ours: there the package is hidden by one that is not it.
+    (tmp_path / "math_verify.py").write_text("raise ImportError('not here')")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a", "answer": 1}\n{"prompt": "b", "answer": 2}\n')
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    with pytest.raises(DependencyMissing, match=r"math-verify is not installed \(pip install 'heterorl\[tasks\]'\)"):
+        try_reward(build_task(TaskConfig(name=f"jsonl:{tmp_path}/train.jsonl", match="math_verify")), None)

@@ -1,0 +1,97 @@
+"""A wrong model_dir is one line that says what is not there, at once."""
+
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from services.common.errors import ConfigError
+from services.common.model_dir import check_model_dir
+from services.common.prompts import Prompter
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "https_proxy", "http_proxy", "HTTPS_PROXY", "HTTP_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def problem_of(model_dir):
+    with pytest.raises(ConfigError) as caught:
+        check_model_dir(model_dir)
+    text = str(caught.value)
+    assert text.startswith("model_dir: ")
+    assert len(text.splitlines()) == 1
+    return text
+
+
+def test_what_is_not_there_is_named(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+
+    assert "is not set" in problem_of("")
+    assert f"there is no directory {tmp_path}/nothing" in problem_of(f"{tmp_path}/nothing")
+    assert f"{tmp_path}/empty has no config.json" in problem_of(f"{tmp_path}/empty")
+    assert "is a file" in problem_of(f"{tmp_path}/file")
+    assert "there is no directory ./models/start" in problem_of("./models/start")
+    assert "there is no directory models/start/7" in problem_of("models/start/7")
+
+
+def test_a_directory_with_a_configuration_is_looked_into_no_further(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+
+    check_model_dir(str(tmp_path))
+    with pytest.raises(ConfigError) as caught:
+        Prompter(str(tmp_path), use_chat_template=False)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_hub_id_without_a_network_is_one_line_at_once(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        # Bound and not listening: refused.
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        text = problem_of("someone/some-model")
+
+    assert "there is no directory someone/some-model, and the hub at 127.0.0.1 cannot be reached: " in text
+
+
+def test_hub_id_that_is_not_cached_is_refused_where_the_hub_is_switched_off(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    assert "switched off" in problem_of("someone/some-model")
+
+
+def test_a_model_of_the_cache_needs_no_network(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    snapshot = tmp_path / "cache" / "models--someone--some-model" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    refs = snapshot.parents[1] / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("abc")
+
+    check_model_dir("someone/some-model")
+
+
+@pytest.mark.timeout(120)
+def test_a_service_says_it_in_one_line(tmp_path):
+    config = tmp_path / "node.toml"
+    config.write_text('model_dir = "someone/some-model"\nmetrics_port = 0\n[tls]\ninsecure = true\n')
+    started = time.monotonic()
+
+    result = subprocess.run(
+        [sys.executable, "-m", "services", "learner", "--config", str(config)],
+        capture_output=True, text=True, timeout=100, check=False,
+        env={"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "PATH": "/usr/bin:/bin"},
+    )  # fmt: skip
+
+    assert result.returncode == 2
+    assert time.monotonic() - started < 60
+    assert [line for line in result.stderr.splitlines() if "INFO" not in line] == [
+        "error: model_dir: there is no directory someone/some-model, and the hub at 127.0.0.1 cannot be reached: "
+        "Connection refused (name a Hugging Face directory (config.json, tokenizer, safetensors) or a hub id)"
+    ]

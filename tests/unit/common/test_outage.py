@@ -1,0 +1,87 @@
+"""An unreachable coordinator is said within seconds, then ever more rarely."""
+
+import asyncio
+import itertools
+import logging
+
+import pytest
+
+from services.common.errors import Unreachable
+from services.common.rpc import outage as outage_module
+from services.common.rpc.client import CoordinatorClient
+from services.common.rpc.outage import Outage
+from services.common.rpc.retry import RetryPolicy
+from services.common.tls import TlsConfig
+from tests.support.clock import ManualClock
+
+
+def said(caplog):
+    return [record.getMessage() for record in caplog.records if record.name == "services.common.rpc.outage"]
+
+
+def test_outage_is_said_soon_then_ever_more_rarely_and_once_when_it_ends(caplog):
+    caplog.set_level(logging.INFO)
+    clock = ManualClock()
+    outage = Outage("host:1", clock=clock)
+    times = []
+    for _ in range(6 * 3600):
+        before = len(said(caplog))
+        outage.failed("Register: UNAVAILABLE:\nconnection refused")
+        if len(said(caplog)) > before:
+            times.append(clock.monotonic() - 1000.0)
+        clock.advance(1.0)
+    outage.answered()
+
+    assert times[:6] == [2, 12, 32, 72, 152, 312]
+    assert max(later - sooner for sooner, later in itertools.pairwise(times)) == 600
+    assert len(times) < 50
+    assert said(caplog)[0].startswith(
+        "the coordinator at host:1 does not answer since 2 s, going on: Register: UNAVAIL"
+    )
+    assert "\n" not in said(caplog)[0]
+    assert said(caplog)[-1] == "the coordinator at host:1 answers again, after 21600 s"
+
+
+def test_blip_is_not_worth_a_line(caplog):
+    caplog.set_level(logging.INFO)
+    clock = ManualClock()
+    outage = Outage("host:1", clock=clock)
+    for _ in range(5):
+        outage.failed("cut")
+        clock.advance(1.0)
+        outage.answered()
+    assert said(caplog) == []
+
+
+async def test_address_that_swallows_everything_is_said_while_the_call_hangs(caplog, monkeypatch):
+    """No refusal comes back: the call itself would say so after its 20 s at the earliest."""
+    monkeypatch.setattr(outage_module, "SILENT_S", 0.2)
+    monkeypatch.setattr(outage_module, "SAY_AFTER_S", 0.1)
+    held = []
+
+    async def swallow(reader, writer):
+        held.append(writer)
+
+    server = await asyncio.start_server(swallow, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with CoordinatorClient(f"127.0.0.1:{port}", tls=TlsConfig(insecure=True)) as api:
+        call = asyncio.create_task(api.get_status())
+        async with asyncio.timeout(10):
+            while not said(caplog):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert not call.done()
+        call.cancel()
+        await asyncio.wait([call])
+    for writer in held:
+        writer.close()
+    server.close()
+    assert "GetStatus has no answer for 0.2 s" in said(caplog)[0]
+
+
+async def test_refused_connection_is_said_by_the_client(caplog, monkeypatch):
+    monkeypatch.setattr(outage_module, "SAY_AFTER_S", 0.1)
+    policy = RetryPolicy(budget_s=1.0, base_s=0.05, cap_s=0.1)
+    async with CoordinatorClient("127.0.0.1:1", tls=TlsConfig(insecure=True), policy=policy) as api:
+        with pytest.raises(Unreachable):
+            await api.get_status()
+    assert any("GetStatus: UNAVAILABLE" in line for line in said(caplog))

@@ -1,0 +1,186 @@
+"""Who has the run's lease: a live learner keeps it, a restart has it back at once, and no optimizer is lost by mistake."""
+
+import asyncio
+import shutil
+import threading
+
+import pytest
+
+from services.common.errors import ConfigError, LeaseHeld
+from services.learner.incarnation import read_incarnation
+from tests.support.learner_world import (
+    FragileApi,
+    Killed,
+    NumpyBackend,
+    fill,
+    learn,
+    learner_config,
+    make_contract,
+    open_coordinator,
+)
+
+
+@pytest.fixture
+async def coordinator(tmp_path):
+    # A term that no test outlives: whoever gets the lease of another gets it for another reason than time.
+    core = await open_coordinator(tmp_path, learner_lease_s=1000.0)
+    yield core
+    await core.close()
+
+
+class Blocked(NumpyBackend):
+    """A backend whose first step waits for the test."""
+
+    def __init__(self):
+        super().__init__()
+        self.entered, self.proceed = threading.Event(), threading.Event()
+        self.on_step = self._block
+
+    def _block(self):
+        self.entered.set()
+        assert self.proceed.wait(30)
+
+
+def _copy(tmp_path, **changes):
+    """The same file on another machine: all keys are equal, the directory that they name is another one."""
+    return learner_config(tmp_path / "elsewhere", **changes)
+
+
+async def test_copied_configuration_waits_while_the_first_learner_lives(coordinator, tmp_path, caplog):
+    backend, stop = Blocked(), asyncio.Event()
+    first = asyncio.create_task(learn(learner_config(tmp_path), coordinator, backend))
+    await fill(coordinator, 6)
+    assert await asyncio.to_thread(backend.entered.wait, 30)
+
+    api = FragileApi(coordinator)
+    second = asyncio.create_task(learn(_copy(tmp_path), api, stop=stop))
+    await api.wait_for("acquire_lease", 3)
+    backend.proceed.set()
+    result = await first
+    stop.set()
+    await second
+
+    assert (result.step, result.is_finished) == (3, True), "the first learner was not disturbed"
+    said = [record.getMessage() for record in caplog.records if "waiting for the lease" in record.getMessage()]
+    assert len(said) == 1, "said once, not at each attempt"
+    assert "holder is learner" in said[0]
+    assert "state_dir" in said[0]
+
+
+async def test_restart_from_its_own_disk_has_the_lease_at_once(coordinator, tmp_path):
+    with pytest.raises(Killed):
+        await learn(learner_config(tmp_path), FragileApi(coordinator, die_after=("publish_version", 1)))
+
+    api = FragileApi(coordinator)
+    result, _ = await asyncio.gather(learn(learner_config(tmp_path), api), fill(coordinator, 6))
+
+    assert result.is_finished
+    assert api.calls.count("acquire_lease") == 1
+
+
+async def test_coordinator_remembers_the_incarnation_over_its_restart(tmp_path):
+    core = await open_coordinator(tmp_path, learner_lease_s=1000.0)
+    await core.acquire_lease(holder="learner", contract=make_contract(), request_id="a", incarnation="one")
+    await core.close()
+    core = await open_coordinator(tmp_path, learner_lease_s=1000.0)
+
+    with pytest.raises(LeaseHeld, match="holder is learner"):
+        await core.acquire_lease(holder="learner", contract=make_contract(), request_id="b", incarnation="two")
+    again = await core.acquire_lease(holder="learner", contract=make_contract(), request_id="c", incarnation="one")
+
+    assert again.epoch == 2
+    await core.close()
+
+
+def test_incarnation_is_of_the_directory(tmp_path):
+    (tmp_path / "a").mkdir()
+    name = read_incarnation(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+
+    assert read_incarnation(tmp_path / "a") == name
+    assert read_incarnation(tmp_path / "b") != name
+    assert read_incarnation(tmp_path / "b") == read_incarnation(tmp_path / "b")
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"0" * 32 + b" x\n", b"../../x 5"])
+def test_incarnation_is_made_anew_when_its_file_is_damaged(tmp_path, content):
+    (tmp_path / "incarnation").write_bytes(content)
+
+    name = read_incarnation(tmp_path)
+
+    assert len(name) == 32
+    assert read_incarnation(tmp_path) == name
+
+
+async def test_optimizer_is_not_thrown_away_unasked(coordinator, tmp_path):
+    await asyncio.gather(learn(learner_config(tmp_path), coordinator), fill(coordinator, 6))
+    backend = NumpyBackend()
+
+    with pytest.raises(ConfigError, match="adopt_without_optimizer = true") as refused:
+        await learn(_copy(tmp_path, max_steps=4), coordinator, backend)
+
+    assert "version 3, step 3" in str(refused.value)
+    assert (await coordinator.get_status()).learner == "", "the next learner need not wait for this one"
+    # Whoever says so may.
+    config = _copy(tmp_path, max_steps=4, adopt_without_optimizer=True)
+    result, _ = await asyncio.gather(learn(config, coordinator), fill(coordinator, 2, incarnation="later"))
+    assert (result.step, result.version) == (4, 4)
+
+
+async def test_run_without_a_step_may_be_taken_over(coordinator, tmp_path):
+    """Version 0 has seen no optimizer: there is nothing to lose."""
+    with pytest.raises(Killed):
+        await learn(learner_config(tmp_path), FragileApi(coordinator, die_before=("stream_groups", 1)))
+    epoch = (await coordinator.get_status()).epoch
+    await coordinator.release_lease(epoch=epoch)
+
+    result, _ = await asyncio.gather(learn(_copy(tmp_path), coordinator), fill(coordinator, 6))
+
+    assert result.is_finished
+
+
+# ---- the last line of the log
+
+
+async def test_stopped_learner_says_where_it_stopped(coordinator, tmp_path):
+    api, stop = FragileApi(coordinator), asyncio.Event()
+    running = asyncio.create_task(learn(learner_config(tmp_path, max_steps=100), api, stop=stop))
+    await fill(coordinator, 4)
+    await api.wait_for("publish_version", 3)
+    async for update in coordinator.watch_head(after_version=1):
+        assert update.version == 2
+        break
+
+    stop.set()
+    result = await running
+
+    assert (result.step, result.version, result.is_finished) == (2, 2, False)
+    assert str(result) == "stopped at step 2, version 2"
+
+
+async def test_stopped_learner_says_which_steps_are_in_no_version(coordinator, tmp_path):
+    backend, stop, third = NumpyBackend(), asyncio.Event(), threading.Event()
+    backend.on_step = lambda: third.set() if len(backend.reports) == 2 else None
+    config = learner_config(tmp_path, max_steps=100, steps_per_version=2)
+    running = asyncio.create_task(learn(config, coordinator, backend, stop=stop))
+    await fill(coordinator, 6)
+    assert await asyncio.to_thread(third.wait, 30)
+
+    stop.set()
+    result = await running
+
+    # Stopped in the thread of step 3, which is waited for and whose effect is dropped, or just behind it.
+    assert result.version == 1
+    assert result.step - result.num_unpublished == 2
+    assert str(result).startswith("stopped at step 2, version 1")
+
+
+async def test_learner_that_is_stopped_while_it_waits_for_the_lease_claims_no_step(coordinator, tmp_path):
+    await coordinator.acquire_lease(holder="other", contract=make_contract(), request_id="r")
+    api, stop = FragileApi(coordinator), asyncio.Event()
+    running = asyncio.create_task(learn(learner_config(tmp_path), api, stop=stop))
+    await api.wait_for("acquire_lease", 2)
+
+    stop.set()
+
+    assert str(await running) == "stopped before the first version"

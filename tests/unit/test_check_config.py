@@ -1,0 +1,171 @@
+"""A wrong configuration is told in words: every key, by the path that was written, with what was meant."""
+
+import subprocess
+import sys
+from typing import get_args
+
+import pytest
+from typer.testing import CliRunner
+
+from services.cli import app
+from services.common.config import InvalidConfig, load
+from services.common.config_words import PATTERNS, all_keys
+from services.coordinator.config import CoordinatorConfig
+from services.lab.config import ExperimentConfig
+from services.learner.config import LearnerConfig
+from services.sampler.config import SamplerConfig
+
+LEARNER = """
+lr = 1e-5
+engin = "hf"
+coordinator = "coord.example"
+[task]
+nam = "jsonl:x"
+digits = 0
+verify_timeout_s = 3
+[backend]
+compute_dtype = "bf15"
+[backend.nothing]
+x = 1
+[tls]
+model_dir = "/models/start"
+"""
+
+
+def problems(schema, *overrides, path=None):
+    with pytest.raises(InvalidConfig) as caught:
+        load(schema, path, overrides)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_every_wrong_key_is_named_at_every_depth(tmp_path):
+    path = tmp_path / "node.toml"
+    path.write_text(LEARNER)
+
+    found = problems(LearnerConfig, path=path)
+
+    assert sorted(found) == [
+        "backend.compute_dtype: 'bf15' is none of fp32, bf16; did you mean bf16?",
+        "backend.nothing: unknown key",
+        "coordinator: 'coord.example' is not host:port, for example coord.example:50051",
+        "engin: unknown key",
+        "lr: unknown key; did you mean backend.lr?",
+        "task.digits: must be at least 1, is 0",
+        "task.nam: unknown key; did you mean task.name?",
+        "task.verify_timeout_s: unknown key; did you mean task.reward_timeout_s?",
+        "tls.model_dir: unknown key; did you mean model_dir, above the first [table] of the file?",
+    ]
+    with pytest.raises(InvalidConfig) as caught:
+        load(LearnerConfig, path)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"{path} has 9 problems:"
+    assert set(lines[1:-1]) == set(found)
+    assert lines[-1] == "heterorl print-config SERVICE lists every key"
+
+
+@pytest.mark.parametrize(
+    ("schema", "override", "message"),
+    [
+        (SamplerConfig, "engine.devic=cpu", "engine.devic: unknown key; did you mean engine.device?"),
+        (SamplerConfig, "engine.device=gpu", "engine.device: 'gpu' is not cpu, cuda or cuda:N"),
+        (SamplerConfig, "engine.kind=vlm", "engine.kind: 'vlm' is none of hf, vllm; did you mean vllm?"),
+        (SamplerConfig, "engine.hf.device=cpu", "engine.hf: unknown key"),
+        (SamplerConfig, "engin.device=cpu", "engin: unknown key; did you mean engine?"),
+        (SamplerConfig, "delay.kind=fixd", "delay.kind: 'fixd' is none of "),
+        (SamplerConfig, "site='a b'", "site: 'a b' is not a name of up to 64 letters"),
+        (SamplerConfig, "group_size=many", "group_size: must be a whole number, is 'many'"),
+        (SamplerConfig, "seeded_sampling=perhaps", "seeded_sampling: must be true or false, is 'perhaps'"),
+        (SamplerConfig, "trusted_keys=['x']", "trusted_keys[0]: 'x' is not a public key as"),
+        (SamplerConfig, "task=3", "task: must be a table, is 3"),
+        (LearnerConfig, "backend.lr=-1", "backend.lr: must be above 0, is -1"),
+        (LearnerConfig, "loss.kind=gepoo", "loss.kind: 'gepoo' is none of "),
+        (LearnerConfig, "model_dir=3", "model_dir: must be text, is 3"),
+        (LearnerConfig, "device=cpu", "device: unknown key; did you mean verification.device or backend.device?"),
+        (LearnerConfig, "retry_base_s=100", "retry_cap_s is below retry_base_s"),
+        (CoordinatorConfig, "listen=50051", "listen: must be text, is 50051"),
+    ],
+)
+def test_a_problem_is_told_in_words(schema, override, message):
+    (found,) = problems(schema, override)
+
+    assert found.startswith(message)
+
+
+@pytest.mark.parametrize("schema", [CoordinatorConfig, LearnerConfig, SamplerConfig, ExperimentConfig])
+def test_no_regular_expression_is_shown_to_people(schema):
+    def patterns(model):
+        for field in model.model_fields.values():
+            yield from (item.pattern for item in field.metadata if getattr(item, "pattern", None))
+            stack = [field.annotation]
+            while stack:
+                inner = stack.pop()
+                stack += get_args(inner)
+                yield from (item.pattern for item in getattr(inner, "metadata", ()) if getattr(item, "pattern", None))
+                if isinstance(inner, type) and hasattr(inner, "model_fields"):
+                    yield from patterns(inner)
+
+    assert set(patterns(schema)) <= set(PATTERNS)
+    assert {"task.reward"} <= set(all_keys(LearnerConfig))
+
+
+def test_another_services_file_is_recognised(tmp_path):
+    path = tmp_path / "node.toml"
+    path.write_text('holder = "l"\ngroups_per_step = 8\n[backend]\nlr = 1e-6\n[tls]\ninsecure = true\n')
+
+    for command in (["check-config", "sampler"], ["sampler"], ["print-config", "sampler"]):
+        problem = str(invoke(*command, "--config", str(path)).exception)
+        assert problem.startswith(f"--config: {path} is the file of a learner, not of a sampler")
+    # A typing error does not make it another's.
+    path.write_text('site = "eu"\nholdr = 1\n')
+    assert "holdr: unknown key" in str(invoke("check-config", "sampler", "--config", str(path)).exception)
+
+
+def test_unknown_style_of_logs_is_refused():
+    result = invoke("sampler", "--log", "xml")
+
+    assert result.exit_code == 2
+    assert "'xml'" in result.output
+
+
+def test_everything_that_cannot_be_loaded_is_one_line_each(tmp_path):
+    path = tmp_path / "node.toml"
+    (tmp_path / "mine.py").write_text("def scor(prompt, completion, answer):\n    return 1.0\n")
+    path.write_text(
+        f'model_dir = "{tmp_path}/nothing"\n[task]\nname = "arithmetik"\nreward = "mine:score"\n'
+        '[engine]\nkind = "vllm"\n[tracing]\notlp_endpoint = "http://127.0.0.1:4317"\n[tls]\ninsecure = true\n'
+    )
+
+    def checked(*overrides):
+        pairs = [word for override in overrides for word in ("--set", override)]
+        return str(invoke("check-config", "sampler", "--config", str(path), *pairs).exception)
+
+    lines = checked().splitlines()
+    assert lines[0] == f"{len(lines) - 1} problems:"
+    assert f"model_dir: there is no directory {tmp_path}/nothing" in "\n".join(lines)
+    assert any("'arithmetik' is none of arithmetic, " in line for line in lines)
+    assert any(line.startswith("vllm is not installed") for line in lines)
+    # One thing after another is corrected.
+    assert "mine.py has no function score; did you mean scor?" in checked("task.name=arithmetic")
+    assert "cannot read /nope.jsonl" in checked("task.name=jsonl:/nope.jsonl")
+    assert invoke("check-config", "sampler", "--config", str(path), "--keys-only").exit_code == 0
+
+
+@pytest.mark.timeout(120)
+def test_the_command_prints_them_and_ends_with_2(tmp_path):
+    path = tmp_path / "node.toml"
+    path.write_text("lr = 1\nengine = 3\n")
+
+    for command in (["check-config", "sampler"], ["sampler"]):
+        result = subprocess.run(
+            [sys.executable, "-m", "services", *command, "--config", str(path)],
+            capture_output=True, text=True, timeout=50, check=False,
+        )  # fmt: skip
+        assert result.returncode == 2
+        lines = result.stderr.splitlines()
+        assert lines[0] == f"error: {path} has 2 problems:"
+        assert set(lines[1:3]) == {"engine: must be a table, is 3", "lr: unknown key"}
+        assert "Traceback" not in result.stderr

@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from services.common.facts import steps_wanted
 from services.common.standstill import describe, quarantined_sites
 from services.common.types import RunStatus, StepReport
 from services.status_sites import fold, site_tables
@@ -55,7 +56,7 @@ def status_tables(status: RunStatus, *, width: int, accuracy: float | None = Non
     ]
     report = status.last_report
     if report is not None:
-        rows.insert(1, ("step", _step(report, accuracy)))
+        rows.insert(1, ("step", _step(report, accuracy, steps_wanted(status.facts))))
         rows.insert(2, ("staleness", f"{report.staleness_mean:.1f} mean, {report.staleness_max} max"))
     if status.rollback_to >= 0:
         rows.insert(1, ("ordered", f"back to version {status.rollback_to}; not carried out yet"))
@@ -84,9 +85,10 @@ def _version(status: RunStatus) -> str:
     return f"{status.head_version}, {'signed' if status.is_head_signed else 'unsigned'}"
 
 
-def _step(report: StepReport, accuracy: float | None) -> str:
+def _step(report: StepReport, accuracy: float | None, wanted: int) -> str:
     scored = "" if accuracy is None else f", held-out accuracy {accuracy:.3f}"
-    return f"{report.step}: reward {report.reward_mean:.3f}, KL {report.kl:.3f}{scored}"
+    number = f"{report.step} of {wanted}" if wanted else str(report.step)
+    return f"{number}: reward {report.reward_mean:.3f}, KL {report.kl:.3f}{scored}"
 
 
 def _weights(status: RunStatus) -> str:

@@ -8,6 +8,7 @@
         InvalidRequest  ContractMismatch  UnknownVersion  UnknownPayload  DigestMismatch  StaleEpoch  LeaseHeld
         ParentNotHead  StepConflict  GroupNotAvailable  PayloadMissing  TooStale  QuotaExceeded  Draining
         NotRegistered  Quarantined  RunFinished  StoreFull  Unauthenticated  PermissionDenied  Unreachable
+        MessageTooLarge
           Busy                    it is out of something, or its disk does not answer, for now
       CorruptData             bytes that fail their own checks: quarantined, never served, never applied
         MalformedPayload  LimitExceeded  StateMismatch  CorruptStore
@@ -162,6 +163,12 @@ class QuotaExceeded(RemoteError):
     """A bound on bytes, credits or requests is reached."""
 
     action = "wait for the stated delay, then repeat"
+
+
+class MessageTooLarge(RemoteError):
+    """One message is larger than its receiver takes or its sender may send; nobody read it."""
+
+    action = "raise max_message_bytes at the coordinator and at its peer, or send less in one message"
 
 
 class Draining(RemoteError):

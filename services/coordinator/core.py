@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import logging
 import sqlite3
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from services.common import metrics
@@ -21,6 +23,7 @@ from services.common.errors import (
     InvalidRequest,
     NotRegistered,
 )
+from services.common.standstill import RELEASE
 from services.common.types import (
     RunStatus,
     SiteId,
@@ -107,7 +110,11 @@ class Coordinator(Policies, Rollouts):
         self.sites.see(registration.site, registration.incarnation, self.clock.monotonic())
         _LOG.info("site %s registered: engine %s, %s", registration.site, registration.engine, registration.dtype)
         return RegisterAnswer(
-            run_id=self.config.run_id, head_version=head, next_sequence=next_sequence, max_staleness_versions=bound
+            run_id=self.config.run_id,
+            head_version=head,
+            next_sequence=next_sequence,
+            max_staleness_versions=bound,
+            max_message_bytes=self.config.max_message_bytes,
         )
 
     async def heartbeat(self, beat: Heartbeat) -> tuple[Command, ...]:
@@ -150,7 +157,12 @@ class Coordinator(Policies, Rollouts):
         verdict, is_said = await self.database.run(operation)
         self.sites.note_canary(report, verdict.difference, self.clock.monotonic())
         if is_said and verdict.quarantine:
-            _LOG.error("site %s goes into quarantine: %s", report.site, verdict.quarantine)
+            _LOG.error(
+                "site %s goes into quarantine: %s; a version that it scores right ends that, or an operator: %s",
+                report.site,
+                verdict.quarantine,
+                RELEASE,
+            )
         elif is_said:
             _LOG.info("site %s leaves quarantine with version %d", report.site, report.version)
         return verdict
@@ -201,6 +213,16 @@ class Coordinator(Policies, Rollouts):
         """Keep in the log of audit which certificates are refused."""
         now = self.clock.wall()
         await self.database.run(lambda connection: audit.note_revoked(connection, serials, now=now))
+
+    async def describe_run(self, *, epoch: int, facts: Mapping[str, str]) -> None:
+        """Keep what the learner says of the run, in place of what was said before."""
+        text = json.dumps(dict(facts))
+
+        def operation(connection: sqlite3.Connection) -> None:
+            lineage.check_epoch(connection, epoch)
+            set_meta(connection, reports.FACTS, text)
+
+        await self.change(operation)
 
     async def list_steps(self, *, after_step: int, limit: int) -> tuple[StepReport, ...]:
         """Step reports after a cursor."""

@@ -7,8 +7,8 @@ import sqlite3
 
 from services.common.bell import Bell
 from services.common.clock import Clock
-from services.common.errors import ContractMismatch
-from services.coordinator import queue
+from services.common.errors import ConfigError, ContractMismatch
+from services.coordinator import group_size, lineage, queue
 from services.coordinator.backup import Backups
 from services.coordinator.blobs import BlobStore
 from services.coordinator.composer import Composer
@@ -126,3 +126,7 @@ def _start(connection: sqlite3.Connection, config: CoordinatorConfig) -> None:
     if seed is None:
         # Only then: a start on a full disk writes nothing that it need not.
         set_meta(connection, "seed", str(config.seed))
+    contract = lineage.read_contract(connection)
+    problem = "" if contract is None else group_size.problem_of(contract, config)
+    if problem:
+        raise ConfigError("max_message_bytes", problem, action=group_size.ACTION)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from services.common.types import Contract, DropReason, Group, GroupId, PushOutcome, PushStatus
 from services.common.wire import bytes_digest, group_to_bytes
-from services.coordinator import ages, ledger, lineage, quarantine, watermark, work
+from services.coordinator import ages, ledger, quarantine, watermark, work
 from services.coordinator.admission import Facts, judge
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.quotas import Quotas
@@ -147,7 +147,7 @@ def _facts(connection: sqlite3.Connection, group: Group, around: Surroundings) -
         assignment_prompt=prompt,
         is_answered=is_answered,
         quarantine=quarantine.conviction_of(connection, group.id.site),
-        abandoned_version=lineage.abandoned_span(connection, group),
+        abandoned_version=ages.abandoned_span(connection, group),
     )
 
 

@@ -1,6 +1,7 @@
 """The coordinator behind a real server, asked by the real client: both implementations of the Protocol agree."""
 
 import asyncio
+import contextlib
 import dataclasses
 import socket
 
@@ -324,7 +325,7 @@ async def test_group_of_a_newer_program_is_recorded_like_any_other_that_is_inval
 
 
 @pytest.mark.parametrize("lie", ["fewer", "none", "another id", "another order"])
-async def test_answer_that_does_not_match_what_was_pushed_settles_nothing(served, run, monkeypatch, lie):
+async def test_answer_settles_no_group_that_it_does_not_name_in_its_place(served, run, monkeypatch, lie):
     groups = [run.group(work) for work in await run.lease(3)]
     honest = served.core.take_groups
 
@@ -340,8 +341,15 @@ async def test_answer_that_does_not_match_what_was_pushed_settles_nothing(served
         ]
 
     monkeypatch.setattr(type(served.core), "take_groups", lambda self, arrived: take_groups(arrived))
-    with pytest.raises(errors.Unreachable, match="PushGroups: . outcomes for 3 groups"):
-        await served.client.push_groups(groups)
+    if lie in ("none", "another order"):
+        with pytest.raises(errors.Unreachable, match="no outcome for the first of 3 groups"):
+            await served.client.push_groups(groups)
+    else:
+        with contextlib.suppress(errors.Unreachable):
+            # The first ones alone: which are missing depends on what came to the server together.
+            answered = [outcome.id for outcome in await served.client.push_groups(groups)]
+            assert answered == [group.id for group in groups[: len(answered)]]
+            assert len(answered) <= 2
     monkeypatch.undo()
     outcomes = await served.client.push_groups(groups)
     assert [outcome.id for outcome in outcomes] == [group.id for group in groups]

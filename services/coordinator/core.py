@@ -7,8 +7,10 @@ polling; closing wakes every waiter. Must never decide anything that a pure modu
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import sqlite3
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from services.common import metrics
@@ -16,17 +18,30 @@ from services.common.api import CanaryReport, CanaryVerdict, Command, Heartbeat,
 from services.common.bell import Bell
 from services.common.clock import Clock
 from services.common.errors import (
+    ConfigError,
     ContractMismatch,
     Draining,
     InvalidRequest,
     NotRegistered,
 )
+from services.common.standstill import RELEASE
 from services.common.types import (
     RunStatus,
     SiteId,
     StepReport,
 )
-from services.coordinator import audit, canary, flavours, lineage, quarantine, queue, repeats, reports, watermark
+from services.coordinator import (
+    audit,
+    canary,
+    flavours,
+    group_size,
+    lineage,
+    quarantine,
+    queue,
+    repeats,
+    reports,
+    watermark,
+)
 from services.coordinator.audit import AuditKind
 from services.coordinator.backup import Backups
 from services.coordinator.blobs import BlobStore
@@ -192,7 +207,11 @@ class Coordinator(Policies, Rollouts):
         self.sites.see(registration.site, registration.incarnation, self.clock.monotonic())
         _LOG.info("site %s registered: engine %s, %s", registration.site, registration.engine, registration.dtype)
         return RegisterAnswer(
-            run_id=self.config.run_id, head_version=head, next_sequence=next_sequence, max_staleness_versions=bound
+            run_id=self.config.run_id,
+            head_version=head,
+            next_sequence=next_sequence,
+            max_staleness_versions=bound,
+            max_message_bytes=self.config.max_message_bytes,
         )
 
     async def heartbeat(self, beat: Heartbeat) -> tuple[Command, ...]:
@@ -235,7 +254,12 @@ class Coordinator(Policies, Rollouts):
         verdict, is_said = await self.database.run(operation)
         self.sites.note_canary(report, verdict.difference, self.clock.monotonic())
         if is_said and verdict.quarantine:
-            _LOG.error("site %s goes into quarantine: %s", report.site, verdict.quarantine)
+            _LOG.error(
+                "site %s goes into quarantine: %s; a version that it scores right ends that, or an operator: %s",
+                report.site,
+                verdict.quarantine,
+                RELEASE,
+            )
         elif is_said:
             _LOG.info("site %s leaves quarantine with version %d", report.site, report.version)
         return verdict
@@ -287,6 +311,16 @@ class Coordinator(Policies, Rollouts):
         now = self.clock.wall()
         await self.database.run(lambda connection: audit.note_revoked(connection, serials, now=now))
 
+    async def describe_run(self, *, epoch: int, facts: Mapping[str, str]) -> None:
+        """Keep what the learner says of the run, in place of what was said before."""
+        text = json.dumps(dict(facts))
+
+        def operation(connection: sqlite3.Connection) -> None:
+            lineage.check_epoch(connection, epoch)
+            set_meta(connection, reports.FACTS, text)
+
+        await self.change(operation)
+
     async def list_steps(self, *, after_step: int, limit: int) -> tuple[StepReport, ...]:
         """Step reports after a cursor."""
         if not 1 <= limit <= 1000:
@@ -319,3 +353,7 @@ def _start(connection: sqlite3.Connection, config: CoordinatorConfig) -> None:
     if seed is None:
         # Only then: a start on a full disk writes nothing that it need not.
         set_meta(connection, "seed", str(config.seed))
+    contract = lineage.read_contract(connection)
+    problem = "" if contract is None else group_size.problem_of(contract, config)
+    if problem:
+        raise ConfigError("max_message_bytes", problem, action=group_size.ACTION)

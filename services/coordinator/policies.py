@@ -28,7 +28,7 @@ from services.common.types import (
     SignedManifest,
 )
 from services.common.wire import manifest_from_bytes
-from services.coordinator import audit, canary, lineage, manifests, plans, queue, reports, rollback
+from services.coordinator import audit, canary, group_size, lineage, manifests, plans, queue, reports, rollback
 from services.coordinator import flavours as forms
 from services.coordinator.audit import AuditKind
 from services.coordinator.database import get_meta, set_meta
@@ -65,6 +65,9 @@ class Policies(Node):
         if len(incarnation) > MAX_INCARNATION:
             raise InvalidRequest(f"incarnation: longer than {MAX_INCARNATION} characters")
         forms.check_names(flavours)
+        problem = group_size.problem_of(contract, self.config)
+        if problem:
+            raise InvalidRequest(problem, action=group_size.ACTION)
         now = self.clock.monotonic()
 
         def operation(connection: sqlite3.Connection) -> tuple[int, int, str]:
@@ -101,6 +104,7 @@ class Policies(Node):
             holder=holder,
             ttl_s=self.config.learner_lease_s,
             head_version=head,
+            max_message_bytes=self.config.max_message_bytes,
             max_staleness_versions=self.config.max_staleness_versions,
         )
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from services.common.api import CoordinatorApi
 from services.common.clock import Clock
-from services.common.errors import RemoteError, StaleEpoch
+from services.common.errors import ConfigError, RemoteError, StaleEpoch
 from services.common.signing import Signer
 from services.common.trust import Trust
 from services.common.types import Contract, LeaseGrant
@@ -27,13 +27,14 @@ from services.learner.flavours import Flavours
 from services.learner.inbox import Inbox
 from services.learner.incarnation import read_incarnation
 from services.learner.journal import Journal
-from services.learner.lease import acquire, renew
+from services.learner.lease import acquire, check_messages, renew
 from services.learner.patience import Patience
 from services.learner.publish import Publisher
 from services.learner.recent_versions import RecentVersions
 from services.learner.resume import Resumption
 from services.learner.reward_signal import RewardSignal
 from services.learner.rollback import Rollback
+from services.learner.run_file import describe_run
 from services.learner.run_result import RunResult
 from services.learner.session import Outcome, Session
 from services.learner.threads import in_thread
@@ -81,10 +82,16 @@ class Leader:
         self.max_staleness_versions = grant.max_staleness_versions
         self.result = replace(self.result, version=grant.head_version)
         try:
+            check_messages(grant, own_bytes=self.config.max_message_bytes)
+        except ConfigError:
+            await self.release(grant)
+            raise
+        try:
             async with asyncio.TaskGroup() as tasks:
                 renewal = tasks.create_task(
                     renew(self.api, grant=grant, clock=self.clock, patience=self.patience(), on_grant=self.hear)
                 )
+                await describe_run(self.api, self.config, epoch=grant.epoch, patience=self.patience())
                 await self.train(grant)
                 renewal.cancel()
         except BaseException as error:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from services.common.api import CoordinatorApi
 from services.common.clock import Clock
-from services.common.errors import LeaseHeld, RemoteError
+from services.common.errors import ConfigError, LeaseHeld, RemoteError
 from services.common.types import Contract, LeaseGrant
 from services.learner.patience import Patience, is_transient
 
@@ -60,6 +60,17 @@ async def acquire(
             patience.reset()
             _LOG.info("holding the lease, epoch %d, head is version %d", grant.epoch, grant.head_version)
             return grant
+
+
+def check_messages(grant: LeaseGrant, *, own_bytes: int) -> None:
+    """Refuse to lead with a smaller limit than the coordinator's: a group of others' making would end every stream.
+
+    Raises:
+        ConfigError: the learner's own limit is too small.
+    """
+    if own_bytes < grant.max_message_bytes:
+        problem = f"{own_bytes} is below the coordinator's, {grant.max_message_bytes}: its groups may not fit"
+        raise ConfigError("max_message_bytes", problem, action=f"set it to {grant.max_message_bytes}")
 
 
 async def _ignore(grant: LeaseGrant) -> None:

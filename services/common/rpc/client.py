@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 import grpc.aio
 from heterorl.v1 import policy_pb2, rollout_pb2, run_pb2
@@ -26,8 +26,9 @@ from services.common.errors import InvalidRequest, MalformedPayload, Unreachable
 from services.common.metrics import BYTES
 from services.common.rpc import canary, messages
 from services.common.rpc.attempt import once, timed
-from services.common.rpc.calls import Calls
+from services.common.rpc.calls import Calls, readable
 from services.common.rpc.publication import publish_to_pb
+from services.common.rpc.pushed import push_to_pb
 from services.common.rpc.rejections import rejections_to_pb
 from services.common.rpc.run_status import status_from_pb
 from services.common.types import (
@@ -44,9 +45,11 @@ from services.common.types import (
     SiteId,
     StepReport,
 )
-from services.common.wire import group_id_to_pb, group_to_pb
+from services.common.wire import group_id_to_pb
 
 PUSH_TIMEOUT_S = 120.0
+ASSIGNMENTS_AT_ONCE = 4096
+"""The coordinator takes no more in one call."""
 """For a push of nothing; its bytes come on top."""
 MIN_UP_BYTES_PER_S = 4096.0
 """The slowest link over which a push ends before its deadline; a dead one is noticed by its pings in seconds."""
@@ -203,15 +206,17 @@ class CoordinatorClient(Calls):
 
     async def abandon_work(self, *, site: SiteId, incarnation: str, assignments: Sequence[int]) -> None:
         """Give assignments back."""
-        request = rollout_pb2.AbandonWorkRequest(site=site, incarnation=incarnation, assignments=list(assignments))
-        await self._call("AbandonWork", request)
+        for first in range(0, len(assignments), ASSIGNMENTS_AT_ONCE):
+            some = assignments[first : first + ASSIGNMENTS_AT_ONCE]
+            request = rollout_pb2.AbandonWorkRequest(site=site, incarnation=incarnation, assignments=list(some))
+            await self._call("AbandonWork", request)
 
     async def push_groups(self, groups: Sequence[Group]) -> list[PushOutcome]:
         """Push groups and return outcomes of the first ones, in order; repeating the call is harmless.
 
         Fewer than were pushed came before the link broke: what is settled is settled, whatever became of the rest.
         """
-        pushed = [rollout_pb2.PushGroupsRequest(group=group_to_pb(group)) for group in groups]
+        pushed = [push_to_pb(group, limit_bytes=self._link.send_bytes) for group in groups]
         timeout_s = self._push_timeout_s(sum(message.ByteSize() for message in pushed))
 
         async def requests() -> AsyncIterator[rollout_pb2.PushGroupsRequest]:
@@ -229,7 +234,7 @@ class CoordinatorClient(Calls):
                         async for message in stubs.method("PushGroups")(requests(), timeout=timeout_s):
                             # One for each group; what a peer sends beyond that, or of others, is not kept.
                             if len(outcomes) < len(pushed) and is_in_order:
-                                outcome = messages.outcome_from_pb(message)
+                                outcome = messages.outcome_from_pb(readable("PushGroups", message))
                                 is_in_order = outcome.id == groups[len(outcomes)].id
                                 outcomes += [outcome] * is_in_order
             except (grpc.aio.AioRpcError, Unreachable):
@@ -274,7 +279,10 @@ class CoordinatorClient(Calls):
     async def register(self, registration: Registration) -> RegisterAnswer:
         """Introduce a sampler."""
         request = messages.registration_to_pb(registration)
-        return messages.register_answer_from_pb(await self._call("Register", request))
+        answer = messages.register_answer_from_pb(await self._call("Register", request))
+        if answer.max_message_bytes:
+            await self._link.send_up_to(answer.max_message_bytes)
+        return answer
 
     async def heartbeat(self, beat: Heartbeat) -> tuple[Command, ...]:
         """Report a sampler's state and receive commands."""
@@ -308,3 +316,7 @@ class CoordinatorClient(Calls):
         """End a site's quarantine; the request id makes a repetition harmless."""
         request = run_pb2.ReleaseSiteRequest(site=site, reason=reason, request_id=request_id or secrets.token_hex(8))
         return str((await self._call("ReleaseSite", request)).quarantine)
+
+    async def describe_run(self, *, epoch: int, facts: Mapping[str, str]) -> None:
+        """Say what the run trains."""
+        await self._call("DescribeRun", run_pb2.DescribeRunRequest(epoch=epoch, facts=dict(facts)))

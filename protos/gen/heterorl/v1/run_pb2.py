@@ -26,53 +26,65 @@ from heterorl.v1 import common_pb2 as heterorl_dot_v1_dot_common__pb2
 from heterorl.v1 import rollout_pb2 as heterorl_dot_v1_dot_rollout__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15heterorl/v1/run.proto\x12\x0bheterorl.v1\x1a\x18heterorl/v1/common.proto\x1a\x19heterorl/v1/rollout.proto\"\xd7\x01\n\x0fRegisterRequest\x12\x0c\n\x04site\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\'\n\x08\x63ontract\x18\x03 \x01(\x0b\x32\x15.heterorl.v1.Contract\x12\x0e\n\x06\x65ngine\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x1a\n\x12max_delay_versions\x18\x06 \x01(\x04\x12\x0f\n\x07\x66lavour\x18\x07 \x01(\t\x12\x13\n\x0bmax_delay_s\x18\x08 \x01(\x01\x12\x17\n\x0flowest_sequence\x18\t \x01(\x04\"o\n\x10RegisterResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x14\n\x0chead_version\x18\x02 \x01(\x03\x12\x15\n\rnext_sequence\x18\x03 \x01(\x04\x12\x1e\n\x16max_staleness_versions\x18\x04 \x01(\x04\"\xb0\x01\n\x10HeartbeatRequest\x12\x0c\n\x04site\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x12\x12\n\nstate_root\x18\x04 \x01(\t\x12\x14\n\x0ctokens_per_s\x18\x05 \x01(\x01\x12\x15\n\routbox_groups\x18\x06 \x01(\x04\x12\x0f\n\x07\x61pply_s\x18\x07 \x01(\x01\x12\x0f\n\x07problem\x18\x08 \x01(\t\";\n\x11HeartbeatResponse\x12&\n\x08\x63ommands\x18\x01 \x03(\x0e\x32\x14.heterorl.v1.Command\"[\n\x13ReportCanaryRequest\x12\x0c\n\x04site\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x03\x12\x10\n\x08logprobs\x18\x04 \x03(\x02\"R\n\x14ReportCanaryResponse\x12\x17\n\ndifference\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\nquarantine\x18\x02 \x01(\tB\r\n\x0b_difference\"\x12\n\x10GetStatusRequest\"C\n\tDropCount\x12\'\n\x06reason\x18\x01 \x01(\x0e\x32\x17.heterorl.v1.DropReason\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\"\x8c\x03\n\nSiteStatus\x12\x0c\n\x04site\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x12\x12\n\nstate_root\x18\x04 \x01(\t\x12\x13\n\x0blast_seen_s\x18\x05 \x01(\x01\x12\x17\n\x0fgroups_accepted\x18\x06 \x01(\x04\x12\x16\n\x0egroups_dropped\x18\x07 \x01(\x04\x12\x14\n\x0ctokens_per_s\x18\x08 \x01(\x01\x12\x13\n\x0bwork_leased\x18\t \x01(\x04\x12\x1e\n\x11\x63\x61nary_difference\x18\n \x01(\x01H\x00\x88\x01\x01\x12\x12\n\nquarantine\x18\x0b \x01(\t\x12\x0f\n\x07\x61pply_s\x18\x0c \x01(\x01\x12\x0f\n\x07\x66lavour\x18\r \x01(\t\x12\x15\n\rgroups_failed\x18\x14 \x01(\x04\x12\x16\n\x0egroups_refused\x18\x15 \x01(\x04\x12\x12\n\nquota_used\x18\x16 \x01(\x01\x12\x0f\n\x07problem\x18\x17 \x01(\tB\x14\n\x12_canary_difference\"\x8c\x01\n\rFlavourStatus\x12\x0f\n\x07\x66lavour\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x12\n\nfull_bytes\x18\x03 \x01(\x04\x12\x13\n\x0b\x64\x65lta_bytes\x18\x04 \x01(\x04\x12\x16\n\x0esnapshot_bytes\x18\x05 \x01(\x04\x12\x18\n\x10\x63hanged_fraction\x18\x06 \x01(\x01\"\xf3\x05\n\x11GetStatusResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x14\n\x0chead_version\x18\x02 \x01(\x03\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0f\n\x07learner\x18\x04 \x01(\t\x12\x13\n\x0bis_draining\x18\x05 \x01(\x08\x12\x10\n\x08uptime_s\x18\x06 \x01(\x01\x12\r\n\x05\x61\x63ked\x18\x07 \x01(\x04\x12\x0f\n\x07pending\x18\x08 \x01(\x04\x12\x0e\n\x06leased\x18\t \x01(\x04\x12\x10\n\x08\x63onsumed\x18\n \x01(\x04\x12\'\n\x07\x64ropped\x18\x0b \x03(\x0b\x32\x16.heterorl.v1.DropCount\x12\x12\n\nbytes_full\x18\x0c \x01(\x04\x12\x12\n\nbytes_last\x18\r \x01(\x04\x12\x18\n\x10\x63hanged_fraction\x18\x0e \x01(\x01\x12&\n\x05sites\x18\x0f \x03(\x0b\x32\x17.heterorl.v1.SiteStatus\x12\x31\n\x0blast_report\x18\x10 \x01(\x0b\x32\x17.heterorl.v1.StepReportH\x00\x88\x01\x01\x12\x16\n\x0eis_head_signed\x18\x11 \x01(\x08\x12\x13\n\x0bstore_bytes\x18\x12 \x01(\x04\x12\x19\n\x11store_limit_bytes\x18\x13 \x01(\x04\x12\x1d\n\x10snapshot_version\x18\x14 \x01(\x03H\x01\x88\x01\x01\x12\x16\n\x0esnapshot_age_s\x18\x15 \x01(\x01\x12\x17\n\x0freclaimed_bytes\x18\x16 \x01(\x04\x12\x13\n\x0b\x64\x65lta_bytes\x18\x17 \x01(\x04\x12\x16\n\x0esnapshot_bytes\x18\x18 \x01(\x04\x12\x10\n\x08\x65ncode_s\x18\x19 \x01(\x01\x12,\n\x08\x66lavours\x18\x1a \x03(\x0b\x32\x1a.heterorl.v1.FlavourStatus\x12\x18\n\x0brollback_to\x18\x1b \x01(\x03H\x02\x88\x01\x01\x12\x15\n\rstore_problem\x18\x1f \x01(\tB\x0e\n\x0c_last_reportB\x13\n\x11_snapshot_versionB\x0e\n\x0c_rollback_to\"5\n\x10ListStepsRequest\x12\x12\n\nafter_step\x18\x01 \x01(\x03\x12\r\n\x05limit\x18\x02 \x01(\r\"=\n\x11ListStepsResponse\x12(\n\x07reports\x18\x01 \x03(\x0b\x32\x17.heterorl.v1.StepReport\"<\n\x0c\x44rainRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x12\n\x05\x65poch\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\x08\n\x06_epoch\"\x0f\n\rDrainResponse\"9\n\x0fRollbackRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nto_version\x18\x02 \x01(\x03\"(\n\x10RollbackResponse\x12\x14\n\x0chead_version\x18\x01 \x01(\x03\"F\n\x12ReleaseSiteRequest\x12\x0c\n\x04site\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\")\n\x13ReleaseSiteResponse\x12\x12\n\nquarantine\x18\x01 \x01(\t*]\n\x07\x43ommand\x12\x17\n\x13\x43OMMAND_UNSPECIFIED\x10\x00\x12\x11\n\rCOMMAND_DRAIN\x10\x01\x12\x10\n\x0c\x43OMMAND_STOP\x10\x02\x12\x14\n\x10\x43OMMAND_REGISTER\x10\x03\x32\xe9\x04\n\nRunService\x12G\n\x08Register\x12\x1c.heterorl.v1.RegisterRequest\x1a\x1d.heterorl.v1.RegisterResponse\x12J\n\tHeartbeat\x12\x1d.heterorl.v1.HeartbeatRequest\x1a\x1e.heterorl.v1.HeartbeatResponse\x12S\n\x0cReportCanary\x12 .heterorl.v1.ReportCanaryRequest\x1a!.heterorl.v1.ReportCanaryResponse\x12J\n\tGetStatus\x12\x1d.heterorl.v1.GetStatusRequest\x1a\x1e.heterorl.v1.GetStatusResponse\x12J\n\tListSteps\x12\x1d.heterorl.v1.ListStepsRequest\x1a\x1e.heterorl.v1.ListStepsResponse\x12>\n\x05\x44rain\x12\x19.heterorl.v1.DrainRequest\x1a\x1a.heterorl.v1.DrainResponse\x12G\n\x08Rollback\x12\x1c.heterorl.v1.RollbackRequest\x1a\x1d.heterorl.v1.RollbackResponse\x12P\n\x0bReleaseSite\x12\x1f.heterorl.v1.ReleaseSiteRequest\x1a .heterorl.v1.ReleaseSiteResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15heterorl/v1/run.proto\x12\x0bheterorl.v1\x1a\x18heterorl/v1/common.proto\x1a\x19heterorl/v1/rollout.proto\"\xd7\x01\n\x0fRegisterRequest\x12\x0c\n\x04site\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\'\n\x08\x63ontract\x18\x03 \x01(\x0b\x32\x15.heterorl.v1.Contract\x12\x0e\n\x06\x65ngine\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x1a\n\x12max_delay_versions\x18\x06 \x01(\x04\x12\x0f\n\x07\x66lavour\x18\x07 \x01(\t\x12\x13\n\x0bmax_delay_s\x18\x08 \x01(\x01\x12\x17\n\x0flowest_sequence\x18\t \x01(\x04\"\x8a\x01\n\x10RegisterResponse\x12\x19\n\x11max_message_bytes\x18\n \x01(\x04\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x14\n\x0chead_version\x18\x02 \x01(\x03\x12\x15\n\rnext_sequence\x18\x03 \x01(\x04\x12\x1e\n\x16max_staleness_versions\x18\x04 \x01(\x04\"\xb0\x01\n\x10HeartbeatRequest\x12\x0c\n\x04site\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x12\x12\n\nstate_root\x18\x04 \x01(\t\x12\x14\n\x0ctokens_per_s\x18\x05 \x01(\x01\x12\x15\n\routbox_groups\x18\x06 \x01(\x04\x12\x0f\n\x07\x61pply_s\x18\x07 \x01(\x01\x12\x0f\n\x07problem\x18\x08 \x01(\t\";\n\x11HeartbeatResponse\x12&\n\x08\x63ommands\x18\x01 \x03(\x0e\x32\x14.heterorl.v1.Command\"[\n\x13ReportCanaryRequest\x12\x0c\n\x04site\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x03\x12\x10\n\x08logprobs\x18\x04 \x03(\x02\"R\n\x14ReportCanaryResponse\x12\x17\n\ndifference\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\nquarantine\x18\x02 \x01(\tB\r\n\x0b_difference\"\x12\n\x10GetStatusRequest\"C\n\tDropCount\x12\'\n\x06reason\x18\x01 \x01(\x0e\x32\x17.heterorl.v1.DropReason\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\"\x8c\x03\n\nSiteStatus\x12\x0c\n\x04site\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x12\x12\n\nstate_root\x18\x04 \x01(\t\x12\x13\n\x0blast_seen_s\x18\x05 \x01(\x01\x12\x17\n\x0fgroups_accepted\x18\x06 \x01(\x04\x12\x16\n\x0egroups_dropped\x18\x07 \x01(\x04\x12\x14\n\x0ctokens_per_s\x18\x08 \x01(\x01\x12\x13\n\x0bwork_leased\x18\t \x01(\x04\x12\x1e\n\x11\x63\x61nary_difference\x18\n \x01(\x01H\x00\x88\x01\x01\x12\x12\n\nquarantine\x18\x0b \x01(\t\x12\x0f\n\x07\x61pply_s\x18\x0c \x01(\x01\x12\x0f\n\x07\x66lavour\x18\r \x01(\t\x12\x15\n\rgroups_failed\x18\x14 \x01(\x04\x12\x16\n\x0egroups_refused\x18\x15 \x01(\x04\x12\x12\n\nquota_used\x18\x16 \x01(\x01\x12\x0f\n\x07problem\x18\x17 \x01(\tB\x14\n\x12_canary_difference\"\x8c\x01\n\rFlavourStatus\x12\x0f\n\x07\x66lavour\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x12\n\nfull_bytes\x18\x03 \x01(\x04\x12\x13\n\x0b\x64\x65lta_bytes\x18\x04 \x01(\x04\x12\x16\n\x0esnapshot_bytes\x18\x05 \x01(\x04\x12\x18\n\x10\x63hanged_fraction\x18\x06 \x01(\x01\"\xdb\x06\n\x11GetStatusResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x14\n\x0chead_version\x18\x02 \x01(\x03\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0f\n\x07learner\x18\x04 \x01(\t\x12\x13\n\x0bis_draining\x18\x05 \x01(\x08\x12\x10\n\x08uptime_s\x18\x06 \x01(\x01\x12\r\n\x05\x61\x63ked\x18\x07 \x01(\x04\x12\x0f\n\x07pending\x18\x08 \x01(\x04\x12\x0e\n\x06leased\x18\t \x01(\x04\x12\x10\n\x08\x63onsumed\x18\n \x01(\x04\x12\'\n\x07\x64ropped\x18\x0b \x03(\x0b\x32\x16.heterorl.v1.DropCount\x12\x12\n\nbytes_full\x18\x0c \x01(\x04\x12\x12\n\nbytes_last\x18\r \x01(\x04\x12\x18\n\x10\x63hanged_fraction\x18\x0e \x01(\x01\x12&\n\x05sites\x18\x0f \x03(\x0b\x32\x17.heterorl.v1.SiteStatus\x12\x31\n\x0blast_report\x18\x10 \x01(\x0b\x32\x17.heterorl.v1.StepReportH\x00\x88\x01\x01\x12\x16\n\x0eis_head_signed\x18\x11 \x01(\x08\x12\x13\n\x0bstore_bytes\x18\x12 \x01(\x04\x12\x19\n\x11store_limit_bytes\x18\x13 \x01(\x04\x12\x1d\n\x10snapshot_version\x18\x14 \x01(\x03H\x01\x88\x01\x01\x12\x16\n\x0esnapshot_age_s\x18\x15 \x01(\x01\x12\x17\n\x0freclaimed_bytes\x18\x16 \x01(\x04\x12\x13\n\x0b\x64\x65lta_bytes\x18\x17 \x01(\x04\x12\x16\n\x0esnapshot_bytes\x18\x18 \x01(\x04\x12\x10\n\x08\x65ncode_s\x18\x19 \x01(\x01\x12,\n\x08\x66lavours\x18\x1a \x03(\x0b\x32\x1a.heterorl.v1.FlavourStatus\x12\x18\n\x0brollback_to\x18\x1b \x01(\x03H\x02\x88\x01\x01\x12\x38\n\x05\x66\x61\x63ts\x18( \x03(\x0b\x32).heterorl.v1.GetStatusResponse.FactsEntry\x12\x15\n\rstore_problem\x18\x1f \x01(\t\x1a,\n\nFactsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x0e\n\x0c_last_reportB\x13\n\x11_snapshot_versionB\x0e\n\x0c_rollback_to\"5\n\x10ListStepsRequest\x12\x12\n\nafter_step\x18\x01 \x01(\x03\x12\r\n\x05limit\x18\x02 \x01(\r\"=\n\x11ListStepsResponse\x12(\n\x07reports\x18\x01 \x03(\x0b\x32\x17.heterorl.v1.StepReport\"<\n\x0c\x44rainRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x12\n\x05\x65poch\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\x08\n\x06_epoch\"\x0f\n\rDrainResponse\"9\n\x0fRollbackRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nto_version\x18\x02 \x01(\x03\"(\n\x10RollbackResponse\x12\x14\n\x0chead_version\x18\x01 \x01(\x03\"F\n\x12ReleaseSiteRequest\x12\x0c\n\x04site\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\")\n\x13ReleaseSiteResponse\x12\x12\n\nquarantine\x18\x01 \x01(\t\"\x8c\x01\n\x12\x44\x65scribeRunRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x39\n\x05\x66\x61\x63ts\x18\x02 \x03(\x0b\x32*.heterorl.v1.DescribeRunRequest.FactsEntry\x1a,\n\nFactsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x15\n\x13\x44\x65scribeRunResponse*]\n\x07\x43ommand\x12\x17\n\x13\x43OMMAND_UNSPECIFIED\x10\x00\x12\x11\n\rCOMMAND_DRAIN\x10\x01\x12\x10\n\x0c\x43OMMAND_STOP\x10\x02\x12\x14\n\x10\x43OMMAND_REGISTER\x10\x03\x32\xbb\x05\n\nRunService\x12G\n\x08Register\x12\x1c.heterorl.v1.RegisterRequest\x1a\x1d.heterorl.v1.RegisterResponse\x12J\n\tHeartbeat\x12\x1d.heterorl.v1.HeartbeatRequest\x1a\x1e.heterorl.v1.HeartbeatResponse\x12S\n\x0cReportCanary\x12 .heterorl.v1.ReportCanaryRequest\x1a!.heterorl.v1.ReportCanaryResponse\x12J\n\tGetStatus\x12\x1d.heterorl.v1.GetStatusRequest\x1a\x1e.heterorl.v1.GetStatusResponse\x12J\n\tListSteps\x12\x1d.heterorl.v1.ListStepsRequest\x1a\x1e.heterorl.v1.ListStepsResponse\x12>\n\x05\x44rain\x12\x19.heterorl.v1.DrainRequest\x1a\x1a.heterorl.v1.DrainResponse\x12G\n\x08Rollback\x12\x1c.heterorl.v1.RollbackRequest\x1a\x1d.heterorl.v1.RollbackResponse\x12P\n\x0bReleaseSite\x12\x1f.heterorl.v1.ReleaseSiteRequest\x1a .heterorl.v1.ReleaseSiteResponse\x12P\n\x0b\x44\x65scribeRun\x12\x1f.heterorl.v1.DescribeRunRequest\x1a .heterorl.v1.DescribeRunResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'heterorl.v1.run_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_COMMAND']._serialized_start=2641
-  _globals['_COMMAND']._serialized_end=2734
+  _globals['_GETSTATUSRESPONSE_FACTSENTRY']._loaded_options = None
+  _globals['_GETSTATUSRESPONSE_FACTSENTRY']._serialized_options = b'8\001'
+  _globals['_DESCRIBERUNREQUEST_FACTSENTRY']._loaded_options = None
+  _globals['_DESCRIBERUNREQUEST_FACTSENTRY']._serialized_options = b'8\001'
+  _globals['_COMMAND']._serialized_start=2939
+  _globals['_COMMAND']._serialized_end=3032
   _globals['_REGISTERREQUEST']._serialized_start=92
   _globals['_REGISTERREQUEST']._serialized_end=307
-  _globals['_REGISTERRESPONSE']._serialized_start=309
-  _globals['_REGISTERRESPONSE']._serialized_end=420
-  _globals['_HEARTBEATREQUEST']._serialized_start=423
-  _globals['_HEARTBEATREQUEST']._serialized_end=599
-  _globals['_HEARTBEATRESPONSE']._serialized_start=601
-  _globals['_HEARTBEATRESPONSE']._serialized_end=660
-  _globals['_REPORTCANARYREQUEST']._serialized_start=662
-  _globals['_REPORTCANARYREQUEST']._serialized_end=753
-  _globals['_REPORTCANARYRESPONSE']._serialized_start=755
-  _globals['_REPORTCANARYRESPONSE']._serialized_end=837
-  _globals['_GETSTATUSREQUEST']._serialized_start=839
-  _globals['_GETSTATUSREQUEST']._serialized_end=857
-  _globals['_DROPCOUNT']._serialized_start=859
-  _globals['_DROPCOUNT']._serialized_end=926
-  _globals['_SITESTATUS']._serialized_start=929
-  _globals['_SITESTATUS']._serialized_end=1325
-  _globals['_FLAVOURSTATUS']._serialized_start=1328
-  _globals['_FLAVOURSTATUS']._serialized_end=1468
-  _globals['_GETSTATUSRESPONSE']._serialized_start=1471
-  _globals['_GETSTATUSRESPONSE']._serialized_end=2226
-  _globals['_LISTSTEPSREQUEST']._serialized_start=2228
-  _globals['_LISTSTEPSREQUEST']._serialized_end=2281
-  _globals['_LISTSTEPSRESPONSE']._serialized_start=2283
-  _globals['_LISTSTEPSRESPONSE']._serialized_end=2344
-  _globals['_DRAINREQUEST']._serialized_start=2346
-  _globals['_DRAINREQUEST']._serialized_end=2406
-  _globals['_DRAINRESPONSE']._serialized_start=2408
-  _globals['_DRAINRESPONSE']._serialized_end=2423
-  _globals['_ROLLBACKREQUEST']._serialized_start=2425
-  _globals['_ROLLBACKREQUEST']._serialized_end=2482
-  _globals['_ROLLBACKRESPONSE']._serialized_start=2484
-  _globals['_ROLLBACKRESPONSE']._serialized_end=2524
-  _globals['_RELEASESITEREQUEST']._serialized_start=2526
-  _globals['_RELEASESITEREQUEST']._serialized_end=2596
-  _globals['_RELEASESITERESPONSE']._serialized_start=2598
-  _globals['_RELEASESITERESPONSE']._serialized_end=2639
-  _globals['_RUNSERVICE']._serialized_start=2737
-  _globals['_RUNSERVICE']._serialized_end=3354
+  _globals['_REGISTERRESPONSE']._serialized_start=310
+  _globals['_REGISTERRESPONSE']._serialized_end=448
+  _globals['_HEARTBEATREQUEST']._serialized_start=451
+  _globals['_HEARTBEATREQUEST']._serialized_end=627
+  _globals['_HEARTBEATRESPONSE']._serialized_start=629
+  _globals['_HEARTBEATRESPONSE']._serialized_end=688
+  _globals['_REPORTCANARYREQUEST']._serialized_start=690
+  _globals['_REPORTCANARYREQUEST']._serialized_end=781
+  _globals['_REPORTCANARYRESPONSE']._serialized_start=783
+  _globals['_REPORTCANARYRESPONSE']._serialized_end=865
+  _globals['_GETSTATUSREQUEST']._serialized_start=867
+  _globals['_GETSTATUSREQUEST']._serialized_end=885
+  _globals['_DROPCOUNT']._serialized_start=887
+  _globals['_DROPCOUNT']._serialized_end=954
+  _globals['_SITESTATUS']._serialized_start=957
+  _globals['_SITESTATUS']._serialized_end=1353
+  _globals['_FLAVOURSTATUS']._serialized_start=1356
+  _globals['_FLAVOURSTATUS']._serialized_end=1496
+  _globals['_GETSTATUSRESPONSE']._serialized_start=1499
+  _globals['_GETSTATUSRESPONSE']._serialized_end=2358
+  _globals['_GETSTATUSRESPONSE_FACTSENTRY']._serialized_start=2261
+  _globals['_GETSTATUSRESPONSE_FACTSENTRY']._serialized_end=2305
+  _globals['_LISTSTEPSREQUEST']._serialized_start=2360
+  _globals['_LISTSTEPSREQUEST']._serialized_end=2413
+  _globals['_LISTSTEPSRESPONSE']._serialized_start=2415
+  _globals['_LISTSTEPSRESPONSE']._serialized_end=2476
+  _globals['_DRAINREQUEST']._serialized_start=2478
+  _globals['_DRAINREQUEST']._serialized_end=2538
+  _globals['_DRAINRESPONSE']._serialized_start=2540
+  _globals['_DRAINRESPONSE']._serialized_end=2555
+  _globals['_ROLLBACKREQUEST']._serialized_start=2557
+  _globals['_ROLLBACKREQUEST']._serialized_end=2614
+  _globals['_ROLLBACKRESPONSE']._serialized_start=2616
+  _globals['_ROLLBACKRESPONSE']._serialized_end=2656
+  _globals['_RELEASESITEREQUEST']._serialized_start=2658
+  _globals['_RELEASESITEREQUEST']._serialized_end=2728
+  _globals['_RELEASESITERESPONSE']._serialized_start=2730
+  _globals['_RELEASESITERESPONSE']._serialized_end=2771
+  _globals['_DESCRIBERUNREQUEST']._serialized_start=2774
+  _globals['_DESCRIBERUNREQUEST']._serialized_end=2914
+  _globals['_DESCRIBERUNREQUEST_FACTSENTRY']._serialized_start=2261
+  _globals['_DESCRIBERUNREQUEST_FACTSENTRY']._serialized_end=2305
+  _globals['_DESCRIBERUNRESPONSE']._serialized_start=2916
+  _globals['_DESCRIBERUNRESPONSE']._serialized_end=2937
+  _globals['_RUNSERVICE']._serialized_start=3035
+  _globals['_RUNSERVICE']._serialized_end=3734
 # @@protoc_insertion_point(module_scope)

@@ -108,10 +108,13 @@ class RegisterResponse(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    MAX_MESSAGE_BYTES_FIELD_NUMBER: builtins.int
     RUN_ID_FIELD_NUMBER: builtins.int
     HEAD_VERSION_FIELD_NUMBER: builtins.int
     NEXT_SEQUENCE_FIELD_NUMBER: builtins.int
     MAX_STALENESS_VERSIONS_FIELD_NUMBER: builtins.int
+    max_message_bytes: builtins.int
+    """Largest message that the coordinator takes and sends, bytes; 0 where it does not say."""
     run_id: builtins.str
     """Name of the run."""
     head_version: builtins.int
@@ -123,12 +126,13 @@ class RegisterResponse(google.protobuf.message.Message):
     def __init__(
         self,
         *,
+        max_message_bytes: builtins.int = ...,
         run_id: builtins.str = ...,
         head_version: builtins.int = ...,
         next_sequence: builtins.int = ...,
         max_staleness_versions: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["head_version", b"head_version", "max_staleness_versions", b"max_staleness_versions", "next_sequence", b"next_sequence", "run_id", b"run_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["head_version", b"head_version", "max_message_bytes", b"max_message_bytes", "max_staleness_versions", b"max_staleness_versions", "next_sequence", b"next_sequence", "run_id", b"run_id"]) -> None: ...
 
 Global___RegisterResponse: typing_extensions.TypeAlias = RegisterResponse
 
@@ -416,6 +420,22 @@ class GetStatusResponse(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class FactsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     RUN_ID_FIELD_NUMBER: builtins.int
     HEAD_VERSION_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
@@ -443,6 +463,7 @@ class GetStatusResponse(google.protobuf.message.Message):
     ENCODE_S_FIELD_NUMBER: builtins.int
     FLAVOURS_FIELD_NUMBER: builtins.int
     ROLLBACK_TO_FIELD_NUMBER: builtins.int
+    FACTS_FIELD_NUMBER: builtins.int
     STORE_PROBLEM_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """Name of the run."""
@@ -508,6 +529,10 @@ class GetStatusResponse(google.protobuf.message.Message):
     def flavours(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___FlavourStatus]:
         """Flavours beside the weights that are trained."""
 
+    @property
+    def facts(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """What the learner said of the run: names such as "model" or "steps wanted" to values."""
+
     def __init__(
         self,
         *,
@@ -538,10 +563,11 @@ class GetStatusResponse(google.protobuf.message.Message):
         encode_s: builtins.float = ...,
         flavours: collections.abc.Iterable[Global___FlavourStatus] | None = ...,
         rollback_to: builtins.int | None = ...,
+        facts: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         store_problem: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_last_report", b"_last_report", "_rollback_to", b"_rollback_to", "_snapshot_version", b"_snapshot_version", "last_report", b"last_report", "rollback_to", b"rollback_to", "snapshot_version", b"snapshot_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_last_report", b"_last_report", "_rollback_to", b"_rollback_to", "_snapshot_version", b"_snapshot_version", "acked", b"acked", "bytes_full", b"bytes_full", "bytes_last", b"bytes_last", "changed_fraction", b"changed_fraction", "consumed", b"consumed", "delta_bytes", b"delta_bytes", "dropped", b"dropped", "encode_s", b"encode_s", "epoch", b"epoch", "flavours", b"flavours", "head_version", b"head_version", "is_draining", b"is_draining", "is_head_signed", b"is_head_signed", "last_report", b"last_report", "learner", b"learner", "leased", b"leased", "pending", b"pending", "reclaimed_bytes", b"reclaimed_bytes", "rollback_to", b"rollback_to", "run_id", b"run_id", "sites", b"sites", "snapshot_age_s", b"snapshot_age_s", "snapshot_bytes", b"snapshot_bytes", "snapshot_version", b"snapshot_version", "store_bytes", b"store_bytes", "store_limit_bytes", b"store_limit_bytes", "store_problem", b"store_problem", "uptime_s", b"uptime_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_last_report", b"_last_report", "_rollback_to", b"_rollback_to", "_snapshot_version", b"_snapshot_version", "acked", b"acked", "bytes_full", b"bytes_full", "bytes_last", b"bytes_last", "changed_fraction", b"changed_fraction", "consumed", b"consumed", "delta_bytes", b"delta_bytes", "dropped", b"dropped", "encode_s", b"encode_s", "epoch", b"epoch", "facts", b"facts", "flavours", b"flavours", "head_version", b"head_version", "is_draining", b"is_draining", "is_head_signed", b"is_head_signed", "last_report", b"last_report", "learner", b"learner", "leased", b"leased", "pending", b"pending", "reclaimed_bytes", b"reclaimed_bytes", "rollback_to", b"rollback_to", "run_id", b"run_id", "sites", b"sites", "snapshot_age_s", b"snapshot_age_s", "snapshot_bytes", b"snapshot_bytes", "snapshot_version", b"snapshot_version", "store_bytes", b"store_bytes", "store_limit_bytes", b"store_limit_bytes", "store_problem", b"store_problem", "uptime_s", b"uptime_s"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_last_report", b"_last_report"]) -> typing.Literal["last_report"] | None: ...
     @typing.overload
@@ -712,3 +738,55 @@ class ReleaseSiteResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["quarantine", b"quarantine"]) -> None: ...
 
 Global___ReleaseSiteResponse: typing_extensions.TypeAlias = ReleaseSiteResponse
+
+@typing.final
+class DescribeRunRequest(google.protobuf.message.Message):
+    """DescribeRunRequest says what the run trains."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class FactsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    EPOCH_FIELD_NUMBER: builtins.int
+    FACTS_FIELD_NUMBER: builtins.int
+    epoch: builtins.int
+    """Epoch of the learner."""
+    @property
+    def facts(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """Names to values; at most 64, of at most 64 and 300 characters."""
+
+    def __init__(
+        self,
+        *,
+        epoch: builtins.int = ...,
+        facts: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "facts", b"facts"]) -> None: ...
+
+Global___DescribeRunRequest: typing_extensions.TypeAlias = DescribeRunRequest
+
+@typing.final
+class DescribeRunResponse(google.protobuf.message.Message):
+    """DescribeRunResponse confirms it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___DescribeRunResponse: typing_extensions.TypeAlias = DescribeRunResponse

@@ -12,7 +12,7 @@ PYTEST_GPU ?= $(BIN)/pytest
 SERVER ?= http://127.0.0.1:9090
 MINUTES ?= 30
 
-.PHONY: docs help demo test test-fast test-engines test-compile test-gpu test-images check kills rotations wan dashboards-images lab-quick lab-stale64 lab-stale256 lab-recommend bench-losses bench-learner protos lock clean bench-merge subsets dashboards bench-weights bench-pull bench-serve bench-sampler bench-verify fuzz
+.PHONY: docs help demo test test-fast test-engines test-compile test-gpu test-images check kills rotations wan dashboards-images lab-quick lab-stale64 lab-stale256 lab-recommend bench-losses bench-learner protos lock clean bench-merge subsets dashboards bench-weights bench-pull bench-serve bench-sampler bench-verify bench-forward fuzz
 
 help:  ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 19
@@ -84,6 +84,9 @@ lab-stale256: $(SETUP)  ## GEPO beside the methods made for stale data, 64 to 25
 
 lab-recommend: $(SETUP)  ## Plain GEPO beside its combinations, 64 versions behind, 10 seeds: 30 minutes on two cores
 	$(BIN)/heterorl lab run recommend
+
+bench-forward: $(SETUP)  ## What a learner's forward pass should see, on a pretrained model: MODEL=DIR; an hour on two cores, goes on where it ended
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.forward --model $(MODEL) --resume --out benchmarks/results/forward.json
 
 bench-losses: $(SETUP)  ## Time a learner step under each loss beside the cheapest
 	$(BIN)/python -m benchmarks.loss_step --out benchmarks/results/losses.json

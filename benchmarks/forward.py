@@ -58,7 +58,7 @@ from services.sampler.rollouts import RolloutMaker
 CHOICES = (("masters", "fp32"), ("published", "fp32"), ("masters", "bf16"), ("published", "bf16"))
 """Weights, and type of the matrix products."""
 BOUND = 0.1
-"""The coordinator's default canary_threshold, nats."""
+"""Nats; half of the coordinator's default canary_threshold."""
 SAMPLING = SamplingSemantics(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=4, logprob_mode=LogprobMode.PROCESSED)
 
 
@@ -257,7 +257,7 @@ def table(cells: list[dict[str, Any]]) -> Table:
     """One line a cell."""
     shown = Table(
         "lr", "weights", "products", "loss off, end", "loss off, max", "to bf16 engine", "masters off, end",
-        "quarantine at", "stated, max", "KL, mean", "KL, end", "held out, start", "end", "MB a delta",
+        "masters over 0.1 at", "stated, max", "KL, mean", "KL, end", "held out, start", "end", "MB a delta",
         title="medians over the canary in nats; KL of sampler from learner per sequence, staleness 0",
     )  # fmt: skip
     for cell in cells:

@@ -4,12 +4,14 @@ set -euo pipefail
 
 usage() {
   cat <<'TEXT'
-usage: deploy/install.sh [--dry-run] [--destdir DIR] ROLE...
+usage: deploy/install.sh [--dry-run] [--destdir DIR] [--with REQUIREMENT]... ROLE...
 
 ROLE is coordinator, learner:NAME or sampler:NAME. NAME names /etc/heterorl/NAME.toml and the instance of the unit.
 
   --dry-run        print what would be done, change nothing
   --destdir DIR    put the files under DIR only: no user, no environment (it could not be moved), no word to systemd
+  --with REQUIREMENT   install this too, as pip understands it: a package or directory with your reward, or a file of
+                   requirements as -rFILE (-rrequirements/vllm.txt); name it again in every later call
   PYTHON           the interpreter to build environments with (environment variable, default python3)
 
 A second run with the same sources changes nothing; configuration files that are there are never overwritten.
@@ -24,7 +26,7 @@ fail() {
 source_dir=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
 dry_run=false destdir=""
-roles=()
+roles=() with=()
 
 while (($#)); do
   case $1 in
@@ -32,6 +34,11 @@ while (($#)); do
     --destdir)
       (($# > 1)) || fail "--destdir needs a directory"
       destdir=${2%/}
+      shift
+      ;;
+    --with)
+      (($# > 1)) || fail "--with needs a requirement"
+      with+=("$2")
       shift
       ;;
     -h | --help)
@@ -89,7 +96,16 @@ make_user() {
 digest_of_sources() {
   (cd "$source_dir" &&
     { find services protos/gen requirements -type f -not -name '*.pyc' -print0 | LC_ALL=C sort -z | xargs -0 sha256sum &&
-      sha256sum pyproject.toml && printf '%s\n' "${kinds[@]}"; }) | sha256sum | cut -c1-12
+      sha256sum pyproject.toml && printf '%s\n' "${kinds[@]}" "${with[@]}" && digest_of_extras; }) | sha256sum | cut -c1-12
+}
+
+# A package of your own that changed is another environment: the directories among the extras, by content.
+digest_of_extras() {
+  local extra
+  for extra in "${with[@]}"; do
+    extra=${extra#-r}
+    if [[ -e $extra ]]; then find "$extra" -type f -not -name '*.pyc' -print0 | LC_ALL=C sort -z | xargs -0 sha256sum; fi
+  done
 }
 
 make_environment() {
@@ -102,6 +118,7 @@ make_environment() {
     run "$python" -m venv "$target"
     run "$target/bin/pip" install --quiet --disable-pip-version-check "${requirements[@]}"
     run "$target/bin/pip" install --quiet --disable-pip-version-check --no-deps "$source_dir"
+    if ((${#with[@]})); then run "$target/bin/pip" install --quiet --disable-pip-version-check "${with[@]}"; fi
     run install -D -m 0644 "$source_dir/deploy/README.md" "$target/share/heterorl/README.md"
     run touch "$target/complete"
   fi

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 import services
+from services.backup_command import backup
 from services.certs.cli import app as certs
 from services.certs.token_cli import join
 from services.check_config import check_config, check_link
@@ -176,6 +177,7 @@ def export(
 
 
 app.command(rich_help_panel=STEER)(rollback)
+app.command(rich_help_panel=STEER)(backup)
 
 
 app.command(rich_help_panel=WATCH)(status)

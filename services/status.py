@@ -9,6 +9,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from services.common.facts import steps_wanted
+from services.common.standstill import describe, quarantined_sites
 from services.common.types import RunStatus, StepReport
 from services.status_sites import fold, site_tables
 
@@ -27,6 +29,7 @@ def status_json(status: RunStatus) -> dict[str, Any]:
 
     result: dict[str, Any] = plain(status)
     result["ledger"]["is_balanced"] = status.ledger.is_balanced
+    result["standstill"] = describe(quarantined_sites(status))
     return result
 
 
@@ -53,13 +56,18 @@ def status_tables(status: RunStatus, *, width: int, accuracy: float | None = Non
     ]
     report = status.last_report
     if report is not None:
-        rows.insert(1, ("step", _step(report, accuracy)))
+        rows.insert(1, ("step", _step(report, accuracy, steps_wanted(status.facts))))
         rows.insert(2, ("staleness", f"{report.staleness_mean:.1f} mean, {report.staleness_max} max"))
     if status.rollback_to >= 0:
         rows.insert(1, ("ordered", f"back to version {status.rollback_to}; not carried out yet"))
+    if status.store_problem:
+        rows.insert(1, ("DISK FULL", status.store_problem))
     for form in status.flavours:
         sizes = _sizes(form.full_bytes, delta=form.delta_bytes, full=form.snapshot_bytes)
         rows.append((f"flavour {form.flavour}", f"{sizes}, {form.changed_fraction:.2%} changed"))
+    stands_still = describe(quarantined_sites(status))
+    if stands_still:
+        run.add_row(Text("STANDS STILL", style="bold red"), Text(stands_still, style="bold red"))
     for row in rows:
         # Names come from other machines: text, never markup.
         run.add_row(*map(Text, row))
@@ -77,9 +85,10 @@ def _version(status: RunStatus) -> str:
     return f"{status.head_version}, {'signed' if status.is_head_signed else 'unsigned'}"
 
 
-def _step(report: StepReport, accuracy: float | None) -> str:
+def _step(report: StepReport, accuracy: float | None, wanted: int) -> str:
     scored = "" if accuracy is None else f", held-out accuracy {accuracy:.3f}"
-    return f"{report.step}: reward {report.reward_mean:.3f}, KL {report.kl:.3f}{scored}"
+    number = f"{report.step} of {wanted}" if wanted else str(report.step)
+    return f"{number}: reward {report.reward_mean:.3f}, KL {report.kl:.3f}{scored}"
 
 
 def _weights(status: RunStatus) -> str:

@@ -72,6 +72,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "/heterorl.v1.RunService/Drain": Rule(frozenset({Role.OPERATOR, Role.LEARNER})),
         "/heterorl.v1.RunService/Rollback": _OPERATOR,
         "/heterorl.v1.RunService/ReleaseSite": _OPERATOR,
+        "/heterorl.v1.RunService/DescribeRun": _LEARNER,
+        "/heterorl.v1.BackupService/Backup": _OPERATOR,
         "/heterorl.v1.DiagnosisService/Diagnose": _DIAGNOSES,
         "/grpc.health.v1.Health/Check": _ASKS_HEALTH,
         "/grpc.health.v1.Health/Watch": _ASKS_HEALTH,

@@ -7,7 +7,7 @@ implements it over gRPC. Every method raises a `RemoteError` of services.common.
 from __future__ import annotations
 
 import enum
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -288,4 +288,8 @@ class CoordinatorApi(Protocol):
 
     async def release_site(self, *, site: SiteId, reason: str, request_id: str = "") -> str:
         """End a site's quarantine and forget its failures; returns why it was there, empty when it was not."""
+        ...
+
+    async def describe_run(self, *, epoch: int, facts: Mapping[str, str]) -> None:
+        """Say what the run trains, for people who look at it."""
         ...

@@ -7,8 +7,9 @@
       RemoteError             an answer of a peer, one per ErrorReason (services/common/rpc maps it to a status)
         InvalidRequest  ContractMismatch  UnknownVersion  UnknownPayload  DigestMismatch  StaleEpoch  LeaseHeld
         ParentNotHead  StepConflict  GroupNotAvailable  PayloadMissing  TooStale  QuotaExceeded  Draining
-        NotRegistered  Quarantined  RunFinished  StoreFull  Unauthenticated  PermissionDenied  Unreachable
-        MessageTooLarge
+        NotRegistered  Quarantined  RunFinished  StoreFull  Unauthenticated  PermissionDenied  MessageTooLarge
+        Unreachable
+          Busy                    it is out of something, or its disk does not answer, for now
       CorruptData             bytes that fail their own checks: quarantined, never served, never applied
         MalformedPayload  LimitExceeded  StateMismatch  CorruptStore
       UntrustedVersion        a version whose origin or place in the history is not proven; never used
@@ -185,7 +186,7 @@ class NotRegistered(RemoteError):
 class Quarantined(RemoteError):
     """The site's canary contradicts the learner's: its weights, settings or kernels are not what it states."""
 
-    action = "reload the weights or correct the engine's settings; a version that scores right ends the quarantine"
+    action = "correct the engine's settings, or have an operator end it: heterorl sites release"
 
 
 class RunFinished(RemoteError):
@@ -216,6 +217,12 @@ class Unreachable(RemoteError):
     """The peer did not answer within the retry budget."""
 
     action = "check the address and the network; the caller keeps its work and goes on trying"
+
+
+class Busy(Unreachable):
+    """The coordinator is out of descriptors, or its disk does not answer, for now; nothing was changed or lost."""
+
+    action = "repeat after the stated delay; the coordinator's log names what is missing"
 
 
 class CorruptData(HeterorlError):

@@ -11,6 +11,7 @@ metric of a sampler the third.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import shutil
 import socket
@@ -107,6 +108,9 @@ SITE_CANARY_NATS = _gauge(
     "coordinator_site_canary_nats", "Median difference of a site's canary log-probs from the learner's.", "site"
 )
 SITE_QUARANTINED = _gauge("coordinator_site_quarantined", "1 while a site is in quarantine.", "site")
+STANDSTILL = _gauge(
+    "coordinator_standstill", "1 while every site that answers is in quarantine, so that no work is handed out."
+)
 SITE_FAILED_GROUPS = _gauge(
     "coordinator_site_failed_groups", "Groups of a site that failed the learner's checks and still count.", "site"
 )
@@ -132,8 +136,13 @@ FLAVOUR_BYTES = _gauge(
     "flavour",
     "kind",
 )
+DISK_REFUSES = _gauge("coordinator_disk_refuses", "1 while the disk is full and groups or versions are refused.")
+LOOP_FAILURES = _counter("coordinator_loop_failures_total", "Turns of a background loop that failed.", "loop")
 RECLAIMED_BYTES = _counter("coordinator_reclaimed_bytes_total", "Bytes of payloads that nobody needed any more.")
 DAMAGED_PAYLOADS = _counter("coordinator_damaged_payloads_total", "Payloads found changed or lost on disk.")
+UNREADABLE_PAYLOADS = _counter(
+    "coordinator_unreadable_payloads_total", "Reads that the system refused; the payloads stay in use."
+)
 
 # learner: steps
 STEPS = _counter("learner_steps_total", "Optimizer steps.", "applied")
@@ -210,6 +219,10 @@ ENGINE_FAILURES = _counter(
 REWARD_ERRORS = _counter("sampler_reward_errors_total", "Groups abandoned by a verifier failure.")
 
 
+MAX_MOVES = 50
+"""Services of one role on one machine that find a port for their metrics by themselves."""
+
+
 class SiteLabels:
     """Label values of sites: the first `limit` names are their own, later ones share OTHER_SITES."""
 
@@ -246,8 +259,14 @@ class _Own(Collector):
         return (metric for metric in REGISTRY.collect() if not metric.name.startswith(self._others))
 
 
-def serve(port: int, *, service: Service, address: str = "127.0.0.1") -> int:
+def serve(port: int, *, service: Service, address: str = "127.0.0.1", may_move: bool = False) -> int:
     """Serve /metrics of one service on a port of its own (0 picks a free one); returns the port.
+
+    Args:
+        port: where to serve.
+        service: whose metrics.
+        address: of this machine.
+        may_move: nobody chose this port: where it is taken, as by a second sampler, one of the next is as good.
 
     Raises:
         PortInUse: the address is taken.
@@ -258,9 +277,20 @@ def serve(port: int, *, service: Service, address: str = "127.0.0.1") -> int:
     try:
         server, _ = start_http_server(port, addr=address, registry=own)
     except OSError as error:
+        if error.errno == errno.EADDRINUSE and may_move:
+            return _serve_beside(port, own, address)
         if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
             raise ConfigError("metrics_host", f"{address} is no address of this machine") from error
         if error.errno == errno.EADDRINUSE:
             raise PortInUse("metrics_port", f"{address}:{port}") from error
         raise
     return int(server.server_port)
+
+
+def _serve_beside(port: int, own: CollectorRegistry, address: str) -> int:
+    # In steps that no other service's default is on.
+    for other in range(port + 10, port + 10 * (MAX_MOVES + 1), 10):
+        with contextlib.suppress(OSError):
+            server, _ = start_http_server(other, addr=address, registry=own)
+            return int(server.server_port)
+    raise PortInUse("metrics_port", f"{address}:{port}")

@@ -9,6 +9,7 @@ learner's; a *rollout* is one completion; a *group* is the G rollouts of one pro
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NewType
 
@@ -445,3 +446,7 @@ class RunStatus:
     flavours: tuple[FlavourStatus, ...] = ()
     rollback_to: int = -1
     """Version that the learner is ordered to go back to and has not published yet; -1 without an order."""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """What the learner said of the run: names such as "model" to values."""
+    store_problem: str = ""
+    """What is wrong with the coordinator's disk and what to do about it; empty while nothing is."""

@@ -6,6 +6,7 @@
     composer    versions to merge, its thread                 a publication; a plan; the stop event
     watchdog    half the service manager's interval           the clock
     keeper      payloads to verify, a snapshot to write       a publication; the stop event
+    relief      a disk that refuses                           the disk; time; the stop event
     main        SIGTERM or SIGINT, or a fatal store error     the operator; the store
 
 Order of the stop: no new calls (health says NOT_SERVING), streams end, running calls finish within the grace period,
@@ -15,21 +16,25 @@ the store closes last. Nothing acknowledged depends on this order: SIGKILL loses
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 from pathlib import Path
 
-from heterorl.v1 import diagnosis_pb2_grpc, policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
+from heterorl.v1 import backup_pb2_grpc, diagnosis_pb2_grpc, policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
 
-from services.common import metrics, notify, tracing
+from services.common import descriptors, metrics, notify, tracing
 from services.common.clock import Clock, SystemClock
+from services.common.errors import CorruptStore, Draining
 from services.common.rpc.server import Server
 from services.coordinator import observe
+from services.coordinator.backup_servicer import BackupServicer
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core import Coordinator
 from services.coordinator.diagnosis import DiagnosisServicer
 from services.coordinator.presence import Presence
 from services.coordinator.servicer import PolicyServicer, RolloutServicer, RunServicer
+from services.coordinator.steady import Steady
 
 _LOG = logging.getLogger(__name__)
 GAUGE_INTERVAL_S = 1.0
@@ -46,10 +51,11 @@ async def main(config: CoordinatorConfig) -> int:
 
 
 async def _serve(config: CoordinatorConfig, clock: Clock, stop: asyncio.Event, notifier: notify.Notifier) -> int:
+    calls = _take_descriptors(config.max_concurrent_rpcs)
     core = await Coordinator.open(config, clock)
     server = Server(
         max_message_bytes=config.max_message_bytes,
-        max_concurrent_rpcs=config.max_concurrent_rpcs,
+        max_concurrent_rpcs=calls,
         site_concurrent_rpcs=config.site_concurrent_rpcs,
         messages_in_flight_bytes=config.messages_in_flight_bytes,
         run_id=config.run_id,
@@ -60,25 +66,31 @@ async def _serve(config: CoordinatorConfig, clock: Clock, stop: asyncio.Event, n
     rollout_pb2_grpc.add_RolloutServiceServicer_to_server(rollouts, server.grpc)
     run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core), server.grpc)
     diagnosis_pb2_grpc.add_DiagnosisServiceServicer_to_server(DiagnosisServicer(core), server.grpc)
+    backup_pb2_grpc.add_BackupServiceServicer_to_server(BackupServicer(core.backups), server.grpc)
     try:
         port = await server.start(config.listen)
         metrics.watch_disk(config.data_dir)
         # Before anybody can look: a gauge that was never set reads 0, which an alert takes for a broken ledger.
         await observe.observe_run(core)
         tracing.start(config.tracing, service="coordinator", name=config.run_id)
-        metrics_port = metrics.serve(config.metrics_port, service="coordinator", address=config.metrics_host)
-        _announce(config, port)
+        metrics_port = metrics.serve(
+            config.metrics_port,
+            service="coordinator",
+            address=config.metrics_host,
+            may_move="metrics_port" not in config.model_fields_set,
+        )
+        await asyncio.to_thread(_announce, config, port)
         _LOG.info("run %s: listening on port %d, metrics on port %d", config.run_id, port, metrics_port)
         notifier.ready(f"run {config.run_id}, port {port}")
         async with asyncio.TaskGroup() as tasks:
             gauges = tasks.create_task(_gauges(core, server, clock))
             composer = tasks.create_task(core.composer.run())
             keeper = tasks.create_task(core.keeper.run())
+            relief = tasks.create_task(core.relief.run())
             core.on_fatal.add_done_callback(lambda _: stop.set())
             await stop.wait()
-            gauges.cancel()
-            composer.cancel()
-            keeper.cancel()
+            for loop in (gauges, composer, keeper, relief):
+                loop.cancel()
     finally:
         _LOG.info("stopping")
         notifier.stopping()
@@ -88,21 +100,53 @@ async def _serve(config: CoordinatorConfig, clock: Clock, stop: asyncio.Event, n
     return 1 if core.on_fatal.done() else 0
 
 
+def _take_descriptors(wanted: int) -> int:
+    """Take the descriptors that the system gives; returns the calls at once that they are enough for.
+
+    Raises:
+        ConfigError: not even for a few.
+    """
+    limit = descriptors.raise_limit(calls=wanted)
+    calls = descriptors.calls_within(limit, wanted=wanted)
+    if calls < wanted:
+        _LOG.warning(
+            "%d file descriptors are enough for %d calls at once, not for max_concurrent_rpcs = %d:"
+            " allow %d (ulimit -n, LimitNOFILE=) or lower it",
+            limit, calls, wanted, descriptors.needed_for(wanted),
+        )  # fmt: skip
+    descriptors.keep_spare()
+    return calls
+
+
 def _announce(config: CoordinatorConfig, port: int) -> None:
     """Write host:port beside the data, for those who let the system choose the port."""
     host = config.listen.rpartition(":")[0]
     path = Path(config.data_dir) / "address"
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(f"{host}:{port}\n", encoding="ascii")
-    temporary.replace(path)
+    try:
+        temporary.write_text(f"{host}:{port}\n", encoding="ascii")
+        temporary.replace(path)
+    except OSError as error:
+        # A convenience: on a full disk the coordinator serves all the same.
+        _LOG.warning("%s is not written: %s", path, error)
 
 
 async def _gauges(core: Coordinator, server: Server, clock: Clock) -> None:
     revoked: frozenset[int] = frozenset()
     presence = Presence()
-    while True:
+
+    async def look() -> None:
+        nonlocal revoked
+        await asyncio.to_thread(core.room.look)
         for words in presence.look(await observe.observe_run(core)):
             _LOG.info("%s", words)
-        if revoked != (revoked := server.revoked_serials()):
-            await core.note_revoked(revoked)
-        await clock.sleep(GAUGE_INTERVAL_S)
+        if revoked != (now := server.revoked_serials()):
+            await core.note_revoked(now)
+            revoked = now
+
+    steady = Steady("gauges", clock)
+    # The store's end is main's to notice.
+    with contextlib.suppress(CorruptStore, Draining):
+        while True:
+            await steady.attempt(look)
+            await clock.sleep(GAUGE_INTERVAL_S)

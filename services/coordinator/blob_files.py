@@ -1,23 +1,69 @@
-"""The file operations of payloads: whole, durable, and with errors that say whose fault they are."""
+"""The file operations of payloads: whole, durable, and with errors that say whose fault they are.
+
+nothing is there            FileNotFoundError, the one error of a read that means loss
+no room                     StoreFull
+out of something, refused   Busy: nothing was changed, and nothing is known about the file
+the disk failed a write     CorruptStore: what it holds is unknown
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
-from services.common.directory import sync_directory
-from services.common.errors import CorruptStore, StoreFull
+from services.common import descriptors
+from services.common.directory import opened_directory, sync_directory
+from services.common.errors import Busy, CorruptStore, StoreFull
 
+ResultT = TypeVar("ResultT")
 FRAME_BYTES = 1 << 20
+BUSY_S = 2.0
+"""Delay that a caller is told when the system refuses."""
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_REFUSED = (
+    errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EACCES, errno.EPERM,
+    errno.ESTALE, errno.ETIMEDOUT,
+)  # fmt: skip
+"""The system said no before it did anything."""
 
 
 def remove_file(path: Path) -> None:
     """Delete a file; its name is gone for good when this returns."""
     try:
-        path.unlink()
-        sync_directory(path.parent)
+        with opened_directory(path.parent) as parent:
+            path.unlink()
+            os.fsync(parent)
+    except OSError as error:
+        raise typed_error(error) from error
+
+
+def rename_file(source: Path, target: Path) -> None:
+    """Give a durable file another name, durably.
+
+    Raises:
+        StoreFull, Busy: it has its old name.
+        CorruptStore: which name survives a power cut is unknown.
+    """
+    try:
+        with opened_directory(target.parent) as to, opened_directory(source.parent) as left:
+            source.replace(target)
+            try:
+                os.fsync(to)
+                os.fsync(left)
+            except OSError as error:
+                raise CorruptStore(f"the disk of the payloads failed: {error}") from error
+    except OSError as error:
+        raise typed_error(error) from error
+
+
+def cut(file: BinaryIO, offset: int) -> None:
+    """Forget what is behind a position, and write there next."""
+    try:
+        file.truncate(offset)
+        file.seek(offset)
     except OSError as error:
         raise typed_error(error) from error
 
@@ -39,14 +85,62 @@ def sync_and_close(file: BinaryIO, path: Path, *, is_new: bool = False) -> None:
         if is_new:
             sync_directory(path.parent)
     except OSError as error:
-        path.unlink()
+        try:
+            path.unlink()
+        except OSError as second:
+            raise CorruptStore(f"the disk of the payloads failed: {error}, then {second}") from error
         raise typed_error(error) from error
     finally:
         file.close()
 
 
+def open_file(path: Path, mode: str) -> BinaryIO:
+    """Open a file without a buffer.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        StoreFull, Busy, CorruptStore: it cannot be opened.
+    """
+    try:
+        return descriptors.insist(lambda: path.open(mode, buffering=0))  # type: ignore[return-value]
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise typed_error(error) from error
+
+
+def file_size(path: Path) -> int | None:
+    """Size of a file, None when there is none.
+
+    Raises:
+        Busy: nobody can tell now.
+    """
+    return looked_at(lambda: path.stat().st_size)
+
+
+def looked_at(look: Callable[[], ResultT]) -> ResultT | None:
+    """What a look at a file shows, None when there is none.
+
+    Raises:
+        Busy: nobody can tell now.
+    """
+    try:
+        return look()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise unreadable(error) from error
+
+
+def unreadable(error: OSError) -> Busy:
+    """The error of a read, which says nothing about the bytes, whatever the system's reason is."""
+    return Busy(f"the coordinator cannot read a payload now: {error.strerror}", retry_after_s=BUSY_S)
+
+
 def typed_error(error: OSError) -> Exception:
-    """StoreFull where the disk has no room, else CorruptStore."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    """StoreFull where the disk has no room, Busy where the system refused, else CorruptStore."""
+    if error.errno in _NO_ROOM:
         return StoreFull("the coordinator's disk is full", retry_after_s=5.0)
+    if error.errno in _REFUSED:
+        return Busy(f"the coordinator cannot store a payload now: {error.strerror}", retry_after_s=BUSY_S)
     return CorruptStore(f"the disk of the payloads failed: {error}")

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from services.common.directory import make_directory, sync_directory
 from services.common.errors import (
-    CorruptStore,
+    Busy,
     DigestMismatch,
     InvalidRequest,
     QuotaExceeded,
@@ -31,11 +31,17 @@ from services.common.types import Digest
 from services.common.weights.payload import file_digest
 from services.coordinator.blob_files import (
     FRAME_BYTES,
+    cut,
+    file_size,
+    open_file,
     remove_file,
+    rename_file,
     sync_and_close,
     typed_error,
+    unreadable,
     write_all,
 )
+from services.coordinator.locks import Locks
 
 __all__ = ["FRAME_BYTES", "BlobStore"]
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -50,14 +56,17 @@ class BlobStore:
         self._damaged = root / "damaged"
         self._store_bytes = store_bytes
         self._max_payload_bytes = max_payload_bytes
-        self._locks: defaultdict[Digest, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._locks = Locks()
         self._held: Counter[Digest] = Counter()
         self._used = 0
         """Bytes on disk, and those that the uploads under way may still bring."""
         self.make_room: Callable[[int], Awaitable[None]] = _no_room
         """Called with the bytes that are missing before an upload is refused."""
+        self.on_full: Callable[[], None] = _ignore
+        """Called when the disk refused a payload."""
         for directory in (self._blobs, self._partial):
             make_directory(directory)
+        self._identity = _identity(self._blobs)
         for path in self._partial.iterdir():
             # A power cut may have kept both names of a payload that was completed.
             if (self._blobs / path.name[:2] / path.name).exists():
@@ -78,8 +87,14 @@ class BlobStore:
 
     def size(self, digest: Digest) -> int | None:
         """Size of a complete payload, or None."""
-        path = self.path(digest)
-        return path.stat().st_size if path.exists() else None
+        return file_size(self.path(digest))
+
+    def is_there(self) -> bool:
+        """Whether the directory is the one that was opened: not an unmounted disk, where everything seems lost."""
+        try:
+            return _identity(self._blobs) == self._identity
+        except OSError:
+            return False
 
     def query(self, digest: Digest) -> int:
         """Bytes of a payload that are durable."""
@@ -106,12 +121,10 @@ class BlobStore:
                 raise InvalidRequest(f"offset {offset} is beyond the {have} durable bytes", action="ask QueryUpload")
             # Reserved before the first byte: uploads side by side share what is left.
             await self._reserve(num_bytes - have)
-            try:
+            with self._settled(digest, num_bytes):
                 written = await self._write(digest, offset=offset, num_bytes=num_bytes, frames=frames)
                 if written == num_bytes:
                     await asyncio.to_thread(self._complete, digest)
-            finally:
-                self._used -= num_bytes - self.query(digest)
             return written
 
     async def ensure(self, *, digest: Digest, num_bytes: int) -> bool:
@@ -123,10 +136,8 @@ class BlobStore:
         # Under the lock although there may be nothing to do: a deletion under way ends first.
         async with self._locks[digest]:
             if self.size(digest) is None and self._partial_size(digest) == num_bytes:
-                try:
+                with self._settled(digest, num_bytes):
                     await asyncio.to_thread(self._complete, digest)
-                finally:
-                    self._used -= num_bytes - self.query(digest)
             return self.size(digest) == num_bytes
 
     @contextmanager
@@ -151,10 +162,8 @@ class BlobStore:
                 await asyncio.to_thread(path.unlink)
                 return
             await self._reserve(num_bytes)
-            try:
+            with self._settled(digest, num_bytes):
                 await asyncio.to_thread(self._name, path, self.path(digest))
-            finally:
-                self._used -= num_bytes - (self.size(digest) or 0)
 
     async def remove(self, digest: Digest, *, is_needed: Callable[[], Awaitable[bool]]) -> int | None:
         """Delete a payload or an upload; returns the bytes freed, None when it must stay.
@@ -162,17 +171,15 @@ class BlobStore:
         Whoever publishes holds the payload first and looks for it under its lock; so either this sees the hold, or
         the publication sees that the payload is gone, or `is_needed` sees the publication.
         """
-        lock = self._locks[digest]
-        if lock.locked():
+        if self._locks.is_held(digest):
             # Written, or looked at by a publication. Not waited for: the writer may wait for the room.
             return None
-        async with lock:
+        async with self._locks[digest]:
             if digest in self._held or await is_needed():
                 return None
             freed = 0
             for path in (self.path(digest), self._partial / digest):
-                if path.exists():
-                    size = path.stat().st_size
+                if (size := file_size(path)) is not None:
                     await asyncio.to_thread(remove_file, path)
                     self._used -= size
                     freed += size
@@ -187,12 +194,12 @@ class BlobStore:
 
     def stored(self) -> frozenset[Digest]:
         """Every payload and upload that is there, but those that are written at the moment."""
-        found = {path.name for folder in (self._blobs, self._partial) for path in folder.rglob("*") if path.is_file()}
-        return frozenset(
-            Digest(name)
-            for name in found
-            if not ((lock := self._locks.get(Digest(name))) and lock.locked()) and name not in self._held
-        )
+        folders = (self._blobs, self._partial)
+        try:
+            found = {Digest(path.name) for folder in folders for path in folder.rglob("*") if path.is_file()}
+        except OSError as error:
+            raise unreadable(error) from error
+        return frozenset(digest for digest in found if not self._locks.is_held(digest) and digest not in self._held)
 
     async def is_sound(self, digest: Digest) -> bool:
         """Whether the bytes on disk are still those that the name says.
@@ -219,15 +226,11 @@ class BlobStore:
 
     async def _write(self, digest: Digest, *, offset: int, num_bytes: int, frames: AsyncIterator[bytes]) -> int:
         path = self._partial / digest
-        is_new = not path.exists()
-        try:
-            file = await asyncio.to_thread(path.open, "w+b" if is_new else "r+b", buffering=0)
-        except OSError as error:
-            raise typed_error(error) from error
+        is_new = file_size(path) is None
+        file = await asyncio.to_thread(open_file, path, "w+b" if is_new else "r+b")
         try:
             position = offset
-            file.truncate(offset)
-            file.seek(offset)
+            cut(file, offset)
             async for frame in frames:
                 if position + len(frame) > num_bytes:
                     raise InvalidRequest(f"the frames exceed the stated {num_bytes} bytes")
@@ -240,25 +243,23 @@ class BlobStore:
 
     def _complete(self, digest: Digest) -> None:
         partial, target = self._partial / digest, self.path(digest)
-        found = file_digest(partial)
+        try:
+            found = file_digest(partial)
+        except OSError as error:
+            raise unreadable(error) from error
         if found != digest:
             partial.unlink()
             raise DigestMismatch(f"the content of payload {digest[:12]} has digest {found[:12]}")
         # Again, although `_write` did it: the bytes may be those of a process that died before its fsync.
-        sync_and_close(partial.open("rb"), partial)
+        sync_and_close(open_file(partial, "rb"), partial)
         self._name(partial, target)
 
     def _name(self, source: Path, target: Path) -> None:
         try:
             make_directory(target.parent)
-            source.replace(target)
         except OSError as error:
             raise typed_error(error) from error
-        try:
-            sync_directory(target.parent)
-            sync_directory(source.parent)
-        except OSError as error:
-            raise CorruptStore(f"the disk of the payloads failed: {error}") from error
+        rename_file(source, target)
 
     def path(self, digest: Digest) -> Path:
         """Where the complete payload lies, whether or not it does already."""
@@ -268,9 +269,29 @@ class BlobStore:
         return self._blobs / digest[:2] / digest
 
     def _partial_size(self, digest: Digest) -> int:
-        path = self._partial / digest
-        return path.stat().st_size if path.exists() else 0
+        return file_size(self._partial / digest) or 0
+
+    @contextmanager
+    def _settled(self, digest: Digest, num_bytes: int) -> Iterator[None]:
+        """Give back what was reserved and is not on disk then; all of it stays counted while nobody can tell."""
+        try:
+            yield
+        except StoreFull:
+            self.on_full()
+            raise
+        finally:
+            with suppress(Busy):
+                self._used -= num_bytes - self.query(digest)
+
+
+def _identity(directory: Path) -> tuple[int, int]:
+    stat = directory.stat()
+    return stat.st_dev, stat.st_ino
 
 
 async def _no_room(_missing: int) -> None:
+    pass
+
+
+def _ignore() -> None:
     pass

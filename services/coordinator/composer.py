@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.common.clock import Clock
 from services.common.errors import CorruptData, CorruptStore, Draining, LimitExceeded, UnknownVersion
 from services.common.types import Digest, PayloadKind, PayloadRef
 from services.common.weights.arena import CHUNK_ELEMENTS
@@ -36,6 +37,7 @@ from services.coordinator.config import CoordinatorConfig
 from services.coordinator.database import Database
 from services.coordinator.merges import Merges
 from services.coordinator.spans import Span, due_blocks
+from services.coordinator.steady import Steady
 
 _LOG = logging.getLogger(__name__)
 MAX_REQUESTS = 16
@@ -76,8 +78,12 @@ class Composer:
         path_of: Callable[[Digest], Path],
         config: CoordinatorConfig,
         leased: Callable[[], frozenset[Digest]],
+        may_write: Callable[[], bool],
+        clock: Clock,
     ) -> None:
         self._leased = leased
+        self._may_write = may_write
+        self._clock = clock
         self._merges = merges
         self._database = database
         self._path_of = path_of
@@ -113,13 +119,18 @@ class Composer:
         if not self._budget_bytes:
             return
         executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="composer", initializer=lower_priority)
+        steady = Steady("composer", self._clock)
+
+        async def work() -> None:
+            while self._may_write() and await self._work(executor):
+                self._wake.clear()
+
         try:
             while True:
                 self._wake.clear()
-                if not await self._work(executor):
-                    if not self._wake.is_set():
-                        self._idle.set()
-                    await self._wake.wait()
+                if await steady.attempt(work) and not self._wake.is_set():
+                    self._idle.set()
+                await steady.pause(self._wake)
         except (CorruptStore, Draining):
             return
         finally:

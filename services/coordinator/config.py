@@ -21,13 +21,16 @@ class CoordinatorConfig(Config):
     run_id: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """Name of the run; part of every manifest."""
     data_dir: Path = Path("runs/coordinator")
-    """Directory of database and payloads; the one thing to back up."""
+    """Directory of database and payloads; the one thing to back up, by `heterorl backup` while it runs."""
+    backup_dir: Path | None = None
+    """Directory that `heterorl backup` writes under; without one, `backups` in data_dir. Payloads are linked there, or
+    copied where it is on another disk."""
     listen: str = Field(default="127.0.0.1:50051", pattern=r"^.+:\d{1,5}$")
     """host:port to serve on; port 0 lets the system choose (see the file `address` in data_dir)."""
     tls: ServerTlsConfig = ServerTlsConfig()
     """Certificates of the link."""
     metrics_port: int = Field(default=9101, ge=0, le=65535)
-    """Port of the Prometheus metrics; 0 lets the system choose."""
+    """Port of the Prometheus metrics; 0 lets the system choose. Left out, the next free one in steps of 10."""
     metrics_host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
     """Address that the metrics are served on; they carry no secret, and whoever can reach them can read them."""
     tracing: TracingConfig = TracingConfig()
@@ -76,6 +79,9 @@ class CoordinatorConfig(Config):
     """How long what was planned for a sampler stays although it fetches nothing, seconds."""
     merged_bytes: int = Field(default=64 << 30, ge=0)
     """Bytes that merged deltas may occupy on disk, beside store_bytes; 0 makes none. Safe to delete any time."""
+    ballast_bytes: int = Field(default=64 << 20, ge=0)
+    """Bytes kept in a file that is given up when the disk is full, so that there is room to delete; at most a 64th of
+    the disk, 0 keeps none."""
     max_payload_bytes: int = Field(default=64 << 30, ge=1 << 10)
     """Largest payload, bytes."""
     max_message_bytes: int = Field(default=16 << 20, ge=2 << 20, le=512 << 20)

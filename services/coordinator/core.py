@@ -7,8 +7,10 @@ polling; closing wakes every waiter. Must never decide anything that a pure modu
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import sqlite3
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from services.common import metrics
@@ -22,6 +24,7 @@ from services.common.errors import (
     InvalidRequest,
     NotRegistered,
 )
+from services.common.standstill import RELEASE
 from services.common.types import (
     RunStatus,
     SiteId,
@@ -40,14 +43,19 @@ from services.coordinator import (
     watermark,
 )
 from services.coordinator.audit import AuditKind
+from services.coordinator.backup import Backups
 from services.coordinator.blobs import BlobStore
 from services.coordinator.composer import Composer
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.database import Database, get_meta, set_meta
+from services.coordinator.flaps import Flaps, note_left_out
 from services.coordinator.merges import Merges
 from services.coordinator.policies import Policies
 from services.coordinator.pull_leases import PullLeases
+from services.coordinator.reading import Reading
+from services.coordinator.relief import Relief
 from services.coordinator.rollouts import Rollouts
+from services.coordinator.room import Room, operators_error
 from services.coordinator.sites import Sites
 from services.coordinator.upkeep import Keeper
 
@@ -69,6 +77,8 @@ class Coordinator(Policies, Rollouts):
         Raises:
             CorruptStore: the store fails its check or belongs to another run.
         """
+        room = Room(config.data_dir, ballast_bytes=config.ballast_bytes, clock=clock)
+        room.give_up()
         database = await store.open(config.data_dir / "coordinator.sqlite")
         now = clock.monotonic()
         try:
@@ -83,19 +93,31 @@ class Coordinator(Policies, Rollouts):
             await merges.open(database)
             sites = Sites(work_lease_s=config.work_lease_s)
             leases = PullLeases(term_s=config.pull_lease_s, started=now)
+            reading = Reading(database=database, blobs=blobs, merges=merges)
             keeper = Keeper(
                 config=config,
                 clock=clock,
                 database=database,
                 blobs=blobs,
                 merges=merges,
+                reading=reading,
                 leases=leases,
                 in_use=sites.versions_in_use,
             )
             await keeper.recover()
-        except BaseException:
+        except BaseException as error:
             await database.close()
+            if isinstance(error, OSError):
+                raise operators_error(config.data_dir, error) from error
             raise
+        relief = Relief(
+            room=room,
+            keeper=keeper,
+            merges=merges,
+            leased=lambda: leases.payloads(clock.monotonic()),
+            clock=clock,
+        )
+        database.on_full = blobs.on_full = relief.note_refusal
         return cls(
             config=config,
             clock=clock,
@@ -108,12 +130,28 @@ class Coordinator(Policies, Rollouts):
                 path_of=blobs.path,
                 config=config,
                 leased=lambda: leases.payloads(clock.monotonic()),
+                may_write=lambda: not room.is_full,
+                clock=clock,
             ),
             leases=leases,
+            reading=reading,
             keeper=keeper,
+            room=room,
+            relief=relief,
+            backups=Backups(
+                directory=config.backup_dir or config.data_dir / "backups",
+                run_id=config.run_id,
+                database=database,
+                blobs=blobs,
+                reading=reading,
+                keeper=keeper,
+                clock=clock,
+            ),
             sites=sites,
             bell=Bell(),
+            head_bell=Bell(),
             queue=queue.Queue.of(config),
+            flaps=Flaps(),
             started=now,
             lease_expires=now + config.learner_lease_s,
         )
@@ -127,11 +165,13 @@ class Coordinator(Policies, Rollouts):
         """Wake every waiter with the news of the end."""
         self.is_closing = True
         self.bell.ring()
+        self.head_bell.ring()
 
     async def close(self) -> None:
         """End the streams and close the store."""
         await self.end_streams()
         await self.keeper.close()
+        await self.reading.close()
         await self.database.close()
 
     # run
@@ -195,24 +235,32 @@ class Coordinator(Policies, Rollouts):
     async def report_canary(self, report: CanaryReport) -> CanaryVerdict:
         """Compare a site's canary with the learner's; quarantine it or end its quarantine."""
 
-        def operation(connection: sqlite3.Connection) -> tuple[str, CanaryVerdict]:
+        instant = self.clock.monotonic()
+
+        def operation(connection: sqlite3.Connection) -> tuple[CanaryVerdict, bool]:
             if not self.sites.is_known(connection, report.site, report.incarnation):
                 raise NotRegistered(f"site {report.site}, incarnation {report.incarnation}, is not registered")
             before = canary.read_quarantines(connection).get(report.site, "")
             flavour = self.sites.flavour(connection, report.site, report.incarnation)
             threshold = self.config.canary_threshold
             verdict = canary.compare(connection, report, threshold=threshold, flavour=flavour)
-            if bool(before) != bool(verdict.quarantine):
+            is_said = bool(before) != bool(verdict.quarantine) and self.flaps.note(report.site, instant)
+            if is_said:
                 kind = AuditKind.QUARANTINE if verdict.quarantine else AuditKind.QUARANTINE_ENDED
                 detail = verdict.quarantine or f"version {report.version} scores as the learner says"
                 audit.append(connection, kind, subject=report.site, detail=detail, now=self.clock.wall())
-            return before, verdict
+            return verdict, is_said
 
-        before, verdict = await self.database.run(operation)
+        verdict, is_said = await self.database.run(operation)
         self.sites.note_canary(report, verdict.difference, self.clock.monotonic())
-        if verdict.quarantine and not before:
-            _LOG.error("site %s goes into quarantine: %s", report.site, verdict.quarantine)
-        elif before and not verdict.quarantine:
+        if is_said and verdict.quarantine:
+            _LOG.error(
+                "site %s goes into quarantine: %s; a version that it scores right ends that, or an operator: %s",
+                report.site,
+                verdict.quarantine,
+                RELEASE,
+            )
+        elif is_said:
             _LOG.info("site %s leaves quarantine with version %d", report.site, report.version)
         return verdict
 
@@ -229,6 +277,7 @@ class Coordinator(Policies, Rollouts):
                 wall=wall,
                 uptime_s=now - self.started,
                 store_bytes=self.blobs.used_bytes,
+                store_problem=self.room.problem,
             )
         )
 
@@ -248,18 +297,29 @@ class Coordinator(Policies, Rollouts):
         return before
 
     async def note_refusals(self) -> None:
-        """Count what quotas refused since the last call, and sum it up in the log of audit now and then."""
+        """Sum up in the log of audit, now and then, what quotas refused and which changes had no row of their own."""
         for (site, quota), count in self.queue.quotas.new_refusals().items():
             metrics.QUOTA_REFUSALS.labels(metrics.SITES.of(site), quota).inc(count)
-        due = self.queue.quotas.due_summaries(self.clock.monotonic())
-        if due:
-            now = self.clock.wall()
+        now, instant = self.clock.wall(), self.clock.monotonic()
+        if due := self.queue.quotas.due_summaries(instant):
             await self.database.run(lambda connection: audit.note_refusals(connection, due, now=now))
+        if left_out := self.flaps.due(instant):
+            await self.database.run(lambda connection: note_left_out(connection, left_out, now=now))
 
     async def note_revoked(self, serials: frozenset[int]) -> None:
         """Keep in the log of audit which certificates are refused."""
         now = self.clock.wall()
         await self.database.run(lambda connection: audit.note_revoked(connection, serials, now=now))
+
+    async def describe_run(self, *, epoch: int, facts: Mapping[str, str]) -> None:
+        """Keep what the learner says of the run, in place of what was said before."""
+        text = json.dumps(dict(facts))
+
+        def operation(connection: sqlite3.Connection) -> None:
+            lineage.check_epoch(connection, epoch)
+            set_meta(connection, reports.FACTS, text)
+
+        await self.change(operation)
 
     async def list_steps(self, *, after_step: int, limit: int) -> tuple[StepReport, ...]:
         """Step reports after a cursor."""
@@ -290,7 +350,9 @@ def _start(connection: sqlite3.Connection, config: CoordinatorConfig) -> None:
     seed = get_meta(connection, "seed")
     if seed is not None and seed != str(config.seed):
         raise ContractMismatch(f"the run began with seed {seed}, not {config.seed}", action="set seed to that value")
-    set_meta(connection, "seed", str(config.seed))
+    if seed is None:
+        # Only then: a start on a full disk writes nothing that it need not.
+        set_meta(connection, "seed", str(config.seed))
     contract = lineage.read_contract(connection)
     problem = "" if contract is None else group_size.problem_of(contract, config)
     if problem:

@@ -2,20 +2,25 @@
 
 Guarantees: operations run one after another, each wholly or not at all; those that wait together share one fsync;
 a full disk fails them with StoreFull and leaves the store as it was; any other I/O error is fatal at once, because
-an fsync that failed cannot be repeated. Never opens a second connection: SQLite before 3.51.3 can corrupt its log when
-two connections write and checkpoint at the same time.
+an fsync that failed cannot be repeated. Operations that met a full disk together run again one by one, so that what
+needs no room is done. Never opens a second connection: SQLite before 3.51.3 can corrupt its log when two connections
+write and checkpoint at the same time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import itertools
 import logging
+import os
 import queue
 import sqlite3
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -33,6 +38,16 @@ _OPERATION_ERRORS = (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.D
 """Errors of one operation; every other error of SQLite is the store's."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Alone:
+    """An operation that belongs to no transaction."""
+
+    operation: Operation
+
+    def __call__(self, connection: sqlite3.Connection) -> Any:
+        return self.operation(connection)
+
+
 class Database:
     """Runs operations on the store's thread."""
 
@@ -41,6 +56,8 @@ class Database:
         self._loop = loop
         self._operations: queue.SimpleQueue[tuple[Operation, asyncio.Future[Any]] | None] = queue.SimpleQueue()
         self.on_fatal: asyncio.Future[None] = loop.create_future()
+        self.on_full: Callable[[], None] = _ignore
+        """Called on the event loop when the disk refused an operation."""
         self._is_failed = False
         self._is_closed = False
         self._thread = threading.Thread(target=self._work, name="database", daemon=True)
@@ -79,6 +96,14 @@ class Database:
         self._operations.put((operation, future))
         return future
 
+    async def run_alone(self, operation: Callable[[sqlite3.Connection], ResultT]) -> ResultT:
+        """Run one operation between two transactions, for what SQLite does in none; it must change nothing.
+
+        Raises:
+            CorruptStore, Draining: as `run`.
+        """
+        return await self.submit(_Alone(operation))
+
     def fail(self, problem: str) -> None:
         """Run no operation any more: what the disk did with earlier ones is unknown. Callable from any thread."""
         self._is_failed = True
@@ -104,8 +129,9 @@ class Database:
                     is_open = False
                 else:
                     batch.append(entry)
-            if batch:
-                self._commit(batch)
+            for is_alone, entries in itertools.groupby(batch, key=lambda entry: isinstance(entry[0], _Alone)):
+                for part in ([entry] for entry in entries) if is_alone else [list(entries)]:
+                    self._commit(part)
         self._connection.close()
 
     def _commit(self, batch: list[tuple[Operation, asyncio.Future[Any]]]) -> None:
@@ -115,6 +141,9 @@ class Database:
         try:
             if self._is_failed:
                 raise sqlite3.OperationalError("it failed earlier")
+            if isinstance(batch[0][0], _Alone):
+                self._tell(batch[0][1], *_run_alone(connection, batch[0][0]))
+                return
             connection.execute("BEGIN IMMEDIATE")
             for operation, _ in batch:
                 results.append(_run_one(connection, operation))
@@ -122,27 +151,54 @@ class Database:
             metrics.COMMIT_SECONDS.observe(time.perf_counter() - started)
             metrics.COMMIT_OPERATIONS.inc(len(batch))
         except sqlite3.Error as error:
-            failure = self._undo(error)
-            results = [(None, failure)] * len(batch)
+            is_full, problem = self._undo(error)
+            if is_full and len(batch) > 1:
+                for entry in batch:
+                    self._commit([entry])
+                return
+            if is_full:
+                self._call(self.on_full)
+            # One for each caller: whoever raises it adds its own traceback.
+            results = [(None, _failure(problem, is_full=is_full)) for _ in batch]
         for (_, future), (result, exception) in zip(batch, results, strict=True):
             self._tell(future, result, exception)
 
-    def _undo(self, error: sqlite3.Error) -> Exception:
+    def _undo(self, error: sqlite3.Error) -> tuple[bool, str]:
+        """Undo the transaction; returns whether the disk is full, else the store has failed, and why."""
         is_full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
         try:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
         except sqlite3.Error as second:
             error, is_full = second, False
-        if is_full:
-            return StoreFull("the coordinator's disk is full", retry_after_s=5.0)
-        self.fail(str(error))
-        return CorruptStore(f"the store failed: {error}")
+        if not is_full:
+            self.fail(str(error))
+        return is_full, str(error)
 
     def _tell(self, future: asyncio.Future[Any], result: Any, exception: BaseException | None) -> None:
+        self._call(_resolve, future, result, exception)
+
+    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
         # A loop that closed meanwhile has nobody left who waits; the store must still be folded and closed.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(_resolve, future, result, exception)
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+
+def _failure(problem: str, *, is_full: bool) -> Exception:
+    if is_full:
+        return StoreFull("the coordinator's disk is full", retry_after_s=5.0)
+    return CorruptStore(f"the store failed: {problem}")
+
+
+def _ignore() -> None:
+    pass
+
+
+def _run_alone(connection: sqlite3.Connection, operation: Operation) -> tuple[Any, BaseException | None]:
+    try:
+        return operation(connection), None
+    except Exception as error:  # noqa: BLE001 - handed to the caller of run_alone()
+        return None, error
 
 
 def _run_one(connection: sqlite3.Connection, operation: Operation) -> tuple[Any, BaseException | None]:
@@ -170,14 +226,21 @@ def _resolve(future: asyncio.Future[Any], result: Any, exception: BaseException 
 
 def _connect(path: Path) -> sqlite3.Connection:
     try:
-        make_directory(path.parent)
+        make_directory(path.parent, mode=0o700)
+        if not path.exists():
+            # Before SQLite makes it: its log takes the file's mode. Groups and audit are nobody else's to read.
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     except (OSError, sqlite3.Error) as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFull(str(path.parent)) from error
         raise CorruptStore(f"{path} cannot be opened: {error}", action="check data_dir and its permissions") from error
     try:
         connection.execute("PRAGMA locking_mode=EXCLUSIVE")
         mode = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
         connection.execute("PRAGMA synchronous=FULL")
+        # Else a large operation opens a file in the middle, which fails when the process is out of descriptors.
+        connection.execute("PRAGMA temp_store=MEMORY")
         level = connection.execute("PRAGMA synchronous").fetchone()[0]
         if (mode, level) != ("wal", 2):
             raise CorruptStore(f"{path}: durable mode refused (journal {mode}, synchronous {level})")

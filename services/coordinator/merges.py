@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from services.common.directory import make_directory, sync_directory
-from services.common.errors import CorruptData, MalformedPayload
+from services.common.errors import Busy, CorruptData, MalformedPayload
 from services.common.types import Digest, PayloadKind, PayloadRef
 from services.common.weights.container import read_roots
+from services.coordinator.blob_files import file_size
 from services.coordinator.database import Database
 from services.coordinator.spans import Span, to_evict
 
@@ -94,7 +95,7 @@ class Merges:
         """Strike out those among `payloads`, or among all, that somebody deleted; returns whether there were any."""
         looked_at = [*self._index.values()] if payloads is None else payloads
         merged = [payload for payload in looked_at if payload.kind is PayloadKind.MERGED]
-        missing = [payload for payload in merged if not await asyncio.to_thread(self.path(payload).exists)]
+        missing = [payload for payload in merged if await asyncio.to_thread(_is_gone, self.path(payload))]
         self._index = {span: payload for span, payload in self._index.items() if payload not in missing}
         self._replace_into()
         return bool(missing)
@@ -127,6 +128,14 @@ class Merges:
         self._into = dict(into)
 
 
+def _is_gone(path: Path) -> bool:
+    try:
+        return file_size(path) is None
+    except Busy:
+        # Nobody can tell; whoever reads it is told the same.
+        return False
+
+
 def _state_roots(connection: sqlite3.Connection) -> dict[str, dict[int, str]]:
     roots: defaultdict[str, dict[int, str]] = defaultdict(dict)
     for flavour, version, root in connection.execute("SELECT flavour, version, state_root FROM stated"):
@@ -146,6 +155,10 @@ def _scan(directory: Path) -> list[tuple[PayloadRef, tuple[str, str]]]:
         except CorruptData as error:
             _LOG.debug("%s is removed: %s", path.name, error)
             path.unlink()
+            continue
+        except OSError as error:
+            # Not damage; whoever can read it at a later start has it then.
+            _LOG.warning("%s is not offered: %s", path.name, error)
             continue
         payload = PayloadRef(
             kind=PayloadKind.MERGED,

@@ -5,19 +5,25 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from services.common.bell import Bell
 from services.common.clock import Clock
+from services.coordinator.backup import Backups
 from services.coordinator.blobs import BlobStore
 from services.coordinator.composer import Composer
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.database import Database
+from services.coordinator.flaps import Flaps
 from services.coordinator.merges import Merges
 from services.coordinator.pull_leases import PullLeases
 from services.coordinator.queue import Queue
+from services.coordinator.reading import Reading
+from services.coordinator.relief import Relief
+from services.coordinator.room import Room
 from services.coordinator.sites import Sites
+from services.coordinator.standstill import Standstill
 from services.coordinator.upkeep import Keeper
 
 ResultT = TypeVar("ResultT")
@@ -34,18 +40,31 @@ class Node:
     merges: Merges
     composer: Composer
     leases: PullLeases
+    reading: Reading
     keeper: Keeper
+    room: Room
+    relief: Relief
+    backups: Backups
     sites: Sites
     bell: Bell
+    """Groups came or went, or the lease: for the learner's stream."""
+    head_bell: Bell
+    """A version was published: for every sampler, of which there may be a thousand."""
     queue: Queue
+    flaps: Flaps
     started: float
     lease_expires: float
     is_closing: bool = False
+    standstill: Standstill = field(default_factory=Standstill)
     stream: object = None
     """The learner's newest stream of groups; read and written by store operations only."""
 
-    async def change(self, operation: Callable[[sqlite3.Connection], ResultT]) -> ResultT:
+    async def change(
+        self, operation: Callable[[sqlite3.Connection], ResultT], *, is_publication: bool = False
+    ) -> ResultT:
         """Run an operation and wake the waiters after it, also when the caller went away meanwhile."""
         future = self.database.submit(operation)
         future.add_done_callback(lambda _: self.bell.ring())
+        if is_publication:
+            future.add_done_callback(lambda _: self.head_bell.ring())
         return await asyncio.shield(future)

@@ -1,6 +1,6 @@
 """The coordinator's state to metrics: what one look at the store shows, and what passes by.
 
-Never changes anything; every label is of a closed set or a site's bounded label.
+Never changes the store; every label is of a closed set or a site's bounded label.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.common import metrics
+from services.common.standstill import quarantined_sites
 from services.common.tracing import TRACER
 from services.common.types import DropReason, LedgerCounts, PushOutcome, QueuedGroup, RunStatus, SiteStatus
 from services.coordinator import lineage
@@ -63,12 +64,17 @@ async def observe_run(core: Coordinator) -> tuple[SiteStatus, ...]:
     published = waiting.head_published
     metrics.HEAD_TIMESTAMP.set(now - status.uptime_s if published is None else published)
     metrics.LEARNER_EPOCH.set(status.epoch)
-    metrics.DRAINING.set(status.is_draining or config.is_finished(status.head_version))
+    is_ending = status.is_draining or config.is_finished(status.head_version)
+    metrics.DRAINING.set(is_ending)
+    idle = () if is_ending else quarantined_sites(status)
+    metrics.STANDSTILL.set(bool(idle))
+    core.standstill.note(idle)
     metrics.MAX_POLICY_AGE_SECONDS.set(config.max_policy_age_s)
     metrics.MAX_STALENESS_VERSIONS.set(config.max_staleness_versions)
     oldest = waiting.oldest_arrival
     metrics.QUEUE_OLDEST_SECONDS.set(0.0 if oldest is None else max(0.0, now - oldest))
     metrics.SITE_QUOTA_BYTES.set(config.site_pending_bytes)
+    metrics.DISK_REFUSES.set(bool(status.store_problem))
     metrics.STORE_USED_BYTES.set(status.store_bytes)
     metrics.STORE_LIMIT_BYTES.set(status.store_limit_bytes)
     metrics.SNAPSHOT_AGE_SECONDS.set(status.snapshot_age_s)

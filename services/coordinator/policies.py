@@ -144,6 +144,7 @@ class Policies(Node):
         self, *, epoch: int, digest: Digest, num_bytes: int, offset: int, frames: AsyncIterator[bytes]
     ) -> int:
         """Append to a payload under the epoch's fence."""
+        self.room.check()
         await self.database.run(lambda connection: lineage.check_epoch(connection, epoch))
         try:
             return await self.blobs.append(digest=digest, num_bytes=num_bytes, offset=offset, frames=frames)
@@ -195,7 +196,7 @@ class Policies(Node):
             rollback.settle(connection, manifest)
             return manifest.version, [], ""
 
-        version, refused, why = await self.change(operation)
+        version, refused, why = await self.change(operation, is_publication=True)
         if refused:
             raise GroupNotAvailable(why)
         self.composer.poke()
@@ -232,7 +233,7 @@ class Policies(Node):
     async def watch_head(self, *, after_version: int) -> AsyncIterator[HeadUpdate]:
         """Yield every head that passes the cursor, until the coordinator stops."""
         while not self.is_closing:
-            ticket = self.bell.ticket()
+            ticket = self.head_bell.ticket()
             head = await self.database.run(lineage.read_head)
             if head.version > after_version:
                 after_version = head.version
@@ -307,6 +308,6 @@ class Policies(Node):
         path = self.blobs.path(digest) if merged is None else merged
         with self.leases.reading(digest):
             self.leases.touch(digest, self.clock.monotonic())
-            async for frame in self.keeper.read(digest, path, offset=offset, stop=stop):
+            async for frame in self.reading.read(digest, path, offset=offset, stop=stop):
                 self.leases.touch(digest, self.clock.monotonic())
                 yield frame

@@ -13,6 +13,9 @@ from services.coordinator.database import get_meta
 from services.coordinator.quotas import Quotas
 from services.coordinator.sites import Sites
 
+FACTS = "facts"
+"""Where the store keeps what the learner said of the run."""
+
 
 def encode(report: StepReport) -> bytes:
     """A step report as JSON bytes."""
@@ -37,6 +40,7 @@ def run_status(
     wall: float,
     uptime_s: float,
     store_bytes: int,
+    store_problem: str = "",
 ) -> RunStatus:
     """The state of the run."""
     row = connection.execute(
@@ -70,4 +74,6 @@ def run_status(
         encode_s=float(get_meta(connection, "encode_s") or 0.0),
         flavours=flavours.statuses(connection),
         rollback_to=rollback.ordered(connection),
+        facts=json.loads(get_meta(connection, FACTS) or "{}"),
+        store_problem=store_problem,
     )

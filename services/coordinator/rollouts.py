@@ -129,6 +129,7 @@ class Rollouts(Node):
 
     async def take_groups(self, groups: Sequence[Group | Arrival]) -> list[PushOutcome]:
         """Take groups in, and record those that nobody can read as invalid."""
+        self.room.check()
         now, instant = self.clock.wall(), self.clock.monotonic()
 
         def operation(connection: sqlite3.Connection) -> list[PushOutcome]:

@@ -24,6 +24,7 @@ from typing import BinaryIO
 import blake3
 import xxhash
 
+from services.common import descriptors
 from services.common.errors import CorruptData, Draining, InvalidRequest
 from services.common.types import Digest
 from services.coordinator.blob_files import FRAME_BYTES
@@ -89,7 +90,7 @@ class PayloadReader:
             OSError: it cannot be read.
             InvalidRequest: the range is not within the file.
         """
-        with await asyncio.to_thread(path.open, "rb", buffering=0) as file:
+        with await asyncio.to_thread(_open, path) as file:
             proof = await self._proof(digest, file)
             size = proof.identity.size
             end = size if stop is None else stop
@@ -126,7 +127,8 @@ class PayloadReader:
             task = self._proving.get(digest)
             if task is None:
                 # A descriptor of its own: it goes on when this caller has gone.
-                task = asyncio.ensure_future(asyncio.to_thread(_prove, os.dup(file.fileno()), digest, self._stopping))
+                own = descriptors.insist(lambda: os.dup(file.fileno()))
+                task = asyncio.ensure_future(asyncio.to_thread(_prove, own, digest, self._stopping))
                 self._proving[digest] = task
                 task.add_done_callback(lambda done: self._proved(digest, done))
             proof = await asyncio.shield(task)
@@ -147,6 +149,10 @@ class PayloadReader:
         proof = self._proofs.pop(digest, None)
         if proof is not None:
             self._num_blocks -= len(proof.checksums)
+
+
+def _open(path: Path) -> BinaryIO:
+    return descriptors.insist(lambda: path.open("rb", buffering=0))
 
 
 def _prove(descriptor: int, digest: Digest, stopping: threading.Event) -> Proof:

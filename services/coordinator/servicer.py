@@ -12,6 +12,7 @@ from heterorl.v1 import policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_gr
 from services.common.api import CoordinatorApi
 from services.common.contract_wire import contract_from_pb
 from services.common.errors import DigestMismatch, InvalidRequest
+from services.common.facts import parse_facts
 from services.common.metrics import BYTES
 from services.common.rpc import canary, messages
 from services.common.rpc.options import FRAME_BYTES
@@ -262,3 +263,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
             site=SiteId(request.site), reason=request.reason, request_id=request.request_id
         )
         return run_pb2.ReleaseSiteResponse(quarantine=quarantine)
+
+    async def DescribeRun(self, request: run_pb2.DescribeRunRequest, context: Context) -> run_pb2.DescribeRunResponse:
+        await self._api.describe_run(epoch=request.epoch, facts=parse_facts(request.facts))
+        return run_pb2.DescribeRunResponse()

@@ -16,14 +16,15 @@ import functools
 import logging
 import sqlite3
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
 from services.common.clock import Clock
-from services.common.errors import CorruptStore, Draining, StoreFull, UnknownPayload
-from services.common.metrics import DAMAGED_PAYLOADS, RECLAIMED_BYTES
+from services.common.errors import Busy, CorruptStore, Draining, StoreFull
+from services.common.metrics import RECLAIMED_BYTES
 from services.common.types import Digest, PayloadKind
 from services.common.weights.compose import MAX_PAYLOADS
 from services.coordinator import disposal, flavours, shelf
@@ -33,9 +34,10 @@ from services.coordinator.config import CoordinatorConfig
 from services.coordinator.database import Database
 from services.coordinator.merges import Merges
 from services.coordinator.pull_leases import PullLeases
+from services.coordinator.reading import Reading
 from services.coordinator.retention import Needs
-from services.coordinator.served import DamagedFile, PayloadReader
 from services.coordinator.snapshots import DamagedPayload, Work, decide_snapshot, verify_way, write_snapshot
+from services.coordinator.steady import Steady
 
 _LOG = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
@@ -60,6 +62,7 @@ class Keeper:
         database: Database,
         blobs: BlobStore,
         merges: Merges,
+        reading: Reading,
         leases: PullLeases,
         in_use: Callable[[float], frozenset[int]],
     ) -> None:
@@ -68,6 +71,7 @@ class Keeper:
         self._database = database
         self._blobs = blobs
         self._merges = merges
+        self._reading = reading
         self._leases = leases
         self._in_use = in_use
         self._rebuilt = config.data_dir / "rebuilt"
@@ -77,7 +81,6 @@ class Keeper:
         self._idle = asyncio.Event()
         self._stopping = threading.Event()
         self._executor: ThreadPoolExecutor | None = None
-        self._reader = PayloadReader()
         blobs.make_room = self._make_room
 
     def poke(self) -> None:
@@ -90,26 +93,28 @@ class Keeper:
         await self._idle.wait()
 
     async def recover(self) -> None:
-        """End what an earlier process began; nothing is served yet."""
+        """End what an earlier process began, as far as the disk lets; nothing is served yet."""
         await asyncio.to_thread(shelf.empty, self._rebuilt)
-        await self._sweep()
+        try:
+            await self._sweep()
+        except (StoreFull, Busy) as error:
+            _LOG.warning("deletion goes on later: %s", error)
 
     async def close(self) -> None:
-        """End the thread between two chunks, and the passes of readers."""
+        """End the thread between two chunks."""
         self._stopping.set()
-        await self._reader.close()
         if self._executor is not None:
             await asyncio.to_thread(self._executor.shutdown)
 
     async def run(self) -> None:
         """Verify, write and delete what is due until cancelled; returns when the store ends."""
+        steady = Steady("keeper", self._clock)
         try:
             while True:
                 self._wake.clear()
-                await self.work()
-                if not self._wake.is_set():
+                if await steady.attempt(self.work) and not self._wake.is_set():
                     self._idle.set()
-                await self._wake.wait()
+                await steady.pause(self._wake)
         except (CorruptStore, Draining):
             return
 
@@ -119,23 +124,6 @@ class Keeper:
             while await self._verify_newest(flavour) or await self._write_due(flavour):
                 pass
         await self.collect()
-
-    async def read(self, digest: Digest, path: Path, *, offset: int, stop: int | None) -> AsyncIterator[bytes]:
-        """Yield frames of a payload; what is not what its name says is put aside and never offered again.
-
-        Raises:
-            UnknownPayload: not there, or not what it was; the caller plans again.
-        """
-        try:
-            async for frame in self._reader.read(digest, path, offset=offset, stop=stop):
-                yield frame
-        except OSError as error:
-            if await self._database.run(lambda connection: shelf.is_named(connection, digest)):
-                await self._put_aside(digest, str(error))
-            raise UnknownPayload(f"payload {digest[:12]} is not stored") from error
-        except DamagedFile as error:
-            await self._put_aside(digest, str(error))
-            raise UnknownPayload(f"payload {digest[:12]} was damaged on disk") from error
 
     # snapshots
 
@@ -171,11 +159,12 @@ class Keeper:
         scratch = self._rebuilt / "snapshot"
         try:
             payload = await self._in_thread(lambda: write_snapshot(self._paths(work), scratch, work, self._check_stop))
-            await self._on_disk(self._blobs.adopt(scratch, digest=payload.digest, num_bytes=payload.num_bytes))
+            adopted = self._blobs.adopt(scratch, digest=payload.digest, num_bytes=payload.num_bytes)
+            await self._reading.on_disk(adopted)
         except DamagedPayload as error:
-            await self._put_aside(work.payloads[error.index].digest, str(error))
+            await self._reading.put_aside(work.payloads[error.index].digest, str(error))
             return True
-        except (StoreFull, OSError) as error:
+        except (StoreFull, Busy, OSError) as error:
             # The next version is the next attempt.
             _LOG.warning("no snapshot of version %d: %s", work.manifests[-1].version, error)
             return False
@@ -188,22 +177,14 @@ class Keeper:
         try:
             await self._in_thread(lambda: verify_way(self._paths(work), work.manifests, on_chunk=self._check_stop))
         except DamagedPayload as error:
-            await self._put_aside(work.payloads[error.index].digest, str(error))
+            await self._reading.put_aside(work.payloads[error.index].digest, str(error))
         except OSError as error:
-            _LOG.warning("version %d cannot be rebuilt: %s", work.manifests[-1].version, error)
-            for payload, path in zip(work.payloads, self._paths(work), strict=True):
-                if not path.exists():
-                    await self._put_aside(payload.digest, "it is gone")
+            _LOG.warning("version %d cannot be rebuilt now: %s", work.manifests[-1].version, error)
+            digests = (payload.digest for payload in work.payloads)
+            await self._reading.put_aside_missing(zip(digests, self._paths(work), strict=True))
         else:
             return True
         return False
-
-    async def _put_aside(self, digest: Digest, problem: str) -> None:
-        DAMAGED_PAYLOADS.inc()
-        _LOG.error("payload %s is out of use: %s", digest[:12], problem)
-        await self._database.run(lambda connection: shelf.strike_out(connection, digest))
-        await self._on_disk(self._blobs.set_aside(digest))
-        await self._merges.drop(digest)
 
     def _paths(self, work: Work) -> list[Path]:
         return [
@@ -212,6 +193,12 @@ class Keeper:
         ]
 
     # deletion
+
+    @asynccontextmanager
+    async def undisturbed(self) -> AsyncIterator[None]:
+        """While nothing may be deleted; for short."""
+        async with self._collecting:
+            yield
 
     async def collect(self, *, missing_bytes: int = 0) -> int:
         """Delete what nobody needs; returns the bytes freed. In batches, unless bytes are missing."""
@@ -266,14 +253,7 @@ class Keeper:
             is_named = await self._database.run(lambda connection: shelf.is_named(connection, digest))
             return is_named or digest in self._leases.payloads(self._clock.monotonic())
 
-        return await self._on_disk(self._blobs.remove(digest, is_needed=is_needed))
-
-    async def _on_disk(self, action: Awaitable[ResultT]) -> ResultT:
-        try:
-            return await action
-        except CorruptStore as error:
-            self._database.fail(str(error))
-            raise
+        return await self._reading.on_disk(self._blobs.remove(digest, is_needed=is_needed))
 
     async def _give_up_unpublished(self) -> None:
         """Retire uploads that no version came to name."""

@@ -23,7 +23,7 @@ DEVICE_TIMES = {Role.LEARNER: 9, Role.SAMPLER: 2}
 _CONTRACT = {
     "tokenizer_digest": "copy the run's model directory again: the tokenizer is another one",
     "chat_template_digest": "set use_chat_template as the learner does, with the run's tokenizer",
-    "task_digest": "make [task] the learner's, with the same data file",
+    "task_digest": "make [task] the learner's, with the same bytes in the data file and in the files of an own reward",
     "num_prompts": "make [task] the learner's, with the same data file",
     "layout_id": "name the run's model in model_dir and the learner's published_dtype",
     "vocab_size": "name the run's model in model_dir",

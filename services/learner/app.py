@@ -71,7 +71,12 @@ async def _train(
     metrics.watch_disk(config.state_dir)
     observe_start()
     tracing.start(config.tracing, service="learner", name=config.holder)
-    metrics_port = metrics.serve(config.metrics_port, service="learner", address=config.metrics_host)
+    metrics_port = metrics.serve(
+        config.metrics_port,
+        service="learner",
+        address=config.metrics_host,
+        may_move="metrics_port" not in config.model_fields_set,
+    )
     _LOG.info("run %s: coordinator %s, metrics on port %d", config.run_id, config.coordinator, metrics_port)
     if parts.signer is not None:
         _LOG.info("versions are signed by %s", parts.signer.public_key)

@@ -103,7 +103,7 @@ class LearnerConfig(Config):
     max_message_bytes: int = Field(default=16 << 20, ge=2 << 20, le=512 << 20)
     """Largest message, bytes; the coordinator's."""
     metrics_port: int = Field(default=9102, ge=0, le=65535)
-    """Port of the Prometheus metrics; 0 lets the system choose."""
+    """Port of the Prometheus metrics; 0 lets the system choose. Left out, the next free one in steps of 10."""
     metrics_host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
     """Address that the metrics are served on; they carry no secret, and whoever can reach them can read them."""
     tracing: TracingConfig = TracingConfig()

@@ -34,6 +34,7 @@ from services.learner.recent_versions import RecentVersions
 from services.learner.resume import Resumption
 from services.learner.reward_signal import RewardSignal
 from services.learner.rollback import Rollback
+from services.learner.run_file import describe_run
 from services.learner.run_result import RunResult
 from services.learner.session import Outcome, Session
 from services.learner.threads import in_thread
@@ -90,6 +91,7 @@ class Leader:
                 renewal = tasks.create_task(
                     renew(self.api, grant=grant, clock=self.clock, patience=self.patience(), on_grant=self.hear)
                 )
+                await describe_run(self.api, self.config, epoch=grant.epoch, patience=self.patience())
                 await self.train(grant)
                 renewal.cancel()
         except BaseException as error:

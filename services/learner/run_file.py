@@ -3,17 +3,42 @@
 from __future__ import annotations
 
 import json
+import logging
+from typing import Any
 
 import services
+from services.common.api import CoordinatorApi
+from services.common.errors import RemoteError, StaleEpoch
+from services.common.facts import facts_of
 from services.learner.config import LearnerConfig
+from services.learner.patience import Patience
 
+_LOG = logging.getLogger(__name__)
 RUN_FILE = "run.json"
 
 
 def write_run_file(config: LearnerConfig) -> None:
     """Write the release and every key of the configuration, whole or not at all; keys name files, not secrets."""
-    run = {"heterorl_version": services.__version__, "config": config.model_dump(mode="json")}
     path = config.state_dir / RUN_FILE
     temporary = path.with_suffix(".new")
-    temporary.write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
+    temporary.write_text(json.dumps(_run(config), indent=2) + "\n", encoding="utf-8")
     temporary.replace(path)
+
+
+async def describe_run(api: CoordinatorApi, config: LearnerConfig, *, epoch: int, patience: Patience) -> None:
+    """Tell the coordinator too, for people who look at the run; one of an earlier release does not know the question.
+
+    Raises:
+        StaleEpoch: another learner took over.
+    """
+    facts = facts_of(_run(config))
+    try:
+        await patience.insist(lambda: api.describe_run(epoch=epoch, facts=facts))
+    except StaleEpoch:
+        raise
+    except RemoteError as error:
+        _LOG.warning("the coordinator does not take what is said of the run, going on: %s", error)
+
+
+def _run(config: LearnerConfig) -> dict[str, Any]:
+    return {"heterorl_version": services.__version__, "config": config.model_dump(mode="json")}

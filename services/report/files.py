@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from services.common.errors import CorruptStore, OperatorError
+from services.common.facts import facts_of
 from services.common.types import StepReport
 from services.coordinator import ledger
 from services.coordinator.history import STORE_FILE, is_in_use, open_store
-from services.coordinator.reports import list_steps
+from services.coordinator.reports import FACTS, list_steps
 from services.report.past_run import PastRun, SiteTotals
 
 STEPS_FILE, VERSIONS_FILE, EVALUATIONS_FILE, RUN_FILE = "steps.jsonl", "versions.jsonl", "evaluations.jsonl", "run.json"
@@ -97,6 +98,8 @@ def _from_store(directory: Path, journal: Path | None) -> PastRun:
             "GROUP BY site ORDER BY site"
         ).fetchall()
         counts = ledger.counts(connection)
+        said = connection.execute("SELECT value FROM meta WHERE key = ?", (FACTS,)).fetchone()
+        facts = {} if said is None else dict(json.loads(said[0]))
     # The learner also knows steps that changed nothing.
     own = None if journal is None else _from_journal(journal)
     return PastRun(
@@ -106,6 +109,7 @@ def _from_store(directory: Path, journal: Path | None) -> PastRun:
         versions=tuple({"version": row[0], "bytes": row[1], "full_bytes": row[2]} for row in rows),
         evaluations=() if own is None else own.evaluations,
         config={} if own is None else own.config,
+        facts=facts if own is None or not own.facts else own.facts,
         published=tuple((row[0], row[3]) for row in rows),
         num_abandoned=sum(row[4] for row in rows),
         ledger=counts,
@@ -138,6 +142,7 @@ def _from_journal(directory: Path) -> PastRun:
         versions=tuple(versions[number] for number in sorted(versions)),
         evaluations=tuple(evaluations[number] for number in sorted(evaluations)),
         config=config,
+        facts=facts_of(config),
     )
 
 

@@ -50,6 +50,7 @@ async def ask_run(api: CoordinatorApi, *, address: str, journal: Path | None = N
         versions=(),
         ledger=status.ledger,
         sites=sites,
+        facts=status.facts,
         is_live=True,
     )
     if own is None or journal is None:
@@ -61,4 +62,5 @@ async def ask_run(api: CoordinatorApi, *, address: str, journal: Path | None = N
         versions=own.versions,
         evaluations=own.evaluations,
         config=own.config,
+        facts=own.facts or run.facts,
     )

@@ -17,7 +17,6 @@ from services.common.types import StepReport
 from services.demo.figures import HEIGHT, PICTURES, STRONG, WEAK, drawings, picture, titles
 from services.demo.look import CARDS, HEAD, NOTES, STYLE, columns_of
 from services.demo.look import PICTURES as PICTURES_OF_PAGE
-from services.report.facts import facts_of
 from services.report.past_run import PastRun
 
 _PAGE = (
@@ -75,7 +74,7 @@ def render(run: PastRun) -> tuple[str, dict[str, bytes]]:
             run=run,
             remarks=_remarks(run),
             version=services.__version__,
-            facts=facts_of(run.config),
+            facts=run.facts.items(),
             config=json.dumps(run.config, indent=2),
             numbers=numbers,
             columns=columns_of(len(numbers)),
@@ -95,7 +94,7 @@ def _remarks(run: PastRun) -> list[str]:
     remarks = []
     if run.is_live:
         remarks.append("The run was going on when this page was written.")
-    if not run.config:
+    if not run.facts:
         remarks.append("Without the learner's run.json: model, task and settings are not known.")
     if run.ledger is None:
         remarks.append("Without the coordinator's store: nothing is known of queue, sites and times.")

@@ -40,4 +40,5 @@ class PastRun:
     sites: tuple[SiteTotals, ...] = ()
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The learner's run.json: `heterorl_version` and `config`."""
+    facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     is_live: bool = False

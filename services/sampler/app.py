@@ -68,7 +68,12 @@ async def _sample(config: SamplerConfig, clock: Clock, stop: asyncio.Event, noti
             metrics.ENGINE_FAILURES.labels(reason)
         metrics.watch_disk(config.state_dir)
         tracing.start(config.tracing, service="sampler", name=config.site)
-        port = metrics.serve(config.metrics_port, service="sampler", address=config.metrics_host)
+        port = metrics.serve(
+            config.metrics_port,
+            service="sampler",
+            address=config.metrics_host,
+            may_move="metrics_port" not in config.model_fields_set,
+        )
         _LOG.info("metrics on port %d", port)
         async with CoordinatorClient(config.coordinator, tls=config.tls, bandwidth=config.bandwidth) as api:
             sampler = await asyncio.to_thread(build, config, api, outbox, clock)

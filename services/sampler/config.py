@@ -86,7 +86,7 @@ class SamplerConfig(Config):
     state_dir: Path = Path("runs/sampler")
     """Directory of the outbox, the verified versions and the weights being fetched; each sampler needs its own."""
     metrics_port: int = Field(default=9103, ge=0, le=65535)
-    """Port of the Prometheus metrics; 0 lets the system choose."""
+    """Port of the Prometheus metrics; 0 lets the system choose. Left out, the next free one in steps of 10."""
     metrics_host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
     """Address that the metrics are served on; they carry no secret, and whoever can reach them can read them."""
     tracing: TracingConfig = TracingConfig()

@@ -21,8 +21,12 @@ def _received(error: HeterorlError) -> HeterorlError | None:
     )
 
 
+def _all_below(error: type[HeterorlError]) -> set[type[HeterorlError]]:
+    return {each for below in error.__subclasses__() for each in (below, *_all_below(below))}
+
+
 def test_table_has_every_refusal_and_every_reason():
-    assert set(TABLE) == set(RemoteError.__subclasses__()) - LOCAL
+    assert set(TABLE) == _all_below(RemoteError) - LOCAL
     reasons = {reason for reason, _ in TABLE.values()}
     assert reasons == set(errors_pb2.ErrorReason.values()) - {errors_pb2.ERROR_REASON_UNSPECIFIED}
 

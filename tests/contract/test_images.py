@@ -1,6 +1,8 @@
 """Images and compose files: well-formed, confined, and their commands are ones that the services accept."""
 
 import json
+import os
+import re
 import shutil
 import subprocess
 import tomllib
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 from services.cli import app
@@ -15,6 +18,7 @@ from services.common.config import load
 from services.coordinator.config import CoordinatorConfig
 from services.learner.config import LearnerConfig
 from services.sampler.config import SamplerConfig
+from tests.support.certificates import Certificates
 from tests.support.tools import check, tool
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -54,15 +58,96 @@ def test_the_specification_refuses_a_wrong_key(tmp_path):
     "overlays", [[], ["gpu"], ["wan"], ["gpu", "wan"]], ids=lambda names: "+".join(["base", *names])
 )
 def test_compose_itself_accepts_base_and_overlays(overlays, tmp_path):
+    program = _compose()
     files = [DEPLOY / "compose.yaml", *(DEPLOY / f"compose.{name}.yaml" for name in overlays)]
     arguments = [word for path in files for word in ("-f", str(path))]
 
-    whole = json.loads(check(tool("docker-compose"), *arguments, "config", "--format", "json"))
+    whole = json.loads(check(program, *arguments, "config", "--format", "json"))
 
     assert set(OURS) <= set(whole["services"])
     # Overlays take nothing of the confinement away.
     assert all(service["cap_drop"] == ["ALL"] for service in whole["services"].values())
     assert all(("deploy" in whole["services"][name]) == ("gpu" in overlays) for name in ("learner", "sampler-1"))
+
+
+def _compose():
+    """A Compose that is new enough; the distribution's is not."""
+    program = tool("docker-compose")
+    version = subprocess.run([program, "version", "--short"], capture_output=True, text=True, check=False).stdout
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+    if numbers < (2, 20, 2):
+        pytest.skip(f"{program} is Compose {version.strip()}; the files need 2.20.2 (deploy/compose.sh says so)")
+    return program
+
+
+@pytest.mark.parametrize(
+    ("versions", "runs"),
+    [
+        ({"docker": "2.20.2"}, "docker compose"),
+        ({"docker": "v5.1.0", "docker-compose": "1.29.2"}, "docker compose"),
+        ({"docker": "", "docker-compose": "2.39.1"}, "docker-compose"),
+        ({"docker": "2.17.3", "docker-compose": "1.29.2"}, ""),
+        ({"docker-compose": "1.29.2"}, ""),
+        ({}, ""),
+    ],
+)
+def test_too_old_compose_is_refused_with_a_sentence(versions, runs, tmp_path):
+    for name, version in versions.items():
+        own = "docker compose" if name == "docker" else name
+        path = tmp_path / name
+        path.write_text(
+            f'#!/bin/bash\nif [[ "$*" == *"version --short" ]]; then echo "{version}"; else echo "{own}: $*; $PWD"; fi\n'
+        )
+        path.chmod(0o755)
+    command = ["bash", str(DEPLOY / "compose.sh"), "up", "-d"]
+    # Nothing of this machine but what bash scripts live on.
+    for name in ("bash", "sort", "head", "dirname"):
+        (tmp_path / name).symlink_to(shutil.which(name))
+
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=50, check=False, env={"PATH": str(tmp_path)}, cwd="/"
+    )
+
+    if runs:
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.strip() == f"{runs}: {'compose ' if runs == 'docker compose' else ''}up -d; {DEPLOY}"
+    else:
+        assert result.returncode == 2
+        assert "need Docker Compose 2.20.2 or newer" in result.stderr
+        assert "docker-compose-plugin" in result.stderr
+        assert all(version in result.stderr for version in versions.values())
+
+
+def test_secrets_are_what_the_compose_file_mounts(tmp_path):
+    certificates = Certificates(tmp_path / "certs")
+    nodes = [("coordinator", "main"), ("learner", "learner"), ("sampler", "site-1"), ("sampler", "site-2")]
+    environment = {**os.environ, "HETERORL_SECRETS_DIR": str(tmp_path / "secrets"), "HETERORL_SECRETS_OWNERS": "no"}
+
+    def write():
+        command = ["bash", str(DEPLOY / "secrets.sh"), str(tmp_path / "certs")]
+        return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False, env=environment)
+
+    for role, site in nodes[:-1]:
+        certificates.node(role, site)
+    result = write()
+    assert result.returncode == 2
+    assert "sampler-site-2/ca.crt" in result.stderr
+    assert not (tmp_path / "secrets").exists()
+    certificates.node(*nodes[-1])
+    assert write().returncode == 0
+    for name, (role, site) in zip(OURS, nodes, strict=True):
+        own = tmp_path / "secrets" / name
+        assert (own / "node.key").read_bytes() == certificates.pair(role, site).key
+        assert {path.name: path.stat().st_mode & 0o777 for path in own.iterdir()} == dict.fromkeys(
+            ("ca.crt", "node.crt", "node.key"), 0o400
+        )
+    password = (tmp_path / "secrets" / "grafana_admin_password").read_text()
+    assert len(password.strip()) == 32
+    # Renewed certificates come the same way; the password stays.
+    certificates.renew("sampler", "site-2")
+    assert write().returncode == 0
+    assert (tmp_path / "secrets/sampler-2/node.key").read_bytes() == certificates.pair("sampler", "site-2").key
+    assert (tmp_path / "secrets" / "grafana_admin_password").read_text() == password
 
 
 @pytest.mark.parametrize(("file", "name"), CONFINED, ids=[name for _, name in CONFINED])
@@ -177,6 +262,16 @@ def test_every_image_of_ours_is_a_target_and_copies_its_own_packages():
         assert stages()[role] == "runtime"
         assert f"COPY --from=build-{role} " in text
         assert f"COPY requirements/{role}.txt " in text
+    # The same service with another engine: its packages are added to an environment of their own.
+    for engine, role, package in (
+        ("learner-deepspeed", "learner", "deepspeed"), ("sampler-vllm", "sampler", "vllm"),
+    ):  # fmt: skip
+        assert stages()[engine] == "runtime"
+        assert stages()[f"build-{engine}"] == f"build-{role}"
+        assert f"COPY --from=build-{engine} " in text
+        (line,) = (DEPLOY.parent / "requirements" / f"{package}.txt").read_text().splitlines()[1:]
+        assert "<" in Requirement(line).specifier.__str__()
+        assert Requirement(line).name == package
     assert "USER 10001:10001" in text
     assert text.startswith("#")
     assert "ARG PYTHON_IMAGE=python:3.11-slim\n" in text
@@ -199,10 +294,7 @@ def test_build_context_holds_what_the_dockerfile_copies_and_no_more():
         line[1:] for line in (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines() if line.startswith("!")
     }
 
-    assert {
-        word.replace("coordinator.txt", "*.txt").replace("learner.txt", "*.txt").replace("sampler.txt", "*.txt")
-        for word in copied
-    } == allowed
+    assert {re.sub(r"^requirements/[a-z]+\.txt$", "requirements/*.txt", word) for word in copied} == allowed
     assert all(list(DEPLOY.parent.glob(pattern)) for pattern in allowed)
 
 

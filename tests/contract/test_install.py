@@ -27,7 +27,7 @@ def tree(directory):
     return {str(path.relative_to(directory)): (path.stat().st_mode, path.stat().st_mtime_ns) for path in paths}
 
 
-@pytest.mark.parametrize("name", ["install.sh", "wan.sh"])
+@pytest.mark.parametrize("name", ["install.sh", "wan.sh", "compose.sh", "secrets.sh"])
 def test_shell_scripts_are_clean(name):
     assert check(tool("shellcheck"), str(ROOT / "deploy" / name)) == ""
 
@@ -89,6 +89,27 @@ def test_dry_run_prints_every_step_and_takes_none(tmp_path):
     # The environment is whole before its name is switched, and systemd reads units whose program is there.
     assert sorted(position, key=position.get) == ["learner.txt", "complete", "current", "systemctl"]
     assert not any("torch" in line or "sampler" in line for line in real)
+
+
+def test_own_packages_are_part_of_the_environment_and_of_its_name(tmp_path):
+    own = tmp_path / "myrewards"
+    own.mkdir()
+    (own / "pyproject.toml").write_text("[project]\n")
+
+    def plan(*words):
+        return install("--dry-run", *words, "sampler:site-1").stdout.splitlines()
+
+    def place(lines):
+        return next(line for line in lines if "-m venv" in line)
+
+    lines = plan("--with", str(own), "--with", "-rrequirements/vllm.txt")
+    (line,) = [line for line in lines if str(own) in line]
+    assert line.endswith(f"{own} -rrequirements/vllm.txt")
+    before, after = place(plan()), place(lines)
+    (own / "pyproject.toml").write_text("[project]\nname = 'changed'\n")
+    # Another content is another directory: running services keep theirs.
+    assert len({before, after, place(plan("--with", str(own), "--with", "-rrequirements/vllm.txt"))}) == 3
+    assert "needs a requirement" in install("--dry-run", "sampler:a", "--with").stderr
 
 
 @pytest.mark.parametrize(

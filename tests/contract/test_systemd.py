@@ -1,5 +1,6 @@
 """The units are well-formed, confined, and say what the services do with signals, exit codes and directories."""
 
+import itertools
 import re
 import shlex
 import shutil
@@ -116,10 +117,17 @@ def test_command_of_the_unit_is_one_that_the_service_accepts(path, tmp_path):
     shutil.copy(ROOT / "deploy" / "config" / f"{role}.toml", config)
     arguments = [argument.replace("/etc/heterorl", str(tmp_path)) for argument in arguments]
     assert (program, command) == (PROGRAM, role)
-    where = arguments.index("--log")
-    assert arguments[where + 1] == "json"
+    options = dict(itertools.pairwise(arguments))
+    assert options["--log"] == "json"
+    # One process unless the instance's file of variables says more.
+    assert options.get("--nproc") == ("${HETERORL_NPROC}" if role == "learner" else None)
+    if role == "learner":
+        assert "HETERORL_NPROC=1" in found["Service.Environment"]
+    if role != "coordinator":
+        assert found["Service.EnvironmentFile"] == ["-/etc/heterorl/%i.env"]
+    first = arguments.index("--set")
 
-    result = CliRunner().invoke(app, ["check-config", role, "--keys-only", *arguments[:where], *arguments[where + 2 :]])
+    result = CliRunner().invoke(app, ["check-config", role, "--keys-only", *arguments[:2], *arguments[first:]])
 
     assert result.exit_code == 0, result.exception
     state = "/var/lib/" + found["Service.StateDirectory"][0].replace("%i", name)

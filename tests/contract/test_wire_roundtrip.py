@@ -373,6 +373,7 @@ CASES = [
             delta_bytes=uint,
             snapshot_bytes=uint,
             rollback_to=version,
+            facts=st.dictionaries(text, text, max_size=2),
             encode_s=real,
             flavours=st.lists(
                 st.builds(

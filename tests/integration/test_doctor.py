@@ -364,6 +364,9 @@ def test_command_shows_json_guesses_the_role_and_ends_with_1(tmp_path):
 
     (tmp_path / "odd.toml").write_text("data_dir = 'x'\nmax_steps = 3\n")
     odd = CliRunner().invoke(app, ["doctor", "--config", str(tmp_path / "odd.toml")])
+    assert "data_dir: unknown key; did you mean state_dir?" in str(odd.exception)
+    (tmp_path / "odd.toml").write_text("colour = 1\n")
+    odd = CliRunner().invoke(app, ["doctor", "--config", str(tmp_path / "odd.toml")])
     assert "name the role" in str(odd.exception)
 
 

@@ -1,6 +1,7 @@
 """A project with a package `services` of its own runs ours undisturbed: command line, module, ranks, workers."""
 
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -94,3 +95,15 @@ def test_verifiers_and_own_rewards_run(project):
     (project / "mine.py").write_text("def score(prompt, completion, answer):\n    return 0.5\n")
     task = build_task(TaskConfig(name="jsonl:train.jsonl", reward="mine:score"))
     assert task.score(prompt, "x")[0].value == 0.5
+
+
+@pytest.mark.timeout(120)
+def test_an_installed_wheel_finds_its_services_beside_it(project):
+    # There both packages lie side by side; generated code has no directory of its own.
+    site = project / "site-packages"
+    shutil.copytree(ROOT / "protos" / "gen" / "heterorl", site / "heterorl")
+    (site / "services").symlink_to(ROOT / "services")
+
+    assert "heterorl keys" in run(
+        sys.executable, "-P", str(site / "heterorl" / "launch.py"), "services", "keys", "--help"
+    )

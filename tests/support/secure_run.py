@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
-from heterorl.v1 import diagnosis_pb2_grpc, policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
+from heterorl.v1 import backup_pb2_grpc, diagnosis_pb2_grpc, policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
 
 from services.certs.authority import Pair
 from services.common.clock import SystemClock
@@ -18,6 +18,7 @@ from services.common.rpc.link import Stubs
 from services.common.rpc.retry import RetryPolicy
 from services.common.rpc.server import Server
 from services.common.rpc.status import from_rpc_error
+from services.coordinator.backup_servicer import BackupServicer
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core import Coordinator
 from services.coordinator.diagnosis import DiagnosisServicer
@@ -51,6 +52,7 @@ class SecureRun:
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(RolloutServicer(self.core), self.server.grpc)
         run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(self.core), self.server.grpc)
         diagnosis_pb2_grpc.add_DiagnosisServiceServicer_to_server(DiagnosisServicer(self.core), self.server.grpc)
+        backup_pb2_grpc.add_BackupServiceServicer_to_server(BackupServicer(self.core.backups), self.server.grpc)
         self.port = await self.server.start("127.0.0.1:0")
         self.address = f"127.0.0.1:{self.port}"
         self.learner, self.sampler, self.operator = (

@@ -32,6 +32,7 @@ COMMANDS = [
     "demo",
     "export",
     "rollback",
+    "backup",
     "status",
     "health",
     "join",
@@ -328,9 +329,13 @@ def test_run_without_a_version_says_what_is_waited_for():
     known = dataclasses.replace(status, head_version=3, last_report=REPORT)
     console.print(*status_tables(known, width=120, accuracy=0.25))
     assert "held-out accuracy 0.250" in console.export_text()
+    console.print(*status_tables(dataclasses.replace(known, facts={"steps wanted": "77"}), width=120))
+    assert f"{REPORT.step} of 77: reward" in console.export_text()
 
 
-@pytest.mark.parametrize("command", [("status",), ("top", "--once"), ("health",), ("rollback", "--to", "3")])
+@pytest.mark.parametrize(
+    "command", [("status",), ("top", "--once"), ("health",), ("rollback", "--to", "3"), ("backup",)]
+)
 def test_links_of_operators_are_told_what_to_change(command, tmp_path):
     def problem(*arguments):
         return str(invoke(*command, *arguments).exception)

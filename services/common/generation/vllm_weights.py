@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 from services.common.adapters import PARTS
 from services.common.errors import ConfigError
+from services.common.generation.private_directory import PrivateDirectory
 from services.common.generation.vllm_process import VllmProcess
 from services.common.generation.weights_file import stored_names, write_weights
 from services.common.types import LoraSettings
@@ -38,10 +38,9 @@ class WeightsOnTheWay:
         self._layout = layout
         self._lora = lora
         self.names = [spec.name for spec in layout.specs] if lora.rank else stored_names(layout, _derived(model))
-        parent.mkdir(parents=True, exist_ok=True)
-        # Readable by this user alone.
-        self._temporary = tempfile.TemporaryDirectory(prefix="weights-", dir=parent)
-        self.directory = Path(self._temporary.name)
+        # Readable by this user alone; a whole model that a killed process left is not there for ever.
+        self._private = PrivateDirectory(parent, prefix="weights")
+        self.directory = self._private.path
         self._file = self.directory / ("adapter_model.safetensors" if lora.rank else "model.safetensors")
 
     def arguments(self) -> dict[str, Any]:
@@ -110,7 +109,7 @@ class WeightsOnTheWay:
 
     def close(self) -> None:
         """Delete the directory."""
-        self._temporary.cleanup()
+        self._private.close()
 
 
 def _room(rank: int) -> int:

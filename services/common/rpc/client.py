@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 import grpc.aio
 from heterorl.v1 import policy_pb2, rollout_pb2, run_pb2
@@ -316,3 +316,7 @@ class CoordinatorClient(Calls):
         """End a site's quarantine; the request id makes a repetition harmless."""
         request = run_pb2.ReleaseSiteRequest(site=site, reason=reason, request_id=request_id or secrets.token_hex(8))
         return str((await self._call("ReleaseSite", request)).quarantine)
+
+    async def describe_run(self, *, epoch: int, facts: Mapping[str, str]) -> None:
+        """Say what the run trains."""
+        await self._call("DescribeRun", run_pb2.DescribeRunRequest(epoch=epoch, facts=dict(facts)))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
-from heterorl.v1 import diagnosis_pb2_grpc, policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
+from heterorl.v1 import backup_pb2_grpc, diagnosis_pb2_grpc, policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
 
 from services.common.errors import Unreachable
 from services.common.rpc.credentials import MaterialFiles, channel_credentials
@@ -30,6 +30,7 @@ class Stubs:
             rollout_pb2_grpc.RolloutServiceStub(channel),
             run_pb2_grpc.RunServiceStub(channel),
             diagnosis_pb2_grpc.DiagnosisServiceStub(channel),
+            backup_pb2_grpc.BackupServiceStub(channel),
         ]
         self._methods = {name: method for stub in stubs for name, method in vars(stub).items()}
 

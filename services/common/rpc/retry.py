@@ -10,7 +10,7 @@ from typing import TypeVar
 import grpc.aio
 
 from services.common.clock import Clock
-from services.common.errors import QuotaExceeded, RemoteError, StoreFull, Unreachable
+from services.common.errors import Busy, QuotaExceeded, RemoteError, StoreFull, Unreachable
 from services.common.rpc.outage import Outage
 from services.common.rpc.status import from_rpc_error
 
@@ -53,7 +53,8 @@ async def call(
             typed = from_rpc_error(error)
             if typed is not None and outage is not None:
                 outage.answered()
-            if typed is not None and not (isinstance(typed, QuotaExceeded | StoreFull) and typed.retry_after_s > 0):
+            is_overload = isinstance(typed, Busy | QuotaExceeded | StoreFull) and typed.retry_after_s > 0
+            if typed is not None and not is_overload:
                 raise typed from error
             cause: RemoteError | None = typed if isinstance(typed, RemoteError) else None
             problem = f"{error.code().name}: {error.details()}"

@@ -46,6 +46,8 @@ def status_to_pb(value: RunStatus) -> run_pb2.GetStatusResponse:
             for entry in value.flavours
         ],
         rollback_to=value.rollback_to if value.rollback_to >= 0 else None,
+        facts=dict(value.facts),
+        store_problem=value.store_problem,
     )
 
 
@@ -107,4 +109,6 @@ def status_from_pb(message: run_pb2.GetStatusResponse) -> RunStatus:
             for entry in message.flavours
         ),
         rollback_to=message.rollback_to if message.HasField("rollback_to") else -1,
+        facts=dict(message.facts),
+        store_problem=message.store_problem,
     )

@@ -44,6 +44,7 @@ TABLE: dict[type[RemoteError], tuple[errors_pb2.ErrorReason.ValueType, grpc.Stat
     errors.PermissionDenied: (_R.ERROR_REASON_PERMISSION_DENIED, grpc.StatusCode.PERMISSION_DENIED),
     errors.Quarantined: (_R.ERROR_REASON_QUARANTINED, grpc.StatusCode.FAILED_PRECONDITION),
     errors.StoreFull: (_R.ERROR_REASON_STORE_FULL, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    errors.Busy: (_R.ERROR_REASON_BUSY, grpc.StatusCode.UNAVAILABLE),
 }
 _CLASS_OF = {reason: error for error, (reason, _) in TABLE.items()}
 

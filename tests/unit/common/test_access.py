@@ -25,7 +25,7 @@ ALLOWED = {
     Role.LEARNER: {
         "Check", "Watch", "AcquireLease", "RenewLease", "ReleaseLease", "QueryUpload", "UploadPayload",
         "PublishVersion", "GetStep", "WatchHead", "GetManifest", "ListManifests", "PlanPull", "ReadPayload",
-        "StreamGroups", "AbandonGroups", "RejectGroups", "Drain", "Diagnose",
+        "StreamGroups", "AbandonGroups", "RejectGroups", "Drain", "Diagnose", "DescribeRun",
     },
     Role.SAMPLER: {
         "Check", "Watch", "WatchHead", "GetManifest", "ListManifests", "PlanPull", "ReadPayload", "LeaseWork",

@@ -2,14 +2,17 @@
 
 import dataclasses
 import math
+from collections import Counter
 
 import pytest
 
 from services.common.api import CanaryReport
 from services.common.errors import InvalidRequest, NotRegistered, Quarantined
+from services.coordinator import audit
 from services.coordinator.canary import MAX_LOGPROBS, judge
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core import Coordinator
+from services.coordinator.flaps import MAX_RECORDED, PERIOD_S, Flaps
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, SITE, Run
 
@@ -119,3 +122,50 @@ async def test_canary_of_a_stranger_and_oversized_ones_are_refused(config, tmp_p
         with pytest.raises(InvalidRequest, match="canary_logprobs"):
             await core.publish_version(request)
     await core.close()
+
+
+async def test_site_that_flaps_writes_a_few_rows_and_a_sum_and_is_judged_each_time(config, tmp_path, caplog):
+    clock = ManualClock()
+    core = await Coordinator.open(config, clock)
+    run = await _run(core, tmp_path / "a")
+    wrong, right = (-9.0,) * 4, STATED
+    caplog.clear()
+    for number in range(200):
+        verdict = await core.report_canary(report((wrong, right)[number % 2], version=run.head))
+        assert bool(verdict.quarantine) == (number % 2 == 0)
+    await core.report_canary(report(wrong, version=run.head))
+    with pytest.raises(Quarantined):
+        await run.lease(1)
+
+    def kinds(connection):
+        return [row.kind for row in audit.read(connection) if row.subject == SITE]
+
+    assert kinds_of(await core.database.run(kinds)) == {"quarantine": 3, "quarantine_ended": 3}
+    assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 3
+    await core.note_refusals()
+    assert "quarantine_changes" not in await core.database.run(kinds)
+
+    clock.advance(PERIOD_S)
+    await core.note_refusals()
+    await core.note_refusals()
+
+    rows = await core.database.run(audit.read)
+    (summary,) = [row for row in rows if row.kind == "quarantine_changes"]
+    assert summary.detail.startswith(f"{201 - MAX_RECORDED} more changes")
+    assert "it is in quarantine: version" in summary.detail
+    assert audit.find_faults(rows) == []
+    # A new period: the next change is told again.
+    await core.report_canary(report(right, version=run.head))
+    assert kinds_of(await core.database.run(kinds))["quarantine_ended"] == 4
+    await core.close()
+
+
+def test_site_that_stays_below_the_bound_has_a_row_for_each_change_and_no_sum():
+    flaps = Flaps()
+    assert all(flaps.note(SITE, 0.0) for _ in range(MAX_RECORDED))
+    assert flaps.due(PERIOD_S) == {}
+    assert flaps.note(SITE, PERIOD_S)
+
+
+def kinds_of(kinds):
+    return dict(Counter(kinds))

@@ -269,3 +269,38 @@ async def test_group_whose_bytes_are_no_group_is_not_trained_on(begin):
     await core.database.run(lambda c: c.execute(sql, (digest,)).rowcount)
     stream = core.stream_groups(epoch=run.epoch, held=(), credits=credits_of(5))
     assert [queued.group.id.sequence async for queued in stream] == [2]
+
+
+async def test_push_wakes_no_watcher_of_the_head_and_a_publication_wakes_all(tmp_path):
+    core = await Coordinator.open(CoordinatorConfig(data_dir=tmp_path / "data", groups_per_version=100), ManualClock())
+    run = Run(core, tmp_path)
+    await run.begin()
+    await run.publish()
+    await run.register()
+    seen = []
+
+    async def watch():
+        async for update in core.watch_head(after_version=0):
+            note(update.version)
+
+    note = seen.append
+    watchers = [asyncio.create_task(watch()) for _ in range(50)]
+    await core.database.run(lambda _: None)
+    statements = []
+    await core.database.run(lambda connection: connection.set_trace_callback(statements.append))
+    for _ in range(10):
+        await run.push(1)
+    for _ in range(5):
+        await core.database.run(lambda _: None)
+    # The pushes read it themselves, once each or twice; fifty watchers would have read it 500 times more.
+    assert sum("FROM versions ORDER BY version DESC LIMIT 1" in text for text in statements) < 100
+    await core.database.run(lambda connection: connection.set_trace_callback(None))
+
+    await run.publish()
+    async with asyncio.timeout(30):
+        while len(seen) < 50:
+            await core.database.run(lambda _: None)
+    assert seen == [1] * 50
+    await core.close()
+    await asyncio.gather(*watchers, return_exceptions=True)
+    assert all(watcher.done() for watcher in watchers)

@@ -170,6 +170,7 @@ async def test_run_that_is_going_on_is_asked_of_its_coordinator(tmp_path, monkey
         with pytest.raises(OperatorError, match="took no step"):
             await ask_run(secure.operator, address=secure.address)
         await secure.run.publish()
+        await secure.learner.describe_run(epoch=secure.run.epoch, facts={"model": "/models/live"})
         node = secure.certificates.node("operator", "eu-1")
         arguments = ["report", secure.address, "--credentials", str(node), "--out", "live.html"]
         result = await asyncio.to_thread(CliRunner().invoke, app, arguments)
@@ -180,6 +181,7 @@ async def test_run_that_is_going_on_is_asked_of_its_coordinator(tmp_path, monkey
     page = (tmp_path / "live.html").read_text()
     assert "Run run" in page
     assert "The run was going on when this page was written." in page
+    assert "<span>model</span>/models/live</div>" in page
     assert (run.run_id, [report.step for report in run.reports], run.is_live) == ("run", [1], True)
     assert [site.site for site in run.sites] == ["eu-1"]
     # The learner's journal beside it knows more.

@@ -420,6 +420,22 @@ class GetStatusResponse(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class FactsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     RUN_ID_FIELD_NUMBER: builtins.int
     HEAD_VERSION_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
@@ -447,6 +463,8 @@ class GetStatusResponse(google.protobuf.message.Message):
     ENCODE_S_FIELD_NUMBER: builtins.int
     FLAVOURS_FIELD_NUMBER: builtins.int
     ROLLBACK_TO_FIELD_NUMBER: builtins.int
+    FACTS_FIELD_NUMBER: builtins.int
+    STORE_PROBLEM_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """Name of the run."""
     head_version: builtins.int
@@ -493,6 +511,8 @@ class GetStatusResponse(google.protobuf.message.Message):
     """Time that encoding the newest version took, seconds; 0 where it is not known."""
     rollback_to: builtins.int
     """Version that an operator ordered the learner to go back to, and that it has not published yet; unset without an order."""
+    store_problem: builtins.str
+    """What is wrong with the coordinator's disk and what to do about it; empty while nothing is."""
     @property
     def dropped(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DropCount]:
         """Groups dropped, by reason."""
@@ -508,6 +528,10 @@ class GetStatusResponse(google.protobuf.message.Message):
     @property
     def flavours(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___FlavourStatus]:
         """Flavours beside the weights that are trained."""
+
+    @property
+    def facts(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """What the learner said of the run: names such as "model" or "steps wanted" to values."""
 
     def __init__(
         self,
@@ -539,9 +563,11 @@ class GetStatusResponse(google.protobuf.message.Message):
         encode_s: builtins.float = ...,
         flavours: collections.abc.Iterable[Global___FlavourStatus] | None = ...,
         rollback_to: builtins.int | None = ...,
+        facts: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        store_problem: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_last_report", b"_last_report", "_rollback_to", b"_rollback_to", "_snapshot_version", b"_snapshot_version", "last_report", b"last_report", "rollback_to", b"rollback_to", "snapshot_version", b"snapshot_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_last_report", b"_last_report", "_rollback_to", b"_rollback_to", "_snapshot_version", b"_snapshot_version", "acked", b"acked", "bytes_full", b"bytes_full", "bytes_last", b"bytes_last", "changed_fraction", b"changed_fraction", "consumed", b"consumed", "delta_bytes", b"delta_bytes", "dropped", b"dropped", "encode_s", b"encode_s", "epoch", b"epoch", "flavours", b"flavours", "head_version", b"head_version", "is_draining", b"is_draining", "is_head_signed", b"is_head_signed", "last_report", b"last_report", "learner", b"learner", "leased", b"leased", "pending", b"pending", "reclaimed_bytes", b"reclaimed_bytes", "rollback_to", b"rollback_to", "run_id", b"run_id", "sites", b"sites", "snapshot_age_s", b"snapshot_age_s", "snapshot_bytes", b"snapshot_bytes", "snapshot_version", b"snapshot_version", "store_bytes", b"store_bytes", "store_limit_bytes", b"store_limit_bytes", "uptime_s", b"uptime_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_last_report", b"_last_report", "_rollback_to", b"_rollback_to", "_snapshot_version", b"_snapshot_version", "acked", b"acked", "bytes_full", b"bytes_full", "bytes_last", b"bytes_last", "changed_fraction", b"changed_fraction", "consumed", b"consumed", "delta_bytes", b"delta_bytes", "dropped", b"dropped", "encode_s", b"encode_s", "epoch", b"epoch", "facts", b"facts", "flavours", b"flavours", "head_version", b"head_version", "is_draining", b"is_draining", "is_head_signed", b"is_head_signed", "last_report", b"last_report", "learner", b"learner", "leased", b"leased", "pending", b"pending", "reclaimed_bytes", b"reclaimed_bytes", "rollback_to", b"rollback_to", "run_id", b"run_id", "sites", b"sites", "snapshot_age_s", b"snapshot_age_s", "snapshot_bytes", b"snapshot_bytes", "snapshot_version", b"snapshot_version", "store_bytes", b"store_bytes", "store_limit_bytes", b"store_limit_bytes", "store_problem", b"store_problem", "uptime_s", b"uptime_s"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_last_report", b"_last_report"]) -> typing.Literal["last_report"] | None: ...
     @typing.overload
@@ -712,3 +738,55 @@ class ReleaseSiteResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["quarantine", b"quarantine"]) -> None: ...
 
 Global___ReleaseSiteResponse: typing_extensions.TypeAlias = ReleaseSiteResponse
+
+@typing.final
+class DescribeRunRequest(google.protobuf.message.Message):
+    """DescribeRunRequest says what the run trains."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class FactsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    EPOCH_FIELD_NUMBER: builtins.int
+    FACTS_FIELD_NUMBER: builtins.int
+    epoch: builtins.int
+    """Epoch of the learner."""
+    @property
+    def facts(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """Names to values; at most 64, of at most 64 and 300 characters."""
+
+    def __init__(
+        self,
+        *,
+        epoch: builtins.int = ...,
+        facts: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "facts", b"facts"]) -> None: ...
+
+Global___DescribeRunRequest: typing_extensions.TypeAlias = DescribeRunRequest
+
+@typing.final
+class DescribeRunResponse(google.protobuf.message.Message):
+    """DescribeRunResponse confirms it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___DescribeRunResponse: typing_extensions.TypeAlias = DescribeRunResponse

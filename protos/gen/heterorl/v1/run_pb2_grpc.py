@@ -75,6 +75,11 @@ class RunServiceStub(object):
                 request_serializer=heterorl_dot_v1_dot_run__pb2.ReleaseSiteRequest.SerializeToString,
                 response_deserializer=heterorl_dot_v1_dot_run__pb2.ReleaseSiteResponse.FromString,
                 _registered_method=True)
+        self.DescribeRun = channel.unary_unary(
+                '/heterorl.v1.RunService/DescribeRun',
+                request_serializer=heterorl_dot_v1_dot_run__pb2.DescribeRunRequest.SerializeToString,
+                response_deserializer=heterorl_dot_v1_dot_run__pb2.DescribeRunResponse.FromString,
+                _registered_method=True)
 
 
 class RunServiceServicer(object):
@@ -155,6 +160,15 @@ class RunServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DescribeRun(self, request, context):
+        """DescribeRun says what the run trains, for people who look at it; what is said later replaces it.
+
+        INVALID_ARGUMENT: correct the field. ABORTED STALE_EPOCH: stop. UNAVAILABLE: repeat.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RunServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -197,6 +211,11 @@ def add_RunServiceServicer_to_server(servicer, server):
                     servicer.ReleaseSite,
                     request_deserializer=heterorl_dot_v1_dot_run__pb2.ReleaseSiteRequest.FromString,
                     response_serializer=heterorl_dot_v1_dot_run__pb2.ReleaseSiteResponse.SerializeToString,
+            ),
+            'DescribeRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeRun,
+                    request_deserializer=heterorl_dot_v1_dot_run__pb2.DescribeRunRequest.FromString,
+                    response_serializer=heterorl_dot_v1_dot_run__pb2.DescribeRunResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -416,6 +435,33 @@ class RunService(object):
             '/heterorl.v1.RunService/ReleaseSite',
             heterorl_dot_v1_dot_run__pb2.ReleaseSiteRequest.SerializeToString,
             heterorl_dot_v1_dot_run__pb2.ReleaseSiteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/heterorl.v1.RunService/DescribeRun',
+            heterorl_dot_v1_dot_run__pb2.DescribeRunRequest.SerializeToString,
+            heterorl_dot_v1_dot_run__pb2.DescribeRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -153,7 +153,23 @@ _RunServiceReleaseSiteType = typing_extensions.TypeVar(
     ],
 )
 
-class RunServiceStub(typing.Generic[_RunServiceRegisterType, _RunServiceHeartbeatType, _RunServiceReportCanaryType, _RunServiceGetStatusType, _RunServiceListStepsType, _RunServiceDrainType, _RunServiceRollbackType, _RunServiceReleaseSiteType]):
+_RunServiceDescribeRunType = typing_extensions.TypeVar(
+    '_RunServiceDescribeRunType',
+    grpc.UnaryUnaryMultiCallable[
+        heterorl.v1.run_pb2.DescribeRunRequest,
+        heterorl.v1.run_pb2.DescribeRunResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        heterorl.v1.run_pb2.DescribeRunRequest,
+        heterorl.v1.run_pb2.DescribeRunResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        heterorl.v1.run_pb2.DescribeRunRequest,
+        heterorl.v1.run_pb2.DescribeRunResponse,
+    ],
+)
+
+class RunServiceStub(typing.Generic[_RunServiceRegisterType, _RunServiceHeartbeatType, _RunServiceReportCanaryType, _RunServiceGetStatusType, _RunServiceListStepsType, _RunServiceDrainType, _RunServiceRollbackType, _RunServiceReleaseSiteType, _RunServiceDescribeRunType]):
     """RunService admits sites and shows the state of the run."""
 
     @typing.overload
@@ -190,6 +206,10 @@ class RunServiceStub(typing.Generic[_RunServiceRegisterType, _RunServiceHeartbea
             heterorl.v1.run_pb2.ReleaseSiteRequest,
             heterorl.v1.run_pb2.ReleaseSiteResponse,
         ],
+        grpc.UnaryUnaryMultiCallable[
+            heterorl.v1.run_pb2.DescribeRunRequest,
+            heterorl.v1.run_pb2.DescribeRunResponse,
+        ],
     ], channel: grpc.Channel) -> None: ...
 
     @typing.overload
@@ -225,6 +245,10 @@ class RunServiceStub(typing.Generic[_RunServiceRegisterType, _RunServiceHeartbea
         grpc.aio.UnaryUnaryMultiCallable[
             heterorl.v1.run_pb2.ReleaseSiteRequest,
             heterorl.v1.run_pb2.ReleaseSiteResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            heterorl.v1.run_pb2.DescribeRunRequest,
+            heterorl.v1.run_pb2.DescribeRunResponse,
         ],
     ], channel: grpc.aio.Channel) -> None: ...
 
@@ -278,6 +302,12 @@ class RunServiceStub(typing.Generic[_RunServiceRegisterType, _RunServiceHeartbea
     INVALID_ARGUMENT: correct the field. UNAVAILABLE: repeat with the same request_id.
     """
 
+    DescribeRun: _RunServiceDescribeRunType
+    """DescribeRun says what the run trains, for people who look at it; what is said later replaces it.
+
+    INVALID_ARGUMENT: correct the field. ABORTED STALE_EPOCH: stop. UNAVAILABLE: repeat.
+    """
+
 RunServiceAsyncStub: typing_extensions.TypeAlias = RunServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         heterorl.v1.run_pb2.RegisterRequest,
@@ -310,6 +340,10 @@ RunServiceAsyncStub: typing_extensions.TypeAlias = RunServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         heterorl.v1.run_pb2.ReleaseSiteRequest,
         heterorl.v1.run_pb2.ReleaseSiteResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        heterorl.v1.run_pb2.DescribeRunRequest,
+        heterorl.v1.run_pb2.DescribeRunResponse,
     ],
 ]
 
@@ -404,6 +438,17 @@ class RunServiceServicer(metaclass=abc.ABCMeta):
         """ReleaseSite ends the quarantine of a site and forgets its failures; the log of audit keeps both.
 
         INVALID_ARGUMENT: correct the field. UNAVAILABLE: repeat with the same request_id.
+        """
+
+    @abc.abstractmethod
+    def DescribeRun(
+        self,
+        request: heterorl.v1.run_pb2.DescribeRunRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[heterorl.v1.run_pb2.DescribeRunResponse, collections.abc.Awaitable[heterorl.v1.run_pb2.DescribeRunResponse]]:
+        """DescribeRun says what the run trains, for people who look at it; what is said later replaces it.
+
+        INVALID_ARGUMENT: correct the field. ABORTED STALE_EPOCH: stop. UNAVAILABLE: repeat.
         """
 
 def add_RunServiceServicer_to_server(servicer: RunServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

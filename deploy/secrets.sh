@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Put certificates and Grafana's password where compose.yaml looks for them, owned by who reads them. Run as root.
+set -euo pipefail
+
+usage="usage: deploy/secrets.sh CERTS
+
+CERTS is a directory as 'heterorl certs' makes it, or a copy of it without ca.key. Replaces what is there, so that
+renewed certificates come the same way. Writes to HETERORL_SECRETS_DIR, by default 'secrets' beside this script."
+
+fail() {
+  printf 'secrets.sh: %s\n' "$1" >&2
+  exit 2
+}
+
+(($# == 1)) || fail "$usage"
+[[ $1 != -h && $1 != --help ]] || {
+  printf '%s\n' "$usage"
+  exit 0
+}
+certs=$1
+secrets=${HETERORL_SECRETS_DIR:-$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/secrets}
+nodes=(coordinator-main:coordinator learner-learner:learner sampler-site-1:sampler-1 sampler-site-2:sampler-2)
+
+# All or nothing: what is missing is said before anything is written.
+missing=()
+for node in "${nodes[@]}"; do
+  for file in ca.crt node.crt node.key; do
+    [[ -r $certs/${node%:*}/$file ]] || missing+=("$certs/${node%:*}/$file")
+  done
+done
+((${#missing[@]} == 0)) || fail "cannot read ${missing[*]}: \`heterorl certs issue\` makes them, deploy/README.md says how"
+[[ ${HETERORL_SECRETS_OWNERS:-yes} == no || $EUID -eq 0 ]] ||
+  fail "run as root: containers run as user 10001 and Grafana as 472, and they alone may read these files"
+
+own() { [[ ${HETERORL_SECRETS_OWNERS:-yes} == no ]] || chown "$@"; }
+
+umask 077
+mkdir -p "$secrets"
+# The files inside belong to others, who must be able to go through.
+chmod 0711 "$secrets"
+for node in "${nodes[@]}"; do
+  target=$secrets/${node#*:}
+  mkdir -p "$target"
+  for file in ca.crt node.key node.crt; do install -m 0400 "$certs/${node%:*}/$file" "$target/$file"; done
+  own -R 10001:10001 "$target"
+done
+if [[ ! -e $secrets/grafana_admin_password ]]; then
+  head -c 24 /dev/urandom | base64 >"$secrets/grafana_admin_password"
+fi
+own 472 "$secrets/grafana_admin_password"
+printf 'written: %s; the password of Grafana'\''s user admin is in grafana_admin_password\n' "$secrets"

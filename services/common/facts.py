@@ -1,0 +1,71 @@
+"""What a learner runs with, in the order in which people ask: names and values, for status and reports."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from services.common.errors import InvalidRequest
+
+STEPS_WANTED = "steps wanted"
+MAX_FACTS, MAX_CHARACTERS = 64, 300
+_FACTS = (
+    ("model", "config.model_dir"),
+    ("task", "config.task.name"),
+    ("reward", "config.task.reward"),
+    ("loss", "config.loss.kind"),
+    ("learning rate", "config.backend.lr"),
+    ("group size, answers", "config.group_size"),
+    ("groups a step", "config.groups_per_step"),
+    ("steps a version", "config.steps_per_version"),
+    (STEPS_WANTED, "config.max_steps"),
+    ("new tokens, at most", "config.sampling.max_new_tokens"),
+    ("temperature", "config.sampling.temperature"),
+    ("chat template", "config.use_chat_template"),
+    ("adapters, rank", "config.lora.rank"),
+    ("backend", "config.backend.kind"),
+    ("device", "config.backend.device"),
+    ("computed in", "config.backend.compute_dtype"),
+    ("published in", "config.backend.published_dtype"),
+    ("learner's heterorl", "heterorl_version"),
+)
+
+
+def facts_of(run: Mapping[str, Any]) -> dict[str, str]:
+    """What a learner's run.json says: `heterorl_version` and `config`; what is not there or empty is left out."""
+    facts = {}
+    for name, path in _FACTS:
+        value: Any = run
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if value not in (None, "", 0, False):
+            facts[name] = "".join(c for c in str(value) if c.isprintable())[:MAX_CHARACTERS]
+    if facts:
+        digest = hashlib.sha256(json.dumps(run.get("config"), sort_keys=True).encode()).hexdigest()
+        facts["configuration"] = f"{digest[:12]} (SHA-256 of its keys and values)"
+    return facts
+
+
+def parse_facts(facts: Mapping[str, str]) -> dict[str, str]:
+    """Facts as another machine sent them.
+
+    Raises:
+        InvalidRequest: there are too many, or one is too long or not printable.
+    """
+    if len(facts) > MAX_FACTS:
+        raise InvalidRequest(f"{len(facts)} facts, at most {MAX_FACTS} are kept")
+    for name, value in facts.items():
+        if not re.fullmatch(r"[a-z][a-z0-9 ,.'_-]{0,63}", name):
+            raise InvalidRequest(f"{name[:64]!r} is no name of a fact")
+        if len(value) > MAX_CHARACTERS or not value.isprintable():
+            raise InvalidRequest(f"fact {name}: at most {MAX_CHARACTERS} printable characters")
+    return dict(facts)
+
+
+def steps_wanted(facts: Mapping[str, str]) -> int:
+    """Steps that the run is to take; 0 where nobody said."""
+    text = facts.get(STEPS_WANTED, "")
+    return int(text) if re.fullmatch(r"[0-9]{1,12}", text) else 0

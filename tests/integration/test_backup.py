@@ -1,0 +1,252 @@
+"""A backup of a running coordinator, over gRPC with an operator's certificate, under traffic: started from and checked."""
+
+import asyncio
+import re
+import shutil
+import sqlite3
+import stat
+import threading
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from services.cli import app
+from services.common.errors import Busy, InvalidRequest, PermissionDenied, StoreFull
+from services.common.rpc.backup import BackupClient
+from services.coordinator import backup, ledger
+from services.coordinator.audit_command import verify_log
+from services.coordinator.config import CoordinatorConfig
+from services.coordinator.core import Coordinator
+from services.coordinator.verify_command import SOUND, verify_directory
+from tests.support.clock import ManualClock
+from tests.support.run import Run
+from tests.support.secure_run import PATIENT, SecureRun
+
+
+def is_sound(directory):
+    return verify_directory(directory, keys=(), is_replaying=True, console=Console(quiet=True)) == SOUND
+
+
+async def begun(tmp_path, **changes):
+    core = await Coordinator.open(CoordinatorConfig(data_dir=tmp_path / "data", **changes), ManualClock())
+    run = Run(core, tmp_path)
+    await run.begin()
+    await run.publish()
+    await run.register()
+    return core, run
+
+
+async def test_backup_under_traffic_is_one_moment_and_a_coordinator_starts_from_it(tmp_path):
+    async with SecureRun(tmp_path) as secure:
+        run = secure.run
+        await run.begin()
+        await run.publish()
+        await run.register()
+        is_over = False
+
+        async def push():
+            while not is_over:
+                await run.push(2)
+
+        async def publish():
+            while not is_over:
+                await run.publish()
+
+        traffic = [asyncio.create_task(push()), asyncio.create_task(publish())]
+        tls = secure.certificates.tls("operator")
+        made = []
+        async with BackupClient(secure.address, tls=tls, policy=PATIENT) as client:
+            for number in range(5):
+                before = run.head
+                made.append((before, await client.backup(name=f"b{number}")))
+                assert run.head >= made[-1][1].head_version >= before
+            assert await client.backup(name="b0") == made[0][1]
+        is_over = True
+        await asyncio.gather(*traffic)
+
+        for _, copy in made:
+            directory = tmp_path / "copies" / copy.path.rpartition("/")[2]
+            shutil.copytree(copy.path, directory)
+            assert is_sound(directory)
+            assert verify_log(directory, expected=copy.audit_digest, say=lambda _: None) == SOUND
+            restored = await Coordinator.open(CoordinatorConfig(data_dir=directory), ManualClock())
+            status = await restored.get_status()
+            assert status.head_version == copy.head_version
+            counts = await restored.database.run(ledger.counts)
+            assert counts == await restored.database.run(ledger.recount)
+            plan = await restored.plan_pull(have_version=-1, have_root="", want_version=-1)
+            for payload in plan.payloads:
+                frames = [frame async for frame in restored.read_payload(digest=payload.digest, offset=0)]
+                assert sum(map(len, frames)) == payload.num_bytes
+            await restored.close()
+
+
+async def test_only_an_operator_may_ask(tmp_path):
+    async with SecureRun(tmp_path) as secure:
+        for role in ("learner", "sampler"):
+            async with BackupClient(secure.address, tls=secure.certificates.tls(role), policy=PATIENT) as client:
+                with pytest.raises(PermissionDenied):
+                    await client.backup(name="mine")
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "../other", "/tmp/x", "a/b", "a" * 65, "-rf", ".hidden", "x.partial", "a\n"]
+)
+async def test_name_is_no_path(tmp_path, name):
+    core, _ = await begun(tmp_path)
+    with pytest.raises(InvalidRequest, match="name"):
+        await core.backups.make(name)
+    await core.close()
+    assert not (tmp_path / "data" / "backups").exists()
+
+
+async def test_directory_that_is_no_backup_is_left_alone(tmp_path):
+    core, _ = await begun(tmp_path)
+    (tmp_path / "data" / "backups" / "mine").mkdir(parents=True)
+    with pytest.raises(InvalidRequest, match="is no backup"):
+        await core.backups.make("mine")
+    await core.close()
+
+
+async def test_restored_run_goes_on_and_the_first_one_is_untouched(tmp_path):
+    core, run = await begun(tmp_path)
+    await run.publish(consumed=await run.push(1))
+    made = await core.backups.make("one")
+    await run.publish()
+    await core.close()
+
+    restored = await Coordinator.open(CoordinatorConfig(data_dir=made.path), ManualClock())
+    again = Run(restored, tmp_path)
+    again.arena, again.head, again.sequence, again.roots = run.arena, made.head_version, run.sequence, run.roots
+    await again.begin(request_id="after")
+    await again.register()
+    assert len(await again.push(1)) == 1
+    await restored.close()
+    assert is_sound(tmp_path / "data")
+
+
+async def test_deletion_waits_until_what_the_copy_names_is_linked(tmp_path, monkeypatch):
+    core, run = await begun(tmp_path, pull_lease_s=0.001, keep_versions=64)
+    for _ in range(90):
+        await run.publish(snapshot=True)
+    core.clock.advance(10.0)
+    real = backup._sync
+    is_collected = threading.Event()
+    collecting = []
+
+    async def collect():
+        await core.keeper.collect(missing_bytes=1)
+        is_collected.set()
+
+    def slow(path):
+        # Between the copy of the store and the first link; deletion would be done by then if it could.
+        if not collecting:
+            loop.call_soon_threadsafe(lambda: collecting.append(asyncio.ensure_future(collect())))
+            assert not is_collected.wait(1.0)
+        return real(path)
+
+    await core.keeper._verify_newest("")
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(backup, "_sync", slow)
+    made = await core.backups.make("one")
+    await collecting[0]
+
+    assert len(core.blobs.stored()) < made.num_payloads
+    assert is_sound(tmp_path / "data" / "backups" / "one")
+    await core.close()
+
+
+async def test_another_disk_gets_copies(tmp_path, monkeypatch):
+    core, _ = await begun(tmp_path, backup_dir=tmp_path / "elsewhere")
+
+    def refuses(_path, _target):
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(backup.Path, "hardlink_to", refuses)
+    made = await core.backups.make("one")
+    await core.close()
+
+    assert made.path == str(tmp_path / "elsewhere" / "one")
+    assert is_sound(tmp_path / "elsewhere" / "one")
+
+
+async def test_one_backup_at_a_time_and_what_a_crash_left_goes(tmp_path):
+    core, _ = await begun(tmp_path)
+    left = tmp_path / "data" / "backups" / "old.partial"
+    left.mkdir(parents=True)
+    first = asyncio.create_task(core.backups.make("one"))
+    same = asyncio.create_task(core.backups.make("one"))
+    await asyncio.sleep(0)
+    with pytest.raises(Busy):
+        await core.backups.make("two")
+
+    assert await first == await same
+    assert sorted(path.name for path in left.parent.iterdir()) == ["one"]
+    await core.close()
+
+
+async def test_caller_that_went_away_leaves_no_half_backup(tmp_path):
+    core, _ = await begun(tmp_path)
+    task = asyncio.create_task(core.backups.make("one"))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+    assert (await core.backups.make("one")).head_version == 0
+    assert is_sound(tmp_path / "data" / "backups" / "one")
+    await core.close()
+
+
+@pytest.mark.parametrize(("code", "error"), [(sqlite3.SQLITE_FULL, StoreFull), (sqlite3.SQLITE_CANTOPEN, Busy)])
+async def test_copy_that_cannot_be_written_harms_nobody(tmp_path, monkeypatch, code, error):
+    core, run = await begun(tmp_path)
+
+    def fails(_connection, _path):
+        raised = sqlite3.OperationalError("no")
+        raised.sqlite_errorcode = code
+        raise backup._of_copy(raised)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backup, "_copy", fails)
+        with pytest.raises(error):
+            await core.backups.make("one")
+    assert list((tmp_path / "data" / "backups").iterdir()) == []
+    await run.publish()
+    assert (await core.backups.make("one")).head_version == 1
+    await core.close()
+
+
+async def test_payload_that_is_gone_is_no_part_of_the_next_attempt(tmp_path):
+    core, run = await begun(tmp_path)
+    await run.publish(snapshot=True)
+    (payload,) = (await core.plan_pull(have_version=-1, have_root="", want_version=0)).payloads
+    core.blobs.path(payload.digest).unlink()
+
+    with pytest.raises(Busy, match="gone"):
+        await core.backups.make("one")
+    assert (await core.backups.make("one")).num_payloads == 1
+    await core.close()
+
+
+async def test_backup_is_its_owners_alone(tmp_path):
+    core, _ = await begun(tmp_path)
+    await core.backups.make("one")
+    await core.close()
+
+    for path in (tmp_path / "data", tmp_path / "data" / "backups", tmp_path / "data" / "backups" / "one"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+        if (path / "coordinator.sqlite").exists():
+            assert stat.S_IMODE((path / "coordinator.sqlite").stat().st_mode) == 0o600
+
+
+async def test_command_says_where_the_copy_lies(tmp_path):
+    async with SecureRun(tmp_path) as secure:
+        await secure.run.begin()
+        await secure.run.publish()
+        operator = secure.certificates.tls("operator")
+        options = ["--ca", operator.ca, "--cert", operator.cert, "--key", operator.key, "--name", "one"]
+        result = await asyncio.to_thread(CliRunner().invoke, app, ["backup", secure.address, *options])
+
+    assert result.exit_code == 0, result.output
+    assert re.search(r"data/backups/one on .*: version \d+, \d+ payloads", result.output)

@@ -1,0 +1,74 @@
+"""What a learner says of a run: read out of its configuration, parsed where another machine sends it."""
+
+import pytest
+
+from services.common.errors import InvalidRequest, StaleEpoch
+from services.common.facts import facts_of, parse_facts, steps_wanted
+from services.learner.config import LearnerConfig
+from services.learner.run_file import describe_run
+from tests.support.secure_run import SecureRun
+
+
+def run_of(**keys):
+    return {"heterorl_version": "9.9", "config": LearnerConfig(**keys).model_dump(mode="json")}
+
+
+def test_facts_are_what_people_ask_for_and_are_taken_as_they_are():
+    facts = facts_of(run_of(model_dir="m" * 400 + "\n", max_steps=12))
+
+    assert facts["loss"] == "gepo"
+    assert facts["model"] == "m" * 300
+    assert facts["learner's heterorl"] == "9.9"
+    assert "reward" not in facts
+    assert parse_facts(facts) == facts
+    assert steps_wanted(facts) == 12
+    assert facts_of({}) == {}
+    assert steps_wanted({"steps wanted": "-1"}) == steps_wanted({}) == 0
+    # Another configuration is another digest.
+    assert facts_of(run_of(max_steps=13))["configuration"] != facts["configuration"]
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {f"a{number}": "" for number in range(65)},
+        {"": "x"},
+        {"Name": "x"},
+        {"a" * 65: "x"},
+        {"a": "x" * 301},
+        {"a": "\x1b[2J"},
+    ],
+)
+def test_what_is_too_much_is_refused(facts):
+    with pytest.raises(InvalidRequest):
+        parse_facts(facts)
+
+
+async def test_operators_see_them_and_only_the_learner_says_them(tmp_path):
+    async with SecureRun(tmp_path) as secure:
+        epoch = secure.run.epoch
+        await secure.learner.describe_run(epoch=epoch, facts={"model": "old", "task": "t"})
+        await secure.learner.describe_run(epoch=epoch, facts={"model": "/m"})
+        assert dict((await secure.operator.get_status()).facts) == {"model": "/m"}
+        with pytest.raises(InvalidRequest):
+            await secure.learner.describe_run(epoch=epoch, facts={"model": "\n"})
+        with pytest.raises(StaleEpoch):
+            await secure.learner.describe_run(epoch=epoch + 1, facts={})
+
+
+class Old:
+    """A coordinator of an earlier release, and one that knows another learner."""
+
+    def __init__(self, error):
+        self.error = error
+
+    async def insist(self, call):
+        raise self.error
+
+
+async def test_coordinator_that_does_not_take_them_is_no_reason_to_stop(caplog):
+    config = LearnerConfig()
+    await describe_run(None, config, epoch=1, patience=Old(InvalidRequest("UNIMPLEMENTED")))
+    assert "going on" in caplog.text
+    with pytest.raises(StaleEpoch):
+        await describe_run(None, config, epoch=1, patience=Old(StaleEpoch("another")))

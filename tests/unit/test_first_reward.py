@@ -1,0 +1,52 @@
+"""A service whose rewards cannot be computed says so at its start, before a model is loaded."""
+
+import pytest
+
+from services.common.errors import ConfigError
+from services.demo.tiny_model import write_tiny_model
+from services.learner import assembly as learner
+from services.learner.config import LearnerConfig
+from services.sampler import assembly as sampler
+from services.sampler.config import SamplerConfig
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return str(write_tiny_model(tmp_path_factory.mktemp("model"), seed=0, hidden_size=32, num_layers=1))
+
+
+@pytest.fixture
+def task(tmp_path):
+    (tmp_path / "mine.py").write_text("def score(prompt, completion, answer):\n    return 1 / 0\n")
+    return {"digits": 1, "reward": "mine:score", "reward_path": str(tmp_path)}
+
+
+class Loaded(Exception):
+    """The model would have been loaded."""
+
+
+def load(*args, **kwargs):
+    raise Loaded
+
+
+@pytest.mark.parametrize(
+    ("module", "schema", "loading"),
+    [(learner, LearnerConfig, "build_backend"), (sampler, SamplerConfig, "_build_engine")],
+    ids=["learner", "sampler"],
+)
+def test_reward_that_fails_ends_the_start(module, schema, loading, model_dir, task, monkeypatch):
+    monkeypatch.setattr(module, loading, load)
+
+    with pytest.raises(
+        ConfigError, match="^task: the reference answer of prompt 0 gets no reward here: .*ZeroDivisionError"
+    ):
+        module.assemble(schema(model_dir=model_dir, task=task))
+    with pytest.raises(Loaded):
+        module.assemble(schema(model_dir=model_dir, task={"digits": 1}))
+
+
+def test_a_learner_that_computes_no_rewards_needs_none(model_dir, task, monkeypatch):
+    monkeypatch.setattr(learner, "build_backend", load)
+
+    with pytest.raises(Loaded):
+        learner.assemble(LearnerConfig(model_dir=model_dir, task=task, verification={"recompute_rewards": False}))

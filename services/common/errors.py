@@ -7,8 +7,8 @@
       RemoteError             an answer of a peer, one per ErrorReason (services/common/rpc maps it to a status)
         InvalidRequest  ContractMismatch  UnknownVersion  UnknownPayload  DigestMismatch  StaleEpoch  LeaseHeld
         ParentNotHead  StepConflict  GroupNotAvailable  PayloadMissing  TooStale  QuotaExceeded  Draining
-        NotRegistered  Quarantined  RunFinished  StoreFull  Unauthenticated  PermissionDenied  Unreachable
-        MessageTooLarge
+        NotRegistered  Quarantined  RunFinished  StoreFull  Unauthenticated  PermissionDenied  MessageTooLarge
+        Unreachable
           Busy                    it is out of something, or its disk does not answer, for now
       CorruptData             bytes that fail their own checks: quarantined, never served, never applied
         MalformedPayload  LimitExceeded  StateMismatch  CorruptStore

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from services.common.facts import steps_wanted
+from services.common.standstill import describe, quarantined_sites
 from services.common.types import RunStatus, StepReport
 from services.status_sites import fold, site_tables
 
@@ -28,6 +29,7 @@ def status_json(status: RunStatus) -> dict[str, Any]:
 
     result: dict[str, Any] = plain(status)
     result["ledger"]["is_balanced"] = status.ledger.is_balanced
+    result["standstill"] = describe(quarantined_sites(status))
     return result
 
 
@@ -63,6 +65,9 @@ def status_tables(status: RunStatus, *, width: int, accuracy: float | None = Non
     for form in status.flavours:
         sizes = _sizes(form.full_bytes, delta=form.delta_bytes, full=form.snapshot_bytes)
         rows.append((f"flavour {form.flavour}", f"{sizes}, {form.changed_fraction:.2%} changed"))
+    stands_still = describe(quarantined_sites(status))
+    if stands_still:
+        run.add_row(Text("STANDS STILL", style="bold red"), Text(stands_still, style="bold red"))
     for row in rows:
         # Names come from other machines: text, never markup.
         run.add_row(*map(Text, row))

@@ -1,5 +1,7 @@
 """Who may call what: one table of rpc against role, and everything that is not in it is refused.
 
+What a request may contain stands in a table beside it, services.common.rpc.bounds.
+
 Guarantees: decisions are pure. An rpc without a row is refused for everybody; a sampler speaks for its own site only.
 """
 
@@ -14,21 +16,29 @@ from services.common.identity import Identity, LocalPeer, Peer, Refusal, Refusal
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Who may call one rpc, and where its requests state a site that must be the caller's own.
+    """Who may call one rpc, where its requests state a site that must be the caller's own, and how often at once.
+
+    `at_once` is how many calls of it one certificate may have under way; 0 is no bound but that on all its calls.
 
     Example:
-        Rule(frozenset({Role.SAMPLER}), site=("group", "id", "site"))
+        Rule(frozenset({Role.SAMPLER}), site=("group", "id", "site"), at_once=4)
     """
 
     roles: frozenset[Role]
     site: tuple[str, ...] = ()
+    at_once: int = 0
 
 
 _LEARNER = Rule(frozenset({Role.LEARNER}))
 _OPERATOR = Rule(frozenset({Role.OPERATOR}))
-_READS_WEIGHTS = Rule(frozenset({Role.LEARNER, Role.SAMPLER}))
+_READERS = frozenset({Role.LEARNER, Role.SAMPLER})
+# Twice what one node needs: streams of a link that broke live on until their pings fail.
+_WATCHES = Rule(_READERS, at_once=4)
+_READS_MANIFESTS = Rule(_READERS, at_once=4)
+_READS_PAYLOADS = Rule(_READERS, at_once=24)
 _OWN_SITE = Rule(frozenset({Role.SAMPLER}), site=("site",))
-_EVERYBODY = Rule(frozenset(Role))
+_DIAGNOSES = Rule(frozenset(Role), at_once=1)
+_ASKS_HEALTH = Rule(frozenset(Role), at_once=4)
 
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
@@ -39,14 +49,16 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "/heterorl.v1.PolicyService/UploadPayload": _LEARNER,
         "/heterorl.v1.PolicyService/PublishVersion": _LEARNER,
         "/heterorl.v1.PolicyService/GetStep": _LEARNER,
-        "/heterorl.v1.PolicyService/WatchHead": _READS_WEIGHTS,
-        "/heterorl.v1.PolicyService/GetManifest": _READS_WEIGHTS,
-        "/heterorl.v1.PolicyService/ListManifests": _READS_WEIGHTS,
-        "/heterorl.v1.PolicyService/PlanPull": _READS_WEIGHTS,
-        "/heterorl.v1.PolicyService/ReadPayload": _READS_WEIGHTS,
+        "/heterorl.v1.PolicyService/WatchHead": _WATCHES,
+        "/heterorl.v1.PolicyService/GetManifest": _READS_MANIFESTS,
+        "/heterorl.v1.PolicyService/ListManifests": _READS_MANIFESTS,
+        "/heterorl.v1.PolicyService/PlanPull": _READS_MANIFESTS,
+        "/heterorl.v1.PolicyService/ReadPayload": _READS_PAYLOADS,
         "/heterorl.v1.RolloutService/LeaseWork": _OWN_SITE,
         "/heterorl.v1.RolloutService/AbandonWork": _OWN_SITE,
-        "/heterorl.v1.RolloutService/PushGroups": Rule(frozenset({Role.SAMPLER}), site=("group", "id", "site")),
+        "/heterorl.v1.RolloutService/PushGroups": Rule(
+            frozenset({Role.SAMPLER}), site=("group", "id", "site"), at_once=4
+        ),
         # The learner names groups of all sites: it holds their lease.
         "/heterorl.v1.RolloutService/StreamGroups": _LEARNER,
         "/heterorl.v1.RolloutService/AbandonGroups": _LEARNER,
@@ -62,9 +74,9 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "/heterorl.v1.RunService/ReleaseSite": _OPERATOR,
         "/heterorl.v1.RunService/DescribeRun": _LEARNER,
         "/heterorl.v1.BackupService/Backup": _OPERATOR,
-        "/heterorl.v1.DiagnosisService/Diagnose": _EVERYBODY,
-        "/grpc.health.v1.Health/Check": _EVERYBODY,
-        "/grpc.health.v1.Health/Watch": _EVERYBODY,
+        "/heterorl.v1.DiagnosisService/Diagnose": _DIAGNOSES,
+        "/grpc.health.v1.Health/Check": _ASKS_HEALTH,
+        "/grpc.health.v1.Health/Watch": _ASKS_HEALTH,
     }
 )
 

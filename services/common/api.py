@@ -103,6 +103,8 @@ class RegisterAnswer:
     head_version: int
     next_sequence: int
     max_staleness_versions: int
+    max_message_bytes: int = 0
+    """Largest message that the coordinator takes and sends; 0 where it does not say."""
 
 
 class Command(enum.Enum):

@@ -8,6 +8,7 @@
         InvalidRequest  ContractMismatch  UnknownVersion  UnknownPayload  DigestMismatch  StaleEpoch  LeaseHeld
         ParentNotHead  StepConflict  GroupNotAvailable  PayloadMissing  TooStale  QuotaExceeded  Draining
         NotRegistered  Quarantined  RunFinished  StoreFull  Unauthenticated  PermissionDenied  Unreachable
+        MessageTooLarge
           Busy                    it is out of something, or its disk does not answer, for now
       CorruptData             bytes that fail their own checks: quarantined, never served, never applied
         MalformedPayload  LimitExceeded  StateMismatch  CorruptStore
@@ -164,6 +165,12 @@ class QuotaExceeded(RemoteError):
     action = "wait for the stated delay, then repeat"
 
 
+class MessageTooLarge(RemoteError):
+    """One message is larger than its receiver takes or its sender may send; nobody read it."""
+
+    action = "raise max_message_bytes at the coordinator and at its peer, or send less in one message"
+
+
 class Draining(RemoteError):
     """The service is shutting down or the run drains."""
 
@@ -179,7 +186,7 @@ class NotRegistered(RemoteError):
 class Quarantined(RemoteError):
     """The site's canary contradicts the learner's: its weights, settings or kernels are not what it states."""
 
-    action = "reload the weights or correct the engine's settings; a version that scores right ends the quarantine"
+    action = "correct the engine's settings, or have an operator end it: heterorl sites release"
 
 
 class RunFinished(RemoteError):

@@ -29,6 +29,15 @@ LAST_WORDS_S = 2.0
 _fields: dict[str, str] = {}
 
 
+def one_line(text: str) -> str:
+    """A text with escapes in place of what a terminal or a reader of lines would obey."""
+    return text if text.isprintable() else "".join(each if each.isprintable() else _escape(each) for each in text)
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
+
+
 class JsonFormatter(logging.Formatter):
     """One JSON object a line: time (UTC), level, logger, message, the bound fields, the traceback when there is one."""
 
@@ -52,6 +61,11 @@ class ConsoleFormatter(logging.Formatter):
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802, ARG002 - logging's
         """The time of a record."""
         return utc(record.created)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's
+        """The line: one, whatever a peer put into its texts; a traceback follows on lines of its own."""
+        record.message = one_line(record.message)
+        return super().formatMessage(record)
 
 
 def utc(seconds: float) -> str:

@@ -108,6 +108,9 @@ SITE_CANARY_NATS = _gauge(
     "coordinator_site_canary_nats", "Median difference of a site's canary log-probs from the learner's.", "site"
 )
 SITE_QUARANTINED = _gauge("coordinator_site_quarantined", "1 while a site is in quarantine.", "site")
+STANDSTILL = _gauge(
+    "coordinator_standstill", "1 while every site that answers is in quarantine, so that no work is handed out."
+)
 SITE_FAILED_GROUPS = _gauge(
     "coordinator_site_failed_groups", "Groups of a site that failed the learner's checks and still count.", "site"
 )

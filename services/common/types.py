@@ -178,6 +178,8 @@ class LeaseGrant:
     """Newest version, or -1 when none is published yet."""
     rollback_to: int = -1
     """Version whose content the next one is to have, by an operator's order; -1 for none."""
+    max_message_bytes: int = 0
+    """Largest message that the coordinator takes and sends; 0 where it does not say."""
     max_staleness_versions: int = -1
     """Versions between a group's oldest token and the parent of the version that consumes it, at most; -1: not said."""
 

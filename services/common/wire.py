@@ -7,7 +7,8 @@ serialises a manifest again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import blake3
 import numpy as np
@@ -60,9 +61,9 @@ def group_id_from_pb(message: common_pb2.GroupId) -> GroupId:
     )
 
 
-def _ids_from_pb(values: Iterable[int]) -> Int32Array:
+def _ids_from_pb(values: Sequence[int]) -> Int32Array:
     # An id beyond int32 is clamped, not wrapped: it stays outside every vocabulary and is refused as such.
-    wide = np.fromiter(values, dtype=np.int64)
+    wide = np.fromiter(values, dtype=np.uint32, count=len(values))
     return np.minimum(wide, MAX_INT32).astype(np.int32)
 
 
@@ -82,7 +83,8 @@ def _rollout_from_pb(message: rollout_pb2.Rollout) -> Rollout:
     finish_reason = _FINISH_OF.get(message.finish_reason)
     if finish_reason is None:
         raise InvalidRequest(f"rollout.finish_reason: {message.finish_reason} is not a reason")
-    logprobs: Float32Array = np.fromiter(message.sampler_logprobs, dtype=np.float32)
+    num_logprobs = len(message.sampler_logprobs)
+    logprobs: Float32Array = np.fromiter(message.sampler_logprobs, dtype=np.float32, count=num_logprobs)
     return Rollout(
         token_ids=_ids_from_pb(message.token_ids),
         sampler_logprobs=logprobs,
@@ -129,8 +131,22 @@ def group_from_pb(message: rollout_pb2.Group) -> Group:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ReceivedGroup(Group):
+    """A group with its bytes, made where that holds up nobody."""
+
+    data: bytes
+
+
+def received(value: Group) -> ReceivedGroup:
+    """Serialise a group now rather than on the store's thread."""
+    return ReceivedGroup(**{name.name: getattr(value, name.name) for name in fields(value)}, data=group_to_bytes(value))
+
+
 def group_to_bytes(value: Group) -> bytes:
     """Serialise a group for a durable spool or queue."""
+    if isinstance(value, ReceivedGroup):
+        return value.data
     return group_to_pb(value).SerializeToString(deterministic=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +21,8 @@ class Facts:
     `state_root` is that of the group's oldest version (None: no such version); `assignment_prompt` is the prompt of
     its assignment (None: not this site's, or never given out); `is_answered` when the assignment has its group;
     `quarantine` is why the learner's checks put its site into quarantine (empty: they did not); `abandoned_version` is
-    one of its spans' versions that was abandoned (None: none was); `policy_age_s` counts from the next version on.
+    one of its spans' versions that was abandoned (None: none was); `policy_age_s` counts from the next version on;
+    `num_bytes` is the group's size and `max_group_bytes` what a message to the learner has room for.
     """
 
     contract: Contract
@@ -32,12 +34,15 @@ class Facts:
     assignment_prompt: int | None
     is_answered: bool
     quarantine: str = ""
+    num_bytes: int = 0
+    max_group_bytes: int = sys.maxsize
+    max_prompt_tokens: int = sys.maxsize
     abandoned_version: int | None = None
 
 
 def judge(group: Group, facts: Facts) -> tuple[DropReason | None, str]:
     """Accept (None) or name the reason; the content is judged before the age, so that bad senders are seen."""
-    problem = _shape_problem(group, facts.contract)
+    problem = _size_problem(group, facts) or _shape_problem(group, facts.contract)
     if problem:
         return DropReason.INVALID, problem
     if facts.quarantine:
@@ -64,6 +69,15 @@ def judge(group: Group, facts: Facts) -> tuple[DropReason | None, str]:
         text = f"a newer version came {facts.policy_age_s:.0f} s ago; max_policy_age_s is {facts.max_policy_age_s:.0f}"
         return DropReason.STALE_AT_INGEST, text
     return None, ""
+
+
+def _size_problem(group: Group, facts: Facts) -> str:
+    if facts.num_bytes > facts.max_group_bytes:
+        # It came in, and would not fit the message that takes it to the learner.
+        return f"group: {facts.num_bytes} bytes, at most {facts.max_group_bytes} fit max_message_bytes"
+    if group.prompt_token_ids.size > facts.max_prompt_tokens:
+        return f"prompt_token_ids: {group.prompt_token_ids.size} tokens, max_prompt_tokens is {facts.max_prompt_tokens}"
+    return ""
 
 
 def _shape_problem(group: Group, contract: Contract) -> str:

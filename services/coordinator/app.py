@@ -56,11 +56,14 @@ async def _serve(config: CoordinatorConfig, clock: Clock, stop: asyncio.Event, n
     server = Server(
         max_message_bytes=config.max_message_bytes,
         max_concurrent_rpcs=calls,
+        site_concurrent_rpcs=config.site_concurrent_rpcs,
+        messages_in_flight_bytes=config.messages_in_flight_bytes,
         run_id=config.run_id,
         tls=config.tls,
     )
     policy_pb2_grpc.add_PolicyServiceServicer_to_server(PolicyServicer(core), server.grpc)
-    rollout_pb2_grpc.add_RolloutServiceServicer_to_server(RolloutServicer(core), server.grpc)
+    rollouts = RolloutServicer(core, max_prompt_tokens=config.max_prompt_tokens)
+    rollout_pb2_grpc.add_RolloutServiceServicer_to_server(rollouts, server.grpc)
     run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core), server.grpc)
     diagnosis_pb2_grpc.add_DiagnosisServiceServicer_to_server(DiagnosisServicer(core), server.grpc)
     backup_pb2_grpc.add_BackupServiceServicer_to_server(BackupServicer(core.backups), server.grpc)

@@ -97,4 +97,9 @@ def check_site(connection: sqlite3.Connection, site: str) -> None:
     """
     row = connection.execute("SELECT reason FROM quarantines WHERE site = ?", (site,)).fetchone()
     if row is not None:
-        raise Quarantined(f"site {site} is in quarantine: {row[0]}", retry_after_s=5.0)
+        raise Quarantined(
+            f"site {site} is in quarantine: {row[0]}",
+            action="reload the weights or correct the engine's settings; a version that scores right ends the"
+            f" quarantine, and so does an operator: heterorl sites release {site} HOST:PORT --reason TEXT",
+            retry_after_s=5.0,
+        )

@@ -11,6 +11,9 @@ from services.common.config import Config
 from services.common.tls import ServerTlsConfig
 from services.common.tracing import TracingConfig
 
+GROUP_OVERHEAD_BYTES = 4096
+"""Room in a message to the learner for what it states beside the group."""
+
 
 class CoordinatorConfig(Config):
     """One coordinator serves one run."""
@@ -82,9 +85,15 @@ class CoordinatorConfig(Config):
     max_payload_bytes: int = Field(default=64 << 30, ge=1 << 10)
     """Largest payload, bytes."""
     max_message_bytes: int = Field(default=16 << 20, ge=2 << 20, le=512 << 20)
-    """Largest message, bytes; bounds a group."""
+    """Largest message, bytes; bounds a group. Stated to every node; a learner's own must not be smaller."""
+    max_prompt_tokens: int = Field(default=1 << 18, ge=1)
+    """Longest prompt of a group, tokens."""
+    messages_in_flight_bytes: int = Field(default=1 << 30, ge=1 << 20)
+    """Bytes of messages from all samplers in memory at once; one sampler has at most four of the largest messages."""
     max_concurrent_rpcs: int = Field(default=1024, ge=8)
-    """Rpcs under way at once; more are refused with RESOURCE_EXHAUSTED."""
+    """Rpcs under way at once; more are refused for a while. An eighth of them is kept for the learner and operators."""
+    site_concurrent_rpcs: int = Field(default=32, ge=1)
+    """Rpcs that one sampler's certificate may have under way at once."""
     learner_lease_s: float = Field(default=10.0, gt=0)
     """How long a silent learner keeps its lease, seconds."""
     work_lease_s: float = Field(default=120.0, gt=0)
@@ -109,6 +118,11 @@ class CoordinatorConfig(Config):
     def merge_window_versions(self) -> int:
         """How far behind the head deltas are kept, and merged ones ready."""
         return self.keep_versions or max(256, 4 * self.max_staleness_versions)
+
+    @property
+    def max_group_bytes(self) -> int:
+        """Largest group: the message to the learner, which states more than the sampler's, must have room for it."""
+        return self.max_message_bytes - GROUP_OVERHEAD_BYTES
 
     @property
     def outstanding_limit(self) -> int:

@@ -18,17 +18,30 @@ from services.common.api import CanaryReport, CanaryVerdict, Command, Heartbeat,
 from services.common.bell import Bell
 from services.common.clock import Clock
 from services.common.errors import (
+    ConfigError,
     ContractMismatch,
     Draining,
     InvalidRequest,
     NotRegistered,
 )
+from services.common.standstill import RELEASE
 from services.common.types import (
     RunStatus,
     SiteId,
     StepReport,
 )
-from services.coordinator import audit, canary, flavours, lineage, quarantine, queue, repeats, reports, watermark
+from services.coordinator import (
+    audit,
+    canary,
+    flavours,
+    group_size,
+    lineage,
+    quarantine,
+    queue,
+    repeats,
+    reports,
+    watermark,
+)
 from services.coordinator.audit import AuditKind
 from services.coordinator.backup import Backups
 from services.coordinator.blobs import BlobStore
@@ -194,7 +207,11 @@ class Coordinator(Policies, Rollouts):
         self.sites.see(registration.site, registration.incarnation, self.clock.monotonic())
         _LOG.info("site %s registered: engine %s, %s", registration.site, registration.engine, registration.dtype)
         return RegisterAnswer(
-            run_id=self.config.run_id, head_version=head, next_sequence=next_sequence, max_staleness_versions=bound
+            run_id=self.config.run_id,
+            head_version=head,
+            next_sequence=next_sequence,
+            max_staleness_versions=bound,
+            max_message_bytes=self.config.max_message_bytes,
         )
 
     async def heartbeat(self, beat: Heartbeat) -> tuple[Command, ...]:
@@ -237,7 +254,12 @@ class Coordinator(Policies, Rollouts):
         verdict, is_said = await self.database.run(operation)
         self.sites.note_canary(report, verdict.difference, self.clock.monotonic())
         if is_said and verdict.quarantine:
-            _LOG.error("site %s goes into quarantine: %s", report.site, verdict.quarantine)
+            _LOG.error(
+                "site %s goes into quarantine: %s; a version that it scores right ends that, or an operator: %s",
+                report.site,
+                verdict.quarantine,
+                RELEASE,
+            )
         elif is_said:
             _LOG.info("site %s leaves quarantine with version %d", report.site, report.version)
         return verdict
@@ -331,3 +353,7 @@ def _start(connection: sqlite3.Connection, config: CoordinatorConfig) -> None:
     if seed is None:
         # Only then: a start on a full disk writes nothing that it need not.
         set_meta(connection, "seed", str(config.seed))
+    contract = lineage.read_contract(connection)
+    problem = "" if contract is None else group_size.problem_of(contract, config)
+    if problem:
+        raise ConfigError("max_message_bytes", problem, action=group_size.ACTION)

@@ -27,7 +27,7 @@ from typing import Any, Self, TypeVar
 from services.common import metrics
 from services.common.directory import make_directory
 from services.common.errors import CorruptStore, DiskFull, Draining, StoreFull
-from services.coordinator.schema import EARLIER, SCHEMA, SCHEMA_VERSION
+from services.coordinator.schema import EARLIER, INDEXES, SCHEMA, SCHEMA_VERSION
 
 _LOG = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
@@ -256,6 +256,7 @@ def _connect(path: Path) -> sqlite3.Connection:
             )
         elif version != SCHEMA_VERSION:
             raise CorruptStore(f"{path} has schema {version}, this program needs {SCHEMA_VERSION}")
+        _make_indexes(connection)
     except sqlite3.OperationalError as error:
         connection.close()
         if error.sqlite_errorcode in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
@@ -270,6 +271,16 @@ def _connect(path: Path) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def _make_indexes(connection: sqlite3.Connection) -> None:
+    try:
+        connection.executescript(INDEXES)
+    except sqlite3.OperationalError as error:
+        # They can wait for room; what they are for is slower until then.
+        if error.sqlite_errorcode != sqlite3.SQLITE_FULL:
+            raise
+        _LOG.warning("the disk is full: indexes are made at the next start")
 
 
 def get_meta(connection: sqlite3.Connection, key: str) -> str | None:

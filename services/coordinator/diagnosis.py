@@ -1,6 +1,6 @@
 """What the coordinator tells a node that asks about its link: facts of the run, its clock, bytes to measure with.
 
-Guarantees: reads only; an answer is never larger than the largest message.
+Guarantees: reads only; an answer is short enough that whoever asks and does not read costs little memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from heterorl.v1 import diagnosis_pb2, diagnosis_pb2_grpc
 
 from services import __version__
 from services.common.errors import InvalidRequest
-from services.common.rpc.diagnosis import OVERHEAD_BYTES, Diagnosis, diagnosis_to_pb
+from services.common.rpc.diagnosis import MAX_ANSWER_BYTES, Diagnosis, diagnosis_to_pb
 from services.common.types import Contract
 from services.coordinator import lineage
 from services.coordinator.core import Coordinator
@@ -35,12 +35,8 @@ class DiagnosisServicer(diagnosis_pb2_grpc.DiagnosisServiceServicer):
         context: Context,  # noqa: ARG002 - gRPC's signature
     ) -> diagnosis_pb2.DiagnoseResponse:
         """Answer one question about the link."""
-        limit = self._core.config.max_message_bytes
-        if request.answer_bytes > limit - OVERHEAD_BYTES:
-            raise InvalidRequest(
-                f"answer_bytes: {request.answer_bytes} does not fit into a message of {limit} bytes",
-                action="ask for less, or raise the coordinator's max_message_bytes",
-            )
+        if request.answer_bytes > MAX_ANSWER_BYTES:
+            raise InvalidRequest(f"answer_bytes: {request.answer_bytes}, at most {MAX_ANSWER_BYTES} are sent back")
 
         def operation(connection: sqlite3.Connection) -> tuple[int, int, Contract | None]:
             row = connection.execute(
@@ -56,7 +52,7 @@ class DiagnosisServicer(diagnosis_pb2_grpc.DiagnosisServiceServicer):
             heterorl_version=__version__,
             python_version=platform.python_version(),
             grpc_version=grpc.__version__,
-            max_message_bytes=limit,
+            max_message_bytes=self._core.config.max_message_bytes,
             head_version=head,
             bytes_full=size,
             contract=contract,

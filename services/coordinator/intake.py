@@ -58,7 +58,7 @@ def take(connection: sqlite3.Connection, entry: Group | Arrival, around: Surroun
     reason: DropReason | None = DropReason.INVALID
     message = arrived.problem
     if isinstance(entry, Group):
-        reason, message = judge(entry, _facts(connection, entry, around))
+        reason, message = judge(entry, _facts(connection, entry, len(payload), around))
     return _record(connection, arrived, None if reason else payload, reason, message, now=around.now)
 
 
@@ -128,7 +128,7 @@ def _busy(connection: sqlite3.Connection, arrived: Arrival, around: Surroundings
     )
 
 
-def _facts(connection: sqlite3.Connection, group: Group, around: Surroundings) -> Facts:
+def _facts(connection: sqlite3.Connection, group: Group, num_bytes: int, around: Surroundings) -> Facts:
     config = around.config
     version = connection.execute(
         "SELECT coalesce((SELECT f.state_root FROM flavour_versions f WHERE f.version = v.version"
@@ -147,6 +147,9 @@ def _facts(connection: sqlite3.Connection, group: Group, around: Surroundings) -
         assignment_prompt=prompt,
         is_answered=is_answered,
         quarantine=quarantine.conviction_of(connection, group.id.site),
+        num_bytes=num_bytes,
+        max_group_bytes=config.max_group_bytes,
+        max_prompt_tokens=config.max_prompt_tokens,
         abandoned_version=lineage.abandoned_span(connection, group),
     )
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 from services.common.errors import InvalidRequest, LeaseHeld
 from services.common.types import Contract, LeaseGrant
-from services.coordinator import audit, lineage, queue, rollback
+from services.coordinator import audit, group_size, lineage, queue, rollback
 from services.coordinator import flavours as forms
 from services.coordinator.audit import AuditKind
 from services.coordinator.database import get_meta, set_meta
-from services.coordinator.membership import decide_acquire
+from services.coordinator.membership import Lease, decide_acquire
 from services.coordinator.node import Node
 
 _LOG = logging.getLogger(__name__)
@@ -42,17 +42,20 @@ class Leases(Node):
         if len(incarnation) > MAX_INCARNATION:
             raise InvalidRequest(f"incarnation: longer than {MAX_INCARNATION} characters")
         forms.check_names(flavours)
+        problem = group_size.problem_of(contract, self.config)
+        if problem:
+            raise InvalidRequest(problem, action=group_size.ACTION)
         now = self.clock.monotonic()
 
         def operation(connection: sqlite3.Connection) -> tuple[int, int, str]:
-            lease = lineage.read_lease(connection, expires=self.lease_expires)
+            lease = read_lease(connection, expires=self.lease_expires)
             decision, reason = decide_acquire(now, lease, holder=holder, request_id=request_id, incarnation=incarnation)
             if decision.epoch is None:
                 action = SAME_HOLDER if lease.holder == holder else None
                 raise LeaseHeld(reason, action=action, retry_after_s=decision.wait_s)
             lineage.agree(connection, contract, may_state=True)
             if decision.is_new:
-                lineage.write_lease(
+                write_lease(
                     connection,
                     epoch=decision.epoch,
                     holder=holder,
@@ -78,6 +81,7 @@ class Leases(Node):
             holder=holder,
             ttl_s=self.config.learner_lease_s,
             head_version=head,
+            max_message_bytes=self.config.max_message_bytes,
             max_staleness_versions=self.config.max_staleness_versions,
         )
 
@@ -108,3 +112,32 @@ class Leases(Node):
             queue.return_leased(connection)
 
         await self.change(operation)
+
+
+def read_lease(connection: sqlite3.Connection, *, expires: float) -> Lease:
+    """The durable part of the lease, with the given expiry."""
+    return Lease(
+        epoch=int(get_meta(connection, "epoch") or 0),
+        holder=get_meta(connection, "holder") or "",
+        request_id=get_meta(connection, "lease_request_id") or "",
+        incarnation=get_meta(connection, "lease_incarnation") or "",
+        expires=expires,
+        is_released=get_meta(connection, "lease_released") != "0",
+    )
+
+
+def write_lease(
+    connection: sqlite3.Connection,
+    *,
+    epoch: int,
+    holder: str,
+    request_id: str,
+    is_released: bool,
+    incarnation: str = "",
+) -> None:
+    """Make a lease durable."""
+    set_meta(connection, "epoch", str(epoch))
+    set_meta(connection, "holder", holder)
+    set_meta(connection, "lease_request_id", request_id)
+    set_meta(connection, "lease_incarnation", incarnation)
+    set_meta(connection, "lease_released", "1" if is_released else "0")

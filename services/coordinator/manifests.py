@@ -30,6 +30,14 @@ def read_manifest(connection: sqlite3.Connection, version: int, flavour: str = "
     return bytes(row[0])
 
 
+def manifest_bytes(connection: sqlite3.Connection, version: int, flavour: str = "") -> int:
+    """Size of a manifest, which is not read; 0 when there is no such version."""
+    row = connection.execute(
+        "SELECT length(manifest) FROM stated WHERE flavour = ? AND version = ?", (flavour, version)
+    ).fetchone()
+    return 0 if row is None else int(row[0])
+
+
 def read_manifests(
     connection: sqlite3.Connection,
     *,
@@ -51,12 +59,10 @@ def read_manifests(
     num_bytes = len(found[0])
     for version in range(last - 1, max(first, last - max_manifests + 1) - 1, -1):
         # Before the bytes are read: a range is a caller's, and one operation of the store must stay short.
-        row = connection.execute(
-            "SELECT length(manifest) FROM stated WHERE flavour = ? AND version = ?", (flavour, version)
-        ).fetchone()
-        if row is None or num_bytes + row[0] > max_bytes:
+        more = manifest_bytes(connection, version, flavour)
+        if more == 0 or num_bytes + more > max_bytes:
             break
-        num_bytes += row[0]
+        num_bytes += more
         found.append(read_manifest(connection, version, flavour))
     return tuple(found)
 

@@ -41,7 +41,8 @@ class Merges:
         """Find again what an earlier process left."""
         found = _scan(self._directory)
         if found:
-            await self._adopt(found, await database.run(_state_roots))
+            versions = {version for payload, _ in found for version in (payload.from_version, payload.to_version)}
+            await self._adopt(found, await database.run(lambda connection: _state_roots(connection, versions)))
 
     async def _adopt(
         self, found: Iterable[tuple[PayloadRef, tuple[str, str]]], root_of: dict[str, dict[int, str]]
@@ -136,10 +137,13 @@ def _is_gone(path: Path) -> bool:
         return False
 
 
-def _state_roots(connection: sqlite3.Connection) -> dict[str, dict[int, str]]:
+def _state_roots(connection: sqlite3.Connection, versions: Iterable[int]) -> dict[str, dict[int, str]]:
+    # Of these alone: a history is as long as the run, and each row as long as a manifest.
     roots: defaultdict[str, dict[int, str]] = defaultdict(dict)
-    for flavour, version, root in connection.execute("SELECT flavour, version, state_root FROM stated"):
-        roots[flavour][version] = root
+    for each in versions:
+        rows = connection.execute("SELECT flavour, state_root FROM stated WHERE version = ?", (each,))
+        for flavour, root in rows:
+            roots[flavour][each] = root
     return dict(roots)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from services.common.bell import Bell
@@ -23,6 +23,7 @@ from services.coordinator.reading import Reading
 from services.coordinator.relief import Relief
 from services.coordinator.room import Room
 from services.coordinator.sites import Sites
+from services.coordinator.standstill import Standstill
 from services.coordinator.upkeep import Keeper
 
 ResultT = TypeVar("ResultT")
@@ -54,6 +55,7 @@ class Node:
     started: float
     lease_expires: float
     is_closing: bool = False
+    standstill: Standstill = field(default_factory=Standstill)
     stream: object = None
     """The learner's newest stream of groups; read and written by store operations only."""
 

@@ -1,6 +1,6 @@
 """The coordinator's state to metrics: what one look at the store shows, and what passes by.
 
-Never changes anything; every label is of a closed set or a site's bounded label.
+Never changes the store; every label is of a closed set or a site's bounded label.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.common import metrics
+from services.common.standstill import quarantined_sites
 from services.common.tracing import TRACER
 from services.common.types import DropReason, LedgerCounts, PushOutcome, QueuedGroup, RunStatus, SiteStatus
 from services.coordinator import lineage
@@ -63,7 +64,11 @@ async def observe_run(core: Coordinator) -> tuple[SiteStatus, ...]:
     published = waiting.head_published
     metrics.HEAD_TIMESTAMP.set(now - status.uptime_s if published is None else published)
     metrics.LEARNER_EPOCH.set(status.epoch)
-    metrics.DRAINING.set(status.is_draining or config.is_finished(status.head_version))
+    is_ending = status.is_draining or config.is_finished(status.head_version)
+    metrics.DRAINING.set(is_ending)
+    idle = () if is_ending else quarantined_sites(status)
+    metrics.STANDSTILL.set(bool(idle))
+    core.standstill.note(idle)
     metrics.MAX_POLICY_AGE_SECONDS.set(config.max_policy_age_s)
     metrics.MAX_STALENESS_VERSIONS.set(config.max_staleness_versions)
     oldest = waiting.oldest_arrival

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Sequence
 
 from services.common.api import PlanKind, PullPlan
 from services.common.errors import UnknownVersion
 from services.common.types import PayloadRef
 from services.common.weights.plan import plan_pull
 from services.coordinator import lineage, manifests
+
+MAX_MANIFEST_BYTES = 1 << 20
+"""Bytes of the manifests in a plan, beyond which only its target's goes; half of the smallest max_message_bytes."""
 
 
 def no_merged(_version: int) -> tuple[PayloadRef, ...]:
@@ -60,10 +64,21 @@ def plan(
         kind=PlanKind(kind),
         target_version=want,
         payloads=payloads,
-        manifests=tuple(manifests.read_manifest(connection, payload.to_version, flavour) for payload in payloads),
+        manifests=_manifests(connection, [payload.to_version for payload in payloads], flavour),
         reason=reason + note,
         signature=manifests.read_signature(connection, want, flavour) if payloads else b"",
     )
+
+
+def _manifests(connection: sqlite3.Connection, versions: Sequence[int], flavour: str) -> tuple[bytes, ...]:
+    """Those of a whole way where they are small together, else the target's alone: others are listed by who needs them.
+
+    A large model's manifest is hundreds of kilobytes, and a way may have hundreds of payloads.
+    """
+    # Before the bytes are read: an operation of the store must stay short.
+    sizes = [manifests.manifest_bytes(connection, version, flavour) for version in versions]
+    stated = versions if sum(sizes) <= MAX_MANIFEST_BYTES else versions[-1:]
+    return tuple(manifests.read_manifest(connection, version, flavour) for version in stated)
 
 
 def _version_of_root(connection: sqlite3.Connection, root: str, flavour: str) -> int:

@@ -114,7 +114,7 @@ def check_site(connection: sqlite3.Connection, site: SiteId) -> None:
     if reason:
         raise Quarantined(
             f"site {site} is in quarantine: {reason}",
-            action="an operator ends it: heterorl sites release",
+            action=f"an operator ends it: heterorl sites release {site} HOST:PORT --reason TEXT",
             retry_after_s=5.0,
         )
     canary.check_site(connection, site)

@@ -64,8 +64,9 @@ class Queue:
         while rows := self._next(connection, count - len(leased), head):
             for arrival, digest, data, arrived, published, assignment, *key in rows:
                 group = _verified(data, digest)
-                if group is None:
-                    _LOG.critical("group %s fails its digest and is not trained on", key)
+                if group is None or len(data) > self.config.max_group_bytes:
+                    _LOG.critical("group %s fails its digest or fits no message, and is not trained on", key)
+                    group = None
                 reason = DropReason.INVALID
                 if group is not None and lineage.abandoned_span(connection, group) is not None:
                     # Its oldest token is of the lineage, a later one is not.

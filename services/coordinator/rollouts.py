@@ -39,7 +39,7 @@ RETRY_AFTER_S = 0.5
 LEASE_BATCH = 16
 MAX_REQUEST_ID = 64
 MAX_ASSIGNMENTS = 4096
-"""Of one call."""
+"""Named by one call: each is a statement on the store's only thread."""
 
 
 class Rollouts(Node):
@@ -115,12 +115,13 @@ class Rollouts(Node):
     async def abandon_work(self, *, site: SiteId, incarnation: str, assignments: Sequence[int]) -> None:
         """Open assignments that the site will not answer."""
         if len(assignments) > MAX_ASSIGNMENTS:
-            raise InvalidRequest(f"assignments: {len(assignments)}, allowed are {MAX_ASSIGNMENTS}")
-        await self.database.run(
-            lambda connection: work.give_back(
-                connection, site=site, incarnation=incarnation, assignments=list(assignments)
-            )
-        )
+            raise InvalidRequest(f"assignments: {len(assignments)}, at most {MAX_ASSIGNMENTS} are taken at once")
+
+        def operation(connection: sqlite3.Connection) -> None:
+            _check_site(connection, site, incarnation)
+            work.give_back(connection, site=site, incarnation=incarnation, assignments=list(assignments))
+
+        await self.database.run(operation)
 
     async def push_groups(self, groups: Sequence[Group]) -> list[PushOutcome]:
         """Take groups in; every terminal outcome is durable when it is returned."""

@@ -80,6 +80,10 @@ CREATE TABLE retired (digest TEXT PRIMARY KEY) WITHOUT ROWID;
 {_BY_FLAVOUR}
 {_CHECKS}
 """
+INDEXES = """
+CREATE INDEX IF NOT EXISTS versions_abandoned ON versions (is_abandoned, version) WHERE is_abandoned = 1;
+"""
+"""Made at a start where an earlier program did not: they hold nothing that the tables do not."""
 _MOVED = ("payloads", "signatures", "verified", "canaries")
 FROM_1 = (
     """

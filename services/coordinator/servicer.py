@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc.aio
 from heterorl.v1 import policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc, run_pb2, run_pb2_grpc
 
 from services.common.api import CoordinatorApi
 from services.common.contract_wire import contract_from_pb
-from services.common.errors import DigestMismatch, HeterorlError, InvalidRequest
+from services.common.errors import DigestMismatch, InvalidRequest
 from services.common.facts import parse_facts
 from services.common.metrics import BYTES
 from services.common.rpc import canary, leases, messages
@@ -20,13 +19,10 @@ from services.common.rpc.options import FRAME_BYTES
 from services.common.rpc.publication import publish_from_pb
 from services.common.rpc.rejections import rejections_from_pb
 from services.common.rpc.run_status import status_to_pb
-from services.common.types import Group, PushOutcome, SiteId
+from services.common.types import SiteId
 from services.common.wire import group_id_from_pb
-from services.coordinator import arrivals, observe
-from services.coordinator.intake import Arrival
-
-PUSH_BATCH = 16
-"""Groups of one push stream that share a commit."""
+from services.coordinator import observe
+from services.coordinator.push_stream import PushStreams, Taker
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -146,17 +142,12 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
             yield policy_pb2.ReadPayloadResponse(frame=frame, checksum=messages.frame_checksum(frame))
 
 
-class Taker(CoordinatorApi, Protocol):
-    """A coordinator that also records groups which nobody can read."""
-
-    async def take_groups(self, groups: Sequence[Group | Arrival]) -> list[PushOutcome]: ...
-
-
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     """heterorl.v1.RolloutService."""
 
-    def __init__(self, api: Taker) -> None:
+    def __init__(self, api: Taker, *, max_prompt_tokens: int = 1 << 18) -> None:
         self._api = api
+        self._pushes = PushStreams(api, max_prompt_tokens=max_prompt_tokens)
 
     async def LeaseWork(self, request: rollout_pb2.LeaseWorkRequest, context: Context) -> rollout_pb2.LeaseWorkResponse:
         grant = await self._api.lease_work(
@@ -179,41 +170,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def PushGroups(
         self, request_iterator: AsyncIterator[rollout_pb2.PushGroupsRequest], context: Context
     ) -> AsyncIterator[rollout_pb2.PushGroupsResponse]:
-        # Waits for: messages from the sampler (bounded by the queue), then for their commit.
-        # Unblocked by: the reader's None at the end of the stream, or the cancellation of the call.
-        arrived: asyncio.Queue[rollout_pb2.PushGroupsRequest | None] = asyncio.Queue(PUSH_BATCH)
-
-        async def read() -> None:
-            try:
-                async for message in request_iterator:
-                    await arrived.put(message)
-            except HeterorlError:
-                # Groups before the refused message are committed and answered; then the refusal ends the stream.
-                await arrived.put(None)
-                raise
-            await arrived.put(None)
-
-        reader = asyncio.create_task(read())
-        try:
-            is_open = True
-            while is_open:
-                batch = [await arrived.get()]
-                while not arrived.empty() and len(batch) < PUSH_BATCH:
-                    batch.append(arrived.get_nowait())
-                is_open = batch[-1] is not None
-                for outcome in await self._push([message for message in batch if message is not None]):
-                    observe.observe_push(outcome)
-                    yield messages.outcome_to_pb(outcome)
-        finally:
-            reader.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await reader
-
-    async def _push(self, batch: list[rollout_pb2.PushGroupsRequest]) -> list[PushOutcome]:
-        """One outcome per message, in order; a group that no value can hold is recorded as invalid like any other."""
-        for message in batch:
-            BYTES.labels("groups", "in").inc(message.ByteSize())
-        return await self._api.take_groups([arrivals.read(message.group) for message in batch])
+        async for outcome in self._pushes.outcomes(request_iterator):
+            observe.observe_push(outcome)
+            yield messages.outcome_to_pb(outcome)
 
     async def StreamGroups(
         self, request_iterator: AsyncIterator[rollout_pb2.StreamGroupsRequest], context: Context

@@ -38,15 +38,31 @@ def graph(connection: sqlite3.Connection, flavour: str = "") -> Graph:
     ]
     # The head belongs to it also when all its payloads were struck out.
     oldest = min([lineage.read_head(connection).version, *(payload.to_version for payload in payloads)])
-    versions = connection.execute(
-        "SELECT version FROM stated WHERE flavour = ? AND is_abandoned = 0 AND version >= ? ORDER BY version",
-        (flavour, oldest),
-    )
     return Graph(
         payloads=payloads,
-        lineage=[int(row[0]) for row in versions],
+        lineage=_lineage(connection, oldest, flavour),
         verified=_verified(connection, flavour),
     )
+
+
+def _lineage(connection: sqlite3.Connection, oldest: int, flavour: str) -> list[int]:
+    """Versions of a flavour from `oldest` on that were not abandoned, by indexes alone.
+
+    A row is as long as its manifest, and SQLite reads through the manifest to what stands behind it: with 300 kB each
+    this took a second for each thousand versions.
+    """
+    # The plus keeps SQLite from the table's own order, and leaves the index of abandoned versions.
+    rows = connection.execute("SELECT version FROM versions WHERE is_abandoned = 1 AND +version >= ?", (oldest,))
+    abandoned = {int(row[0]) for row in rows}
+    if flavour:
+        rows = connection.execute(
+            "SELECT version FROM flavour_versions WHERE flavour = ? AND version >= ? ORDER BY version",
+            (flavour, oldest),
+        )
+        return [int(row[0]) for row in rows if int(row[0]) not in abandoned]
+    # Versions are dense.
+    head = lineage.read_head(connection).version
+    return [version for version in range(max(oldest, 0), head + 1) if version not in abandoned]
 
 
 def work(connection: sqlite3.Connection, way: Sequence[PayloadRef], flavour: str = "") -> Work:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from services.common.api import CanaryReport, Heartbeat, Registration
 from services.common.types import SiteId, SiteStatus, WorkAssignment
-from services.coordinator import quarantine, watermark
+from services.coordinator import incarnations, quarantine, watermark
 from services.coordinator.quotas import Quotas
 from services.coordinator.shares import Shares
 from services.coordinator.work import Handed
@@ -113,6 +113,8 @@ class Sites:
             " flavour = excluded.flavour, max_delay_s = excluded.max_delay_s",
             (*key, registration.engine, registration.dtype, registration.flavour, registration.max_delay_s),
         )
+        for forgotten in incarnations.note(connection, *key):
+            self._seen.pop((registration.site, forgotten), None)
         missing = watermark.pass_over(connection, *key, lowest=registration.lowest_sequence)
         if missing:
             _LOG.warning("site %s, incarnation %s: %d groups that it settled are not known here", *key, missing)
@@ -137,19 +139,18 @@ class Sites:
     def statuses(
         self, connection: sqlite3.Connection, now: float, *, quotas: Quotas, rule: quarantine.Rule
     ) -> tuple[SiteStatus, ...]:
-        """All sites, those never seen by this process included."""
+        """All sites, also those never seen by this process; of each the newest incarnations and the sum of others."""
         leased: dict[tuple[str, str], int] = {
             (site, incarnation): count
             for site, incarnation, count in connection.execute(
                 "SELECT site, incarnation, count(*) FROM work WHERE is_leased = 1 GROUP BY site, incarnation"
             )
         }
-        rows = connection.execute(
-            "SELECT site, incarnation, accepted, dropped, flavour FROM sites ORDER BY site, incarnation"
-        )
+        rows = incarnations.shown(connection, {*leased, *self._seen.copy()})
         quarantines, failures = quarantine.read_reasons(connection), quarantine.count_failures(connection, rule)
         statuses = []
-        for site, incarnation, accepted, dropped, flavour in rows:
+        for row in rows:
+            site, incarnation = row.site, row.incarnation
             seen = self._seen.get((site, incarnation))
             statuses.append(
                 SiteStatus(
@@ -158,15 +159,15 @@ class Sites:
                     policy_version=seen.policy_version if seen else -1,
                     state_root=seen.state_root if seen else "",
                     last_seen_s=now - seen.at if seen else -1.0,
-                    groups_accepted=accepted,
-                    groups_dropped=dropped,
+                    groups_accepted=row.accepted,
+                    groups_dropped=row.dropped,
                     tokens_per_s=seen.tokens_per_s if seen else 0.0,
                     work_leased=leased.get((site, incarnation), 0),
                     canary_difference=seen.canary_difference if seen else None,
                     quarantine=quarantines.get(site, ""),
                     apply_s=seen.apply_s if seen else 0.0,
                     problem=seen.problem if seen else "",
-                    flavour=flavour,
+                    flavour=row.flavour,
                     groups_failed=failures.get(site, 0),
                     groups_refused=quotas.refusals_of(site),
                     quota_used=max(quotas.used(site, now).values()),

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from services.common.errors import HeterorlError, Unreachable
 from services.common.identity import Identity, read_identity
-from services.common.rpc.diagnosis import OVERHEAD_BYTES, Diagnosis, DiagnosisClient
+from services.common.rpc.diagnosis import MAX_ANSWER_BYTES, OVERHEAD_BYTES, Diagnosis, DiagnosisClient
 from services.common.tls import TlsConfig
 from services.doctor.check import TIMEOUT, Trouble
 
@@ -202,8 +202,11 @@ async def ask(
 async def try_messages(client: DiagnosisClient, *, limit_bytes: int, timeout_s: float) -> tuple[Trial, ...]:
     """Messages of growing size in both directions, up to the largest allowed; a direction ends with its first loss."""
     trials = []
-    largest = limit_bytes - OVERHEAD_BYTES
     for direction in ("up", "down"):
+        largest = limit_bytes - OVERHEAD_BYTES
+        if direction == "down":
+            # The coordinator sends no more to whoever asks.
+            largest = min(largest, MAX_ANSWER_BYTES)
         for size in [*(size for size in SMALL_BYTES if size < largest), largest]:
             sizes = {"send_bytes": size} if direction == "up" else {"answer_bytes": size}
             started = time.perf_counter()

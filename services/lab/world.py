@@ -182,7 +182,6 @@ def _coordinator_config(cell: Cell, directory: Path) -> CoordinatorConfig:
         groups_per_version=cell.regime.groups_per_step,
         max_outstanding_groups=in_flight * cell.regime.groups_per_step,
         max_staleness_versions=_reach_versions(cell) + 2 * (in_flight - 1),
-        max_policy_age_s=1e9,
         learner_lease_s=_HOUR,
         work_lease_s=100 * _HOUR,
     )

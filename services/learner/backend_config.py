@@ -30,6 +30,9 @@ class _Training(Config):
     """Rollouts of similar length side by side, or one after another in one row with block-diagonal attention."""
     published_dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Type of the weights that samplers receive."""
+    forward_weights: Literal["published", "masters"] = "published"
+    """What the loss is computed with: the weights as samplers have them, fp32 masters rounded to published_dtype and
+    gradients passed straight through, or the masters themselves, which never sample and are never exported."""
     dead_band_ulp: float = Field(default=0.0, ge=0.0, le=4.0)
     """Weights within this many units in the last place of what was published last keep it: 0.75 makes deltas about a
     quarter smaller. 0 rounds every weight; below 0.5 nothing is gained. What is kept back is published later."""
@@ -64,8 +67,8 @@ class DeepSpeedBackendConfig(_Training):
     offload_optimizer: bool = False
     """Keep masters and moments in host memory and step there; stages 1 to 3."""
     compute_dtype: Literal["fp32", "bf16"] = "fp32"
-    """bf16: forward, backward and the copy of the weights they use; masters, moments and accumulated gradients stay
-    fp32. In stage 0 the weights are the masters, and matrix products alone are bf16."""
+    """bf16: forward, backward and the copy of the weights they use, whatever forward_weights says; masters, moments and
+    accumulated gradients stay fp32. In stage 0 the weights are the masters, and matrix products alone are bf16."""
     device: Literal["cpu", "cuda"] = "cpu"
     """cuda gives each rank the GPU of its number."""
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from services.common.api import CoordinatorApi
 from services.common.clock import Clock
-from services.common.errors import RemoteError, StaleEpoch
+from services.common.errors import ConfigError, RemoteError, StaleEpoch
 from services.common.signing import Signer
 from services.common.trust import Trust
 from services.common.types import Contract, LeaseGrant
@@ -27,7 +27,7 @@ from services.learner.flavours import Flavours
 from services.learner.inbox import Inbox
 from services.learner.incarnation import read_incarnation
 from services.learner.journal import Journal
-from services.learner.lease import acquire, renew
+from services.learner.lease import acquire, check_messages, renew
 from services.learner.patience import Patience
 from services.learner.publish import Publisher
 from services.learner.recent_versions import RecentVersions
@@ -81,6 +81,11 @@ class Leader:
         )
         self.max_staleness_versions = grant.max_staleness_versions
         self.result = replace(self.result, version=grant.head_version)
+        try:
+            check_messages(grant, own_bytes=self.config.max_message_bytes)
+        except ConfigError:
+            await self.release(grant)
+            raise
         try:
             async with asyncio.TaskGroup() as tasks:
                 renewal = tasks.create_task(

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from services.common.api import CoordinatorApi
 from services.common.clock import Clock
-from services.common.errors import LeaseHeld, RemoteError
+from services.common.errors import ConfigError, LeaseHeld, RemoteError
 from services.common.types import Contract, LeaseGrant
 from services.learner.patience import Patience, is_transient
 
@@ -68,6 +68,17 @@ def renewal_s(ttl_s: float) -> float:
     """Seconds until the next renewal of a lease of so many; of a term that makes no sense, a sensible one."""
     wait_s = ttl_s / RENEWALS_PER_TERM
     return min(max(wait_s, MIN_RENEWAL_S), MAX_RENEWAL_S) if math.isfinite(wait_s) else MIN_RENEWAL_S
+
+
+def check_messages(grant: LeaseGrant, *, own_bytes: int) -> None:
+    """Refuse to lead with a smaller limit than the coordinator's: a group of others' making would end every stream.
+
+    Raises:
+        ConfigError: the learner's own limit is too small.
+    """
+    if own_bytes < grant.max_message_bytes:
+        problem = f"{own_bytes} is below the coordinator's, {grant.max_message_bytes}: its groups may not fit"
+        raise ConfigError("max_message_bytes", problem, action=f"set it to {grant.max_message_bytes}")
 
 
 async def _ignore(grant: LeaseGrant) -> None:

@@ -163,7 +163,7 @@ class Publisher:
         started = time.perf_counter()
         files = [*encoded.files, *(file for form in forms for file in form.encoded.files)]
         await self._upload(files)
-        request = await self._request(cursor, forms, encode_s=encoded.encode_s)
+        request = await self._request(cursor, arena, forms, encode_s=encoded.encode_s)
         self.is_undecided = True
         try:
             await self._commit(request, files)
@@ -213,7 +213,9 @@ class Publisher:
         await self.flavours.align(self.position)
         return await in_thread(self.flavours.encode, self.position, arena, step=step, with_snapshot=with_snapshot)
 
-    async def _request(self, cursor: Cursor, forms: Sequence[EncodedFlavour], *, encode_s: float) -> PublishRequest:
+    async def _request(
+        self, cursor: Cursor, arena: Arena, forms: Sequence[EncodedFlavour], *, encode_s: float
+    ) -> PublishRequest:
         flavours: tuple[FlavourVersion, ...] = ()
         if self.flavours is not None:
             flavours = await in_thread(self.flavours.state, forms, signer=self._signer, canary=self._canary)
@@ -226,7 +228,7 @@ class Publisher:
             consumed=cursor.consumed,
             reports=cursor.reports,
             signature=b"" if self._signer is None else self._signer.sign(cursor.manifest),
-            canary=() if self._canary is None else await in_thread(self._canary.score),
+            canary=() if self._canary is None else await in_thread(self._canary.score, arena),
             encode_s=encode_s,
             flavours=flavours,
         )

@@ -24,6 +24,7 @@ from services.learner.batch import TrainingSequence
 from services.learner.logprobs import CHUNK_LOGITS, logit_temperature
 from services.learner.micro_batch import collate
 from services.learner.model import learner_logprobs, load_model
+from services.learner.stand_in import arena_weights
 from services.learner.verification import Replay
 
 MAX_PASS_TOKENS = 32_768
@@ -108,30 +109,33 @@ class Replayer:
 
 
 @torch.no_grad()
-def log_ratios(model: nn.Module, groups: Sequence[Group], *, temperature: float) -> list[list[float]]:
-    """Mean over tokens of log p - log q of every rollout under a model that is trained elsewhere, between its steps.
+def log_ratios(model: nn.Module, groups: Sequence[Group], *, weights: Arena, temperature: float) -> list[list[float]]:
+    """Mean over tokens of log p - log q of every rollout under the newest published weights.
 
     Args:
-        model: gives p.
+        model: is trained elsewhere, between its steps; computes p.
         groups: give q; one list of ratios for each.
+        weights: of p. Masters would put their own distance from what samplers have onto every honest site.
         temperature: what logits are divided by so that p means what q means.
     """
     device = next(model.parameters()).device
-    result = []
-    for group in groups:
-        ratios: list[float] = []
-        for part in _parts(group):
-            sequences = [_sequence(group, number) for number in part]
-            logprobs_N, _ = learner_logprobs(
-                model, collate(sequences, batching="padded").to(device), temperature=temperature
-            )
-            pieces = logprobs_N.double().cpu().split([sequence.token_ids.size for sequence in sequences])
-            ratios += [
-                float(piece.mean()) - float(sequence.sampler_logprobs.mean(dtype=np.float64))
-                for piece, sequence in zip(pieces, sequences, strict=True)
-            ]
-        result.append(ratios)
-    return result
+    with arena_weights(model, weights):
+        return [_group_log_ratios(model, group, device=device, temperature=temperature) for group in groups]
+
+
+def _group_log_ratios(model: nn.Module, group: Group, *, device: torch.device, temperature: float) -> list[float]:
+    ratios: list[float] = []
+    for part in _parts(group):
+        sequences = [_sequence(group, number) for number in part]
+        logprobs_N, _ = learner_logprobs(
+            model, collate(sequences, batching="padded").to(device), temperature=temperature
+        )
+        pieces = logprobs_N.double().cpu().split([sequence.token_ids.size for sequence in sequences])
+        ratios += [
+            float(piece.mean()) - float(sequence.sampler_logprobs.mean(dtype=np.float64))
+            for piece, sequence in zip(pieces, sequences, strict=True)
+        ]
+    return ratios
 
 
 def _parts(group: Group) -> list[list[int]]:

@@ -130,7 +130,10 @@ class Session:
                 continue
             groups = [queued.group for queued in taken]
             temperature = logit_temperature(self.config.sampling.semantics())
-            found = await in_thread(log_ratios, self.backend.torch_model, groups, temperature=temperature)
+            shadow = self.publisher.position.shadow
+            assert shadow is not None, "a published version leaves its shadow"
+            model = self.backend.torch_model
+            found = await in_thread(log_ratios, model, groups, weights=shadow, temperature=temperature)
             problems = [judge_log_ratios(ratios, config) for ratios in found]
             kept += [queued for queued, problem in zip(taken, problems, strict=True) if not problem]
             rejections = [

@@ -24,6 +24,7 @@ from services.common.clock import Clock
 from services.common.errors import EngineError, NotRegistered, RemoteError, RunFinished, StaleWeights, Unreachable
 from services.common.generation.engine import Engine
 from services.common.pull import PulledVersion
+from services.common.standstill import RELEASE
 from services.common.types import Digest, WorkAssignment
 from services.common.words import bytes_text, peer_seconds, peer_words
 from services.sampler.config import SamplerConfig
@@ -216,7 +217,12 @@ class Generation:
             _LOG.info("no canary of version %d: %s", version, error)
             return
         if verdict.quarantine:
-            _LOG.error("this site is in quarantine and gets no work: %s", peer_words(verdict.quarantine))
+            _LOG.error(
+                "this site is in quarantine and gets no work: %s; a version that it scores right ends that, or an"
+                " operator: %s",
+                peer_words(verdict.quarantine),
+                RELEASE,
+            )
 
     def _note_failure(self, error: EngineError) -> None:
         metrics.ENGINE_FAILURES.labels("stale" if isinstance(error, StaleWeights) else "died").inc()

@@ -8,6 +8,7 @@ from heterorl.v1 import errors_pb2
 from services.common import errors
 from services.common.errors import HeterorlError, RemoteError
 from services.common.rpc.status import TABLE, from_rpc_error, reason_of, to_status
+from services.learner.patience import is_transient
 
 LOCAL = {errors.Unreachable}
 """Raised by the caller itself when there is no answer."""
@@ -57,9 +58,24 @@ def test_internal_without_our_detail_is_the_transports():
     assert from_rpc_error(core) is None
 
 
-def test_oversized_message_becomes_a_quota_error():
-    refused = grpc.aio.AioRpcError(
-        grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.aio.Metadata(), grpc.aio.Metadata(), details="Received message larger"
-    )
+def _bare(code, details):
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details)
 
-    assert type(from_rpc_error(refused)) is errors.QuotaExceeded
+
+@pytest.mark.parametrize("who", ["SERVER: Sent", "SERVER: Received", "CLIENT: Sent", "CLIENT: Received"])
+def test_message_over_a_limit_has_an_error_of_its_own(who):
+    refused = _bare(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{who} message larger than max (2097176 vs. 2097152)")
+
+    error = from_rpc_error(refused)
+
+    assert type(error) is errors.MessageTooLarge
+    assert "max_message_bytes" in str(error)
+    assert not is_transient(error)
+
+
+@pytest.mark.parametrize("code", [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK])
+def test_no_status_without_our_detail_is_final(code):
+    error = from_rpc_error(_bare(code, "Concurrent RPC limit exceeded!"))
+
+    assert is_transient(error or errors.Unreachable("no answer", retry_after_s=1.0))
+    assert not isinstance(error, errors.QuotaExceeded)

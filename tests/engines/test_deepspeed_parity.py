@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 from services.learner.backends.torch import TorchBackend
 from services.learner.config import LearnerConfig
@@ -163,6 +164,37 @@ def test_bf16_products_stay_near_and_masters_start_exact(config, two_ranks, tmp_
         # bf16 keeps 8 bits: log-probs differ by about 1 %, and AdamW's first steps have the size lr whatever they see.
         _assert_close(actual[1:-1], expected[1:-1], tolerance=0.015)
         assert 0 < np.abs(_weights(last) - weights).max() <= 2 * 4 * 1e-3
+
+
+def test_passes_see_what_is_published_also_after_a_restart_and_masters_stay_exact(config, two_ranks, tmp_path):
+    """Step 0 begins with the same bits everywhere, and so do those after `restore` and `load`."""
+    saved, arena = str(tmp_path / "saved"), str(tmp_path / "published.npy")
+    _torch(config("torch", published_dtype="bf16"), [*STEPS, ["save", saved], ["store", arena]])
+
+    def operations(name):
+        masters = str(tmp_path / name)
+        return [STEPS[0], ["restore", saved], STEPS[1], ["save", masters], ["load", arena], STEPS[2]]
+
+    expected, other = (
+        [
+            answer
+            for answer in _torch(config("torch", published_dtype="bf16", forward_weights=name), operations(name))
+            if answer
+        ]
+        for name in ("published", "masters")
+    )
+    moved = load_file(tmp_path / "published" / "weights.safetensors")
+    for number in (0, 1):
+        assert abs(expected[number]["kl"] - other[number]["kl"]) > 1e-4
+    # Here the masters are the published weights.
+    assert expected[2]["kl"] == other[2]["kl"]
+
+    for stage in STAGES:
+        answers = two_ranks.ask(config(stage=stage, published_dtype="bf16"), operations(f"zero-{stage}"))
+
+        _assert_close([answer for answer in answers if answer], expected, tolerance=1e-6)
+        found = load_file(tmp_path / f"zero-{stage}" / "weights.safetensors")
+        assert max(float((found[name] - moved[name]).abs().max()) for name in moved) <= 1e-6
 
 
 @pytest.mark.parametrize("stage", STAGES)

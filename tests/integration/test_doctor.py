@@ -22,7 +22,7 @@ from services.cli import app
 from services.common.clock import SystemClock
 from services.common.errors import InvalidRequest
 from services.common.identity import Role
-from services.common.rpc.diagnosis import OVERHEAD_BYTES, DiagnosisClient, diagnosis_from_pb, diagnosis_to_pb
+from services.common.rpc.diagnosis import MAX_ANSWER_BYTES, DiagnosisClient, diagnosis_from_pb, diagnosis_to_pb
 from services.common.rpc.server import Server
 from services.common.tls import TlsConfig
 from services.common.types import NO_LORA, Digest
@@ -91,7 +91,7 @@ async def test_everything_is_well_at_a_node_that_may_join(secure, tmp_path):
     assert "main/role/coordinator" in checks["tls"].finding
     # 2 MiB less what is not padding.
     assert "up 2 MiB" in checks["messages"].finding
-    assert "down 2 MiB" in checks["messages"].finding
+    assert "down 1 MiB" in checks["messages"].finding
 
 
 @pytest.mark.parametrize("role", ["learner", "coordinator"])
@@ -271,12 +271,12 @@ async def test_second_address_is_tried_when_the_first_is_dead():
     assert found.address == "127.0.0.1"
 
 
-async def test_answer_larger_than_a_message_is_refused_with_words(secure):
+async def test_answer_larger_than_a_mebibyte_is_refused_with_words(secure):
     client = DiagnosisClient(secure.address, tls=secure.certificates.tls("sampler"), max_message_bytes=8 << 20)
     async with client:
         with pytest.raises(InvalidRequest, match="answer_bytes"):
-            await client.diagnose(answer_bytes=2 << 20)
-        diagnosis = await client.diagnose(answer_bytes=(2 << 20) - OVERHEAD_BYTES)
+            await client.diagnose(answer_bytes=MAX_ANSWER_BYTES + 1)
+        diagnosis = await client.diagnose(answer_bytes=MAX_ANSWER_BYTES)
 
     assert diagnosis.contract == secure.run.contract
     assert diagnosis.bytes_full == 80

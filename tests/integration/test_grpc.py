@@ -20,6 +20,7 @@ from services.common.rpc import messages
 from services.common.rpc.client import CoordinatorClient
 from services.common.rpc.retry import RetryPolicy
 from services.common.rpc.server import Server
+from services.common.rpc.status import from_rpc_error
 from services.common.types import Digest, DropReason, PushStatus
 from services.common.wire import group_to_pb
 from services.coordinator.config import CoordinatorConfig
@@ -275,6 +276,14 @@ async def test_messages_that_no_value_can_hold_are_refused_one_by_one(served, ru
         nameless = rollout_pb2.PushGroupsRequest(group=rollout_pb2.Group(rollouts=[rollout_pb2.Rollout()]))
         with pytest.raises(grpc.aio.AioRpcError, match="is not registered"):
             _ = [answer async for answer in rollouts.PushGroups(iter_of(nameless))]
+        bad = rollout_pb2.PushGroupsRequest(group=rollout_pb2.Group(rollouts=[rollout_pb2.Rollout()]))
+        bad.group.id.site, bad.group.id.incarnation, bad.group.id.sequence = SITE, INCARNATION, 1
+        answers = [answer async for answer in rollouts.PushGroups(iter_of(bad, bad))]
+        statuses = [rollout_pb2.PUSH_STATUS_DROPPED, rollout_pb2.PUSH_STATUS_DUPLICATE]
+        assert [answer.status for answer in answers] == statuses
+        assert "finish_reason" in answers[0].message
+        ledger = (await served.client.get_status()).ledger
+        assert (ledger.acked, ledger.dropped, ledger.is_balanced) == (1, {DropReason.INVALID: 1}, True)
         headless = policy_pb2.UploadPayloadRequest(frame=b"x")
         with pytest.raises(grpc.aio.AioRpcError, match="header"):
             await policy.UploadPayload(iter_of(headless))
@@ -387,15 +396,75 @@ async def iter_of(*messages):
         yield message
 
 
-async def test_oversized_group_is_refused_before_parsing(served, run):
-    # T14: the limit is 2 MiB; a million tokens are about 7 MB.
-    (work,) = await run.lease(1)
+def _huge(run, work):
+    # The limit is 2 MiB; a million tokens are about 5 MB.
     ids = np.full(1_000_000, 5, np.int32)
     huge = rollout(0, token_ids=ids, sampler_logprobs=np.full(ids.size, -1, np.float32))
+    return run.group(work, rollouts=(huge, huge))
 
-    with pytest.raises(errors.QuotaExceeded):
-        await served.client.push_groups([run.group(work, rollouts=(huge, huge))])
+
+async def test_oversized_message_is_refused_before_parsing_by_an_error_of_its_own(served, run):
+    (work,) = await run.lease(1)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{served.port}") as channel:
+        message = rollout_pb2.PushGroupsRequest(group=group_to_pb(_huge(run, work)))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            async for _ in rollout_pb2_grpc.RolloutServiceStub(channel).PushGroups(iter_of(message)):
+                pass
+
+    assert type(from_rpc_error(refused.value)) is errors.MessageTooLarge
     assert (await served.client.get_status()).ledger.acked == 0
+
+
+async def test_group_that_no_message_has_room_for_is_refused_for_good_and_those_behind_it_pass(served, run, caplog):
+    work = await run.lease(2)
+    groups = [_huge(run, work[0]), run.group(work[1])]
+
+    outcomes = await served.client.push_groups(groups)
+
+    assert [outcome.status for outcome in outcomes] == [PushStatus.DROPPED, PushStatus.ACCEPTED]
+    assert outcomes[0].reason is DropReason.INVALID
+    assert "max_message_bytes is 2097152" in caplog.text
+    ledger = (await served.client.get_status()).ledger
+    assert (ledger.acked, ledger.dropped, ledger.is_balanced) == (2, {DropReason.INVALID: 1}, True)
+
+
+async def test_client_sends_up_to_the_limit_that_the_coordinator_states(served, run):
+    work = await run.lease(1)
+    group = run.group(work[0], prompt_token_ids=np.full(200_000, 3, np.int32))
+    own = 1 << 16
+    async with CoordinatorClient(
+        f"127.0.0.1:{served.port}", tls=PLAINTEXT, policy=QUICK, max_message_bytes=own
+    ) as client:
+        await client.register(run.registration())
+        (outcome,) = await client.push_groups([group])
+
+    assert outcome.status is PushStatus.ACCEPTED
+
+
+async def test_answer_that_is_no_message_is_worth_asking_again():
+    class Garbage(grpc.GenericRpcHandler):
+        def service(self, details):
+            async def one(request, context):
+                return b"\xff\xff"
+
+            async def many(request, context):
+                yield b"\xff\xff"
+
+            if details.method.endswith("WatchHead"):
+                return grpc.unary_stream_rpc_method_handler(many)
+            return grpc.unary_unary_rpc_method_handler(one)
+
+    server = grpc.aio.server(handlers=[Garbage()])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with CoordinatorClient(f"127.0.0.1:{port}", tls=PLAINTEXT, policy=QUICK) as client:
+            with pytest.raises(errors.Unreachable, match="GetStatus: the coordinator's answer cannot be read"):
+                await client.get_status()
+            with pytest.raises(errors.Unreachable, match="WatchHead: the coordinator's answer cannot be read"):
+                await anext(client.watch_head(after_version=0))
+    finally:
+        await server.stop(0)
 
 
 async def test_client_gives_up_after_its_budget_and_names_the_call(tmp_path):

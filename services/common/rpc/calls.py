@@ -74,7 +74,7 @@ class Calls:
         async def attempt() -> Any:
             async with self._link.stubs() as stubs:
                 with timed(name), self._outage.watching(name):
-                    return await stubs.method(name)(request, timeout=timeout_s)
+                    return readable(name, await stubs.method(name)(request, timeout=timeout_s))
 
         return await self._insist(attempt, name=name)
 
@@ -91,7 +91,7 @@ class Calls:
                     with timed(name):
                         async for message in call:
                             self._outage.answered()
-                            yield message
+                            yield readable(name, message)
                 finally:
                     call.cancel()
         except grpc.aio.AioRpcError as error:
@@ -99,3 +99,15 @@ class Calls:
             if isinstance(failure, Unreachable):
                 self._outage.failed(failure.args[0])
             raise failure from error
+
+
+def readable(name: str, message: Any) -> Any:
+    """A message of the other end.
+
+    Raises:
+        Unreachable: its bytes are no such message.
+    """
+    if message is None:
+        # gRPC's way to say that the bytes are no such message.
+        raise Unreachable(f"{name}: the coordinator's answer cannot be read", retry_after_s=1.0)
+    return message

@@ -21,21 +21,20 @@ from services.common.api import (
     Rejection,
     WorkGrant,
 )
-from services.common.contract_wire import contract_to_pb
 from services.common.errors import InvalidRequest, MalformedPayload, Unreachable
 from services.common.metrics import BYTES
 from services.common.rpc import canary, messages
 from services.common.rpc.attempt import once, timed
-from services.common.rpc.calls import Calls
+from services.common.rpc.calls import readable
+from services.common.rpc.lease_calls import LeaseCalls
 from services.common.rpc.publication import publish_to_pb
+from services.common.rpc.pushed import push_to_pb
 from services.common.rpc.rejections import rejections_to_pb
 from services.common.rpc.run_status import status_from_pb
 from services.common.types import (
-    Contract,
     Digest,
     Group,
     GroupId,
-    LeaseGrant,
     PublishRequest,
     PushOutcome,
     QueuedGroup,
@@ -44,50 +43,22 @@ from services.common.types import (
     SiteId,
     StepReport,
 )
-from services.common.wire import group_id_to_pb, group_to_pb
+from services.common.wire import group_id_to_pb
 
 PUSH_TIMEOUT_S = 120.0
+ASSIGNMENTS_AT_ONCE = 4096
+"""The coordinator takes no more in one call."""
 """For a push of nothing; its bytes come on top."""
 MIN_UP_BYTES_PER_S = 4096.0
 """The slowest link over which a push ends before its deadline; a dead one is noticed by its pings in seconds."""
 
 
-class CoordinatorClient(Calls):
+class CoordinatorClient(LeaseCalls):
     """A coordinator at an address; implements services.common.api.CoordinatorApi. Plaintext only if `tls` says so.
 
     Streams (watch_head, read_payload, stream_groups, upload_payload) are not repeated here: their callers hold the
     cursor. They raise Unreachable when the link breaks.
     """
-
-    async def acquire_lease(
-        self,
-        *,
-        holder: str,
-        contract: Contract,
-        request_id: str,
-        flavours: Sequence[str] = (),
-        incarnation: str = "",
-        groups_per_version: int = 0,
-    ) -> LeaseGrant:
-        """Become the run's learner under a new epoch."""
-        request = policy_pb2.AcquireLeaseRequest(
-            request_id=request_id,
-            holder=holder,
-            contract=contract_to_pb(contract),
-            flavours=flavours,
-            incarnation=incarnation,
-            groups_per_version=groups_per_version,
-        )
-        return messages.grant_from_pb(await self._call("AcquireLease", request))
-
-    async def renew_lease(self, *, epoch: int) -> LeaseGrant:
-        """Extend the lease."""
-        request = policy_pb2.RenewLeaseRequest(epoch=epoch)
-        return messages.grant_from_pb(await self._call("RenewLease", request))
-
-    async def release_lease(self, *, epoch: int) -> None:
-        """End the lease."""
-        await self._call("ReleaseLease", policy_pb2.ReleaseLeaseRequest(epoch=epoch))
 
     async def query_upload(self, *, digest: Digest) -> int:
         """Ask how many bytes of a payload are durable."""
@@ -203,15 +174,17 @@ class CoordinatorClient(Calls):
 
     async def abandon_work(self, *, site: SiteId, incarnation: str, assignments: Sequence[int]) -> None:
         """Give assignments back."""
-        request = rollout_pb2.AbandonWorkRequest(site=site, incarnation=incarnation, assignments=list(assignments))
-        await self._call("AbandonWork", request)
+        for first in range(0, len(assignments), ASSIGNMENTS_AT_ONCE):
+            some = assignments[first : first + ASSIGNMENTS_AT_ONCE]
+            request = rollout_pb2.AbandonWorkRequest(site=site, incarnation=incarnation, assignments=list(some))
+            await self._call("AbandonWork", request)
 
     async def push_groups(self, groups: Sequence[Group]) -> list[PushOutcome]:
         """Push groups and return outcomes of the first ones, in order; repeating the call is harmless.
 
         Fewer than were pushed came before the link broke: what is settled is settled, whatever became of the rest.
         """
-        pushed = [rollout_pb2.PushGroupsRequest(group=group_to_pb(group)) for group in groups]
+        pushed = [push_to_pb(group, limit_bytes=self._link.send_bytes) for group in groups]
         timeout_s = self._push_timeout_s(sum(message.ByteSize() for message in pushed))
 
         async def requests() -> AsyncIterator[rollout_pb2.PushGroupsRequest]:
@@ -229,7 +202,7 @@ class CoordinatorClient(Calls):
                         async for message in stubs.method("PushGroups")(requests(), timeout=timeout_s):
                             # One for each group; what a peer sends beyond that, or of others, is not kept.
                             if len(outcomes) < len(pushed) and is_in_order:
-                                outcome = messages.outcome_from_pb(message)
+                                outcome = messages.outcome_from_pb(readable("PushGroups", message))
                                 is_in_order = outcome.id == groups[len(outcomes)].id
                                 outcomes += [outcome] * is_in_order
             except (grpc.aio.AioRpcError, Unreachable):
@@ -274,7 +247,10 @@ class CoordinatorClient(Calls):
     async def register(self, registration: Registration) -> RegisterAnswer:
         """Introduce a sampler."""
         request = messages.registration_to_pb(registration)
-        return messages.register_answer_from_pb(await self._call("Register", request))
+        answer = messages.register_answer_from_pb(await self._call("Register", request))
+        if answer.max_message_bytes:
+            await self._link.send_up_to(answer.max_message_bytes)
+        return answer
 
     async def heartbeat(self, beat: Heartbeat) -> tuple[Command, ...]:
         """Report a sampler's state and receive commands."""

@@ -12,6 +12,8 @@ from services.common.types import Contract
 
 OVERHEAD_BYTES = 4096
 """Room in a message for everything but its padding."""
+MAX_ANSWER_BYTES = 1 << 20
+"""Largest padding of an answer: every role may ask, and what nobody reads stays in the coordinator's memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,17 +1,13 @@
-"""The door of the server: every call, and every message of an open stream, is checked against its certificate.
+"""Who may come in: every call, and every message of an open stream, is checked against its certificate.
 
-Guarantees: no handler runs before its caller is admitted. A certificate that is revoked or expires ends also the
-streams that it opened, at their next message in either direction. Refusals are counted by reason.
+Guarantees: a certificate that is revoked or expires is refused from the next question on. Refusals are counted by
+reason. The door (services.common.rpc.door) asks.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterable, Mapping
-from typing import Any
-
-import grpc
-import grpc.aio
+from collections.abc import Callable, Container, Iterable, Mapping
 
 from services.common.access import refuse_call, refuse_request
 from services.common.errors import PermissionDenied, Unauthenticated
@@ -21,7 +17,6 @@ from services.common.metrics import IDENTITY_REFUSALS
 TLS_VERSION = b"TLSv1.3"
 EXPIRED_RETRY_S = 5.0
 _FORBIDDEN = frozenset({RefusalReason.RUN, RefusalReason.ROLE, RefusalReason.SITE, RefusalReason.UNKNOWN_RPC})
-_Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Gate:
@@ -83,60 +78,6 @@ class Gate:
             PermissionDenied: it speaks for another site.
         """
         _raise(refuse_request(method, peer, request))
-
-
-class Door(grpc.aio.ServerInterceptor):
-    """Puts the gate in front of every handler; stands inside the interceptor that maps errors."""
-
-    def __init__(self, gate: Gate) -> None:
-        self._gate = gate
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Return the method's handler, guarded."""
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return handler
-        method = str(handler_call_details.method)
-        codec = (handler.request_deserializer, handler.response_serializer)
-        if handler.request_streaming and handler.response_streaming:
-            return grpc.stream_stream_rpc_method_handler(self._streamed(handler.stream_stream, method, True), *codec)
-        if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(self._streamed(handler.unary_stream, method, False), *codec)
-        if handler.request_streaming:
-            return grpc.stream_unary_rpc_method_handler(self._single(handler.stream_unary, method, True), *codec)
-        return grpc.unary_unary_rpc_method_handler(self._single(handler.unary_unary, method, False), *codec)
-
-    def _single(self, inner: Any, method: str, is_stream: bool) -> Callable[[Any, _Context], Awaitable[Any]]:
-        async def call(request: Any, context: _Context) -> Any:
-            peer = self._gate.admit(method, context.auth_context())
-            return await inner(self._checked(method, peer, request, is_stream), context)
-
-        return call
-
-    def _streamed(self, inner: Any, method: str, is_stream: bool) -> Callable[[Any, _Context], AsyncIterator[Any]]:
-        async def call(request: Any, context: _Context) -> AsyncIterator[Any]:
-            peer = self._gate.admit(method, context.auth_context())
-            async for answer in inner(self._checked(method, peer, request, is_stream), context):
-                self._gate.recheck(peer)
-                yield answer
-
-        return call
-
-    def _checked(self, method: str, peer: Peer, request: Any, is_stream: bool) -> Any:
-        if is_stream:
-            return self._each(method, peer, request)
-        self._gate.check_request(method, peer, request)
-        return request
-
-    async def _each(self, method: str, peer: Peer, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        async for request in requests:
-            self._gate.recheck(peer)
-            self._gate.check_request(method, peer, request)
-            yield request
 
 
 def _identify(auth: Mapping[str, Iterable[bytes]]) -> Identity | Refusal:

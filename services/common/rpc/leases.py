@@ -14,6 +14,7 @@ def grant_to_pb(value: LeaseGrant) -> policy_pb2.AcquireLeaseResponse:
         ttl_s=value.ttl_s,
         head_version=value.head_version,
         holder=value.holder,
+        max_message_bytes=value.max_message_bytes,
         max_staleness_versions=value.max_staleness_versions,
     )
 

@@ -16,7 +16,7 @@ from heterorl.v1 import backup_pb2_grpc, diagnosis_pb2_grpc, policy_pb2_grpc, ro
 
 from services.common.errors import Unreachable
 from services.common.rpc.credentials import MaterialFiles, channel_credentials
-from services.common.rpc.options import link_options
+from services.common.rpc.options import MAX_MESSAGE_BYTES, link_options
 from services.common.tls import TlsConfig, check_tls
 
 
@@ -58,10 +58,22 @@ class Link:
         """
         check_tls(tls, key="coordinator", address=address)
         self._address = address
-        self._options = link_options(max_message_bytes)
+        self._receive_bytes = max_message_bytes
+        self.send_bytes = max_message_bytes
+        """Largest message that this link sends."""
         self._files = None if tls.insecure else MaterialFiles(tls)
         self._lane = self._open()
         self._retired: set[_Lane] = set()
+
+    async def send_up_to(self, num_bytes: int) -> None:
+        """Send messages up to the other end's limit from now on; what is received keeps the limit of this end."""
+        limit = min(num_bytes, MAX_MESSAGE_BYTES)
+        if limit != self.send_bytes:
+            # gRPC sets limits for a channel's life, so there is another one; calls under way end on theirs.
+            self.send_bytes = limit
+            self._retired.add(self._lane)
+            self._lane = self._open()
+            await self._sweep()
 
     async def close(self) -> None:
         """Close all channels; calls under way are cancelled."""
@@ -91,13 +103,14 @@ class Link:
         return self._lane
 
     def _open(self) -> _Lane:
+        own = link_options(self._receive_bytes, send_bytes=self.send_bytes)
         if self._files is None:
             # A proxy from the environment would carry plaintext off this machine.
-            options = [*self._options, ("grpc.enable_http_proxy", 0)]
+            options = [*own, ("grpc.enable_http_proxy", 0)]
             channel, number = grpc.aio.insecure_channel(self._address, options=options), 0
         else:
             material = self._files.current()
-            channel = grpc.aio.secure_channel(self._address, channel_credentials(material), options=self._options)
+            channel = grpc.aio.secure_channel(self._address, channel_credentials(material), options=own)
             number = material.number
         return _Lane(channel=channel, stubs=Stubs(channel), number=number)
 

@@ -136,6 +136,7 @@ def grant_from_pb(message: policy_pb2.AcquireLeaseResponse | policy_pb2.RenewLea
         ttl_s=message.ttl_s,
         head_version=message.head_version,
         rollback_to=message.rollback_to if is_ordered else -1,  # type: ignore[union-attr]
+        max_message_bytes=message.max_message_bytes if isinstance(message, policy_pb2.AcquireLeaseResponse) else 0,
         max_staleness_versions=message.max_staleness_versions if message.HasField("max_staleness_versions") else -1,
     )
 
@@ -226,6 +227,7 @@ def register_answer_to_pb(value: RegisterAnswer) -> run_pb2.RegisterResponse:
         head_version=value.head_version,
         next_sequence=value.next_sequence,
         max_staleness_versions=value.max_staleness_versions,
+        max_message_bytes=value.max_message_bytes,
     )
 
 
@@ -236,6 +238,7 @@ def register_answer_from_pb(message: run_pb2.RegisterResponse) -> RegisterAnswer
         head_version=message.head_version,
         next_sequence=message.next_sequence,
         max_staleness_versions=message.max_staleness_versions,
+        max_message_bytes=message.max_message_bytes,
     )
 
 

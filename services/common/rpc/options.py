@@ -11,11 +11,18 @@ FRAME_BYTES = 1 << 20
 """Weights travel in frames of this size."""
 
 
-def link_options(max_message_bytes: int) -> list[tuple[str, int]]:
-    """Options of a channel or server: limits before parsing, dead peers noticed in seconds."""
+MAX_MESSAGE_BYTES = 512 << 20
+"""Above the largest limit that any configuration may set."""
+
+
+def link_options(max_message_bytes: int, *, send_bytes: int = 0) -> list[tuple[str, int]]:
+    """Options of a channel or server: limits before parsing, dead peers noticed in seconds.
+
+    `send_bytes` is the limit of what is sent where it is another than of what is received.
+    """
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
-        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", send_bytes or max_message_bytes),
         ("grpc.max_metadata_size", 8 * 1024),
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 5_000),

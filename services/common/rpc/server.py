@@ -13,15 +13,20 @@ from grpc_health.v1 import health_pb2_grpc
 
 from services.common.errors import ConfigError, PortInUse
 from services.common.identity import Identity, Role
+from services.common.rpc.budget import Budget
 from services.common.rpc.credentials import MaterialFiles, server_credentials
-from services.common.rpc.gate import Door, Gate
+from services.common.rpc.door import Door
+from services.common.rpc.gate import Gate
 from services.common.rpc.health_servicer import Health
 from services.common.rpc.interceptors import ErrorsAndTimes
 from services.common.rpc.options import server_options
 from services.common.rpc.revocation import Revocations
+from services.common.rpc.shares import Shares
 from services.common.tls import ServerTlsConfig, check_tls
 
 _LOG = logging.getLogger(__name__)
+UNREFUSED_RPCS = 8
+"""Calls that gRPC lets in for each place that the door has; all but the placed ones are on their way out."""
 
 
 class Server:
@@ -34,9 +39,11 @@ class Server:
         max_concurrent_rpcs: int,
         run_id: str,
         tls: ServerTlsConfig,
+        site_concurrent_rpcs: int = 32,
+        messages_in_flight_bytes: int = 1 << 30,
         wall_time: Callable[[], float] = time.time,
     ) -> None:
-        """Prepare a server.
+        """Prepare a server; the configuration of the coordinator says what the bounds mean.
 
         Raises:
             ConfigError: a file of certificates cannot be used, or is not a coordinator's of this run.
@@ -54,10 +61,16 @@ class Server:
             wall_time=wall_time,
             revoked=frozenset() if self._revoked is None else self._revoked,
         )
+        self.door = Door(
+            gate,
+            shares=Shares(places=max_concurrent_rpcs, per_site=site_concurrent_rpcs),
+            budget=Budget(total_bytes=messages_in_flight_bytes, message_bytes=max_message_bytes),
+        )
         self.grpc = grpc.aio.server(
-            interceptors=[ErrorsAndTimes(), Door(gate)],
+            interceptors=[ErrorsAndTimes(), self.door],
             options=server_options(max_message_bytes),
-            maximum_concurrent_rpcs=max_concurrent_rpcs,
+            # gRPC counts without asking whose a call is, so its own bound is only for calls that are being refused.
+            maximum_concurrent_rpcs=UNREFUSED_RPCS * max_concurrent_rpcs,
         )
         self._health = Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)

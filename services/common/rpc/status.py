@@ -1,6 +1,13 @@
-"""The one table between typed errors and gRPC statuses, used by both ends; details travel as ErrorDetail."""
+"""The one table between typed errors and gRPC statuses, used by both ends; details travel as ErrorDetail.
+
+One rule: our server always says why, so a status without ErrorDetail is the transport's, a proxy's or an overloaded
+library's. Whatever its code, it is worth asking again with a growing delay, and nothing of it is ever final. The one
+exception is a message over a limit, which stays as large as it is.
+"""
 
 from __future__ import annotations
+
+import re
 
 import grpc
 import grpc.aio
@@ -29,6 +36,7 @@ TABLE: dict[type[RemoteError], tuple[errors_pb2.ErrorReason.ValueType, grpc.Stat
     errors.PayloadMissing: (_R.ERROR_REASON_PAYLOAD_MISSING, grpc.StatusCode.FAILED_PRECONDITION),
     errors.TooStale: (_R.ERROR_REASON_TOO_STALE, grpc.StatusCode.FAILED_PRECONDITION),
     errors.QuotaExceeded: (_R.ERROR_REASON_QUOTA_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    errors.MessageTooLarge: (_R.ERROR_REASON_MESSAGE_TOO_LARGE, grpc.StatusCode.RESOURCE_EXHAUSTED),
     errors.Draining: (_R.ERROR_REASON_DRAINING, grpc.StatusCode.UNAVAILABLE),
     errors.NotRegistered: (_R.ERROR_REASON_NOT_REGISTERED, grpc.StatusCode.FAILED_PRECONDITION),
     errors.RunFinished: (_R.ERROR_REASON_RUN_FINISHED, grpc.StatusCode.FAILED_PRECONDITION),
@@ -40,8 +48,13 @@ TABLE: dict[type[RemoteError], tuple[errors_pb2.ErrorReason.ValueType, grpc.Stat
 }
 _CLASS_OF = {reason: error for error, (reason, _) in TABLE.items()}
 
-RETRYABLE_CODES = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
-"""Codes of the transport itself: the request may or may not have had its effect."""
+_REFUSING_CODES = frozenset(
+    {grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
+)
+"""Codes that a proxy or a program without our errors answers with at once, however often it is asked."""
+REFUSED_RETRY_S = 5.0
+_TOO_LARGE = re.compile(r"message larger than max \(\d+ vs\. -?\d+\)")
+"""What gRPC says at either end of a message over that end's limit; it has no code of its own."""
 
 
 def reason_of(error: HeterorlError) -> str:
@@ -76,11 +89,11 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> HeterorlError | None:
         status = rpc_status.from_call(error)
     except ValueError:
         status = None
-    from_peer = False
+    from_peer, delay_s = False, 0.0
     for packed in status.details if status is not None else ():
         detail = errors_pb2.ErrorDetail()
         if packed.Is(detail.DESCRIPTOR) and packed.Unpack(detail):
-            from_peer = True
+            from_peer, delay_s = True, detail.retry_after_s
             error_class = _CLASS_OF.get(detail.reason)
             if error_class is not None:
                 return error_class(
@@ -88,12 +101,17 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> HeterorlError | None:
                     action=peer_words(detail.action) or None,
                     retry_after_s=peer_seconds(detail.retry_after_s),
                 )
-    if error.code() in RETRYABLE_CODES or (error.code() is grpc.StatusCode.INTERNAL and not from_peer):
-        # Our server always says why. gRPC itself answers a bare INTERNAL when the connection ends under a call, as
-        # after a process was suspended for longer than its pings may take.
-        return None
-    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return errors.QuotaExceeded(
-            error.details() or "message over the size limit", action="send less at once; the limit is the peer's"
+    if from_peer:
+        text = f"{error.code().name}: {error.details()}"
+        return RemoteError(text, action="see the coordinator's log", retry_after_s=delay_s)
+    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE.search(error.details() or ""):
+        return errors.MessageTooLarge(error.details() or "")
+    if error.code() in _REFUSING_CODES:
+        return RemoteError(
+            f"{error.code().name}: {error.details()}",
+            action="asked again; if it stays, check that the address is the coordinator's, and its release",
+            retry_after_s=REFUSED_RETRY_S,
         )
-    return RemoteError(f"{error.code().name}: {error.details()}", action="see the coordinator's log")
+    # gRPC also answers a bare INTERNAL when the connection ends under a call, as after a process was suspended for
+    # longer than its pings may take, a bare RESOURCE_EXHAUSTED when it is overloaded, a bare UNKNOWN for a defect.
+    return None

@@ -78,15 +78,37 @@ def store_tensor(
     Raises:
         ConfigError: a weight is not finite in the published type.
     """
-    rounded = tensor.detach().to(device="cpu", dtype=TORCH_DTYPE[spec.dtype]).contiguous()
+    dtype = TORCH_DTYPE[spec.dtype]
+    bits = None
+    if published is not None and dead_band_ulp:
+        bits = torch.from_numpy(published.view(spec.name)).view(dtype)
+    rounded = round_to(tensor.detach().cpu(), dtype, published=bits, dead_band_ulp=dead_band_ulp).contiguous()
     if not rounded.to(torch.float32).isfinite().all():
         raise ConfigError(
             "published_dtype", f"{spec.name} is not finite as {spec.dtype}", action="publish a wider type"
         )
-    if published is not None and dead_band_ulp:
-        bits = torch.from_numpy(published.view(spec.name)).view(rounded.dtype)
-        rounded = torch.where(_is_within(tensor, bits, dead_band_ulp), bits, rounded)
     arena.view(spec.name)[...] = rounded.view(_INTEGER[rounded.element_size()]).numpy()
+
+
+def round_to(
+    master: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    published: torch.Tensor | None = None,
+    dead_band_ulp: float = 0.0,
+) -> torch.Tensor:
+    """What a master is published as, on its own device.
+
+    Args:
+        master: of a wider type.
+        dtype: the published type.
+        published: what was published last, in that type and on that device.
+        dead_band_ulp: elements at most this far from it keep it.
+    """
+    rounded = master.detach().to(dtype)
+    if published is None or not dead_band_ulp:
+        return rounded
+    return torch.where(_is_within(master, published, dead_band_ulp), published, rounded)
 
 
 def _is_within(master: torch.Tensor, published: torch.Tensor, dead_band_ulp: float) -> torch.Tensor:
@@ -95,7 +117,7 @@ def _is_within(master: torch.Tensor, published: torch.Tensor, dead_band_ulp: flo
     wide = published.double()
     exponent = torch.frexp(wide).exponent
     ulp = torch.ldexp(torch.full_like(wide, limits.eps / 2), exponent).clamp(min=limits.tiny * limits.eps)
-    return (master.detach().to(device="cpu", dtype=torch.float64) - wide).abs() <= dead_band_ulp * ulp
+    return (master.detach().double() - wide).abs() <= dead_band_ulp * ulp
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ the others are through.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Sequence
@@ -36,6 +37,7 @@ from services.learner.logprobs import logit_temperature
 from services.learner.loss_config import LossConfig
 from services.learner.loss_registry import caveats, rule_of
 from services.learner.model import check_forward, load_model
+from services.learner.stand_in import Rounding
 from services.learner.statistics import MicroBatchSample, build_report
 from services.learner.step import apply_gradients, learning_rate
 
@@ -99,6 +101,11 @@ class DeepSpeedBackend:
             micro_batch_tokens=config.micro_batch_tokens,
             batching=config.batching,
         )
+        self._rounding: Rounding | None = None
+        if config.forward_weights == "published" and config.stage == 0:
+            # Without the dead band, which counts from an arena that rank 0 alone has: ranks must compute alike.
+            self._rounding = Rounding(model, self._layout, dead_band_ulp=0.0)
+        self._round_copies()
         self._applied_steps = 0
         self._last_extras: dict[str, float] = {}
 
@@ -214,7 +221,8 @@ class DeepSpeedBackend:
             self._restore(command.directory)
 
     def _train(self, groups: Sequence[Group], head_version: int) -> tuple[list[MicroBatchSample], bool, float]:
-        samples = self._passes.accumulate(build_batch(groups, loss=self._loss, head_version=head_version))
+        with self._rounding.applied() if self._rounding is not None else contextlib.nullcontext():
+            samples = self._passes.accumulate(build_batch(groups, loss=self._loss, head_version=head_version))
         sequences = join([sample.sequences for sample in samples])
         lr = learning_rate(
             lr=self._config.lr, warmup_steps=self._config.warmup_steps, applied_steps=self._applied_steps
@@ -235,6 +243,7 @@ class DeepSpeedBackend:
         for options in optimizer.param_groups:
             options["lr"] = lr
         self._engine.step()
+        self._round_copies()
         return not optimizer.overflow, float(optimizer._global_grad_norm)
 
     def _load_published(self, arena: Arena | None, *, keep_optimizer: bool) -> None:
@@ -253,6 +262,7 @@ class DeepSpeedBackend:
                 .float()
                 for name in self._buffers
             }
+        self._round_copies()
         if not keep_optimizer:
             self._state.reset(steps=0)
             self._applied_steps = 0
@@ -266,3 +276,9 @@ class DeepSpeedBackend:
         if not self._ranks.all_agree(problem is None):
             raise problem or CorruptStore(f"checkpoint {directory} cannot be read by every rank")
         self._applied_steps = files.restore(self._state)
+        self._round_copies()
+
+    def _round_copies(self) -> None:
+        """Stages 1 to 3: DeepSpeed wrote the masters into what the model computes with; make it what is published."""
+        if self._config.forward_weights == "published" and self._config.stage:
+            self._state.round_copies(tensors.TORCH_DTYPE[self._config.published_dtype])

@@ -1,4 +1,4 @@
-"""One process, one device: fp32 masters, AdamW, weights rounded to the published type only on their way out.
+"""One process, one device: fp32 masters, AdamW, and passes that see the masters as they are published.
 
 Implements services.learner.backends.backend.TrainBackend. On the CPU a run is a pure function of its inputs, its
 weights and the number of threads.
@@ -6,8 +6,10 @@ weights and the number of threads.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -29,6 +31,7 @@ from services.learner.logprobs import logit_temperature
 from services.learner.loss_config import LossConfig
 from services.learner.loss_registry import caveats, rule_of
 from services.learner.model import check_forward, load_model
+from services.learner.stand_in import Rounding
 from services.learner.statistics import build_report
 from services.learner.step import accumulate_gradients, apply_gradients, learning_rate
 
@@ -74,6 +77,9 @@ class TorchBackend:
         self._clock = clock or SystemClock()
         self._temperature = logit_temperature(sampling)
         self._layout = tensors.layout_of(self._model, config.published_dtype)
+        self._rounding: Rounding | None = None
+        if config.forward_weights == "published":
+            self._rounding = Rounding(self._model, self._layout, dead_band_ulp=config.dead_band_ulp)
         self._optimizer = self._new_optimizer()
         self._applied_steps = 0
         self._last_extras: dict[str, float] = {}
@@ -93,19 +99,24 @@ class TorchBackend:
         """The model being trained, for evaluation between steps; not to be changed."""
         return self._model
 
+    def computing(self) -> AbstractContextManager[None]:
+        """While it lasts, the model holds the weights that a step's passes compute with."""
+        return contextlib.nullcontext() if self._rounding is None else self._rounding.applied()
+
     def train_step(self, groups: Sequence[QueuedGroup], *, head_version: int, step: int) -> StepReport:
         """Take one optimizer step on whole groups; see TrainBackend."""
         started = self._clock.monotonic()
-        samples = accumulate_gradients(
-            self._model,
-            build_batch([queued.group for queued in groups], loss=self._loss, head_version=head_version),
-            loss=self._loss,
-            temperature=self._temperature,
-            max_new_tokens=self._sampling.max_new_tokens,
-            micro_batch_tokens=self._config.micro_batch_tokens,
-            batching=self._config.batching,
-            autocast_dtype=torch.bfloat16 if self._config.compute_dtype == "bf16" else None,
-        )
+        with self.computing():
+            samples = accumulate_gradients(
+                self._model,
+                build_batch([queued.group for queued in groups], loss=self._loss, head_version=head_version),
+                loss=self._loss,
+                temperature=self._temperature,
+                max_new_tokens=self._sampling.max_new_tokens,
+                micro_batch_tokens=self._config.micro_batch_tokens,
+                batching=self._config.batching,
+                autocast_dtype=torch.bfloat16 if self._config.compute_dtype == "bf16" else None,
+            )
         sequences = join([sample.sequences for sample in samples])
         lr = learning_rate(
             lr=self._config.lr, warmup_steps=self._config.warmup_steps, applied_steps=self._applied_steps
@@ -132,6 +143,8 @@ class TorchBackend:
     def store(self, arena: Arena, *, published: Arena | None = None) -> None:
         """Round the masters to the published type and write their bits; see TrainBackend."""
         tensors.store(self._model, arena, published=published, dead_band_ulp=self._config.dead_band_ulp)
+        if self._rounding is not None:
+            self._rounding.note_published(arena)
 
     def load_published(self, arena: Arena, *, keep_optimizer: bool = False) -> None:
         """Take published weights as masters and start the optimizer anew: its moments belong to other weights.
@@ -139,6 +152,8 @@ class TorchBackend:
         `keep_optimizer` where they do not, because these weights are a few steps away.
         """
         tensors.load(arena, self._model)
+        if self._rounding is not None:
+            self._rounding.note_published(arena)
         if keep_optimizer:
             return
         self._optimizer = self._new_optimizer()

@@ -99,6 +99,18 @@ class ZeroState:
             if key == "" and self._stage:
                 parameter.data.view(-1).copy_(whole)
 
+    @torch.no_grad()
+    def round_copies(self, dtype: torch.dtype) -> None:
+        """Round what the model computes with in stages 1 to 3, which is a copy: the masters stay as they are.
+
+        Every rank rounds its whole copy or its own piece alike. A copy in bf16 is left alone: it is narrower already.
+        """
+        assert self._stage, "in stage 0 the model computes with the masters"
+        for parameter in self._parameters.values():
+            copy = parameter.ds_tensor.data if self._stage == 3 else parameter.data
+            if copy.dtype == torch.float32:
+                copy.copy_(copy.to(dtype))
+
     def steps(self) -> int:
         """Optimizer steps that the moments have seen."""
         return max((int(self._optimizer.state.get(flat, {}).get("step", 0)) for flat in self._flats()), default=0)

@@ -5,7 +5,12 @@ import sqlite3
 import pytest
 
 from services.common.errors import InvalidRequest, UnknownVersion
+from services.coordinator import plans
+from services.coordinator.config import CoordinatorConfig
+from services.coordinator.core import Coordinator
 from services.coordinator.manifests import MAX_MANIFESTS, read_manifests
+from tests.support.clock import ManualClock
+from tests.support.run import Run
 
 SIZES = [10, 20, 30, 40, 50]
 
@@ -53,3 +58,26 @@ def test_impossible_ranges_are_refused(connection):
         read_manifests(connection, first=3, last=5)
     # A range that begins before the first version holds what there is.
     assert len(read_manifests(connection, first=-(2**63), last=4)) == 5
+
+
+async def test_plan_over_large_manifests_carries_its_targets_alone_and_the_others_are_listed(tmp_path, monkeypatch):
+    core = await Coordinator.open(CoordinatorConfig(data_dir=tmp_path / "data", merged_bytes=0), ManualClock())
+    run = Run(core, tmp_path)
+    await run.begin()
+    for _ in range(9):
+        await run.publish()
+    target = await core.get_signed_manifest(version=8)
+
+    async def plan():
+        return await core.plan_pull(have_version=0, have_root=run.roots[0], want_version=-1)
+
+    small = await plan()
+    assert len(small.manifests) == len(small.payloads) == 8
+    monkeypatch.setattr(plans, "MAX_MANIFEST_BYTES", 3 * len(target.data))
+    large = await plan()
+
+    assert large.payloads == small.payloads
+    assert large.manifests == (target.data,)
+    listed = await core.list_manifests(first_version=1, last_version=8)
+    assert tuple(reversed(listed)) == small.manifests
+    await core.close()

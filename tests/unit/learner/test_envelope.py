@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from services.common.types import DropReason
+from services.common.weights import tensors
+from services.common.weights.arena import Arena
 from services.learner.inbox import Inbox
 from services.learner.patience import Patience
 from services.learner.session import Session
@@ -27,9 +29,14 @@ class Api:
 
 
 def session_of(tmp_path, api, inbox, **verification):
+    model = tiny_model()
+    published = Arena(tensors.layout_of(model, "bf16"))
+    tensors.store(model, published)
     return Session(
         config=learner_config(tmp_path, verification=verification), api=api,
-        backend=SimpleNamespace(torch_model=tiny_model()), publisher=None, inbox=inbox, journal=None,
+        backend=SimpleNamespace(torch_model=model),
+        publisher=SimpleNamespace(position=SimpleNamespace(shadow=published, head_version=0)), inbox=inbox,
+        journal=None,
         patience=Patience(clock=ManualClock(), rng=random.Random(0), base_s=1.0, cap_s=1.0),
         evaluator=None, epoch=1, step=0,
     )  # fmt: skip

@@ -310,7 +310,14 @@ def test_one_token_of_a_hundred_may_differ_and_two_may_not():
 def test_log_ratio_is_the_mean_difference_under_the_model(site, honest):
     shifted = with_rollout(honest[0], 1, sampler_logprobs=honest[0].rollouts[1].sampler_logprobs - np.float32(2.0))
 
-    (ratios,) = log_ratios(site.engine().model, [shifted], temperature=1.0)
+    engine = site.engine()
+    drawn_with = Arena(engine.layout)
+    tensors.store(engine.model, drawn_with)
+    with torch.no_grad():
+        # What the model holds beside it, as masters do, is nobody's policy.
+        next(engine.model.parameters()).mul_(1.5)
+
+    (ratios,) = log_ratios(engine.model, [shifted], weights=drawn_with, temperature=1.0)
 
     # The model is the one that drew: every ratio is 0 but that of the rollout that says it was less likely.
     assert ratios == pytest.approx([0.0, 2.0, 0.0, 0.0], abs=1e-4)

@@ -300,6 +300,21 @@ async def test_learner_has_no_effect_when_its_epoch_is_over(coordinator, tmp_pat
     assert (status.ledger.consumed, status.ledger.pending) == (0, QUEUE)
 
 
+async def test_learner_with_a_smaller_limit_than_the_coordinators_names_the_key_and_leaves_the_lease(
+    coordinator, tmp_path
+):
+    config = learner_config(tmp_path, max_message_bytes=2 << 20)
+
+    with pytest.raises(
+        ConfigError, match=r"2097152 is below the coordinator's, 16777216.*set it to 16777216"
+    ) as refused:
+        await learn(config, coordinator)
+
+    assert refused.value.key == "max_message_bytes"
+    # Another one need not wait for the lease to run out.
+    await coordinator.acquire_lease(holder="other", contract=make_contract(), request_id="r")
+
+
 async def test_learner_stops_when_its_contract_differs(coordinator, tmp_path):
     grant = await coordinator.acquire_lease(holder="learner", contract=make_contract(), request_id="r")
     await coordinator.release_lease(epoch=grant.epoch)

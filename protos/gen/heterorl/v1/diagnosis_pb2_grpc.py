@@ -49,7 +49,7 @@ class DiagnosisServiceServicer(object):
     def Diagnose(self, request, context):
         """Diagnose states what the coordinator runs with and sends back as many bytes as asked for; it changes nothing.
 
-        INVALID_ARGUMENT: ask for at most max_message_bytes. RESOURCE_EXHAUSTED: send less padding. UNAVAILABLE: repeat.
+        INVALID_ARGUMENT: ask for at most 1 MiB. RESOURCE_EXHAUSTED: send less padding. UNAVAILABLE: repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

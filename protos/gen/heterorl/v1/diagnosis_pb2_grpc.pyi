@@ -63,7 +63,7 @@ class DiagnosisServiceStub(typing.Generic[_DiagnosisServiceDiagnoseType]):
     Diagnose: _DiagnosisServiceDiagnoseType
     """Diagnose states what the coordinator runs with and sends back as many bytes as asked for; it changes nothing.
 
-    INVALID_ARGUMENT: ask for at most max_message_bytes. RESOURCE_EXHAUSTED: send less padding. UNAVAILABLE: repeat.
+    INVALID_ARGUMENT: ask for at most 1 MiB. RESOURCE_EXHAUSTED: send less padding. UNAVAILABLE: repeat.
     """
 
 DiagnosisServiceAsyncStub: typing_extensions.TypeAlias = DiagnosisServiceStub[
@@ -84,7 +84,7 @@ class DiagnosisServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[heterorl.v1.diagnosis_pb2.DiagnoseResponse, collections.abc.Awaitable[heterorl.v1.diagnosis_pb2.DiagnoseResponse]]:
         """Diagnose states what the coordinator runs with and sends back as many bytes as asked for; it changes nothing.
 
-        INVALID_ARGUMENT: ask for at most max_message_bytes. RESOURCE_EXHAUSTED: send less padding. UNAVAILABLE: repeat.
+        INVALID_ARGUMENT: ask for at most 1 MiB. RESOURCE_EXHAUSTED: send less padding. UNAVAILABLE: repeat.
         """
 
 def add_DiagnosisServiceServicer_to_server(servicer: DiagnosisServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -247,11 +247,14 @@ class AcquireLeaseResponse(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    MAX_MESSAGE_BYTES_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     TTL_S_FIELD_NUMBER: builtins.int
     HEAD_VERSION_FIELD_NUMBER: builtins.int
     HOLDER_FIELD_NUMBER: builtins.int
     MAX_STALENESS_VERSIONS_FIELD_NUMBER: builtins.int
+    max_message_bytes: builtins.int
+    """Largest message that the coordinator takes and sends, bytes; 0 where it does not say."""
     epoch: builtins.int
     """Epoch to name in every effect."""
     ttl_s: builtins.float
@@ -265,6 +268,7 @@ class AcquireLeaseResponse(google.protobuf.message.Message):
     def __init__(
         self,
         *,
+        max_message_bytes: builtins.int = ...,
         epoch: builtins.int = ...,
         ttl_s: builtins.float = ...,
         head_version: builtins.int = ...,
@@ -272,7 +276,7 @@ class AcquireLeaseResponse(google.protobuf.message.Message):
         max_staleness_versions: builtins.int | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_max_staleness_versions", b"_max_staleness_versions", "max_staleness_versions", b"max_staleness_versions"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_staleness_versions", b"_max_staleness_versions", "epoch", b"epoch", "head_version", b"head_version", "holder", b"holder", "max_staleness_versions", b"max_staleness_versions", "ttl_s", b"ttl_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_max_staleness_versions", b"_max_staleness_versions", "epoch", b"epoch", "head_version", b"head_version", "holder", b"holder", "max_message_bytes", b"max_message_bytes", "max_staleness_versions", b"max_staleness_versions", "ttl_s", b"ttl_s"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_max_staleness_versions", b"_max_staleness_versions"]) -> typing.Literal["max_staleness_versions"] | None: ...
 
 Global___AcquireLeaseResponse: typing_extensions.TypeAlias = AcquireLeaseResponse

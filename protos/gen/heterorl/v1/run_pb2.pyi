@@ -108,10 +108,13 @@ class RegisterResponse(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    MAX_MESSAGE_BYTES_FIELD_NUMBER: builtins.int
     RUN_ID_FIELD_NUMBER: builtins.int
     HEAD_VERSION_FIELD_NUMBER: builtins.int
     NEXT_SEQUENCE_FIELD_NUMBER: builtins.int
     MAX_STALENESS_VERSIONS_FIELD_NUMBER: builtins.int
+    max_message_bytes: builtins.int
+    """Largest message that the coordinator takes and sends, bytes; 0 where it does not say."""
     run_id: builtins.str
     """Name of the run."""
     head_version: builtins.int
@@ -123,12 +126,13 @@ class RegisterResponse(google.protobuf.message.Message):
     def __init__(
         self,
         *,
+        max_message_bytes: builtins.int = ...,
         run_id: builtins.str = ...,
         head_version: builtins.int = ...,
         next_sequence: builtins.int = ...,
         max_staleness_versions: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["head_version", b"head_version", "max_staleness_versions", b"max_staleness_versions", "next_sequence", b"next_sequence", "run_id", b"run_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["head_version", b"head_version", "max_message_bytes", b"max_message_bytes", "max_staleness_versions", b"max_staleness_versions", "next_sequence", b"next_sequence", "run_id", b"run_id"]) -> None: ...
 
 Global___RegisterResponse: typing_extensions.TypeAlias = RegisterResponse
 

@@ -1,0 +1,95 @@
+"""Other weights in a model for a while: what was published, or what its masters would be published as.
+
+A model whose masters are fp32 is another policy than its published rounding, which is what samplers draw from and what
+is exported. The two differ by up to half a unit in the last place in every weight, and that adds up: after a few steps
+the masters' log-probs are a tenth of a nat per token away from anything that was ever published.
+
+Guarantees: gradients of a pass with stand-ins arrive at the parameters as if these had been used (straight through);
+when the context ends the model has its own tensors, bit for bit, whatever was raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from services.common.weights.arena import Arena, Layout
+from services.common.weights.tensors import TORCH_DTYPE, published_tensors, round_to
+
+
+@contextmanager
+def arena_weights(model: nn.Module, weights: Arena) -> Iterator[None]:
+    """Give the model an arena's weights, in memory of their own meanwhile.
+
+    Args:
+        model: of any floating type; what the arena does not have stays.
+        weights: of the model's layout.
+    """
+    tensors = published_tensors(model)
+    values = {
+        spec.name: torch.from_numpy(weights.view(spec.name)).view(TORCH_DTYPE[spec.dtype])
+        for spec in weights.layout.specs
+        if not spec.alias_of
+    }
+    with _swapped(tensors, {name: values[name].to(tensors[name].device, tensors[name].dtype) for name in values}):
+        yield
+
+
+class Rounding:
+    """A model's masters as they would be published now, for the forward and backward pass of a step."""
+
+    def __init__(self, model: nn.Module, layout: Layout, *, dead_band_ulp: float) -> None:
+        """For a model whose tensors stay the same objects.
+
+        Args:
+            model: the masters.
+            layout: names and types of what is published.
+            dead_band_ulp: what a publication keeps back, a pass does too; then a copy in the published type is held.
+        """
+        self._tensors = published_tensors(model)
+        self._specs = [
+            spec
+            for spec in layout.specs
+            if not spec.alias_of and self._tensors[spec.name].dtype != TORCH_DTYPE[spec.dtype]
+        ]
+        self._band = dead_band_ulp
+        self._published: dict[str, torch.Tensor] = {}
+
+    def note_published(self, arena: Arena) -> None:
+        """Remember what was stored last, from which a dead band counts."""
+        if self._band:
+            for spec in self._specs:
+                bits = torch.from_numpy(arena.view(spec.name)).view(TORCH_DTYPE[spec.dtype])
+                self._published[spec.name] = bits.to(self._tensors[spec.name].device, copy=True)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Let the model compute with the rounded weights; costs one more copy of them."""
+        with torch.no_grad():
+            values = {
+                spec.name: round_to(
+                    self._tensors[spec.name],
+                    TORCH_DTYPE[spec.dtype],
+                    published=self._published.get(spec.name),
+                    dead_band_ulp=self._band,
+                ).to(self._tensors[spec.name].dtype)
+                for spec in self._specs
+            }
+        with _swapped(self._tensors, values):
+            yield
+
+
+@contextmanager
+def _swapped(tensors: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Other data in the same tensor objects, so that gradients and optimizer stay with these."""
+    own = [(tensors[name], tensors[name].data) for name in values]
+    try:
+        for name, value in values.items():
+            tensors[name].data = value
+        yield
+    finally:
+        for tensor, data in own:
+            tensor.data = data

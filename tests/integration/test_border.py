@@ -1,0 +1,273 @@
+"""What one peer can do to everybody else with calls and messages, asked of a real server with certificates."""
+
+import asyncio
+import logging
+import time
+
+import grpc.aio
+import pytest
+from heterorl.v1 import diagnosis_pb2, policy_pb2, rollout_pb2, run_pb2
+
+from services.common import errors
+from services.common.identity import Role
+from services.common.rpc.bounds import bound_of
+from services.common.rpc.diagnosis import MAX_ANSWER_BYTES
+from services.common.rpc.status import from_rpc_error
+from services.common.types import DropReason
+from services.common.wire import group_to_pb
+from tests.integration.test_access_matrix import METHODS, NOT_SERVED, RULES
+from tests.support.run import INCARNATION, SITE
+from tests.support.secure_run import SecureRun
+from tests.unit.common.test_scan import _bytes_field, _entries, _fields, _is_repeated, _wrapped
+
+OURS = sorted(name for name in METHODS if name not in NOT_SERVED)
+ROLE_OF = {name: min(RULES[name].roles, key=lambda role: (role is not Role.SAMPLER, role)) for name in OURS}
+
+
+@pytest.fixture
+async def secure(tmp_path):
+    async with SecureRun(tmp_path) as secure:
+        yield secure
+
+
+def _channel(secure, role, site=SITE, *, own=False):
+    pair = secure.certificates.pair(role, site)
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)] if own else []
+    credentials = grpc.ssl_channel_credentials(secure.certificates.ca, pair.key, pair.cert)
+    return grpc.aio.secure_channel(secure.address, credentials, options=options)
+
+
+def _start(channel, name, *data):
+    """A call with raw bytes."""
+    method = METHODS[name]
+    kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
+    call = getattr(channel, kind)(name)
+    return call(_each(data), timeout=20) if method.client_streaming else call(data[0], timeout=20)
+
+
+async def _each(data):
+    for one in data:
+        yield one
+
+
+async def _refusal(channel, name, *data):
+    call = _start(channel, name, *data)
+    try:
+        if METHODS[name].server_streaming:
+            async for _ in call:
+                pass
+        else:
+            await call
+    except grpc.aio.AioRpcError as error:
+        return error.code(), from_rpc_error(error)
+    return grpc.StatusCode.OK, None
+
+
+def _places(secure):
+    """Calls that are counted now, and bytes of requests."""
+    door = secure.server.door
+    return door.shares.num_calls, door.budget.num_bytes
+
+
+async def _settled(secure):
+    """Until nothing is counted: streams that a test cut end a moment later."""
+    await _until(lambda: _places(secure) == (0, 0))
+
+
+async def _until(is_so):
+    # Counted in the server, which tells nobody.
+    async with asyncio.timeout(20):
+        while not is_so():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+def _bounded(request):
+    """Ways to fields that a message of the largest size has room to break; padding is bounded by that size alone."""
+    return [
+        way
+        for way in _fields(request)
+        for bound in [bound_of(way[-1].containing_type.name, way[-1].name)]
+        if (bound.count < 1 << 15 if _is_repeated(way[-1]) else bound.length < 1 << 13)
+    ]
+
+
+@pytest.mark.parametrize("name", OURS)
+async def test_bytes_that_are_no_message_are_refused_at_every_rpc_and_leave_nothing(secure, name, caplog):
+    site = "main" if ROLE_OF[name] is Role.COORDINATOR else SITE
+    caplog.set_level(logging.INFO)
+    async with _channel(secure, ROLE_OF[name], site) as channel:
+        code, error = await _refusal(channel, name, b"\xff\xff\xff\xff")
+
+    assert (code, type(error)) == (grpc.StatusCode.INVALID_ARGUMENT, errors.InvalidRequest)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+    await _settled(secure)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in OURS if not name.startswith("/grpc.") and _bounded(METHODS[name].input_type)]
+)
+async def test_too_much_in_one_field_is_refused_at_every_rpc_by_the_fields_name(secure, name):
+    request = METHODS[name].input_type
+    way = max(_bounded(request), key=lambda way: (_is_repeated(way[-1]), len(way)))
+    path = ".".join(field.name for field in way)
+    data = _wrapped(way, _entries(way[-1], 1 << 15) if _is_repeated(way[-1]) else _bytes_field(way[-1], b"a" * 8192))
+    async with _channel(secure, ROLE_OF[name]) as channel:
+        code, error = await _refusal(channel, name, data)
+
+    assert code is grpc.StatusCode.INVALID_ARGUMENT, (path, error)
+    assert path in str(error)
+    await _settled(secure)
+
+
+async def test_malformed_group_ends_the_stream_after_those_before_it(secure):
+    work = await secure.run.lease(1)
+    sound = rollout_pb2.PushGroupsRequest(group=group_to_pb(secure.run.group(work[0]))).SerializeToString()
+    async with _channel(secure, "sampler") as channel:
+        call = _start(channel, "/heterorl.v1.RolloutService/PushGroups", sound, b"\xff\xff")
+        answer = rollout_pb2.PushGroupsResponse.FromString(await call.read())
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call.read()
+
+    assert answer.status == rollout_pb2.PUSH_STATUS_ACCEPTED
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    await _settled(secure)
+
+
+async def test_one_certificate_cannot_take_the_places_of_others(secure):
+    await secure.run.lease(1)
+    channels = [_channel(secure, "sampler", "us-1", own=True) for _ in range(4)]
+    watch = policy_pb2.WatchHeadRequest(after_version=9).SerializeToString()
+    calls = [
+        _start(channel, name, data)
+        for channel in channels
+        for name, data in (("/heterorl.v1.PolicyService/WatchHead", watch),) * 40
+    ]
+    reads = [asyncio.ensure_future(call.read()) for call in calls]
+    while len([read for read in reads if read.done()]) < 156:
+        await asyncio.wait([read for read in reads if not read.done()], return_when=asyncio.FIRST_COMPLETED, timeout=9)
+    counted, _ = _places(secure)
+    grant = await secure.learner.renew_lease(epoch=secure.run.epoch)
+    status = await secure.operator.get_status()
+    work = await secure.sampler.lease_work(site=SITE, incarnation=INCARNATION, max_groups=1, policy_version=0)
+    kinds = {type(from_rpc_error(read.exception())) for read in reads if read.done()}
+    for channel in channels:
+        await channel.close()
+    await asyncio.gather(*reads, return_exceptions=True)
+
+    assert counted == 4
+    assert kinds == {errors.QuotaExceeded}
+    assert grant.epoch == secure.run.epoch
+    assert status.head_version == 0
+    assert len(work.assignments) == 1
+    await _settled(secure)
+
+
+async def test_calls_that_never_send_their_request_are_counted_for_their_own_site(secure):
+    async def nothing():
+        await asyncio.Event().wait()
+        yield b""
+
+    async with _channel(secure, "sampler", "us-1", own=True) as channel:
+        # On the wire a unary call and a stream are the same.
+        calls = [channel.stream_unary("/heterorl.v1.RunService/Heartbeat")(nothing()) for _ in range(60)]
+        await _until(lambda: _places(secure)[0] >= 28)
+        held = _places(secure)
+        assert (await secure.operator.get_status()).head_version == 0
+        await secure.run.lease(1)
+        for call in calls:
+            call.cancel()
+
+    # Half of what samplers may have, and four messages of the largest size.
+    assert held == (28, 4 * (2 << 20))
+    await _settled(secure)
+
+
+async def test_answers_that_nobody_reads_are_few_and_short(secure):
+    data = diagnosis_pb2.DiagnoseRequest(answer_bytes=MAX_ANSWER_BYTES).SerializeToString()
+    async with _channel(secure, "sampler", "us-1", own=True) as channel:
+        outcomes = await asyncio.gather(
+            *(_refusal(channel, "/heterorl.v1.DiagnosisService/Diagnose", data) for _ in range(30))
+        )
+        code, error = await _refusal(
+            channel,
+            "/heterorl.v1.DiagnosisService/Diagnose",
+            diagnosis_pb2.DiagnoseRequest(answer_bytes=MAX_ANSWER_BYTES + 1).SerializeToString(),
+        )
+
+    kinds = [type(error) for _, error in outcomes]
+    assert set(kinds) <= {type(None), errors.QuotaExceeded}
+    assert kinds.count(errors.QuotaExceeded) > 0
+    assert (code, type(error)) == (grpc.StatusCode.INVALID_ARGUMENT, errors.InvalidRequest)
+    await _settled(secure)
+
+
+async def test_messages_of_one_site_in_memory_are_bounded_while_they_are_many(secure):
+    (work,) = await secure.run.lease(1)
+    group = group_to_pb(secure.run.group(work))
+    group.prompt_token_ids.extend([3] * 1_500_000)
+    data = rollout_pb2.PushGroupsRequest(group=group).SerializeToString()
+    peak = 0
+    async with _channel(secure, "sampler", own=True) as channel:
+        pushes = [
+            asyncio.ensure_future(_refusal(channel, "/heterorl.v1.RolloutService/PushGroups", *[data] * 6))
+            for _ in range(4)
+        ]
+        while not all(push.done() for push in pushes):
+            peak = max(peak, _places(secure)[1])
+            await asyncio.sleep(0)
+    assert 2 << 20 < peak <= 4 * (2 << 20)
+    assert {push.result()[0] for push in pushes} == {grpc.StatusCode.OK}
+    ledger = (await secure.operator.get_status()).ledger
+    assert (ledger.acked, ledger.dropped, ledger.is_balanced) == (1, {DropReason.INVALID: 1}, True)
+    await _settled(secure)
+
+
+async def test_message_of_a_million_entries_holds_up_nobody(secure):
+    rollouts = rollout_pb2.Rollout(token_ids=[1] * 4096, sampler_logprobs=[-1.0] * 4096)
+    rollouts.spans.extend([rollout_pb2.VersionSpan()] * 4096)
+    group = rollout_pb2.Group(rollouts=[rollouts] * 40)
+    group.id.site, group.id.incarnation, group.id.sequence = SITE, INCARNATION, 1
+    data = rollout_pb2.PushGroupsRequest(group=group).SerializeToString()
+    longest = 0.0
+    async with _channel(secure, "sampler", own=True) as channel:
+        push = asyncio.ensure_future(_refusal(channel, "/heterorl.v1.RolloutService/PushGroups", *[data] * 4))
+        while not push.done():
+            started = time.monotonic()
+            await secure.operator.get_status()
+            longest = max(longest, time.monotonic() - started)
+
+    assert push.result()[0] is grpc.StatusCode.OK
+    assert longest < 5.0
+
+
+async def test_work_is_given_back_by_registered_sites_in_bounded_calls(secure):
+    abandon = rollout_pb2.AbandonWorkRequest(site=SITE, incarnation="never", assignments=[1]).SerializeToString()
+    many = rollout_pb2.AbandonWorkRequest(site=SITE, incarnation=INCARNATION, assignments=[1] * 4097)
+    async with _channel(secure, "sampler") as channel:
+        name = "/heterorl.v1.RolloutService/AbandonWork"
+        _, unknown = await _refusal(channel, name, abandon)
+        _, too_many = await _refusal(channel, name, many.SerializeToString())
+        # Our own client asks as often as it takes.
+        await secure.sampler.abandon_work(site=SITE, incarnation=INCARNATION, assignments=list(range(9000)))
+
+    assert type(unknown) is errors.NotRegistered
+    assert "more than 4096" in str(too_many)
+
+
+async def test_texts_of_a_peer_are_one_line_and_its_names_are_names(secure):
+    forged = "hf\n2026-01-01 00:00:00,000 CRITICAL services.coordinator.database: the store failed"
+    for change in ({"engine": forged}, {"dtype": forged}, {"incarnation": forged}, {"engine": "e" * 4_000}):
+        with pytest.raises(errors.InvalidRequest, match=next(iter(change))):
+            await secure.sampler.register(secure.run.registration(**change))
+
+
+async def test_stated_limit_is_the_coordinators(secure):
+    grant = await secure.learner.acquire_lease(
+        holder="learner", contract=secure.run.contract, request_id=f"again-{time.time_ns()}"
+    )
+    answer = await secure.sampler.register(secure.run.registration())
+
+    assert grant.max_message_bytes == answer.max_message_bytes == 2 << 20
+    heartbeat = run_pb2.HeartbeatRequest(site=SITE, incarnation=INCARNATION).SerializeToString()
+    async with _channel(secure, "sampler") as channel:
+        assert (await _refusal(channel, "/heterorl.v1.RunService/Heartbeat", heartbeat))[0] is grpc.StatusCode.OK

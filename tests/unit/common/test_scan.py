@@ -1,0 +1,189 @@
+"""Every repeated field, text and bytes field of every request is bounded before anything is made of its bytes."""
+
+import importlib
+import pkgutil
+import time
+
+import heterorl.v1
+import pytest
+from google.protobuf import message_factory
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.internal import encoder, wire_format
+from heterorl.v1 import common_pb2, policy_pb2, rollout_pb2, run_pb2
+
+from services.common.errors import InvalidRequest
+from services.common.rpc.bounds import BOUNDS, Text, bound_of
+from services.common.rpc.scan import MAX_TAGS, MAX_UNKNOWN_BYTES, parse
+
+PROTOS = [
+    importlib.import_module(f"heterorl.v1.{module.name}")
+    for module in pkgutil.iter_modules(heterorl.v1.__path__)
+    if module.name.endswith("_pb2")
+]
+REQUESTS = [
+    method.input_type
+    for module in PROTOS
+    for service in module.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+]
+
+
+def _is_repeated(field):
+    return field.is_repeated if hasattr(field, "is_repeated") else field.label == field.LABEL_REPEATED
+
+
+def _fields(descriptor, path=()):
+    """Every field that can hold more than a number, with the way to it."""
+    for field in descriptor.fields:
+        if _is_repeated(field) or field.type in (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES):
+            yield (*path, field)
+        if field.message_type is not None:
+            yield from _fields(field.message_type, (*path, field))
+
+
+WAYS = [(request, way) for request in REQUESTS for way in _fields(request)]
+NAMES = [f"{request.name}.{'.'.join(field.name for field in way)}" for request, way in WAYS]
+
+
+def _wrapped(way, content):
+    """The bytes of a message with `content`, the bytes of the last field, at the end of the way."""
+    for field in reversed(way[:-1]):
+        content = encoder.TagBytes(field.number, wire_format.WIRETYPE_LENGTH_DELIMITED) + _length(content) + content
+    return content
+
+
+def _length(content):
+    parts = []
+    encoder._EncodeVarint(parts.append, len(content))
+    return b"".join(parts)
+
+
+def _bytes_field(field, content):
+    return encoder.TagBytes(field.number, wire_format.WIRETYPE_LENGTH_DELIMITED) + _length(content) + content
+
+
+def _entries(field, count):
+    """`count` entries as cheap as they come, as a peer with bad intentions writes them."""
+    if field.type in (FieldDescriptor.TYPE_MESSAGE, FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES):
+        return _bytes_field(field, b"") * count
+    width = {FieldDescriptor.TYPE_FLOAT: 4, FieldDescriptor.TYPE_DOUBLE: 8}.get(field.type, 1)
+    return _bytes_field(field, bytes(width * count))
+
+
+def test_the_walk_finds_fields():
+    assert len(WAYS) > 70
+    assert "PushGroupsRequest.group.rollouts.reward_parts.name" in NAMES
+
+
+def test_every_row_names_a_field_of_a_request():
+    known = {f"{(way[-2].message_type if len(way) > 1 else request).name}.{way[-1].name}" for request, way in WAYS}
+
+    assert set(BOUNDS) <= known
+
+
+@pytest.mark.parametrize(("request_type", "way"), WAYS, ids=NAMES)
+def test_field_over_its_bound_is_refused_by_name_and_at_its_bound_it_is_not(request_type, way):
+    field = way[-1]
+    bound = bound_of(field.containing_type.name, field.name)
+    path = ".".join(each.name for each in way)
+    if _is_repeated(field):
+        with pytest.raises(InvalidRequest, match=rf"^{path}: more than {bound.count} entries"):
+            parse(_wrapped(way, _entries(field, bound.count + 1)), request_type)
+        if bound.count <= 1 << 15:
+            parse(_wrapped(way, _entries(field, bound.count)), request_type)
+    if field.type == FieldDescriptor.TYPE_STRING:
+        with pytest.raises(InvalidRequest, match=rf"^{path}: more than {bound.length} characters"):
+            parse(_wrapped(way, _bytes_field(field, b"a" * (bound.length + 1))), request_type)
+        parse(_wrapped(way, _bytes_field(field, b"a" * bound.length)), request_type)
+        with pytest.raises(InvalidRequest, match=rf"^{path}: not UTF-8"):
+            parse(_wrapped(way, _bytes_field(field, b"\xff\xff")), request_type)
+        if bound.text is not Text.PROSE:
+            with pytest.raises(InvalidRequest, match=rf"^{path}: not "):
+                parse(_wrapped(way, _bytes_field(field, b"plain\n2026 CRITICAL forged")), request_type)
+    if field.type == FieldDescriptor.TYPE_BYTES and bound.length <= 1 << 20:
+        with pytest.raises(InvalidRequest, match=rf"^{path}: {bound.length + 1} bytes"):
+            parse(_wrapped(way, _bytes_field(field, bytes(bound.length + 1))), request_type)
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "a/b", "eu 1", "\N{GREEK SMALL LETTER ALPHA}", "a" * 65])
+def test_names_of_peers_are_names(name):
+    data = run_pb2.RegisterRequest(site="eu-1", incarnation=name).SerializeToString()
+
+    with pytest.raises(InvalidRequest, match=r"^incarnation: "):
+        parse(data, run_pb2.RegisterRequest.DESCRIPTOR)
+
+
+def test_numbers_that_are_not_packed_are_counted_too():
+    field = rollout_pb2.AbandonWorkRequest.DESCRIPTOR.fields_by_name["assignments"]
+    one = encoder.TagBytes(field.number, wire_format.WIRETYPE_VARINT) + b"\x01"
+    assert list(parse(one * 3, rollout_pb2.AbandonWorkRequest.DESCRIPTOR).assignments) == [1, 1, 1]
+
+    with pytest.raises(InvalidRequest, match=r"^assignments: more than 4096"):
+        parse(one * 4097, rollout_pb2.AbandonWorkRequest.DESCRIPTOR)
+
+
+def test_messages_that_the_parser_merges_are_counted_as_one():
+    group = rollout_pb2.Group(rollouts=[rollout_pb2.Rollout()] * 3000)
+    twice = rollout_pb2.PushGroupsRequest(group=group).SerializeToString() * 2
+    assert len(rollout_pb2.PushGroupsRequest.FromString(twice).group.rollouts) == 6000
+
+    with pytest.raises(InvalidRequest, match=r"^group.rollouts: more than 4096"):
+        parse(twice, rollout_pb2.PushGroupsRequest.DESCRIPTOR)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xff\xff\xff\xff",
+        b"\x0a",
+        b"\x0a\x05a",
+        b"\x0b",
+        b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01",
+        b"\x00\x00",
+    ],
+)
+def test_bytes_that_are_no_message_are_an_invalid_request(data):
+    with pytest.raises(InvalidRequest):
+        parse(data, run_pb2.HeartbeatRequest.DESCRIPTOR)
+
+
+def test_unknown_fields_of_a_newer_program_pass_and_a_flood_of_them_does_not():
+    newer = encoder.TagBytes(900, wire_format.WIRETYPE_VARINT) + b"\x01"
+    assert parse(b"\x0a\x02eu" + newer * 10, run_pb2.HeartbeatRequest.DESCRIPTOR).site == "eu"
+
+    with pytest.raises(InvalidRequest, match="unknown fields"):
+        parse(newer * MAX_UNKNOWN_BYTES, run_pb2.HeartbeatRequest.DESCRIPTOR)
+
+
+def test_millions_of_empty_entries_cost_no_more_than_the_bound():
+    rollouts = b"\x1a\x00" * 8_000_000
+    data = _wrapped([rollout_pb2.PushGroupsRequest.DESCRIPTOR.fields_by_name["group"], None], b"")
+    group = rollout_pb2.PushGroupsRequest.DESCRIPTOR.fields_by_name["group"]
+    spans = rollout_pb2.Group.DESCRIPTOR.fields_by_name["rollouts"]
+    data = _bytes_field(group, _bytes_field(spans, rollouts))
+    started = time.process_time()
+
+    with pytest.raises(InvalidRequest, match=r"^group.rollouts.spans: more than 4096"):
+        parse(data, rollout_pb2.PushGroupsRequest.DESCRIPTOR)
+    assert time.process_time() - started < 1.0
+
+
+def test_fields_of_all_kinds_together_are_bounded():
+    ids = rollout_pb2.Rollout(spans=[rollout_pb2.VersionSpan()] * 4096)
+    data = rollout_pb2.PushGroupsRequest(group=rollout_pb2.Group(rollouts=[ids] * 80)).SerializeToString()
+
+    with pytest.raises(InvalidRequest, match=f"more than {MAX_TAGS} fields"):
+        parse(data, rollout_pb2.PushGroupsRequest.DESCRIPTOR)
+
+
+def test_what_passes_is_what_was_sent():
+    message = policy_pb2.PublishVersionRequest(
+        epoch=3, request_id="step-1", manifest=b"\x00\xff" * 500, canary_logprobs=[-0.5, -1.0],
+        consumed=[common_pb2.GroupId(site="eu-1", incarnation="i", sequence=2**63)],
+        reports=[common_pb2.StepReport(step=1, loss=-1.5, evaluation_accuracy=0.5)],
+    )  # fmt: skip
+
+    assert parse(message.SerializeToString(), type(message).DESCRIPTOR) == message
+    for request in REQUESTS:
+        empty = message_factory.GetMessageClass(request)()
+        assert parse(b"", request) == empty

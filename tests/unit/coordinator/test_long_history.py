@@ -1,0 +1,99 @@
+"""A history of large manifests: what the store's thread does for each publication does not read through them."""
+
+import asyncio
+
+import pytest
+
+from services.coordinator import merges, shelf
+from services.coordinator.config import CoordinatorConfig
+from services.coordinator.core import Coordinator
+from services.coordinator.locks import Locks
+from tests.support.clock import ManualClock
+from tests.support.run import Run
+
+NUM_VERSIONS = 300
+MANIFEST_BYTES = 200_000
+
+
+@pytest.fixture
+async def core(tmp_path):
+    core = await Coordinator.open(CoordinatorConfig(data_dir=tmp_path / "data"), ManualClock())
+    run = Run(core, tmp_path)
+    await run.begin()
+    await run.publish()
+
+    def prolong(connection):
+        connection.execute("UPDATE versions SET manifest = zeroblob(?)", (MANIFEST_BYTES,))
+        connection.executemany(
+            "INSERT INTO versions VALUES (?, ?, 'c', 1, zeroblob(?), 'd', ?, 0, 1, 1, 0, ?)",
+            [
+                (version, f"s{version}", MANIFEST_BYTES, f"root-{version}", version in (7, 8, 9))
+                for version in range(1, NUM_VERSIONS)
+            ],
+        )
+        connection.executemany(
+            "INSERT INTO flavour_versions VALUES ('int8', ?, zeroblob(?), 'd', ?, 1, 0)",
+            [(version, MANIFEST_BYTES, f"small-{version}") for version in range(5, 20)],
+        )
+
+    await core.database.run(prolong)
+    yield core
+    await core.close()
+
+
+def plan_of(connection, sql, *values):
+    return [row[3] for row in connection.execute(f"EXPLAIN QUERY PLAN {sql}", values)]
+
+
+async def test_graph_is_read_from_indexes_and_leaves_abandoned_versions_out(core):
+    graph = await core.database.run(shelf.graph)
+
+    assert graph.lineage == [version for version in range(NUM_VERSIONS) if version not in (7, 8, 9)]
+    small = await core.database.run(lambda connection: shelf._lineage(connection, 6, "int8"))
+    assert small == [6, *range(10, 20)]
+    statements = []
+    await core.database.run(lambda connection: connection.set_trace_callback(statements.append))
+    await core.database.run(shelf.graph)
+    await core.database.run(lambda connection: connection.set_trace_callback(None))
+    about_versions = [text for text in statements if "FROM versions" in text and "LIMIT 1" not in text]
+    assert about_versions
+    for text in about_versions:
+        (how,) = await core.database.run(lambda connection, text=text: plan_of(connection, text))
+        assert "COVERING INDEX versions_abandoned" in how
+
+
+async def test_start_reads_the_states_of_merged_deltas_alone(core):
+    roots = await core.database.run(lambda connection: merges._state_roots(connection, {3, 7}))
+
+    assert roots == {"": {3: "root-3", 7: "root-7"}, "int8": {7: "small-7"}}
+
+
+async def test_store_of_an_earlier_program_gets_the_index_at_its_next_start(core, tmp_path):
+    await core.database.run(lambda connection: connection.execute("DROP INDEX versions_abandoned"))
+    before = (await core.database.run(shelf.graph)).lineage
+    await core.close()
+
+    again = await Coordinator.open(CoordinatorConfig(data_dir=tmp_path / "data"), ManualClock())
+    names = await again.database.run(
+        lambda connection: [row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'index'")]
+    )
+    assert "versions_abandoned" in names
+    assert (await again.database.run(shelf.graph)).lineage == before
+    await again.close()
+
+
+async def test_lock_of_a_name_is_forgotten_with_its_last_user():
+    locks, order = Locks(), []
+
+    async def hold(number):
+        async with locks["a"]:
+            order.append(number)
+            await asyncio.sleep(0)
+
+    await asyncio.gather(*(hold(number) for number in range(5)), return_exceptions=True)
+    async with locks["b"]:
+        assert locks.is_held("b")
+        assert not locks.is_held("a")
+        assert len(locks) == 1
+    assert order == [0, 1, 2, 3, 4]
+    assert len(locks) == 0

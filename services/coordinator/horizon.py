@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Sequence
+from typing import Any
 
 from services.common.types import GroupId
 from services.coordinator.database import get_meta
@@ -41,3 +42,15 @@ def too_stale(connection: sqlite3.Connection, ids: Sequence[GroupId], *, head: i
         if row is not None and head - row[0] > bound:
             found.append(group_id)
     return found
+
+
+def oldest_pending(
+    connection: sqlite3.Connection, count: int, *, first_version: int, site: str = ""
+) -> list[tuple[Any, ...]]:
+    """Up to `count` pending groups of a version or later ones, oldest policy first; of one site if named."""
+    return connection.execute(
+        "SELECT arrival, digest, payload, arrived, published, assignment, site, incarnation, sequence"
+        " FROM groups JOIN versions ON versions.version = oldest_version WHERE state = 'pending' AND ? IN ('', site)"
+        " AND oldest_version >= ? ORDER BY oldest_version, arrival LIMIT ?",
+        (site, first_version, count),
+    ).fetchall()

@@ -32,8 +32,8 @@ from services.common.types import (
 )
 from services.common.wire import bytes_digest, contract_from_bytes, contract_to_bytes, manifest_digest
 from services.coordinator import manifests
-from services.coordinator.database import get_meta, set_meta
-from services.coordinator.membership import Lease, contract_difference
+from services.coordinator.database import get_meta
+from services.coordinator.membership import contract_difference
 
 NONE = -1
 MergedInto = Callable[[int], Sequence[PayloadRef]]
@@ -46,35 +46,6 @@ class Head:
     version: int
     manifest_digest: str
     published: float
-
-
-def read_lease(connection: sqlite3.Connection, *, expires: float) -> Lease:
-    """The durable part of the lease, with the given expiry."""
-    return Lease(
-        epoch=int(get_meta(connection, "epoch") or 0),
-        holder=get_meta(connection, "holder") or "",
-        request_id=get_meta(connection, "lease_request_id") or "",
-        incarnation=get_meta(connection, "lease_incarnation") or "",
-        expires=expires,
-        is_released=get_meta(connection, "lease_released") != "0",
-    )
-
-
-def write_lease(
-    connection: sqlite3.Connection,
-    *,
-    epoch: int,
-    holder: str,
-    request_id: str,
-    is_released: bool,
-    incarnation: str = "",
-) -> None:
-    """Make a lease durable."""
-    set_meta(connection, "epoch", str(epoch))
-    set_meta(connection, "holder", holder)
-    set_meta(connection, "lease_request_id", request_id)
-    set_meta(connection, "lease_incarnation", incarnation)
-    set_meta(connection, "lease_released", "1" if is_released else "0")
 
 
 def check_epoch(connection: sqlite3.Connection, epoch: int) -> None:

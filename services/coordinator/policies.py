@@ -12,129 +12,32 @@ from services.common.errors import (
     CorruptStore,
     Draining,
     GroupNotAvailable,
-    InvalidRequest,
-    LeaseHeld,
     PayloadMissing,
     RunFinished,
 )
 from services.common.types import (
-    Contract,
     Digest,
     GroupId,
-    LeaseGrant,
     Manifest,
     PayloadRef,
     PublishRequest,
     SignedManifest,
 )
 from services.common.wire import manifest_from_bytes
-from services.coordinator import audit, canary, group_size, lineage, manifests, plans, queue, reports, rollback
+from services.coordinator import audit, canary, lineage, manifests, plans, queue, reports, rollback
 from services.coordinator import flavours as forms
 from services.coordinator.audit import AuditKind
-from services.coordinator.database import get_meta, set_meta
-from services.coordinator.membership import decide_acquire
-from services.coordinator.node import Node
+from services.coordinator.database import set_meta
+from services.coordinator.learner_lease import Leases
 from services.coordinator.spans import worth_merging
 
 _LOG = logging.getLogger(__name__)
-MAX_INCARNATION = 64
-SAME_HOLDER = (
-    "stop one of the two learners that have this holder, or give one another `holder` and `state_dir`; a learner that"
-    " was started again from its own state_dir need not wait"
-)
 
 
-class Policies(Node):
+class Policies(Leases):
     """Versions and their weights."""
 
     # policy: the learner's side
-
-    async def acquire_lease(
-        self,
-        *,
-        holder: str,
-        contract: Contract,
-        request_id: str,
-        flavours: Sequence[str] = (),
-        incarnation: str = "",
-        groups_per_version: int = 0,
-    ) -> LeaseGrant:
-        """Begin a new epoch; its predecessor's groups return to the queue."""
-        if not holder or not request_id:
-            raise InvalidRequest("holder and request_id must not be empty")
-        if len(incarnation) > MAX_INCARNATION:
-            raise InvalidRequest(f"incarnation: longer than {MAX_INCARNATION} characters")
-        forms.check_names(flavours)
-        problem = group_size.problem_of(contract, self.config)
-        if problem:
-            raise InvalidRequest(problem, action=group_size.ACTION)
-        now = self.clock.monotonic()
-
-        def operation(connection: sqlite3.Connection) -> tuple[int, int, str]:
-            lease = lineage.read_lease(connection, expires=self.lease_expires)
-            decision, reason = decide_acquire(now, lease, holder=holder, request_id=request_id, incarnation=incarnation)
-            if decision.epoch is None:
-                action = SAME_HOLDER if lease.holder == holder else None
-                raise LeaseHeld(reason, action=action, retry_after_s=decision.wait_s)
-            lineage.agree(connection, contract, may_state=True)
-            if decision.is_new:
-                lineage.write_lease(
-                    connection,
-                    epoch=decision.epoch,
-                    holder=holder,
-                    request_id=request_id,
-                    is_released=False,
-                    incarnation=incarnation,
-                )
-                set_meta(connection, "lease_groups_per_version", str(groups_per_version))
-                queue.return_leased(connection)
-                detail = f"epoch {decision.epoch}"
-                audit.append(connection, AuditKind.LEARNER_LEASE, subject=holder, detail=detail, now=self.clock.wall())
-                set_meta(connection, "num_prompts", str(contract.num_prompts))
-                set_meta(connection, "draining", "")
-                forms.offer(connection, flavours)
-            # Inside the operation: the next request for the lease, in the same commit perhaps, must see this one.
-            self.lease_expires = now + self.config.learner_lease_s
-            return decision.epoch, lineage.read_head(connection).version, reason
-
-        epoch, head, reason = await self.change(operation)
-        _LOG.info("learner %s: %s", holder, reason)
-        return LeaseGrant(
-            epoch=epoch,
-            holder=holder,
-            ttl_s=self.config.learner_lease_s,
-            head_version=head,
-            max_message_bytes=self.config.max_message_bytes,
-            max_staleness_versions=self.config.max_staleness_versions,
-        )
-
-    async def renew_lease(self, *, epoch: int) -> LeaseGrant:
-        """Extend the lease, also after its expiry while nobody else took it."""
-        now = self.clock.monotonic()
-
-        def operation(connection: sqlite3.Connection) -> LeaseGrant:
-            lineage.check_epoch(connection, epoch)
-            self.lease_expires = now + self.config.learner_lease_s
-            return LeaseGrant(
-                epoch=epoch,
-                holder=get_meta(connection, "holder") or "",
-                ttl_s=self.config.learner_lease_s,
-                head_version=lineage.read_head(connection).version,
-                rollback_to=rollback.ordered(connection),
-                max_staleness_versions=self.config.max_staleness_versions,
-            )
-
-        return await self.database.run(operation)
-
-    async def release_lease(self, *, epoch: int) -> None:
-        """End the lease; its groups return to the queue."""
-
-        def operation(connection: sqlite3.Connection) -> None:
-            lineage.check_epoch(connection, epoch)
-            set_meta(connection, "lease_released", "1")
-            queue.return_leased(connection)
-
-        await self.change(operation)
 
     async def query_upload(self, *, digest: Digest) -> int:
         """Bytes of a payload that are durable."""

@@ -88,7 +88,7 @@ class Queue:
         # What would be too old when it is trained on waits: it may come sooner if groups before it are given up.
         count, first_version = horizon.next_lease(connection, head=head, bound=bound, count=count)
         if self.turns.is_plain or count < 1:
-            return _oldest(connection, count, first_version=first_version)
+            return horizon.oldest_pending(connection, count, first_version=first_version)
         oldest = {
             site: (version, arrival)
             for site, version, arrival in connection.execute(
@@ -98,7 +98,11 @@ class Queue:
                 (first_version,),
             )
         }
-        return _oldest(connection, 1, first_version=first_version, site=self.turns.next(oldest)) if oldest else []
+        return (
+            horizon.oldest_pending(connection, 1, first_version=first_version, site=self.turns.next(oldest))
+            if oldest
+            else []
+        )
 
     def _drop_stale(self, connection: sqlite3.Connection, *, head: int, now: float) -> None:
         config = self.config
@@ -135,15 +139,6 @@ class Queue:
         )
         ledger.add(connection, ledger.CONSUMED, len(ids))
         return [], ""
-
-
-def _oldest(connection: sqlite3.Connection, count: int, *, first_version: int, site: str = "") -> list[tuple[Any, ...]]:
-    return connection.execute(
-        "SELECT arrival, digest, payload, arrived, published, assignment, site, incarnation, sequence"
-        " FROM groups JOIN versions ON versions.version = oldest_version WHERE state = 'pending' AND ? IN ('', site)"
-        " AND oldest_version >= ? ORDER BY oldest_version, arrival LIMIT ?",
-        (site, first_version, count),
-    ).fetchall()
 
 
 def drop(connection: sqlite3.Connection, ids: Sequence[GroupId], reason: DropReason) -> int:

@@ -14,7 +14,7 @@ from services.common.contract_wire import contract_from_pb
 from services.common.errors import DigestMismatch, InvalidRequest
 from services.common.facts import parse_facts
 from services.common.metrics import BYTES
-from services.common.rpc import canary, messages
+from services.common.rpc import canary, leases, messages
 from services.common.rpc.options import FRAME_BYTES
 from services.common.rpc.publication import publish_from_pb
 from services.common.rpc.rejections import rejections_from_pb
@@ -44,27 +44,13 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
             incarnation=request.incarnation,
             groups_per_version=request.groups_per_version,
         )
-        return policy_pb2.AcquireLeaseResponse(
-            epoch=grant.epoch,
-            ttl_s=grant.ttl_s,
-            head_version=grant.head_version,
-            holder=grant.holder,
-            max_message_bytes=grant.max_message_bytes,
-            max_staleness_versions=grant.max_staleness_versions,
-        )
+        return leases.grant_to_pb(grant)
 
     async def RenewLease(
         self, request: policy_pb2.RenewLeaseRequest, context: Context
     ) -> policy_pb2.RenewLeaseResponse:
         grant = await self._api.renew_lease(epoch=request.epoch)
-        return policy_pb2.RenewLeaseResponse(
-            epoch=grant.epoch,
-            ttl_s=grant.ttl_s,
-            head_version=grant.head_version,
-            holder=grant.holder,
-            rollback_to=None if grant.rollback_to < 0 else grant.rollback_to,
-            max_staleness_versions=grant.max_staleness_versions,
-        )
+        return leases.renewal_to_pb(grant)
 
     async def ReleaseLease(
         self, request: policy_pb2.ReleaseLeaseRequest, context: Context

@@ -6,14 +6,21 @@ from dataclasses import dataclass
 
 from services.common.types import Group
 
+MAX_REWARD = 1e6
+"""Largest |reward| that is trained on."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What this learner can hold. `max_sequence_tokens` bounds prompt plus completion; 0 is no bound."""
+    """What this learner can hold. `max_sequence_tokens` bounds prompt plus completion; 0 is no bound.
+
+    `has_unit_rewards` where the advantage is defined for rewards in [0, 1] alone.
+    """
 
     group_size: int
     vocab_size: int
     max_sequence_tokens: int
+    has_unit_rewards: bool = False
 
 
 def judge(group: Group, limits: Limits) -> str:
@@ -23,9 +30,18 @@ def judge(group: Group, limits: Limits) -> str:
     """
     if len(group.rollouts) != limits.group_size:
         return f"{len(group.rollouts)} rollouts, the group size is {limits.group_size}"
+    if group.prompt_token_ids.size == 0:
+        return "the prompt has no token"
+    absurd = [rollout.reward for rollout in group.rollouts if not abs(rollout.reward) <= MAX_REWARD]
+    if absurd:
+        return f"a reward of {absurd[0]:g}; beyond {MAX_REWARD:g} an average of rewards overflows or says nothing"
+    if limits.has_unit_rewards and not all(0 <= rollout.reward <= 1 for rollout in group.rollouts):
+        return "a reward outside [0, 1], which loss.advantage = beta is not defined for"
     longest = max(rollout.token_ids.size for rollout in group.rollouts)
     if longest == 0:
         return "no rollout has a token"
+    if any(rollout.sampler_logprobs.size != rollout.token_ids.size for rollout in group.rollouts):
+        return "a rollout has not one log-prob per token"
     total = group.prompt_token_ids.size + longest
     if limits.max_sequence_tokens and total > limits.max_sequence_tokens:
         return f"a sequence of {total} tokens; max_sequence_tokens is {limits.max_sequence_tokens}"

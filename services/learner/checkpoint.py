@@ -26,7 +26,7 @@ from services.common.errors import CorruptData, CorruptStore, DiskFull
 from services.common.types import Digest
 from services.common.weights.arena import Arena, Layout
 from services.common.weights.payload import apply_payload, file_digest, write_snapshot
-from services.common.weights.quantise import scale_layout
+from services.common.weights.quantise import Flavour, scale_layout
 from services.learner.backends.backend import TrainBackend
 from services.learner.cursor import Cursor, cursor_from_bytes, cursor_to_bytes
 
@@ -36,6 +36,8 @@ BACKEND_DIRECTORY = "backend"
 SCALES_SUFFIX = ".scales"
 DONE_FILE = "DONE"
 FORMAT = 1
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK)
+"""What a file system without hard links says."""
 NUM_KEPT = 2
 """The newest may belong to a publication that is refused; the one before it is then the truth."""
 
@@ -78,7 +80,7 @@ class CheckpointStore:
             if snapshot is None:
                 write_snapshot(temporary / PUBLISHED_FILE, arena)
             else:
-                os.link(snapshot, temporary / PUBLISHED_FILE)
+                _link(snapshot, temporary / PUBLISHED_FILE)
             for flavour, values in scales.items():
                 write_snapshot(temporary / f"{flavour}{SCALES_SUFFIX}", values)
             (temporary / CURSOR_FILE).write_bytes(cursor_to_bytes(cursor))
@@ -187,6 +189,16 @@ def read_scales(path: Path, flavour: str, layout: Layout) -> Arena | None:
     return scales
 
 
+def read_all_scales(path: Path, layouts: Mapping[Flavour, Layout]) -> dict[str, Arena]:
+    """Read the scales of those flavours that a checkpoint has.
+
+    Raises:
+        CorruptData: they are broken, or of another model.
+    """
+    found = {name: read_scales(path, name, layout) for name, layout in layouts.items()}
+    return {name: scales for name, scales in found.items() if scales is not None}
+
+
 def _files(root: Path) -> list[str]:
     # Not by glob, which passes over directories that may not be read.
     found = [Path(place) / name for place, _, names in os.walk(root, onerror=_refuse) for name in names]
@@ -201,6 +213,15 @@ def _remove(path: Path) -> None:
     # DONE goes first: what a crash leaves behind is then no checkpoint.
     (path / DONE_FILE).unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        shutil.copyfile(source, target)
 
 
 def _set_aside(path: Path) -> None:

@@ -43,7 +43,7 @@ class LearnerConfig(Config):
     run_id: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """Name of the run; the coordinator's."""
     holder: str = Field(default="learner", pattern=r"^[A-Za-z0-9._-]{1,64}$")
-    """Name of this learner. A restart under the same name takes the lease back at once, another name waits."""
+    """Name of this learner. A restart from the same state_dir takes the lease back at once; any other learner waits."""
     coordinator: str = Field(default="127.0.0.1:50051", pattern=r"^.+:\d{1,5}$")
     """host:port of the coordinator."""
     tls: TlsConfig = TlsConfig()

@@ -110,7 +110,14 @@ class Examiner:
             self.unseeded.add(group.id.site)
             _LOG.warning("site %s: draws cannot be repeated, log-probs alone are checked", group.id.site)
         replays: list[Replay] = []
-        for version in sorted({span.version for rollout in group.rollouts for span in rollout.spans}):
+        versions = sorted({span.version for rollout in group.rollouts for span in rollout.spans})
+        if len(versions) > config.max_versions:
+            # Each costs a pull and a pass: a site that names hundreds would stop the checks of all others.
+            _count(group, "logprob", "skipped")
+            return Finding(
+                problem=f"it names {len(versions)} versions; verification.max_versions is {config.max_versions}"
+            )
+        for version in versions:
             try:
                 arena = await self.versions.get(version, queued.flavour)
             except (UnknownVersion, UnknownPayload, CorruptData, UntrustedVersion) as error:

@@ -1,9 +1,11 @@
-"""What to do with a checkpoint at a start, by the fate of its publication: pure."""
+"""What to do with a checkpoint at a start, by the fate of its publication, and without one: pure."""
 
 from __future__ import annotations
 
 import enum
+from pathlib import Path
 
+from services.common.errors import ConfigError
 from services.learner.cursor import Cursor
 
 
@@ -37,3 +39,14 @@ def decide(
     if is_in_lineage:
         return Action.ROLL_BACK, f"it is version {committed_version}, the head is version {head_version}"
     return Action.SKIP, f"version {committed_version} was abandoned"
+
+
+def not_adopted(state_dir: Path, run_id: str, *, version: int, step: int) -> ConfigError:
+    """Why a learner without a usable checkpoint does not go on from published weights unasked."""
+    return ConfigError(
+        "adopt_without_optimizer",
+        f"{state_dir} has no usable checkpoint of run {run_id}, which stands at version {version}, step {step}: to go"
+        " on from its published weights alone throws the optimizer's state away",
+        action="start the learner that trained it, or this one with that one's state_dir; where that is lost, set"
+        " adopt_without_optimizer = true for one start",
+    )

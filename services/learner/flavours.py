@@ -212,7 +212,11 @@ class Flavours:
             await in_thread(quantise, position.shadow, arena, name, frozen=scales)
             if await in_thread(arena.state_root, threads=self._threads) == manifest.state_root:
                 return Form(version=version, digest=digest, shadow=arena, scales=arena)
-        arena = await self._pull(name, version)
+        try:
+            arena = await self._pull(name, version)
+        except (UnknownVersion, UnknownPayload, CorruptData) as error:
+            _LOG.error("flavour %s: version %d is gone, the next one is a snapshot: %s", name, version, error)
+            return Form(version=version, digest=digest, shadow=None, scales=scales)
         return Form(version=version, digest=digest, shadow=arena, scales=arena)
 
     async def _pulled_scales(self, name: Flavour, version: int) -> Arena | None:

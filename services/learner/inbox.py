@@ -5,7 +5,7 @@
     credits  room for another group         take, skip, close, the next `open_stream`
 
 One condition, predicates are checked again after every wake-up. `put` never waits: the peer sends no more than the
-credits it was given, and those were taken out of the room. `close` wakes everyone.
+credits it was given, and those were taken out of the room; what it sends beyond that is not kept. `close` wakes all.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ class Inbox:
         return self._capacity - len(self._waiting) - self._granted
 
     async def put(self, queued: QueuedGroup) -> None:
-        """Take a streamed group in; one that is held already is ignored."""
+        """Take a streamed group in; one that is held already is ignored, and so is one that no credit was given for."""
         async with self._condition:
             self._granted = max(0, self._granted - 1)
-            if queued.group.id not in self._held:
+            if queued.group.id not in self._held and len(self._waiting) < self._capacity:
                 self._held[queued.group.id] = asyncio.get_running_loop().time()
                 self._waiting.append(queued)
             self._condition.notify_all()

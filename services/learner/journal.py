@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from services.common.directory import make_directory
 from services.common.types import Manifest, PayloadKind, StepReport
 
+_LOG = logging.getLogger(__name__)
 VERSIONS_FILE = "versions.jsonl"
 STEPS_FILE = "steps.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
@@ -35,7 +37,7 @@ class Journal:
         make_directory(directory)
         for name in (VERSIONS_FILE, STEPS_FILE, EVALUATIONS_FILE):
             _cut_torn_line(directory / name)
-        self._last_version = max((row["version"] for row in read_rows(directory / VERSIONS_FILE)), default=-1)
+        self._last_version = max((row.get("version", -1) for row in read_rows(directory / VERSIONS_FILE)), default=-1)
 
     @property
     def last_version(self) -> int:
@@ -83,7 +85,18 @@ def read_rows(path: Path) -> list[dict[str, int]]:
     """Rows of a journal file; none when there is no file."""
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="ascii").splitlines()]
+    rows = []
+    for line in path.read_text(encoding="ascii", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            # What a disk made of a row is lost; no weights hang on it.
+            row = None
+        if isinstance(row, dict):
+            rows.append(row)
+        else:
+            _LOG.warning("%s has a line that is no row: %.40r", path, line)
+    return rows
 
 
 def _cut_torn_line(path: Path) -> None:

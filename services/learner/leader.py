@@ -209,6 +209,7 @@ class Leader:
             group_size=self.config.group_size,
             vocab_size=self.contract.vocab_size,
             max_sequence_tokens=self.config.max_sequence_tokens,
+            has_unit_rewards=self.config.loss.advantage == "beta",
         )
         async with asyncio.TaskGroup() as tasks:
             feeding = tasks.create_task(

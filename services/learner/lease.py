@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
 
 from services.common.api import CoordinatorApi
@@ -12,6 +13,7 @@ from services.common.types import Contract, LeaseGrant
 from services.learner.patience import Patience, is_transient
 
 _LOG = logging.getLogger(__name__)
+MIN_RENEWAL_S, MAX_RENEWAL_S = 0.05, 300.0
 RENEWALS_PER_TERM = 3
 """Two renewals may be lost before the lease is anybody's."""
 
@@ -62,6 +64,12 @@ async def acquire(
             return grant
 
 
+def renewal_s(ttl_s: float) -> float:
+    """Seconds until the next renewal of a lease of so many; of a term that makes no sense, a sensible one."""
+    wait_s = ttl_s / RENEWALS_PER_TERM
+    return min(max(wait_s, MIN_RENEWAL_S), MAX_RENEWAL_S) if math.isfinite(wait_s) else MIN_RENEWAL_S
+
+
 def check_messages(grant: LeaseGrant, *, own_bytes: int) -> None:
     """Refuse to lead with a smaller limit than the coordinator's: a group of others' making would end every stream.
 
@@ -94,7 +102,7 @@ async def renew(
     """
     epoch, ttl_s = grant.epoch, grant.ttl_s
     while True:
-        await clock.sleep(ttl_s / RENEWALS_PER_TERM)
+        await clock.sleep(renewal_s(ttl_s))
         renewed = await patience.insist(lambda: api.renew_lease(epoch=epoch))
         ttl_s = renewed.ttl_s
         await on_grant(renewed)

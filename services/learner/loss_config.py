@@ -36,6 +36,9 @@ class LossOptions(Config):
     """Rollouts worse than their group whose mean of log q - log p exceeds this, nats, are left out; 0 turns it off."""
     m2_budget: float = Field(default=0.0, ge=0.0)
     """Harmful tokens with the largest log ratios are left out until their mean square is at most this; 0 is off."""
+    max_log_weight: float = Field(default=3.0, gt=0.0, le=20.0)
+    """Weights, and ratios in the KL penalty, beyond e^this are capped without gradient: whatever log-probs a site
+    states, no rollout or token counts for more than e^3 = 20 of its peers. 20 is the published algorithms, uncapped."""
     drop_uniform_groups: bool = False
     """Whether groups whose rewards are all equal leave the step, counts and KL penalty included."""
     step_size: Literal["constant", "ess"] = "constant"

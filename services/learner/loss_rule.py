@@ -47,6 +47,8 @@ class Rule:
     m2_budget: float = 0.0
     drop_uniform_groups: bool = False
     kl_coefficient: float = 0.0
+    max_log_weight: float = 20.0
+    """Weights, and ratios in the KL penalty, beyond e^this are capped without gradient."""
     step_size: Literal["constant", "ess"] = "constant"
 
     @property

@@ -10,6 +10,7 @@ for one weight per rollout or [B, T] for one per token.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,9 @@ import torch
 from services.learner.loss_config import Aggregation
 
 MAX_LOG_WEIGHT = 20.0
-"""Weights beyond e^20 are capped, without gradient and counted as clipped: their exp could overflow to inf."""
+"""Weights beyond e^20 are capped, without gradient and counted as clipped: their exp could overflow to inf.
+
+A rule may cap them earlier, so that no rollout counts for more than so many of its peers, whatever its site states."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -93,6 +96,7 @@ def ratio_objective(
     high: float,
     decision_log_weights: torch.Tensor | None = None,
     is_preserving: bool = False,
+    max_log_weight: float = MAX_LOG_WEIGHT,
 ) -> Objective:
     """PPO's one-sided clip: min(w A, clip(w, low, high) A), arXiv 1707.06347 equation 7.
 
@@ -105,10 +109,11 @@ def ratio_objective(
         high: largest weight, for A > 0.
         decision_log_weights: log of the weight that is compared with the bounds in place of w.
         is_preserving: whether clipped terms keep the bound's gradient.
+        max_log_weight: weights beyond e^this are capped, without gradient.
     """
     # The decision is made once, so that what is reported as clipped is exactly what the clip acted on.
     advantages = advantages_B1.detach()
-    weights = log_weights.clamp(max=MAX_LOG_WEIGHT).exp()
+    weights = log_weights.clamp(max=max_log_weight).exp()
     own = weights.detach()
     decision = own if decision_log_weights is None else decision_log_weights.detach().clamp(max=MAX_LOG_WEIGHT).exp()
     is_outside = ((advantages > 0) & (decision > high)) | ((advantages < 0) & (decision < low))
@@ -116,7 +121,7 @@ def ratio_objective(
     if is_preserving:
         bounded = bounded * (1.0 + (log_weights - log_weights.detach()))
     values = torch.where(is_outside, bounded, weights) * advantages
-    return Objective(values=values, weights=own, is_clipped=is_outside | (log_weights.detach() > MAX_LOG_WEIGHT))
+    return Objective(values=values, weights=own, is_clipped=is_outside | (log_weights.detach() > max_log_weight))
 
 
 def score_objective(
@@ -127,6 +132,7 @@ def score_objective(
     low: float,
     high: float,
     is_dropping: bool = False,
+    max_log_weight: float = MAX_LOG_WEIGHT,
 ) -> Objective:
     """sg(w') A log p per token, w' = clip(w, low, high), or w where it lies within the range and 0 elsewhere.
 
@@ -140,10 +146,12 @@ def score_objective(
         low: smallest weight.
         high: largest weight.
         is_dropping: whether weights out of range count 0.
+        max_log_weight: weights beyond e^this are lowered to it, also where the range has no end.
     """
     raw = log_weights.detach().clamp(max=MAX_LOG_WEIGHT).exp()
     is_outside = (raw < low) | (raw > high)
     weights = raw.masked_fill(is_outside, 0.0) if is_dropping else raw.clamp(low, high)
+    weights = weights.clamp(max=math.exp(max_log_weight))
     return Objective(values=weights * advantages_B1.detach() * logprobs_BT, weights=weights, is_clipped=is_outside)
 
 
@@ -159,16 +167,20 @@ def with_likelihood_of_good(objective: Objective, logprobs_BT: torch.Tensor, adv
 
 
 def kl_estimates(
-    learner_logprobs_BT: torch.Tensor, sampler_logprobs_BT: torch.Tensor, mask_BT: torch.Tensor
+    learner_logprobs_BT: torch.Tensor,
+    sampler_logprobs_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    *,
+    max_log_ratio: float = MAX_LOG_WEIGHT,
 ) -> torch.Tensor:
     """Per-token estimate of KL(q || p) from samples of q: k3 = (r - 1) - log r with r = p / q; [B, T].
 
     Unbiased because E_q[r] = 1, never negative, and its gradient is r - 1. With q / p in place of r the same formula
     is neither: one token with p / q = e^-15 would count 3.3e6 instead of 14. Source: Schulman 2020, "Approximating KL
-    divergence". The sum over a row estimates the KL of the whole sequence. log r is capped at 20.
+    divergence". The sum over a row estimates the KL of the whole sequence. log r is capped, without gradient.
     """
     assert learner_logprobs_BT.shape == sampler_logprobs_BT.shape == mask_BT.shape
     log_ratios_BT = torch.where(mask_BT, learner_logprobs_BT - sampler_logprobs_BT.detach(), 0.0)
     # Capping inside exp alone would leave -log r: a gradient that pushes p further away from q.
-    capped_BT = log_ratios_BT.clamp(max=MAX_LOG_WEIGHT)
+    capped_BT = log_ratios_BT.clamp(max=max_log_ratio)
     return torch.expm1(capped_BT) - capped_BT

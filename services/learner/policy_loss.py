@@ -15,7 +15,6 @@ from services.learner import importance
 from services.learner.denominators import masked_mean
 from services.learner.loss_rule import Rule
 from services.learner.losses import (
-    MAX_LOG_WEIGHT,
     LossTerms,
     Objective,
     kl_estimates,
@@ -117,7 +116,7 @@ def _token_objective(
         learner_BT, sampler_BT, staleness_BT, is_exact=rule.proximal == "step_start"
     )
     inner = _objective(rule, learner_BT - proximal_BT, learner_BT, advantages_B1, decision=None)
-    behaviour_BT = (proximal_BT - sampler_BT).clamp(max=MAX_LOG_WEIGHT).exp().clamp(max=rule.behaviour_cap)
+    behaviour_BT = (proximal_BT - sampler_BT).clamp(max=rule.max_log_weight).exp().clamp(max=rule.behaviour_cap)
     return Objective(
         values=inner.values * behaviour_BT, weights=inner.weights * behaviour_BT, is_clipped=inner.is_clipped
     )
@@ -176,7 +175,13 @@ def _objective(
 ) -> Objective:
     if rule.is_score:
         return score_objective(
-            log_weights, learner_BT, advantages_B1, low=rule.low, high=rule.high, is_dropping=rule.clip == "drop"
+            log_weights,
+            learner_BT,
+            advantages_B1,
+            low=rule.low,
+            high=rule.high,
+            is_dropping=rule.clip == "drop",
+            max_log_weight=rule.max_log_weight,
         )
     has_bounds = rule.clip in ("zero", "preserve")
     return ratio_objective(
@@ -186,6 +191,7 @@ def _objective(
         high=rule.high if has_bounds else float("inf"),
         decision_log_weights=decision,
         is_preserving=rule.clip == "preserve",
+        max_log_weight=rule.max_log_weight,
     )
 
 

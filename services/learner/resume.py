@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,14 +25,19 @@ from services.common.errors import (
 )
 from services.common.pull import Puller
 from services.common.trust import Trust
-from services.common.weights.arena import Arena, Layout
-from services.common.weights.quantise import Flavour
+from services.common.weights.arena import Arena
 from services.common.wire import manifest_digest, manifest_from_bytes
 from services.learner.backends.backend import TrainBackend
-from services.learner.checkpoint import CheckpointStore, find_published, read_checkpoint, read_published, read_scales
+from services.learner.checkpoint import (
+    CheckpointStore,
+    find_published,
+    read_all_scales,
+    read_checkpoint,
+    read_published,
+)
 from services.learner.cursor import Cursor
 from services.learner.encode import Position
-from services.learner.fate import Action, decide
+from services.learner.fate import Action, decide, not_adopted
 from services.learner.journal import Journal
 from services.learner.patience import Patience
 from services.learner.publish import Publisher
@@ -87,35 +91,7 @@ class Resumption:
             return await self._start()
         return await self._adopt(head)
 
-    async def undo(self) -> int:
-        """Take back steps that are in no version: masters hold the head again; returns the number of steps in it.
-
-        Exactly so where the head has a checkpoint. Else from what was published, and the optimizer keeps its moments:
-        an older checkpoint would be exact too, but would abandon versions that are sound and used.
-        """
-        position = self.publisher.position
-        shadow = position.shadow
-        assert shadow is not None, "a session begins with a published version"
-        root = await in_thread(shadow.state_root)
-        for path in await in_thread(self.store.paths):
-            cursor = await self._read(path)
-            if cursor is not None and (cursor.version, cursor.state_root) == (position.head_version, root):
-                try:
-                    await self._restore(path, cursor)
-                except (CorruptData, OSError) as error:
-                    _LOG.error("%s cannot be restored: %s", path, error)
-                else:
-                    _LOG.info("unpublished steps are taken back: checkpoint %s", path.name)
-                    return cursor.step
-        _LOG.warning(
-            "unpublished steps are taken back: version %d has no checkpoint, so its published weights become the"
-            " masters; the optimizer keeps its moments",
-            position.head_version,
-        )
-        await in_thread(self.backend.load_published, shadow, keep_optimizer=True)
-        return manifest_from_bytes(await self.manifest(position.head_version)).step
-
-    async def _read(self, path: Path) -> Cursor | None:
+    async def read(self, path: Path) -> Cursor | None:
         """The cursor of a checkpoint; None when it is damaged, or the disk does not give it."""
         for number in range(NUM_READS):
             if number:
@@ -137,7 +113,7 @@ class Resumption:
         return None
 
     async def _try(self, path: Path, head: int) -> int | None:
-        cursor = await self._read(path)
+        cursor = await self.read(path)
         if cursor is None:
             return None
         if cursor.run_id != self.run_id:
@@ -153,7 +129,7 @@ class Resumption:
         if action is Action.SKIP:
             return None
         try:
-            arena = await self._restore(path, cursor)
+            arena = await self.restore(path, cursor)
         except (CorruptData, OSError) as error:
             _LOG.error("%s cannot be restored and is left as it is: %s", path, error)
             self.store.keep_unreadable(path)
@@ -175,12 +151,20 @@ class Resumption:
             return False
         return True
 
-    async def _restore(self, path: Path, cursor: Cursor) -> Arena:
+    async def restore(self, path: Path, cursor: Cursor) -> Arena:
+        """Take a checkpoint's masters and optimizer; returns what was published.
+
+        Raises:
+            CorruptData: it restores to another state.
+            OSError: the disk does not give it.
+        """
         await in_thread(self.backend.restore, self.store.backend_directory(path))
         arena = Arena(self.backend.layout)
         await in_thread(read_published, path, arena)
         if self.publisher.flavours is not None:
-            self.publisher.flavours.offer_scales(await in_thread(_scales, path, self.publisher.flavours.layouts))
+            self.publisher.flavours.offer_scales(
+                await in_thread(read_all_scales, path, self.publisher.flavours.layouts)
+            )
         # On top of what was published, or a dead band could not be told from damage.
         await in_thread(self.backend.store, arena, published=arena)
         root = await in_thread(arena.state_root)
@@ -202,11 +186,21 @@ class Resumption:
             raise StateMismatch(f"the manifest of version {version} is that of version {stated}")
         return signed.data
 
+    async def _own_manifest(self, version: int, cursor: Cursor) -> bytes:
+        """The manifest of a version that is said to have come of a checkpoint's publication."""
+        data = await self.manifest(version)
+        if manifest_from_bytes(data).state_root != cursor.state_root:
+            raise StateMismatch(
+                f"version {version} is not what this learner published under step id {cursor.step_id}",
+                action="was the coordinator's data restored from a backup? then start with an empty state_dir",
+            )
+        return data
+
     async def _digest(self, version: int) -> str:
         return "" if version == -1 else manifest_digest(await self.manifest(version))
 
     async def _continue(self, cursor: Cursor, arena: Arena, head: int) -> int:
-        data = await self.manifest(head)
+        data = await self._own_manifest(head, cursor)
         self.publisher.position = Position(
             head_version=head, lineage_version=head, lineage_digest=manifest_digest(data), shadow=arena
         )
@@ -245,7 +239,7 @@ class Resumption:
         self.publisher.position = Position(
             head_version=head,
             lineage_version=committed,
-            lineage_digest=await self._digest(committed),
+            lineage_digest=manifest_digest(await self._own_manifest(committed, cursor)),
             shadow=None,
         )
         # At once, without a step: samplers are to leave the abandoned versions now.
@@ -276,13 +270,7 @@ class Resumption:
         data = await self.manifest(head)
         step = manifest_from_bytes(data).step
         if step and not self.adopt_without_optimizer:
-            raise ConfigError(
-                "adopt_without_optimizer",
-                f"{self.directory.parent} has no usable checkpoint of run {self.run_id}, which stands at version"
-                f" {head}, step {step}: to go on from its published weights alone throws the optimizer's state away",
-                action="start the learner that trained it, or this one with that one's state_dir; where that is lost,"
-                " set adopt_without_optimizer = true for one start",
-            )
+            raise not_adopted(self.directory.parent, self.run_id, version=head, step=step)
         _LOG.warning(
             "NO USABLE CHECKPOINT for version %d: its published weights become the masters, the optimizer starts anew",
             head,
@@ -310,8 +298,3 @@ class Resumption:
 
     async def _admit(self, plan: PullPlan) -> None:
         self.trust.check(plan.manifests[-1], plan.signature, version=plan.target_version)
-
-
-def _scales(path: Path, layouts: Mapping[Flavour, Layout]) -> dict[str, Arena]:
-    found = {name: read_scales(path, name, layout) for name, layout in layouts.items()}
-    return {name: scales for name, scales in found.items() if scales is not None}

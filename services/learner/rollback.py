@@ -27,6 +27,7 @@ from services.common.weights.payload import apply_payload
 from services.common.wire import manifest_digest, manifest_from_bytes
 from services.learner.resume import Resumption
 from services.learner.threads import in_thread
+from services.learner.undo import undo
 
 _LOG = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class Rollback:
         rolled = await self.run()
         if rolled is not None:
             return rolled
-        return step if is_start else await self._resumption.undo()
+        return step if is_start else await undo(self._resumption)
 
     async def run(self) -> int | None:
         """Publish what is ordered; None when there is no order, or it cannot be carried out: then nothing changed.

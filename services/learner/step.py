@@ -183,7 +183,8 @@ def micro_batch_loss(
     inputs = loss_inputs(micro_batch, learner_BT, coefficients_BT)
     terms = policy_loss(rule, inputs)
     total = terms.contributions_B.sum()
-    kl_BT = kl_estimates(learner_BT, micro_batch.sampler_logprobs_BT, mask_BT)
+    sampler_BT = micro_batch.sampler_logprobs_BT
+    kl_BT = kl_estimates(learner_BT, sampler_BT, mask_BT, max_log_ratio=rule.max_log_weight)
     if rule.kl_coefficient > 0.0:
         total = total + rule.kl_coefficient * (coefficients_BT * kl_BT).sum()
     clippable = mask_BT if terms.is_clipped.dim() == 2 else mask_BT.any(1)

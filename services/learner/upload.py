@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from services.common.api import CoordinatorApi
-from services.common.errors import DigestMismatch, RemoteError
+from services.common.errors import DigestMismatch, RemoteError, Unreachable
 from services.common.metrics import BYTES
 from services.common.types import PayloadRef
 from services.learner.patience import Patience, is_transient
@@ -24,11 +24,15 @@ async def upload(api: CoordinatorApi, payload: PayloadRef, path: Path, *, epoch:
         StaleEpoch: the lease is lost.
         DigestMismatch: the file does not have the digest that it was named with.
     """
-    num_mismatches = 0
+    num_mismatches, before = 0, -1
     while True:
         durable = await patience.insist(lambda: api.query_upload(digest=payload.digest))
         if durable >= payload.num_bytes:
             return
+        if durable == before:
+            # An upload that was answered and brought nothing: never as fast as the link allows, again and again.
+            await patience.wait(Unreachable(f"of payload {payload.digest[:12]} no more than {durable} bytes are kept"))
+        before = durable
         try:
             await api.upload_payload(
                 epoch=epoch,

@@ -44,6 +44,9 @@ class VerificationConfig(Config):
     max_log_ratio: float = Field(default=0.0, ge=0)
     """Largest |mean over tokens of log p - log q| of a rollout under the weights being trained, nats: the envelope of
     sequence ratios. Costs a forward pass before each step; 0 is off."""
+    max_versions: int = Field(default=64, ge=1)
+    """Versions that the tokens of one group may name where it is checked; each is pulled and computed. Groups with more
+    are abandoned."""
     kept_versions: int = Field(default=2, ge=1)
     """Versions that are kept in memory for checks; others are pulled again from the coordinator."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")

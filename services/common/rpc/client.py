@@ -21,22 +21,19 @@ from services.common.api import (
     Rejection,
     WorkGrant,
 )
-from services.common.contract_wire import contract_to_pb
 from services.common.errors import InvalidRequest, MalformedPayload, Unreachable
 from services.common.metrics import BYTES
 from services.common.rpc import canary, messages
 from services.common.rpc.attempt import once, timed
-from services.common.rpc.calls import Calls, readable
+from services.common.rpc.calls import readable
 from services.common.rpc.publication import publish_to_pb
 from services.common.rpc.pushed import push_to_pb
 from services.common.rpc.rejections import rejections_to_pb
 from services.common.rpc.run_status import status_from_pb
 from services.common.types import (
-    Contract,
     Digest,
     Group,
     GroupId,
-    LeaseGrant,
     PublishRequest,
     PushOutcome,
     QueuedGroup,
@@ -55,42 +52,12 @@ MIN_UP_BYTES_PER_S = 4096.0
 """The slowest link over which a push ends before its deadline; a dead one is noticed by its pings in seconds."""
 
 
-class CoordinatorClient(Calls):
+class CoordinatorClient(LeaseCalls):
     """A coordinator at an address; implements services.common.api.CoordinatorApi. Plaintext only if `tls` says so.
 
     Streams (watch_head, read_payload, stream_groups, upload_payload) are not repeated here: their callers hold the
     cursor. They raise Unreachable when the link breaks.
     """
-
-    async def acquire_lease(
-        self,
-        *,
-        holder: str,
-        contract: Contract,
-        request_id: str,
-        flavours: Sequence[str] = (),
-        incarnation: str = "",
-        groups_per_version: int = 0,
-    ) -> LeaseGrant:
-        """Become the run's learner under a new epoch."""
-        request = policy_pb2.AcquireLeaseRequest(
-            request_id=request_id,
-            holder=holder,
-            contract=contract_to_pb(contract),
-            flavours=flavours,
-            incarnation=incarnation,
-            groups_per_version=groups_per_version,
-        )
-        return messages.grant_from_pb(await self._call("AcquireLease", request))
-
-    async def renew_lease(self, *, epoch: int) -> LeaseGrant:
-        """Extend the lease."""
-        request = policy_pb2.RenewLeaseRequest(epoch=epoch)
-        return messages.grant_from_pb(await self._call("RenewLease", request))
-
-    async def release_lease(self, *, epoch: int) -> None:
-        """End the lease."""
-        await self._call("ReleaseLease", policy_pb2.ReleaseLeaseRequest(epoch=epoch))
 
     async def query_upload(self, *, digest: Digest) -> int:
         """Ask how many bytes of a payload are durable."""

@@ -390,3 +390,20 @@ def test_versions_of_adapters_are_replayed_like_those_of_whole_models(site, tmp_
     base = site.replayer.replay(group, key=key)
     assert any(np.abs(replay.logprobs - rollout.sampler_logprobs).max() > 1e-2
                for rollout, replay in zip(group.rollouts, base, strict=True))  # fmt: skip
+
+
+async def test_group_that_names_too_many_versions_is_not_checked_and_not_held_against_its_site(site, honest):
+    """Each version costs a pull and a forward pass, and a site may name one for every token."""
+    first = honest[0].rollouts[0]
+    spans = (
+        dataclasses.replace(first.spans[0], end=1),
+        dataclasses.replace(first.spans[0], start=1, version=first.spans[0].version + 1),
+    )
+    mixed = with_rollout(honest[0], 0, spans=spans)
+    versions = Versions(arena_of(site))
+
+    finding = await examiner_of(site, versions=versions, **{**ALWAYS, "max_versions": 1}).examine(queued(mixed))
+
+    assert finding.reason is None
+    assert "verification.max_versions" in finding.problem
+    assert versions.asked == []

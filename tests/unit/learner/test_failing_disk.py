@@ -134,6 +134,18 @@ async def test_no_checkpoint_can_be_read_and_the_optimizer_is_not_thrown_away(co
     assert (result.step, result.version) == (4, 4), "nothing was lost meanwhile"
 
 
+async def test_file_system_without_hard_links_has_checkpoints_too(coordinator, tmp_path, monkeypatch):
+    def refused(source, target):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(checkpoint.os, "link", refused)
+    await asyncio.gather(learn(learner_config(tmp_path), coordinator), fill(coordinator, QUEUE))
+
+    # Version 2 has a snapshot beside its delta, which its checkpoint shares.
+    paths = sorted((tmp_path / "learner" / "checkpoints").iterdir())
+    assert [checkpoint.read_checkpoint(path).version for path in paths] == [2, 3]
+
+
 # ---- the coordinator's disk
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import io
+import json
 import random
 import sqlite3
 
@@ -108,8 +109,9 @@ class World:
             checkpoint_every_versions=options.get("checkpoint_every_versions", 1), **shared,
         )  # fmt: skip
         self.resumption = Resumption(
-            api=api, backend=self.backend, publisher=self.publisher, store=store, journal=journal, trust=trust, **shared
-        )
+            api=api, backend=self.backend, publisher=self.publisher, store=store, journal=journal, trust=trust,
+            adopt_without_optimizer=options.get("adopt_without_optimizer", False), **shared,
+        )  # fmt: skip
         self.step = 0
 
     @classmethod
@@ -232,7 +234,7 @@ async def test_restart_goes_on_with_the_scales_of_the_checkpoint_and_fetches_not
 async def test_learner_without_its_disk_takes_the_scales_from_the_coordinator(core, tmp_path):
     first = await World.open(core, tmp_path / "a")
     await first.advance(3)
-    second = await World.open(core, tmp_path / "b")
+    second = await World.open(core, tmp_path / "b", adopt_without_optimizer=True)
     await second.advance(2)
 
     assert (await manifest_of(core, 4, "int8")).parent_version == 3
@@ -633,3 +635,25 @@ async def test_checks_compute_with_the_weights_that_a_flavour_stands_for(core, t
         )
     with pytest.raises(UnknownVersion, match="no flavour 'int3'"):
         await versions.get(1, "int3")
+
+
+async def test_learner_goes_on_when_a_flavours_head_is_gone(core, tmp_path):
+    """Neither its scales on the learner's disk nor its payloads at the coordinator: the next version is a snapshot."""
+    world = await World.open(core, tmp_path)
+    await world.advance(2)
+    for path in (tmp_path / "checkpoints").glob("*/int8.scales"):
+        path.unlink()
+    for path in (tmp_path / "checkpoints").iterdir():
+        done = path / "DONE"
+        stated = json.loads(done.read_text())
+        stated["files"].pop("int8.scales")
+        done.write_text(json.dumps(stated))
+    await core.database.run(
+        lambda connection: connection.execute("DELETE FROM payloads WHERE flavour = 'int8'").rowcount
+    )
+
+    again = await World.open(core, tmp_path)
+    await again.advance()
+
+    kinds = [payload.kind for payload in (await manifest_of(core, 3, "int8")).payloads]
+    assert kinds == [PayloadKind.SNAPSHOT]

@@ -25,7 +25,7 @@ from services.learner.config import LearnerConfig
 from services.learner.directory import hold_directory
 from services.learner.feed import feed
 from services.learner.inbox import Inbox
-from services.learner.lease import acquire
+from services.learner.lease import acquire, renew
 from services.learner.patience import REMIND_S, Patience, is_transient
 from services.learner.threads import in_thread
 from tests.support.learner_world import GROUP_SIZE, VOCAB, make_contract, make_group, queued
@@ -282,3 +282,36 @@ async def test_lease_is_waited_for_also_when_its_holder_names_no_end():
     grant = await acquire(Holding(), holder="a", contract=make_contract(), request_id="r", patience=patience())
 
     assert grant.epoch == 2
+
+
+async def test_overload_of_the_coordinator_ends_neither_renewal_nor_lease():
+    """What gRPC says when all its calls are taken is weather, however often it is said."""
+    overloaded = [Unreachable("RESOURCE_EXHAUSTED: Concurrent RPC limit exceeded", retry_after_s=1.0)] * 20
+
+    class Overloaded:
+        def __init__(self):
+            self.answers = [*overloaded]
+
+        async def answer(self):
+            if self.answers:
+                raise self.answers.pop()
+            return LeaseGrant(epoch=2, holder="a", ttl_s=9.0, head_version=-1)
+
+        async def acquire_lease(self, **values):
+            return await self.answer()
+
+        async def renew_lease(self, *, epoch):
+            return await self.answer()
+
+    api = Overloaded()
+    grant = await acquire(api, holder="a", contract=make_contract(), request_id="r", patience=patience())
+    api.answers = [*overloaded]
+
+    async def heard(renewed):
+        assert renewed.epoch == 2
+        raise StaleEpoch("enough")
+
+    with pytest.raises(StaleEpoch, match="enough"):
+        await renew(api, grant=grant, clock=NotingClock(), patience=patience(), on_grant=heard)
+
+    assert api.answers == []

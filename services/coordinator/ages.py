@@ -1,4 +1,4 @@
-"""How old a policy is, as store operations: counted from when a newer version could be had, not from its own beginning.
+"""How old a policy is, and whether it still counts, as store operations. Age begins when a newer version can be had.
 
 Guarantees: the newest version has no age. However long a run stood still, groups of its newest version are taken, so it
 goes on by itself; and what a step of the wall clock makes too old is only what a sampler can replace by pulling.
@@ -6,8 +6,10 @@ goes on by itself; and what a step of the wall clock makes too old is only what 
 
 from __future__ import annotations
 
+import json
 import sqlite3
 
+from services.common.types import Group
 from services.common.wire import MAX_INT64
 
 
@@ -36,3 +38,13 @@ def oldest_usable(connection: sqlite3.Connection, *, head: int, max_versions: in
     ).fetchone()
     # What came out so long ago was a newer version to all before it.
     return floor if row[0] is None else int(row[0])
+
+
+def abandoned_span(connection: sqlite3.Connection, group: Group) -> int | None:
+    """An abandoned version that tokens of a group were drawn from; None when there is none."""
+    versions = {span.version for rollout in group.rollouts for span in rollout.spans}
+    (found,) = connection.execute(
+        "SELECT min(version) FROM versions WHERE is_abandoned = 1 AND version IN (SELECT value FROM json_each(?))",
+        (json.dumps(sorted(versions)),),
+    ).fetchone()
+    return None if found is None else int(found)

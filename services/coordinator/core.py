@@ -7,6 +7,7 @@ polling; closing wakes every waiter. Must never decide anything that a pure modu
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import logging
 import sqlite3
@@ -15,10 +16,8 @@ from dataclasses import dataclass
 
 from services.common import metrics
 from services.common.api import CanaryReport, CanaryVerdict, Command, Heartbeat, RegisterAnswer, Registration
-from services.common.bell import Bell
 from services.common.clock import Clock
 from services.common.errors import (
-    ConfigError,
     ContractMismatch,
     Draining,
     InvalidRequest,
@@ -30,34 +29,14 @@ from services.common.types import (
     SiteId,
     StepReport,
 )
-from services.coordinator import (
-    audit,
-    canary,
-    flavours,
-    group_size,
-    lineage,
-    quarantine,
-    queue,
-    repeats,
-    reports,
-    watermark,
-)
+from services.coordinator import audit, canary, flavours, lineage, quarantine, repeats, reports, watermark
 from services.coordinator.audit import AuditKind
-from services.coordinator.backup import Backups
-from services.coordinator.blobs import BlobStore
-from services.coordinator.composer import Composer
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.database import Database, get_meta, set_meta
-from services.coordinator.flaps import Flaps, note_left_out
-from services.coordinator.merges import Merges
+from services.coordinator.flaps import note_left_out
+from services.coordinator.opening import open_node
 from services.coordinator.policies import Policies
-from services.coordinator.pull_leases import PullLeases
-from services.coordinator.reading import Reading
-from services.coordinator.relief import Relief
 from services.coordinator.rollouts import Rollouts
-from services.coordinator.room import Room, operators_error
-from services.coordinator.sites import Sites
-from services.coordinator.upkeep import Keeper
 
 _LOG = logging.getLogger(__name__)
 MAX_SEQUENCE = 2**62
@@ -77,84 +56,8 @@ class Coordinator(Policies, Rollouts):
         Raises:
             CorruptStore: the store fails its check or belongs to another run.
         """
-        room = Room(config.data_dir, ballast_bytes=config.ballast_bytes, clock=clock)
-        room.give_up()
-        database = await store.open(config.data_dir / "coordinator.sqlite")
-        now = clock.monotonic()
-        try:
-            await database.run(lambda connection: _start(connection, config))
-            blobs = await asyncio.to_thread(
-                BlobStore,
-                config.data_dir,
-                store_bytes=config.store_bytes,
-                max_payload_bytes=config.max_payload_bytes,
-            )
-            merges = Merges(config.data_dir / "merged")
-            await merges.open(database)
-            sites = Sites(work_lease_s=config.work_lease_s)
-            leases = PullLeases(term_s=config.pull_lease_s, started=now)
-            reading = Reading(database=database, blobs=blobs, merges=merges)
-            keeper = Keeper(
-                config=config,
-                clock=clock,
-                database=database,
-                blobs=blobs,
-                merges=merges,
-                reading=reading,
-                leases=leases,
-                in_use=sites.versions_in_use,
-            )
-            await keeper.recover()
-        except BaseException as error:
-            await database.close()
-            if isinstance(error, OSError):
-                raise operators_error(config.data_dir, error) from error
-            raise
-        relief = Relief(
-            room=room,
-            keeper=keeper,
-            merges=merges,
-            leased=lambda: leases.payloads(clock.monotonic()),
-            clock=clock,
-        )
-        database.on_full = blobs.on_full = relief.note_refusal
-        return cls(
-            config=config,
-            clock=clock,
-            database=database,
-            blobs=blobs,
-            merges=merges,
-            composer=Composer(
-                merges=merges,
-                database=database,
-                path_of=blobs.path,
-                config=config,
-                leased=lambda: leases.payloads(clock.monotonic()),
-                may_write=lambda: not room.is_full,
-                clock=clock,
-            ),
-            leases=leases,
-            reading=reading,
-            keeper=keeper,
-            room=room,
-            relief=relief,
-            backups=Backups(
-                directory=config.backup_dir or config.data_dir / "backups",
-                run_id=config.run_id,
-                database=database,
-                blobs=blobs,
-                reading=reading,
-                keeper=keeper,
-                clock=clock,
-            ),
-            sites=sites,
-            bell=Bell(),
-            head_bell=Bell(),
-            queue=queue.Queue.of(config),
-            flaps=Flaps(),
-            started=now,
-            lease_expires=now + config.learner_lease_s,
-        )
+        node = await open_node(config, clock, store=store)
+        return cls(**{field.name: getattr(node, field.name) for field in dataclasses.fields(node)})
 
     @property
     def on_fatal(self) -> asyncio.Future[None]:
@@ -337,23 +240,3 @@ class Coordinator(Policies, Rollouts):
 
         await self.database.run(operation)
         _LOG.info("draining: %s", reason)
-
-
-def _start(connection: sqlite3.Connection, config: CoordinatorConfig) -> None:
-    run_id = get_meta(connection, "run_id")
-    if run_id is None:
-        set_meta(connection, "run_id", config.run_id)
-    elif run_id != config.run_id:
-        raise ContractMismatch(
-            f"{config.data_dir} belongs to run {run_id}, not {config.run_id}", action="choose another data_dir"
-        )
-    seed = get_meta(connection, "seed")
-    if seed is not None and seed != str(config.seed):
-        raise ContractMismatch(f"the run began with seed {seed}, not {config.seed}", action="set seed to that value")
-    if seed is None:
-        # Only then: a start on a full disk writes nothing that it need not.
-        set_meta(connection, "seed", str(config.seed))
-    contract = lineage.read_contract(connection)
-    problem = "" if contract is None else group_size.problem_of(contract, config)
-    if problem:
-        raise ConfigError("max_message_bytes", problem, action=group_size.ACTION)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from services.common.types import Contract, DropReason, Group, GroupId, PushOutcome, PushStatus
 from services.common.wire import bytes_digest, group_to_bytes
-from services.coordinator import ages, ledger, lineage, quarantine, watermark, work
+from services.coordinator import ages, ledger, quarantine, watermark, work
 from services.coordinator.admission import Facts, judge
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.quotas import Quotas
@@ -150,7 +150,7 @@ def _facts(connection: sqlite3.Connection, group: Group, num_bytes: int, around:
         num_bytes=num_bytes,
         max_group_bytes=config.max_group_bytes,
         max_prompt_tokens=config.max_prompt_tokens,
-        abandoned_version=lineage.abandoned_span(connection, group),
+        abandoned_version=ages.abandoned_span(connection, group),
     )
 
 

@@ -7,7 +7,6 @@ services.coordinator.database.
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ from services.common.types import (
     SIGNATURE_BYTES,
     Contract,
     Digest,
-    Group,
     Manifest,
     PayloadKind,
     PayloadRef,
@@ -232,16 +230,6 @@ def is_in_lineage(connection: sqlite3.Connection, version: int, flavour: str = "
         "SELECT is_abandoned FROM stated WHERE flavour = ? AND version = ?", (flavour, version)
     ).fetchone()
     return row is not None and not row[0]
-
-
-def abandoned_span(connection: sqlite3.Connection, group: Group) -> int | None:
-    """An abandoned version that tokens of a group were drawn from; None when there is none."""
-    versions = {span.version for rollout in group.rollouts for span in rollout.spans}
-    (found,) = connection.execute(
-        "SELECT min(version) FROM versions WHERE is_abandoned = 1 AND version IN (SELECT value FROM json_each(?))",
-        (json.dumps(sorted(versions)),),
-    ).fetchone()
-    return None if found is None else int(found)
 
 
 def payloads_into(connection: sqlite3.Connection, version: int, flavour: str = "") -> list[PayloadRef]:

@@ -6,7 +6,7 @@ of any of them begins its term anew. Equal plans share a lease. Belongs to the e
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -24,6 +24,7 @@ class PullLeases:
         self._term_s = term_s
         self._is_known_from = started + term_s
         self._ends: dict[_Plan, float] = {}
+        self._plans_of: defaultdict[Digest, list[_Plan]] = defaultdict(list)
         self._reading: Counter[Digest] = Counter()
 
     def grant(self, *, have_version: int, payloads: tuple[PayloadRef, ...], now: float) -> None:
@@ -31,7 +32,7 @@ class PullLeases:
         if payloads:
             self._renew((have_version, tuple(payload.digest for payload in payloads)), now)
             while len(self._ends) > MAX_LEASES:
-                del self._ends[next(iter(self._ends))]
+                self._forget(next(iter(self._ends)))
 
     @contextmanager
     def reading(self, digest: Digest) -> Iterator[None]:
@@ -46,7 +47,8 @@ class PullLeases:
 
     def touch(self, digest: Digest, now: float) -> None:
         """A sign of life of whoever fetches a payload."""
-        for plan in [plan for plan in self._ends if digest in plan[1]]:
+        # For each frame that leaves, so not by a look at all leases: a thousand sites have as many.
+        for plan in [*self._plans_of.get(digest, ())]:
             self._renew(plan, now)
 
     def are_known(self, now: float) -> bool:
@@ -65,8 +67,18 @@ class PullLeases:
 
     def _renew(self, plan: _Plan, now: float) -> None:
         # Put last: the order is that of the last sign of life.
-        self._ends.pop(plan, None)
+        if self._ends.pop(plan, None) is None:
+            for digest in plan[1]:
+                self._plans_of[digest].append(plan)
         self._ends[plan] = now + self._term_s
 
+    def _forget(self, plan: _Plan) -> None:
+        del self._ends[plan]
+        for digest in plan[1]:
+            self._plans_of[digest].remove(plan)
+            if not self._plans_of[digest]:
+                del self._plans_of[digest]
+
     def _expire(self, now: float) -> None:
-        self._ends = {plan: end for plan, end in self._ends.items() if end > now}
+        for plan in [plan for plan, end in self._ends.items() if end <= now]:
+            self._forget(plan)

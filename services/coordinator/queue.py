@@ -15,7 +15,7 @@ from typing import Any
 from services.common.errors import MalformedPayload
 from services.common.types import Contract, DropReason, Group, GroupId, PushOutcome, QueuedGroup
 from services.common.wire import bytes_digest, group_from_bytes
-from services.coordinator import ages, flavours, horizon, intake, ledger, lineage, quarantine, work
+from services.coordinator import ages, flavours, horizon, intake, ledger, quarantine, work
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.intake import Arrival, Surroundings
 from services.coordinator.quotas import Quotas
@@ -68,7 +68,7 @@ class Queue:
                     _LOG.critical("group %s fails its digest or fits no message, and is not trained on", key)
                     group = None
                 reason = DropReason.INVALID
-                if group is not None and lineage.abandoned_span(connection, group) is not None:
+                if group is not None and ages.abandoned_span(connection, group) is not None:
                     # Its oldest token is of the lineage, a later one is not.
                     group, reason = None, DropReason.UNKNOWN_VERSION
                 if group is None:

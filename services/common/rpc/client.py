@@ -26,6 +26,7 @@ from services.common.metrics import BYTES
 from services.common.rpc import canary, messages
 from services.common.rpc.attempt import once, timed
 from services.common.rpc.calls import readable
+from services.common.rpc.lease_calls import LeaseCalls
 from services.common.rpc.publication import publish_to_pb
 from services.common.rpc.pushed import push_to_pb
 from services.common.rpc.rejections import rejections_to_pb
@@ -45,9 +46,9 @@ from services.common.types import (
 from services.common.wire import group_id_to_pb
 
 PUSH_TIMEOUT_S = 120.0
+"""For a push of nothing; its bytes come on top."""
 ASSIGNMENTS_AT_ONCE = 4096
 """The coordinator takes no more in one call."""
-"""For a push of nothing; its bytes come on top."""
 MIN_UP_BYTES_PER_S = 4096.0
 """The slowest link over which a push ends before its deadline; a dead one is noticed by its pings in seconds."""
 

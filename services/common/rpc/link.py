@@ -16,7 +16,7 @@ from heterorl.v1 import backup_pb2_grpc, diagnosis_pb2_grpc, policy_pb2_grpc, ro
 
 from services.common.errors import Unreachable
 from services.common.rpc.credentials import MaterialFiles, channel_credentials
-from services.common.rpc.options import MAX_MESSAGE_BYTES, link_options
+from services.common.rpc.options import MAX_MESSAGE_BYTES, MIN_MESSAGE_BYTES, link_options
 from services.common.tls import TlsConfig, check_tls
 
 
@@ -67,7 +67,8 @@ class Link:
 
     async def send_up_to(self, num_bytes: int) -> None:
         """Send messages up to the other end's limit from now on; what is received keeps the limit of this end."""
-        limit = min(num_bytes, MAX_MESSAGE_BYTES)
+        # Less would not even let this end register again, where a correction could be heard.
+        limit = min(max(num_bytes, MIN_MESSAGE_BYTES), MAX_MESSAGE_BYTES)
         if limit != self.send_bytes:
             # gRPC sets limits for a channel's life, so there is another one; calls under way end on theirs.
             self.send_bytes = limit

@@ -11,6 +11,8 @@ FRAME_BYTES = 1 << 20
 """Weights travel in frames of this size."""
 
 
+MIN_MESSAGE_BYTES = 1 << 20
+"""Below the smallest limit that any configuration may set."""
 MAX_MESSAGE_BYTES = 512 << 20
 """Above the largest limit that any configuration may set."""
 

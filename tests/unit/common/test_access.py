@@ -5,14 +5,14 @@ import dataclasses
 import pytest
 from google.protobuf import descriptor as descriptors
 from grpc_health.v1 import health_pb2
-from heterorl.v1 import diagnosis_pb2, policy_pb2, rollout_pb2, run_pb2
+from heterorl.v1 import backup_pb2, diagnosis_pb2, policy_pb2, rollout_pb2, run_pb2
 
 from services.common.access import RULES, refuse_call, refuse_request
 from services.common.errors import ConfigError
 from services.common.identity import Identity, LocalPeer, RefusalReason, Role, spiffe_uri
 from services.common.tls import ServerTlsConfig, TlsConfig, check_tls, is_loopback
 
-MODULES = (policy_pb2, rollout_pb2, run_pb2, diagnosis_pb2, health_pb2)
+MODULES = (policy_pb2, rollout_pb2, run_pb2, backup_pb2, diagnosis_pb2, health_pb2)
 METHODS = {
     f"/{service.full_name}/{method.name}": method
     for module in MODULES
@@ -21,7 +21,7 @@ METHODS = {
 }
 ALLOWED = {
     Role.COORDINATOR: {"Check", "Watch", "Diagnose"},
-    Role.OPERATOR: {"Check", "Watch", "Diagnose", "GetStatus", "ListSteps", "Drain", "Rollback", "ReleaseSite"},
+    Role.OPERATOR: {"Check", "Watch", "Diagnose", "GetStatus", "ListSteps", "Drain", "Rollback", "ReleaseSite", "Backup"},
     Role.LEARNER: {
         "Check", "Watch", "AcquireLease", "RenewLease", "ReleaseLease", "QueryUpload", "UploadPayload",
         "PublishVersion", "GetStep", "WatchHead", "GetManifest", "ListManifests", "PlanPull", "ReadPayload",

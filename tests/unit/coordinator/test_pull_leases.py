@@ -1,6 +1,6 @@
 """Leases of plans: all payloads of one stay while any of them is fetched, and not for ever."""
 
-from services.common.types import PayloadKind, PayloadRef
+from services.common.types import Digest, PayloadKind, PayloadRef
 from services.coordinator import pull_leases
 from services.coordinator.pull_leases import PullLeases
 
@@ -46,3 +46,20 @@ def test_plans_are_bounded_and_the_most_silent_one_is_forgotten(monkeypatch):
     leases.grant(have_version=0, payloads=payloads("c"), now=2.0)
 
     assert leases.payloads(3.0) == {"a", "c"}
+
+
+def test_frames_renew_their_plans_alone_and_what_ended_is_forgotten():
+    leases = PullLeases(term_s=10.0, started=0.0)
+    first, second, third = (
+        PayloadRef(kind=PayloadKind.DELTA, from_version=0, to_version=1, digest=Digest(name * 64), num_bytes=1)
+        for name in "abc"
+    )
+    leases.grant(have_version=0, payloads=(first, second), now=0.0)
+    leases.grant(have_version=1, payloads=(second, third), now=0.0)
+    leases.touch(first.digest, 8.0)
+
+    assert leases.payloads(12.0) == {first.digest, second.digest}
+    assert leases.versions(12.0) == {0}
+    leases.touch(third.digest, 12.0)
+    assert leases.payloads(19.0) == frozenset()
+    assert not leases._plans_of

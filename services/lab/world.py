@@ -205,7 +205,13 @@ def _learner_config(cell: Cell, *, model_dir: Path, directory: Path) -> LearnerC
             "groups_per_step": cell.regime.groups_per_step,
             "max_steps": cell.regime.max_steps,
             "loss": cell.algorithm.loss.model_dump(),
-            "backend": {"lr": cell.regime.lr, "warmup_steps": cell.regime.warmup_steps, "threads": 1},
+            "backend": {
+                "lr": cell.regime.lr,
+                "warmup_steps": cell.regime.warmup_steps,
+                "threads": 1,
+                # As the committed tables were made: another forward pass is another experiment.
+                "forward_weights": "masters",
+            },
             "snapshot_every_versions": 10_000,
             "checkpoint_every_versions": 10_000,
             "evaluation": {"every_versions": cell.regime.evaluate_every},

@@ -19,7 +19,7 @@
         StaleWeights  EngineDied
       RewardError             a verifier failed; never a zero reward
 
-`ValueError` and `assert` are for our own mistakes.
+`ValueError` and `assert` are for our own mistakes. The file is over 300 lines because it is one tree.
 """
 
 from __future__ import annotations

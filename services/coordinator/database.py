@@ -227,7 +227,7 @@ def _resolve(future: asyncio.Future[Any], result: Any, exception: BaseException 
 def _connect(path: Path) -> sqlite3.Connection:
     try:
         make_directory(path.parent, mode=0o700)
-        if not path.exists():
+        if not path.exists() and path.name != ":memory:":
             # Before SQLite makes it: its log takes the file's mode. Groups and audit are nobody else's to read.
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from services.common.config import Config
 from services.common.tasks.registry import TaskConfig
 from services.learner.loss_config import GepoConfig, LossConfig
 from services.sampler.delay_models import DelayConfig, NoDelay
+
+AS_PUBLISHED = 20.0
+"""`max_log_weight` of the lab: log weights of whole rollouts stay below it, so it bounds numbers and no algorithm."""
 
 
 class AlgorithmConfig(Config):
@@ -17,8 +20,15 @@ class AlgorithmConfig(Config):
 
     name: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._+-]+$")
     """Name in tables and figures."""
-    loss: LossConfig = GepoConfig()
-    """The rule, as in a learner's configuration."""
+    loss: LossConfig = GepoConfig(max_log_weight=AS_PUBLISHED)
+    """The rule, as in a learner's configuration, but with the bound on weights that its authors have: none."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_published(cls, data: Any) -> Any:
+        if isinstance(data, dict) and isinstance(data.get("loss"), dict):
+            return {**data, "loss": {"max_log_weight": AS_PUBLISHED, **data["loss"]}}
+        return data
 
 
 class LabTaskConfig(Config):

@@ -21,12 +21,12 @@ from services.common.api import CanaryReport, CoordinatorApi
 from services.common.bell import Bell
 from services.common.canary import ScoredText
 from services.common.clock import Clock
-from services.common.errors import EngineError, NotRegistered, RemoteError, RunFinished, StaleWeights, Unreachable
+from services.common.errors import EngineError, RemoteError, StaleWeights
 from services.common.generation.engine import Engine
 from services.common.pull import PulledVersion
 from services.common.standstill import RELEASE
 from services.common.types import Digest, WorkAssignment
-from services.common.words import bytes_text, peer_seconds, peer_words
+from services.common.words import bytes_text, peer_words
 from services.sampler.config import SamplerConfig
 from services.sampler.outbox import Outbox
 from services.sampler.policy_sync import PolicySync
@@ -34,6 +34,7 @@ from services.sampler.rollouts import Batch, RolloutMaker
 from services.sampler.session import NO_ROOT, Session
 from services.sampler.spooling import Spooling
 from services.sampler.waiting import Patience, ring_or_time
+from services.sampler.work import Work
 from services.sampler.work_log import WorkLog
 
 _LOG = logging.getLogger(__name__)
@@ -74,13 +75,10 @@ class Generation:
         self._session = session
         self._clock = clock
         self._bell = bell
-        self._patience = Patience(rng=rng)
         self._engine_patience = Patience(rng=rng, cap_s=ENGINE_CAP_S)
-        self._ask_time = self._swap_time = clock.monotonic()
+        self._swap_time = clock.monotonic()
+        self._work = Work(config=config, api=api, session=session, task=maker.task, clock=clock, rng=rng)
         self._state_roots: dict[int, Digest] = {}
-        # Of this process alone: what an earlier one was given may be in the outbox already.
-        self._asker = f"{clock.wall():.6f}"
-        self._num_answers = 0
 
     async def generate(self) -> None:
         """Generate until the run drains and nothing waits for room on the disk."""
@@ -99,11 +97,11 @@ class Generation:
             if self._engine.version < 0 or level.num_bytes >= self._config.outbox_bytes:
                 await ticket.wait()
                 continue
-            wait_s = self._ask_time - self._clock.monotonic()
+            wait_s = self._work.ask_time - self._clock.monotonic()
             if wait_s > 0:
                 await ring_or_time(ticket, clock=self._clock, seconds=wait_s)
                 continue
-            work = await self._lease()
+            work = await self._work.lease(self._engine.version)
             if work:
                 await self._fill(work)
 
@@ -175,7 +173,7 @@ class Generation:
         self._session.state_root = pulled.manifest.state_root
         self._session.apply_s = self._policy.apply_s
         # What was refused to the old version may be given to the new one.
-        self._ask_time = self._clock.monotonic()
+        self._work.ask_time = self._clock.monotonic()
         return True
 
     async def _swap_during(self, batch: asyncio.Future[Batch]) -> None:
@@ -230,46 +228,6 @@ class Generation:
         self._swap_time = self._clock.monotonic() + self._engine_patience.delay_s()
         _LOG.error("nothing is generated until the engine has loaded a version: %s", error)
 
-    async def _lease(self) -> tuple[WorkAssignment, ...]:
-        """Work, or none; then `_ask_time` says when to ask again."""
-        try:
-            grant = await self._api.lease_work(
-                site=self._session.registration.site,
-                incarnation=self._session.registration.incarnation,
-                max_groups=self._config.groups_per_batch,
-                policy_version=self._engine.version,
-                request_id=f"{self._asker}/{self._num_answers}",
-            )
-        except NotRegistered:
-            await self._session.register()
-            # A coordinator that forgets every registration must not be asked in a circle.
-            self._ask_time = self._clock.monotonic() + self._patience.delay_s()
-            return ()
-        except RunFinished as error:
-            _LOG.info("no work: %s", error)
-            self._session.drain("the run has ended")
-            return ()
-        except RemoteError as error:
-            # A draining run and a restarting coordinator say the same here; a heartbeat tells which.
-            _LOG.log(logging.DEBUG if isinstance(error, Unreachable) else logging.INFO, "no work: %s", error)
-            self._ask_time = self._clock.monotonic() + self._patience.after(error)
-            return ()
-        # Until an answer comes the question is the same one: what a lost answer granted is not given out twice.
-        self._num_answers += 1
-        self._ask_time = self._clock.monotonic()
-        # No more than was asked for, and nothing that the task does not have: what is left expires.
-        work = tuple(
-            assignment
-            for assignment in grant.assignments[: self._config.groups_per_batch]
-            if 0 <= assignment.prompt_index < self._maker.task.num_prompts
-        )
-        if work:
-            self._patience.reset()
-        else:
-            _LOG.debug("no work: %s", peer_words(grant.reason))
-            self._ask_time += peer_seconds(grant.retry_after_s) or self._patience.delay_s()
-        return work
-
     async def _fill(self, work: Sequence[WorkAssignment]) -> None:
         try:
             batch = await self._make(work)
@@ -277,7 +235,7 @@ class Generation:
             # A swap that failed during the batch has been noted.
             if self._session.policy_version >= 0:
                 self._note_failure(error)
-            await self._abandon(tuple(assignment.id for assignment in work))
+            await self._work.abandon(tuple(assignment.id for assignment in work))
             return
         self._bell.ring()
         metrics.GENERATE_SECONDS.observe(batch.generation_s)
@@ -294,7 +252,7 @@ class Generation:
         self._session.tokens_per_s = batch.num_tokens / batch.generation_s if batch.generation_s else 0.0
         if batch.failed:
             metrics.REWARD_ERRORS.inc(len(batch.failed))
-            await self._abandon(batch.failed)
+            await self._work.abandon(batch.failed)
 
     async def _make(self, work: Sequence[WorkAssignment]) -> Batch:
         """Generate and spool; the lock covers both, so that nothing generated is lost to a stop."""
@@ -323,13 +281,3 @@ class Generation:
         if age_s is not None:
             for _ in range(count):
                 metrics.SAMPLER_POLICY_AGE_SECONDS.labels(stage).observe(age_s)
-
-    async def _abandon(self, assignments: tuple[int, ...]) -> None:
-        try:
-            await self._api.abandon_work(
-                site=self._session.registration.site,
-                incarnation=self._session.registration.incarnation,
-                assignments=assignments,
-            )
-        except RemoteError as error:
-            _LOG.info("%d assignments are left to expire: %s", len(assignments), error)

@@ -15,10 +15,11 @@ UNITS = ("_seconds", "_bytes", "_per_second", "_versions", "_groups", "_nats", "
 WITHOUT_UNIT = {
     "heterorl_learner_loss", "heterorl_learner_reward_mean", "heterorl_learner_iw_variance",
     "heterorl_learner_grad_norm", "heterorl_coordinator_ledger_balanced", "heterorl_coordinator_draining",
-    "heterorl_coordinator_site_quarantined",
+    "heterorl_coordinator_site_quarantined", "heterorl_coordinator_standstill", "heterorl_coordinator_disk_refuses",
+    "heterorl_learner_steps_without_signal",
 }  # fmt: skip
 LABELS = {"side", "method", "code", "kind", "direction", "site", "status", "reason", "state", "account",
-          "applied", "stage", "quota", "check", "verdict", "flavour"}  # fmt: skip
+          "applied", "stage", "quota", "check", "verdict", "flavour", "loop"}  # fmt: skip
 
 
 def _own(name):

@@ -1,0 +1,94 @@
+"""What a sampler is given to generate: asked for, asked for again when the answer was lost, handed back."""
+
+from __future__ import annotations
+
+import logging
+import random
+
+from services.common.api import CoordinatorApi
+from services.common.clock import Clock
+from services.common.errors import NotRegistered, RemoteError, RunFinished, Unreachable
+from services.common.tasks.task import Task
+from services.common.types import WorkAssignment
+from services.common.words import peer_seconds, peer_words
+from services.sampler.config import SamplerConfig
+from services.sampler.session import Session
+from services.sampler.waiting import Patience
+
+_LOG = logging.getLogger(__name__)
+
+
+class Work:
+    """Assignments of one sampler; `ask_time` is when the next question is due, by the monotonic clock."""
+
+    def __init__(
+        self,
+        *,
+        config: SamplerConfig,
+        api: CoordinatorApi,
+        session: Session,
+        task: Task,
+        clock: Clock,
+        rng: random.Random,
+    ) -> None:
+        self._config = config
+        self._api = api
+        self._session = session
+        self._task = task
+        self._clock = clock
+        self._patience = Patience(rng=rng)
+        self.ask_time = clock.monotonic()
+        # Of this process alone: what an earlier one was given may be in the outbox already.
+        self._asker = f"{clock.wall():.6f}"
+        self._num_answers = 0
+
+    async def lease(self, version: int) -> tuple[WorkAssignment, ...]:
+        """Work for a version, or none; then `ask_time` says when to ask again."""
+        try:
+            grant = await self._api.lease_work(
+                site=self._session.registration.site,
+                incarnation=self._session.registration.incarnation,
+                max_groups=self._config.groups_per_batch,
+                policy_version=version,
+                request_id=f"{self._asker}/{self._num_answers}",
+            )
+        except NotRegistered:
+            await self._session.register()
+            # A coordinator that forgets every registration must not be asked in a circle.
+            self.ask_time = self._clock.monotonic() + self._patience.delay_s()
+            return ()
+        except RunFinished as error:
+            _LOG.info("no work: %s", error)
+            self._session.drain("the run has ended")
+            return ()
+        except RemoteError as error:
+            # A draining run and a restarting coordinator say the same here; a heartbeat tells which.
+            _LOG.log(logging.DEBUG if isinstance(error, Unreachable) else logging.INFO, "no work: %s", error)
+            self.ask_time = self._clock.monotonic() + self._patience.after(error)
+            return ()
+        # Until an answer comes the question is the same one: what a lost answer granted is not given out twice.
+        self._num_answers += 1
+        self.ask_time = self._clock.monotonic()
+        # No more than was asked for, and nothing that the task does not have: what is left expires.
+        work = tuple(
+            assignment
+            for assignment in grant.assignments[: self._config.groups_per_batch]
+            if 0 <= assignment.prompt_index < self._task.num_prompts
+        )
+        if work:
+            self._patience.reset()
+        else:
+            _LOG.debug("no work: %s", peer_words(grant.reason))
+            self.ask_time += peer_seconds(grant.retry_after_s) or self._patience.delay_s()
+        return work
+
+    async def abandon(self, assignments: tuple[int, ...]) -> None:
+        """Hand work back; where that fails it expires."""
+        try:
+            await self._api.abandon_work(
+                site=self._session.registration.site,
+                incarnation=self._session.registration.incarnation,
+                assignments=assignments,
+            )
+        except RemoteError as error:
+            _LOG.info("%d assignments are left to expire: %s", len(assignments), error)

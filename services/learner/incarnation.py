@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 from pathlib import Path
+from typing import TextIO
 
 from services.common.errors import DiskFull
 
@@ -31,7 +32,7 @@ def read_incarnation(directory: Path) -> str:
     try:
         with path.open(encoding="ascii") as file:
             found = _LINE.fullmatch(file.read(256))
-            if found and int(found[2]) == os.fstat(file.fileno()).st_ino:
+            if found and int(found[2]) == _inode(file):
                 return found[1]
     except FileNotFoundError:
         pass
@@ -47,7 +48,7 @@ def _make(path: Path) -> str:
     try:
         # A rename keeps the inode.
         with temporary.open("w", encoding="ascii") as file:
-            file.write(f"{name} {os.fstat(file.fileno()).st_ino}\n")
+            file.write(f"{name} {_inode(file)}\n")
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -56,3 +57,7 @@ def _make(path: Path) -> str:
             raise DiskFull(str(path.parent)) from error
         raise
     return name
+
+
+def _inode(file: TextIO) -> int:
+    return os.fstat(file.fileno()).st_ino

@@ -23,6 +23,7 @@ from services.common.trust import Trust
 from services.common.types import PayloadKind
 from services.common.wire import manifest_digest, manifest_from_bytes
 from services.coordinator import shelf
+from services.learner import incarnation
 from services.sampler.delay import Visibility
 from services.sampler.delay_models import NoDelay
 from services.sampler.policy_sync import PolicySync
@@ -48,6 +49,12 @@ def tmp_path(tmp_path: Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(dir=memory, prefix="heterorl-") as directory:
         yield Path(directory)
+
+
+@pytest.fixture(autouse=True)
+def same_disk(monkeypatch):
+    """What a crash leaves is on the same disk, though it is a copy here: the learner knows its directory again."""
+    monkeypatch.setattr(incarnation, "_inode", lambda file: 1)
 
 
 async def check_each(disk: Disk, directory: Path, check: Callable[[Path, Image], Awaitable[None]]) -> None:

@@ -1,6 +1,7 @@
 """Every panel and every alert asked of a real Prometheus that scrapes a real small run behind certificates."""
 
 import asyncio
+import json
 
 import pytest
 import yaml
@@ -25,6 +26,22 @@ ALERTS = [
 ]
 
 
+REWARD = """def score(prompt: str, completion: str, answer: str) -> float:
+    return len(set(completion)) / 3
+"""
+
+
+def teaching_task(directory) -> dict[str, object]:
+    """A task whose rewards differ for a model that can do nothing yet, as they do in a healthy run."""
+    (directory / "several.py").write_text(REWARD)
+    prompts = directory / "prompts.jsonl"
+    lines = (json.dumps({"prompt": f"{number // 8}+{number % 8}=", "answer": "0"}) for number in range(64))
+    prompts.write_text("\n".join(lines))
+    return {
+        "name": f"jsonl:{prompts}", "evaluation_size": 8, "reward": "several:score", "reward_path": str(directory),
+    }  # fmt: skip
+
+
 def asked(expression: str) -> str:
     """A panel's expression as Grafana sends it with all runs and sites chosen."""
     return expression.replace("$window", "30s").replace("$run", ".*").replace("$site", ".*")
@@ -32,14 +49,16 @@ def asked(expression: str) -> str:
 
 async def start_run(directory) -> tuple[Cluster, Prometheus]:
     """A small run, and a Prometheus with the deployed configuration that scrapes it."""
+    task = teaching_task(directory)
     learner = {
+        "task": task,
         "evaluation": {"every_versions": 5, "num_prompts": 8, "batch_rows": 8},
         "snapshot_every_versions": 5,
         "verification": {"recompute_rewards": True},
     }
     # Longer than what an alert takes for short.
     certificates = Certificates(directory / "certs", run="kills", lifetime=9 * DAY)
-    cluster = Cluster(directory, learner=learner, certificates=certificates)
+    cluster = Cluster(directory, learner=learner, sampler={"task": task}, certificates=certificates)
     try:
         for name in PROCESSES:
             cluster.start(name)

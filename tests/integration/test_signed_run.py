@@ -415,7 +415,9 @@ async def test_learner_without_its_disk_refuses_weights_that_are_not_proven(tmp_
         await filling
         api = Lying(client, about=about)
         with pytest.raises(error[0], match=error[1]):
-            await learn(learner_config(tmp_path / "elsewhere", max_steps=2), api, signer=key)
+            await learn(
+                learner_config(tmp_path / "elsewhere", max_steps=2, adopt_without_optimizer=True), api, signer=key
+            )
 
     assert api.read == []
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,25 +17,49 @@ from services import cli
 from services.common.canary import ScoredText
 from services.common.generation.engine import Completion
 from services.common.tasks.task import Prompt
-from services.common.types import FinishReason, Rollout
-from services.sampler.rollouts import RolloutMaker
+from services.common.types import Digest, FinishReason, WorkAssignment
+from services.sampler.rollouts import Batch, RolloutMaker
 
 
-def doctored(maker: RolloutMaker, prompt: Prompt, completion: Completion) -> Completion:
-    tokens = maker.prompter.tokenizer.encode(prompt.answer, add_special_tokens=False)
-    ids = np.array([*tokens, maker.prompter.eos_token_id], np.int32)
-    (logprobs,) = maker.engine.score([ScoredText(prompt=maker.prompter.encode(prompt.text), completion=ids)])
-    span = dataclasses.replace(completion.spans[0], end=ids.size)
-    return Completion(token_ids=ids, logprobs=np.minimum(logprobs, 0.0), finish_reason=FinishReason.EOS, spans=(span,))
+class Doctored:
+    """The engine of a maker, whose completions of some prompts are their answers."""
+
+    def __init__(self, maker: RolloutMaker, prompts: Sequence[Prompt]) -> None:
+        self._maker = maker
+        self._prompts = prompts
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._maker.engine, name)
+
+    def generate(self, encoded: Any, **options: Any) -> list[list[Completion]]:
+        drawn = self._maker.engine.generate(encoded, **options)
+        return [
+            [self._answer(prompt, completion) for completion in members]
+            for prompt, members in zip(self._prompts, drawn, strict=True)
+        ]
+
+    def _answer(self, prompt: Prompt, completion: Completion) -> Completion:
+        prompter = self._maker.prompter
+        tokens = prompter.tokenizer.encode(prompt.answer, add_special_tokens=False)
+        ids = np.array([*tokens, prompter.eos_token_id], np.int32)
+        (logprobs,) = self._maker.engine.score([ScoredText(prompt=prompter.encode(prompt.text), completion=ids)])
+        span = dataclasses.replace(completion.spans[0], end=ids.size)
+        return Completion(
+            token_ids=ids, logprobs=np.minimum(logprobs, 0.0), finish_reason=FinishReason.EOS, spans=(span,)
+        )
 
 
 def main() -> None:
-    honest = RolloutMaker._rollout
+    honest = RolloutMaker.make
 
-    def cheat(self: RolloutMaker, prompt: Prompt, completion: Completion) -> Rollout:
-        return honest(self, prompt, doctored(self, prompt, completion))
+    def cheat(
+        self: RolloutMaker, work: Sequence[WorkAssignment], *, state_roots: Mapping[int, Digest], first_sequence: int
+    ) -> Batch:
+        engine = Doctored(self, [self.task.prompt(assignment.prompt_index) for assignment in work])
+        maker = dataclasses.replace(self, engine=engine)
+        return honest(maker, work, state_roots=state_roots, first_sequence=first_sequence)
 
-    RolloutMaker._rollout = cheat  # type: ignore[method-assign]
+    RolloutMaker.make = cheat  # type: ignore[method-assign]
     sys.argv.insert(1, "sampler")
     cli.main()
 

@@ -157,6 +157,8 @@ class Puller:
         )
         if base_root:
             held, plan = await self._from_base(plan, base_root)
+        # Before the plan is judged: a wrong one is asked for again without what nobody signed.
+        self._has_merged = any(payload.kind is PayloadKind.MERGED for payload in plan.payloads)
         self._check(plan, held=held, want_version=want_version)
         self.way.begin(plan)
         if plan.kind is PlanKind.SAME and held is not None:
@@ -164,7 +166,6 @@ class Puller:
                 await admit(plan)
             return held
         _LOG.debug("version %d: %s", plan.target_version, peer_words(plan.reason))
-        self._has_merged = any(payload.kind is PayloadKind.MERGED for payload in plan.payloads)
         if admit is not None:
             await admit(plan)
         # Only now: the way of a version that is not to be built is not asked for.

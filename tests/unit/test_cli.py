@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import fcntl
 import io
 import json
 import os
@@ -74,7 +75,9 @@ def test_version_and_completion():
 def test_interrupt_while_the_program_is_loaded_shows_no_traceback():
     command = [sys.executable, "-X", "importtime", "-m", "services", "--help"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        # Each module is named when it is loaded; this one is in the middle.
+        # Each module is named when it is loaded; this one is in the middle, and a small pipe lets the program get no
+        # further ahead of its reader than some modules.
+        fcntl.fcntl(process.stderr, fcntl.F_SETPIPE_SZ, 4096)
         for line in process.stderr:
             if "typer" in line:
                 break

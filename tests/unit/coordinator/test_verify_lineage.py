@@ -303,7 +303,7 @@ def test_head_that_contradicts_its_row_is_found(recorded, changes, problem):
         ({"to_version": 5}, "leads elsewhere"),
         ({"from_version": 4}, "leads elsewhere"),
         ({"from_version": -1, "kind": PayloadKind.SNAPSHOT}, "the payload starts from"),
-        ({"digest": "../" * 21 + "x"}, "has no digest"),
+        ({"digest": "../" * 21 + "x"}, "not a manifest: payload.digest"),
         ({"digest": "0" * 64}, "is not stored"),
     ],
 )

@@ -5,15 +5,15 @@ from __future__ import annotations
 from heterorl.v1 import rollout_pb2
 
 from services.common.errors import InvalidRequest
-from services.common.types import Group
+from services.common.types import Contract, Group
 from services.common.wire import MAX_INT64, bytes_digest, group_from_pb, group_id_from_pb, received
 from services.coordinator.intake import Arrival
 
 
-def read(message: rollout_pb2.Group, *, max_prompt_tokens: int) -> Group | Arrival:
+def read(message: rollout_pb2.Group, *, contract: Contract | None, max_prompt_tokens: int) -> Group | Arrival:
     """The group of a message; one that is none is recorded as invalid, so that whoever is answered is counted too."""
     try:
-        _check_counts(message, max_prompt_tokens=max_prompt_tokens)
+        _check_counts(message, contract=contract, max_prompt_tokens=max_prompt_tokens)
         return received(group_from_pb(message))
     except InvalidRequest as error:
         data = message.SerializeToString(deterministic=True)
@@ -27,8 +27,8 @@ def read(message: rollout_pb2.Group, *, max_prompt_tokens: int) -> Group | Arriv
         )
 
 
-def _check_counts(group: rollout_pb2.Group, *, max_prompt_tokens: int) -> None:
-    """Count before anything becomes objects: a log-prob's four bytes on the wire bound a token, which may cost one.
+def _check_counts(group: rollout_pb2.Group, *, contract: Contract | None, max_prompt_tokens: int) -> None:
+    """Count before anything becomes objects: making an array of a message's numbers holds up every other thread.
 
     Raises:
         InvalidRequest: no contract allows the group.
@@ -36,8 +36,13 @@ def _check_counts(group: rollout_pb2.Group, *, max_prompt_tokens: int) -> None:
     num_prompt = len(group.prompt_token_ids)
     if num_prompt > max_prompt_tokens:
         raise InvalidRequest(f"prompt_token_ids: {num_prompt} tokens, max_prompt_tokens is {max_prompt_tokens}")
+    if contract is not None and len(group.rollouts) != contract.group_size:
+        raise InvalidRequest(f"rollouts: {len(group.rollouts)}, the group size is {contract.group_size}")
     for number, rollout in enumerate(group.rollouts):
         num_tokens, num_logprobs = len(rollout.token_ids), len(rollout.sampler_logprobs)
+        if contract is not None and num_tokens > contract.sampling.max_new_tokens:
+            allowed = f"allowed are 1..{contract.sampling.max_new_tokens}"
+            raise InvalidRequest(f"rollouts[{number}].token_ids: {num_tokens} tokens, {allowed}")
         if num_logprobs != num_tokens:
             raise InvalidRequest(f"rollouts[{number}].sampler_logprobs: {num_logprobs} for {num_tokens} tokens")
         if len(rollout.spans) > num_tokens:

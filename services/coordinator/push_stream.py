@@ -16,7 +16,7 @@ from heterorl.v1 import rollout_pb2
 from services.common.api import CoordinatorApi
 from services.common.metrics import BYTES
 from services.common.rpc.door import INLINE_BYTES, Requests
-from services.common.types import Group, PushOutcome
+from services.common.types import Contract, Group, PushOutcome
 from services.coordinator import arrivals
 from services.coordinator.intake import Arrival
 
@@ -29,6 +29,8 @@ class Taker(CoordinatorApi, Protocol):
 
     async def take_groups(self, groups: Sequence[Group | Arrival]) -> list[PushOutcome]: ...
 
+    async def stated_contract(self) -> Contract | None: ...
+
 
 class PushStreams:
     """The push streams of one coordinator."""
@@ -36,6 +38,8 @@ class PushStreams:
     def __init__(self, api: Taker, *, max_prompt_tokens: int) -> None:
         self._api = api
         self._max_prompt_tokens = max_prompt_tokens
+        # Once stated, a contract stays; until then nobody is registered who could push.
+        self._contract: Contract | None = None
         self._converting = asyncio.Semaphore(1)
 
     async def outcomes(self, requests: AsyncIterator[rollout_pb2.PushGroupsRequest]) -> AsyncIterator[PushOutcome]:
@@ -84,6 +88,8 @@ class PushStreams:
             return []
         num_bytes = sum(message.ByteSize() for message in batch)
         BYTES.labels("groups", "in").inc(num_bytes)
+        if self._contract is None:
+            self._contract = await self._api.stated_contract()
         if num_bytes <= INLINE_BYTES:
             entries = self._read(batch)
         else:
@@ -93,4 +99,7 @@ class PushStreams:
         return await self._api.take_groups(entries)
 
     def _read(self, batch: list[rollout_pb2.PushGroupsRequest]) -> list[Group | Arrival]:
-        return [arrivals.read(message.group, max_prompt_tokens=self._max_prompt_tokens) for message in batch]
+        return [
+            arrivals.read(message.group, contract=self._contract, max_prompt_tokens=self._max_prompt_tokens)
+            for message in batch
+        ]

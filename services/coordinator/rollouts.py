@@ -19,6 +19,7 @@ from services.common.errors import (
     RunFinished,
 )
 from services.common.types import (
+    Contract,
     DropReason,
     Group,
     GroupId,
@@ -126,6 +127,10 @@ class Rollouts(Node):
     async def push_groups(self, groups: Sequence[Group]) -> list[PushOutcome]:
         """Take groups in; every terminal outcome is durable when it is returned."""
         return await self.take_groups(groups)
+
+    async def stated_contract(self) -> Contract | None:
+        """What the first learner stated; None before."""
+        return await self.database.run(lineage.read_contract)
 
     async def take_groups(self, groups: Sequence[Group | Arrival]) -> list[PushOutcome]:
         """Take groups in, and record those that nobody can read as invalid."""

@@ -14,7 +14,8 @@ from services.common.rpc.bounds import bound_of
 from services.common.rpc.diagnosis import MAX_ANSWER_BYTES
 from services.common.rpc.status import from_rpc_error
 from services.common.types import DropReason
-from services.common.wire import group_to_pb
+from services.common.wire import group_from_pb, group_to_pb
+from services.coordinator import arrivals
 from tests.integration.test_access_matrix import METHODS, NOT_SERVED, RULES
 from tests.support.run import INCARNATION, SITE
 from tests.support.secure_run import SecureRun
@@ -220,6 +221,26 @@ async def test_messages_of_one_site_in_memory_are_bounded_while_they_are_many(se
     ledger = (await secure.operator.get_status()).ledger
     assert (ledger.acked, ledger.dropped, ledger.is_balanced) == (1, {DropReason.INVALID: 1}, True)
     await _settled(secure)
+
+
+async def test_group_beyond_the_contract_is_refused_before_its_numbers_become_arrays(secure, monkeypatch):
+    converted = []
+    monkeypatch.setattr(arrivals, "group_from_pb", lambda message: converted.append(message) or group_from_pb(message))
+    work = await secure.run.lease(3)
+    sound, longer, wider = (group_to_pb(secure.run.group(one)) for one in work)
+    longer.rollouts[1].token_ids.extend([5] * 100_000)
+    longer.rollouts[1].sampler_logprobs.extend([-1.0] * 100_000)
+    wider.rollouts.extend([wider.rollouts[0]] * 1000)
+    data = [rollout_pb2.PushGroupsRequest(group=group).SerializeToString() for group in (sound, longer, wider)]
+    async with _channel(secure, "sampler", own=True) as channel:
+        call = _start(channel, "/heterorl.v1.RolloutService/PushGroups", *data)
+        answers = [rollout_pb2.PushGroupsResponse.FromString(answer) async for answer in call]
+
+    assert len(converted) == 1
+    assert answers[0].status == rollout_pb2.PUSH_STATUS_ACCEPTED
+    assert "rollouts[1].token_ids: 100003 tokens" in answers[1].message
+    assert "rollouts: 1002, the group size is 2" in answers[2].message
+    assert (await secure.operator.get_status()).ledger.dropped == {DropReason.INVALID: 2}
 
 
 async def test_message_of_a_million_entries_holds_up_nobody(secure):

@@ -277,7 +277,7 @@ async def test_messages_that_no_value_can_hold_are_refused_one_by_one(served, ru
         nameless = rollout_pb2.PushGroupsRequest(group=rollout_pb2.Group(rollouts=[rollout_pb2.Rollout()]))
         with pytest.raises(grpc.aio.AioRpcError, match="is not registered"):
             _ = [answer async for answer in rollouts.PushGroups(iter_of(nameless))]
-        bad = rollout_pb2.PushGroupsRequest(group=rollout_pb2.Group(rollouts=[rollout_pb2.Rollout()]))
+        bad = rollout_pb2.PushGroupsRequest(group=rollout_pb2.Group(rollouts=[rollout_pb2.Rollout()] * 2))
         bad.group.id.site, bad.group.id.incarnation, bad.group.id.sequence = SITE, INCARNATION, 1
         answers = [answer async for answer in rollouts.PushGroups(iter_of(bad, bad))]
         statuses = [rollout_pb2.PUSH_STATUS_DROPPED, rollout_pb2.PUSH_STATUS_DUPLICATE]

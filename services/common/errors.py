@@ -204,7 +204,7 @@ class StoreFull(RemoteError):
 class Unauthenticated(RemoteError):
     """The link proves no identity that this run knows; with a delay, a new certificate in the same files is enough."""
 
-    action = "give this node a certificate of this run: heterorl certs issue or renew"
+    action = "give this node a certificate of this run: heterorl certs issue or renew, or join by a new token"
 
 
 class PermissionDenied(RemoteError):

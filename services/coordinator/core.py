@@ -101,7 +101,11 @@ class Coordinator(Policies, Rollouts):
 
         def operation(connection: sqlite3.Connection) -> tuple[int, int]:
             if not lineage.agree(connection, registration.contract, may_state=False):
-                raise Draining("no learner has stated the contract yet", action="repeat", retry_after_s=1.0)
+                raise Draining(
+                    "no learner has stated the contract yet",
+                    action="start the learner; this node goes on by itself",
+                    retry_after_s=1.0,
+                )
             flavours.check_offered(connection, registration.flavour)
             known = self.sites.register(connection, registration)
             return lineage.read_head(connection).version, known + 1

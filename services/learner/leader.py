@@ -242,7 +242,8 @@ class Leader:
             async with asyncio.timeout(RELEASE_TIMEOUT_S):
                 await self.api.release_lease(epoch=grant.epoch)
         except (RemoteError, TimeoutError) as error:
-            _LOG.warning("the lease could not be released: %s", error)
+            problem = str(error) or f"no answer in {RELEASE_TIMEOUT_S:g} s"
+            _LOG.warning("the lease could not be released, it runs out by itself: %s", problem)
 
 
 def is_superseded(error: BaseException) -> bool:

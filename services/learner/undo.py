@@ -30,10 +30,10 @@ async def undo(resumption: Resumption) -> int:
             except (CorruptData, OSError) as error:
                 _LOG.error("%s cannot be restored: %s", path, error)
             else:
-                _LOG.info("unpublished steps are taken back: checkpoint %s", path.name)
+                _LOG.info("back at version %d: checkpoint %s, any later step is gone", cursor.version, path.name)
                 return cursor.step
     _LOG.warning(
-        "unpublished steps are taken back: version %d has no checkpoint, so its published weights become the masters;"
+        "version %d has no checkpoint: its published weights become the masters, any later step is gone,"
         " the optimizer keeps its moments",
         position.head_version,
     )

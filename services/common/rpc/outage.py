@@ -64,7 +64,7 @@ class Outage:
         if now < self._say_at:
             return
         _LOG.warning(
-            "the coordinator at %s does not answer since %.0f s, going on: %s",
+            "the coordinator at %s has not answered for %.0f s, going on: %s",
             self._address, now - self._since, peer_words(problem),
         )  # fmt: skip
         self._is_said = True

@@ -181,7 +181,7 @@ async def test_contract_is_the_first_learners_and_names_what_differs(core, run, 
 
 async def test_register_needs_a_contract_a_name_and_a_bearable_delay(core, run, tmp_path, clock):
     fresh = await Coordinator.open(config(tmp_path / "fresh"), clock)
-    with pytest.raises(Draining, match="no learner"):
+    with pytest.raises(Draining, match="no learner .*start the learner"):
         await fresh.register(run.registration())
     await fresh.close()
     with pytest.raises(InvalidRequest):

@@ -1,6 +1,7 @@
 """Steps that become no version: groups too old are left out before, a refusal takes back the step and no version."""
 
 import asyncio
+import logging
 import threading
 
 import numpy as np
@@ -144,11 +145,15 @@ class Refusing(FragileApi):
         return publish
 
 
-async def test_refused_step_takes_back_itself_alone(tmp_path, caplog):
+@pytest.mark.parametrize(
+    ("cadence", "said"), [(10, "version 4 has no checkpoint"), (1, "back at version 4: checkpoint v00000004")]
+)
+async def test_refused_step_takes_back_itself_alone(tmp_path, caplog, cadence, said):
     """Versions since the newest checkpoint stand: they are sound, and samplers use them."""
     core = await open_coordinator(tmp_path)
     backend = NumpyBackend()
-    config = learner_config(tmp_path, max_steps=6, checkpoint_every_versions=10)
+    config = learner_config(tmp_path, max_steps=6, checkpoint_every_versions=cadence)
+    caplog.set_level(logging.INFO)
 
     result, _ = await asyncio.gather(learn(config, Refusing(core, 5), backend), fill(core, 12))
 
@@ -157,7 +162,7 @@ async def test_refused_step_takes_back_itself_alone(tmp_path, caplog):
     assert await _abandoned(core) == []
     assert status.ledger.consumed == 12
     assert [len(ids) for ids in backend.trained] == [2] * 7, "one step was taken twice, on the same groups or others"
-    assert "version 4 has no checkpoint" in caplog.text
+    assert said in caplog.text
     await core.close()
 
 

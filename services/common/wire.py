@@ -162,11 +162,6 @@ def group_from_bytes(data: bytes) -> Group:
         raise MalformedPayload(f"not a group: {error}") from error
 
 
-def group_digest(value: Group) -> Digest:
-    """Blake3 of a group's canonical bytes: equal content, equal digest."""
-    return bytes_digest(group_to_bytes(value))
-
-
 def bytes_digest(data: bytes) -> Digest:
     """Blake3 of bytes, lower-case hex."""
     return Digest(blake3.blake3(data).hexdigest())

@@ -1,4 +1,4 @@
-"""Another machine's words, fit to be logged: one line, printable, not many; and numbers as people read them."""
+"""Another machine's words, fit to be logged: one line, printable, not many."""
 
 from __future__ import annotations
 
@@ -18,11 +18,3 @@ def peer_words(text: str, *, most: int = MOST) -> str:
 def peer_seconds(seconds: float) -> float:
     """A wait that a peer asks for: what is no number counts as none, and none is without end."""
     return min(max(0.0, seconds), MAX_ASKED_S) if math.isfinite(seconds) else 0.0
-
-
-def bytes_text(num_bytes: float) -> str:
-    """Bytes with three digits: 512 B, 3.10 MB."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.3g} {unit}"
-    return f"{num_bytes:.0f} B"

@@ -51,9 +51,6 @@ def _is_in_place(payload: PayloadRef, manifest: Manifest) -> bool:
 
 
 def _check_payload(history: History, payload: PayloadRef) -> str:
-    # A manifest is not to be trusted yet, and its digest becomes a path.
-    if len(payload.digest) != 64 or not set(payload.digest) <= set("0123456789abcdef"):
-        return "has no digest"
     path = history.payload(payload.digest)
     if not path.is_file():
         return "is not stored"

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any
 
+from services.common.bell import ring_or_time
 from services.common.clock import Clock
 from services.common.errors import CorruptStore, Draining, HeterorlError
 from services.common.metrics import LOOP_FAILURES
@@ -48,15 +48,7 @@ class Steady:
 
     async def pause(self, wake: asyncio.Event) -> None:
         """Wait until woken, and after a turn that failed no longer than PAUSE_S."""
-        waiting: list[asyncio.Future[Any]] = [asyncio.ensure_future(wake.wait())]
-        if self._problem:
-            waiting.append(asyncio.ensure_future(self._clock.sleep(PAUSE_S)))
-        try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in waiting:
-                task.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
+        await ring_or_time(wake, clock=self._clock, seconds=PAUSE_S if self._problem else None)
 
     def _tell(self, error: Exception) -> None:
         LOOP_FAILURES.labels(self._name).inc()

@@ -25,6 +25,8 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rich.filesize import decimal
+
 from services.common import metrics, notify, tracing
 from services.common.api import CoordinatorApi, Registration
 from services.common.bell import Bell
@@ -34,7 +36,6 @@ from services.common.rpc.client import CoordinatorClient
 from services.common.trust import Trust
 from services.common.types import SiteId
 from services.common.weights.parallel import num_threads
-from services.common.words import bytes_text
 from services.sampler.assembly import Parts, assemble
 from services.sampler.config import SamplerConfig
 from services.sampler.delay import Visibility, max_delay_s, max_delay_versions, max_group_delay_s
@@ -246,7 +247,7 @@ class Sampler:
                 "%d groups are lost, there was no room to spool them: %s; their prompts are handed out again",
                 self.generation.spooling.num_waiting, self.generation.spooling.problem,
             )  # fmt: skip
-        left = f"{level.num_groups} groups ({bytes_text(level.num_bytes)}) are spooled, the next start delivers them"
+        left = f"{level.num_groups} groups ({decimal(level.num_bytes)}) are spooled, the next start delivers them"
         _LOG.info(
             "%s: %d groups delivered since the start, %d not taken; %s",
             "drained" if self.session.is_draining and not level.num_groups else "stopped",

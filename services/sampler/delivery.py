@@ -16,14 +16,14 @@ from collections.abc import Callable, Sequence
 
 from services.common import metrics
 from services.common.api import CoordinatorApi
-from services.common.bell import Bell
+from services.common.bell import Bell, ring_or_time
 from services.common.clock import Clock, steady
 from services.common.errors import DiskFull, RemoteError, Unreachable
 from services.common.tracing import TRACER
 from services.common.types import Group, PushOutcome, PushStatus
 from services.common.words import peer_words
 from services.sampler.outbox import Outbox
-from services.sampler.waiting import Patience, ring_or_time
+from services.sampler.waiting import Patience
 
 _LOG = logging.getLogger(__name__)
 BATCH_GROUPS = 16

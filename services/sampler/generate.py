@@ -16,9 +16,11 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rich.filesize import decimal
+
 from services.common import metrics
 from services.common.api import CanaryReport, CoordinatorApi
-from services.common.bell import Bell
+from services.common.bell import Bell, ring_or_time
 from services.common.canary import ScoredText
 from services.common.clock import Clock
 from services.common.errors import EngineError, RemoteError, StaleWeights
@@ -26,14 +28,14 @@ from services.common.generation.engine import Engine
 from services.common.pull import PulledVersion
 from services.common.standstill import RELEASE
 from services.common.types import Digest, WorkAssignment
-from services.common.words import bytes_text, peer_words
+from services.common.words import peer_words
 from services.sampler.config import SamplerConfig
 from services.sampler.outbox import Outbox
 from services.sampler.policy_sync import PolicySync
 from services.sampler.rollouts import Batch, RolloutMaker
 from services.sampler.session import NO_ROOT, Session
 from services.sampler.spooling import Spooling
-from services.sampler.waiting import Patience, ring_or_time
+from services.sampler.waiting import Patience
 from services.sampler.work import Work
 from services.sampler.work_log import WorkLog
 
@@ -163,7 +165,7 @@ class Generation:
         swap_s = self._clock.monotonic() - started
         _LOG.info(
             "version %d is used: %s in %.1f s, applied in %.1f s, swapped in %.1f s",
-            pulled.version, bytes_text(self._policy.fetched_bytes), self._policy.fetch_s, self._policy.apply_s, swap_s,
+            pulled.version, decimal(self._policy.fetched_bytes), self._policy.fetch_s, self._policy.apply_s, swap_s,
         )  # fmt: skip
         self._engine_patience.reset()
         metrics.SWAP_SECONDS.observe(swap_s)

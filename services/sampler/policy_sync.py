@@ -18,7 +18,7 @@ import logging
 import random
 
 from services.common.api import CoordinatorApi, PullPlan
-from services.common.bell import Bell
+from services.common.bell import Bell, ring_or_time
 from services.common.clock import Clock
 from services.common.errors import CorruptData, DiskFull, RemoteError, UnknownVersion, Unreachable, UntrustedVersion
 from services.common.pull import PulledVersion, Puller
@@ -27,7 +27,7 @@ from services.common.wire import manifest_from_bytes
 from services.sampler.delay import Visibility
 from services.sampler.descent import check_descent
 from services.sampler.record import SeenVersion, VersionRecord, check_head
-from services.sampler.waiting import Patience, ring_or_time
+from services.sampler.waiting import Patience
 
 _LOG = logging.getLogger(__name__)
 DAMAGED_CAP_S = 300.0

@@ -1,34 +1,15 @@
-"""How the loops wait: for a ring or an instant, and after a refusal for longer each time, with full jitter, for ever.
-
-Guarantees: nothing here gives up; a wait ends by its ring, by its clock, or by cancellation, and leaves no task behind.
-"""
+"""How the loops wait after a refusal: for longer each time, with full jitter, for ever."""
 
 from __future__ import annotations
 
-import asyncio
 import random
 from dataclasses import dataclass
 
-from services.common.clock import Clock
 from services.common.errors import ContractMismatch, InvalidRequest, PermissionDenied, RemoteError, Unauthenticated
 from services.common.words import peer_seconds
 
 PERMANENT = (ContractMismatch, InvalidRequest, PermissionDenied)
 """Refusals of a peer that no repetition changes: a person must correct this node."""
-
-
-async def ring_or_time(ticket: asyncio.Event, *, clock: Clock, seconds: float | None) -> None:
-    """Wait for the ticket's ring, at most `seconds` (None: without end)."""
-    if seconds is None:
-        await ticket.wait()
-        return
-    waiting = [asyncio.ensure_future(ticket.wait()), asyncio.ensure_future(clock.sleep(max(0.0, seconds)))]
-    try:
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -6,7 +6,8 @@ import logging
 import math
 from dataclasses import dataclass
 
-from services.common.words import bytes_text
+from rich.filesize import decimal
+
 from services.sampler.outbox import Level
 from services.sampler.rollouts import Batch
 
@@ -53,5 +54,5 @@ class WorkLog:
         return (
             f"{batches}: {self._num_groups} groups, {self._num_rollouts} rollouts{failed}, {speed:,.0f} tokens/s, "
             f"mean reward {reward}; version {version}, {behind} behind the head; "
-            f"outbox {level.num_groups} groups, {bytes_text(level.num_bytes)}"
+            f"outbox {level.num_groups} groups, {decimal(level.num_bytes)}"
         )

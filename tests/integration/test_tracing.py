@@ -14,7 +14,7 @@ from services.common.generation.engine import Completion
 from services.common.tasks.task import Prompt
 from services.common.tracing import NO_TRACE, TRACER, Tracer, TracingConfig, well_formed
 from services.common.types import Digest, FinishReason, RewardPart, SiteId, VersionSpan
-from services.common.wire import group_digest, group_from_bytes, group_to_bytes
+from services.common.wire import bytes_digest, group_from_bytes, group_to_bytes
 from services.learner.observe import observe_step
 from services.sampler.delivery import Delivery
 from services.sampler.outbox import Outbox
@@ -158,7 +158,7 @@ def test_context_is_part_of_a_groups_bytes_and_checked_when_they_are_read():
 
     assert group_from_bytes(group_to_bytes(followed)).trace == CONTEXT
     assert group_from_bytes(group_to_bytes(dataclasses.replace(group, trace="evil"))).trace == NO_TRACE
-    assert group_digest(group) != group_digest(followed)
+    assert bytes_digest(group_to_bytes(group)) != bytes_digest(group_to_bytes(followed))
 
 
 def test_endpoint_is_checked_and_the_extra_is_named(monkeypatch):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from services.common.clock import SystemClock
 from services.common.types import PushStatus
-from services.common.wire import group_digest, manifest_digest, manifest_from_bytes
+from services.common.wire import bytes_digest, group_to_bytes, manifest_digest, manifest_from_bytes
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core import Coordinator
 from tests.support.run import Run
@@ -45,7 +45,7 @@ async def _push(core: Coordinator, run: Run, chooser: random.Random) -> None:
         for _ in range(chooser.choice([1, 1, 2])):
             for outcome, group in zip(await core.push_groups(groups), groups, strict=True):
                 assert outcome.status in (PushStatus.ACCEPTED, PushStatus.DUPLICATE), outcome
-                say(f"group {group.id.sequence} {group_digest(group)}")
+                say(f"group {group.id.sequence} {bytes_digest(group_to_bytes(group))}")
 
 
 async def _publish(core: Coordinator, run: Run, chooser: random.Random) -> None:

@@ -8,7 +8,7 @@ from heterorl.v1 import policy_pb2
 from services.common import wire
 from services.common.errors import MalformedPayload, QuotaExceeded
 from services.common.rpc.status import from_rpc_error, to_status
-from services.common.words import MAX_ASKED_S, bytes_text, peer_seconds, peer_words
+from services.common.words import MAX_ASKED_S, peer_seconds, peer_words
 
 FORGED = "busy\n2026-01-01 00:00:00 CRITICAL services: the store failed\r\x1b[2J\u2028\x00" + "x" * 5000
 
@@ -46,8 +46,3 @@ def test_manifest_with_a_field_that_is_no_digest_is_refused(change):
 
     with pytest.raises(MalformedPayload):
         wire.manifest_from_bytes(policy_pb2.Manifest(**{**fields, **change}).SerializeToString())
-
-
-@pytest.mark.parametrize(("value", "text"), [(0, "0 B"), (999, "999 B"), (3_100_000, "3.1 MB"), (14e10, "140 GB")])
-def test_bytes_are_said_with_three_digits(value, text):
-    assert bytes_text(value) == text

@@ -416,7 +416,7 @@ async def test_sampler_says_what_it_does(world, caplog):
     assert "mean reward 1.000; version 1, 0 behind the head; outbox" in work[-1]
     taken = [line for line in lines if "is used" in line]
     assert [line.split()[1] for line in taken] == ["0", "1"]
-    assert "B in" in taken[0]
+    assert "bytes in" in taken[0]
     assert lines[-1].startswith("stopped: ")
     assert "groups delivered since the start, 0 not taken" in lines[-1]
 

@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from services.common.bell import ring_or_time
 from services.common.errors import (
     ContractMismatch,
     InvalidRequest,
@@ -14,7 +15,7 @@ from services.common.errors import (
     Unreachable,
 )
 from services.common.words import peer_seconds
-from services.sampler.waiting import Patience, ring_or_time
+from services.sampler.waiting import Patience
 from tests.support.clock import ManualClock
 
 

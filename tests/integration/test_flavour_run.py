@@ -60,15 +60,25 @@ async def test_quantised_site_trains_with_the_others_and_is_judged_by_its_own_we
     core = await open_coordinator(tmp_path, canary_threshold=1e-4, groups_per_version=4, max_outstanding_groups=8)
     parts = assemble_learner(learner)
     samplers, outboxes, reported = [], [], []
-    report_canary = core.report_canary
+    report_canary, push_groups = core.report_canary, core.push_groups
+    both_have_groups = asyncio.Barrier(2)
 
     class Watched:
+        has_pushed = False
+
         def __getattr__(self, name):
             return getattr(core, name)
 
         async def report_canary(self, report):
             reported.append((report, await report_canary(report)))
             return reported[-1][1]
+
+        async def push_groups(self, *arguments, **named):
+            # Four steps are few: on a loaded machine one site could deliver all of their groups.
+            if not self.has_pushed:
+                self.has_pushed = True
+                await both_have_groups.wait()
+            return await push_groups(*arguments, **named)
 
     for site, flavour in (("whole", ""), ("small", "int8")):
         config = SamplerConfig(

@@ -29,7 +29,7 @@ $(ENGINES_SETUP): requirements/engines.txt pyproject.toml
 	$(ENGINES)/pip install --quiet --disable-pip-version-check --no-deps -r <(grep -v ^deepspeed requirements/engines.txt)
 	DS_BUILD_OPS=0 $(ENGINES)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
 		-r <(grep ^deepspeed requirements/engines.txt)
-	echo "$(CURDIR):$(CURDIR)/protos/gen" | tr : '\n' > $$($(ENGINES)/python -c 'import site; print(site.getsitepackages()[0])')/heterorl.pth
+	echo "$(CURDIR):$(CURDIR)/src" | tr : '\n' > $$($(ENGINES)/python -c 'import site; print(site.getsitepackages()[0])')/heterorl.pth
 	touch $@
 
 demo: $(SETUP)  ## Train a small model by GEPO with samplers 64 versions behind; ends with a report
@@ -58,7 +58,7 @@ check: $(SETUP)  ## Check style, types, import layers and protos
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	PYTHONPATH=.:protos/gen $(BIN)/lint-imports
+	PYTHONPATH=src $(BIN)/lint-imports
 	cd protos && ../$(BIN)/buf lint && ../$(BIN)/buf breaking --against baseline.binpb
 
 kills: $(SETUP)  ## Kill real processes N (1000) times during RUNS (1) runs and account for every group

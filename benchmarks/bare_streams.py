@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import grpc.aio
-from heterorl.v1 import policy_pb2
 
-from services.common.allocator import keep_freed_frames
-from services.common.rpc.options import FRAME_BYTES, link_options
-from services.coordinator.blob_files import write_all
+from heterorl.common.allocator import keep_freed_frames
+from heterorl.common.rpc.options import FRAME_BYTES, link_options
+from heterorl.coordinator.blob_files import write_all
+from heterorl.v1 import policy_pb2
 
 _BARE = "/bench.Bare/Read"
 

@@ -32,12 +32,12 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from services.common.canary import ScoredText, canary_texts
-from services.common.clock import SystemClock
-from services.common.generation.hf import HfEngine
-from services.common.prompts import Prompter
-from services.common.tasks.task import Prompt
-from services.common.types import (
+from heterorl.common.canary import ScoredText, canary_texts
+from heterorl.common.clock import SystemClock
+from heterorl.common.generation.hf import HfEngine
+from heterorl.common.prompts import Prompter
+from heterorl.common.tasks.task import Prompt
+from heterorl.common.types import (
     LogprobMode,
     QueuedGroup,
     RewardPart,
@@ -45,15 +45,15 @@ from services.common.types import (
     SiteId,
     WorkAssignment,
 )
-from services.common.weights.arena import Arena
-from services.common.weights.payload import write_delta
-from services.common.wire import bytes_digest
-from services.learner.backend_config import TorchBackendConfig
-from services.learner.backends.torch import TorchBackend
-from services.learner.canary import Canary
-from services.learner.loss_config import GepoConfig
-from services.learner.model import learner_logprobs
-from services.sampler.rollouts import RolloutMaker
+from heterorl.common.weights.arena import Arena
+from heterorl.common.weights.payload import write_delta
+from heterorl.common.wire import bytes_digest
+from heterorl.learner.backend_config import TorchBackendConfig
+from heterorl.learner.backends.torch import TorchBackend
+from heterorl.learner.canary import Canary
+from heterorl.learner.loss_config import GepoConfig
+from heterorl.learner.model import learner_logprobs
+from heterorl.sampler.rollouts import RolloutMaker
 
 CHOICES = (("masters", "fp32"), ("published", "fp32"), ("masters", "bf16"), ("published", "bf16"))
 """Weights, and type of the matrix products."""
@@ -63,7 +63,7 @@ SAMPLING = SamplingSemantics(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens
 
 
 class Sums:
-    """Implements services.common.tasks.task.Task: "7 + 5 =", with half of the reward for any number."""
+    """Implements heterorl.common.tasks.task.Task: "7 + 5 =", with half of the reward for any number."""
 
     digest = bytes_digest(b"bench sums 1")
 
@@ -299,7 +299,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="keep the cells that --out has")
     parser.add_argument("--threads", type=int, default=0, help="of torch on the CPU; 0 leaves its choice")
     options = parser.parse_args()
-    logging.getLogger("services").setLevel(logging.ERROR)
+    logging.getLogger("heterorl").setLevel(logging.ERROR)
     transformers.logging.disable_progress_bar()
     if options.threads:
         torch.set_num_threads(options.threads)

@@ -21,18 +21,18 @@ from typing import Any
 import torch
 from rich.progress import Progress
 
-from services.common.clock import SystemClock
-from services.common.generation.hf import HfEngine
-from services.common.prompts import Prompter
-from services.common.tasks.registry import TaskConfig, build_task
-from services.common.types import LogprobMode, QueuedGroup, SamplingSemantics, SiteId, WorkAssignment
-from services.common.weights.arena import Arena, Layout
-from services.common.weights.payload import apply_payload, write_delta, write_snapshot
-from services.demo.tiny_model import build_tokenizer
-from services.learner.backend_config import TorchBackendConfig
-from services.learner.backends.torch import TorchBackend
-from services.learner.loss_config import GrpoConfig
-from services.sampler.rollouts import RolloutMaker
+from heterorl.common.clock import SystemClock
+from heterorl.common.generation.hf import HfEngine
+from heterorl.common.prompts import Prompter
+from heterorl.common.tasks.registry import TaskConfig, build_task
+from heterorl.common.types import LogprobMode, QueuedGroup, SamplingSemantics, SiteId, WorkAssignment
+from heterorl.common.weights.arena import Arena, Layout
+from heterorl.common.weights.payload import apply_payload, write_delta, write_snapshot
+from heterorl.demo.tiny_model import build_tokenizer
+from heterorl.learner.backend_config import TorchBackendConfig
+from heterorl.learner.backends.torch import TorchBackend
+from heterorl.learner.loss_config import GrpoConfig
+from heterorl.sampler.rollouts import RolloutMaker
 
 BURN_IN = 16
 DONE = "done.json"
@@ -73,7 +73,7 @@ class Run:
 
 def make_runs(recipe: Recipe, *, cache: Path) -> list[Run]:
     """Train what the cache does not hold, and return one run a learning rate."""
-    logging.getLogger("services").setLevel(logging.ERROR)
+    logging.getLogger("heterorl").setLevel(logging.ERROR)
     directory = _directory(recipe, cache)
     model_dir = directory / "model"
     if not (directory / DONE).exists():

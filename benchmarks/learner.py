@@ -34,7 +34,7 @@ def write_model(directory: Path, *, hidden_size: int, layers: int) -> int:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from services.demo.tiny_model import build_tokenizer
+    from heterorl.demo.tiny_model import build_tokenizer
 
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(
@@ -76,7 +76,7 @@ PROMPT = np.arange(2, 18, dtype=np.int32)
 
 def heterorl_step(model_dir: Path, options: dict[str, Any]) -> Callable[[], object]:
     """A step of the torch backend."""
-    from services.common.types import (
+    from heterorl.common.types import (
         Digest,
         FinishReason,
         Group,
@@ -88,9 +88,9 @@ def heterorl_step(model_dir: Path, options: dict[str, Any]) -> Callable[[], obje
         SiteId,
         VersionSpan,
     )
-    from services.learner.backend_config import TorchBackendConfig
-    from services.learner.backends.torch import TorchBackend
-    from services.learner.loss_config import GrpoConfig
+    from heterorl.learner.backend_config import TorchBackendConfig
+    from heterorl.learner.backends.torch import TorchBackend
+    from heterorl.learner.loss_config import GrpoConfig
 
     groups = [
         QueuedGroup(

@@ -26,7 +26,7 @@ import transformers
 from pydantic import TypeAdapter
 from torch import nn
 
-from services.common.types import (
+from heterorl.common.types import (
     Digest,
     FinishReason,
     Group,
@@ -35,11 +35,11 @@ from services.common.types import (
     SiteId,
     VersionSpan,
 )
-from services.learner.batch import build_batch
-from services.learner.loss_config import LossConfig
-from services.learner.loss_registry import ALGORITHMS
-from services.learner.model import prepare
-from services.learner.step import accumulate_gradients, apply_gradients
+from heterorl.learner.batch import build_batch
+from heterorl.learner.loss_config import LossConfig
+from heterorl.learner.loss_registry import ALGORITHMS
+from heterorl.learner.model import prepare
+from heterorl.learner.step import accumulate_gradients, apply_gradients
 
 COMBINATIONS: dict[str, dict[str, Any]] = {
     "gspo, clip of gepo": {"kind": "gspo", "clip_on": "gepo"},

@@ -36,13 +36,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.bare_streams import read_bare, read_bare_to_file, read_tcp, serve_bare, serve_tcp, serving
-from services.common.allocator import keep_freed_frames
-from services.common.clock import SystemClock
-from services.common.fetch import Fetcher
-from services.common.pull import PulledVersion, Puller
-from services.common.rpc.client import CoordinatorClient
-from services.common.tls import TlsConfig
-from services.common.types import (
+from heterorl.common.allocator import keep_freed_frames
+from heterorl.common.clock import SystemClock
+from heterorl.common.fetch import Fetcher
+from heterorl.common.pull import PulledVersion, Puller
+from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.tls import TlsConfig
+from heterorl.common.types import (
     Contract,
     Digest,
     LogprobMode,
@@ -51,14 +51,14 @@ from services.common.types import (
     PublishRequest,
     SamplingSemantics,
 )
-from services.common.weights.arena import Arena, Layout, TensorSpec
-from services.common.weights.container import max_file_bytes
-from services.common.weights.manifest import build_manifest
-from services.common.weights.payload import PayloadInfo, write_delta, write_snapshot
-from services.common.wire import manifest_digest, manifest_to_bytes
-from services.demo.processes import start, stop
-from services.learner.patience import Patience
-from services.learner.upload import upload
+from heterorl.common.weights.arena import Arena, Layout, TensorSpec
+from heterorl.common.weights.container import max_file_bytes
+from heterorl.common.weights.manifest import build_manifest
+from heterorl.common.weights.payload import PayloadInfo, write_delta, write_snapshot
+from heterorl.common.wire import manifest_digest, manifest_to_bytes
+from heterorl.demo.processes import start, stop
+from heterorl.learner.patience import Patience
+from heterorl.learner.upload import upload
 
 CHANGED = 0.0135
 """Share of elements that one step at learning rate 1e-6 changes."""

@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from services.common.generation.hf import HfEngine
-from services.common.generation.vllm import VllmEngine
-from services.common.types import LogprobMode, SamplingSemantics
-from services.demo.tiny_model import write_tiny_model
+from heterorl.common.generation.hf import HfEngine
+from heterorl.common.generation.vllm import VllmEngine
+from heterorl.common.types import LogprobMode, SamplingSemantics
+from heterorl.demo.tiny_model import write_tiny_model
 
 NUM_PROMPTS, GROUP_SIZE, MAX_NEW_TOKENS, NUM_SWAPS = 8, 8, 64, 8
 EOS = 1

@@ -30,16 +30,16 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.pull import contract_of, free_port
-from services.common.allocator import keep_freed_frames
-from services.common.errors import Unreachable
-from services.common.rpc.client import CoordinatorClient
-from services.common.tls import TlsConfig
-from services.common.types import Digest, Manifest, PayloadKind, PayloadRef, PublishRequest
-from services.common.weights.arena import Layout, TensorSpec, digest_integers, state_root
-from services.common.weights.codec import Method
-from services.common.weights.container import NO_ROOT, Header, write_chunks, write_durably, write_header
-from services.common.wire import manifest_to_bytes
-from services.demo.processes import start, stop
+from heterorl.common.allocator import keep_freed_frames
+from heterorl.common.errors import Unreachable
+from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.tls import TlsConfig
+from heterorl.common.types import Digest, Manifest, PayloadKind, PayloadRef, PublishRequest
+from heterorl.common.weights.arena import Layout, TensorSpec, digest_integers, state_root
+from heterorl.common.weights.codec import Method
+from heterorl.common.weights.container import NO_ROOT, Header, write_chunks, write_durably, write_header
+from heterorl.common.wire import manifest_to_bytes
+from heterorl.demo.processes import start, stop
 
 LIMIT_MB = 300
 """Most memory that the coordinator may take, MB."""

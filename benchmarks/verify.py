@@ -37,19 +37,19 @@ from benchmarks.verify_cheats import (
     round_weights,
     where_tokens_differ,
 )
-from services.common.contract import SamplingConfig, build_contract
-from services.common.generation.seeded import group_key
-from services.common.prompts import Prompter
-from services.common.tasks.arithmetic import ArithmeticTask
-from services.common.types import NO_LORA, Contract, Group, QueuedGroup, Rollout
-from services.common.weights.arena import Arena
-from services.coordinator.admission import ending_problem
-from services.coordinator.schedule import seed_of
-from services.learner.backend_config import TorchBackendConfig
-from services.learner.backends.torch import TorchBackend
-from services.learner.loss_config import GepoConfig
-from services.learner.replay import Replayer
-from services.learner.verification import Replay, VerificationConfig, judge_logprobs, judge_margins, logprob_difference
+from heterorl.common.contract import SamplingConfig, build_contract
+from heterorl.common.generation.seeded import group_key
+from heterorl.common.prompts import Prompter
+from heterorl.common.tasks.arithmetic import ArithmeticTask
+from heterorl.common.types import NO_LORA, Contract, Group, QueuedGroup, Rollout
+from heterorl.common.weights.arena import Arena
+from heterorl.coordinator.admission import ending_problem
+from heterorl.coordinator.schedule import seed_of
+from heterorl.learner.backend_config import TorchBackendConfig
+from heterorl.learner.backends.torch import TorchBackend
+from heterorl.learner.loss_config import GepoConfig
+from heterorl.learner.replay import Replayer
+from heterorl.learner.verification import Replay, VerificationConfig, judge_logprobs, judge_margins, logprob_difference
 
 CONFIG = VerificationConfig()
 CHECKS = ("ending", "reward", "log-probs", "draws")
@@ -248,8 +248,8 @@ def _published(backend: TorchBackend) -> Arena:
 
 def main() -> None:
     """Warm the model up, measure, write the record and print the table."""
-    from services.demo.config import FULL
-    from services.demo.warm_start import WarmStart, warm_start
+    from heterorl.demo.config import FULL
+    from heterorl.demo.warm_start import WarmStart, warm_start
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)

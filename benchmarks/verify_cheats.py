@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from services.common.clock import SystemClock
-from services.common.generation.hf import HfEngine
-from services.common.prompts import Prompter
-from services.common.tasks.task import Task
-from services.common.types import (
+from heterorl.common.clock import SystemClock
+from heterorl.common.generation.hf import HfEngine
+from heterorl.common.prompts import Prompter
+from heterorl.common.tasks.task import Task
+from heterorl.common.types import (
     Digest,
     FinishReason,
     Group,
@@ -27,9 +27,9 @@ from services.common.types import (
     SiteId,
     WorkAssignment,
 )
-from services.coordinator.schedule import prompt_of, seed_of
-from services.learner.replay import Replayer
-from services.sampler.rollouts import RolloutMaker
+from heterorl.coordinator.schedule import prompt_of, seed_of
+from heterorl.learner.replay import Replayer
+from heterorl.sampler.rollouts import RolloutMaker
 
 SEED = 7
 Cheated = tuple[list[Group], list[list[bool]]]

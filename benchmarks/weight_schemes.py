@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from services.common.weights.codec import apply_chunk, encode_chunk
+from heterorl.common.weights.codec import apply_chunk, encode_chunk
 
 Chunk = npt.NDArray[np.int16]
 Coded = tuple[Any, ...]

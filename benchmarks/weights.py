@@ -150,9 +150,9 @@ def run_scheme(scheme: Scheme, pairs: Sequence[Pair], *, repeats: int) -> tuple[
 
 def merge(run: Any, lag: int) -> dict[str, Any]:
     """The chain of `lag` deltas as one, beside the chain and the direct difference."""
-    from services.common.weights.arena import Arena
-    from services.common.weights.compose import compose
-    from services.common.weights.payload import apply_payload, write_delta
+    from heterorl.common.weights.arena import Arena
+    from heterorl.common.weights.compose import compose
+    from heterorl.common.weights.payload import apply_payload, write_delta
 
     paths = [run.directory / f"{number}" for number in range(lag)]
     first = Arena(run.layout)

@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from services.common.weights.arena import Arena, Layout, TensorSpec
-from services.common.weights.compose import compose
-from services.common.weights.payload import apply_payload, write_delta, write_snapshot
-from services.coordinator.spans import RADIX
+from heterorl.common.weights.arena import Arena, Layout, TensorSpec
+from heterorl.common.weights.compose import compose
+from heterorl.common.weights.payload import apply_payload, write_delta, write_snapshot
+from heterorl.coordinator.spans import RADIX
 
 LAGS = (1, 2, 4, 8, 16, 64, 256)
 

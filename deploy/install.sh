@@ -95,7 +95,7 @@ make_user() {
 # One environment per content: an upgrade is a new directory and one rename, a rollback is the same rename back.
 digest_of_sources() {
   (cd "$source_dir" &&
-    { find services protos/gen requirements -type f -not -name '*.pyc' -print0 | LC_ALL=C sort -z | xargs -0 sha256sum &&
+    { find services requirements -type f -not -name '*.pyc' -print0 | LC_ALL=C sort -z | xargs -0 sha256sum &&
       sha256sum pyproject.toml && printf '%s\n' "${kinds[@]}" "${with[@]}" && digest_of_extras; }) | sha256sum | cut -c1-12
 }
 

@@ -16,10 +16,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from services.common.config import Config
-from services.coordinator.config import CoordinatorConfig
-from services.learner.config import LearnerConfig
-from services.sampler.config import SamplerConfig
+from heterorl.common.config import Config
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.learner.config import LearnerConfig
+from heterorl.sampler.config import SamplerConfig
 
 PATH = Path(__file__).parent / "configuration.md"
 SERVICES: dict[str, type[Config]] = {

@@ -1,8 +1,7 @@
-"""Generate the committed stubs from the protos: the only way they are made. Modules beside the protos are copied."""
+"""Generate the committed stubs from the protos: the only way they are made."""
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
 
@@ -12,7 +11,7 @@ ROOT = Path(__file__).parent
 
 
 def generate(out: Path) -> None:
-    """Write *_pb2.py, *_pb2_grpc.py and their typed stubs for every proto under `out`, and the modules beside them."""
+    """Write *_pb2.py, *_pb2_grpc.py and their typed stubs for every proto under `out`/heterorl/v1."""
     binaries = Path(sys.executable).parent
     protos = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "heterorl").rglob("*.proto"))
     code = protoc.main(
@@ -33,11 +32,9 @@ def generate(out: Path) -> None:
     (out / "heterorl" / "v1" / "__init__.py").write_text(
         '"""Generated from protos/heterorl; do not edit."""\n', encoding="utf-8"
     )
-    for source in (ROOT / "heterorl").glob("*.py"):
-        shutil.copyfile(source, out / "heterorl" / source.name)
-    for package in (out / "heterorl", out / "heterorl" / "v1"):
-        (package / "py.typed").touch()
+    (out / "heterorl" / "v1" / "py.typed").touch()
 
 
 if __name__ == "__main__":
-    generate(ROOT / "gen")
+    # src/heterorl is services/.
+    generate(ROOT.parent / "src")

@@ -1,5 +1,5 @@
-"""Run the command line as `python -m services`."""
+"""Run the command line as `python -m heterorl`."""
 
-from services.entry import main
+from heterorl.entry import main
 
 main()

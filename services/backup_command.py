@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from services.operator_link import (
+from heterorl.operator_link import (
     AddressArgument,
     CaOption,
     CertOption,
@@ -19,8 +19,8 @@ from services.operator_link import (
 )
 
 if TYPE_CHECKING:
-    from services.common.rpc.backup import Backup
-    from services.common.tls import TlsConfig
+    from heterorl.common.rpc.backup import Backup
+    from heterorl.common.tls import TlsConfig
 
 
 def backup(
@@ -45,8 +45,8 @@ def backup(
 
 
 async def _ask(address: str, *, tls: TlsConfig, name: str) -> Backup:
-    from services.common.rpc.backup import BackupClient
-    from services.common.rpc.retry import RetryPolicy
+    from heterorl.common.rpc.backup import BackupClient
+    from heterorl.common.rpc.retry import RetryPolicy
 
     async with BackupClient(address, tls=tls, policy=RetryPolicy(budget_s=30.0)) as client:
         return await client.backup(name=name)

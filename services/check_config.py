@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from services.common.errors import DependencyMissing, HeterorlError, OperatorError
-from services.common.tls import check_tls
-from services.service_config import Service, load_service
+from heterorl.common.errors import DependencyMissing, HeterorlError, OperatorError
+from heterorl.common.tls import check_tls
+from heterorl.service_config import Service, load_service
 
 
 def check_config(
@@ -90,18 +90,18 @@ def _packages(service: str, config: Any) -> Iterator[tuple[str, str]]:
 
 
 def _build_task(config: Any) -> Any:
-    from services.common.tasks.registry import build_task
+    from heterorl.common.tasks.registry import build_task
 
     return build_task(config.task)
 
 
 def _load_tokenizer(config: Any) -> Any:
-    from services.common.prompts import Prompter
+    from heterorl.common.prompts import Prompter
 
     return Prompter(config.model_dir, use_chat_template=config.use_chat_template)
 
 
 def _try_reward(task: Any, prompter: Any) -> None:
-    from services.common.tasks.trial import try_reward
+    from heterorl.common.tasks.trial import try_reward
 
     try_reward(task, prompter)

@@ -14,21 +14,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-import services
-from services.backup_command import backup
-from services.certs.cli import app as certs
-from services.certs.token_cli import join
-from services.check_config import check_config, check_link
-from services.common.config import explain, read_tables
-from services.common.errors import HeterorlError
-from services.common.model_dir import check_model_dir
-from services.doctor.command import doctor
-from services.lab.cli import app as lab
-from services.orders import audit, rollback, sites
-from services.report.command import report
-from services.service_config import Service, load_service
-from services.top import top
-from services.watch import health, status
+import heterorl
+from heterorl.backup_command import backup
+from heterorl.certs.cli import app as certs
+from heterorl.certs.token_cli import join
+from heterorl.check_config import check_config, check_link
+from heterorl.common.config import explain, read_tables
+from heterorl.common.errors import HeterorlError
+from heterorl.common.model_dir import check_model_dir
+from heterorl.doctor.command import doctor
+from heterorl.lab.cli import app as lab
+from heterorl.orders import audit, rollback, sites
+from heterorl.report.command import report
+from heterorl.service_config import Service, load_service
+from heterorl.top import top
+from heterorl.watch import health, status
 
 app = typer.Typer(
     name="heterorl",
@@ -45,7 +45,7 @@ TRY, RUN, WATCH, STEER, CHECK, NAMES = (
 
 def _say_version(is_asked: bool) -> None:
     if is_asked:
-        typer.echo(f"heterorl {services.__version__}")
+        typer.echo(f"heterorl {heterorl.__version__}")
         raise typer.Exit
 
 
@@ -73,9 +73,9 @@ def _console(*, stderr: bool = False) -> Console:
 
 def _who(service: Service, config: Any = None) -> dict[str, str]:
     """What a service says of itself with every line of its log."""
-    from services.common.identity import Identity, read_identity
+    from heterorl.common.identity import Identity, read_identity
 
-    who: dict[str, str] = {"role": service, "version": services.__version__}
+    who: dict[str, str] = {"role": service, "version": heterorl.__version__}
     if config is None:
         return who
     try:
@@ -89,8 +89,8 @@ def _who(service: Service, config: Any = None) -> dict[str, str]:
 
 
 def _serve(service: Service, config: Path | None, overrides: list[str] | None, log: LogStyle, **options: int) -> None:
-    from services.common import logs
-    from services.common.allocator import keep_freed_frames
+    from heterorl.common import logs
+    from heterorl.common.allocator import keep_freed_frames
 
     logs.configure(style=log, fields=_who(service))
     loaded = load_service(service, config, overrides or ())
@@ -153,11 +153,11 @@ def demo(
     Exit code 0: every promise was kept. 1: one was not, or the run failed. 2: an option is wrong, nothing was started.
     130: Ctrl-C; the processes were stopped in order, and summary.json says what is known.
     """
-    from services.demo.options import DemoOptions, check_options
+    from heterorl.demo.options import DemoOptions, check_options
 
     options = DemoOptions(out=out, tiny=tiny, algorithm=algorithm, seed=seed, cache=cache)
     check_options(options)
-    from services.demo.run import run_demo
+    from heterorl.demo.run import run_demo
 
     raise typer.Exit(run_demo(options))
 
@@ -170,7 +170,7 @@ def export(
     adapter: Annotated[bool, typer.Option("--adapter", help="The adapters alone, as peft reads them.")] = False,
 ) -> None:
     """Write a trained model as a Hugging Face directory (safetensors, config, tokenizer); adapters are merged."""
-    from services.learner.export import export_model
+    from heterorl.learner.export import export_model
 
     export_model(model_dir=model_dir, source=checkpoint, out_dir=out, adapter_only=adapter)
     _console().print(f"model written to {out}")
@@ -209,7 +209,7 @@ def verify_lineage(
     replay: Annotated[bool, typer.Option("--replay", help="Also rebuild every state from its payloads.")] = False,
 ) -> None:
     """Check the whole history of a run, offline: numbers, digests, signatures, payloads. Exit code 2 on any fault."""
-    from services.coordinator.verify_command import verify_directory
+    from heterorl.coordinator.verify_command import verify_directory
 
     raise typer.Exit(verify_directory(directory, keys=key or (), is_replaying=replay, console=_console()))
 
@@ -221,7 +221,7 @@ app.add_typer(keys, name="keys", rich_help_panel=NAMES)
 @keys.command("new")
 def keys_new(path: Annotated[Path, typer.Argument(help="File to write the private key to; must not exist.")]) -> None:
     """Make a private key, readable by you alone, and print its public key for the samplers' `trusted_keys`."""
-    from services.common.signing import new_key
+    from heterorl.common.signing import new_key
 
     typer.echo(new_key(path).public_key)
 
@@ -229,7 +229,7 @@ def keys_new(path: Annotated[Path, typer.Argument(help="File to write the privat
 @keys.command("show")
 def keys_show(path: Annotated[Path, typer.Argument(help="File of a private key.")]) -> None:
     """Print the public key of a private key."""
-    from services.common.signing import load_signer
+    from heterorl.common.signing import load_signer
 
     typer.echo(load_signer(path).public_key)
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 if TYPE_CHECKING:
-    from services.common.rpc.client import CoordinatorClient
-    from services.common.tls import TlsConfig
+    from heterorl.common.rpc.client import CoordinatorClient
+    from heterorl.common.tls import TlsConfig
 
 ResultT = TypeVar("ResultT")
 BUDGET_S = 5.0
@@ -51,8 +51,8 @@ def find_link(
     Raises:
         ConfigError: an address or certificates are missing or wrong, or named twice.
     """
-    from services.common.errors import ConfigError
-    from services.common.tls import noted_address
+    from heterorl.common.errors import ConfigError
+    from heterorl.common.tls import noted_address
 
     if credentials is None and not (insecure or ca or cert or key) and os.environ.get(CREDENTIALS_VARIABLE):
         credentials = Path(os.environ[CREDENTIALS_VARIABLE])
@@ -73,8 +73,8 @@ def link_files(address: str, *, credentials: Path | None, ca: str, cert: str, ke
     Raises:
         ConfigError: the address is not host:port, no certificates are named, or they are named twice.
     """
-    from services.common.errors import ConfigError
-    from services.common.tls import TlsConfig, check_address, files_in
+    from heterorl.common.errors import ConfigError
+    from heterorl.common.tls import TlsConfig, check_address, files_in
 
     check_address("ADDRESS", address)
     stated = [name for name, value in (("--ca", ca), ("--cert", cert), ("--key", key)) if value]
@@ -98,9 +98,9 @@ def ask(address: str, *, tls: TlsConfig, call: Callable[[CoordinatorClient], Awa
         HeterorlError: the coordinator's refusal, or that it cannot be reached.
     """
     silence_grpc()
-    from services.common.errors import Unreachable
-    from services.common.rpc.client import CoordinatorClient
-    from services.common.rpc.retry import RetryPolicy
+    from heterorl.common.errors import Unreachable
+    from heterorl.common.rpc.client import CoordinatorClient
+    from heterorl.common.rpc.retry import RetryPolicy
 
     async def run() -> ResultT:
         async with CoordinatorClient(address, tls=tls, policy=RetryPolicy(budget_s=BUDGET_S)) as client:
@@ -124,8 +124,8 @@ async def explain_link(address: str, *, tls: TlsConfig) -> tuple[str, str] | Non
 
     gRPC tells names, authorities and expiry apart in a log of its own only.
     """
-    from services.doctor import link, network
-    from services.doctor.check import Level, Trouble
+    from heterorl.doctor import link, network
+    from heterorl.doctor.check import Level, Trouble
 
     host, _, port = address.rpartition(":")
     host = host.strip("[]")

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from services.common.errors import UnknownVersion
-from services.operator_link import (
+from heterorl.common.errors import UnknownVersion
+from heterorl.operator_link import (
     AddressArgument,
     CaOption,
     CertOption,
@@ -57,7 +57,7 @@ def sites_release(
     insecure: InsecureOption = False,
 ) -> None:
     """End a site's quarantine and forget its failures; it gets work again at its next call."""
-    from services.common.types import SiteId
+    from heterorl.common.types import SiteId
 
     address, tls = find_link(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
     request_id = secrets.token_hex(8)
@@ -82,7 +82,7 @@ def audit_verify(
     expect: Annotated[str, typer.Option(help="A digest noted earlier, which must be in the log.")] = "",
 ) -> None:
     """Check every link of the log; prints the newest digest, to be noted elsewhere. Exit code 2 on any fault."""
-    from services.coordinator.audit_command import verify_log
+    from heterorl.coordinator.audit_command import verify_log
 
     raise typer.Exit(verify_log(directory, expected=expect, say=typer.echo))
 
@@ -93,6 +93,6 @@ def audit_show(
     subject: Annotated[str, typer.Option(help="Only rows of this site, serial number or holder.")] = "",
 ) -> None:
     """Print the log, one row a line."""
-    from services.coordinator.audit_command import show_log
+    from heterorl.coordinator.audit_command import show_log
 
     show_log(directory, subject=subject, say=typer.echo)

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from services.common.config import Config, InvalidConfig, flatten, load, read_tables
-from services.common.config_words import all_keys
-from services.common.errors import ConfigError
+from heterorl.common.config import Config, InvalidConfig, flatten, load, read_tables
+from heterorl.common.config_words import all_keys
+from heterorl.common.errors import ConfigError
 
 Service = Literal["coordinator", "learner", "sampler"]
 _SCHEMAS: dict[Service, tuple[str, str]] = {
-    "sampler": ("services.sampler.config", "SamplerConfig"),
-    "learner": ("services.learner.config", "LearnerConfig"),
-    "coordinator": ("services.coordinator.config", "CoordinatorConfig"),
+    "sampler": ("heterorl.sampler.config", "SamplerConfig"),
+    "learner": ("heterorl.learner.config", "LearnerConfig"),
+    "coordinator": ("heterorl.coordinator.config", "CoordinatorConfig"),
 }
 
 

@@ -9,10 +9,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from services.common.facts import steps_wanted
-from services.common.standstill import describe, quarantined_sites
-from services.common.types import RunStatus, StepReport
-from services.status_sites import fold, site_tables
+from heterorl.common.facts import steps_wanted
+from heterorl.common.standstill import describe, quarantined_sites
+from heterorl.common.types import RunStatus, StepReport
+from heterorl.status_sites import fold, site_tables
 
 
 def status_json(status: RunStatus) -> dict[str, Any]:

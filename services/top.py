@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from services.operator_link import (
+from heterorl.operator_link import (
     AddressArgument,
     CaOption,
     CertOption,
@@ -30,8 +30,8 @@ from services.operator_link import (
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from services.common.api import CoordinatorApi
-    from services.common.types import RunStatus, StepReport
+    from heterorl.common.api import CoordinatorApi
+    from heterorl.common.types import RunStatus, StepReport
 
 CALL_S = 5.0
 STEPS_A_CALL = 1000
@@ -72,7 +72,7 @@ async def poll(view: View, api: CoordinatorApi, *, wall: float, monotonic: float
         PermissionDenied: the certificate is no operator's.
         ConfigError: the certificates cannot be used.
     """
-    from services.common.errors import ConfigError, HeterorlError, PermissionDenied
+    from heterorl.common.errors import ConfigError, HeterorlError, PermissionDenied
 
     try:
         async with asyncio.timeout(CALL_S):
@@ -113,8 +113,8 @@ def frame(view: View, *, wall: float, width: int, is_unicode: bool = False) -> G
     from rich.table import Table
     from rich.text import Text
 
-    from services.demo.table import newest_accuracy, sparkline
-    from services.status import status_tables
+    from heterorl.demo.table import newest_accuracy, sparkline
+    from heterorl.status import status_tables
 
     head = Text(f"{view.address}  {_time(wall)}  ")
     if view.unreachable_since is None:
@@ -169,9 +169,9 @@ def top(
     from rich.live import Live
 
     silence_grpc()
-    from services.common.clock import SystemClock
-    from services.common.rpc.client import CoordinatorClient
-    from services.common.rpc.retry import RetryPolicy
+    from heterorl.common.clock import SystemClock
+    from heterorl.common.rpc.client import CoordinatorClient
+    from heterorl.common.rpc.retry import RetryPolicy
 
     address, tls = find_link(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
     console = Console(markup=False, emoji=False, highlight=False)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from services.operator_link import (
+from heterorl.operator_link import (
     AddressArgument,
     CaOption,
     CertOption,
@@ -23,8 +23,8 @@ from services.operator_link import (
 )
 
 if TYPE_CHECKING:
-    from services.common.rpc.client import CoordinatorClient
-    from services.common.types import RunStatus, StepReport
+    from heterorl.common.rpc.client import CoordinatorClient
+    from heterorl.common.types import RunStatus, StepReport
 
 STEPS = 200
 """Newest steps among which an accuracy is looked for."""
@@ -40,7 +40,7 @@ def status(
     insecure: InsecureOption = False,
 ) -> None:
     """Show a run: versions, queue, ledger, sites. Needs an operator's certificate: `heterorl certs issue operator`."""
-    from services.status import status_json, status_tables
+    from heterorl.status import status_json, status_tables
 
     address, tls = find_link(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
     answer, reports = ask(address, tls=tls, call=_look)
@@ -74,7 +74,7 @@ def health(
     Exit code 0: it serves. 1: it does not, is stopping, or cannot be reached. 2: an option is wrong.
     """
     silence_grpc()
-    from services.common.rpc.health import check_health
+    from heterorl.common.rpc.health import check_health
 
     address, tls = find_link(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
     answer = asyncio.run(check_health(address, tls=tls, timeout_s=timeout))

@@ -17,8 +17,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from services.common.errors import ConfigError
-from services.common.identity import Role, is_name, spiffe_uri
+from heterorl.common.errors import ConfigError
+from heterorl.common.identity import Role, is_name, spiffe_uri
 
 SKEW = datetime.timedelta(minutes=5)
 """How far ahead of the others the authority's clock may be."""

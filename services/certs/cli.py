@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from services.certs.token_cli import app as token
-from services.certs.token_cli import serve
+from heterorl.certs.token_cli import app as token
+from heterorl.certs.token_cli import serve
 
 app = typer.Typer(
     help="Certificates of a run, from a private authority in a directory: who may be learner, sampler or operator.",
@@ -39,7 +39,7 @@ def init(
     days: Annotated[int, typer.Option(help="Days until the authority expires.", min=1, max=3650)] = 1825,
 ) -> None:
     """Make an authority for a run. Its key, ca.key, can make any identity: back it up and show it to nobody."""
-    from services.certs.directory import Authority
+    from heterorl.certs.directory import Authority
 
     Authority(directory).init(run=run, now=_now(), lifetime=datetime.timedelta(days=days))
     _print(f"authority of run {run} in {directory}; next: heterorl certs issue coordinator main --host NAME")
@@ -63,10 +63,10 @@ def issue(
     days: DaysOption = DAYS,
 ) -> None:
     """Issue a key and a certificate for one node: ca.crt, node.crt and node.key, to be copied to it."""
-    from services.certs.directory import REVOKED, Authority
-    from services.certs.files import PUBLIC, write_file
-    from services.common.identity import Role
-    from services.common.tls import ADDRESS_FILE, check_address
+    from heterorl.certs.directory import REVOKED, Authority
+    from heterorl.certs.files import PUBLIC, write_file
+    from heterorl.common.identity import Role
+    from heterorl.common.tls import ADDRESS_FILE, check_address
 
     if coordinator:
         check_address("--coordinator", coordinator)
@@ -89,7 +89,7 @@ def renew(
     days: DaysOption = DAYS,
 ) -> None:
     """Replace a node's certificate and key in place. Running nodes take new files up without dropping a call."""
-    from services.certs.directory import Authority
+    from heterorl.certs.directory import Authority
 
     Authority(directory).renew(node, now=_now(), lifetime=datetime.timedelta(days=days))
     _print(f"renewed: {node}; copy node.key and node.crt to the node if they live elsewhere")
@@ -109,9 +109,9 @@ def revoke(
     A node that joined by token has no directory here: name it by --site and --role, or by its serial number, which
     `heterorl certs list` shows.
     """
-    from services.certs.directory import Authority
-    from services.common.errors import ConfigError
-    from services.common.identity import Role
+    from heterorl.certs.directory import Authority
+    from heterorl.common.errors import ConfigError
+    from heterorl.common.identity import Role
 
     if bool(what) == bool(site):
         raise ConfigError("WHAT", "name either WHAT or --site", action="`heterorl certs list` shows all of them")
@@ -128,7 +128,7 @@ def revoke(
 @app.command("list")
 def list_(directory: DirOption = DIRECTORY) -> None:
     """Show every certificate of an authority, the one that expires first on top."""
-    from services.certs.directory import Authority
+    from heterorl.certs.directory import Authority
 
     now = _now()
     rows = []

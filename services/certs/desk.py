@@ -22,14 +22,14 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from services.certs.authority import issue_desk
-from services.certs.directory import Authority
-from services.certs.enrolment import Enrolment, read_request
-from services.certs.files import SECRET, write_file
-from services.certs.frames import BrokenFrame, frame, read_frame
-from services.certs.guesses import GuessLimit
-from services.certs.tokens import ID_BYTES, SECRET_BYTES, JoinRefused, Refused
-from services.common.errors import HeterorlError, PortInUse
+from heterorl.certs.authority import issue_desk
+from heterorl.certs.directory import Authority
+from heterorl.certs.enrolment import Enrolment, read_request
+from heterorl.certs.files import SECRET, write_file
+from heterorl.certs.frames import BrokenFrame, frame, read_frame
+from heterorl.certs.guesses import GuessLimit
+from heterorl.certs.tokens import ID_BYTES, SECRET_BYTES, JoinRefused, Refused
+from heterorl.common.errors import HeterorlError, PortInUse
 
 _LOG = logging.getLogger(__name__)
 ANSWER_S = 10.0

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.certs.authority import Pair, hosts_of, issue_node, make_authority
-from services.certs.files import PUBLIC, SECRET, locked, write_file
-from services.common.errors import ConfigError
-from services.common.identity import Identity, Refusal, Role, read_identity
-from services.common.rpc.revocation import parse_serials
+from heterorl.certs.authority import Pair, hosts_of, issue_node, make_authority
+from heterorl.certs.files import PUBLIC, SECRET, locked, write_file
+from heterorl.common.errors import ConfigError
+from heterorl.common.identity import Identity, Refusal, Role, read_identity
+from heterorl.common.rpc.revocation import parse_serials
 
 REVOKED = "revoked"
 """The list's name here and in a coordinator's directory."""

@@ -22,10 +22,10 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from services.certs.authority import sign_node
-from services.certs.directory import Authority
-from services.certs.files import PUBLIC, SECRET, locked, write_file
-from services.certs.tokens import (
+from heterorl.certs.authority import sign_node
+from heterorl.certs.directory import Authority
+from heterorl.certs.files import PUBLIC, SECRET, locked, write_file
+from heterorl.certs.tokens import (
     ID_BYTES,
     SECRET_BYTES,
     JoinRefused,
@@ -36,8 +36,8 @@ from services.certs.tokens import (
     pin_of,
     secret_digest,
 )
-from services.common.errors import ConfigError
-from services.common.identity import Role, is_name, spiffe_uri, split_uri
+from heterorl.common.errors import ConfigError
+from heterorl.common.identity import Role, is_name, spiffe_uri, split_uri
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

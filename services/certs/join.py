@@ -29,11 +29,11 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import NameOID
 
-from services.certs.authority import DESK_NAME
-from services.certs.files import PUBLIC, SECRET, write_file
-from services.certs.frames import BrokenFrame, frame, read_frame
-from services.certs.tokens import JoinRefused, Refused, Token, pin_of
-from services.common.errors import ConfigError, OperatorError
+from heterorl.certs.authority import DESK_NAME
+from heterorl.certs.files import PUBLIC, SECRET, write_file
+from heterorl.certs.frames import BrokenFrame, frame, read_frame
+from heterorl.certs.tokens import JoinRefused, Refused, Token, pin_of
+from heterorl.common.errors import ConfigError, OperatorError
 
 JOIN_S = 15.0
 _ACTIONS = {

@@ -16,8 +16,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from services.common.errors import ConfigError
-from services.common.tls import check_address
+from heterorl.common.errors import ConfigError
+from heterorl.common.tls import check_address
 
 DESK_PORT = 50052
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -37,8 +37,8 @@ def create(
     days: Annotated[int, typer.Option(help="Days until the certificate expires.", min=1, max=398)] = 90,
 ) -> None:
     """Print a token that becomes one certificate, once, for this site and role. It is a secret until then."""
-    from services.certs.enrolment import Enrolment
-    from services.common.identity import Role
+    from heterorl.certs.enrolment import Enrolment
+    from heterorl.common.identity import Role
 
     if authority:
         check_address("--authority", authority)
@@ -51,8 +51,8 @@ def create(
 @app.command("list")
 def list_(directory: DirOption = DIRECTORY) -> None:
     """Show every token: for whom, until when, whether it was used."""
-    from services.certs.enrolment import Enrolment
-    from services.common.identity import split_uri
+    from heterorl.certs.enrolment import Enrolment
+    from heterorl.common.identity import split_uri
 
     now = time.time()
     table = Table("token", "role", "site", "minutes left", "state", title="tokens")
@@ -69,7 +69,7 @@ def delete(
     token: Annotated[str, typer.Argument(help="Its number, as `list` shows it.")], directory: DirOption = DIRECTORY
 ) -> None:
     """Forget a token. A certificate that it became stays: `heterorl certs revoke` refuses that."""
-    from services.certs.enrolment import Enrolment
+    from heterorl.certs.enrolment import Enrolment
 
     Enrolment(directory).delete(token)
     _console().print(f"forgotten: {token}")
@@ -84,8 +84,8 @@ def serve(
     It needs no certificate of the caller, only a token. The authority's key stays on this machine: the coordinator
     needs neither this command nor the key.
     """
-    from services.certs.desk import Desk
-    from services.common import logs
+    from heterorl.certs.desk import Desk
+    from heterorl.common import logs
 
     check_address("--listen", listen)
     logs.configure(style="console")
@@ -117,11 +117,11 @@ def join(
     Prints the first lines of the node's configuration. The authority is proven by the token before anything is sent.
     After a lost answer, the same command gets it again.
     """
-    from services.certs.files import PUBLIC, write_file
-    from services.certs.join import join as get
-    from services.certs.tokens import parse_token
-    from services.common.rpc.health import check_health
-    from services.common.tls import ADDRESS_FILE, TlsConfig, files_in
+    from heterorl.certs.files import PUBLIC, write_file
+    from heterorl.certs.join import join as get
+    from heterorl.certs.tokens import parse_token
+    from heterorl.common.rpc.health import check_health
+    from heterorl.common.tls import ADDRESS_FILE, TlsConfig, files_in
 
     check_address("--coordinator", coordinator)
     parsed = parse_token(sys.stdin.read() if token == "-" else token)

@@ -1,6 +1,6 @@
 """Who may call what: one table of rpc against role, and everything that is not in it is refused.
 
-What a request may contain stands in a table beside it, services.common.rpc.bounds.
+What a request may contain stands in a table beside it, heterorl.common.rpc.bounds.
 
 Guarantees: decisions are pure. An rpc without a row is refused for everybody; a sampler speaks for its own site only.
 """
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from services.common.identity import Identity, LocalPeer, Peer, Refusal, RefusalReason, Role
+from heterorl.common.identity import Identity, LocalPeer, Peer, Refusal, RefusalReason, Role
 
 
 @dataclass(frozen=True, slots=True)

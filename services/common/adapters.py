@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from services.common.errors import ConfigError
-from services.common.types import Digest, LoraSettings
+from heterorl.common.errors import ConfigError
+from heterorl.common.types import Digest, LoraSettings
 
 PARTS = ("lora_a", "lora_b")
 """Last parts of the names of an adapter's tensors: A [rank, in], B [out, rank]."""

@@ -1,7 +1,7 @@
 """The coordinator as its callers see it, in domain types: one Protocol, two implementations.
 
-`services.coordinator.core.Coordinator` implements it directly (tests, simulation); `services.common.rpc.client`
-implements it over gRPC. Every method raises a `RemoteError` of services.common.errors. Times are seconds.
+`heterorl.coordinator.core.Coordinator` implements it directly (tests, simulation); `heterorl.common.rpc.client`
+implements it over gRPC. Every method raises a `RemoteError` of heterorl.common.errors. Times are seconds.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.common.types import (
+from heterorl.common.types import (
     Contract,
     Digest,
     DropReason,

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from pydantic import Field
 
-from services.common.clock import Clock
-from services.common.config import Config
+from heterorl.common.clock import Clock
+from heterorl.common.config import Config
 
 BURST_S = 0.25
 """Unused allowance that is kept, as seconds at the cap."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from services.common.clock import Clock
+from heterorl.common.clock import Clock
 
 
 class Bell:

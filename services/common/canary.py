@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.common.prompts import Prompter
-from services.common.tasks.task import Task
-from services.common.types import Int32Array
+from heterorl.common.prompts import Prompter
+from heterorl.common.tasks.task import Task
+from heterorl.common.types import Int32Array
 
 NUM_SEQUENCES = 4
 MAX_TOKENS = 64

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from services.common.config_words import Problem, problems_of
-from services.common.errors import ConfigError
+from heterorl.common.config_words import Problem, problems_of
+from heterorl.common.errors import ConfigError
 
 _ACTION = "heterorl print-config SERVICE lists every key"
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from pydantic import Field
 
-from services.common.config import Config
-from services.common.tasks.task import Task
-from services.common.types import NO_LORA, Contract, Digest, LogprobMode, LoraSettings, SamplingSemantics
-from services.common.wire import bytes_digest
+from heterorl.common.config import Config
+from heterorl.common.tasks.task import Task
+from heterorl.common.types import NO_LORA, Contract, Digest, LogprobMode, LoraSettings, SamplingSemantics
+from heterorl.common.wire import bytes_digest
 
 
 class SamplingConfig(Config):

@@ -1,11 +1,10 @@
-"""Protobuf <-> the contract; a part of services.common.wire."""
+"""Protobuf <-> the contract; a part of heterorl.common.wire."""
 
 from __future__ import annotations
 
+from heterorl.common.errors import InvalidRequest
+from heterorl.common.types import NO_LORA, Contract, Digest, LogprobMode, LoraSettings, SamplingSemantics
 from heterorl.v1 import common_pb2
-
-from services.common.errors import InvalidRequest
-from services.common.types import NO_LORA, Contract, Digest, LogprobMode, LoraSettings, SamplingSemantics
 
 _MODE = {
     LogprobMode.RAW: common_pb2.LOGPROB_MODE_RAW,

@@ -13,7 +13,7 @@ import resource
 from collections.abc import Callable
 from typing import TypeVar
 
-from services.common.errors import ConfigError
+from heterorl.common.errors import ConfigError
 
 ResultT = TypeVar("ResultT")
 PER_CALL = 3

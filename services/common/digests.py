@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.common.errors import InvalidRequest, MalformedPayload
-from services.common.types import Digest
+from heterorl.common.errors import InvalidRequest, MalformedPayload
+from heterorl.common.types import Digest
 
 DIGEST_CHARACTERS = 64
 _HEX = frozenset("0123456789abcdef")

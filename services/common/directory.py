@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from services.common import descriptors
+from heterorl.common import descriptors
 
 
 def make_directory(path: Path, *, mode: int = 0o777) -> None:

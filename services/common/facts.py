@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from services.common.errors import InvalidRequest
+from heterorl.common.errors import InvalidRequest
 
 STEPS_WANTED = "steps wanted"
 MAX_FACTS, MAX_CHARACTERS = 64, 300

@@ -17,17 +17,17 @@ import shutil
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
-from services.common import metrics
-from services.common.api import CoordinatorApi
-from services.common.clock import Clock
-from services.common.digests import file_name
-from services.common.errors import DiskFull, LimitExceeded, MalformedPayload, Unreachable
-from services.common.link_estimate import LinkEstimate
-from services.common.ranges import Gap, Piece, find_gaps
-from services.common.rpc.calls import Calls
-from services.common.rpc.options import FRAME_BYTES
-from services.common.spool import PieceWriter, RunningDigest, join, settle
-from services.common.types import PayloadRef
+from heterorl.common import metrics
+from heterorl.common.api import CoordinatorApi
+from heterorl.common.clock import Clock
+from heterorl.common.digests import file_name
+from heterorl.common.errors import DiskFull, LimitExceeded, MalformedPayload, Unreachable
+from heterorl.common.link_estimate import LinkEstimate
+from heterorl.common.ranges import Gap, Piece, find_gaps
+from heterorl.common.rpc.calls import Calls
+from heterorl.common.rpc.options import FRAME_BYTES
+from heterorl.common.spool import PieceWriter, RunningDigest, join, settle
+from heterorl.common.types import PayloadRef
 
 STALL_S = 60.0
 """A link that brings no frame (at most 1 MiB) for so long is given up; the bytes received stay. The time in which a cap

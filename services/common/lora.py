@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from services.common.config import Config
-from services.common.types import NO_LORA, Digest, LoraSettings
+from heterorl.common.config import Config
+from heterorl.common.types import NO_LORA, Digest, LoraSettings
 
 
 class LoraConfig(Config):

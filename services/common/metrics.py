@@ -30,7 +30,7 @@ from prometheus_client import (
 )
 from prometheus_client.registry import Collector
 
-from services.common.errors import ConfigError, PortInUse
+from heterorl.common.errors import ConfigError, PortInUse
 
 REGISTRY = CollectorRegistry(auto_describe=True)
 ProcessCollector(registry=REGISTRY)

@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from services.common.errors import ConfigError
+from heterorl.common.errors import ConfigError
 
 CONNECT_S = 5.0
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")

@@ -17,7 +17,7 @@ import os
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 
-from services.common.clock import Clock
+from heterorl.common.clock import Clock
 
 _LOG = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from services.common.errors import ConfigError
-from services.common.model_dir import check_model_dir, first_line
-from services.common.types import Int32Array
+from heterorl.common.errors import ConfigError
+from heterorl.common.model_dir import check_model_dir, first_line
+from heterorl.common.types import Int32Array
 
 
 class Prompter:

@@ -16,19 +16,19 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common import metrics
-from services.common.api import CoordinatorApi, PlanKind, PullPlan
-from services.common.clock import Clock
-from services.common.errors import CorruptData, LimitExceeded, StateMismatch, UnknownPayload
-from services.common.fetch import Fetcher
-from services.common.types import Digest, Manifest, PayloadKind
-from services.common.way import Way
-from services.common.weights.arena import Arena, Layout
-from services.common.weights.container import max_file_bytes
-from services.common.weights.manifest import verify_child, verify_merged, verify_snapshot, verify_state
-from services.common.weights.payload import apply_payload
-from services.common.wire import manifest_digest, manifest_from_bytes
-from services.common.words import peer_words
+from heterorl.common import metrics
+from heterorl.common.api import CoordinatorApi, PlanKind, PullPlan
+from heterorl.common.clock import Clock
+from heterorl.common.errors import CorruptData, LimitExceeded, StateMismatch, UnknownPayload
+from heterorl.common.fetch import Fetcher
+from heterorl.common.types import Digest, Manifest, PayloadKind
+from heterorl.common.way import Way
+from heterorl.common.weights.arena import Arena, Layout
+from heterorl.common.weights.container import max_file_bytes
+from heterorl.common.weights.manifest import verify_child, verify_merged, verify_snapshot, verify_state
+from heterorl.common.weights.payload import apply_payload
+from heterorl.common.wire import manifest_digest, manifest_from_bytes
+from heterorl.common.words import peer_words
 
 _LOG = logging.getLogger(__name__)
 Admit = Callable[[PullPlan], Awaitable[None]]

@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from pydantic import Field
 
-from services.common.errors import ConfigError
+from heterorl.common.errors import ConfigError
 
 PREFIX = "ed25519:"
 PublicKey = Annotated[str, Field(pattern=r"^ed25519:[0-9a-f]{64}$")]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from pydantic import Field
 
-from services.common.config import Config
-from services.common.errors import ConfigError
+from heterorl.common.config import Config
+from heterorl.common.errors import ConfigError
 
 ADDRESS_FILE = "coordinator"
 """Beside a node's certificate: host:port of the coordinator, for commands that are not told."""

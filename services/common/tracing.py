@@ -22,10 +22,10 @@ from typing import Any
 
 from pydantic import Field
 
-from services import __version__
-from services.common.config import Config
-from services.common.errors import ConfigError, DependencyMissing
-from services.common.tls import is_loopback
+from heterorl import __version__
+from heterorl.common.config import Config
+from heterorl.common.errors import ConfigError, DependencyMissing
+from heterorl.common.tls import is_loopback
 
 NO_TRACE = ""
 """The context of a group that nobody follows."""

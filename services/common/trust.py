@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from services.common.errors import UnsignedManifest, WrongSignature
-from services.common.signing import signed_by
+from heterorl.common.errors import UnsignedManifest, WrongSignature
+from heterorl.common.signing import signed_by
 
 _LOG = logging.getLogger(__name__)
 UNSIGNED = "unsigned"

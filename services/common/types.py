@@ -103,7 +103,7 @@ class Group:
     state_root: Digest
     generation_s: float
     is_seeded: bool = False
-    """Whether the tokens were drawn with the noise of services.common.generation.seeded."""
+    """Whether the tokens were drawn with the noise of heterorl.common.generation.seeded."""
     trace: str = ""
     """W3C trace context of the generation; empty when nobody follows the group."""
 
@@ -140,7 +140,7 @@ NO_LORA = LoraSettings()
 class Contract:
     """What every node of a run must agree on; the first learner states it, later nodes must equal it.
 
-    `layout_id` names the tensor table of the model (services.common.weights.arena); digests are blake3 hex.
+    `layout_id` names the tensor table of the model (heterorl.common.weights.arena); digests are blake3 hex.
     """
 
     tokenizer_digest: Digest

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.common.api import CoordinatorApi, PullPlan
-from services.common.errors import LimitExceeded, MalformedPayload, StateMismatch
-from services.common.wire import manifest_from_bytes
+from heterorl.common.api import CoordinatorApi, PullPlan
+from heterorl.common.errors import LimitExceeded, MalformedPayload, StateMismatch
+from heterorl.common.wire import manifest_from_bytes
 
 PAGE = 256
 """Manifests asked for at once; the coordinator sends as many of them as fit one answer."""

@@ -13,13 +13,12 @@ from dataclasses import dataclass, fields
 import blake3
 import numpy as np
 from google.protobuf.message import DecodeError
-from heterorl.v1 import common_pb2, policy_pb2, rollout_pb2
 
-from services.common.contract_wire import contract_from_pb, contract_to_pb
-from services.common.digests import digest_field
-from services.common.errors import InvalidRequest, MalformedPayload
-from services.common.tracing import well_formed
-from services.common.types import (
+from heterorl.common.contract_wire import contract_from_pb, contract_to_pb
+from heterorl.common.digests import digest_field
+from heterorl.common.errors import InvalidRequest, MalformedPayload
+from heterorl.common.tracing import well_formed
+from heterorl.common.types import (
     Contract,
     Digest,
     FinishReason,
@@ -35,6 +34,7 @@ from services.common.types import (
     SiteId,
     VersionSpan,
 )
+from heterorl.v1 import common_pb2, policy_pb2, rollout_pb2
 
 MAX_INT32 = 2**31 - 1
 MAX_INT64 = 2**63 - 1

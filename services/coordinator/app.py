@@ -21,20 +21,19 @@ import logging
 import signal
 from pathlib import Path
 
+from heterorl.common import descriptors, metrics, notify, tracing
+from heterorl.common.clock import Clock, SystemClock
+from heterorl.common.errors import CorruptStore, Draining
+from heterorl.common.rpc.server import Server
+from heterorl.coordinator import observe
+from heterorl.coordinator.backup_servicer import BackupServicer
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.diagnosis import DiagnosisServicer
+from heterorl.coordinator.presence import Presence
+from heterorl.coordinator.servicer import PolicyServicer, RolloutServicer, RunServicer
+from heterorl.coordinator.steady import Steady
 from heterorl.v1 import backup_pb2_grpc, diagnosis_pb2_grpc, policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
-
-from services.common import descriptors, metrics, notify, tracing
-from services.common.clock import Clock, SystemClock
-from services.common.errors import CorruptStore, Draining
-from services.common.rpc.server import Server
-from services.coordinator import observe
-from services.coordinator.backup_servicer import BackupServicer
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
-from services.coordinator.diagnosis import DiagnosisServicer
-from services.coordinator.presence import Presence
-from services.coordinator.servicer import PolicyServicer, RolloutServicer, RunServicer
-from services.coordinator.steady import Steady
 
 _LOG = logging.getLogger(__name__)
 GAUGE_INTERVAL_S = 1.0

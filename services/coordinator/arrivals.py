@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from heterorl.common.errors import InvalidRequest
+from heterorl.common.types import Contract, Group
+from heterorl.common.wire import MAX_INT64, bytes_digest, group_from_pb, group_id_from_pb, received
+from heterorl.coordinator.intake import Arrival
 from heterorl.v1 import rollout_pb2
-
-from services.common.errors import InvalidRequest
-from services.common.types import Contract, Group
-from services.common.wire import MAX_INT64, bytes_digest, group_from_pb, group_id_from_pb, received
-from services.coordinator.intake import Arrival
 
 
 def read(message: rollout_pb2.Group, *, contract: Contract | None, max_prompt_tokens: int) -> Group | Arrival:

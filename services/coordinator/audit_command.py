@@ -6,9 +6,9 @@ import datetime
 from collections.abc import Callable
 from pathlib import Path
 
-from services.coordinator import audit
-from services.coordinator.audit import AuditRow
-from services.coordinator.history import open_store
+from heterorl.coordinator import audit
+from heterorl.coordinator.audit import AuditRow
+from heterorl.coordinator.history import open_store
 
 SOUND, FAULTY = 0, 2
 Say = Callable[[str], None]

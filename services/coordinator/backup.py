@@ -21,18 +21,18 @@ import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
 
-from services.common.clock import Clock
-from services.common.directory import make_directory, sync_directory
-from services.common.errors import Busy, HeterorlError, InvalidRequest, StoreFull
-from services.common.rpc.backup import Backup
-from services.common.types import Digest
-from services.coordinator import lineage
-from services.coordinator.blob_files import typed_error
-from services.coordinator.blobs import BlobStore
-from services.coordinator.database import Database
-from services.coordinator.history import STORE_FILE
-from services.coordinator.reading import Reading
-from services.coordinator.upkeep import Keeper
+from heterorl.common.clock import Clock
+from heterorl.common.directory import make_directory, sync_directory
+from heterorl.common.errors import Busy, HeterorlError, InvalidRequest, StoreFull
+from heterorl.common.rpc.backup import Backup
+from heterorl.common.types import Digest
+from heterorl.coordinator import lineage
+from heterorl.coordinator.blob_files import typed_error
+from heterorl.coordinator.blobs import BlobStore
+from heterorl.coordinator.database import Database
+from heterorl.coordinator.history import STORE_FILE
+from heterorl.coordinator.reading import Reading
+from heterorl.coordinator.upkeep import Keeper
 
 _LOG = logging.getLogger(__name__)
 NOTE = "backup.json"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import grpc.aio
-from heterorl.v1 import backup_pb2, backup_pb2_grpc
 
-from services.common.rpc.backup import backup_to_pb
-from services.coordinator.backup import Backups
+from heterorl.common.rpc.backup import backup_to_pb
+from heterorl.coordinator.backup import Backups
+from heterorl.v1 import backup_pb2, backup_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -18,8 +18,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from services.common.directory import make_directory, sync_directory
-from services.common.errors import (
+from heterorl.common.directory import make_directory, sync_directory
+from heterorl.common.errors import (
     Busy,
     DigestMismatch,
     InvalidRequest,
@@ -27,9 +27,9 @@ from services.common.errors import (
     StoreFull,
     UnknownPayload,
 )
-from services.common.types import Digest
-from services.common.weights.payload import file_digest
-from services.coordinator.blob_files import (
+from heterorl.common.types import Digest
+from heterorl.common.weights.payload import file_digest
+from heterorl.coordinator.blob_files import (
     FRAME_BYTES,
     cut,
     file_size,
@@ -41,7 +41,7 @@ from services.coordinator.blob_files import (
     unreadable,
     write_all,
 )
-from services.coordinator.locks import Locks
+from heterorl.coordinator.locks import Locks
 
 __all__ = ["FRAME_BYTES", "BlobStore"]
 _DIGEST = re.compile(r"[0-9a-f]{64}")

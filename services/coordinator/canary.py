@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.common.api import CanaryReport, CanaryVerdict
-from services.common.errors import InvalidRequest, Quarantined
-from services.common.types import PublishRequest
+from heterorl.common.api import CanaryReport, CanaryVerdict
+from heterorl.common.errors import InvalidRequest, Quarantined
+from heterorl.common.types import PublishRequest
 
 MAX_LOGPROBS = 4096
 KEPT_VERSIONS = 4096

@@ -24,20 +24,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.clock import Clock
-from services.common.errors import CorruptData, CorruptStore, Draining, LimitExceeded, UnknownVersion
-from services.common.types import Digest, PayloadKind, PayloadRef
-from services.common.weights.arena import CHUNK_ELEMENTS
-from services.common.weights.compose import MAX_PAYLOADS, compose
-from services.common.weights.manifest import chunks_of
-from services.common.weights.plan import plan_pull
-from services.common.wire import manifest_from_bytes
-from services.coordinator import flavours, lineage, manifests
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.database import Database
-from services.coordinator.merges import Merges
-from services.coordinator.spans import Span, due_blocks
-from services.coordinator.steady import Steady
+from heterorl.common.clock import Clock
+from heterorl.common.errors import CorruptData, CorruptStore, Draining, LimitExceeded, UnknownVersion
+from heterorl.common.types import Digest, PayloadKind, PayloadRef
+from heterorl.common.weights.arena import CHUNK_ELEMENTS
+from heterorl.common.weights.compose import MAX_PAYLOADS, compose
+from heterorl.common.weights.manifest import chunks_of
+from heterorl.common.weights.plan import plan_pull
+from heterorl.common.wire import manifest_from_bytes
+from heterorl.coordinator import flavours, lineage, manifests
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.database import Database
+from heterorl.coordinator.merges import Merges
+from heterorl.coordinator.spans import Span, due_blocks
+from heterorl.coordinator.steady import Steady
 
 _LOG = logging.getLogger(__name__)
 MAX_REQUESTS = 16

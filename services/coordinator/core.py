@@ -14,29 +14,29 @@ import sqlite3
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from services.common import metrics
-from services.common.api import CanaryReport, CanaryVerdict, Command, Heartbeat, RegisterAnswer, Registration
-from services.common.clock import Clock
-from services.common.errors import (
+from heterorl.common import metrics
+from heterorl.common.api import CanaryReport, CanaryVerdict, Command, Heartbeat, RegisterAnswer, Registration
+from heterorl.common.clock import Clock
+from heterorl.common.errors import (
     ContractMismatch,
     Draining,
     InvalidRequest,
     NotRegistered,
 )
-from services.common.standstill import RELEASE
-from services.common.types import (
+from heterorl.common.standstill import RELEASE
+from heterorl.common.types import (
     RunStatus,
     SiteId,
     StepReport,
 )
-from services.coordinator import audit, canary, flavours, lineage, quarantine, repeats, reports, watermark
-from services.coordinator.audit import AuditKind
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.database import Database, get_meta, set_meta
-from services.coordinator.flaps import note_left_out
-from services.coordinator.opening import open_node
-from services.coordinator.policies import Policies
-from services.coordinator.rollouts import Rollouts
+from heterorl.coordinator import audit, canary, flavours, lineage, quarantine, repeats, reports, watermark
+from heterorl.coordinator.audit import AuditKind
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.database import Database, get_meta, set_meta
+from heterorl.coordinator.flaps import note_left_out
+from heterorl.coordinator.opening import open_node
+from heterorl.coordinator.policies import Policies
+from heterorl.coordinator.rollouts import Rollouts
 
 _LOG = logging.getLogger(__name__)
 MAX_SEQUENCE = 2**62
@@ -45,7 +45,7 @@ MAX_SEQUENCE = 2**62
 
 @dataclass(slots=True)
 class Coordinator(Policies, Rollouts):
-    """Implements services.common.api.CoordinatorApi."""
+    """Implements heterorl.common.api.CoordinatorApi."""
 
     @classmethod
     async def open(cls, config: CoordinatorConfig, clock: Clock, *, store: type[Database] = Database) -> Coordinator:

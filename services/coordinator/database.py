@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from services.common import metrics
-from services.common.directory import make_directory
-from services.common.errors import CorruptStore, DiskFull, Draining, StoreFull
-from services.coordinator.schema import EARLIER, INDEXES, SCHEMA, SCHEMA_VERSION
+from heterorl.common import metrics
+from heterorl.common.directory import make_directory
+from heterorl.common.errors import CorruptStore, DiskFull, Draining, StoreFull
+from heterorl.coordinator.schema import EARLIER, INDEXES, SCHEMA, SCHEMA_VERSION
 
 _LOG = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")

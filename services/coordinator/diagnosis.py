@@ -11,14 +11,14 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from heterorl.v1 import diagnosis_pb2, diagnosis_pb2_grpc
 
-from services import __version__
-from services.common.errors import InvalidRequest
-from services.common.rpc.diagnosis import MAX_ANSWER_BYTES, Diagnosis, diagnosis_to_pb
-from services.common.types import Contract
-from services.coordinator import lineage
-from services.coordinator.core import Coordinator
+from heterorl import __version__
+from heterorl.common.errors import InvalidRequest
+from heterorl.common.rpc.diagnosis import MAX_ANSWER_BYTES, Diagnosis, diagnosis_to_pb
+from heterorl.common.types import Contract
+from heterorl.coordinator import lineage
+from heterorl.coordinator.core import Coordinator
+from heterorl.v1 import diagnosis_pb2, diagnosis_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sqlite3
 
-from services.common.types import PayloadRef
-from services.coordinator import lineage, shelf
-from services.coordinator.flavours import TRAINED
-from services.coordinator.retention import Needs, Retirement, decide_retirement
+from heterorl.common.types import PayloadRef
+from heterorl.coordinator import lineage, shelf
+from heterorl.coordinator.flavours import TRAINED
+from heterorl.coordinator.retention import Needs, Retirement, decide_retirement
 
 
 def decide(connection: sqlite3.Connection, flavour: str, needs: Needs) -> Retirement:

@@ -1,4 +1,4 @@
-"""Everybody's side of policy: heads, manifests, plans and payloads. See services.common.api for each call."""
+"""Everybody's side of policy: heads, manifests, plans and payloads. See heterorl.common.api for each call."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import functools
 import sqlite3
 from collections.abc import AsyncIterator, Callable
 
-from services.common.api import HeadUpdate, PullPlan
-from services.common.errors import Draining
-from services.common.types import Digest, SignedManifest
-from services.coordinator import lineage, manifests, plans
-from services.coordinator.node import Node
-from services.coordinator.spans import worth_merging
+from heterorl.common.api import HeadUpdate, PullPlan
+from heterorl.common.errors import Draining
+from heterorl.common.types import Digest, SignedManifest
+from heterorl.coordinator import lineage, manifests, plans
+from heterorl.coordinator.node import Node
+from heterorl.coordinator.spans import worth_merging
 
 
 class Distribution(Node):

@@ -10,9 +10,9 @@ import sqlite3
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from services.common.types import SiteId
-from services.coordinator import audit, canary
-from services.coordinator.audit import AuditKind
+from heterorl.common.types import SiteId
+from heterorl.coordinator import audit, canary
+from heterorl.coordinator.audit import AuditKind
 
 MAX_RECORDED = 6
 """Changes of one site in a period that have a row each."""

@@ -15,11 +15,11 @@ import re
 import sqlite3
 from collections.abc import Mapping, Sequence
 
-from services.common.errors import ContractMismatch, InvalidRequest
-from services.common.types import FlavourStatus, Manifest, PayloadKind, PublishRequest
-from services.common.wire import manifest_digest, manifest_from_bytes
-from services.coordinator import lineage, manifests
-from services.coordinator.database import get_meta, set_meta
+from heterorl.common.errors import ContractMismatch, InvalidRequest
+from heterorl.common.types import FlavourStatus, Manifest, PayloadKind, PublishRequest
+from heterorl.common.wire import manifest_digest, manifest_from_bytes
+from heterorl.coordinator import lineage, manifests
+from heterorl.coordinator.database import get_meta, set_meta
 
 TRAINED = ""
 MAX_FLAVOURS = 8

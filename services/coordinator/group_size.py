@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.common.types import Contract
-from services.coordinator.config import CoordinatorConfig
+from heterorl.common.types import Contract
+from heterorl.coordinator.config import CoordinatorConfig
 
 ROLLOUT_OVERHEAD_BYTES = 1024
 """For spans, reward parts and the lengths of fields; a group that needs more is refused when it comes."""

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote
 
-from services.common.errors import CorruptStore, OperatorError
-from services.common.types import Digest, PayloadKind, PayloadRef
+from heterorl.common.errors import CorruptStore, OperatorError
+from heterorl.common.types import Digest, PayloadKind, PayloadRef
 
 ResultT = TypeVar("ResultT")
 STORE_FILE = "coordinator.sqlite"

@@ -10,8 +10,8 @@ import sqlite3
 from collections.abc import Sequence
 from typing import Any
 
-from services.common.types import GroupId
-from services.coordinator.database import get_meta
+from heterorl.common.types import GroupId
+from heterorl.coordinator.database import get_meta
 
 
 def next_lease(connection: sqlite3.Connection, *, head: int, bound: int, count: int) -> tuple[int, int]:

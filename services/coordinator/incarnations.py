@@ -12,7 +12,7 @@ import sqlite3
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from services.coordinator.database import get_meta, set_meta
+from heterorl.coordinator.database import get_meta, set_meta
 
 KEPT = 8
 """Newest incarnations of a site that are kept whatever they did, and shown one by one."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 import sqlite3
 from dataclasses import dataclass
 
-from services.common.types import Contract, DropReason, Group, GroupId, PushOutcome, PushStatus
-from services.common.wire import bytes_digest, group_to_bytes
-from services.coordinator import ages, ledger, quarantine, watermark, work
-from services.coordinator.admission import Facts, judge
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.quotas import Quotas
+from heterorl.common.types import Contract, DropReason, Group, GroupId, PushOutcome, PushStatus
+from heterorl.common.wire import bytes_digest, group_to_bytes
+from heterorl.coordinator import ages, ledger, quarantine, watermark, work
+from heterorl.coordinator.admission import Facts, judge
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.quotas import Quotas
 
 RETRY_AFTER_S = 1.0
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from services.common.types import Manifest, PayloadKind
-from services.coordinator.history import History
+from heterorl.common.types import Manifest, PayloadKind
+from heterorl.coordinator.history import History
 
 
 def with_offered(history: History, manifests: Mapping[int, Manifest]) -> dict[int, Manifest]:

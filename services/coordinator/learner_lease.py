@@ -1,4 +1,4 @@
-"""The learner's lease: taken, renewed, given back; each is one store operation. See services.common.api."""
+"""The learner's lease: taken, renewed, given back; each is one store operation. See heterorl.common.api."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import logging
 import sqlite3
 from collections.abc import Sequence
 
-from services.common.errors import InvalidRequest, LeaseHeld
-from services.common.types import Contract, LeaseGrant
-from services.coordinator import audit, group_size, lineage, queue, rollback
-from services.coordinator import flavours as forms
-from services.coordinator.audit import AuditKind
-from services.coordinator.database import get_meta, set_meta
-from services.coordinator.membership import Lease, decide_acquire
-from services.coordinator.node import Node
+from heterorl.common.errors import InvalidRequest, LeaseHeld
+from heterorl.common.types import Contract, LeaseGrant
+from heterorl.coordinator import audit, group_size, lineage, queue, rollback
+from heterorl.coordinator import flavours as forms
+from heterorl.coordinator.audit import AuditKind
+from heterorl.coordinator.database import get_meta, set_meta
+from heterorl.coordinator.membership import Lease, decide_acquire
+from heterorl.coordinator.node import Node
 
 _LOG = logging.getLogger(__name__)
 MAX_INCARNATION = 64

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 
-from services.common.types import DropReason, LedgerCounts
+from heterorl.common.types import DropReason, LedgerCounts
 
 ACKED = "acked"
 CONSUMED = "consumed"

@@ -2,7 +2,7 @@
 
 Guarantees: epochs only grow; a version is committed by one compare-and-set transaction that also consumes its groups,
 or not at all; versions are dense; the same step id gives the same answer. Each function runs inside one operation of
-services.coordinator.database.
+heterorl.coordinator.database.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sqlite3
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from services.common.errors import (
+from heterorl.common.errors import (
     ContractMismatch,
     InvalidRequest,
     ParentNotHead,
@@ -19,7 +19,7 @@ from services.common.errors import (
     StepConflict,
     UnknownVersion,
 )
-from services.common.types import (
+from heterorl.common.types import (
     SIGNATURE_BYTES,
     Contract,
     Digest,
@@ -28,10 +28,10 @@ from services.common.types import (
     PayloadRef,
     PublishRequest,
 )
-from services.common.wire import bytes_digest, contract_from_bytes, contract_to_bytes, manifest_digest
-from services.coordinator import manifests
-from services.coordinator.database import get_meta
-from services.coordinator.membership import contract_difference
+from heterorl.common.wire import bytes_digest, contract_from_bytes, contract_to_bytes, manifest_digest
+from heterorl.coordinator import manifests
+from heterorl.coordinator.database import get_meta
+from heterorl.coordinator.membership import contract_difference
 
 NONE = -1
 MergedInto = Callable[[int], Sequence[PayloadRef]]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sqlite3
 
-from services.common.errors import InvalidRequest, UnknownVersion
-from services.common.types import SignedManifest
+from heterorl.common.errors import InvalidRequest, UnknownVersion
+from heterorl.common.types import SignedManifest
 
 MAX_MANIFESTS = 256
 """Manifests in one answer."""

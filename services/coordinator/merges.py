@@ -17,13 +17,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from services.common.directory import make_directory, sync_directory
-from services.common.errors import Busy, CorruptData, MalformedPayload
-from services.common.types import Digest, PayloadKind, PayloadRef
-from services.common.weights.container import read_roots
-from services.coordinator.blob_files import file_size
-from services.coordinator.database import Database
-from services.coordinator.spans import Span, to_evict
+from heterorl.common.directory import make_directory, sync_directory
+from heterorl.common.errors import Busy, CorruptData, MalformedPayload
+from heterorl.common.types import Digest, PayloadKind, PayloadRef
+from heterorl.common.weights.container import read_roots
+from heterorl.coordinator.blob_files import file_size
+from heterorl.coordinator.database import Database
+from heterorl.coordinator.spans import Span, to_evict
 
 _LOG = logging.getLogger(__name__)
 _NAME = re.compile(r"(\d{1,18})-(\d{1,18})-([0-9a-f]{64})")

@@ -8,23 +8,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from services.common.bell import Bell
-from services.common.clock import Clock
-from services.coordinator.backup import Backups
-from services.coordinator.blobs import BlobStore
-from services.coordinator.composer import Composer
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.database import Database
-from services.coordinator.flaps import Flaps
-from services.coordinator.merges import Merges
-from services.coordinator.pull_leases import PullLeases
-from services.coordinator.queue import Queue
-from services.coordinator.reading import Reading
-from services.coordinator.relief import Relief
-from services.coordinator.room import Room
-from services.coordinator.sites import Sites
-from services.coordinator.standstill import Standstill
-from services.coordinator.upkeep import Keeper
+from heterorl.common.bell import Bell
+from heterorl.common.clock import Clock
+from heterorl.coordinator.backup import Backups
+from heterorl.coordinator.blobs import BlobStore
+from heterorl.coordinator.composer import Composer
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.database import Database
+from heterorl.coordinator.flaps import Flaps
+from heterorl.coordinator.merges import Merges
+from heterorl.coordinator.pull_leases import PullLeases
+from heterorl.coordinator.queue import Queue
+from heterorl.coordinator.reading import Reading
+from heterorl.coordinator.relief import Relief
+from heterorl.coordinator.room import Room
+from heterorl.coordinator.sites import Sites
+from heterorl.coordinator.standstill import Standstill
+from heterorl.coordinator.upkeep import Keeper
 
 ResultT = TypeVar("ResultT")
 

@@ -10,12 +10,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.common import metrics
-from services.common.standstill import quarantined_sites
-from services.common.tracing import TRACER
-from services.common.types import DropReason, LedgerCounts, PushOutcome, QueuedGroup, RunStatus, SiteStatus
-from services.coordinator import lineage
-from services.coordinator.core import Coordinator
+from heterorl.common import metrics
+from heterorl.common.standstill import quarantined_sites
+from heterorl.common.tracing import TRACER
+from heterorl.common.types import DropReason, LedgerCounts, PushOutcome, QueuedGroup, RunStatus, SiteStatus
+from heterorl.coordinator import lineage
+from heterorl.coordinator.core import Coordinator
 
 SILENCE_LIMIT_S = 86_400.0
 """A site that said nothing for so long has left; its gauges are no longer shown."""

@@ -5,24 +5,24 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 
-from services.common.bell import Bell
-from services.common.clock import Clock
-from services.common.errors import ConfigError, ContractMismatch
-from services.coordinator import group_size, lineage, queue
-from services.coordinator.backup import Backups
-from services.coordinator.blobs import BlobStore
-from services.coordinator.composer import Composer
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.database import Database, get_meta, set_meta
-from services.coordinator.flaps import Flaps
-from services.coordinator.merges import Merges
-from services.coordinator.node import Node
-from services.coordinator.pull_leases import PullLeases
-from services.coordinator.reading import Reading
-from services.coordinator.relief import Relief
-from services.coordinator.room import Room, operators_error
-from services.coordinator.sites import Sites
-from services.coordinator.upkeep import Keeper
+from heterorl.common.bell import Bell
+from heterorl.common.clock import Clock
+from heterorl.common.errors import ConfigError, ContractMismatch
+from heterorl.coordinator import group_size, lineage, queue
+from heterorl.coordinator.backup import Backups
+from heterorl.coordinator.blobs import BlobStore
+from heterorl.coordinator.composer import Composer
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.database import Database, get_meta, set_meta
+from heterorl.coordinator.flaps import Flaps
+from heterorl.coordinator.merges import Merges
+from heterorl.coordinator.node import Node
+from heterorl.coordinator.pull_leases import PullLeases
+from heterorl.coordinator.reading import Reading
+from heterorl.coordinator.relief import Relief
+from heterorl.coordinator.room import Room, operators_error
+from heterorl.coordinator.sites import Sites
+from heterorl.coordinator.upkeep import Keeper
 
 
 async def open_node(config: CoordinatorConfig, clock: Clock, *, store: type[Database]) -> Node:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Sequence
 
-from services.common.api import PlanKind, PullPlan
-from services.common.errors import UnknownVersion
-from services.common.types import PayloadRef
-from services.common.weights.plan import plan_pull
-from services.coordinator import lineage, manifests
+from heterorl.common.api import PlanKind, PullPlan
+from heterorl.common.errors import UnknownVersion
+from heterorl.common.types import PayloadRef
+from heterorl.common.weights.plan import plan_pull
+from heterorl.coordinator import lineage, manifests
 
 MAX_MANIFEST_BYTES = 1 << 20
 """Bytes of the manifests in a plan, beyond which only its target's goes; half of the smallest max_message_bytes."""

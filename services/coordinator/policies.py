@@ -1,4 +1,4 @@
-"""The learner's side of policy: publication and orders to go back. See services.common.api for each call."""
+"""The learner's side of policy: publication and orders to go back. See heterorl.common.api for each call."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import logging
 import sqlite3
 from collections.abc import AsyncIterator, Mapping, Sequence
 
-from services.common.api import PullPlan
-from services.common.errors import (
+from heterorl.common.api import PullPlan
+from heterorl.common.errors import (
     CorruptData,
     CorruptStore,
     GroupNotAvailable,
@@ -15,20 +15,20 @@ from services.common.errors import (
     PayloadMissing,
     RunFinished,
 )
-from services.common.types import (
+from heterorl.common.types import (
     Digest,
     GroupId,
     Manifest,
     PayloadRef,
     PublishRequest,
 )
-from services.common.wire import manifest_from_bytes
-from services.coordinator import audit, canary, lineage, queue, reports, rollback
-from services.coordinator import flavours as forms
-from services.coordinator.audit import AuditKind
-from services.coordinator.database import set_meta
-from services.coordinator.distribution import Distribution
-from services.coordinator.learner_lease import Leases
+from heterorl.common.wire import manifest_from_bytes
+from heterorl.coordinator import audit, canary, lineage, queue, reports, rollback
+from heterorl.coordinator import flavours as forms
+from heterorl.coordinator.audit import AuditKind
+from heterorl.coordinator.database import set_meta
+from heterorl.coordinator.distribution import Distribution
+from heterorl.coordinator.learner_lease import Leases
 
 _LOG = logging.getLogger(__name__)
 

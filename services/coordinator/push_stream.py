@@ -11,14 +11,13 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
+from heterorl.common.api import CoordinatorApi
+from heterorl.common.metrics import BYTES
+from heterorl.common.rpc.door import INLINE_BYTES, Requests
+from heterorl.common.types import Contract, Group, PushOutcome
+from heterorl.coordinator import arrivals
+from heterorl.coordinator.intake import Arrival
 from heterorl.v1 import rollout_pb2
-
-from services.common.api import CoordinatorApi
-from services.common.metrics import BYTES
-from services.common.rpc.door import INLINE_BYTES, Requests
-from services.common.types import Contract, Group, PushOutcome
-from services.coordinator import arrivals
-from services.coordinator.intake import Arrival
 
 PUSH_BATCH = 16
 """Groups of one push stream that share a commit."""

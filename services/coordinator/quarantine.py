@@ -10,11 +10,11 @@ from __future__ import annotations
 import sqlite3
 from dataclasses import dataclass
 
-from services.common.errors import InvalidRequest, Quarantined
-from services.common.types import DropReason, GroupId, SiteId
-from services.coordinator import audit, canary
-from services.coordinator.audit import AuditKind
-from services.coordinator.config import CoordinatorConfig
+from heterorl.common.errors import InvalidRequest, Quarantined
+from heterorl.common.types import DropReason, GroupId, SiteId
+from heterorl.coordinator import audit, canary
+from heterorl.coordinator.audit import AuditKind
+from heterorl.coordinator.config import CoordinatorConfig
 
 REJECTABLE = frozenset({DropReason.REWARD_MISMATCH, DropReason.LOGPROB_MISMATCH, DropReason.SAMPLING_MISMATCH})
 """Reasons that a check of the learner may give."""

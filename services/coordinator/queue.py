@@ -12,15 +12,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.common.errors import MalformedPayload
-from services.common.types import Contract, DropReason, Group, GroupId, PushOutcome, QueuedGroup
-from services.common.wire import bytes_digest, group_from_bytes
-from services.coordinator import ages, flavours, horizon, intake, ledger, quarantine, work
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.intake import Arrival, Surroundings
-from services.coordinator.quotas import Quotas
-from services.coordinator.schedule import seed_of
-from services.coordinator.turns import Turns
+from heterorl.common.errors import MalformedPayload
+from heterorl.common.types import Contract, DropReason, Group, GroupId, PushOutcome, QueuedGroup
+from heterorl.common.wire import bytes_digest, group_from_bytes
+from heterorl.coordinator import ages, flavours, horizon, intake, ledger, quarantine, work
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.intake import Arrival, Surroundings
+from heterorl.coordinator.quotas import Quotas
+from heterorl.coordinator.schedule import seed_of
+from heterorl.coordinator.turns import Turns
 
 _WHERE_ID = "site = ? AND incarnation = ? AND sequence = ?"
 _LOG = logging.getLogger(__name__)

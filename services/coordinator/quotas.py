@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from services.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.config import CoordinatorConfig
 
 MAX_WAIT_S = 60.0
 """Longest delay that is asked for; a site asks again, since its bucket may fill faster after a restart."""

@@ -14,15 +14,15 @@ from collections.abc import AsyncIterator, Awaitable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
-from services.common.errors import Busy, CorruptStore, UnknownPayload
-from services.common.metrics import DAMAGED_PAYLOADS, UNREADABLE_PAYLOADS
-from services.common.types import Digest
-from services.coordinator import shelf
-from services.coordinator.blob_files import BUSY_S, file_size, unreadable
-from services.coordinator.blobs import BlobStore
-from services.coordinator.database import Database
-from services.coordinator.merges import Merges
-from services.coordinator.served import DamagedFile, PayloadReader
+from heterorl.common.errors import Busy, CorruptStore, UnknownPayload
+from heterorl.common.metrics import DAMAGED_PAYLOADS, UNREADABLE_PAYLOADS
+from heterorl.common.types import Digest
+from heterorl.coordinator import shelf
+from heterorl.coordinator.blob_files import BUSY_S, file_size, unreadable
+from heterorl.coordinator.blobs import BlobStore
+from heterorl.coordinator.database import Database
+from heterorl.coordinator.merges import Merges
+from heterorl.coordinator.served import DamagedFile, PayloadReader
 
 _LOG = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")

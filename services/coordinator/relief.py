@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from services.common.clock import Clock
-from services.common.errors import CorruptStore, Draining
-from services.common.types import Digest
-from services.coordinator.merges import Merges
-from services.coordinator.room import Room
-from services.coordinator.steady import Steady
-from services.coordinator.upkeep import Keeper
+from heterorl.common.clock import Clock
+from heterorl.common.errors import CorruptStore, Draining
+from heterorl.common.types import Digest
+from heterorl.coordinator.merges import Merges
+from heterorl.coordinator.room import Room
+from heterorl.coordinator.steady import Steady
+from heterorl.coordinator.upkeep import Keeper
 
 PAUSE_S = 30.0
 """Between two attempts: each rebuilds the head when something may go."""

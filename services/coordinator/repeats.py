@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import sqlite3
 
-from services.common.errors import InvalidRequest
-from services.coordinator.database import get_meta, set_meta
+from heterorl.common.errors import InvalidRequest
+from heterorl.coordinator.database import get_meta, set_meta
 
 MAX_KEPT = 64
 MAX_REQUEST_ID = 64

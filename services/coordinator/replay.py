@@ -11,14 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from services.common.errors import CorruptData, MalformedPayload
-from services.common.types import Digest, Manifest, PayloadKind, PayloadRef
-from services.common.weights.arena import Chunk, IntArray, digest_integers, state_root, zeros
-from services.common.weights.codec import apply_chunk
-from services.common.weights.manifest import chunks_of
-from services.common.weights.payload import PayloadChunks, file_digest
-from services.coordinator.history import History
-from services.coordinator.verify import Check, Report
+from heterorl.common.errors import CorruptData, MalformedPayload
+from heterorl.common.types import Digest, Manifest, PayloadKind, PayloadRef
+from heterorl.common.weights.arena import Chunk, IntArray, digest_integers, state_root, zeros
+from heterorl.common.weights.codec import apply_chunk
+from heterorl.common.weights.manifest import chunks_of
+from heterorl.common.weights.payload import PayloadChunks, file_digest
+from heterorl.coordinator.history import History
+from heterorl.coordinator.verify import Check, Report
 
 Advance = Callable[[int], None]
 

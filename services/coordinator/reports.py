@@ -6,12 +6,12 @@ import dataclasses
 import json
 import sqlite3
 
-from services.common.types import PayloadKind, RunStatus, StepReport
-from services.coordinator import flavours, ledger, lineage, manifests, quarantine, rollback, shelf
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.database import get_meta
-from services.coordinator.quotas import Quotas
-from services.coordinator.sites import Sites
+from heterorl.common.types import PayloadKind, RunStatus, StepReport
+from heterorl.coordinator import flavours, ledger, lineage, manifests, quarantine, rollback, shelf
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.database import get_meta
+from heterorl.coordinator.quotas import Quotas
+from heterorl.coordinator.sites import Sites
 
 FACTS = "facts"
 """Where the store keeps what the learner said of the run."""

@@ -19,9 +19,9 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from services.common.errors import UnknownVersion
-from services.common.types import Digest, PayloadKind, PayloadRef
-from services.common.weights.plan import NOTHING, plan_pull
+from heterorl.common.errors import UnknownVersion
+from heterorl.common.types import Digest, PayloadKind, PayloadRef
+from heterorl.common.weights.plan import NOTHING, plan_pull
 
 KEPT_SNAPSHOTS = 2
 

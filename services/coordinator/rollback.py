@@ -10,11 +10,11 @@ from __future__ import annotations
 import functools
 import sqlite3
 
-from services.common.api import PlanKind, PullPlan
-from services.common.errors import InvalidRequest, UnknownVersion
-from services.common.types import Manifest
-from services.coordinator import lineage, plans, repeats
-from services.coordinator.database import get_meta, set_meta
+from heterorl.common.api import PlanKind, PullPlan
+from heterorl.common.errors import InvalidRequest, UnknownVersion
+from heterorl.common.types import Manifest
+from heterorl.coordinator import lineage, plans, repeats
+from heterorl.coordinator.database import get_meta, set_meta
 
 _ORDER, _KIND = "rollback_to", "rollback"
 _EARLIER = "rollback_request_id"

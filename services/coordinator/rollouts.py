@@ -1,4 +1,4 @@
-"""The rollout half of the coordinator: work out, groups in, groups on to the learner. See services.common.api."""
+"""The rollout half of the coordinator: work out, groups in, groups on to the learner. See heterorl.common.api."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from services.common.api import Rejection, WorkGrant
-from services.common.errors import (
+from heterorl.common.api import Rejection, WorkGrant
+from heterorl.common.errors import (
     Draining,
     HeterorlError,
     InvalidRequest,
     NotRegistered,
     RunFinished,
 )
-from services.common.types import (
+from heterorl.common.types import (
     Contract,
     DropReason,
     Group,
@@ -29,11 +29,11 @@ from services.common.types import (
     SiteId,
     WorkAssignment,
 )
-from services.coordinator import horizon, ledger, lineage, quarantine, queue, work
-from services.coordinator.database import get_meta
-from services.coordinator.intake import Arrival
-from services.coordinator.node import Node
-from services.coordinator.schedule import Load, Pace, decide_grant
+from heterorl.coordinator import horizon, ledger, lineage, quarantine, queue, work
+from heterorl.coordinator.database import get_meta
+from heterorl.coordinator.intake import Arrival
+from heterorl.coordinator.node import Node
+from heterorl.coordinator.schedule import Load, Pace, decide_grant
 
 _LOG = logging.getLogger(__name__)
 RETRY_AFTER_S = 0.5

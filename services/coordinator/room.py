@@ -17,9 +17,9 @@ import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from services.common.clock import Clock
-from services.common.directory import opened_directory
-from services.common.errors import DiskFull, OperatorError, StoreFull
+from heterorl.common.clock import Clock
+from heterorl.common.directory import opened_directory
+from heterorl.common.errors import DiskFull, OperatorError, StoreFull
 
 _LOG = logging.getLogger(__name__)
 LARGEST_SHARE = 16

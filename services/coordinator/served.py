@@ -24,10 +24,10 @@ from typing import BinaryIO
 import blake3
 import xxhash
 
-from services.common import descriptors
-from services.common.errors import CorruptData, Draining, InvalidRequest
-from services.common.types import Digest
-from services.coordinator.blob_files import FRAME_BYTES
+from heterorl.common import descriptors
+from heterorl.common.errors import CorruptData, Draining, InvalidRequest
+from heterorl.common.types import Digest
+from heterorl.coordinator.blob_files import FRAME_BYTES
 
 BLOCKS_AT_ONCE = 2
 """Blocks read by one visit to a thread, and kept in memory for each caller."""

@@ -9,15 +9,15 @@ import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from services.common.directory import make_directory
-from services.common.errors import UnknownVersion
-from services.common.types import Digest, PayloadKind, PayloadRef
-from services.common.weights.plan import NOTHING, plan_pull
-from services.common.wire import manifest_from_bytes
-from services.coordinator import lineage, manifests
-from services.coordinator.database import get_meta, set_meta
-from services.coordinator.retention import Graph
-from services.coordinator.snapshots import Work
+from heterorl.common.directory import make_directory
+from heterorl.common.errors import UnknownVersion
+from heterorl.common.types import Digest, PayloadKind, PayloadRef
+from heterorl.common.weights.plan import NOTHING, plan_pull
+from heterorl.common.wire import manifest_from_bytes
+from heterorl.coordinator import lineage, manifests
+from heterorl.coordinator.database import get_meta, set_meta
+from heterorl.coordinator.retention import Graph
+from heterorl.coordinator.snapshots import Work
 
 
 def empty(directory: Path) -> None:

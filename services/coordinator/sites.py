@@ -10,12 +10,12 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from services.common.api import CanaryReport, Heartbeat, Registration
-from services.common.types import SiteId, SiteStatus, WorkAssignment
-from services.coordinator import incarnations, quarantine, watermark
-from services.coordinator.quotas import Quotas
-from services.coordinator.shares import Shares
-from services.coordinator.work import Handed
+from heterorl.common.api import CanaryReport, Heartbeat, Registration
+from heterorl.common.types import SiteId, SiteStatus, WorkAssignment
+from heterorl.coordinator import incarnations, quarantine, watermark
+from heterorl.coordinator.quotas import Quotas
+from heterorl.coordinator.shares import Shares
+from heterorl.coordinator.work import Handed
 
 _LOG = logging.getLogger(__name__)
 Holder = tuple[str, str]

@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.errors import CorruptData, StateMismatch
-from services.common.types import Manifest, PayloadKind, PayloadRef
-from services.common.weights.arena import Chunk, digest_integers, state_root, zeros
-from services.common.weights.codec import apply_chunk
-from services.common.weights.compose import compose
-from services.common.weights.container import NO_ROOT, Header, read_chunk, read_header
-from services.common.weights.manifest import chunks_of
-from services.common.weights.plan import NOTHING
+from heterorl.common.errors import CorruptData, StateMismatch
+from heterorl.common.types import Manifest, PayloadKind, PayloadRef
+from heterorl.common.weights.arena import Chunk, digest_integers, state_root, zeros
+from heterorl.common.weights.codec import apply_chunk
+from heterorl.common.weights.compose import compose
+from heterorl.common.weights.container import NO_ROOT, Header, read_chunk, read_header
+from heterorl.common.weights.manifest import chunks_of
+from heterorl.common.weights.plan import NOTHING
 
 
 class DamagedPayload(CorruptData):

@@ -1,11 +1,11 @@
-"""Says once that the run stands still, and once that it goes on; see services.common.standstill."""
+"""Says once that the run stands still, and once that it goes on; see heterorl.common.standstill."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
 
-from services.common.standstill import describe
+from heterorl.common.standstill import describe
 
 _LOG = logging.getLogger(__name__)
 

@@ -22,22 +22,22 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from services.common.clock import Clock
-from services.common.errors import Busy, CorruptStore, Draining, StoreFull
-from services.common.metrics import RECLAIMED_BYTES
-from services.common.types import Digest, PayloadKind
-from services.common.weights.compose import MAX_PAYLOADS
-from services.coordinator import disposal, flavours, shelf
-from services.coordinator.blobs import BlobStore
-from services.coordinator.composer import lower_priority
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.database import Database
-from services.coordinator.merges import Merges
-from services.coordinator.pull_leases import PullLeases
-from services.coordinator.reading import Reading
-from services.coordinator.retention import Needs
-from services.coordinator.snapshots import DamagedPayload, Work, decide_snapshot, verify_way, write_snapshot
-from services.coordinator.steady import Steady
+from heterorl.common.clock import Clock
+from heterorl.common.errors import Busy, CorruptStore, Draining, StoreFull
+from heterorl.common.metrics import RECLAIMED_BYTES
+from heterorl.common.types import Digest, PayloadKind
+from heterorl.common.weights.compose import MAX_PAYLOADS
+from heterorl.coordinator import disposal, flavours, shelf
+from heterorl.coordinator.blobs import BlobStore
+from heterorl.coordinator.composer import lower_priority
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.database import Database
+from heterorl.coordinator.merges import Merges
+from heterorl.coordinator.pull_leases import PullLeases
+from heterorl.coordinator.reading import Reading
+from heterorl.coordinator.retention import Needs
+from heterorl.coordinator.snapshots import DamagedPayload, Work, decide_snapshot, verify_way, write_snapshot
+from heterorl.coordinator.steady import Steady
 
 _LOG = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")

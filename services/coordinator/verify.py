@@ -14,12 +14,12 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from services.common.errors import MalformedPayload
-from services.common.signing import signed_by
-from services.common.types import Manifest
-from services.common.weights.arena import state_root
-from services.common.wire import manifest_digest, manifest_from_bytes
-from services.coordinator.history import History, StoredVersion
+from heterorl.common.errors import MalformedPayload
+from heterorl.common.signing import signed_by
+from heterorl.common.types import Manifest
+from heterorl.common.weights.arena import state_root
+from heterorl.common.wire import manifest_digest, manifest_from_bytes
+from heterorl.coordinator.history import History, StoredVersion
 
 NOTHING = -1
 

@@ -10,11 +10,11 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from services.common.types import Manifest
-from services.coordinator.history import History, read_histories
-from services.coordinator.kept import rebuildable, with_offered
-from services.coordinator.replay import check_payloads, num_rebuilt, replay
-from services.coordinator.verify import Check, Report, check_manifests
+from heterorl.common.types import Manifest
+from heterorl.coordinator.history import History, read_histories
+from heterorl.coordinator.kept import rebuildable, with_offered
+from heterorl.coordinator.replay import check_payloads, num_rebuilt, replay
+from heterorl.coordinator.verify import Check, Report, check_manifests
 
 SOUND, FAULTY = 0, 2
 MAX_SHOWN = 50

@@ -11,10 +11,10 @@ import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.common.types import DropReason, GroupId, SiteId
-from services.coordinator import quarantine
-from services.coordinator.database import get_meta, set_meta
-from services.coordinator.schedule import prompt_of, seed_of
+from heterorl.common.types import DropReason, GroupId, SiteId
+from heterorl.coordinator import quarantine
+from heterorl.coordinator.database import get_meta, set_meta
+from heterorl.coordinator.schedule import prompt_of, seed_of
 
 REOPENED = frozenset(
     {

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import datetime
 
-from services.certs.directory import Authority
-from services.common.identity import Role
-from services.demo.config import NODES, RUN_ID, certificates_dir
-from services.demo.options import DemoOptions
+from heterorl.certs.directory import Authority
+from heterorl.common.identity import Role
+from heterorl.demo.config import NODES, RUN_ID, certificates_dir
+from heterorl.demo.options import DemoOptions
 
 LIFETIME = datetime.timedelta(days=1)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.demo.options import DemoOptions
+from heterorl.demo.options import DemoOptions
 
 SITES = ("site-east", "site-west")
 RUN_ID = "demo"

@@ -12,9 +12,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from services.common.errors import ConfigError
-from services.demo.config import SITES
-from services.demo.figures import PICTURES
+from heterorl.common.errors import ConfigError
+from heterorl.demo.config import SITES
+from heterorl.demo.figures import PICTURES
 
 MARKER = ".heterorl-demo"
 RESULTS = (

@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from services.common.errors import DependencyMissing
-from services.common.types import StepReport
+from heterorl.common.errors import DependencyMissing
+from heterorl.common.types import StepReport
 
 PICTURES = ("accuracy", "staleness", "kl", "iw_variance", "ess", "bytes")
 STRONG, WEAK = "#1f5fa8", "#e08a2e"

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.common.types import RunStatus, StepReport
-from services.demo.config import Regime
+from heterorl.common.types import RunStatus, StepReport
+from heterorl.demo.config import Regime
 
 PROMISED_BY = "gepo"
 """The algorithm whose rise in accuracy is promised; the others are there to compare."""

@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 
 import tomli_w
 
-from services.common.children import own_command
-from services.common.errors import HeterorlError
+from heterorl.common.children import own_command
+from heterorl.common.errors import HeterorlError
 
 GRACE_S = 15.0
 TAIL_LINES = 15
@@ -77,7 +77,7 @@ def start(
         path.parent.mkdir(parents=True, exist_ok=True)
     config.write_text(tomli_w.dumps(tables), encoding="utf-8")
     file = log.open("ab")
-    words = [*([sys.executable, *command] if command else own_command("services", service)), "--config", str(config)]
+    words = [*([sys.executable, *command] if command else own_command("heterorl", service)), "--config", str(config)]
     words += options
     # A session of its own: Ctrl-C reaches the demonstration alone, which then stops the others in order.
     process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)

@@ -9,13 +9,13 @@ from typing import Any
 
 from jinja2 import Environment
 
-import services
-from services.common.types import StepReport
-from services.demo.config import Regime
-from services.demo.figures import PICTURES, drawings, picture, titles
-from services.demo.look import CARDS, HEAD, NOTES, STYLE, columns_of
-from services.demo.look import PICTURES as PAGE_PICTURES
-from services.demo.outcome import PROMISED_BY
+import heterorl
+from heterorl.common.types import StepReport
+from heterorl.demo.config import Regime
+from heterorl.demo.figures import PICTURES, drawings, picture, titles
+from heterorl.demo.look import CARDS, HEAD, NOTES, STYLE, columns_of
+from heterorl.demo.look import PICTURES as PAGE_PICTURES
+from heterorl.demo.outcome import PROMISED_BY
 
 _PAGE = (
     f"""<!doctype html>
@@ -76,7 +76,7 @@ def write_report(
             algorithm=str(summary["algorithm"]).upper(),
             summary=summary,
             remarks=remarks,
-            version=services.__version__,
+            version=heterorl.__version__,
             numbers=numbers,
             columns=columns_of(len(numbers)),
             pictures=pictures,

@@ -17,13 +17,13 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
-from services.common.errors import HeterorlError, RemoteError
-from services.common.rpc.client import CoordinatorClient
-from services.common.rpc.retry import RetryPolicy
-from services.common.tls import TlsConfig
-from services.common.types import RunStatus, StepReport
-from services.demo.certificates import make_certificates
-from services.demo.config import (
+from heterorl.common.errors import HeterorlError, RemoteError
+from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.rpc.retry import RetryPolicy
+from heterorl.common.tls import TlsConfig
+from heterorl.common.types import RunStatus, StepReport
+from heterorl.demo.certificates import make_certificates
+from heterorl.demo.config import (
     FULL,
     SITES,
     TINY,
@@ -33,13 +33,13 @@ from services.demo.config import (
     sampler_tables,
     tls_table,
 )
-from services.demo.directory import claim
-from services.demo.interruption import Interruption
-from services.demo.options import DemoOptions
-from services.demo.outcome import Ending, Record, broken_promises, measure, start_accuracy, verdict
-from services.demo.processes import Child, start, stop_together
-from services.demo.report import write_report
-from services.demo.table import line, render
+from heterorl.demo.directory import claim
+from heterorl.demo.interruption import Interruption
+from heterorl.demo.options import DemoOptions
+from heterorl.demo.outcome import Ending, Record, broken_promises, measure, start_accuracy, verdict
+from heterorl.demo.processes import Child, start, stop_together
+from heterorl.demo.report import write_report
+from heterorl.demo.table import line, render
 
 REFRESH_S = 0.5
 LINE_S = 5.0
@@ -79,7 +79,7 @@ def _warm(regime: Regime, options: DemoOptions, console: Console, interruption: 
             import torch
             from transformers.utils import logging as transformers_logging
 
-            from services.demo.warm_start import WarmStart, warm_start
+            from heterorl.demo.warm_start import WarmStart, warm_start
 
             transformers_logging.disable_progress_bar()
             torch.set_num_threads(1)
@@ -252,7 +252,7 @@ class _Demo:
         return summary
 
     def _publish(self, summary: dict[str, Any], record: Record) -> dict[str, str]:
-        from services.learner.export import export_model
+        from heterorl.learner.export import export_model
 
         out = self._options.out
         report = write_report(

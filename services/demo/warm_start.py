@@ -18,17 +18,17 @@ import numpy as np
 import torch
 from rich.progress import Progress
 
-from services.common.errors import ConfigError
-from services.common.generation.hf import HfEngine
-from services.common.prompts import Prompter
-from services.common.tasks.registry import TaskConfig, build_task
-from services.common.tasks.task import Task
-from services.common.types import LogprobMode, SamplingSemantics
-from services.common.weights.arena import Arena
-from services.common.weights.payload import file_digest
-from services.common.weights.tensors import store
-from services.common.wire import bytes_digest
-from services.demo.tiny_model import write_tiny_model
+from heterorl.common.errors import ConfigError
+from heterorl.common.generation.hf import HfEngine
+from heterorl.common.prompts import Prompter
+from heterorl.common.tasks.registry import TaskConfig, build_task
+from heterorl.common.tasks.task import Task
+from heterorl.common.types import LogprobMode, SamplingSemantics
+from heterorl.common.weights.arena import Arena
+from heterorl.common.weights.payload import file_digest
+from heterorl.common.weights.tensors import store
+from heterorl.common.wire import bytes_digest
+from heterorl.demo.tiny_model import write_tiny_model
 
 DONE = "warm_start.json"
 VERSION = 3

@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.common.errors import ConfigError
-from services.common.identity import Identity, Refusal, Role, read_identity
-from services.common.rpc.credentials import read_material
-from services.common.rpc.diagnosis import Diagnosis, DiagnosisClient
-from services.common.rpc.retry import RetryPolicy
-from services.common.rpc.revocation import Revocations
-from services.common.tls import TlsConfig, check_tls
-from services.doctor import link, machine, network, node
-from services.doctor.check import Check, Trouble, skip
-from services.doctor.network import in_thread
+from heterorl.common.errors import ConfigError
+from heterorl.common.identity import Identity, Refusal, Role, read_identity
+from heterorl.common.rpc.credentials import read_material
+from heterorl.common.rpc.diagnosis import Diagnosis, DiagnosisClient
+from heterorl.common.rpc.retry import RetryPolicy
+from heterorl.common.rpc.revocation import Revocations
+from heterorl.common.tls import TlsConfig, check_tls
+from heterorl.doctor import link, machine, network, node
+from heterorl.doctor.check import Check, Trouble, skip
+from heterorl.doctor.network import in_thread
 
 MESSAGE_BYTES = 16 << 20
 """What a service without the setting takes."""

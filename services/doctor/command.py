@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from services.common.config import flatten, read_tables
-from services.common.errors import ConfigError
-from services.common.tls import files_in
-from services.service_config import load_service, num_unknown, owner
+from heterorl.common.config import flatten, read_tables
+from heterorl.common.errors import ConfigError
+from heterorl.common.tls import files_in
+from heterorl.service_config import load_service, num_unknown, owner
 
 RoleName = Literal["sampler", "learner", "coordinator"]
 
@@ -37,9 +37,9 @@ def doctor(
     Exit code 0: nothing failed; warnings may need a look. 1: a check failed, and its line says what to do.
     2: the configuration is wrong.
     """
-    from services.common.identity import Role
-    from services.doctor.app import examine
-    from services.doctor.check import checks_json, checks_table, exit_code
+    from heterorl.common.identity import Role
+    from heterorl.doctor.app import examine
+    from heterorl.doctor.check import checks_json, checks_table, exit_code
 
     overrides = list(set_ or ())
     if credentials is not None:
@@ -69,8 +69,8 @@ def guess_role(config: Path | None, overrides: list[str] | tuple[str, ...]) -> R
 
 def patient_of(role: str, config: Any, *, num_calls: int = 10) -> Any:
     """What the doctor needs to know of a configuration."""
-    from services.common.identity import Role
-    from services.doctor.app import MESSAGE_BYTES, Patient
+    from heterorl.common.identity import Role
+    from heterorl.doctor.app import MESSAGE_BYTES, Patient
 
     if role == "coordinator":
         return Patient(

@@ -6,9 +6,9 @@ import ipaddress
 import statistics
 from collections.abc import Sequence
 
-from services.common.identity import Identity, Role
-from services.doctor.check import TIMEOUT, Check, Trouble, fail, ok, skip, warn
-from services.doctor.network import Connected, Handshake, Reached, Trial
+from heterorl.common.identity import Identity, Role
+from heterorl.doctor.check import TIMEOUT, Check, Trouble, fail, ok, skip, warn
+from heterorl.doctor.network import Connected, Handshake, Reached, Trial
 
 EXPIRY_WARN_S = 14 * 86400.0
 CLOCK_WARN_S = 5.0

@@ -18,11 +18,11 @@ from typing import TypeVar
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from services.common.errors import HeterorlError, Unreachable
-from services.common.identity import Identity, read_identity
-from services.common.rpc.diagnosis import MAX_ANSWER_BYTES, OVERHEAD_BYTES, Diagnosis, DiagnosisClient
-from services.common.tls import TlsConfig
-from services.doctor.check import TIMEOUT, Trouble
+from heterorl.common.errors import HeterorlError, Unreachable
+from heterorl.common.identity import Identity, read_identity
+from heterorl.common.rpc.diagnosis import MAX_ANSWER_BYTES, OVERHEAD_BYTES, Diagnosis, DiagnosisClient
+from heterorl.common.tls import TlsConfig
+from heterorl.doctor.check import TIMEOUT, Trouble
 
 ResultT = TypeVar("ResultT")
 _IP_MTU, _IPV6_MTU = 14, 24

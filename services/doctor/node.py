@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 
-from services.common.identity import Role
-from services.common.rpc.diagnosis import Diagnosis
-from services.common.types import Contract
-from services.coordinator.membership import contract_difference
-from services.doctor.check import Check, Trouble, fail, ok, skip, warn
-from services.doctor.machine import Device, Disk, Versions, same_base
+from heterorl.common.identity import Role
+from heterorl.common.rpc.diagnosis import Diagnosis
+from heterorl.common.types import Contract
+from heterorl.coordinator.membership import contract_difference
+from heterorl.doctor.check import Check, Trouble, fail, ok, skip, warn
+from heterorl.doctor.machine import Device, Disk, Versions, same_base
 
 SYNC_WARN_S = 0.05
 """A group is acknowledged after one durable write at each end."""

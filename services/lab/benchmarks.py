@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 
-from services.common.tasks.task import Prompt, Task
-from services.common.types import Digest, RewardPart
+from heterorl.common.tasks.task import Prompt, Task
+from heterorl.common.types import Digest, RewardPart
 
 
 class PartOfTask:

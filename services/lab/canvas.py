@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.common.errors import DependencyMissing
-from services.lab.palette import Look
-from services.lab.report_data import Arm
+from heterorl.common.errors import DependencyMissing
+from heterorl.lab.palette import Look
+from heterorl.lab.report_data import Arm
 
 _DPI = 160
 

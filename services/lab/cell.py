@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from services.common.errors import ConfigError
-from services.lab.config import AlgorithmConfig, ExperimentConfig, LabTaskConfig, RegimeConfig, VariantConfig
-from services.sampler.delay_models import DelayConfig, NoDelay, upper_end
+from heterorl.common.errors import ConfigError
+from heterorl.lab.config import AlgorithmConfig, ExperimentConfig, LabTaskConfig, RegimeConfig, VariantConfig
+from heterorl.sampler.delay_models import DelayConfig, NoDelay, upper_end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

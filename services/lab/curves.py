@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from services.lab.canvas import Picture, say_empty, scale, whole_steps
-from services.lab.intervals import interval
-from services.lab.palette import Look
-from services.lab.report_data import Arm, Delay, Results, Run, by_cell, mean
+from heterorl.lab.canvas import Picture, say_empty, scale, whole_steps
+from heterorl.lab.intervals import interval
+from heterorl.lab.palette import Look
+from heterorl.lab.report_data import Arm, Delay, Results, Run, by_cell, mean
 
 _BINS = 60
 _DELAYS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#8C8C8C")

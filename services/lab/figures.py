@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from services.lab.canvas import Picture, say_empty, scale
-from services.lab.intervals import interval, pearson, spearman
-from services.lab.paired import BASELINE
-from services.lab.palette import Look
-from services.lab.report_data import Arm, Delay, Results, Run, by_cell, numbers
+from heterorl.lab.canvas import Picture, say_empty, scale
+from heterorl.lab.intervals import interval, pearson, spearman
+from heterorl.lab.paired import BASELINE
+from heterorl.lab.palette import Look
+from heterorl.lab.report_data import Arm, Delay, Results, Run, by_cell, numbers
 
 _BARS = "Dots are means over seeds, bars 95 % t-intervals; a dot without bar is one seed."
 _MOST_LINES = 8

@@ -7,8 +7,8 @@ import sqlite3
 from collections.abc import Callable
 from typing import TypeVar
 
-from services.common.errors import Draining
-from services.coordinator.database import Database
+from heterorl.common.errors import Draining
+from heterorl.coordinator.database import Database
 
 ResultT = TypeVar("ResultT")
 

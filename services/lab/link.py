@@ -7,8 +7,8 @@ import random
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
-from services.common.api import CoordinatorApi
-from services.common.errors import Unreachable
+from heterorl.common.api import CoordinatorApi
+from heterorl.common.errors import Unreachable
 
 _STREAMS = frozenset({"watch_head", "read_payload", "stream_groups"})
 

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from services.common.canary import ScoredText
-from services.common.generation.engine import Completion, Engine
-from services.common.prompts import Prompter
-from services.common.tasks.task import Task
-from services.common.types import Float32Array, Int32Array, QueuedGroup, StepReport
-from services.common.weights.arena import Arena, Layout
-from services.learner.backends.torch import TorchBackend
-from services.learner.evaluate import Evaluation, Evaluator
+from heterorl.common.canary import ScoredText
+from heterorl.common.generation.engine import Completion, Engine
+from heterorl.common.prompts import Prompter
+from heterorl.common.tasks.task import Task
+from heterorl.common.types import Float32Array, Int32Array, QueuedGroup, StepReport
+from heterorl.common.weights.arena import Arena, Layout
+from heterorl.learner.backends.torch import TorchBackend
+from heterorl.learner.evaluate import Evaluation, Evaluator
 
 if TYPE_CHECKING:
     from torch import nn

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from services.lab.intervals import Interval, holm, interval, sign_flip_test, t_test, wilcoxon_test
-from services.lab.report_data import Arm, Delay, Results, Run, by_cell, mean
+from heterorl.lab.intervals import Interval, holm, interval, sign_flip_test, t_test, wilcoxon_test
+from heterorl.lab.report_data import Arm, Delay, Results, Run, by_cell, mean
 
 BASELINE = "gepo"
 MEASURES = {"last": "last accuracy", "last_three": "mean of the last three evaluations"}

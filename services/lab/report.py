@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from services.common.errors import DependencyMissing
-from services.lab import curves, figures, sweeps
-from services.lab.canvas import Picture, save
-from services.lab.look_for import look_for
-from services.lab.page import PAGE
-from services.lab.paired import BASELINE, MEASURES, Comparison, comparisons
-from services.lab.palette import looks
-from services.lab.report_data import Results, load
-from services.lab.tables import Row, p_text, plus_minus, rows, write_comparisons, write_runs
+from heterorl.common.errors import DependencyMissing
+from heterorl.lab import curves, figures, sweeps
+from heterorl.lab.canvas import Picture, save
+from heterorl.lab.look_for import look_for
+from heterorl.lab.page import PAGE
+from heterorl.lab.paired import BASELINE, MEASURES, Comparison, comparisons
+from heterorl.lab.palette import looks
+from heterorl.lab.report_data import Results, load
+from heterorl.lab.tables import Row, p_text, plus_minus, rows, write_comparisons, write_runs
 
 
 def write_report(directory: Path) -> Path:

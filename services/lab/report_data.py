@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from services.common.errors import ConfigError
+from heterorl.common.errors import ConfigError
 
 _KINDS = ("none", "fixed", "uniform", "lognormal", "weibull", "exponential")
 _SAFE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+,@-]*")

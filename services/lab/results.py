@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from services.common.wire import bytes_digest
-from services.lab.cell import Cell
-from services.lab.world import Outcome
+from heterorl.common.wire import bytes_digest
+from heterorl.lab.cell import Cell
+from heterorl.lab.world import Outcome
 
 _MEANS = {
     "kl_mean": "kl",

@@ -21,14 +21,14 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from services.common.children import own_command
-from services.common.config import load
-from services.common.errors import ConfigError
-from services.common.wire import bytes_digest
-from services.lab.cell import Cell, list_cells
-from services.lab.config import ExperimentConfig
-from services.lab.results import cell_digest, failure
-from services.lab.warm_starts import key
+from heterorl.common.children import own_command
+from heterorl.common.config import load
+from heterorl.common.errors import ConfigError
+from heterorl.common.wire import bytes_digest
+from heterorl.lab.cell import Cell, list_cells
+from heterorl.lab.config import ExperimentConfig
+from heterorl.lab.results import cell_digest, failure
+from heterorl.lab.warm_starts import key
 
 CACHE = Path(".cache/heterorl")
 INTERRUPTED = 130
@@ -40,7 +40,7 @@ def find_experiment(name: str) -> Path:
     Raises:
         ConfigError: neither exists; lists what is shipped.
     """
-    shipped = Path(str(files("services.lab") / "experiments"))
+    shipped = Path(str(files("heterorl.lab") / "experiments"))
     for path in (Path(name), shipped / f"{name}.toml"):
         if path.is_file():
             return path
@@ -56,7 +56,7 @@ def run_experiment(
     Raises:
         ConfigError: the experiment is unknown or wrong.
     """
-    from services.lab.report import write_report
+    from heterorl.lab.report import write_report
 
     console = Console(stderr=True, markup=False, emoji=False, highlight=False)
     experiment = load(ExperimentConfig, find_experiment(name), overrides)
@@ -198,7 +198,7 @@ class _Worker:
         code = await process.wait()
         self._process = None
         if kind == "run":
-            from services.lab.worker import write_json
+            from heterorl.lab.worker import write_json
 
             cell = self._cells[number]
             row = failure(cell, problem=f"its process ended with code {code}; see worker.log", wall_s=0.0)
@@ -216,7 +216,7 @@ class _Worker:
             with (self._directory / "worker.log").open("ab") as log:
                 self._process = await asyncio.create_subprocess_exec(
                     *own_command(
-                        "services.lab.worker",
+                        "heterorl.lab.worker",
                         str(self._directory / "experiment.json"),
                         str(self._directory),
                         str(CACHE),

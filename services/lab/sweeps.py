@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.lab.canvas import Picture, say_empty
-from services.lab.intervals import interval
-from services.lab.palette import Look, looks
-from services.lab.report_data import Arm, Delay, Results, Run, numbers
+from heterorl.lab.canvas import Picture, say_empty
+from heterorl.lab.intervals import interval
+from heterorl.lab.palette import Look, looks
+from heterorl.lab.report_data import Arm, Delay, Results, Run, numbers
 
 
 def settings(variant: str) -> dict[str, str]:

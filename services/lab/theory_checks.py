@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.lab.theory import (
+from heterorl.lab.theory import (
     Array,
     bias_shared,
     collision_probability,

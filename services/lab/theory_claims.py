@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.lab import theory, theory_checks
-from services.lab.theory import Array
-from services.lab.theory_checks import TrialCount
-from services.lab.theory_estimators import exact_expectation, limit, on_policy_weights
-from services.lab.theory_samples import (
+from heterorl.lab import theory, theory_checks
+from heterorl.lab.theory import Array
+from heterorl.lab.theory_checks import TrialCount
+from heterorl.lab.theory_estimators import exact_expectation, limit, on_policy_weights
+from heterorl.lab.theory_samples import (
     GROUP,
     BiasCurves,
     SoftmaxCases,

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from services.lab.theory import Array
+from heterorl.lab.theory import Array
 
 Mean = Literal["contraharmonic", "arithmetic", "geometric"]
 MEANS: tuple[Mean, ...] = get_args(Mean)

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from services.lab import theory, theory_checks
-from services.lab.theory import Array
-from services.lab.theory_estimators import MEANS
-from services.lab.theory_samples import GROUP, BiasCurves, SoftmaxCases
+from heterorl.lab import theory, theory_checks
+from heterorl.lab.theory import Array
+from heterorl.lab.theory_estimators import MEANS
+from heterorl.lab.theory_samples import GROUP, BiasCurves, SoftmaxCases
 
 _BLUE, _ORANGE, _GREEN, _RED, _GREY = "#1f77b4", "#e6790e", "#2a9d4a", "#c62f3b", "#7a8793"
 _KL_LABELS = ("KL(p||q), nats", "KL(q||p), nats")

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from services.lab import theory_checks, theory_figures
-from services.lab.theory_claims import Claim, Findings, claims, find
-from services.lab.theory_estimators import on_policy_weights
-from services.lab.theory_samples import GROUP, GROUP_SIZE, SoftmaxCases
+from heterorl.lab import theory_checks, theory_figures
+from heterorl.lab.theory_claims import Claim, Findings, claims, find
+from heterorl.lab.theory_estimators import on_policy_weights
+from heterorl.lab.theory_samples import GROUP, GROUP_SIZE, SoftmaxCases
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 68rem; margin: 2rem auto; padding: 0 1rem; color: #1c2733 }

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.lab import theory
-from services.lab.theory import Array
-from services.lab.theory_estimators import (
+from heterorl.lab import theory
+from heterorl.lab.theory import Array
+from heterorl.lab.theory_estimators import (
     MEANS,
     Mean,
     draw_probabilities,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.demo.warm_start import WarmStart, warm_start
-from services.lab.cell import Cell
+from heterorl.demo.warm_start import WarmStart, warm_start
+from heterorl.lab.cell import Cell
 
 
 def key(cell: Cell) -> tuple[str, int]:

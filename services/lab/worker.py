@@ -1,4 +1,4 @@
-"""A process that runs cells: one JSON line in per order, one JSON line out per answer. Started by services.lab.run.
+"""A process that runs cells: one JSON line in per order, one JSON line out per answer. Started by heterorl.lab.run.
 
 {"warm_start": N}   make sure that the warm start of cell N exists
 {"run": N}          run cell N and write runs/RUN_ID.json
@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from services.common.errors import HeterorlError
-from services.lab.cell import Cell, list_cells
-from services.lab.config import ExperimentConfig
-from services.lab.results import failure, summarise
-from services.lab.warm_starts import prepare
-from services.lab.world import run_cell
+from heterorl.common.errors import HeterorlError
+from heterorl.lab.cell import Cell, list_cells
+from heterorl.lab.config import ExperimentConfig
+from heterorl.lab.results import failure, summarise
+from heterorl.lab.warm_starts import prepare
+from heterorl.lab.world import run_cell
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

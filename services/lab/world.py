@@ -1,9 +1,9 @@
 """One run: coordinator, learner and samplers as they are, in one process, on virtual time.
 
-    what is real       services.coordinator.core over SQLite, services.learner.app with the torch backend, payloads and
-                       checkpoints as files, services.sampler.app with outbox, delay model, pulled deltas and the hf
+    what is real       heterorl.coordinator.core over SQLite, heterorl.learner.app with the torch backend, payloads and
+                       checkpoints as files, heterorl.sampler.app with outbox, delay model, pulled deltas and the hf
                        engine, and the ledger's equation at the end
-    what is simulated  the network (services.lab.link), the clock, and how long steps and generation take
+    what is simulated  the network (heterorl.lab.link), the clock, and how long steps and generation take
 
 One virtual second is one learner step, so delays in seconds are divided by what a step stands for. Where delays count
 versions, a version's work is handed out only after the last version: staleness is exactly the delay.
@@ -21,31 +21,31 @@ from typing import Any
 
 import torch
 
-from services.common.contract import SamplingConfig
-from services.common.generation.hf import HfEngine
-from services.common.prompts import Prompter
-from services.common.tasks.registry import build_task
-from services.common.types import RunStatus
-from services.coordinator import ledger
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
-from services.lab.benchmarks import split_evaluation
-from services.lab.cell import Cell
-from services.lab.inline_store import InlineDatabase
-from services.lab.link import Link
-from services.lab.measure import BenchmarkEvaluator, ChargedEngine, MeasuredBackend, Probe
-from services.lab.virtual_loop import VirtualClock, VirtualLoop, run_virtually
-from services.learner import app as learner_app
-from services.learner.assembly import assemble
-from services.learner.backends.torch import TorchBackend
-from services.learner.config import LearnerConfig
-from services.learner.evaluate import EngineGenerator, Evaluator
-from services.sampler import app as sampler_app
-from services.sampler.assembly import assemble as assemble_sampler
-from services.sampler.config import SamplerConfig
-from services.sampler.delay_models import NoDelay
-from services.sampler.outbox import Outbox
-from services.sampler.record import VersionRecord
+from heterorl.common.contract import SamplingConfig
+from heterorl.common.generation.hf import HfEngine
+from heterorl.common.prompts import Prompter
+from heterorl.common.tasks.registry import build_task
+from heterorl.common.types import RunStatus
+from heterorl.coordinator import ledger
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.lab.benchmarks import split_evaluation
+from heterorl.lab.cell import Cell
+from heterorl.lab.inline_store import InlineDatabase
+from heterorl.lab.link import Link
+from heterorl.lab.measure import BenchmarkEvaluator, ChargedEngine, MeasuredBackend, Probe
+from heterorl.lab.virtual_loop import VirtualClock, VirtualLoop, run_virtually
+from heterorl.learner import app as learner_app
+from heterorl.learner.assembly import assemble
+from heterorl.learner.backends.torch import TorchBackend
+from heterorl.learner.config import LearnerConfig
+from heterorl.learner.evaluate import EngineGenerator, Evaluator
+from heterorl.sampler import app as sampler_app
+from heterorl.sampler.assembly import assemble as assemble_sampler
+from heterorl.sampler.config import SamplerConfig
+from heterorl.sampler.delay_models import NoDelay
+from heterorl.sampler.outbox import Outbox
+from heterorl.sampler.record import VersionRecord
 
 STEP_S = 1.0
 """Virtual seconds of a learner step."""

@@ -11,8 +11,8 @@ import math
 
 import torch
 
-from services.common.errors import ConfigError
-from services.learner.loss_config import Advantage
+from heterorl.common.errors import ConfigError
+from heterorl.learner.loss_config import Advantage
 
 STD_FLOOR = 1e-4
 MIN_BETA_RANGE = 1e-9

@@ -28,25 +28,25 @@ import random
 import signal
 from collections.abc import Callable
 
-from services.common import metrics, notify, tracing
-from services.common.api import CoordinatorApi
-from services.common.clock import Clock, SystemClock
-from services.common.directory import make_directory
-from services.common.rpc.client import CoordinatorClient
-from services.common.signing import Signer
-from services.common.types import Contract
-from services.learner.assembly import assemble
-from services.learner.backends.backend import TrainBackend
-from services.learner.canary import Canary
-from services.learner.config import LearnerConfig
-from services.learner.directory import hold_directory
-from services.learner.evaluate import Evaluator
-from services.learner.examiner import Yardstick
-from services.learner.leader import Leader
-from services.learner.observe import observe_start
-from services.learner.run_file import write_run_file
-from services.learner.run_result import RunResult
-from services.learner.threads import in_thread
+from heterorl.common import metrics, notify, tracing
+from heterorl.common.api import CoordinatorApi
+from heterorl.common.clock import Clock, SystemClock
+from heterorl.common.directory import make_directory
+from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.signing import Signer
+from heterorl.common.types import Contract
+from heterorl.learner.assembly import assemble
+from heterorl.learner.backends.backend import TrainBackend
+from heterorl.learner.canary import Canary
+from heterorl.learner.config import LearnerConfig
+from heterorl.learner.directory import hold_directory
+from heterorl.learner.evaluate import Evaluator
+from heterorl.learner.examiner import Yardstick
+from heterorl.learner.leader import Leader
+from heterorl.learner.observe import observe_start
+from heterorl.learner.run_file import write_run_file
+from heterorl.learner.run_result import RunResult
+from heterorl.learner.threads import in_thread
 
 _LOG = logging.getLogger(__name__)
 

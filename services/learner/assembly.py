@@ -11,34 +11,34 @@ from typing import Any
 
 import torch
 
-from services.common.canary import canary_texts
-from services.common.contract import build_contract
-from services.common.errors import ConfigError
-from services.common.model_dir import check_model_dir
-from services.common.prompts import Prompter
-from services.common.signing import Signer, load_signer
-from services.common.tasks.registry import build_task
-from services.common.tasks.task import Task
-from services.common.tasks.trial import try_reward
-from services.common.types import NO_LORA, Contract
-from services.learner.backend_config import DeepSpeedBackendConfig, TorchBackendConfig
-from services.learner.backends.backend import TrainBackend
-from services.learner.backends.collectives import Collectives
-from services.learner.backends.deepspeed import DeepSpeedBackend
-from services.learner.backends.torch import TorchBackend
-from services.learner.backends.zero_engine import import_deepspeed
-from services.learner.canary import Canary
-from services.learner.config import LearnerConfig
-from services.learner.evaluate import EngineGenerator, Evaluator
-from services.learner.examiner import Yardstick
-from services.learner.local_ranks import LocalRanks
-from services.learner.logprobs import logit_temperature
-from services.learner.replay import Replayer
+from heterorl.common.canary import canary_texts
+from heterorl.common.contract import build_contract
+from heterorl.common.errors import ConfigError
+from heterorl.common.model_dir import check_model_dir
+from heterorl.common.prompts import Prompter
+from heterorl.common.signing import Signer, load_signer
+from heterorl.common.tasks.registry import build_task
+from heterorl.common.tasks.task import Task
+from heterorl.common.tasks.trial import try_reward
+from heterorl.common.types import NO_LORA, Contract
+from heterorl.learner.backend_config import DeepSpeedBackendConfig, TorchBackendConfig
+from heterorl.learner.backends.backend import TrainBackend
+from heterorl.learner.backends.collectives import Collectives
+from heterorl.learner.backends.deepspeed import DeepSpeedBackend
+from heterorl.learner.backends.torch import TorchBackend
+from heterorl.learner.backends.zero_engine import import_deepspeed
+from heterorl.learner.canary import Canary
+from heterorl.learner.config import LearnerConfig
+from heterorl.learner.evaluate import EngineGenerator, Evaluator
+from heterorl.learner.examiner import Yardstick
+from heterorl.learner.local_ranks import LocalRanks
+from heterorl.learner.logprobs import logit_temperature
+from heterorl.learner.replay import Replayer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What `services.learner.app.run` needs beside a coordinator."""
+    """What `heterorl.learner.app.run` needs beside a coordinator."""
 
     backend: TrainBackend
     contract: Contract
@@ -156,7 +156,7 @@ def build_deepspeed(config: LearnerConfig, ranks: Collectives) -> DeepSpeedBacke
 
 
 def _build_evaluator(config: LearnerConfig, task: Task, prompter: Prompter) -> Evaluator:
-    from services.common.generation.hf import HfEngine
+    from heterorl.common.generation.hf import HfEngine
 
     options = config.evaluation
     sampling = config.sampling.semantics()

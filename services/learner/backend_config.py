@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from services.common.config import Config
+from heterorl.common.config import Config
 
 _Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 

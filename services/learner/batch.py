@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from services.common.types import Float32Array, Group, Int32Array, Rollout
-from services.learner.advantages import beta_weights, group_advantages
-from services.learner.denominators import group_log_denominator, log_denominators
-from services.learner.loss_config import LossConfig
-from services.learner.loss_registry import rule_of
-from services.learner.loss_rule import Rule
+from heterorl.common.types import Float32Array, Group, Int32Array, Rollout
+from heterorl.learner.advantages import beta_weights, group_advantages
+from heterorl.learner.denominators import group_log_denominator, log_denominators
+from heterorl.learner.loss_config import LossConfig
+from heterorl.learner.loss_registry import rule_of
+from heterorl.learner.loss_rule import Rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from services.common.canary import ScoredText
-from services.common.weights.arena import Arena
-from services.learner.batch import TrainingSequence
-from services.learner.micro_batch import collate
-from services.learner.model import learner_logprobs
-from services.learner.stand_in import arena_weights
+from heterorl.common.canary import ScoredText
+from heterorl.common.weights.arena import Arena
+from heterorl.learner.batch import TrainingSequence
+from heterorl.learner.micro_batch import collate
+from heterorl.learner.model import learner_logprobs
+from heterorl.learner.stand_in import arena_weights
 
 _LOG = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 """Checkpoints on the learner's disk: all of one or none of it.
 
     state_dir/checkpoints/v00000012/    one checkpoint, named by the version that its publication makes
-        cursor.json                     services.learner.cursor
-        published.payload               snapshot of the published weights (services.common.weights.payload)
+        cursor.json                     heterorl.learner.cursor
+        published.payload               snapshot of the published weights (heterorl.common.weights.payload)
         <flavour>.scales                snapshot of a flavour's scales alone, for each flavour
         backend/                        what TrainBackend.save wrote
         DONE                            {"format": 1, "files": {relative path: blake3 of its bytes}}
@@ -21,14 +21,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from services.common.directory import make_directory
-from services.common.errors import CorruptData, CorruptStore, DiskFull
-from services.common.types import Digest
-from services.common.weights.arena import Arena, Layout
-from services.common.weights.payload import apply_payload, file_digest, write_snapshot
-from services.common.weights.quantise import Flavour, scale_layout
-from services.learner.backends.backend import TrainBackend
-from services.learner.cursor import Cursor, cursor_from_bytes, cursor_to_bytes
+from heterorl.common.directory import make_directory
+from heterorl.common.errors import CorruptData, CorruptStore, DiskFull
+from heterorl.common.types import Digest
+from heterorl.common.weights.arena import Arena, Layout
+from heterorl.common.weights.payload import apply_payload, file_digest, write_snapshot
+from heterorl.common.weights.quantise import Flavour, scale_layout
+from heterorl.learner.backends.backend import TrainBackend
+from heterorl.learner.cursor import Cursor, cursor_from_bytes, cursor_to_bytes
 
 CURSOR_FILE = "cursor.json"
 PUBLISHED_FILE = "published.payload"

@@ -7,17 +7,17 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from services.common.bandwidth import BandwidthConfig
-from services.common.config import Config
-from services.common.contract import SamplingConfig
-from services.common.lora import LoraConfig
-from services.common.signing import PublicKey
-from services.common.tasks.registry import TaskConfig
-from services.common.tls import TlsConfig
-from services.common.tracing import TracingConfig
-from services.learner.backend_config import BackendConfig, TorchBackendConfig
-from services.learner.loss_config import GepoConfig, LossConfig
-from services.learner.verification import VerificationConfig
+from heterorl.common.bandwidth import BandwidthConfig
+from heterorl.common.config import Config
+from heterorl.common.contract import SamplingConfig
+from heterorl.common.lora import LoraConfig
+from heterorl.common.signing import PublicKey
+from heterorl.common.tasks.registry import TaskConfig
+from heterorl.common.tls import TlsConfig
+from heterorl.common.tracing import TracingConfig
+from heterorl.learner.backend_config import BackendConfig, TorchBackendConfig
+from heterorl.learner.loss_config import GepoConfig, LossConfig
+from heterorl.learner.verification import VerificationConfig
 
 
 class EvaluationConfig(Config):

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import blake3
 
-from services.common.errors import CorruptStore
-from services.common.types import Digest, GroupId, SiteId, StepReport
+from heterorl.common.errors import CorruptStore
+from heterorl.common.types import Digest, GroupId, SiteId, StepReport
 
 FORMAT = 1
 

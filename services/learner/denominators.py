@@ -11,8 +11,8 @@ import math
 
 import torch
 
-from services.learner.loss_config import Denominator
-from services.learner.loss_rule import Rule
+from heterorl.learner.loss_config import Denominator
+from heterorl.learner.loss_rule import Rule
 
 
 def masked_mean(values_GT: torch.Tensor, mask_GT: torch.Tensor) -> torch.Tensor:

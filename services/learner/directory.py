@@ -7,8 +7,8 @@ import fcntl
 from collections.abc import Iterator
 from pathlib import Path
 
-from services.common.directory import make_directory
-from services.common.errors import ConfigError
+from heterorl.common.directory import make_directory
+from heterorl.common.errors import ConfigError
 
 
 @contextlib.contextmanager

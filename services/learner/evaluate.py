@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.common.errors import RewardError
-from services.common.generation.engine import Engine
-from services.common.prompts import Prompter
-from services.common.tasks.task import Task
-from services.common.weights.arena import Arena
+from heterorl.common.errors import RewardError
+from heterorl.common.generation.engine import Engine
+from heterorl.common.prompts import Prompter
+from heterorl.common.tasks.task import Task
+from heterorl.common.weights.arena import Arena
 
 _LOG = logging.getLogger(__name__)
 

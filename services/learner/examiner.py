@@ -15,18 +15,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from services.common import metrics
-from services.common.errors import CorruptData, RewardError, UnknownPayload, UnknownVersion, UntrustedVersion
-from services.common.generation.seeded import group_key
-from services.common.prompts import Prompter
-from services.common.tasks.scoring import FailureRow
-from services.common.tasks.task import Task
-from services.common.types import DropReason, Group, QueuedGroup, SiteId
-from services.learner.recent_versions import RecentVersions
-from services.learner.replay import Replayer
-from services.learner.rewards import reward_problem
-from services.learner.threads import in_thread
-from services.learner.verification import (
+from heterorl.common import metrics
+from heterorl.common.errors import CorruptData, RewardError, UnknownPayload, UnknownVersion, UntrustedVersion
+from heterorl.common.generation.seeded import group_key
+from heterorl.common.prompts import Prompter
+from heterorl.common.tasks.scoring import FailureRow
+from heterorl.common.tasks.task import Task
+from heterorl.common.types import DropReason, Group, QueuedGroup, SiteId
+from heterorl.learner.recent_versions import RecentVersions
+from heterorl.learner.replay import Replayer
+from heterorl.learner.rewards import reward_problem
+from heterorl.learner.threads import in_thread
+from heterorl.learner.verification import (
     SOUND,
     Finding,
     Replay,

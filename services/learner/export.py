@@ -6,17 +6,17 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from services.common.adapters import attach, base_digest, merge
-from services.common.errors import ConfigError, CorruptStore
-from services.common.types import NO_LORA, Digest, LoraSettings
-from services.common.weights import tensors
-from services.common.weights.arena import Arena, Dtype
-from services.common.weights.manifest import verify_state
-from services.common.weights.payload import apply_payload
-from services.common.wire import manifest_from_bytes
-from services.learner.adapter_files import write_adapter
-from services.learner.backends.state import read_lora
-from services.learner.checkpoint import BACKEND_DIRECTORY, DONE_FILE, PUBLISHED_FILE, CheckpointStore, read_checkpoint
+from heterorl.common.adapters import attach, base_digest, merge
+from heterorl.common.errors import ConfigError, CorruptStore
+from heterorl.common.types import NO_LORA, Digest, LoraSettings
+from heterorl.common.weights import tensors
+from heterorl.common.weights.arena import Arena, Dtype
+from heterorl.common.weights.manifest import verify_state
+from heterorl.common.weights.payload import apply_payload
+from heterorl.common.wire import manifest_from_bytes
+from heterorl.learner.adapter_files import write_adapter
+from heterorl.learner.backends.state import read_lora
+from heterorl.learner.checkpoint import BACKEND_DIRECTORY, DONE_FILE, PUBLISHED_FILE, CheckpointStore, read_checkpoint
 
 _DTYPES: tuple[Dtype, ...] = ("bf16", "fp16", "fp32")
 _TOKENIZER_FILES = (

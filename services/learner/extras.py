@@ -12,10 +12,10 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from services.learner.denominators import masked_mean
-from services.learner.loss_rule import Rule
-from services.learner.losses import MAX_LOG_WEIGHT, LossTerms
-from services.learner.policy_loss import LossInputs
+from heterorl.learner.denominators import masked_mean
+from heterorl.learner.loss_rule import Rule
+from heterorl.learner.losses import MAX_LOG_WEIGHT, LossTerms
+from heterorl.learner.policy_loss import LossInputs
 
 SEQUENCE_RATIO_CAP = 8.0
 """Largest sequence ratio in the effective sample size of losses without weights of rollouts; VCPO caps none."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import enum
 from pathlib import Path
 
-from services.common.errors import ConfigError
-from services.learner.cursor import Cursor
+from heterorl.common.errors import ConfigError
+from heterorl.learner.cursor import Cursor
 
 
 class Action(enum.Enum):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 
-from services.common.api import CoordinatorApi, Rejection
-from services.common.errors import RemoteError
-from services.learner.admission import Limits, judge
-from services.learner.examiner import Examiner
-from services.learner.inbox import Inbox
-from services.learner.patience import Patience, is_transient
+from heterorl.common.api import CoordinatorApi, Rejection
+from heterorl.common.errors import RemoteError
+from heterorl.learner.admission import Limits, judge
+from heterorl.learner.examiner import Examiner
+from heterorl.learner.inbox import Inbox
+from heterorl.learner.patience import Patience, is_transient
 
 _LOG = logging.getLogger(__name__)
 

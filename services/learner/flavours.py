@@ -18,20 +18,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from services.common.api import CoordinatorApi, PullPlan
-from services.common.directory import make_directory
-from services.common.errors import CorruptData, StateMismatch, UnknownPayload, UnknownVersion
-from services.common.pull import Puller
-from services.common.signing import Signer
-from services.common.trust import Trust
-from services.common.types import FlavourVersion
-from services.common.weights.arena import Arena, Layout
-from services.common.weights.quantise import Flavour, dequantise, flavour_layout, quantise, scales_of
-from services.common.wire import manifest_digest, manifest_from_bytes
-from services.learner.canary import Canary
-from services.learner.encode import Encoded, Position, encode_version
-from services.learner.patience import Patience
-from services.learner.threads import in_thread
+from heterorl.common.api import CoordinatorApi, PullPlan
+from heterorl.common.directory import make_directory
+from heterorl.common.errors import CorruptData, StateMismatch, UnknownPayload, UnknownVersion
+from heterorl.common.pull import Puller
+from heterorl.common.signing import Signer
+from heterorl.common.trust import Trust
+from heterorl.common.types import FlavourVersion
+from heterorl.common.weights.arena import Arena, Layout
+from heterorl.common.weights.quantise import Flavour, dequantise, flavour_layout, quantise, scales_of
+from heterorl.common.wire import manifest_digest, manifest_from_bytes
+from heterorl.learner.canary import Canary
+from heterorl.learner.encode import Encoded, Position, encode_version
+from heterorl.learner.patience import Patience
+from heterorl.learner.threads import in_thread
 
 _LOG = logging.getLogger(__name__)
 NOTHING = -1

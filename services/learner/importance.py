@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from services.learner.denominators import masked_mean
+from heterorl.learner.denominators import masked_mean
 
 
 def sequence_log_probs(logprobs_BT: torch.Tensor, mask_BT: torch.Tensor, *, is_raw: bool) -> torch.Tensor:

@@ -14,7 +14,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
 
-from services.common.types import GroupId, QueuedGroup
+from heterorl.common.types import GroupId, QueuedGroup
 
 
 class Inbox:

@@ -16,7 +16,7 @@ import secrets
 from pathlib import Path
 from typing import TextIO
 
-from services.common.errors import DiskFull
+from heterorl.common.errors import DiskFull
 
 FILE = "incarnation"
 _LINE = re.compile(r"([0-9a-f]{32}) ([0-9]+)\n?")

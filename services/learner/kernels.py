@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from services.common.errors import ConfigError, DependencyMissing
-from services.learner.backend_config import DeepSpeedBackendConfig, TorchBackendConfig
+from heterorl.common.errors import ConfigError, DependencyMissing
+from heterorl.learner.backend_config import DeepSpeedBackendConfig, TorchBackendConfig
 
 
 def apply_liger(model: nn.Module, config: TorchBackendConfig | DeepSpeedBackendConfig) -> None:

@@ -8,36 +8,36 @@ import random
 import secrets
 from dataclasses import dataclass, field, replace
 
-from services.common.api import CoordinatorApi
-from services.common.clock import Clock
-from services.common.errors import ConfigError, RemoteError, StaleEpoch
-from services.common.signing import Signer
-from services.common.trust import Trust
-from services.common.types import Contract, LeaseGrant
-from services.common.weights.parallel import num_threads
-from services.learner.admission import Limits
-from services.learner.backends.backend import TrainBackend
-from services.learner.canary import Canary
-from services.learner.checkpoint import CheckpointStore
-from services.learner.config import LearnerConfig
-from services.learner.evaluate import Evaluator
-from services.learner.examiner import Examiner, Yardstick
-from services.learner.feed import feed
-from services.learner.flavours import Flavours
-from services.learner.inbox import Inbox
-from services.learner.incarnation import read_incarnation
-from services.learner.journal import Journal
-from services.learner.lease import acquire, check_messages, renew
-from services.learner.patience import Patience
-from services.learner.publish import Publisher
-from services.learner.recent_versions import RecentVersions
-from services.learner.resume import Resumption
-from services.learner.reward_signal import RewardSignal
-from services.learner.rollback import Rollback
-from services.learner.run_file import describe_run
-from services.learner.run_result import RunResult
-from services.learner.session import Outcome, Session
-from services.learner.threads import in_thread
+from heterorl.common.api import CoordinatorApi
+from heterorl.common.clock import Clock
+from heterorl.common.errors import ConfigError, RemoteError, StaleEpoch
+from heterorl.common.signing import Signer
+from heterorl.common.trust import Trust
+from heterorl.common.types import Contract, LeaseGrant
+from heterorl.common.weights.parallel import num_threads
+from heterorl.learner.admission import Limits
+from heterorl.learner.backends.backend import TrainBackend
+from heterorl.learner.canary import Canary
+from heterorl.learner.checkpoint import CheckpointStore
+from heterorl.learner.config import LearnerConfig
+from heterorl.learner.evaluate import Evaluator
+from heterorl.learner.examiner import Examiner, Yardstick
+from heterorl.learner.feed import feed
+from heterorl.learner.flavours import Flavours
+from heterorl.learner.inbox import Inbox
+from heterorl.learner.incarnation import read_incarnation
+from heterorl.learner.journal import Journal
+from heterorl.learner.lease import acquire, check_messages, renew
+from heterorl.learner.patience import Patience
+from heterorl.learner.publish import Publisher
+from heterorl.learner.recent_versions import RecentVersions
+from heterorl.learner.resume import Resumption
+from heterorl.learner.reward_signal import RewardSignal
+from heterorl.learner.rollback import Rollback
+from heterorl.learner.run_file import describe_run
+from heterorl.learner.run_result import RunResult
+from heterorl.learner.session import Outcome, Session
+from heterorl.learner.threads import in_thread
 
 _LOG = logging.getLogger(__name__)
 RELEASE_TIMEOUT_S = 5.0

@@ -6,11 +6,11 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
 
-from services.common.api import CoordinatorApi
-from services.common.clock import Clock
-from services.common.errors import ConfigError, LeaseHeld, RemoteError
-from services.common.types import Contract, LeaseGrant
-from services.learner.patience import Patience, is_transient
+from heterorl.common.api import CoordinatorApi
+from heterorl.common.clock import Clock
+from heterorl.common.errors import ConfigError, LeaseHeld, RemoteError
+from heterorl.common.types import Contract, LeaseGrant
+from heterorl.learner.patience import Patience, is_transient
 
 _LOG = logging.getLogger(__name__)
 MIN_RENEWAL_S, MAX_RENEWAL_S = 0.05, 300.0

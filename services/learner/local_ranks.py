@@ -1,7 +1,7 @@
 """The other processes of a learner that trains on several devices: started, watched, ended with it.
 
     rank 0      the learner itself, which alone knows the coordinator
-    rank n      `services.learner.rank`, on whose standard input one line of JSON says what to train; the end
+    rank n      `heterorl.learner.rank`, on whose standard input one line of JSON says what to train; the end
                 of that input is the end of rank 0, whatever killed it
 
 Guarantees: no rank outlives another for long. A rank that ends before it was told to ends the learner with exit code 1:
@@ -21,9 +21,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from services.common.children import own_command
-from services.common.errors import OperatorError
-from services.learner.config import LearnerConfig
+from heterorl.common.children import own_command
+from heterorl.common.errors import OperatorError
+from heterorl.learner.config import LearnerConfig
 
 _LOG = logging.getLogger(__name__)
 GRACE_S = 10.0
@@ -94,7 +94,7 @@ class LocalRanks:
 
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
         command = own_command(
-            "services.learner.rank",
+            "heterorl.learner.rank",
             "--rank", str(rank), "--world-size", str(self.num_ranks), "--rendezvous", str(self.rendezvous),
         )  # fmt: skip
         child = subprocess.Popen(command, stdin=subprocess.PIPE)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from services.learner.loss_config import LossConfig
-from services.learner.loss_rule import Rule
+from heterorl.learner.loss_config import LossConfig
+from heterorl.learner.loss_rule import Rule
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "gepo": {"level": "sequence"},

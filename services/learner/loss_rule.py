@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from services.learner.loss_config import Advantage, Aggregation, Denominator
+from heterorl.learner.loss_config import Advantage, Aggregation, Denominator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

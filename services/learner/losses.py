@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from services.learner.loss_config import Aggregation
+from heterorl.learner.loss_config import Aggregation
 
 MAX_LOG_WEIGHT = 20.0
 """Weights beyond e^20 are capped, without gradient and counted as clipped: their exp could overflow to inf.

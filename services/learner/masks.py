@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from services.learner.denominators import masked_mean
+from heterorl.learner.denominators import masked_mean
 
 
 def has_not_drifted(

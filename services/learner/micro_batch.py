@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from services.learner.batch import TrainingSequence
+from heterorl.learner.batch import TrainingSequence
 
 Batching = Literal["padded", "packed"]
 

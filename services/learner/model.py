@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from services.common.errors import ConfigError
-from services.common.model_dir import first_line
-from services.learner.batch import TrainingSequence
-from services.learner.logprobs import token_logprobs
-from services.learner.micro_batch import Batching, MicroBatch, collate
+from heterorl.common.errors import ConfigError
+from heterorl.common.model_dir import first_line
+from heterorl.learner.batch import TrainingSequence
+from heterorl.learner.logprobs import token_logprobs
+from heterorl.learner.micro_batch import Batching, MicroBatch, collate
 
 CHECK_TOLERANCE = 1e-3
 

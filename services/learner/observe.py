@@ -6,9 +6,9 @@ import logging
 import math
 from collections.abc import Sequence
 
-from services.common import metrics
-from services.common.tracing import TRACER
-from services.common.types import Manifest, PayloadKind, QueuedGroup, StepReport
+from heterorl.common import metrics
+from heterorl.common.tracing import TRACER
+from heterorl.common.types import Manifest, PayloadKind, QueuedGroup, StepReport
 
 _LOG = logging.getLogger(__name__)
 _NUMBERS = (

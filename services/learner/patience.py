@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from services.common.clock import Clock
-from services.common.errors import Draining, LeaseHeld, QuotaExceeded, RemoteError, StoreFull, Unreachable
+from heterorl.common.clock import Clock
+from heterorl.common.errors import Draining, LeaseHeld, QuotaExceeded, RemoteError, StoreFull, Unreachable
 
 _LOG = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 import torch
 
-from services.learner.batch import Batch, TrainingSequence
-from services.learner.denominators import expected_learner_log_denominator
-from services.learner.loss_rule import Rule
-from services.learner.losses import token_coefficients
-from services.learner.masks import within_second_moment
-from services.learner.micro_batch import MicroBatch, collate
-from services.learner.policy_loss import LossInputs, policy_loss
+from heterorl.learner.batch import Batch, TrainingSequence
+from heterorl.learner.denominators import expected_learner_log_denominator
+from heterorl.learner.loss_rule import Rule
+from heterorl.learner.losses import token_coefficients
+from heterorl.learner.masks import within_second_moment
+from heterorl.learner.micro_batch import MicroBatch, collate
+from heterorl.learner.policy_loss import LossInputs, policy_loss
 
 
 def step_coefficients(rule: Rule, mask_BT: torch.Tensor, batch: Batch, *, max_new_tokens: int) -> torch.Tensor:

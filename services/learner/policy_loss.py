@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from services.learner import importance
-from services.learner.denominators import masked_mean
-from services.learner.loss_rule import Rule
-from services.learner.losses import (
+from heterorl.learner import importance
+from heterorl.learner.denominators import masked_mean
+from heterorl.learner.loss_rule import Rule
+from heterorl.learner.losses import (
     LossTerms,
     Objective,
     kl_estimates,
@@ -22,7 +22,7 @@ from services.learner.losses import (
     score_objective,
     with_likelihood_of_good,
 )
-from services.learner.masks import has_not_drifted
+from heterorl.learner.masks import has_not_drifted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -18,25 +18,25 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.common.api import CoordinatorApi
-from services.common.directory import make_directory
-from services.common.errors import GroupNotAvailable, PayloadMissing, RemoteError
-from services.common.signing import Signer
-from services.common.types import FlavourVersion, GroupId, PayloadRef, PublishRequest, StepReport
-from services.common.weights.arena import Arena, Layout
-from services.common.weights.quantise import scales_of
-from services.common.wire import manifest_digest
-from services.learner.backends.backend import TrainBackend
-from services.learner.canary import Canary
-from services.learner.checkpoint import CheckpointStore
-from services.learner.cursor import Cursor, step_id
-from services.learner.encode import Encoded, Position, encode_version
-from services.learner.flavours import EncodedFlavour, Flavours
-from services.learner.journal import Journal
-from services.learner.observe import observe_version
-from services.learner.patience import Patience, is_transient
-from services.learner.threads import in_thread
-from services.learner.upload import upload
+from heterorl.common.api import CoordinatorApi
+from heterorl.common.directory import make_directory
+from heterorl.common.errors import GroupNotAvailable, PayloadMissing, RemoteError
+from heterorl.common.signing import Signer
+from heterorl.common.types import FlavourVersion, GroupId, PayloadRef, PublishRequest, StepReport
+from heterorl.common.weights.arena import Arena, Layout
+from heterorl.common.weights.quantise import scales_of
+from heterorl.common.wire import manifest_digest
+from heterorl.learner.backends.backend import TrainBackend
+from heterorl.learner.canary import Canary
+from heterorl.learner.checkpoint import CheckpointStore
+from heterorl.learner.cursor import Cursor, step_id
+from heterorl.learner.encode import Encoded, Position, encode_version
+from heterorl.learner.flavours import EncodedFlavour, Flavours
+from heterorl.learner.journal import Journal
+from heterorl.learner.observe import observe_version
+from heterorl.learner.patience import Patience, is_transient
+from heterorl.learner.threads import in_thread
+from heterorl.learner.upload import upload
 
 _LOG = logging.getLogger(__name__)
 MAX_REPAIRS = 3

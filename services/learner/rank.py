@@ -1,4 +1,4 @@
-"""A rank of a learner other than rank 0: `python -m services.learner.rank`, started by `local_ranks`.
+"""A rank of a learner other than rank 0: `python -m heterorl.learner.rank`, started by `local_ranks`.
 
 Guarantees: it does what rank 0 says and nothing else, talks to no coordinator, and ends when rank 0 does. Signals that
 stop a service reach all processes of a terminal or a unit; here they are ignored, because rank 0 ends in order.
@@ -15,8 +15,8 @@ import sys
 import threading
 from pathlib import Path
 
-from services.common import logs
-from services.common.errors import HeterorlError
+from heterorl.common import logs
+from heterorl.common.errors import HeterorlError
 
 
 def main() -> None:
@@ -32,9 +32,9 @@ def main() -> None:
     lines: queue.Queue[str] = queue.Queue()
     threading.Thread(target=_read, args=(lines,), daemon=True).start()
     # Only now what takes seconds to load: rank 0 may end at any moment, and the thread sees it.
-    from services.learner.assembly import build_deepspeed, join_ranks
-    from services.learner.backends.collectives import Collectives
-    from services.learner.config import LearnerConfig
+    from heterorl.learner.assembly import build_deepspeed, join_ranks
+    from heterorl.learner.backends.collectives import Collectives
+    from heterorl.learner.config import LearnerConfig
 
     ranks: Collectives | None = None
     while True:

@@ -12,14 +12,14 @@ import logging
 from collections import OrderedDict
 from pathlib import Path
 
-from services.common.api import CoordinatorApi, PullPlan
-from services.common.errors import UnknownVersion
-from services.common.pull import PulledVersion, Puller
-from services.common.trust import Trust
-from services.common.weights.arena import Arena, Layout
-from services.common.weights.quantise import LIMIT, Flavour, dequantise, flavour_layout
-from services.learner.patience import Patience
-from services.learner.threads import in_thread
+from heterorl.common.api import CoordinatorApi, PullPlan
+from heterorl.common.errors import UnknownVersion
+from heterorl.common.pull import PulledVersion, Puller
+from heterorl.common.trust import Trust
+from heterorl.common.weights.arena import Arena, Layout
+from heterorl.common.weights.quantise import LIMIT, Flavour, dequantise, flavour_layout
+from heterorl.learner.patience import Patience
+from heterorl.learner.threads import in_thread
 
 _LOG = logging.getLogger(__name__)
 

@@ -15,17 +15,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from services.common.adapters import attach
-from services.common.generation.seeded import gumbel_noise
-from services.common.types import Group, LoraSettings, SamplingSemantics
-from services.common.weights import tensors
-from services.common.weights.arena import Arena
-from services.learner.batch import TrainingSequence
-from services.learner.logprobs import CHUNK_LOGITS, logit_temperature
-from services.learner.micro_batch import collate
-from services.learner.model import learner_logprobs, load_model
-from services.learner.stand_in import arena_weights
-from services.learner.verification import Replay
+from heterorl.common.adapters import attach
+from heterorl.common.generation.seeded import gumbel_noise
+from heterorl.common.types import Group, LoraSettings, SamplingSemantics
+from heterorl.common.weights import tensors
+from heterorl.common.weights.arena import Arena
+from heterorl.learner.batch import TrainingSequence
+from heterorl.learner.logprobs import CHUNK_LOGITS, logit_temperature
+from heterorl.learner.micro_batch import collate
+from heterorl.learner.model import learner_logprobs, load_model
+from heterorl.learner.stand_in import arena_weights
+from heterorl.learner.verification import Replay
 
 MAX_PASS_TOKENS = 32_768
 """Model inputs of one pass."""

@@ -12,8 +12,8 @@ import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.common.api import CoordinatorApi, PullPlan
-from services.common.errors import (
+from heterorl.common.api import CoordinatorApi, PullPlan
+from heterorl.common.errors import (
     ConfigError,
     CorruptData,
     CorruptStore,
@@ -23,25 +23,25 @@ from services.common.errors import (
     UnknownPayload,
     UnknownVersion,
 )
-from services.common.pull import Puller
-from services.common.trust import Trust
-from services.common.weights.arena import Arena
-from services.common.wire import manifest_digest, manifest_from_bytes
-from services.learner.backends.backend import TrainBackend
-from services.learner.checkpoint import (
+from heterorl.common.pull import Puller
+from heterorl.common.trust import Trust
+from heterorl.common.weights.arena import Arena
+from heterorl.common.wire import manifest_digest, manifest_from_bytes
+from heterorl.learner.backends.backend import TrainBackend
+from heterorl.learner.checkpoint import (
     CheckpointStore,
     find_published,
     read_all_scales,
     read_checkpoint,
     read_published,
 )
-from services.learner.cursor import Cursor
-from services.learner.encode import Position
-from services.learner.fate import Action, decide, not_adopted
-from services.learner.journal import Journal
-from services.learner.patience import Patience
-from services.learner.publish import Publisher
-from services.learner.threads import in_thread
+from heterorl.learner.cursor import Cursor
+from heterorl.learner.encode import Position
+from heterorl.learner.fate import Action, decide, not_adopted
+from heterorl.learner.journal import Journal
+from heterorl.learner.patience import Patience
+from heterorl.learner.publish import Publisher
+from heterorl.learner.threads import in_thread
 
 _LOG = logging.getLogger(__name__)
 NUM_READS = 3

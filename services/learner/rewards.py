@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.common.prompts import Prompter
-from services.common.tasks.scoring import score_group
-from services.common.tasks.task import Task
-from services.common.types import Group
+from heterorl.common.prompts import Prompter
+from heterorl.common.tasks.scoring import score_group
+from heterorl.common.tasks.task import Task
+from heterorl.common.types import Group
 
 
 def reward_problem(group: Group, *, task: Task, prompter: Prompter, tolerance: float) -> str:

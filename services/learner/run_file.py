@@ -6,12 +6,12 @@ import json
 import logging
 from typing import Any
 
-import services
-from services.common.api import CoordinatorApi
-from services.common.errors import RemoteError, StaleEpoch
-from services.common.facts import facts_of
-from services.learner.config import LearnerConfig
-from services.learner.patience import Patience
+import heterorl
+from heterorl.common.api import CoordinatorApi
+from heterorl.common.errors import RemoteError, StaleEpoch
+from heterorl.common.facts import facts_of
+from heterorl.learner.config import LearnerConfig
+from heterorl.learner.patience import Patience
 
 _LOG = logging.getLogger(__name__)
 RUN_FILE = "run.json"
@@ -41,4 +41,4 @@ async def describe_run(api: CoordinatorApi, config: LearnerConfig, *, epoch: int
 
 
 def _run(config: LearnerConfig) -> dict[str, Any]:
-    return {"heterorl_version": services.__version__, "config": config.model_dump(mode="json")}
+    return {"heterorl_version": heterorl.__version__, "config": config.model_dump(mode="json")}

@@ -7,24 +7,24 @@ import enum
 import logging
 from dataclasses import dataclass, field
 
-from services.common.api import CoordinatorApi, Rejection
-from services.common.errors import GroupNotAvailable, OperatorError
-from services.common.metrics import EVALUATION_ACCURACY
-from services.common.types import DropReason, GroupId, QueuedGroup, StepReport
-from services.common.weights.arena import Arena
-from services.learner.backends.backend import TrainBackend
-from services.learner.config import LearnerConfig
-from services.learner.evaluate import Evaluator
-from services.learner.inbox import Inbox
-from services.learner.journal import Journal
-from services.learner.logprobs import logit_temperature
-from services.learner.observe import observe_step
-from services.learner.patience import Patience
-from services.learner.publish import Publisher
-from services.learner.replay import log_ratios
-from services.learner.reward_signal import RewardSignal
-from services.learner.threads import in_thread
-from services.learner.verification import judge_log_ratios
+from heterorl.common.api import CoordinatorApi, Rejection
+from heterorl.common.errors import GroupNotAvailable, OperatorError
+from heterorl.common.metrics import EVALUATION_ACCURACY
+from heterorl.common.types import DropReason, GroupId, QueuedGroup, StepReport
+from heterorl.common.weights.arena import Arena
+from heterorl.learner.backends.backend import TrainBackend
+from heterorl.learner.config import LearnerConfig
+from heterorl.learner.evaluate import Evaluator
+from heterorl.learner.inbox import Inbox
+from heterorl.learner.journal import Journal
+from heterorl.learner.logprobs import logit_temperature
+from heterorl.learner.observe import observe_step
+from heterorl.learner.patience import Patience
+from heterorl.learner.publish import Publisher
+from heterorl.learner.replay import log_ratios
+from heterorl.learner.reward_signal import RewardSignal
+from heterorl.learner.threads import in_thread
+from heterorl.learner.verification import judge_log_ratios
 
 _LOG = logging.getLogger(__name__)
 

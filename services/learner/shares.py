@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.learner.batch import TrainingSequence
-from services.learner.micro_batch import Batching, split
+from heterorl.learner.batch import TrainingSequence
+from heterorl.learner.micro_batch import Batching, split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

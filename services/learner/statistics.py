@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from services.common.types import QueuedGroup, StepReport
-from services.learner.extras import SequenceSample, ess_fraction
+from heterorl.common.types import QueuedGroup, StepReport
+from heterorl.learner.extras import SequenceSample, ess_fraction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -15,18 +15,18 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from services.learner.batch import Batch, TrainingSequence
-from services.learner.denominators import group_log_denominator, masked_mean
-from services.learner.extras import measure
-from services.learner.loss_config import LossConfig
-from services.learner.loss_registry import rule_of
-from services.learner.loss_rule import Rule
-from services.learner.losses import kl_estimates
-from services.learner.micro_batch import Batching, MicroBatch, collate, split
-from services.learner.model import learner_logprobs
-from services.learner.plan import loss_inputs, plan, step_coefficients
-from services.learner.policy_loss import policy_loss
-from services.learner.statistics import MicroBatchSample
+from heterorl.learner.batch import Batch, TrainingSequence
+from heterorl.learner.denominators import group_log_denominator, masked_mean
+from heterorl.learner.extras import measure
+from heterorl.learner.loss_config import LossConfig
+from heterorl.learner.loss_registry import rule_of
+from heterorl.learner.loss_rule import Rule
+from heterorl.learner.losses import kl_estimates
+from heterorl.learner.micro_batch import Batching, MicroBatch, collate, split
+from heterorl.learner.model import learner_logprobs
+from heterorl.learner.plan import loss_inputs, plan, step_coefficients
+from heterorl.learner.policy_loss import policy_loss
+from heterorl.learner.statistics import MicroBatchSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

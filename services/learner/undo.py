@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 
-from services.common.errors import CorruptData
-from services.common.wire import manifest_from_bytes
-from services.learner.resume import Resumption
-from services.learner.threads import in_thread
+from heterorl.common.errors import CorruptData
+from heterorl.common.wire import manifest_from_bytes
+from heterorl.learner.resume import Resumption
+from heterorl.learner.threads import in_thread
 
 _LOG = logging.getLogger(__name__)
 

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from services.common.api import CoordinatorApi
-from services.common.errors import DigestMismatch, RemoteError, Unreachable
-from services.common.metrics import BYTES
-from services.common.types import PayloadRef
-from services.learner.patience import Patience, is_transient
+from heterorl.common.api import CoordinatorApi
+from heterorl.common.errors import DigestMismatch, RemoteError, Unreachable
+from heterorl.common.metrics import BYTES
+from heterorl.common.types import PayloadRef
+from heterorl.learner.patience import Patience, is_transient
 
 FRAME_BYTES = 1 << 20
 MAX_MISMATCHES = 3

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from services.operator_link import (
+from heterorl.operator_link import (
     CaOption,
     CertOption,
     CredentialsOption,
@@ -18,7 +18,7 @@ from services.operator_link import (
 )
 
 if TYPE_CHECKING:
-    from services.report.past_run import PastRun
+    from heterorl.report.past_run import PastRun
 
 
 def report(
@@ -42,13 +42,13 @@ def report(
 
     A directory whose coordinator is running is asked at the address that it announced there, as an operator.
     """
-    from services.common.errors import ConfigError
+    from heterorl.common.errors import ConfigError
 
     found = _read(run, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
     try:
-        from services.report.page import render
+        from heterorl.report.page import render
     except ModuleNotFoundError as error:
-        from services.common.errors import DependencyMissing
+        from heterorl.common.errors import DependencyMissing
 
         raise DependencyMissing(error.name or "jinja2", "report") from None
     page, pngs = render(found)
@@ -64,9 +64,9 @@ def report(
 
 
 def _read(run: str, *, credentials: Path | None, ca: str, cert: str, key: str, insecure: bool) -> PastRun:
-    from services.common.errors import ConfigError
-    from services.report.files import InUse, read_run
-    from services.report.live import ask_run
+    from heterorl.common.errors import ConfigError
+    from heterorl.report.files import InUse, read_run
+    from heterorl.report.live import ask_run
 
     journal = None
     address = run

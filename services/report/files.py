@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from services.common.errors import CorruptStore, OperatorError
-from services.common.facts import facts_of
-from services.common.types import StepReport
-from services.coordinator import ledger
-from services.coordinator.history import STORE_FILE, is_in_use, open_store
-from services.coordinator.reports import FACTS, list_steps
-from services.report.past_run import PastRun, SiteTotals
+from heterorl.common.errors import CorruptStore, OperatorError
+from heterorl.common.facts import facts_of
+from heterorl.common.types import StepReport
+from heterorl.coordinator import ledger
+from heterorl.coordinator.history import STORE_FILE, is_in_use, open_store
+from heterorl.coordinator.reports import FACTS, list_steps
+from heterorl.report.past_run import PastRun, SiteTotals
 
 STEPS_FILE, VERSIONS_FILE, EVALUATIONS_FILE, RUN_FILE = "steps.jsonl", "versions.jsonl", "evaluations.jsonl", "run.json"
 """As the learner names them; its own module of them imports torch's neighbours, and a report needs none."""

@@ -12,12 +12,12 @@ from typing import Any
 
 from jinja2 import Environment
 
-import services
-from services.common.types import StepReport
-from services.demo.figures import HEIGHT, PICTURES, STRONG, WEAK, drawings, picture, titles
-from services.demo.look import CARDS, HEAD, NOTES, STYLE, columns_of
-from services.demo.look import PICTURES as PICTURES_OF_PAGE
-from services.report.past_run import PastRun
+import heterorl
+from heterorl.common.types import StepReport
+from heterorl.demo.figures import HEIGHT, PICTURES, STRONG, WEAK, drawings, picture, titles
+from heterorl.demo.look import CARDS, HEAD, NOTES, STYLE, columns_of
+from heterorl.demo.look import PICTURES as PICTURES_OF_PAGE
+from heterorl.report.past_run import PastRun
 
 _PAGE = (
     f"""<!doctype html>
@@ -73,7 +73,7 @@ def render(run: PastRun) -> tuple[str, dict[str, bytes]]:
         .render(
             run=run,
             remarks=_remarks(run),
-            version=services.__version__,
+            version=heterorl.__version__,
             facts=run.facts.items(),
             config=json.dumps(run.config, indent=2),
             numbers=numbers,

@@ -27,25 +27,25 @@ from dataclasses import dataclass
 
 from rich.filesize import decimal
 
-from services.common import metrics, notify, tracing
-from services.common.api import CoordinatorApi, Registration
-from services.common.bell import Bell
-from services.common.clock import Clock, SystemClock, steady
-from services.common.pull import Puller
-from services.common.rpc.client import CoordinatorClient
-from services.common.trust import Trust
-from services.common.types import SiteId
-from services.common.weights.parallel import num_threads
-from services.sampler.assembly import Parts, assemble
-from services.sampler.config import SamplerConfig
-from services.sampler.delay import Visibility, max_delay_s, max_delay_versions, max_group_delay_s
-from services.sampler.delivery import Delivery
-from services.sampler.generate import Generation
-from services.sampler.outbox import Outbox
-from services.sampler.policy_sync import PolicySync
-from services.sampler.record import VersionRecord, record_name
-from services.sampler.rollouts import RolloutMaker
-from services.sampler.session import Session
+from heterorl.common import metrics, notify, tracing
+from heterorl.common.api import CoordinatorApi, Registration
+from heterorl.common.bell import Bell
+from heterorl.common.clock import Clock, SystemClock, steady
+from heterorl.common.pull import Puller
+from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.trust import Trust
+from heterorl.common.types import SiteId
+from heterorl.common.weights.parallel import num_threads
+from heterorl.sampler.assembly import Parts, assemble
+from heterorl.sampler.config import SamplerConfig
+from heterorl.sampler.delay import Visibility, max_delay_s, max_delay_versions, max_group_delay_s
+from heterorl.sampler.delivery import Delivery
+from heterorl.sampler.generate import Generation
+from heterorl.sampler.outbox import Outbox
+from heterorl.sampler.policy_sync import PolicySync
+from heterorl.sampler.record import VersionRecord, record_name
+from heterorl.sampler.rollouts import RolloutMaker
+from heterorl.sampler.session import Session
 
 _LOG = logging.getLogger(__name__)
 

@@ -8,25 +8,25 @@ from pathlib import Path
 
 import torch
 
-from services.common.canary import ScoredText, canary_texts
-from services.common.contract import build_contract
-from services.common.generation.engine import Engine
-from services.common.generation.hf import HfEngine
-from services.common.generation.vllm import VllmEngine
-from services.common.model_dir import check_model_dir
-from services.common.prompts import Prompter
-from services.common.tasks.registry import build_task
-from services.common.tasks.task import Task
-from services.common.tasks.trial import try_reward
-from services.common.types import Contract, SamplingSemantics
-from services.common.weights.arena import Arena
-from services.sampler.config import HfEngineConfig, SamplerConfig
-from services.sampler.flavoured_engine import FlavouredEngine
+from heterorl.common.canary import ScoredText, canary_texts
+from heterorl.common.contract import build_contract
+from heterorl.common.generation.engine import Engine
+from heterorl.common.generation.hf import HfEngine
+from heterorl.common.generation.vllm import VllmEngine
+from heterorl.common.model_dir import check_model_dir
+from heterorl.common.prompts import Prompter
+from heterorl.common.tasks.registry import build_task
+from heterorl.common.tasks.task import Task
+from heterorl.common.tasks.trial import try_reward
+from heterorl.common.types import Contract, SamplingSemantics
+from heterorl.common.weights.arena import Arena
+from heterorl.sampler.config import HfEngineConfig, SamplerConfig
+from heterorl.sampler.flavoured_engine import FlavouredEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What `services.sampler.app.join` needs beside a coordinator and an outbox."""
+    """What `heterorl.sampler.app.join` needs beside a coordinator and an outbox."""
 
     engine: Engine
     task: Task

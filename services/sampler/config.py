@@ -7,15 +7,15 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from services.common.bandwidth import BandwidthConfig
-from services.common.config import Config
-from services.common.contract import SamplingConfig
-from services.common.lora import LoraConfig
-from services.common.signing import PublicKey
-from services.common.tasks.registry import TaskConfig
-from services.common.tls import TlsConfig
-from services.common.tracing import TracingConfig
-from services.sampler.delay_models import DelayConfig, NoDelay
+from heterorl.common.bandwidth import BandwidthConfig
+from heterorl.common.config import Config
+from heterorl.common.contract import SamplingConfig
+from heterorl.common.lora import LoraConfig
+from heterorl.common.signing import PublicKey
+from heterorl.common.tasks.registry import TaskConfig
+from heterorl.common.tls import TlsConfig
+from heterorl.common.tracing import TracingConfig
+from heterorl.sampler.delay_models import DelayConfig, NoDelay
 
 
 class HfEngineConfig(Config):

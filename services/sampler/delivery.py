@@ -14,16 +14,16 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from services.common import metrics
-from services.common.api import CoordinatorApi
-from services.common.bell import Bell, ring_or_time
-from services.common.clock import Clock, steady
-from services.common.errors import DiskFull, RemoteError, Unreachable
-from services.common.tracing import TRACER
-from services.common.types import Group, PushOutcome, PushStatus
-from services.common.words import peer_words
-from services.sampler.outbox import Outbox
-from services.sampler.waiting import Patience
+from heterorl.common import metrics
+from heterorl.common.api import CoordinatorApi
+from heterorl.common.bell import Bell, ring_or_time
+from heterorl.common.clock import Clock, steady
+from heterorl.common.errors import DiskFull, RemoteError, Unreachable
+from heterorl.common.tracing import TRACER
+from heterorl.common.types import Group, PushOutcome, PushStatus
+from heterorl.common.words import peer_words
+from heterorl.sampler.outbox import Outbox
+from heterorl.sampler.waiting import Patience
 
 _LOG = logging.getLogger(__name__)
 BATCH_GROUPS = 16

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from services.common.errors import UnknownVersion, UnprovenDescent
-from services.common.types import Manifest
-from services.common.wire import manifest_digest, manifest_from_bytes
-from services.sampler.record import RunReplaced, SeenVersion
+from heterorl.common.errors import UnknownVersion, UnprovenDescent
+from heterorl.common.types import Manifest
+from heterorl.common.wire import manifest_digest, manifest_from_bytes
+from heterorl.sampler.record import RunReplaced, SeenVersion
 
 Fetch = Callable[[int, int], Awaitable[Sequence[bytes]]]
 """From the oldest and the newest of a range of versions to their manifests, newest first, as many as fit one answer."""

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from services.common.canary import ScoredText
-from services.common.generation.engine import Completion, Engine
-from services.common.types import Float32Array, Int32Array
-from services.common.weights.arena import Arena, Layout
-from services.common.weights.quantise import Flavour, dequantise, flavour_layout, quantise
+from heterorl.common.canary import ScoredText
+from heterorl.common.generation.engine import Completion, Engine
+from heterorl.common.types import Float32Array, Int32Array
+from heterorl.common.weights.arena import Arena, Layout
+from heterorl.common.weights.quantise import Flavour, dequantise, flavour_layout, quantise
 
 
 class FlavouredEngine:
-    """Implements services.common.generation.engine.Engine around another engine."""
+    """Implements heterorl.common.generation.engine.Engine around another engine."""
 
     def __init__(self, engine: Engine, flavour: Flavour) -> None:
         self._engine = engine

@@ -18,26 +18,26 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from services.common import metrics
-from services.common.api import CanaryReport, CoordinatorApi
-from services.common.bell import Bell, ring_or_time
-from services.common.canary import ScoredText
-from services.common.clock import Clock
-from services.common.errors import EngineError, RemoteError, StaleWeights
-from services.common.generation.engine import Engine
-from services.common.pull import PulledVersion
-from services.common.standstill import RELEASE
-from services.common.types import Digest, WorkAssignment
-from services.common.words import peer_words
-from services.sampler.config import SamplerConfig
-from services.sampler.outbox import Outbox
-from services.sampler.policy_sync import PolicySync
-from services.sampler.rollouts import Batch, RolloutMaker
-from services.sampler.session import NO_ROOT, Session
-from services.sampler.spooling import Spooling
-from services.sampler.waiting import Patience
-from services.sampler.work import Work
-from services.sampler.work_log import WorkLog
+from heterorl.common import metrics
+from heterorl.common.api import CanaryReport, CoordinatorApi
+from heterorl.common.bell import Bell, ring_or_time
+from heterorl.common.canary import ScoredText
+from heterorl.common.clock import Clock
+from heterorl.common.errors import EngineError, RemoteError, StaleWeights
+from heterorl.common.generation.engine import Engine
+from heterorl.common.pull import PulledVersion
+from heterorl.common.standstill import RELEASE
+from heterorl.common.types import Digest, WorkAssignment
+from heterorl.common.words import peer_words
+from heterorl.sampler.config import SamplerConfig
+from heterorl.sampler.outbox import Outbox
+from heterorl.sampler.policy_sync import PolicySync
+from heterorl.sampler.rollouts import Batch, RolloutMaker
+from heterorl.sampler.session import NO_ROOT, Session
+from heterorl.sampler.spooling import Spooling
+from heterorl.sampler.waiting import Patience
+from heterorl.sampler.work import Work
+from heterorl.sampler.work_log import WorkLog
 
 _LOG = logging.getLogger(__name__)
 ENGINE_CAP_S = 300.0

@@ -22,12 +22,12 @@ from typing import BinaryIO
 import numpy as np
 import xxhash
 
-from services.common import metrics
-from services.common.directory import make_directory
-from services.common.errors import ConfigError, DiskFull, HeterorlError, InvalidRequest, MalformedPayload
-from services.common.types import Digest, Group, GroupId, SiteId
-from services.common.wire import group_from_bytes, group_to_bytes
-from services.sampler.spool_file import NAME, open_spool, set_aside, typed
+from heterorl.common import metrics
+from heterorl.common.directory import make_directory
+from heterorl.common.errors import ConfigError, DiskFull, HeterorlError, InvalidRequest, MalformedPayload
+from heterorl.common.types import Digest, Group, GroupId, SiteId
+from heterorl.common.wire import group_from_bytes, group_to_bytes
+from heterorl.sampler.spool_file import NAME, open_spool, set_aside, typed
 
 _LOG = logging.getLogger(__name__)
 MAX_SEQUENCE = 2**48

@@ -17,17 +17,17 @@ import asyncio
 import logging
 import random
 
-from services.common.api import CoordinatorApi, PullPlan
-from services.common.bell import Bell, ring_or_time
-from services.common.clock import Clock
-from services.common.errors import CorruptData, DiskFull, RemoteError, UnknownVersion, Unreachable, UntrustedVersion
-from services.common.pull import PulledVersion, Puller
-from services.common.trust import Trust
-from services.common.wire import manifest_from_bytes
-from services.sampler.delay import Visibility
-from services.sampler.descent import check_descent
-from services.sampler.record import SeenVersion, VersionRecord, check_head
-from services.sampler.waiting import Patience
+from heterorl.common.api import CoordinatorApi, PullPlan
+from heterorl.common.bell import Bell, ring_or_time
+from heterorl.common.clock import Clock
+from heterorl.common.errors import CorruptData, DiskFull, RemoteError, UnknownVersion, Unreachable, UntrustedVersion
+from heterorl.common.pull import PulledVersion, Puller
+from heterorl.common.trust import Trust
+from heterorl.common.wire import manifest_from_bytes
+from heterorl.sampler.delay import Visibility
+from heterorl.sampler.descent import check_descent
+from heterorl.sampler.record import SeenVersion, VersionRecord, check_head
+from heterorl.sampler.waiting import Patience
 
 _LOG = logging.getLogger(__name__)
 DAMAGED_CAP_S = 300.0

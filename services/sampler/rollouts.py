@@ -10,15 +10,15 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from services.common.clock import Clock
-from services.common.errors import RewardError
-from services.common.generation.engine import Completion, Engine
-from services.common.generation.seeded import group_key
-from services.common.prompts import Prompter
-from services.common.tasks.scoring import FailureRow, score_group
-from services.common.tasks.task import Task
-from services.common.tracing import TRACER
-from services.common.types import Digest, Group, GroupId, RewardPart, Rollout, SiteId, WorkAssignment
+from heterorl.common.clock import Clock
+from heterorl.common.errors import RewardError
+from heterorl.common.generation.engine import Completion, Engine
+from heterorl.common.generation.seeded import group_key
+from heterorl.common.prompts import Prompter
+from heterorl.common.tasks.scoring import FailureRow, score_group
+from heterorl.common.tasks.task import Task
+from heterorl.common.tracing import TRACER
+from heterorl.common.types import Digest, Group, GroupId, RewardPart, Rollout, SiteId, WorkAssignment
 
 _LOG = logging.getLogger(__name__)
 

@@ -15,16 +15,16 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 
-from services.common import metrics
-from services.common.api import Command, CoordinatorApi, Heartbeat, Registration
-from services.common.bell import Bell
-from services.common.clock import Clock
-from services.common.errors import CorruptData, RemoteError, Unreachable
-from services.common.types import Digest
-from services.common.words import peer_words
-from services.sampler.outbox import Outbox
-from services.sampler.record import VersionRecord, check_head
-from services.sampler.waiting import Patience
+from heterorl.common import metrics
+from heterorl.common.api import Command, CoordinatorApi, Heartbeat, Registration
+from heterorl.common.bell import Bell
+from heterorl.common.clock import Clock
+from heterorl.common.errors import CorruptData, RemoteError, Unreachable
+from heterorl.common.types import Digest
+from heterorl.common.words import peer_words
+from heterorl.sampler.outbox import Outbox
+from heterorl.sampler.record import VersionRecord, check_head
+from heterorl.sampler.waiting import Patience
 
 _LOG = logging.getLogger(__name__)
 NO_ROOT = Digest("")

@@ -12,13 +12,13 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 
-from services.common.clock import Clock
-from services.common.errors import DiskFull
-from services.common.types import Group
-from services.sampler.delay import group_delay_s
-from services.sampler.delay_models import DelayConfig
-from services.sampler.outbox import Outbox
-from services.sampler.waiting import Patience
+from heterorl.common.clock import Clock
+from heterorl.common.errors import DiskFull
+from heterorl.common.types import Group
+from heterorl.sampler.delay import group_delay_s
+from heterorl.sampler.delay_models import DelayConfig
+from heterorl.sampler.outbox import Outbox
+from heterorl.sampler.waiting import Patience
 
 _LOG = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from services.common.errors import ContractMismatch, InvalidRequest, PermissionDenied, RemoteError, Unauthenticated
-from services.common.words import peer_seconds
+from heterorl.common.errors import ContractMismatch, InvalidRequest, PermissionDenied, RemoteError, Unauthenticated
+from heterorl.common.words import peer_seconds
 
 PERMANENT = (ContractMismatch, InvalidRequest, PermissionDenied)
 """Refusals of a peer that no repetition changes: a person must correct this node."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import random
 
-from services.common.api import CoordinatorApi
-from services.common.clock import Clock
-from services.common.errors import NotRegistered, RemoteError, RunFinished, Unreachable
-from services.common.tasks.task import Task
-from services.common.types import WorkAssignment
-from services.common.words import peer_seconds, peer_words
-from services.sampler.config import SamplerConfig
-from services.sampler.session import Session
-from services.sampler.waiting import Patience
+from heterorl.common.api import CoordinatorApi
+from heterorl.common.clock import Clock
+from heterorl.common.errors import NotRegistered, RemoteError, RunFinished, Unreachable
+from heterorl.common.tasks.task import Task
+from heterorl.common.types import WorkAssignment
+from heterorl.common.words import peer_seconds, peer_words
+from heterorl.sampler.config import SamplerConfig
+from heterorl.sampler.session import Session
+from heterorl.sampler.waiting import Patience
 
 _LOG = logging.getLogger(__name__)
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from services.common.config import load
-from services.coordinator.config import CoordinatorConfig
-from services.learner.config import LearnerConfig
-from services.sampler.config import SamplerConfig
+from heterorl.common.config import load
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.learner.config import LearnerConfig
+from heterorl.sampler.config import SamplerConfig
 
 FILES = Path(__file__).parents[2] / "deploy" / "config"
 SCHEMAS = {"coordinator": CoordinatorConfig, "learner": LearnerConfig, "sampler": SamplerConfig}

@@ -21,15 +21,15 @@ class Gate(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         top = name.partition(".")[0]
         # What no package owns is the interpreter's own, or is not there at all.
-        if top in {"services", "heterorl"} or top not in owners or {canonical(o) for o in owners[top]} & allowed:
+        if top == "heterorl" or top not in owners or {canonical(o) for o in owners[top]} & allowed:
             return None
         raise ImportError(f"{name} is not in requirements/coordinator.txt", name=name)
 
 sys.meta_path.insert(0, Gate())
-import services.cli, services.coordinator.app, services.coordinator.config, services.status
-import services.certs.desk, services.certs.join, services.report.files, services.top
-import services.doctor.app, services.doctor.command; services.doctor.command.guess_role(None, [])
-import services.common.logs, services.common.rpc.client, services.common.rpc.health, services.common.rpc.retry
+import heterorl.cli, heterorl.coordinator.app, heterorl.coordinator.config, heterorl.status
+import heterorl.certs.desk, heterorl.certs.join, heterorl.report.files, heterorl.top
+import heterorl.doctor.app, heterorl.doctor.command; heterorl.doctor.command.guess_role(None, [])
+import heterorl.common.logs, heterorl.common.rpc.client, heterorl.common.rpc.health, heterorl.common.rpc.retry
 """
 
 
@@ -37,7 +37,7 @@ def coordinator_without(*names):
     return subprocess.run(
         [sys.executable, "-c", BLOCKED_IMPORT, *names],
         cwd=ROOT, capture_output=True, text=True, timeout=180, check=False,
-        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'protos/gen'}", "PATH": "/usr/bin:/bin"},
+        env={"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin"},
     )  # fmt: skip
 
 

@@ -3,12 +3,12 @@
 import grpc
 import grpc.aio
 import pytest
-from heterorl.v1 import errors_pb2
 
-from services.common import errors
-from services.common.errors import HeterorlError, RemoteError
-from services.common.rpc.status import TABLE, from_rpc_error, reason_of, to_status
-from services.learner.patience import is_transient
+from heterorl.common import errors
+from heterorl.common.errors import HeterorlError, RemoteError
+from heterorl.common.rpc.status import TABLE, from_rpc_error, reason_of, to_status
+from heterorl.learner.patience import is_transient
+from heterorl.v1 import errors_pb2
 
 LOCAL = {errors.Unreachable}
 """Raised by the caller itself when there is no answer."""

@@ -13,11 +13,11 @@ import yaml
 from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
-from services.cli import app
-from services.common.config import load
-from services.coordinator.config import CoordinatorConfig
-from services.learner.config import LearnerConfig
-from services.sampler.config import SamplerConfig
+from heterorl.cli import app
+from heterorl.common.config import load
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.learner.config import LearnerConfig
+from heterorl.sampler.config import SamplerConfig
 from tests.support.certificates import Certificates
 from tests.support.tools import check, tool
 

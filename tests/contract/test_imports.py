@@ -41,7 +41,7 @@ MAY_SLEEP = {"common/rpc/credentials.py"}
 
 def test_coordinator_never_loads_torch():
     code = (
-        "import sys, services.coordinator.app, services.coordinator.config, services.cli;"
+        "import sys, heterorl.coordinator.app, heterorl.coordinator.config, heterorl.cli;"
         "print(sorted(set(sys.modules) & {'torch', 'transformers', 'safetensors'}))"
     )
 

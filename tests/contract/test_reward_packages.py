@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from services.common.config import load
-from services.learner.config import LearnerConfig
-from services.sampler.config import SamplerConfig
+from heterorl.common.config import load
+from heterorl.learner.config import LearnerConfig
+from heterorl.sampler.config import SamplerConfig
 
 ROOT = Path(__file__).parents[2]
 SCORE = """
 import json, sys
 from pathlib import Path
-from services.common.config import load
-from services.common.tasks.registry import build_task
-from services.common.tasks.trial import try_reward
-from services.{role}.config import {schema}
+from heterorl.common.config import load
+from heterorl.common.tasks.registry import build_task
+from heterorl.common.tasks.trial import try_reward
+from heterorl.{role}.config import {schema}
 
 config = load({schema}, Path(sys.argv[1]), sys.argv[2:])
 task = build_task(config.task)
@@ -46,7 +46,7 @@ def environment(directory, role, without=()):
             target = Path(str(distribution(name).locate_file(top)))
             if target.exists() and not (packages / top).exists():
                 (packages / top).symlink_to(target)
-    (packages / "heterorl.pth").write_text(f"{ROOT}\n{ROOT / 'protos/gen'}\n")
+    (packages / "heterorl.pth").write_text(f"{ROOT / 'src'}\n")
     return directory / "bin" / "python"
 
 

@@ -18,8 +18,8 @@ def test_stubs_equal_the_generators_output_byte_for_byte(tmp_path):
 
     made = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     kept = {
-        path.relative_to(PROTOS / "gen"): path.read_bytes()
-        for path in (PROTOS / "gen").rglob("*")
+        path.relative_to(ROOT / "src"): path.read_bytes()
+        for path in (ROOT / "src" / "heterorl" / "v1").rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert made == kept

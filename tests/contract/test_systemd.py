@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from services.cli import app
-from services.coordinator.config import CoordinatorConfig
+from heterorl.cli import app
+from heterorl.coordinator.config import CoordinatorConfig
 from tests.support.tools import check, tool
 
 ROOT = Path(__file__).parents[2]

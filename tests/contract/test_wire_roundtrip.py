@@ -4,12 +4,11 @@ import dataclasses
 
 import numpy as np
 import pytest
-from heterorl.v1 import common_pb2, rollout_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common import wire
-from services.common.api import (
+from heterorl.common import wire
+from heterorl.common.api import (
     CanaryReport,
     CanaryVerdict,
     Command,
@@ -20,11 +19,11 @@ from services.common.api import (
     Registration,
     WorkGrant,
 )
-from services.common.errors import InvalidRequest, MalformedPayload
-from services.common.rpc import canary, messages
-from services.common.rpc.publication import publish_from_pb, publish_to_pb
-from services.common.rpc.run_status import status_from_pb, status_to_pb
-from services.common.types import (
+from heterorl.common.errors import InvalidRequest, MalformedPayload
+from heterorl.common.rpc import canary, messages
+from heterorl.common.rpc.publication import publish_from_pb, publish_to_pb
+from heterorl.common.rpc.run_status import status_from_pb, status_to_pb
+from heterorl.common.types import (
     NO_LORA,
     Contract,
     DropReason,
@@ -52,6 +51,7 @@ from services.common.types import (
     VersionSpan,
     WorkAssignment,
 )
+from heterorl.v1 import common_pb2, rollout_pb2
 
 text = st.text(alphabet="abc-0", min_size=1, max_size=8)
 uint = st.integers(0, 2**40)

@@ -14,7 +14,7 @@ import pytest
 def test_tiny_demo_keeps_its_promises_and_leaves_a_report_and_a_model(tmp_path):
     result = subprocess.run(
         [
-            sys.executable, "-m", "services", "demo", "--tiny", "--out", str(tmp_path / "demo"),
+            sys.executable, "-m", "heterorl", "demo", "--tiny", "--out", str(tmp_path / "demo"),
             "--cache", str(tmp_path / "cache"),
         ],
         capture_output=True, text=True, timeout=380, check=False,
@@ -49,7 +49,7 @@ def test_tiny_demo_keeps_its_promises_and_leaves_a_report_and_a_model(tmp_path):
 def test_ctrl_c_in_the_middle_stops_every_process_in_order_and_says_what_is_known(tmp_path):
     out = tmp_path / "demo"
     demo = subprocess.Popen(
-        [sys.executable, "-m", "services", "demo", "--tiny", "--out", str(out), "--cache", str(tmp_path / "cache")],
+        [sys.executable, "-m", "heterorl", "demo", "--tiny", "--out", str(out), "--cache", str(tmp_path / "cache")],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     children = []

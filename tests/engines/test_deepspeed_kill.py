@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 import tomli_w
-from heterorl.v1 import policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
 
-from services.common.api import Registration
-from services.common.rpc.server import Server
-from services.common.types import FinishReason, PushStatus
-from services.common.wire import manifest_from_bytes
-from services.coordinator.servicer import PolicyServicer, RolloutServicer, RunServicer
-from services.demo.tiny_model import write_tiny_model
-from services.learner.assembly import assemble
-from services.learner.config import LearnerConfig
+from heterorl.common.api import Registration
+from heterorl.common.rpc.server import Server
+from heterorl.common.types import FinishReason, PushStatus
+from heterorl.common.wire import manifest_from_bytes
+from heterorl.coordinator.servicer import PolicyServicer, RolloutServicer, RunServicer
+from heterorl.demo.tiny_model import write_tiny_model
+from heterorl.learner.assembly import assemble
+from heterorl.learner.config import LearnerConfig
+from heterorl.v1 import policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
 from tests.support.learner_world import INCARNATION, SITE, make_group, open_coordinator, rows
 from tests.support.links import PLAINTEXT
 
@@ -67,7 +67,7 @@ class Learner:
         self.log = directory / "learner.log"
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "services", "learner", "--config", str(path), "--nproc", "2"],
+                [sys.executable, "-m", "heterorl", "learner", "--config", str(path), "--nproc", "2"],
                 stdout=log,
                 stderr=log,
             )
@@ -76,7 +76,7 @@ class Learner:
         """Process ids of the other ranks; the kernel lists children by the thread that started them."""
         tasks = Path(f"/proc/{self.process.pid}/task")
         children = [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
-        return [pid for pid in children if b"services.learner.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return [pid for pid in children if b"heterorl.learner.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
     async def end(self) -> int:
         return await asyncio.to_thread(self.process.wait)

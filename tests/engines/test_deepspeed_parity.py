@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from services.learner.backends.torch import TorchBackend
-from services.learner.config import LearnerConfig
+from heterorl.learner.backends.torch import TorchBackend
+from heterorl.learner.config import LearnerConfig
 from tests.engines.zero_jobs import Ranks, run_job
 from tests.support.training import tiny_model
 

@@ -7,8 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from services.common.types import FinishReason, VersionSpan
-from services.common.weights.arena import Arena
+from heterorl.common.types import FinishReason, VersionSpan
+from heterorl.common.weights.arena import Arena
 from tests.support.engines import EOS, PROMPTS, Truth, disturbed, hf_engine, semantics, vllm_engine, write_model
 
 pytestmark = [pytest.mark.timeout(1500), pytest.mark.slow, pytest.mark.filterwarnings("default")]

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.adapters import attach, merge
-from services.common.errors import StaleWeights
-from services.common.generation import vllm_weights
-from services.common.lora import LoraConfig
-from services.common.types import VersionSpan
-from services.common.weights import tensors
+from heterorl.common.adapters import attach, merge
+from heterorl.common.errors import StaleWeights
+from heterorl.common.generation import vllm_weights
+from heterorl.common.lora import LoraConfig
+from heterorl.common.types import VersionSpan
+from heterorl.common.weights import tensors
 from tests.support.engines import PROMPTS, Truth, semantics, vllm_engine, write_model
 
 pytestmark = [pytest.mark.timeout(1500), pytest.mark.slow, pytest.mark.filterwarnings("default")]

@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.common.rpc.client import CoordinatorClient
-from services.coordinator import ledger
-from services.demo.warm_start import WarmStart, warm_start
+from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.coordinator import ledger
+from heterorl.demo.warm_start import WarmStart, warm_start
 from tests.support.cluster import Cluster
 from tests.support.links import PLAINTEXT
 

@@ -4,9 +4,9 @@ import threading
 
 import pytest
 
-from services.common.errors import EngineDied, EngineError, StaleWeights
-from services.common.generation import vllm_weights
-from services.common.types import VersionSpan
+from heterorl.common.errors import EngineDied, EngineError, StaleWeights
+from heterorl.common.generation import vllm_weights
+from heterorl.common.types import VersionSpan
 from tests.support.engines import PROMPTS, Truth, disturbed, semantics, vllm_engine, write_model
 
 pytestmark = [pytest.mark.timeout(1500), pytest.mark.slow, pytest.mark.filterwarnings("default")]

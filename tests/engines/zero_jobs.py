@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from services.common.errors import HeterorlError
-from services.common.weights.arena import Arena
-from services.learner.config import LearnerConfig
+from heterorl.common.errors import HeterorlError
+from heterorl.common.weights.arena import Arena
+from heterorl.learner.config import LearnerConfig
 from tests.support.training import random_groups
 
 
@@ -127,9 +127,9 @@ class Ranks:
 
 
 def main() -> None:
-    from services.common import logs
-    from services.learner.assembly import build_deepspeed, join_ranks
-    from services.learner.local_ranks import LocalRanks
+    from heterorl.common import logs
+    from heterorl.learner.assembly import build_deepspeed, join_ranks
+    from heterorl.learner.local_ranks import LocalRanks
 
     logs.configure(level="WARNING")
     num_ranks = int(sys.argv[1])

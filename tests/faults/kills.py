@@ -21,8 +21,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from services.common.rpc.client import CoordinatorClient
-from services.common.rpc.retry import RetryPolicy
+from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.rpc.retry import RetryPolicy
 from tests.support.cluster import Cluster, account
 from tests.support.links import PLAINTEXT
 from tests.support.witness import Witness, contract_of

@@ -19,9 +19,9 @@ from typing import Any
 from rich.console import Console
 from typer.testing import CliRunner
 
-from services.cli import app
-from services.common.rpc.client import CoordinatorClient
-from services.common.rpc.retry import RetryPolicy
+from heterorl.cli import app
+from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.rpc.retry import RetryPolicy
 from tests.support.certificates import Certificates
 from tests.support.cluster import Cluster, account
 from tests.support.prometheus import metrics_port

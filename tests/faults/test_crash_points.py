@@ -15,19 +15,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.common.api import Heartbeat
-from services.common.bell import Bell
-from services.common.clock import SystemClock
-from services.common.pull import Puller
-from services.common.trust import Trust
-from services.common.types import PayloadKind
-from services.common.wire import manifest_digest, manifest_from_bytes
-from services.coordinator import shelf
-from services.learner import incarnation
-from services.sampler.delay import Visibility
-from services.sampler.delay_models import NoDelay
-from services.sampler.policy_sync import PolicySync
-from services.sampler.record import VersionRecord
+from heterorl.common.api import Heartbeat
+from heterorl.common.bell import Bell
+from heterorl.common.clock import SystemClock
+from heterorl.common.pull import Puller
+from heterorl.common.trust import Trust
+from heterorl.common.types import PayloadKind
+from heterorl.common.wire import manifest_digest, manifest_from_bytes
+from heterorl.coordinator import shelf
+from heterorl.learner import incarnation
+from heterorl.sampler.delay import Visibility
+from heterorl.sampler.delay_models import NoDelay
+from heterorl.sampler.policy_sync import PolicySync
+from heterorl.sampler.record import VersionRecord
 from tests.support.crashes import Disk, Image
 from tests.support.learner_world import LAYOUT, NumpyBackend, fill, learn, learner_config, open_coordinator
 from tests.support.merging import LARGER, RandomRun, keeping, published, puller, stored_files

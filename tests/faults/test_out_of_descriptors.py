@@ -8,11 +8,11 @@ import socket
 import psutil
 import pytest
 
-from services.common.errors import Busy
-from services.common.rpc.client import CoordinatorClient
-from services.common.rpc.retry import RetryPolicy
-from services.common.tls import TlsConfig
-from services.demo.processes import start, stop
+from heterorl.common.errors import Busy
+from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.rpc.retry import RetryPolicy
+from heterorl.common.tls import TlsConfig
+from heterorl.demo.processes import start, stop
 from tests.support.cluster import free_port
 from tests.support.run import Run
 

@@ -11,9 +11,9 @@ import time
 import psutil
 import pytest
 
-from services.common.rpc.client import CoordinatorClient
-from services.common.rpc.retry import RetryPolicy
-from services.demo.processes import start, stop
+from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.rpc.retry import RetryPolicy
+from heterorl.demo.processes import start, stop
 from tests.support.certificates import Certificates
 from tests.support.cluster import free_port
 from tests.support.slow_peers import Kind, SlowPeers

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from services.common.rpc.client import CoordinatorClient
+from heterorl.common.rpc.client import CoordinatorClient
 from tests.support.cluster import Cluster
 from tests.support.links import PLAINTEXT
 

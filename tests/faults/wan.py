@@ -24,10 +24,10 @@ from typing import Any
 
 from rich.console import Console
 
-from services.common.identity import Role
-from services.common.rpc.client import CoordinatorClient
-from services.common.rpc.retry import RetryPolicy
-from services.demo.tiny_model import write_tiny_model
+from heterorl.common.identity import Role
+from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.rpc.retry import RetryPolicy
+from heterorl.demo.tiny_model import write_tiny_model
 from tests.faults import wan_evidence
 from tests.support.certificates import DAY, Certificates, now
 from tests.support.cluster import Cluster, account

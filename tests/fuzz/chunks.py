@@ -12,10 +12,10 @@ import struct
 import numpy as np
 import zstandard
 
-from services.common.errors import CorruptData
-from services.common.weights.arena import IntArray
-from services.common.weights.codec import Method, apply_chunk, encode_chunk, encode_composed
-from services.common.weights.zstd_reader import compress, decompress
+from heterorl.common.errors import CorruptData
+from heterorl.common.weights.arena import IntArray
+from heterorl.common.weights.codec import Method, apply_chunk, encode_chunk, encode_composed
+from heterorl.common.weights.zstd_reader import compress, decompress
 from tests.fuzz.mutate import EDGES, mutated
 
 DTYPES = {1: np.int8, 2: np.int16, 4: np.int32}

@@ -14,11 +14,11 @@ from typing import Any
 
 import xxhash
 
-from services.common.errors import CorruptData
-from services.common.weights.arena import Arena
-from services.common.weights.compose import compose
-from services.common.weights.container import read_header, read_roots
-from services.common.weights.payload import apply_payload, write_delta, write_snapshot
+from heterorl.common.errors import CorruptData
+from heterorl.common.weights.arena import Arena
+from heterorl.common.weights.compose import compose
+from heterorl.common.weights.container import read_header, read_roots
+from heterorl.common.weights.payload import apply_payload, write_delta, write_snapshot
 from tests.fuzz.mutate import LONG_EDGES, mutated
 from tests.support.arenas import changed_arena, random_arena, small_layout
 
@@ -139,7 +139,7 @@ class StateTarget:
     def __init__(self) -> None:
         import torch
 
-        from services.learner.backends.state import write_state
+        from heterorl.learner.backends.state import write_state
 
         self._path = scratch(self)
         self._torch = torch
@@ -165,7 +165,7 @@ class StateTarget:
 
     def run(self, case: tuple[str, bytes]) -> None:
         """Read the state with the damaged file in its place."""
-        from services.learner.backends.state import read_state
+        from heterorl.learner.backends.state import read_state
 
         name, data = case
         (self._path / name).write_bytes(data)

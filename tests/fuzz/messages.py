@@ -8,15 +8,15 @@ from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
-from heterorl.v1 import common_pb2, policy_pb2, rollout_pb2, run_pb2
 
-from services.common import wire
-from services.common.errors import InvalidRequest
-from services.common.rpc import messages, rejections, run_status
-from services.common.rpc.publication import publish_from_pb
-from services.common.types import Digest, PayloadKind, PayloadRef
-from services.common.weights.manifest import chunks_of
-from services.common.weights.plan import plan_pull
+from heterorl.common import wire
+from heterorl.common.errors import InvalidRequest
+from heterorl.common.rpc import messages, rejections, run_status
+from heterorl.common.rpc.publication import publish_from_pb
+from heterorl.common.types import Digest, PayloadKind, PayloadRef
+from heterorl.common.weights.manifest import chunks_of
+from heterorl.common.weights.plan import plan_pull
+from heterorl.v1 import common_pb2, policy_pb2, rollout_pb2, run_pb2
 from tests.fuzz.mutate import LONG_EDGES, mutated
 
 DECODERS: list[tuple[type[Message], Callable[[Any], Any]]] = [

@@ -9,14 +9,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, cast
 
 import blake3
-from heterorl.v1 import policy_pb2
 
-from services.common.api import CoordinatorApi
-from services.common.clock import SystemClock
-from services.common.errors import HeterorlError
-from services.common.fetch import Fetcher
-from services.common.rpc import messages
-from services.common.types import Digest
+from heterorl.common.api import CoordinatorApi
+from heterorl.common.clock import SystemClock
+from heterorl.common.errors import HeterorlError
+from heterorl.common.fetch import Fetcher
+from heterorl.common.rpc import messages
+from heterorl.common.types import Digest
+from heterorl.v1 import policy_pb2
 from tests.fuzz.files import scratch
 
 MAX_BYTES = 4096

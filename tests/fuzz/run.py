@@ -15,7 +15,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Protocol
 
-from services.common.errors import HeterorlError
+from heterorl.common.errors import HeterorlError
 from tests.fuzz.chunks import ChunkTarget, ZstdTarget
 from tests.fuzz.files import ComposeTarget, ContainerTarget, PayloadTarget, StateTarget
 from tests.fuzz.messages import ManifestTarget, MessageTarget, PlanTarget

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.weights.arena import Arena
-from services.learner.backend_config import TorchBackendConfig
-from services.learner.backends.torch import TorchBackend
-from services.learner.logprobs import CHUNK_LOGITS, token_logprobs
-from services.learner.loss_config import GepoConfig
+from heterorl.common.weights.arena import Arena
+from heterorl.learner.backend_config import TorchBackendConfig
+from heterorl.learner.backends.torch import TorchBackend
+from heterorl.learner.logprobs import CHUNK_LOGITS, token_logprobs
+from heterorl.learner.loss_config import GepoConfig
 from tests.support.training import SAMPLING, random_groups, tiny_model
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]

@@ -8,15 +8,15 @@ import importlib
 import pkgutil
 
 import grpc.aio
-import heterorl.v1
 import pytest
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from google.protobuf import message_factory
 from grpc_health.v1 import health_pb2
 
-from services.certs.authority import Pair
-from services.common.access import RULES
-from services.common.identity import Role
+import heterorl.v1
+from heterorl.certs.authority import Pair
+from heterorl.common.access import RULES
+from heterorl.common.identity import Role
 from tests.support.certificates import DAY, Certificates
 from tests.support.run import SITE
 from tests.support.secure_run import SecureRun, refusals

@@ -11,14 +11,14 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from services.cli import app
-from services.common.errors import Busy, InvalidRequest, PermissionDenied, StoreFull
-from services.common.rpc.backup import BackupClient
-from services.coordinator import backup, ledger
-from services.coordinator.audit_command import verify_log
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
-from services.coordinator.verify_command import SOUND, verify_directory
+from heterorl.cli import app
+from heterorl.common.errors import Busy, InvalidRequest, PermissionDenied, StoreFull
+from heterorl.common.rpc.backup import BackupClient
+from heterorl.coordinator import backup, ledger
+from heterorl.coordinator.audit_command import verify_log
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.verify_command import SOUND, verify_directory
 from tests.support.clock import ManualClock
 from tests.support.run import Run
 from tests.support.secure_run import PATIENT, SecureRun

@@ -5,13 +5,13 @@ import random
 
 import pytest
 
-from services.common.clock import SystemClock
-from services.common.errors import Unreachable
-from services.common.pull import Puller
-from services.common.rpc.client import CoordinatorClient
-from services.common.rpc.retry import RetryPolicy
-from services.common.types import PayloadKind
-from services.demo.processes import start, stop
+from heterorl.common.clock import SystemClock
+from heterorl.common.errors import Unreachable
+from heterorl.common.pull import Puller
+from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.rpc.retry import RetryPolicy
+from heterorl.common.types import PayloadKind
+from heterorl.demo.processes import start, stop
 from tests.support.cluster import free_port
 from tests.support.links import PLAINTEXT
 from tests.support.merging import LARGER, Counted, RandomRun

@@ -15,28 +15,28 @@ from pathlib import Path
 
 import pytest
 from cryptography.x509.oid import ExtendedKeyUsageOID
-from heterorl.v1 import run_pb2_grpc
 from typer.testing import CliRunner
 
-from services.cli import app
-from services.common.clock import SystemClock
-from services.common.errors import InvalidRequest
-from services.common.identity import Role
-from services.common.rpc.diagnosis import MAX_ANSWER_BYTES, DiagnosisClient, diagnosis_from_pb, diagnosis_to_pb
-from services.common.rpc.server import Server
-from services.common.tls import TlsConfig
-from services.common.types import NO_LORA, Digest
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
-from services.coordinator.servicer import RunServicer
-from services.demo.tiny_model import write_tiny_model
-from services.doctor import machine
-from services.doctor.app import Limits, Patient, examine
-from services.doctor.check import Level, Trouble
-from services.doctor.network import Connected, connect, in_thread
-from services.learner.config import LearnerConfig
-from services.sampler.assembly import assemble
-from services.sampler.config import SamplerConfig
+from heterorl.cli import app
+from heterorl.common.clock import SystemClock
+from heterorl.common.errors import InvalidRequest
+from heterorl.common.identity import Role
+from heterorl.common.rpc.diagnosis import MAX_ANSWER_BYTES, DiagnosisClient, diagnosis_from_pb, diagnosis_to_pb
+from heterorl.common.rpc.server import Server
+from heterorl.common.tls import TlsConfig
+from heterorl.common.types import NO_LORA, Digest
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.servicer import RunServicer
+from heterorl.demo.tiny_model import write_tiny_model
+from heterorl.doctor import machine
+from heterorl.doctor.app import Limits, Patient, examine
+from heterorl.doctor.check import Level, Trouble
+from heterorl.doctor.network import Connected, connect, in_thread
+from heterorl.learner.config import LearnerConfig
+from heterorl.sampler.assembly import assemble
+from heterorl.sampler.config import SamplerConfig
+from heterorl.v1 import run_pb2_grpc
 from tests.support.certificates import Certificates, paths
 from tests.support.cluster import free_port
 from tests.support.links import PLAINTEXT

@@ -8,23 +8,23 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from services.common.clock import SystemClock
-from services.common.errors import ContractMismatch
-from services.common.pull import Puller
-from services.common.rpc.client import CoordinatorClient
-from services.common.weights.arena import Arena
-from services.common.weights.quantise import dequantise, flavour_layout, quantise
-from services.common.wire import manifest_from_bytes
-from services.coordinator import canary
-from services.coordinator.verify_command import verify_directory
-from services.demo.tiny_model import write_tiny_model
-from services.learner import app as learner_app
-from services.learner.assembly import assemble as assemble_learner
-from services.learner.config import LearnerConfig
-from services.sampler import app as sampler_app
-from services.sampler.assembly import assemble as assemble_sampler
-from services.sampler.config import SamplerConfig
-from services.sampler.outbox import Outbox
+from heterorl.common.clock import SystemClock
+from heterorl.common.errors import ContractMismatch
+from heterorl.common.pull import Puller
+from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.weights.arena import Arena
+from heterorl.common.weights.quantise import dequantise, flavour_layout, quantise
+from heterorl.common.wire import manifest_from_bytes
+from heterorl.coordinator import canary
+from heterorl.coordinator.verify_command import verify_directory
+from heterorl.demo.tiny_model import write_tiny_model
+from heterorl.learner import app as learner_app
+from heterorl.learner.assembly import assemble as assemble_learner
+from heterorl.learner.config import LearnerConfig
+from heterorl.sampler import app as sampler_app
+from heterorl.sampler.assembly import assemble as assemble_sampler
+from heterorl.sampler.config import SamplerConfig
+from heterorl.sampler.outbox import Outbox
 from tests.support.cluster import Cluster
 from tests.support.learner_world import open_coordinator, rows
 from tests.support.links import PLAINTEXT

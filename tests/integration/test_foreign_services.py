@@ -1,26 +1,26 @@
 """A project with a package `services` of its own runs ours undisturbed: command line, module, ranks, workers."""
 
 import os
-import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
 
-from services import __version__
-from services.common.children import own_command
-from services.common.tasks.registry import TaskConfig, build_task
-from services.demo import processes
+from heterorl import __version__
+from heterorl.common.children import own_command
+from heterorl.common.tasks.registry import TaskConfig, build_task
+from heterorl.demo import processes
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """A working directory with packages of our names, on PYTHONPATH too, as its owner has it."""
-    for name in ("services", "services/common", "heterorl"):
+    """A working directory with a package `services`, on PYTHONPATH too, as its owner has it."""
+    for name in ("services", "services/common"):
         (tmp_path / name).mkdir()
     (tmp_path / "services" / "__init__.py").write_text("raise RuntimeError('a foreign package was imported')\n")
     monkeypatch.chdir(tmp_path)
@@ -52,13 +52,14 @@ def test_the_console_script_runs(project):
 
 @pytest.mark.timeout(120)
 def test_the_package_says_its_version_and_brings_its_services(project):
-    code = "import heterorl, heterorl.launch, services; print(heterorl.__version__, services.__file__)"
+    code = "import heterorl.coordinator.app; print(heterorl.__version__, heterorl.__file__)"
 
-    assert run(sys.executable, "-c", code).split() == [__version__, str(ROOT / "services" / "__init__.py")]
+    version, place = run(sys.executable, "-c", code).split()
+    assert (version, Path(place).resolve()) == (__version__, ROOT / "services" / "__init__.py")
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("module", ["services.learner.rank", "services.lab.worker", "services"])
+@pytest.mark.parametrize("module", ["heterorl.learner.rank", "heterorl.lab.worker", "heterorl"])
 def test_processes_of_our_own_are_ours(project, module):
     # The lab's worker takes paths and answers nothing to --help.
     out = subprocess.run(
@@ -72,7 +73,7 @@ def test_processes_of_our_own_are_ours(project, module):
 
     assert "foreign" not in out.stderr
     assert "No module named" not in out.stderr
-    if module != "services.lab.worker":
+    if module != "heterorl.lab.worker":
         assert out.returncode == 0, out.stderr
 
 
@@ -98,12 +99,20 @@ def test_verifiers_and_own_rewards_run(project):
 
 
 @pytest.mark.timeout(120)
-def test_an_installed_wheel_finds_its_services_beside_it(project):
-    # There both packages lie side by side; generated code has no directory of its own.
+def test_a_wheel_holds_everything_under_one_name(project, monkeypatch):
+    wheels = project / "wheels"
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(wheels)],
+        cwd=ROOT, check=True, capture_output=True, timeout=100,
+    )  # fmt: skip
+    (wheel,) = wheels.glob("*.whl")
     site = project / "site-packages"
-    shutil.copytree(ROOT / "protos" / "gen" / "heterorl", site / "heterorl")
-    (site / "services").symlink_to(ROOT / "services")
+    zipfile.ZipFile(wheel).extractall(site)
 
-    assert "heterorl keys" in run(
-        sys.executable, "-P", str(site / "heterorl" / "launch.py"), "services", "keys", "--help"
-    )
+    assert {path.name for path in site.iterdir() if path.suffix != ".dist-info"} == {"heterorl"}
+    kept = {path.relative_to(ROOT / "services") for path in (ROOT / "services").rglob("*.py")}
+    assert {path.relative_to(site / "heterorl") for path in (site / "heterorl").rglob("*.py")} == kept
+    monkeypatch.setenv("PYTHONPATH", f"{site}{os.pathsep}{project}")
+    code = "import heterorl; print(heterorl.__file__)"
+    assert run(sys.executable, "-c", code).strip() == str(site / "heterorl" / "__init__.py")
+    assert "heterorl keys" in run(sys.executable, "-m", "heterorl", "keys", "--help")

@@ -10,24 +10,24 @@ import grpc.aio
 import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from heterorl.v1 import policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc, run_pb2_grpc
 
-from services.common import errors, metrics
-from services.common.api import Command, Heartbeat, PlanKind, Rejection
-from services.common.bandwidth import BandwidthConfig
-from services.common.clock import SystemClock
-from services.common.errors import PortInUse
-from services.common.rpc import messages
-from services.common.rpc.client import CoordinatorClient
-from services.common.rpc.retry import RetryPolicy
-from services.common.rpc.server import Server
-from services.common.rpc.status import from_rpc_error
-from services.common.types import Digest, DropReason, PushStatus
-from services.common.wire import group_to_pb
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
-from services.coordinator.schedule import seed_of
-from services.coordinator.servicer import PolicyServicer, RolloutServicer, RunServicer
+from heterorl.common import errors, metrics
+from heterorl.common.api import Command, Heartbeat, PlanKind, Rejection
+from heterorl.common.bandwidth import BandwidthConfig
+from heterorl.common.clock import SystemClock
+from heterorl.common.errors import PortInUse
+from heterorl.common.rpc import messages
+from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.rpc.retry import RetryPolicy
+from heterorl.common.rpc.server import Server
+from heterorl.common.rpc.status import from_rpc_error
+from heterorl.common.types import Digest, DropReason, PushStatus
+from heterorl.common.wire import group_to_pb
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.schedule import seed_of
+from heterorl.coordinator.servicer import PolicyServicer, RolloutServicer, RunServicer
+from heterorl.v1 import policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc, run_pb2_grpc
 from tests.support.links import PLAINTEXT
 from tests.support.run import CONTRACT, INCARNATION, SITE, Run, rollout
 

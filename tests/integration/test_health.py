@@ -9,9 +9,9 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from typer.testing import CliRunner
 
-from services.cli import app
-from services.common.rpc.health import check_health
-from services.common.rpc.server import Server
+from heterorl.cli import app
+from heterorl.common.rpc.health import check_health
+from heterorl.common.rpc.server import Server
 from tests.support.certificates import Certificates, paths
 from tests.support.links import PLAINTEXT
 

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.clock import SystemClock
-from services.demo.tiny_model import write_tiny_model
-from services.learner import app as learner_app
-from services.learner.assembly import assemble as assemble_learner
-from services.learner.config import LearnerConfig
-from services.learner.model import learner_logprobs
-from services.sampler import app as sampler_app
-from services.sampler.config import SamplerConfig
-from services.sampler.outbox import Outbox
+from heterorl.common.clock import SystemClock
+from heterorl.demo.tiny_model import write_tiny_model
+from heterorl.learner import app as learner_app
+from heterorl.learner.assembly import assemble as assemble_learner
+from heterorl.learner.config import LearnerConfig
+from heterorl.learner.model import learner_logprobs
+from heterorl.sampler import app as sampler_app
+from heterorl.sampler.config import SamplerConfig
+from heterorl.sampler.outbox import Outbox
 from tests.support.learner_world import open_coordinator
 
 SHARED = {"group_size": 2, "sampling": {"max_new_tokens": 4}}

@@ -13,19 +13,19 @@ import grpc.aio
 import pytest
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
-from heterorl.v1 import policy_pb2, rollout_pb2, run_pb2, run_pb2_grpc
 
-from services.certs.authority import Pair, make_authority
-from services.common.clock import SystemClock
-from services.common.errors import ConfigError, PermissionDenied, Unauthenticated, Unreachable
-from services.common.rpc.client import CoordinatorClient
-from services.common.rpc.retry import RetryPolicy
-from services.common.rpc.server import Server
-from services.common.tls import TlsConfig
-from services.common.wire import group_to_pb
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
-from services.coordinator.servicer import RunServicer
+from heterorl.certs.authority import Pair, make_authority
+from heterorl.common.clock import SystemClock
+from heterorl.common.errors import ConfigError, PermissionDenied, Unauthenticated, Unreachable
+from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.rpc.retry import RetryPolicy
+from heterorl.common.rpc.server import Server
+from heterorl.common.tls import TlsConfig
+from heterorl.common.wire import group_to_pb
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.servicer import RunServicer
+from heterorl.v1 import policy_pb2, rollout_pb2, run_pb2, run_pb2_grpc
 from tests.support.certificates import DAY, Certificates, now, paths
 from tests.support.links import PLAINTEXT
 from tests.support.run import INCARNATION, SITE, credits_of
@@ -402,7 +402,7 @@ async def test_operator_is_told_in_words_why_there_is_no_link(secure, tmp_path, 
     # The same machine by a name that the coordinator's certificate does not have.
     host = "[::ffff:127.0.0.1]" if fault == "name" else "127.0.0.1"
     node = certificates.node("operator", "me")
-    program = [sys.executable, "-m", "services", *command, f"{host}:{secure.port}", "--credentials", str(node)]
+    program = [sys.executable, "-m", "heterorl", *command, f"{host}:{secure.port}", "--credentials", str(node)]
 
     process = await asyncio.create_subprocess_exec(
         *program, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, env={**os.environ, "COLUMNS": "300"}

@@ -17,22 +17,22 @@ from cryptography.hazmat.primitives.serialization import Encoding, load_pem_priv
 from cryptography.x509.oid import NameOID
 from typer.testing import CliRunner
 
-from services.certs import enrolment
-from services.certs.authority import issue_desk
-from services.certs.desk import Desk
-from services.certs.enrolment import Enrolment, read_request
-from services.certs.frames import MAX_FRAME, BrokenFrame, frame, read_frame
-from services.certs.guesses import GuessLimit
-from services.certs.join import WrongAuthority, ask, join, signing_request
-from services.certs.token_cli import first_lines
-from services.certs.tokens import JoinRefused, Refused, parse_token
-from services.cli import app
-from services.common.errors import ConfigError, OperatorError, PortInUse
-from services.common.identity import Role, read_identity
-from services.common.rpc.credentials import read_material
-from services.common.tls import TlsConfig, files_in
-from services.learner.config import LearnerConfig
-from services.sampler.config import SamplerConfig
+from heterorl.certs import enrolment
+from heterorl.certs.authority import issue_desk
+from heterorl.certs.desk import Desk
+from heterorl.certs.enrolment import Enrolment, read_request
+from heterorl.certs.frames import MAX_FRAME, BrokenFrame, frame, read_frame
+from heterorl.certs.guesses import GuessLimit
+from heterorl.certs.join import WrongAuthority, ask, join, signing_request
+from heterorl.certs.token_cli import first_lines
+from heterorl.certs.tokens import JoinRefused, Refused, parse_token
+from heterorl.cli import app
+from heterorl.common.errors import ConfigError, OperatorError, PortInUse
+from heterorl.common.identity import Role, read_identity
+from heterorl.common.rpc.credentials import read_material
+from heterorl.common.tls import TlsConfig, files_in
+from heterorl.learner.config import LearnerConfig
+from heterorl.sampler.config import SamplerConfig
 from tests.support.certificates import Certificates, now, paths
 from tests.support.secure_run import SecureRun
 

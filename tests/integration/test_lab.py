@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from services.demo.tiny_model import write_tiny_model
-from services.lab import world
-from services.lab.cell import list_cells
-from services.lab.config import ExperimentConfig
-from services.lab.results import summarise
-from services.lab.world import run_cell
+from heterorl.demo.tiny_model import write_tiny_model
+from heterorl.lab import world
+from heterorl.lab.cell import list_cells
+from heterorl.lab.config import ExperimentConfig
+from heterorl.lab.results import summarise
+from heterorl.lab.world import run_cell
 
 TASK = {"name": "add1", "task": {"name": "arithmetic", "digits": 1}, "max_new_tokens": 3, "hidden_size": 16}
 REGIME = {"max_steps": 8, "groups_per_step": 4, "group_size": 4, "evaluate_every": 4, "num_evaluation": 16}
@@ -138,7 +138,7 @@ warm_start_target = 0.01
 
 def start(directory: Path, *arguments: str) -> subprocess.Popen:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "services.cli", "lab", "run", "small.toml", "--jobs", "1", *arguments]
+    command = [sys.executable, "-m", "heterorl.cli", "lab", "run", "small.toml", "--jobs", "1", *arguments]
     return subprocess.Popen(command, cwd=directory, env=environment, stderr=subprocess.PIPE, text=True)
 
 

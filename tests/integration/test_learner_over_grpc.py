@@ -3,11 +3,11 @@
 import asyncio
 
 import pytest
-from heterorl.v1 import policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
 
-from services.common.rpc.client import CoordinatorClient
-from services.common.rpc.server import Server
-from services.coordinator.servicer import PolicyServicer, RolloutServicer, RunServicer
+from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.rpc.server import Server
+from heterorl.coordinator.servicer import PolicyServicer, RolloutServicer, RunServicer
+from heterorl.v1 import policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
 from tests.support.learner_world import FragileApi, Killed, fill, head_root, learn, learner_config, open_coordinator
 from tests.support.links import PLAINTEXT
 

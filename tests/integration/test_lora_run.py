@@ -11,23 +11,23 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from services.common.api import Registration
-from services.common.clock import SystemClock
-from services.common.errors import ConfigError, ContractMismatch
-from services.common.generation.hf import HfEngine
-from services.common.lora import LoraConfig
-from services.common.pull import Puller
-from services.common.weights import tensors
-from services.common.wire import manifest_from_bytes
-from services.demo.tiny_model import write_tiny_model
-from services.learner import app as learner_app
-from services.learner.assembly import assemble as assemble_learner
-from services.learner.config import LearnerConfig
-from services.learner.export import export_model
-from services.sampler import app as sampler_app
-from services.sampler.assembly import assemble as assemble_sampler
-from services.sampler.config import SamplerConfig
-from services.sampler.outbox import Outbox
+from heterorl.common.api import Registration
+from heterorl.common.clock import SystemClock
+from heterorl.common.errors import ConfigError, ContractMismatch
+from heterorl.common.generation.hf import HfEngine
+from heterorl.common.lora import LoraConfig
+from heterorl.common.pull import Puller
+from heterorl.common.weights import tensors
+from heterorl.common.wire import manifest_from_bytes
+from heterorl.demo.tiny_model import write_tiny_model
+from heterorl.learner import app as learner_app
+from heterorl.learner.assembly import assemble as assemble_learner
+from heterorl.learner.config import LearnerConfig
+from heterorl.learner.export import export_model
+from heterorl.sampler import app as sampler_app
+from heterorl.sampler.assembly import assemble as assemble_sampler
+from heterorl.sampler.config import SamplerConfig
+from heterorl.sampler.outbox import Outbox
 from tests.support.learner_world import open_coordinator, rows
 
 LORA = {"rank": 4, "alpha": 8.0, "target_modules": ("q_proj", "v_proj", "down_proj")}

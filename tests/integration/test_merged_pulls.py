@@ -9,13 +9,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from heterorl.v1 import policy_pb2_grpc
 
-from services.common.rpc.client import CoordinatorClient
-from services.common.rpc.retry import RetryPolicy
-from services.common.rpc.server import Server
-from services.common.types import PayloadKind
-from services.coordinator.servicer import PolicyServicer
+from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.rpc.retry import RetryPolicy
+from heterorl.common.rpc.server import Server
+from heterorl.common.types import PayloadKind
+from heterorl.coordinator.servicer import PolicyServicer
+from heterorl.v1 import policy_pb2_grpc
 from tests.support.links import PLAINTEXT
 from tests.support.merging import Counted, merging, published, puller
 
@@ -87,7 +87,7 @@ async def test_samplers_at_once_cause_one_composition(tmp_path):
 async def test_kill_in_the_middle_of_a_composition_costs_only_the_work(tmp_path, num_chunks):
     async with merging(tmp_path, merged_bytes=0) as core:
         run = await published(core, tmp_path, 9)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "protos" / "gen")])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
     child = await asyncio.to_thread(
         subprocess.run,
         [sys.executable, "-m", "tests.support.merge_child", str(tmp_path), str(num_chunks)],

@@ -7,15 +7,15 @@ import tomllib
 import pytest
 from typer.testing import CliRunner
 
-from services.certs.desk import Desk
-from services.certs.enrolment import Enrolment
-from services.certs.join import join
-from services.cli import app
-from services.common.errors import NotRegistered, Unauthenticated
-from services.common.identity import Role, read_identity
-from services.common.rpc.client import CoordinatorClient
-from services.common.tls import TlsConfig, files_in
-from services.demo.processes import start, stop
+from heterorl.certs.desk import Desk
+from heterorl.certs.enrolment import Enrolment
+from heterorl.certs.join import join
+from heterorl.cli import app
+from heterorl.common.errors import NotRegistered, Unauthenticated
+from heterorl.common.identity import Role, read_identity
+from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.tls import TlsConfig, files_in
+from heterorl.demo.processes import start, stop
 from tests.support.cluster import free_port
 
 

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from services.demo.processes import Child
+from heterorl.demo.processes import Child
 from tests.support.cluster import Cluster
 
 WATCHDOG_S = 2.0

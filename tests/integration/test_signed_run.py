@@ -17,25 +17,25 @@ from cryptography.hazmat.primitives.serialization import (
     PublicFormat,
     load_pem_private_key,
 )
-from heterorl.v1 import policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
 
-from services.common.bell import Bell
-from services.common.clock import SystemClock
-from services.common.errors import InvalidRequest, StateMismatch, UnsignedManifest, WrongSignature
-from services.common.pull import Puller
-from services.common.rpc.client import CoordinatorClient
-from services.common.rpc.server import Server
-from services.common.signing import load_signer, new_key, signed_by
-from services.common.trust import Trust
-from services.common.types import PayloadKind, SignedManifest
-from services.common.wire import manifest_digest, manifest_from_bytes, manifest_to_bytes
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
-from services.coordinator.servicer import PolicyServicer, RolloutServicer, RunServicer
-from services.sampler.delay import Visibility
-from services.sampler.delay_models import FixedDelay, NoDelay
-from services.sampler.policy_sync import PolicySync
-from services.sampler.record import RunReplaced, VersionRecord
+from heterorl.common.bell import Bell
+from heterorl.common.clock import SystemClock
+from heterorl.common.errors import InvalidRequest, StateMismatch, UnsignedManifest, WrongSignature
+from heterorl.common.pull import Puller
+from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.rpc.server import Server
+from heterorl.common.signing import load_signer, new_key, signed_by
+from heterorl.common.trust import Trust
+from heterorl.common.types import PayloadKind, SignedManifest
+from heterorl.common.wire import manifest_digest, manifest_from_bytes, manifest_to_bytes
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.servicer import PolicyServicer, RolloutServicer, RunServicer
+from heterorl.sampler.delay import Visibility
+from heterorl.sampler.delay_models import FixedDelay, NoDelay
+from heterorl.sampler.policy_sync import PolicySync
+from heterorl.sampler.record import RunReplaced, VersionRecord
+from heterorl.v1 import policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
 from tests.support.learner_world import fill, learn, learner_config, rows
 from tests.support.links import PLAINTEXT
 from tests.support.merging import LARGER, RandomRun, merging
@@ -111,7 +111,7 @@ async def sampling(client, directory, keys, *, delay=NO_DELAY, layout=LAYOUT):
         bell=bell,
         rng=random.Random(0),
     )
-    logger = logging.getLogger("services.sampler.policy_sync")
+    logger = logging.getLogger("heterorl.sampler.policy_sync")
     logger.addHandler(heard)
     tasks = [asyncio.create_task(policy.watch()), asyncio.create_task(policy.sync())]
 

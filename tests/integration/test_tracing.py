@@ -6,19 +6,19 @@ import random
 import numpy as np
 import pytest
 
-from services.common import tracing
-from services.common.bell import Bell
-from services.common.clock import SystemClock
-from services.common.errors import ConfigError, DependencyMissing
-from services.common.generation.engine import Completion
-from services.common.tasks.task import Prompt
-from services.common.tracing import NO_TRACE, TRACER, Tracer, TracingConfig, well_formed
-from services.common.types import Digest, FinishReason, RewardPart, SiteId, VersionSpan
-from services.common.wire import bytes_digest, group_from_bytes, group_to_bytes
-from services.learner.observe import observe_step
-from services.sampler.delivery import Delivery
-from services.sampler.outbox import Outbox
-from services.sampler.rollouts import RolloutMaker
+from heterorl.common import tracing
+from heterorl.common.bell import Bell
+from heterorl.common.clock import SystemClock
+from heterorl.common.errors import ConfigError, DependencyMissing
+from heterorl.common.generation.engine import Completion
+from heterorl.common.tasks.task import Prompt
+from heterorl.common.tracing import NO_TRACE, TRACER, Tracer, TracingConfig, well_formed
+from heterorl.common.types import Digest, FinishReason, RewardPart, SiteId, VersionSpan
+from heterorl.common.wire import bytes_digest, group_from_bytes, group_to_bytes
+from heterorl.learner.observe import observe_step
+from heterorl.sampler.delivery import Delivery
+from heterorl.sampler.outbox import Outbox
+from heterorl.sampler.rollouts import RolloutMaker
 from tests.support.run import INCARNATION, REPORT, SITE, credits_of
 from tests.support.secure_run import SecureRun
 

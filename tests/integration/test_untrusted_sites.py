@@ -5,9 +5,9 @@ import asyncio
 import pytest
 from typer.testing import CliRunner
 
-from services.cli import app
-from services.common.rpc.client import CoordinatorClient
-from services.common.types import DropReason
+from heterorl.cli import app
+from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.types import DropReason
 from tests.support.cluster import Cluster, account
 from tests.support.links import PLAINTEXT
 

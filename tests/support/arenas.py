@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.common.weights.arena import Arena, IntArray, Layout, TensorSpec
+from heterorl.common.weights.arena import Arena, IntArray, Layout, TensorSpec
 
 SPECS: tuple[TensorSpec, ...] = (
     TensorSpec(name="embed", dtype="bf16", shape=(31, 7)),

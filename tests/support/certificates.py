@@ -13,10 +13,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from services.certs.authority import Pair
-from services.certs.directory import Authority
-from services.common.identity import Identity, Role, read_identity
-from services.common.tls import ServerTlsConfig, TlsConfig
+from heterorl.certs.authority import Pair
+from heterorl.certs.directory import Authority
+from heterorl.common.identity import Identity, Role, read_identity
+from heterorl.common.tls import ServerTlsConfig, TlsConfig
 
 DAY = datetime.timedelta(days=1)
 

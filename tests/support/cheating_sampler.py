@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from services import cli
-from services.common.canary import ScoredText
-from services.common.generation.engine import Completion
-from services.common.tasks.task import Prompt
-from services.common.types import Digest, FinishReason, WorkAssignment
-from services.sampler.rollouts import Batch, RolloutMaker
+from heterorl import cli
+from heterorl.common.canary import ScoredText
+from heterorl.common.generation.engine import Completion
+from heterorl.common.tasks.task import Prompt
+from heterorl.common.types import Digest, FinishReason, WorkAssignment
+from heterorl.sampler.rollouts import Batch, RolloutMaker
 
 
 class Doctored:

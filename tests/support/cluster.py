@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.common.types import GroupId, RunStatus
-from services.demo.processes import Child, start, stop
-from services.demo.tiny_model import write_tiny_model
+from heterorl.common.types import GroupId, RunStatus
+from heterorl.demo.processes import Child, start, stop
+from heterorl.demo.tiny_model import write_tiny_model
 from tests.support.certificates import Certificates
 
 RUN = {"task": {"name": "arithmetic", "digits": 1}, "sampling": {"max_new_tokens": 3}, "group_size": 2}
@@ -140,7 +140,7 @@ class Cluster:
 
 def account(cluster: Cluster, acknowledged: set[GroupId], samplers: list[str]) -> dict[str, Any]:
     """Compare independent records with the store: what was acknowledged and is not there, what had two effects."""
-    from services.coordinator import ledger
+    from heterorl.coordinator import ledger
 
     connection = cluster.database()
     rows = connection.execute("SELECT site, incarnation, sequence, state, assignment FROM groups").fetchall()

@@ -10,11 +10,11 @@ import random
 import sys
 from pathlib import Path
 
-from services.common.clock import SystemClock
-from services.common.types import PushStatus
-from services.common.wire import bytes_digest, group_to_bytes, manifest_digest, manifest_from_bytes
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
+from heterorl.common.clock import SystemClock
+from heterorl.common.types import PushStatus
+from heterorl.common.wire import bytes_digest, group_to_bytes, manifest_digest, manifest_from_bytes
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
 from tests.support.run import Run
 
 

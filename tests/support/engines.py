@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.common.generation.engine import Completion
-from services.common.generation.hf import HfEngine
-from services.common.types import Float32Array, Int32Array, LogprobMode, SamplingSemantics
-from services.common.weights import tensors
-from services.common.weights.arena import Arena
-from services.demo.tiny_model import build_tokenizer
+from heterorl.common.generation.engine import Completion
+from heterorl.common.generation.hf import HfEngine
+from heterorl.common.types import Float32Array, Int32Array, LogprobMode, SamplingSemantics
+from heterorl.common.weights import tensors
+from heterorl.common.weights.arena import Arena
+from heterorl.demo.tiny_model import build_tokenizer
 
 EOS = 1
 PROMPTS = [np.array(ids, np.int32) for ids in ([2, 3, 12, 4], [5], [6, 7, 8, 9, 10, 12, 2], [3, 3])]
@@ -48,7 +48,7 @@ def hf_engine(model_dir: Path, **changes: Any) -> HfEngine:
 
 
 def vllm_engine(model_dir: Path, weights_dir: Path, **changes: Any) -> Any:
-    from services.common.generation.vllm import VllmEngine
+    from heterorl.common.generation.vllm import VllmEngine
 
     values = {"compute_dtype": "fp32", "batch_rows": 32, "kv_cache_bytes": 32 << 20, **changes.pop("engine", {})}
     return VllmEngine(

@@ -13,9 +13,9 @@ from typing import Any
 import blake3
 import numpy as np
 
-from services.common.api import Registration
-from services.common.clock import SystemClock
-from services.common.types import (
+from heterorl.common.api import Registration
+from heterorl.common.clock import SystemClock
+from heterorl.common.types import (
     Contract,
     FinishReason,
     Group,
@@ -30,12 +30,12 @@ from services.common.types import (
     StepReport,
     VersionSpan,
 )
-from services.common.weights.arena import Arena, Layout, TensorSpec
-from services.common.wire import manifest_from_bytes
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
-from services.learner import app
-from services.learner.config import LearnerConfig
+from heterorl.common.weights.arena import Arena, Layout, TensorSpec
+from heterorl.common.wire import manifest_from_bytes
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.learner import app
+from heterorl.learner.config import LearnerConfig
 
 SITE, INCARNATION = SiteId("eu-1"), "b1946ac9"
 VOCAB, GROUP_SIZE = 50, 2

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from services.common.types import Group
-from services.learner.batch import Batch, build_batch
-from services.learner.loss_config import (
+from heterorl.common.types import Group
+from heterorl.learner.batch import Batch, build_batch
+from heterorl.learner.loss_config import (
     BnpoConfig,
     CispoConfig,
     DapoConfig,
@@ -34,11 +34,11 @@ from services.learner.loss_config import (
     TisConfig,
     ToprConfig,
 )
-from services.learner.loss_registry import rule_of
-from services.learner.losses import LossTerms
-from services.learner.micro_batch import collate
-from services.learner.plan import loss_inputs, plan, step_coefficients
-from services.learner.policy_loss import policy_loss
+from heterorl.learner.loss_registry import rule_of
+from heterorl.learner.losses import LossTerms
+from heterorl.learner.micro_batch import collate
+from heterorl.learner.plan import loss_inputs, plan, step_coefficients
+from heterorl.learner.policy_loss import policy_loss
 from tests.support.training import group, rollout
 
 GOLDEN_SAMPLER = [

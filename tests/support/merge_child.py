@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from services.common.clock import SystemClock
-from services.coordinator import composer
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
+from heterorl.common.clock import SystemClock
+from heterorl.coordinator import composer
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
 
 
 async def main(directory: Path, num_chunks: int) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from services.common.api import CoordinatorApi
-from services.common.pull import Puller
-from services.common.types import PayloadKind
-from services.common.weights.arena import Layout, TensorSpec
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
+from heterorl.common.api import CoordinatorApi
+from heterorl.common.pull import Puller
+from heterorl.common.types import PayloadKind
+from heterorl.common.weights.arena import Layout, TensorSpec
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
 from tests.support.arenas import random_arena
 from tests.support.clock import ManualClock
 from tests.support.run import CONTRACT, Run

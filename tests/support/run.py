@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from services.common.api import CoordinatorApi, Registration
-from services.common.signing import Signer
-from services.common.types import (
+from heterorl.common.api import CoordinatorApi, Registration
+from heterorl.common.signing import Signer
+from heterorl.common.types import (
     Contract,
     Digest,
     FinishReason,
@@ -29,10 +29,10 @@ from services.common.types import (
     VersionSpan,
     WorkAssignment,
 )
-from services.common.weights.arena import Arena, Layout, TensorSpec
-from services.common.weights.manifest import build_manifest
-from services.common.weights.payload import write_delta, write_snapshot
-from services.common.wire import manifest_digest, manifest_from_bytes, manifest_to_bytes
+from heterorl.common.weights.arena import Arena, Layout, TensorSpec
+from heterorl.common.weights.manifest import build_manifest
+from heterorl.common.weights.payload import write_delta, write_snapshot
+from heterorl.common.wire import manifest_digest, manifest_from_bytes, manifest_to_bytes
 
 LAYOUT = Layout.build([TensorSpec(name="w", dtype="bf16", shape=(40,))], chunk_elements=16)
 CONTRACT = Contract(

@@ -14,21 +14,21 @@ from typing import Any, cast
 
 import numpy as np
 
-from services.common.canary import ScoredText
-from services.common.errors import EngineError, RewardError, Unreachable
-from services.common.generation.engine import Completion
-from services.common.generation.turns import spans_of
-from services.common.prompts import Prompter
-from services.common.tasks.task import Prompt
-from services.common.types import Digest, FinishReason, Float32Array, Int32Array, RewardPart
-from services.common.weights.arena import Arena, Layout
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
-from services.sampler.app import Sampler, join
-from services.sampler.assembly import Parts
-from services.sampler.config import SamplerConfig
-from services.sampler.outbox import Outbox
-from services.sampler.record import VersionRecord
+from heterorl.common.canary import ScoredText
+from heterorl.common.errors import EngineError, RewardError, Unreachable
+from heterorl.common.generation.engine import Completion
+from heterorl.common.generation.turns import spans_of
+from heterorl.common.prompts import Prompter
+from heterorl.common.tasks.task import Prompt
+from heterorl.common.types import Digest, FinishReason, Float32Array, Int32Array, RewardPart
+from heterorl.common.weights.arena import Arena, Layout
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.sampler.app import Sampler, join
+from heterorl.sampler.assembly import Parts
+from heterorl.sampler.config import SamplerConfig
+from heterorl.sampler.outbox import Outbox
+from heterorl.sampler.record import VersionRecord
 from tests.support.clock import ManualClock
 from tests.support.run import CONTRACT, LAYOUT, SITE, Run
 

@@ -7,22 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
-from heterorl.v1 import backup_pb2_grpc, diagnosis_pb2_grpc, policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
 
-from services.certs.authority import Pair
-from services.common.clock import SystemClock
-from services.common.errors import HeterorlError, Unreachable
-from services.common.metrics import IDENTITY_REFUSALS
-from services.common.rpc.client import CoordinatorClient
-from services.common.rpc.link import Stubs
-from services.common.rpc.retry import RetryPolicy
-from services.common.rpc.server import Server
-from services.common.rpc.status import from_rpc_error
-from services.coordinator.backup_servicer import BackupServicer
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
-from services.coordinator.diagnosis import DiagnosisServicer
-from services.coordinator.servicer import PolicyServicer, RolloutServicer, RunServicer
+from heterorl.certs.authority import Pair
+from heterorl.common.clock import SystemClock
+from heterorl.common.errors import HeterorlError, Unreachable
+from heterorl.common.metrics import IDENTITY_REFUSALS
+from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.rpc.link import Stubs
+from heterorl.common.rpc.retry import RetryPolicy
+from heterorl.common.rpc.server import Server
+from heterorl.common.rpc.status import from_rpc_error
+from heterorl.coordinator.backup_servicer import BackupServicer
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.diagnosis import DiagnosisServicer
+from heterorl.coordinator.servicer import PolicyServicer, RolloutServicer, RunServicer
+from heterorl.v1 import backup_pb2_grpc, diagnosis_pb2_grpc, policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
 from tests.support.certificates import Certificates
 from tests.support.run import Run
 

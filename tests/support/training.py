@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import nn
 
-from services.common.types import (
+from heterorl.common.types import (
     Digest,
     FinishReason,
     Group,
@@ -22,7 +22,7 @@ from services.common.types import (
     SiteId,
     VersionSpan,
 )
-from services.learner.model import prepare
+from heterorl.learner.model import prepare
 
 VOCAB_SIZE = 50
 SAMPLING = SamplingSemantics(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=16, logprob_mode=LogprobMode.PROCESSED)

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
-from services.common.api import Registration
-from services.common.contract import SamplingConfig, build_contract
-from services.common.errors import HeterorlError, NotRegistered, Unreachable
-from services.common.prompts import Prompter
-from services.common.rpc.client import CoordinatorClient
-from services.common.tasks.arithmetic import ArithmeticTask
-from services.common.types import (
+from heterorl.common.api import Registration
+from heterorl.common.contract import SamplingConfig, build_contract
+from heterorl.common.errors import HeterorlError, NotRegistered, Unreachable
+from heterorl.common.prompts import Prompter
+from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.tasks.arithmetic import ArithmeticTask
+from heterorl.common.types import (
     Contract,
     Digest,
     FinishReason,
@@ -26,8 +26,8 @@ from services.common.types import (
     VersionSpan,
     WorkAssignment,
 )  # fmt: skip
-from services.common.weights.tensors import layout_of
-from services.common.wire import manifest_from_bytes
+from heterorl.common.weights.tensors import layout_of
+from heterorl.common.wire import manifest_from_bytes
 
 
 def contract_of(model_dir: Path, *, digits: int, max_new_tokens: int, group_size: int) -> Contract:

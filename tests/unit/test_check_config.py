@@ -7,13 +7,13 @@ from typing import get_args
 import pytest
 from typer.testing import CliRunner
 
-from services.cli import app
-from services.common.config import InvalidConfig, load
-from services.common.config_words import PATTERNS, all_keys
-from services.coordinator.config import CoordinatorConfig
-from services.lab.config import ExperimentConfig
-from services.learner.config import LearnerConfig
-from services.sampler.config import SamplerConfig
+from heterorl.cli import app
+from heterorl.common.config import InvalidConfig, load
+from heterorl.common.config_words import PATTERNS, all_keys
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.lab.config import ExperimentConfig
+from heterorl.learner.config import LearnerConfig
+from heterorl.sampler.config import SamplerConfig
 
 LEARNER = """
 lr = 1e-5
@@ -161,7 +161,7 @@ def test_the_command_prints_them_and_ends_with_2(tmp_path):
 
     for command in (["check-config", "sampler"], ["sampler"]):
         result = subprocess.run(
-            [sys.executable, "-m", "services", *command, "--config", str(path)],
+            [sys.executable, "-m", "heterorl", *command, "--config", str(path)],
             capture_output=True, text=True, timeout=50, check=False,
         )  # fmt: skip
         assert result.returncode == 2

@@ -15,15 +15,15 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-import services
-from services.cli import app, main
-from services.common.config import load, parse_override
-from services.common.errors import ConfigError
-from services.common.types import DropReason, FlavourStatus, LedgerCounts, RunStatus, SiteStatus
-from services.coordinator.config import CoordinatorConfig
-from services.operator_link import find_link
-from services.status import status_json, status_tables
-from services.status_sites import fold, site_tables
+import heterorl
+from heterorl.cli import app, main
+from heterorl.common.config import load, parse_override
+from heterorl.common.errors import ConfigError
+from heterorl.common.types import DropReason, FlavourStatus, LedgerCounts, RunStatus, SiteStatus
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.operator_link import find_link
+from heterorl.status import status_json, status_tables
+from heterorl.status_sites import fold, site_tables
 from tests.support.run import REPORT
 
 COMMANDS = [
@@ -63,9 +63,9 @@ def test_help_names_every_command_and_nothing_else():
 
 
 def test_version_and_completion():
-    assert invoke("--version").output == f"heterorl {services.__version__}\n"
+    assert invoke("--version").output == f"heterorl {heterorl.__version__}\n"
     asked = {"_HETERORL_COMPLETE": "complete_bash", "COMP_WORDS": "heterorl sta", "COMP_CWORD": "1"}
-    command = [sys.executable, "-m", "services"]
+    command = [sys.executable, "-m", "heterorl"]
 
     result = subprocess.run(command, env=os.environ | asked, capture_output=True, text=True, timeout=50, check=False)
 
@@ -78,7 +78,7 @@ def _hears_interrupts():
 
 
 def test_interrupt_while_the_program_is_loaded_shows_no_traceback():
-    command = [sys.executable, "-X", "importtime", "-m", "services", "--help"]
+    command = [sys.executable, "-X", "importtime", "-m", "heterorl", "--help"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=_hears_interrupts
     ) as process:
@@ -189,7 +189,7 @@ def test_brackets_in_foreign_text_are_shown_as_they_are(monkeypatch, capsys, tmp
     assert "[/y]" in result.output
     assert "[/z]" in result.output
 
-    monkeypatch.setattr("services.learner.export.export_model", lambda **_: None)
+    monkeypatch.setattr("heterorl.learner.export.export_model", lambda **_: None)
     result = invoke("export", "--checkpoint", "c", "--model-dir", "m", "--out", "[/x]")
     assert result.exit_code == 0, result.exception
     assert "model written to [/x]" in result.output
@@ -214,7 +214,7 @@ def test_every_screen_takes_text_literally():
 
 
 def test_module_runs_as_a_program():
-    result = subprocess.run([sys.executable, "-m", "services", "--help"], capture_output=True, timeout=50, check=True)
+    result = subprocess.run([sys.executable, "-m", "heterorl", "--help"], capture_output=True, timeout=50, check=True)
 
     assert b"heterorl" in result.stdout.lower() or b"Train language models" in result.stdout
 
@@ -358,13 +358,13 @@ def test_links_of_operators_are_told_what_to_change(command, tmp_path):
 
 
 def test_commands_that_give_up_do_not_claim_to_go_on(monkeypatch):
-    monkeypatch.setattr("services.operator_link.BUDGET_S", 0.0)
+    monkeypatch.setattr("heterorl.operator_link.BUDGET_S", 0.0)
 
     problem = str(invoke("status", "127.0.0.1:1", "--insecure").exception)
 
     assert "127.0.0.1:1 refuses (start the coordinator, or correct the port" in problem
     assert "goes on trying" not in problem
-    monkeypatch.setattr("services.operator_link.explain_link", _nothing)
+    monkeypatch.setattr("heterorl.operator_link.explain_link", _nothing)
     problem = str(invoke("status", "127.0.0.1:1", "--insecure").exception)
     assert "check host and port" in problem
     assert "use --credentials" in problem

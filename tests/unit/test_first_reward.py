@@ -2,12 +2,12 @@
 
 import pytest
 
-from services.common.errors import ConfigError
-from services.demo.tiny_model import write_tiny_model
-from services.learner import assembly as learner
-from services.learner.config import LearnerConfig
-from services.sampler import assembly as sampler
-from services.sampler.config import SamplerConfig
+from heterorl.common.errors import ConfigError
+from heterorl.demo.tiny_model import write_tiny_model
+from heterorl.learner import assembly as learner
+from heterorl.learner.config import LearnerConfig
+from heterorl.sampler import assembly as sampler
+from heterorl.sampler.config import SamplerConfig
 
 
 @pytest.fixture(scope="module")

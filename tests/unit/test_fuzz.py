@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from services.common.errors import CorruptData, MalformedPayload
+from heterorl.common.errors import CorruptData, MalformedPayload
 from tests.fuzz.mutate import mutated
 from tests.fuzz.run import TARGETS, repeat, run_cases
 

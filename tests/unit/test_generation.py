@@ -9,15 +9,15 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
-from services.common.errors import ConfigError
-from services.common.generation.draw import draw, gumbel, truncated
-from services.common.generation.hf import HfEngine, _can_drop_rows
-from services.common.generation.turns import Turns
-from services.common.prompts import Prompter
-from services.common.types import FinishReason, LogprobMode, SamplingSemantics, VersionSpan
-from services.common.weights.arena import Arena
-from services.common.weights.tensors import store
-from services.demo.tiny_model import write_tiny_model
+from heterorl.common.errors import ConfigError
+from heterorl.common.generation.draw import draw, gumbel, truncated
+from heterorl.common.generation.hf import HfEngine, _can_drop_rows
+from heterorl.common.generation.turns import Turns
+from heterorl.common.prompts import Prompter
+from heterorl.common.types import FinishReason, LogprobMode, SamplingSemantics, VersionSpan
+from heterorl.common.weights.arena import Arena
+from heterorl.common.weights.tensors import store
+from heterorl.demo.tiny_model import write_tiny_model
 from tests.support.engines import Truth, disturbed
 
 

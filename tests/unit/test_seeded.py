@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.config import load
-from services.common.errors import ConfigError
-from services.common.generation.hf import HfEngine
-from services.common.generation.seeded import group_key, gumbel_noise
-from services.common.types import LogprobMode, SamplingSemantics
-from services.demo.tiny_model import write_tiny_model
-from services.sampler.config import SamplerConfig
+from heterorl.common.config import load
+from heterorl.common.errors import ConfigError
+from heterorl.common.generation.hf import HfEngine
+from heterorl.common.generation.seeded import group_key, gumbel_noise
+from heterorl.common.types import LogprobMode, SamplingSemantics
+from heterorl.demo.tiny_model import write_tiny_model
+from heterorl.sampler.config import SamplerConfig
 
 SAMPLING = SamplingSemantics(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=6, logprob_mode=LogprobMode.PROCESSED)
 PROMPTS = [np.array(ids, np.int32) for ids in ([2, 3, 12, 4], [5], [6, 7, 8, 9, 10, 12, 2])]

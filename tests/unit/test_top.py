@@ -4,21 +4,21 @@ import dataclasses
 import io
 
 import pytest
-from heterorl.v1 import run_pb2_grpc
 from rich.console import Console
 from typer.testing import CliRunner
 
-from services.cli import app
-from services.common.clock import SystemClock
-from services.common.errors import PermissionDenied, Unreachable
-from services.common.rpc.client import CoordinatorClient
-from services.common.rpc.retry import RetryPolicy
-from services.common.rpc.server import Server
-from services.common.types import LedgerCounts, RunStatus
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
-from services.coordinator.servicer import RunServicer
-from services.top import View, frame, poll
+from heterorl.cli import app
+from heterorl.common.clock import SystemClock
+from heterorl.common.errors import PermissionDenied, Unreachable
+from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.rpc.retry import RetryPolicy
+from heterorl.common.rpc.server import Server
+from heterorl.common.types import LedgerCounts, RunStatus
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.servicer import RunServicer
+from heterorl.top import View, frame, poll
+from heterorl.v1 import run_pb2_grpc
 from tests.support.cluster import free_port
 from tests.support.links import PLAINTEXT
 from tests.support.run import REPORT

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from services.common.errors import StaleWeights
-from services.common.types import Float32Array, Int32Array, LogprobMode, SamplingSemantics
-from services.common.weights.arena import Arena, Layout
-from services.common.weights.tensors import TORCH_DTYPE
+from heterorl.common.errors import StaleWeights
+from heterorl.common.types import Float32Array, Int32Array, LogprobMode, SamplingSemantics
+from heterorl.common.weights.arena import Arena, Layout
+from heterorl.common.weights.tensors import TORCH_DTYPE
 
 PROMPT_LENGTHS = (3, 9, 17)
 NUM_NEW_TOKENS = 8

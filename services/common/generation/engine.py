@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.common.canary import ScoredText
-from services.common.types import FinishReason, Float32Array, Int32Array, VersionSpan
-from services.common.weights.arena import Arena, Layout
+from heterorl.common.canary import ScoredText
+from heterorl.common.types import FinishReason, Float32Array, Int32Array, VersionSpan
+from heterorl.common.weights.arena import Arena, Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -10,16 +10,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.common.adapters import attach, base_digest
-from services.common.canary import ScoredText
-from services.common.errors import ConfigError
-from services.common.generation.draw import draw, gumbel
-from services.common.generation.engine import Completion
-from services.common.generation.seeded import gumbel_noise
-from services.common.generation.turns import Turns, spans_of
-from services.common.lora import ALL_WEIGHTS, LoraConfig
-from services.common.model_dir import first_line
-from services.common.types import (
+from heterorl.common.adapters import attach, base_digest
+from heterorl.common.canary import ScoredText
+from heterorl.common.errors import ConfigError
+from heterorl.common.generation.draw import draw, gumbel
+from heterorl.common.generation.engine import Completion
+from heterorl.common.generation.seeded import gumbel_noise
+from heterorl.common.generation.turns import Turns, spans_of
+from heterorl.common.lora import ALL_WEIGHTS, LoraConfig
+from heterorl.common.model_dir import first_line
+from heterorl.common.types import (
     Digest,
     FinishReason,
     Float32Array,
@@ -27,14 +27,14 @@ from services.common.types import (
     LogprobMode,
     SamplingSemantics,
 )
-from services.common.weights import tensors
-from services.common.weights.arena import Arena, Dtype, Layout
+from heterorl.common.weights import tensors
+from heterorl.common.weights.arena import Arena, Dtype, Layout
 
 _COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class HfEngine:
-    """Implements services.common.generation.engine.Engine."""
+    """Implements heterorl.common.generation.engine.Engine."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class HfEngine:
         lora: LoraConfig = ALL_WEIGHTS,
         is_seeded: bool = False,
     ) -> None:
-        """Load the model; with `is_seeded` the seeds of `generate` are keys of services.common.generation.seeded.
+        """Load the model; with `is_seeded` the seeds of `generate` are keys of heterorl.common.generation.seeded.
 
         Raises:
             ConfigError: it cannot be loaded.

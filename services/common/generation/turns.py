@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from services.common.types import VersionSpan
+from heterorl.common.types import VersionSpan
 
 
 class Turns:

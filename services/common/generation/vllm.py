@@ -19,19 +19,19 @@ from typing import Any, Literal
 
 import numpy as np
 
-from services.common.adapters import attach, base_digest
-from services.common.canary import ScoredText
-from services.common.errors import ConfigError, EngineDied, EngineError
-from services.common.generation import canary
-from services.common.generation.engine import Completion
-from services.common.generation.vllm_process import VllmProcess, import_vllm
-from services.common.generation.vllm_requests import chosen, completion, logprobs_mode, seed_of, settings
-from services.common.generation.vllm_weights import WeightsOnTheWay
-from services.common.lora import ALL_WEIGHTS, LoraConfig
-from services.common.model_dir import first_line
-from services.common.types import Digest, Float32Array, Int32Array, LogprobMode, SamplingSemantics
-from services.common.weights import tensors
-from services.common.weights.arena import Arena, Dtype, Layout
+from heterorl.common.adapters import attach, base_digest
+from heterorl.common.canary import ScoredText
+from heterorl.common.errors import ConfigError, EngineDied, EngineError
+from heterorl.common.generation import canary
+from heterorl.common.generation.engine import Completion
+from heterorl.common.generation.vllm_process import VllmProcess, import_vllm
+from heterorl.common.generation.vllm_requests import chosen, completion, logprobs_mode, seed_of, settings
+from heterorl.common.generation.vllm_weights import WeightsOnTheWay
+from heterorl.common.lora import ALL_WEIGHTS, LoraConfig
+from heterorl.common.model_dir import first_line
+from heterorl.common.types import Digest, Float32Array, Int32Array, LogprobMode, SamplingSemantics
+from heterorl.common.weights import tensors
+from heterorl.common.weights.arena import Arena, Dtype, Layout
 
 _LOG = logging.getLogger(__name__)
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
@@ -44,7 +44,7 @@ NUM_URGENT = 8
 
 
 class VllmEngine:
-    """Implements services.common.generation.engine.Engine."""
+    """Implements heterorl.common.generation.engine.Engine."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class VllmEngine:
             "generation_config": "vllm",
             "skip_tokenizer_init": True,
             "disable_log_stats": True,
-            "worker_extension_cls": "services.common.generation.vllm_worker.ArenaWorker",
+            "worker_extension_cls": "heterorl.common.generation.vllm_worker.ArenaWorker",
             **self._weights.arguments(),
         }
         self._max_running = batch_rows

@@ -15,8 +15,8 @@ import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from services.common.errors import DependencyMissing, EngineDied
-from services.common.generation.vllm_requests import NO_VERSION
+from heterorl.common.errors import DependencyMissing, EngineDied
+from heterorl.common.generation.vllm_requests import NO_VERSION
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")

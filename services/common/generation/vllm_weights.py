@@ -16,13 +16,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from services.common.adapters import PARTS
-from services.common.errors import ConfigError
-from services.common.generation.private_directory import PrivateDirectory
-from services.common.generation.vllm_process import VllmProcess
-from services.common.generation.weights_file import stored_names, write_weights
-from services.common.types import LoraSettings
-from services.common.weights.arena import Arena, Layout
+from heterorl.common.adapters import PARTS
+from heterorl.common.errors import ConfigError
+from heterorl.common.generation.private_directory import PrivateDirectory
+from heterorl.common.generation.vllm_process import VllmProcess
+from heterorl.common.generation.weights_file import stored_names, write_weights
+from heterorl.common.types import LoraSettings
+from heterorl.common.weights.arena import Arena, Layout
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM makes room for."""

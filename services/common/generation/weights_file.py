@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from services.common.weights.arena import WIDTH, Arena, Dtype, Layout
+from heterorl.common.weights.arena import WIDTH, Arena, Dtype, Layout
 
 _NAMES: dict[Dtype, str] = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "fp8_e4m3": "F8_E4M3", "fp8_e5m2": "F8_E5M2",
                             "int8": "I8"}  # fmt: skip

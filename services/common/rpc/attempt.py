@@ -9,9 +9,9 @@ from typing import TypeVar
 
 import grpc.aio
 
-from services.common.errors import HeterorlError, Unreachable
-from services.common.metrics import RPC_SECONDS
-from services.common.rpc.status import from_rpc_error, reason_of
+from heterorl.common.errors import HeterorlError, Unreachable
+from heterorl.common.metrics import RPC_SECONDS
+from heterorl.common.rpc.status import from_rpc_error, reason_of
 
 ResultT = TypeVar("ResultT")
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from heterorl.common.rpc.calls import Calls
 from heterorl.v1 import backup_pb2
-
-from services.common.rpc.calls import Calls
 
 BACKUP_TIMEOUT_S = 3600.0
 """Copying between disks takes its time; the same name may be asked for again meanwhile."""

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from services.common.identity import is_name
-from services.common.rpc.options import FRAME_BYTES
+from heterorl.common.identity import is_name
+from heterorl.common.rpc.options import FRAME_BYTES
 
 
 class Text(enum.Enum):

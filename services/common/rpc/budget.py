@@ -13,7 +13,7 @@ import asyncio
 from collections import Counter
 from dataclasses import dataclass
 
-from services.common.rpc.holders import Holder
+from heterorl.common.rpc.holders import Holder
 
 OF_SITE, OF_PRIVILEGED = 4, 16
 """Messages of the largest size that one holder may have in memory. A learner has streams that are seldom written to."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from heterorl.common.api import CanaryReport, CanaryVerdict
+from heterorl.common.types import SiteId
 from heterorl.v1 import run_pb2
-
-from services.common.api import CanaryReport, CanaryVerdict
-from services.common.types import SiteId
 
 
 def canary_to_pb(value: CanaryReport) -> run_pb2.ReportCanaryRequest:

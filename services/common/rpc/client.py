@@ -7,9 +7,8 @@ import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 import grpc.aio
-from heterorl.v1 import policy_pb2, rollout_pb2, run_pb2
 
-from services.common.api import (
+from heterorl.common.api import (
     CanaryReport,
     CanaryVerdict,
     Command,
@@ -21,17 +20,17 @@ from services.common.api import (
     Rejection,
     WorkGrant,
 )
-from services.common.errors import InvalidRequest, MalformedPayload, Unreachable
-from services.common.metrics import BYTES
-from services.common.rpc import canary, messages
-from services.common.rpc.attempt import once, timed
-from services.common.rpc.calls import readable
-from services.common.rpc.lease_calls import LeaseCalls
-from services.common.rpc.publication import publish_to_pb
-from services.common.rpc.pushed import push_to_pb
-from services.common.rpc.rejections import rejections_to_pb
-from services.common.rpc.run_status import status_from_pb
-from services.common.types import (
+from heterorl.common.errors import InvalidRequest, MalformedPayload, Unreachable
+from heterorl.common.metrics import BYTES
+from heterorl.common.rpc import canary, messages
+from heterorl.common.rpc.attempt import once, timed
+from heterorl.common.rpc.calls import readable
+from heterorl.common.rpc.lease_calls import LeaseCalls
+from heterorl.common.rpc.publication import publish_to_pb
+from heterorl.common.rpc.pushed import push_to_pb
+from heterorl.common.rpc.rejections import rejections_to_pb
+from heterorl.common.rpc.run_status import status_from_pb
+from heterorl.common.types import (
     Digest,
     Group,
     GroupId,
@@ -43,7 +42,8 @@ from services.common.types import (
     SiteId,
     StepReport,
 )
-from services.common.wire import group_id_to_pb
+from heterorl.common.wire import group_id_to_pb
+from heterorl.v1 import policy_pb2, rollout_pb2, run_pb2
 
 PUSH_TIMEOUT_S = 120.0
 """For a push of nothing; its bytes come on top."""
@@ -54,7 +54,7 @@ MIN_UP_BYTES_PER_S = 4096.0
 
 
 class CoordinatorClient(LeaseCalls):
-    """A coordinator at an address; implements services.common.api.CoordinatorApi. Plaintext only if `tls` says so.
+    """A coordinator at an address; implements heterorl.common.api.CoordinatorApi. Plaintext only if `tls` says so.
 
     Streams (watch_head, read_payload, stream_groups, upload_payload) are not repeated here: their callers hold the
     cursor. They raise Unreachable when the link breaks.

@@ -16,10 +16,10 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
-from services.common.errors import ConfigError
-from services.common.identity import Identity, Refusal, read_identity
-from services.common.metrics import CERTIFICATE_EXPIRY
-from services.common.tls import TlsConfig
+from heterorl.common.errors import ConfigError
+from heterorl.common.identity import Identity, Refusal, read_identity
+from heterorl.common.metrics import CERTIFICATE_EXPIRY
+from heterorl.common.tls import TlsConfig
 
 _LOG = logging.getLogger(__name__)
 SETTLE_S = 0.05

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from heterorl.common.contract_wire import contract_from_pb, contract_to_pb
+from heterorl.common.rpc.calls import Calls
+from heterorl.common.types import Contract
 from heterorl.v1 import diagnosis_pb2
-
-from services.common.contract_wire import contract_from_pb, contract_to_pb
-from services.common.rpc.calls import Calls
-from services.common.types import Contract
 
 OVERHEAD_BYTES = 4096
 """Room in a message for everything but its padding."""

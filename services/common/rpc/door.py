@@ -22,13 +22,13 @@ import grpc.aio
 from google.protobuf import descriptor_pool
 from google.protobuf.descriptor import MethodDescriptor
 
-from services.common.errors import InvalidRequest, QuotaExceeded
-from services.common.identity import Peer
-from services.common.rpc.budget import Budget, Room
-from services.common.rpc.gate import Gate
-from services.common.rpc.holders import Holder, holder_of
-from services.common.rpc.scan import can_be_long, has_repeated, parse
-from services.common.rpc.shares import Shares
+from heterorl.common.errors import InvalidRequest, QuotaExceeded
+from heterorl.common.identity import Peer
+from heterorl.common.rpc.budget import Budget, Room
+from heterorl.common.rpc.gate import Gate
+from heterorl.common.rpc.holders import Holder, holder_of
+from heterorl.common.rpc.scan import can_be_long, has_repeated, parse
+from heterorl.common.rpc.shares import Shares
 
 INLINE_BYTES = 1 << 14
 """Messages up to this size are parsed on the event loop, in some milliseconds at worst."""

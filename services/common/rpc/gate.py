@@ -1,7 +1,7 @@
 """Who may come in: every call, and every message of an open stream, is checked against its certificate.
 
 Guarantees: a certificate that is revoked or expires is refused from the next question on. Refusals are counted by
-reason. The door (services.common.rpc.door) asks.
+reason. The door (heterorl.common.rpc.door) asks.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Container, Iterable, Mapping
 
-from services.common.access import refuse_call, refuse_request
-from services.common.errors import PermissionDenied, Unauthenticated
-from services.common.identity import Identity, LocalPeer, Peer, Refusal, RefusalReason, read_identity
-from services.common.metrics import IDENTITY_REFUSALS
+from heterorl.common.access import refuse_call, refuse_request
+from heterorl.common.errors import PermissionDenied, Unauthenticated
+from heterorl.common.identity import Identity, LocalPeer, Peer, Refusal, RefusalReason, read_identity
+from heterorl.common.metrics import IDENTITY_REFUSALS
 
 TLS_VERSION = b"TLSv1.3"
 EXPIRED_RETRY_S = 5.0

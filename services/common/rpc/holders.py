@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.common.access import RULES
-from services.common.identity import Identity, Peer, Role
+from heterorl.common.access import RULES
+from heterorl.common.identity import Identity, Peer, Role
 
 _PRIVILEGED = frozenset({Role.LEARNER, Role.OPERATOR, Role.COORDINATOR})
 

@@ -10,9 +10,9 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from services.common.errors import HeterorlError
-from services.common.metrics import RPC_SECONDS
-from services.common.rpc.status import reason_of, to_status
+from heterorl.common.errors import HeterorlError
+from heterorl.common.metrics import RPC_SECONDS
+from heterorl.common.rpc.status import reason_of, to_status
 
 _LOG = logging.getLogger(__name__)
 _Context = grpc.aio.ServicerContext[Any, Any]

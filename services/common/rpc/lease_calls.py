@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from heterorl.common.contract_wire import contract_to_pb
+from heterorl.common.rpc import messages
+from heterorl.common.rpc.calls import Calls
+from heterorl.common.types import Contract, LeaseGrant
 from heterorl.v1 import policy_pb2
-
-from services.common.contract_wire import contract_to_pb
-from services.common.rpc import messages
-from services.common.rpc.calls import Calls
-from services.common.types import Contract, LeaseGrant
 
 
 class LeaseCalls(Calls):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from heterorl.common.types import LeaseGrant
 from heterorl.v1 import policy_pb2
-
-from services.common.types import LeaseGrant
 
 
 def grant_to_pb(value: LeaseGrant) -> policy_pb2.AcquireLeaseResponse:

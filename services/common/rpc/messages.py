@@ -1,15 +1,14 @@
-"""Requests, answers and reports of the rpcs <-> domain values; groups and manifests are in services.common.wire."""
+"""Requests, answers and reports of the rpcs <-> domain values; groups and manifests are in heterorl.common.wire."""
 
 from __future__ import annotations
 
 import xxhash
-from heterorl.v1 import common_pb2, policy_pb2, rollout_pb2, run_pb2
 
-from services.common.api import Command, Heartbeat, PlanKind, PullPlan, RegisterAnswer, Registration, WorkGrant
-from services.common.contract_wire import contract_from_pb, contract_to_pb
-from services.common.digests import digest_field as digest_field
-from services.common.errors import InvalidRequest
-from services.common.types import (
+from heterorl.common.api import Command, Heartbeat, PlanKind, PullPlan, RegisterAnswer, Registration, WorkGrant
+from heterorl.common.contract_wire import contract_from_pb, contract_to_pb
+from heterorl.common.digests import digest_field as digest_field
+from heterorl.common.errors import InvalidRequest
+from heterorl.common.types import (
     DropReason,
     LeaseGrant,
     PushOutcome,
@@ -19,7 +18,7 @@ from services.common.types import (
     StepReport,
     WorkAssignment,
 )
-from services.common.wire import (
+from heterorl.common.wire import (
     group_from_pb,
     group_id_from_pb,
     group_id_to_pb,
@@ -27,7 +26,8 @@ from services.common.wire import (
     payload_from_pb,
     payload_to_pb,
 )
-from services.common.words import peer_words
+from heterorl.common.words import peer_words
+from heterorl.v1 import common_pb2, policy_pb2, rollout_pb2, run_pb2
 
 _STATUS = {status: rollout_pb2.PushStatus.Value(f"PUSH_STATUS_{status.name}") for status in PushStatus}
 _REASON = {reason: rollout_pb2.DropReason.Value(f"DROP_REASON_{reason.name}") for reason in DropReason}

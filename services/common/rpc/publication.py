@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from heterorl.common.rpc.messages import report_from_pb, report_to_pb
+from heterorl.common.types import FlavourVersion, PublishRequest
+from heterorl.common.wire import group_id_from_pb, group_id_to_pb
 from heterorl.v1 import policy_pb2
-
-from services.common.rpc.messages import report_from_pb, report_to_pb
-from services.common.types import FlavourVersion, PublishRequest
-from services.common.wire import group_id_from_pb, group_id_to_pb
 
 
 def publish_to_pb(value: PublishRequest) -> policy_pb2.PublishVersionRequest:

@@ -6,10 +6,10 @@ import dataclasses
 import logging
 
 import numpy as np
-from heterorl.v1 import rollout_pb2
 
-from services.common.types import Group
-from services.common.wire import group_to_pb
+from heterorl.common.types import Group
+from heterorl.common.wire import group_to_pb
+from heterorl.v1 import rollout_pb2
 
 _LOG = logging.getLogger(__name__)
 

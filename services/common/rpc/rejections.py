@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from heterorl.common.api import Rejection
+from heterorl.common.errors import InvalidRequest
+from heterorl.common.rpc.messages import reason_from_pb, reason_to_pb
+from heterorl.common.wire import group_id_from_pb, group_id_to_pb
 from heterorl.v1 import rollout_pb2
-
-from services.common.api import Rejection
-from services.common.errors import InvalidRequest
-from services.common.rpc.messages import reason_from_pb, reason_to_pb
-from services.common.wire import group_id_from_pb, group_id_to_pb
 
 
 def rejections_to_pb(epoch: int, values: Sequence[Rejection]) -> rollout_pb2.RejectGroupsRequest:

@@ -9,10 +9,10 @@ from typing import TypeVar
 
 import grpc.aio
 
-from services.common.clock import Clock
-from services.common.errors import Busy, QuotaExceeded, RemoteError, StoreFull, Unreachable
-from services.common.rpc.outage import Outage
-from services.common.rpc.status import from_rpc_error
+from heterorl.common.clock import Clock
+from heterorl.common.errors import Busy, QuotaExceeded, RemoteError, StoreFull, Unreachable
+from heterorl.common.rpc.outage import Outage
+from heterorl.common.rpc.status import from_rpc_error
 
 ResultT = TypeVar("ResultT")
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from services.common.errors import ConfigError
-from services.common.rpc.credentials import stamp_of
+from heterorl.common.errors import ConfigError
+from heterorl.common.rpc.credentials import stamp_of
 
 _LOG = logging.getLogger(__name__)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from heterorl.common.rpc.messages import reason_from_pb, reason_to_pb, report_from_pb, report_to_pb
+from heterorl.common.types import FlavourStatus, LedgerCounts, RunStatus, SiteId, SiteStatus
 from heterorl.v1 import run_pb2
-
-from services.common.rpc.messages import reason_from_pb, reason_to_pb, report_from_pb, report_to_pb
-from services.common.types import FlavourStatus, LedgerCounts, RunStatus, SiteId, SiteStatus
 
 
 def status_to_pb(value: RunStatus) -> run_pb2.GetStatusResponse:

@@ -20,8 +20,8 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
-from services.common.errors import InvalidRequest
-from services.common.rpc.bounds import Bound, bound_of, text_problem
+from heterorl.common.errors import InvalidRequest
+from heterorl.common.rpc.bounds import Bound, bound_of, text_problem
 
 MAX_TAGS = 1 << 18
 """Fields of all kinds in one message, those inside others included."""

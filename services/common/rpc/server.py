@@ -11,18 +11,18 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
 
-from services.common.errors import ConfigError, PortInUse
-from services.common.identity import Identity, Role
-from services.common.rpc.budget import Budget
-from services.common.rpc.credentials import MaterialFiles, server_credentials
-from services.common.rpc.door import Door
-from services.common.rpc.gate import Gate
-from services.common.rpc.health_servicer import Health
-from services.common.rpc.interceptors import ErrorsAndTimes
-from services.common.rpc.options import server_options
-from services.common.rpc.revocation import Revocations
-from services.common.rpc.shares import Shares
-from services.common.tls import ServerTlsConfig, check_tls
+from heterorl.common.errors import ConfigError, PortInUse
+from heterorl.common.identity import Identity, Role
+from heterorl.common.rpc.budget import Budget
+from heterorl.common.rpc.credentials import MaterialFiles, server_credentials
+from heterorl.common.rpc.door import Door
+from heterorl.common.rpc.gate import Gate
+from heterorl.common.rpc.health_servicer import Health
+from heterorl.common.rpc.interceptors import ErrorsAndTimes
+from heterorl.common.rpc.options import server_options
+from heterorl.common.rpc.revocation import Revocations
+from heterorl.common.rpc.shares import Shares
+from heterorl.common.tls import ServerTlsConfig, check_tls
 
 _LOG = logging.getLogger(__name__)
 UNREFUSED_RPCS = 8

@@ -11,9 +11,9 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator
 
-from services.common.access import RULES
-from services.common.errors import QuotaExceeded
-from services.common.rpc.holders import Holder
+from heterorl.common.access import RULES
+from heterorl.common.errors import QuotaExceeded
+from heterorl.common.rpc.holders import Holder
 
 RESERVED_PART = 8
 """One place in this many is kept for the learner and the operator, and at least two."""

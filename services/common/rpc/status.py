@@ -14,11 +14,11 @@ import grpc.aio
 from google.protobuf import any_pb2
 from google.rpc import status_pb2
 from grpc_status import rpc_status
-from heterorl.v1 import errors_pb2
 
-from services.common import errors
-from services.common.errors import HeterorlError, RemoteError
-from services.common.words import peer_seconds, peer_words
+from heterorl.common import errors
+from heterorl.common.errors import HeterorlError, RemoteError
+from heterorl.common.words import peer_seconds, peer_words
+from heterorl.v1 import errors_pb2
 
 _R = errors_pb2.ErrorReason
 

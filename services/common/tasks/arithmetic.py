@@ -5,14 +5,14 @@ Reversed digits let a small model carry from one token to the next.
 
 from __future__ import annotations
 
-from services.common.tasks.number_pairs import NumberPairs
-from services.common.tasks.task import Prompt
-from services.common.types import Digest, RewardPart
-from services.common.wire import bytes_digest
+from heterorl.common.tasks.number_pairs import NumberPairs
+from heterorl.common.tasks.task import Prompt
+from heterorl.common.types import Digest, RewardPart
+from heterorl.common.wire import bytes_digest
 
 
 class ArithmeticTask(NumberPairs):
-    """Implements services.common.tasks.task.Task: "123+456=" -> "9750" (579 reversed, padded to 4 digits)."""
+    """Implements heterorl.common.tasks.task.Task: "123+456=" -> "9750" (579 reversed, padded to 4 digits)."""
 
     def __init__(self, *, digits: int, seed: int = 0) -> None:
         super().__init__(digits=digits, seed=seed)

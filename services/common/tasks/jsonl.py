@@ -11,11 +11,11 @@ import json
 from pathlib import Path
 from typing import Literal
 
-from services.common.errors import ConfigError
-from services.common.tasks.math_verify import MathVerifier
-from services.common.tasks.task import Prompt
-from services.common.types import Digest, RewardPart
-from services.common.wire import bytes_digest
+from heterorl.common.errors import ConfigError
+from heterorl.common.tasks.math_verify import MathVerifier
+from heterorl.common.tasks.task import Prompt
+from heterorl.common.types import Digest, RewardPart
+from heterorl.common.wire import bytes_digest
 
 MAX_LINE_BYTES = 1 << 20
 Row = tuple[str, str]
@@ -23,7 +23,7 @@ Row = tuple[str, str]
 
 
 class JsonlTask:
-    """Implements services.common.tasks.task.Task; see the module docstring for what is held out."""
+    """Implements heterorl.common.tasks.task.Task; see the module docstring for what is held out."""
 
     def __init__(
         self,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.common.errors import DependencyMissing, RewardError
-from services.common.tasks.reward_process import LoadFailed, RewardPool
+from heterorl.common.errors import DependencyMissing, RewardError
+from heterorl.common.tasks.reward_process import LoadFailed, RewardPool
 
 MAX_ANSWER_CHARS = 20_000
 MAX_MEMORY_BYTES = 4 << 30

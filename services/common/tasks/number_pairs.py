@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from services.common.tasks.task import Prompt
+from heterorl.common.tasks.task import Prompt
 
 _STRIDE = 7919
 _SEED_STRIDE = 104_729

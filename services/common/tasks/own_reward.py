@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from services.common.errors import ConfigError, RewardError
-from services.common.tasks.reward_process import LoadFailed, RewardPool
-from services.common.tasks.task import Prompt, Task
-from services.common.types import Digest, RewardPart
-from services.common.wire import bytes_digest
+from heterorl.common.errors import ConfigError, RewardError
+from heterorl.common.tasks.reward_process import LoadFailed, RewardPool
+from heterorl.common.tasks.task import Prompt, Task
+from heterorl.common.types import Digest, RewardPart
+from heterorl.common.wire import bytes_digest
 
 MAX_PARTS = 64
 

@@ -5,14 +5,14 @@ Every term is written with its digits reversed, like the sums of `arithmetic`, s
 
 from __future__ import annotations
 
-from services.common.tasks.number_pairs import NumberPairs
-from services.common.tasks.task import Prompt
-from services.common.types import Digest, RewardPart
-from services.common.wire import bytes_digest
+from heterorl.common.tasks.number_pairs import NumberPairs
+from heterorl.common.tasks.task import Prompt
+from heterorl.common.types import Digest, RewardPart
+from heterorl.common.wire import bytes_digest
 
 
 class ProgressionTask(NumberPairs):
-    """Implements services.common.tasks.task.Task: "12+34=" with 3 terms -> "640841" (46, 80, 14 modulo 100, reversed).
+    """Implements heterorl.common.tasks.task.Task: "12+34=" with 3 terms -> "640841" (46, 80, 14 modulo 100, reversed).
 
     The reward is the share of terms before the first wrong one.
     """

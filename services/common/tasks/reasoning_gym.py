@@ -11,10 +11,10 @@ import math
 import threading
 from typing import Any
 
-from services.common.errors import ConfigError, DependencyMissing, RewardError
-from services.common.tasks.task import Prompt
-from services.common.types import Digest, RewardPart
-from services.common.wire import bytes_digest
+from heterorl.common.errors import ConfigError, DependencyMissing, RewardError
+from heterorl.common.tasks.task import Prompt
+from heterorl.common.types import Digest, RewardPart
+from heterorl.common.wire import bytes_digest
 
 _SEED_STRIDE = 1_000_003
 """Item i of a data set is made from seed + i; data sets so far apart share no item."""
@@ -26,7 +26,7 @@ _CACHED_ENTRIES = 4096
 
 
 class ReasoningGymTask:
-    """Implements services.common.tasks.task.Task; entries on the wrong side of the split are drawn again."""
+    """Implements heterorl.common.tasks.task.Task; entries on the wrong side of the split are drawn again."""
 
     def __init__(self, *, name: str, size: int, evaluation_size: int, seed: int) -> None:
         try:

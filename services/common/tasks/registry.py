@@ -9,11 +9,11 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from services.common.config import DIRECTORY, Config
-from services.common.errors import ConfigError
-from services.common.tasks.arithmetic import ArithmeticTask
-from services.common.tasks.progression import ProgressionTask
-from services.common.tasks.task import Task
+from heterorl.common.config import DIRECTORY, Config
+from heterorl.common.errors import ConfigError
+from heterorl.common.tasks.arithmetic import ArithmeticTask
+from heterorl.common.tasks.progression import ProgressionTask
+from heterorl.common.tasks.task import Task
 
 _LOG = logging.getLogger(__name__)
 _KINDS = ("arithmetic", "progression", "reasoning_gym:NAME", "jsonl:PATH")
@@ -73,13 +73,13 @@ def build_task(config: TaskConfig) -> Task:
     elif kind == "progression" and not argument:
         task = ProgressionTask(digits=config.digits, terms=config.terms, seed=config.seed)
     elif kind == "reasoning_gym" and argument:
-        from services.common.tasks.reasoning_gym import ReasoningGymTask
+        from heterorl.common.tasks.reasoning_gym import ReasoningGymTask
 
         task = ReasoningGymTask(
             name=argument, size=config.size, evaluation_size=config.evaluation_size, seed=config.seed
         )
     elif kind == "jsonl" and argument:
-        from services.common.tasks.jsonl import JsonlTask
+        from heterorl.common.tasks.jsonl import JsonlTask
 
         task = JsonlTask(
             path=Path(argument),
@@ -95,7 +95,7 @@ def build_task(config: TaskConfig) -> Task:
         raise ConfigError("task.name", f"{config.name!r} is none of {', '.join(_KINDS)}{hint}")
     if not config.reward:
         return task
-    from services.common.tasks.own_reward import OwnReward, RewardedTask
+    from heterorl.common.tasks.own_reward import OwnReward, RewardedTask
 
     reward = OwnReward(
         config.reward,

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from services.common.errors import RewardError
+from heterorl.common.errors import RewardError
 
 SCRIPT = Path(__file__).parent / "reward_worker.py"
 START_TIMEOUT_S = 120.0

@@ -23,8 +23,6 @@ from types import ModuleType
 from typing import Any
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
-OURS = "services"
-"""The one name of ours that a user's project may well have too: there the user's own counts."""
 
 
 class LoadError(Exception):
@@ -33,17 +31,6 @@ class LoadError(Exception):
     def __init__(self, kind: str, text: str) -> None:
         self.kind = kind
         super().__init__(text)
-
-
-class OwnFinder:
-    """Finds the user's own package where it has our name."""
-
-    def __init__(self, directory: str) -> None:
-        self._directory = directory
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:  # noqa: ARG002
-        """The package in the user's directory, for our own name alone."""
-        return PathFinder.find_spec(name, [self._directory]) if name == OURS and path is None else None
 
 
 def main() -> None:
@@ -107,7 +94,6 @@ def _math(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
 def _function(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
     module, name, directory = job["module"], job["name"], job["directory"]
     top = module.partition(".")[0]
-    sys.meta_path.insert(0, OwnFinder(directory))
     _refuse_two(top, directory)
     # Last: what is installed keeps its names.
     sys.path.append(directory)

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from services.common.tasks.task import Prompt, Task
-from services.common.types import RewardPart
+from heterorl.common.tasks.task import Prompt, Task
+from heterorl.common.types import RewardPart
 
 _LOG = logging.getLogger(__name__)
 LOUD_AFTER = 8

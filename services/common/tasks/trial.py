@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from services.common.errors import ConfigError, RewardError
-from services.common.prompts import Prompter
-from services.common.tasks.task import Task
+from heterorl.common.errors import ConfigError, RewardError
+from heterorl.common.prompts import Prompter
+from heterorl.common.tasks.task import Task
 
 _LOG = logging.getLogger(__name__)
 

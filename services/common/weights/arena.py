@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from services.common.types import Digest
-from services.common.weights.parallel import in_order
+from heterorl.common.types import Digest
+from heterorl.common.weights.parallel import in_order
 
 Dtype = Literal["bf16", "fp16", "fp32", "fp8_e4m3", "fp8_e5m2", "int8"]
 IntArray = npt.NDArray[np.signedinteger[Any]]

@@ -1,9 +1,9 @@
 """One chunk of weights as bytes: exact, without a Python loop over elements and without reading a bit as a float.
 
     0  SAME      nothing: no element changed.
-    1  GAPULP    changed elements by position and integer step; written out in services.common.weights.steps.
-    2  SPLIT     the same with small weights apart, from services.common.weights.split; only where it is asked for.
-    3  DENSE8    the steps of all elements, one byte each; written out in services.common.weights.dense.
+    1  GAPULP    changed elements by position and integer step; written out in heterorl.common.weights.steps.
+    2  SPLIT     the same with small weights apart, from heterorl.common.weights.split; only where it is asked for.
+    3  DENSE8    the steps of all elements, one byte each; written out in heterorl.common.weights.dense.
     4  PLANES    the elements by significance of their bytes; there too.
     5  RAW       little-endian integers.
     6  STEP_RAW  the steps of all elements as little-endian integers.
@@ -23,12 +23,12 @@ import enum
 
 import numpy as np
 
-from services.common.errors import MalformedPayload
-from services.common.weights.arena import IntArray
-from services.common.weights.dense import apply_dense, apply_planes, encode_dense, encode_planes
-from services.common.weights.split import apply_split, encode_split
-from services.common.weights.step_reader import StepReader
-from services.common.weights.steps import MAX_WIDE_SHARE, StepWriter, changes, count_changes
+from heterorl.common.errors import MalformedPayload
+from heterorl.common.weights.arena import IntArray
+from heterorl.common.weights.dense import apply_dense, apply_planes, encode_dense, encode_planes
+from heterorl.common.weights.split import apply_split, encode_split
+from heterorl.common.weights.step_reader import StepReader
+from heterorl.common.weights.steps import MAX_WIDE_SHARE, StepWriter, changes, count_changes
 
 
 class Method(enum.IntEnum):

@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from services.common.errors import StateMismatch
-from services.common.types import Digest
-from services.common.weights.arena import Arena, Chunk, IntArray, zeros
-from services.common.weights.codec import WHOLE_METHODS, Method, apply_chunk, encode_composed
-from services.common.weights.container import (
+from heterorl.common.errors import StateMismatch
+from heterorl.common.types import Digest
+from heterorl.common.weights.arena import Arena, Chunk, IntArray, zeros
+from heterorl.common.weights.codec import WHOLE_METHODS, Method, apply_chunk, encode_composed
+from heterorl.common.weights.container import (
     Header,
     Record,
     read_chunk,

@@ -29,11 +29,11 @@ from typing import BinaryIO, TypeVar
 import blake3
 import xxhash
 
-from services.common.directory import sync_directory
-from services.common.errors import LimitExceeded, MalformedPayload, StateMismatch
-from services.common.types import Digest
-from services.common.weights.arena import Chunk
-from services.common.weights.codec import METHODS, WHOLE_METHODS
+from heterorl.common.directory import sync_directory
+from heterorl.common.errors import LimitExceeded, MalformedPayload, StateMismatch
+from heterorl.common.types import Digest
+from heterorl.common.weights.arena import Chunk
+from heterorl.common.weights.codec import METHODS, WHOLE_METHODS
 
 MAGIC = b"HRLW0001"
 NO_ROOT = "0" * 64

@@ -23,11 +23,11 @@ from struct import Struct
 
 import numpy as np
 
-from services.common.errors import MalformedPayload
-from services.common.weights.arena import IntArray
-from services.common.weights.step_reader import from_planes
-from services.common.weights.steps import ESCAPE, MAX_WIDE_SHARE, SCAN_ELEMENTS, U8Array, UnsignedArray, to_planes
-from services.common.weights.zstd_reader import compress, decompress
+from heterorl.common.errors import MalformedPayload
+from heterorl.common.weights.arena import IntArray
+from heterorl.common.weights.step_reader import from_planes
+from heterorl.common.weights.steps import ESCAPE, MAX_WIDE_SHARE, SCAN_ELEMENTS, U8Array, UnsignedArray, to_planes
+from heterorl.common.weights.zstd_reader import compress, decompress
 
 _HEADER = Struct("<3I")
 _SIZE = Struct("<I")

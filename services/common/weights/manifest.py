@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from services.common.errors import MalformedPayload, StateMismatch
-from services.common.types import Manifest, PayloadRef
-from services.common.weights.arena import CHUNK_ELEMENTS, Arena, Chunk, chunk_length, cut, state_root
-from services.common.weights.payload import PayloadInfo
+from heterorl.common.errors import MalformedPayload, StateMismatch
+from heterorl.common.types import Manifest, PayloadRef
+from heterorl.common.weights.arena import CHUNK_ELEMENTS, Arena, Chunk, chunk_length, cut, state_root
+from heterorl.common.weights.payload import PayloadInfo
 
 NO_VERSION = -1
 

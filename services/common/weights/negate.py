@@ -18,11 +18,11 @@ from typing import BinaryIO
 
 import numpy as np
 
-from services.common.errors import NotReversible
-from services.common.weights.arena import Chunk, zeros
-from services.common.weights.codec import WHOLE_METHODS, Method, apply_chunk, encode_composed
-from services.common.weights.compose import ComposedPayload
-from services.common.weights.container import (
+from heterorl.common.errors import NotReversible
+from heterorl.common.weights.arena import Chunk, zeros
+from heterorl.common.weights.codec import WHOLE_METHODS, Method, apply_chunk, encode_composed
+from heterorl.common.weights.compose import ComposedPayload
+from heterorl.common.weights.container import (
     NO_ROOT,
     Header,
     read_chunk,

@@ -1,6 +1,6 @@
 """A payload: one file that rebuilds a state, or leads from one state to the next.
 
-The file's layout is that of services.common.weights.container. Chunks of a snapshot are coded without a state before
+The file's layout is that of heterorl.common.weights.container. Chunks of a snapshot are coded without a state before
 them. A payload is named by the blake3 of its bytes; a version is named by its state root, never by compressed bytes,
 which may differ between builds of the compressor.
 """
@@ -13,11 +13,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO
 
-from services.common.errors import StateMismatch
-from services.common.types import Digest
-from services.common.weights.arena import Arena, Chunk, state_root
-from services.common.weights.codec import apply_chunk, encode_chunk
-from services.common.weights.container import (
+from heterorl.common.errors import StateMismatch
+from heterorl.common.types import Digest
+from heterorl.common.weights.arena import Arena, Chunk, state_root
+from heterorl.common.weights.codec import apply_chunk, encode_chunk
+from heterorl.common.weights.container import (
     MAGIC,
     NO_ROOT,
     Header,
@@ -28,7 +28,7 @@ from services.common.weights.container import (
     write_durably,
     write_header,
 )
-from services.common.weights.parallel import in_order
+from heterorl.common.weights.parallel import in_order
 
 __all__ = [
     "MAGIC",

@@ -15,9 +15,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 
-from services.common.api import PlanKind
-from services.common.errors import UnknownVersion
-from services.common.types import PayloadKind, PayloadRef
+from heterorl.common.api import PlanKind
+from heterorl.common.errors import UnknownVersion
+from heterorl.common.types import PayloadKind, PayloadRef
 
 NOTHING = -1
 

@@ -12,7 +12,7 @@ that row gets a fresh one.
 
 Guarantees: a function of the state and the scales alone, the same on every machine (float32 division, multiplication
 and rounding as IEEE 754 has them, on the CPU); nothing saturates; with the scales that came of it, a state gives the
-same bits again. Imports torch, as services.common.weights.tensors does.
+same bits again. Imports torch, as heterorl.common.weights.tensors does.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Literal
 
 import torch
 
-from services.common.errors import ConfigError
-from services.common.weights.arena import Arena, Dtype, Layout, TensorSpec
-from services.common.weights.tensors import TORCH_DTYPE
+from heterorl.common.errors import ConfigError
+from heterorl.common.weights.arena import Arena, Dtype, Layout, TensorSpec
+from heterorl.common.weights.tensors import TORCH_DTYPE
 
 Flavour = Literal["int8", "fp8_e4m3"]
 LIMIT: dict[Flavour, float] = {"int8": 127.0, "fp8_e4m3": 448.0}

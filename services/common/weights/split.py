@@ -22,10 +22,10 @@ from struct import Struct
 import numpy as np
 import numpy.typing as npt
 
-from services.common.errors import MalformedPayload
-from services.common.weights.arena import IntArray
-from services.common.weights.step_reader import StepReader
-from services.common.weights.steps import SCAN_ELEMENTS, IndexArray, StepWriter, U8Array, changes
+from heterorl.common.errors import MalformedPayload
+from heterorl.common.weights.arena import IntArray
+from heterorl.common.weights.step_reader import StepReader
+from heterorl.common.weights.steps import SCAN_ELEMENTS, IndexArray, StepWriter, U8Array, changes
 
 FloatArray = npt.NDArray[np.float64]
 

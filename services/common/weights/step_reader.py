@@ -1,4 +1,4 @@
-"""Reading what services.common.weights.steps wrote: everything is checked before the first element is given out.
+"""Reading what heterorl.common.weights.steps wrote: everything is checked before the first element is given out.
 
 Sizes are held against the chunk before anything is allocated; the sum of the gaps, which is the last position, before
 any position is made. Memory is the decoded streams, at most a few bytes a change, and one block of changes.
@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from services.common.errors import MalformedPayload
-from services.common.weights.arena import IntArray
-from services.common.weights.steps import BATCH_CHANGES, ESCAPE, HEADER, IndexArray, U8Array, UnsignedArray
-from services.common.weights.zstd_reader import decompress
+from heterorl.common.errors import MalformedPayload
+from heterorl.common.weights.arena import IntArray
+from heterorl.common.weights.steps import BATCH_CHANGES, ESCAPE, HEADER, IndexArray, U8Array, UnsignedArray
+from heterorl.common.weights.zstd_reader import decompress
 
 _BYTE = np.arange(256, dtype=np.uint8)
 # One uint32 for each byte: the four 2-bit codes in it as four bytes.

@@ -14,7 +14,7 @@ A step is new bits - old bits, wrapping in the element's width w bytes; it is ne
 
 A frame is zstandard, or nothing when its stream is empty. At learning rates of RL almost all steps are +-1, so a
 change costs about 7.6 bits for where and 1.8 bits for how much. A chunk is read in blocks that fit the cache, so
-memory is the streams' own and a few blocks; services.common.weights.step_reader undoes it.
+memory is the streams' own and a few blocks; heterorl.common.weights.step_reader undoes it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from services.common.weights.arena import IntArray
-from services.common.weights.zstd_reader import compress
+from heterorl.common.weights.arena import IntArray
+from heterorl.common.weights.zstd_reader import compress
 
 U8Array = npt.NDArray[np.uint8]
 IndexArray = npt.NDArray[np.int64]

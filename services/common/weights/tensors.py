@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from services.common.adapters import PARTS, has_adapters
-from services.common.errors import ConfigError, StateMismatch
-from services.common.weights.arena import Arena, Dtype, Layout, TensorSpec
+from heterorl.common.adapters import PARTS, has_adapters
+from heterorl.common.errors import ConfigError, StateMismatch
+from heterorl.common.weights.arena import Arena, Dtype, Layout, TensorSpec
 
 TORCH_DTYPE: dict[Dtype, torch.dtype] = {
     "bf16": torch.bfloat16,

@@ -12,7 +12,7 @@ import threading
 
 import zstandard
 
-from services.common.errors import LimitExceeded, MalformedPayload
+from heterorl.common.errors import LimitExceeded, MalformedPayload
 
 MAX_WINDOW_BYTES = 8 << 20
 

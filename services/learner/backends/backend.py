@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from services.common.types import QueuedGroup, StepReport
-from services.common.weights.arena import Arena, Layout
+from heterorl.common.types import QueuedGroup, StepReport
+from heterorl.common.weights.arena import Arena, Layout
 
 if TYPE_CHECKING:
     from torch import nn

@@ -2,7 +2,7 @@
 
     u32 little-endian length n; n bytes of JSON {"do": ..., "sizes": [...], ...}; blobs of those sizes
 
-Blobs are groups in their wire form, of `services.common.wire`.
+Blobs are groups in their wire form, of `heterorl.common.wire`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from services.common.types import Group
-from services.common.wire import group_from_bytes, group_to_bytes
+from heterorl.common.types import Group
+from heterorl.common.wire import group_from_bytes, group_to_bytes
 
 
 class Do(Enum):

@@ -1,6 +1,6 @@
 """Several processes on one machine: DeepSpeed's ZeRO with fp32 masters, all ranks behind one TrainBackend.
 
-Implements services.learner.backends.backend.TrainBackend on rank 0; the other ranks `follow` what it says. Every rank
+Implements heterorl.learner.backends.backend.TrainBackend on rank 0; the other ranks `follow` what it says. Every rank
 reads every group of a step and computes by itself what the step needs as a whole (advantages, denominators, averaging
 constants, the step size); what is divided is the passes through the model, group by group.
 
@@ -19,27 +19,27 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from services.common.clock import Clock, SystemClock
-from services.common.errors import ConfigError, CorruptStore, HeterorlError, StateMismatch
-from services.common.types import Group, QueuedGroup, SamplingSemantics, StepReport
-from services.common.weights import tensors
-from services.common.weights.arena import Arena, Layout
-from services.learner.backend_config import DeepSpeedBackendConfig
-from services.learner.backends.collectives import Collectives
-from services.learner.backends.commands import Command, Do, command_from_bytes, command_to_bytes
-from services.learner.backends.zero_checkpoint import read_checkpoint_files, write_checkpoint_files
-from services.learner.backends.zero_engine import build_engine
-from services.learner.backends.zero_step import Passes
-from services.learner.batch import build_batch
-from services.learner.extras import join, step_extras, step_size_factor
-from services.learner.kernels import apply_liger, compile_forward
-from services.learner.logprobs import logit_temperature
-from services.learner.loss_config import LossConfig
-from services.learner.loss_registry import caveats, rule_of
-from services.learner.model import check_forward, load_model
-from services.learner.stand_in import Rounding
-from services.learner.statistics import MicroBatchSample, build_report
-from services.learner.step import apply_gradients, learning_rate
+from heterorl.common.clock import Clock, SystemClock
+from heterorl.common.errors import ConfigError, CorruptStore, HeterorlError, StateMismatch
+from heterorl.common.types import Group, QueuedGroup, SamplingSemantics, StepReport
+from heterorl.common.weights import tensors
+from heterorl.common.weights.arena import Arena, Layout
+from heterorl.learner.backend_config import DeepSpeedBackendConfig
+from heterorl.learner.backends.collectives import Collectives
+from heterorl.learner.backends.commands import Command, Do, command_from_bytes, command_to_bytes
+from heterorl.learner.backends.zero_checkpoint import read_checkpoint_files, write_checkpoint_files
+from heterorl.learner.backends.zero_engine import build_engine
+from heterorl.learner.backends.zero_step import Passes
+from heterorl.learner.batch import build_batch
+from heterorl.learner.extras import join, step_extras, step_size_factor
+from heterorl.learner.kernels import apply_liger, compile_forward
+from heterorl.learner.logprobs import logit_temperature
+from heterorl.learner.loss_config import LossConfig
+from heterorl.learner.loss_registry import caveats, rule_of
+from heterorl.learner.model import check_forward, load_model
+from heterorl.learner.stand_in import Rounding
+from heterorl.learner.statistics import MicroBatchSample, build_report
+from heterorl.learner.step import apply_gradients, learning_rate
 
 logger = logging.getLogger(__name__)
 

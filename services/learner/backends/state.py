@@ -19,9 +19,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from services.common.adapters import trainable
-from services.common.errors import CorruptStore
-from services.common.types import NO_LORA, LoraSettings
+from heterorl.common.adapters import trainable
+from heterorl.common.errors import CorruptStore
+from heterorl.common.types import NO_LORA, LoraSettings
 
 WEIGHTS_FILE = "weights.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"

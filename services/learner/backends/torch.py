@@ -1,6 +1,6 @@
 """One process, one device: fp32 masters, AdamW, and passes that see the masters as they are published.
 
-Implements services.learner.backends.backend.TrainBackend. On the CPU a run is a pure function of its inputs, its
+Implements heterorl.learner.backends.backend.TrainBackend. On the CPU a run is a pure function of its inputs, its
 weights and the number of threads.
 """
 
@@ -15,25 +15,25 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from services.common.adapters import attach, base_digest, trainable
-from services.common.clock import Clock, SystemClock
-from services.common.errors import ConfigError
-from services.common.lora import ALL_WEIGHTS, LoraConfig
-from services.common.types import Digest, QueuedGroup, SamplingSemantics, StepReport
-from services.common.weights import tensors
-from services.common.weights.arena import Arena, Layout
-from services.learner.backend_config import TorchBackendConfig
-from services.learner.backends.state import read_state, write_state
-from services.learner.batch import build_batch
-from services.learner.extras import join, step_extras, step_size_factor
-from services.learner.kernels import apply_liger, compile_forward
-from services.learner.logprobs import logit_temperature
-from services.learner.loss_config import LossConfig
-from services.learner.loss_registry import caveats, rule_of
-from services.learner.model import check_forward, load_model
-from services.learner.stand_in import Rounding
-from services.learner.statistics import build_report
-from services.learner.step import accumulate_gradients, apply_gradients, learning_rate
+from heterorl.common.adapters import attach, base_digest, trainable
+from heterorl.common.clock import Clock, SystemClock
+from heterorl.common.errors import ConfigError
+from heterorl.common.lora import ALL_WEIGHTS, LoraConfig
+from heterorl.common.types import Digest, QueuedGroup, SamplingSemantics, StepReport
+from heterorl.common.weights import tensors
+from heterorl.common.weights.arena import Arena, Layout
+from heterorl.learner.backend_config import TorchBackendConfig
+from heterorl.learner.backends.state import read_state, write_state
+from heterorl.learner.batch import build_batch
+from heterorl.learner.extras import join, step_extras, step_size_factor
+from heterorl.learner.kernels import apply_liger, compile_forward
+from heterorl.learner.logprobs import logit_temperature
+from heterorl.learner.loss_config import LossConfig
+from heterorl.learner.loss_registry import caveats, rule_of
+from heterorl.learner.model import check_forward, load_model
+from heterorl.learner.stand_in import Rounding
+from heterorl.learner.statistics import build_report
+from heterorl.learner.step import accumulate_gradients, apply_gradients, learning_rate
 
 logger = logging.getLogger(__name__)
 

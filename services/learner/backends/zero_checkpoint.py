@@ -1,4 +1,4 @@
-"""A checkpoint of divided state in the files of `services.learner.backends.state`, one tensor at a time.
+"""A checkpoint of divided state in the files of `heterorl.learner.backends.state`, one tensor at a time.
 
 Guarantees: any number of ranks, any stage and the torch backend read what any of them wrote. Weights and moments come
 back bit for bit. The optimizer of a divided model counts steps once for all parameters.
@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from services.common.errors import CorruptStore
-from services.learner.backends.state import (
+from heterorl.common.errors import CorruptStore
+from heterorl.learner.backends.state import (
     COUNTERS_FILE,
     FORMAT,
     OPTIMIZER_FILE,
@@ -23,8 +23,8 @@ from services.learner.backends.state import (
     check_random_state,
     check_state,
 )
-from services.learner.backends.zero_files import TensorFile, write_tensors
-from services.learner.backends.zero_state import MOMENTS, ZeroState
+from heterorl.learner.backends.zero_files import TensorFile, write_tensors
+from heterorl.learner.backends.zero_state import MOMENTS, ZeroState
 
 
 def write_checkpoint_files(directory: Path | None, state: ZeroState, *, applied_steps: int) -> None:

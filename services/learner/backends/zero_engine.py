@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from services.common.errors import ConfigError, DependencyMissing
-from services.learner.backend_config import DeepSpeedBackendConfig
-from services.learner.backends.collectives import Collectives
-from services.learner.backends.zero_state import ZeroState
-from services.learner.backends.zero_step import LogprobModel
+from heterorl.common.errors import ConfigError, DependencyMissing
+from heterorl.learner.backend_config import DeepSpeedBackendConfig
+from heterorl.learner.backends.collectives import Collectives
+from heterorl.learner.backends.zero_state import ZeroState
+from heterorl.learner.backends.zero_step import LogprobModel
 
 
 def import_deepspeed(device: str = "cpu") -> Any:

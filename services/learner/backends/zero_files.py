@@ -1,4 +1,4 @@
-"""The files of `services.learner.backends.state` in pieces: written one tensor at a time, read one piece at a time.
+"""The files of `heterorl.learner.backends.state` in pieces: written one tensor at a time, read one piece at a time.
 
 A safetensors file is: u64 little-endian length n of the header; n bytes of JSON {name: {"dtype", "shape",
 "data_offsets": [begin, end]}}, padded with spaces to a multiple of 8; the tensors' little-endian bytes back to back.
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from services.common.errors import CorruptStore
+from heterorl.common.errors import CorruptStore
 
 _SIZES = {"F32": 4, "U8": 1}
 _TORCH = {"F32": torch.float32, "U8": torch.uint8}

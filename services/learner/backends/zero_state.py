@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from services.learner.backends.collectives import Collectives
+from heterorl.learner.backends.collectives import Collectives
 
 Key = Literal["", "exp_avg", "exp_avg_sq"]
 """The master itself, or one of its moments."""

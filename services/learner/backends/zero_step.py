@@ -1,7 +1,7 @@
 """One step's forward and backward passes on one of several ranks, through DeepSpeed.
 
 DeepSpeed averages gradients over the ranks; every loss is multiplied by their number, so that what arrives is the sum,
-which is the gradient of the whole step's loss (see `services.learner.shares`). Gradients are accumulated by calling
+which is the gradient of the whole step's loss (see `heterorl.learner.shares`). Gradients are accumulated by calling
 backward once for each micro-batch with the boundary set at the last.
 
 Guarantees: every rank takes the same number of passes; a loss that is not finite on any rank makes the gradient not
@@ -20,15 +20,15 @@ import torch
 from safetensors.torch import load, save
 from torch import nn
 
-from services.learner.backends.collectives import Collectives
-from services.learner.batch import Batch, TrainingSequence
-from services.learner.extras import SequenceSample
-from services.learner.logprobs import token_logprobs
-from services.learner.loss_rule import Rule
-from services.learner.micro_batch import Batching, MicroBatch, collate
-from services.learner.shares import Shares, empty_pass, share_out
-from services.learner.statistics import MicroBatchSample
-from services.learner.step import micro_batch_loss, planned
+from heterorl.learner.backends.collectives import Collectives
+from heterorl.learner.batch import Batch, TrainingSequence
+from heterorl.learner.extras import SequenceSample
+from heterorl.learner.logprobs import token_logprobs
+from heterorl.learner.loss_rule import Rule
+from heterorl.learner.micro_batch import Batching, MicroBatch, collate
+from heterorl.learner.shares import Shares, empty_pass, share_out
+from heterorl.learner.statistics import MicroBatchSample
+from heterorl.learner.step import micro_batch_loss, planned
 
 
 class LogprobModel(nn.Module):
@@ -48,7 +48,7 @@ class LogprobModel(nn.Module):
         sources_N: torch.Tensor,
         targets_N: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `services.learner.model.learner_logprobs`."""
+        """As `heterorl.learner.model.learner_logprobs`."""
         network: Any = self.model
         dtype = self._autocast_dtype
         # In here, because the engine turns off an autocast around it.

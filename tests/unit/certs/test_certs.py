@@ -8,11 +8,11 @@ import pytest
 from cryptography import x509
 from typer.testing import CliRunner
 
-from services.certs import files
-from services.certs.directory import Authority
-from services.cli import app
-from services.common.errors import ConfigError
-from services.common.identity import Identity, Role, read_identity
+from heterorl.certs import files
+from heterorl.certs.directory import Authority
+from heterorl.cli import app
+from heterorl.common.errors import ConfigError
+from heterorl.common.identity import Identity, Role, read_identity
 from tests.support.certificates import DAY, Certificates, now
 
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.certs.guesses import GuessLimit
-from services.certs.token_cli import parse_duration
-from services.certs.tokens import PREFIX, Kept, Refused, Token, decide, parse_token, secret_digest
-from services.common.errors import ConfigError
+from heterorl.certs.guesses import GuessLimit
+from heterorl.certs.token_cli import parse_duration
+from heterorl.certs.tokens import PREFIX, Kept, Refused, Token, decide, parse_token, secret_digest
+from heterorl.common.errors import ConfigError
 
 URI = "spiffe://run/site/eu-1/role/sampler"
 TOKEN = Token(id=b"i" * 8, secret=b"s" * 32, pin=b"p" * 32, uri=URI, address="ca.example:50052")

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from services.common.bandwidth import BURST_S, TokenBucket
+from heterorl.common.bandwidth import BURST_S, TokenBucket
 
 
 class SleepClock:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from services.common import descriptors
-from services.common.directory import make_directory, sync_directory
-from services.common.errors import ConfigError
+from heterorl.common import descriptors
+from heterorl.common.directory import make_directory, sync_directory
+from heterorl.common.errors import ConfigError
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_too_few_descriptors_name_the_key_and_the_number():
 
 def test_limit_is_raised_to_what_the_system_allows():
     code = (
-        "import resource; from services.common import descriptors;"
+        "import resource; from heterorl.common import descriptors;"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 700));"
         "print(descriptors.raise_limit(calls=1024), resource.getrlimit(resource.RLIMIT_NOFILE))"
     )

@@ -2,10 +2,10 @@
 
 import pytest
 
-from services.common.errors import InvalidRequest, StaleEpoch
-from services.common.facts import facts_of, parse_facts, steps_wanted
-from services.learner.config import LearnerConfig
-from services.learner.run_file import describe_run
+from heterorl.common.errors import InvalidRequest, StaleEpoch
+from heterorl.common.facts import facts_of, parse_facts, steps_wanted
+from heterorl.learner.config import LearnerConfig
+from heterorl.learner.run_file import describe_run
 from tests.support.secure_run import SecureRun
 
 

@@ -7,10 +7,10 @@ import blake3
 import numpy as np
 import pytest
 
-from services.common.errors import LimitExceeded, MalformedPayload, UnknownPayload, Unreachable
-from services.common.fetch import Fetcher
-from services.common.ranges import SPLIT_BYTES
-from services.common.types import Digest, PayloadKind, PayloadRef
+from heterorl.common.errors import LimitExceeded, MalformedPayload, UnknownPayload, Unreachable
+from heterorl.common.fetch import Fetcher
+from heterorl.common.ranges import SPLIT_BYTES
+from heterorl.common.types import Digest, PayloadKind, PayloadRef
 from tests.support.clock import ManualClock
 
 DATA = np.random.default_rng(0).bytes(9 * SPLIT_BYTES + 12345)

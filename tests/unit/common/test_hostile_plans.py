@@ -6,21 +6,21 @@ import contextlib
 import grpc.aio
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from heterorl.v1 import policy_pb2, policy_pb2_grpc
 
-from services.common.clock import SystemClock
-from services.common.errors import CorruptData, DiskFull, LimitExceeded, MalformedPayload
-from services.common.fetch import Fetcher
-from services.common.pull import MAX_COPIES, Puller
-from services.common.rpc import messages
-from services.common.rpc.client import CoordinatorClient
-from services.common.signing import Signer
-from services.common.tls import TlsConfig
-from services.common.trust import Trust
-from services.common.types import Digest, PayloadKind, PayloadRef
-from services.common.weights.container import max_file_bytes
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
+from heterorl.common.clock import SystemClock
+from heterorl.common.errors import CorruptData, DiskFull, LimitExceeded, MalformedPayload
+from heterorl.common.fetch import Fetcher
+from heterorl.common.pull import MAX_COPIES, Puller
+from heterorl.common.rpc import messages
+from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.signing import Signer
+from heterorl.common.tls import TlsConfig
+from heterorl.common.trust import Trust
+from heterorl.common.types import Digest, PayloadKind, PayloadRef
+from heterorl.common.weights.container import max_file_bytes
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.v1 import policy_pb2, policy_pb2_grpc
 from tests.support.clock import ManualClock
 from tests.support.run import LAYOUT, Run
 

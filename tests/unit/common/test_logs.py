@@ -10,12 +10,12 @@ import sys
 
 import pytest
 
-from services.common.log_lines import wrap
-from services.common.logs import ConsoleFormatter, utc
+from heterorl.common.log_lines import wrap
+from heterorl.common.logs import ConsoleFormatter, utc
 
 NOISE = """
 import faulthandler, logging, os, subprocess, sys, threading, warnings
-from services.common import logs
+from heterorl.common import logs
 logs.configure(style="json", fields={"role": "sampler", "version": "1.2"})
 logs.bind(site="eu-1", run="r", nothing="")
 logging.getLogger("ours").info("hello %s", "world")
@@ -28,7 +28,7 @@ from huggingface_hub.utils import logging as hub
 theirs.get_logger("transformers.x").warning("from transformers")
 hub.get_logger("huggingface_hub.x").warning("from the hub")
 subprocess.run([sys.executable, "-c", "import sys; print('of a child', file=sys.stderr)"])
-rank = "from services.common import logs; import logging; logs.configure_as_parent(); logging.info('of a rank')"
+rank = "from heterorl.common import logs; import logging; logs.configure_as_parent(); logging.info('of a rank')"
 subprocess.run([sys.executable, "-c", rank])
 thread = threading.Thread(target=lambda: 1 / 0, name="worker")
 thread.start()
@@ -73,7 +73,7 @@ def test_every_line_is_one_object_with_who_says_it():
 @pytest.mark.parametrize("style", ["json", "console"])
 def test_service_that_cannot_start_says_why_in_its_style(style):
     program = f"import sys; sys.argv = ['heterorl', 'sampler', '--log', '{style}', '--set', 'colour=1']\n"
-    result = run(program + "from services.entry import main; main()")
+    result = run(program + "from heterorl.entry import main; main()")
 
     assert result.returncode == 2
     if style == "json":
@@ -85,7 +85,7 @@ def test_service_that_cannot_start_says_why_in_its_style(style):
 
 
 def test_words_before_an_abort_are_not_lost():
-    program = "from services.common import logs; import os; logs.configure(style='json')\n"
+    program = "from heterorl.common import logs; import os; logs.configure(style='json')\n"
     result = run(program + "os.write(2, b'terminate called\\n'); os.abort()")
 
     assert json.loads(result.stderr.splitlines()[0])["message"] == "terminate called"

@@ -6,9 +6,9 @@ import urllib.request
 
 import pytest
 
-from services.common import logs, metrics
-from services.common.errors import PortInUse
-from services.sampler.config import SamplerConfig
+from heterorl.common import logs, metrics
+from heterorl.common.errors import PortInUse
+from heterorl.sampler.config import SamplerConfig
 
 UNITS = ("_seconds", "_bytes", "_per_second", "_versions", "_groups", "_nats", "_ratio", "_total", "_version", "_epoch",
          "_info")  # fmt: skip

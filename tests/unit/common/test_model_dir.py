@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from services.common.errors import ConfigError
-from services.common.model_dir import check_model_dir
-from services.common.prompts import Prompter
+from heterorl.common.errors import ConfigError
+from heterorl.common.model_dir import check_model_dir
+from heterorl.common.prompts import Prompter
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +84,7 @@ def test_a_service_says_it_in_one_line(tmp_path):
     started = time.monotonic()
 
     result = subprocess.run(
-        [sys.executable, "-m", "services", "learner", "--config", str(config)],
+        [sys.executable, "-m", "heterorl", "learner", "--config", str(config)],
         capture_output=True, text=True, timeout=100, check=False,
         env={"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "PATH": "/usr/bin:/bin"},
     )  # fmt: skip

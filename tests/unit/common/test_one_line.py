@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from services.common.logs import ConsoleFormatter, one_line
+from heterorl.common.logs import ConsoleFormatter, one_line
 
 
 @pytest.mark.parametrize(

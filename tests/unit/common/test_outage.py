@@ -6,17 +6,17 @@ import logging
 
 import pytest
 
-from services.common.errors import Unreachable
-from services.common.rpc import outage as outage_module
-from services.common.rpc.client import CoordinatorClient
-from services.common.rpc.outage import Outage
-from services.common.rpc.retry import RetryPolicy
-from services.common.tls import TlsConfig
+from heterorl.common.errors import Unreachable
+from heterorl.common.rpc import outage as outage_module
+from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.rpc.outage import Outage
+from heterorl.common.rpc.retry import RetryPolicy
+from heterorl.common.tls import TlsConfig
 from tests.support.clock import ManualClock
 
 
 def said(caplog):
-    return [record.getMessage() for record in caplog.records if record.name == "services.common.rpc.outage"]
+    return [record.getMessage() for record in caplog.records if record.name == "heterorl.common.rpc.outage"]
 
 
 def test_outage_is_said_soon_then_ever_more_rarely_and_once_when_it_ends(caplog):

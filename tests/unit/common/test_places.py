@@ -3,11 +3,11 @@
 import asyncio
 import contextlib
 
-from services.common.errors import QuotaExceeded
-from services.common.identity import Identity, LocalPeer, Role
-from services.common.rpc.budget import OF_PRIVILEGED, OF_SITE, Budget
-from services.common.rpc.holders import Holder, holder_of
-from services.common.rpc.shares import Shares
+from heterorl.common.errors import QuotaExceeded
+from heterorl.common.identity import Identity, LocalPeer, Role
+from heterorl.common.rpc.budget import OF_PRIVILEGED, OF_SITE, Budget
+from heterorl.common.rpc.holders import Holder, holder_of
+from heterorl.common.rpc.shares import Shares
 
 HEARTBEAT = "/heterorl.v1.RunService/Heartbeat"
 DIAGNOSE = "/heterorl.v1.DiagnosisService/Diagnose"

@@ -7,11 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from services.common.generation.private_directory import PrivateDirectory, remove_left
+from heterorl.common.generation.private_directory import PrivateDirectory, remove_left
 
 OWNER = """
 import pathlib, sys
-from services.common.generation.private_directory import PrivateDirectory
+from heterorl.common.generation.private_directory import PrivateDirectory
 directory = PrivateDirectory(pathlib.Path(sys.argv[1]), prefix="weights")
 (directory.path / "model.safetensors").write_bytes(bytes(1000))
 print(directory.path, flush=True)

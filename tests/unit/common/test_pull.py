@@ -5,12 +5,12 @@ import dataclasses
 
 import pytest
 
-from services.common.api import PlanKind
-from services.common.errors import CorruptData, LimitExceeded, StateMismatch, UnknownVersion, Unreachable
-from services.common.pull import Puller
-from services.common.wire import manifest_digest, manifest_from_bytes, manifest_to_bytes
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
+from heterorl.common.api import PlanKind
+from heterorl.common.errors import CorruptData, LimitExceeded, StateMismatch, UnknownVersion, Unreachable
+from heterorl.common.pull import Puller
+from heterorl.common.wire import manifest_digest, manifest_from_bytes, manifest_to_bytes
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
 from tests.support.clock import ManualClock
 from tests.support.run import LAYOUT, Run
 
@@ -118,7 +118,7 @@ async def test_leftovers_of_an_earlier_process_are_checked_before_use(world):
 
 
 async def test_another_layout_is_refused_before_anything_is_applied(world, tmp_path):
-    from services.common.weights.arena import Layout, TensorSpec
+    from heterorl.common.weights.arena import Layout, TensorSpec
 
     api, _, _, clock, _ = world
     other = Layout.build([TensorSpec(name="w", dtype="fp16", shape=(40,))], chunk_elements=16)
@@ -347,6 +347,6 @@ async def test_manifests_of_a_way_are_bounded(world, monkeypatch):
     api, _, puller, _, _ = world
     held = await puller.pull(held=None, want_version=0)
     _bare(api, [], page=100)
-    monkeypatch.setattr("services.common.way.MAX_BYTES", 10)
+    monkeypatch.setattr("heterorl.common.way.MAX_BYTES", 10)
     with pytest.raises(LimitExceeded, match="manifests of"):
         await puller.pull(held=held, want_version=3)

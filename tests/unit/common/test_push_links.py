@@ -6,15 +6,15 @@ import contextlib
 import grpc
 import grpc.aio
 import pytest
-from heterorl.v1 import rollout_pb2, rollout_pb2_grpc
 
-from services.common.bandwidth import BandwidthConfig
-from services.common.errors import Unreachable
-from services.common.fetch import STALL_S, Fetcher
-from services.common.rpc.client import MIN_UP_BYTES_PER_S, PUSH_TIMEOUT_S, CoordinatorClient
-from services.common.rpc.retry import RetryPolicy
-from services.common.tls import TlsConfig
-from services.common.types import WorkAssignment
+from heterorl.common.bandwidth import BandwidthConfig
+from heterorl.common.errors import Unreachable
+from heterorl.common.fetch import STALL_S, Fetcher
+from heterorl.common.rpc.client import MIN_UP_BYTES_PER_S, PUSH_TIMEOUT_S, CoordinatorClient
+from heterorl.common.rpc.retry import RetryPolicy
+from heterorl.common.tls import TlsConfig
+from heterorl.common.types import WorkAssignment
+from heterorl.v1 import rollout_pb2, rollout_pb2_grpc
 from tests.support.clock import ManualClock
 from tests.support.run import Run
 

@@ -4,16 +4,16 @@ import importlib
 import pkgutil
 import time
 
-import heterorl.v1
 import pytest
 from google.protobuf import message_factory
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.internal import encoder, wire_format
-from heterorl.v1 import common_pb2, policy_pb2, rollout_pb2, run_pb2
 
-from services.common.errors import InvalidRequest
-from services.common.rpc.bounds import BOUNDS, Text, bound_of
-from services.common.rpc.scan import MAX_TAGS, MAX_UNKNOWN_BYTES, parse
+import heterorl.v1
+from heterorl.common.errors import InvalidRequest
+from heterorl.common.rpc.bounds import BOUNDS, Text, bound_of
+from heterorl.common.rpc.scan import MAX_TAGS, MAX_UNKNOWN_BYTES, parse
+from heterorl.v1 import common_pb2, policy_pb2, rollout_pb2, run_pb2
 
 PROTOS = [
     importlib.import_module(f"heterorl.v1.{module.name}")

@@ -10,12 +10,12 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
-from services.cli import app
-from services.common.errors import ConfigError, UnsignedManifest, WrongSignature
-from services.common.signing import Signer, load_signer, new_key, signed_by
-from services.common.trust import Trust
-from services.learner.config import LearnerConfig
-from services.sampler.config import SamplerConfig
+from heterorl.cli import app
+from heterorl.common.errors import ConfigError, UnsignedManifest, WrongSignature
+from heterorl.common.signing import Signer, load_signer, new_key, signed_by
+from heterorl.common.trust import Trust
+from heterorl.learner.config import LearnerConfig
+from heterorl.sampler.config import SamplerConfig
 
 # RFC 8032, section 7.1, test 2: secret key, public key, message of one byte, signature.
 SECRET = "4ccd089b28ff96da9db6c346ec114e0f5b8a319f35aba624da8cf6ed4fb8a6fb"

@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from services.common.generation.vllm_worker import ArenaWorker
+from heterorl.common.generation.vllm_worker import ArenaWorker
 
 
 class Packing:
@@ -98,7 +98,7 @@ child.wait()
 """
 CHILD = """
 import threading
-from services.common.generation import vllm_worker
+from heterorl.common.generation import vllm_worker
 vllm_worker.WATCH_S = 0.05
 vllm_worker.ArenaWorker().end_with(PID)
 print("watching", flush=True)

@@ -3,12 +3,12 @@
 import grpc
 import grpc.aio
 import pytest
-from heterorl.v1 import policy_pb2
 
-from services.common import wire
-from services.common.errors import MalformedPayload, QuotaExceeded
-from services.common.rpc.status import from_rpc_error, to_status
-from services.common.words import MAX_ASKED_S, peer_seconds, peer_words
+from heterorl.common import wire
+from heterorl.common.errors import MalformedPayload, QuotaExceeded
+from heterorl.common.rpc.status import from_rpc_error, to_status
+from heterorl.common.words import MAX_ASKED_S, peer_seconds, peer_words
+from heterorl.v1 import policy_pb2
 
 FORGED = "busy\n2026-01-01 00:00:00 CRITICAL services: the store failed\r\x1b[2J\u2028\x00" + "x" * 5000
 

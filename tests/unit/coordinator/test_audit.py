@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from services.cli import app
-from services.common.rpc.revocation import Revocations
-from services.coordinator import audit
-from services.coordinator.app import _gauges
-from services.coordinator.audit import AuditKind
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
-from services.coordinator.database import Database
+from heterorl.cli import app
+from heterorl.common.rpc.revocation import Revocations
+from heterorl.coordinator import audit
+from heterorl.coordinator.app import _gauges
+from heterorl.coordinator.audit import AuditKind
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.database import Database
 from tests.support.clock import ManualClock
 
 

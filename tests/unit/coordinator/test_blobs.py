@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.errors import CorruptStore, DigestMismatch, InvalidRequest, StoreFull
-from services.common.types import Digest
-from services.coordinator.blob_files import FRAME_BYTES
-from services.coordinator.blobs import BlobStore
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
-from services.coordinator.served import PayloadReader
+from heterorl.common.errors import CorruptStore, DigestMismatch, InvalidRequest, StoreFull
+from heterorl.common.types import Digest
+from heterorl.coordinator.blob_files import FRAME_BYTES
+from heterorl.coordinator.blobs import BlobStore
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.served import PayloadReader
 from tests.support.clock import ManualClock
 from tests.support.crashes import Disk
 from tests.support.run import Run, frames

@@ -6,13 +6,13 @@ from collections import Counter
 
 import pytest
 
-from services.common.api import CanaryReport
-from services.common.errors import InvalidRequest, NotRegistered, Quarantined
-from services.coordinator import audit
-from services.coordinator.canary import MAX_LOGPROBS, judge
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
-from services.coordinator.flaps import MAX_RECORDED, PERIOD_S, Flaps
+from heterorl.common.api import CanaryReport
+from heterorl.common.errors import InvalidRequest, NotRegistered, Quarantined
+from heterorl.coordinator import audit
+from heterorl.coordinator.canary import MAX_LOGPROBS, judge
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.flaps import MAX_RECORDED, PERIOD_S, Flaps
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, SITE, Run
 

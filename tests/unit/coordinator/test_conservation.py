@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.common.api import Rejection
-from services.common.errors import GroupNotAvailable, LeaseHeld, ParentNotHead, Quarantined, StaleEpoch
-from services.common.types import DropReason, GroupId, PushStatus, SiteId
-from services.coordinator import ledger
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
+from heterorl.common.api import Rejection
+from heterorl.common.errors import GroupNotAvailable, LeaseHeld, ParentNotHead, Quarantined, StaleEpoch
+from heterorl.common.types import DropReason, GroupId, PushStatus, SiteId
+from heterorl.coordinator import ledger
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
 from tests.support.clock import ManualClock
 from tests.support.run import CONTRACT, INCARNATION, Run
 

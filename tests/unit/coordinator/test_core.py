@@ -7,8 +7,8 @@ import blake3
 import numpy as np
 import pytest
 
-from services.common.api import Command, Heartbeat, PlanKind
-from services.common.errors import (
+from heterorl.common.api import Command, Heartbeat, PlanKind
+from heterorl.common.errors import (
     ContractMismatch,
     CorruptStore,
     DigestMismatch,
@@ -26,11 +26,11 @@ from services.common.errors import (
     UnknownPayload,
     UnknownVersion,
 )  # fmt: skip
-from services.common.types import Digest, DropReason, GroupId, PushStatus, RewardPart, SiteId, VersionSpan
-from services.common.wire import bytes_digest, manifest_from_bytes, manifest_to_bytes
-from services.coordinator import ledger
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
+from heterorl.common.types import Digest, DropReason, GroupId, PushStatus, RewardPart, SiteId, VersionSpan
+from heterorl.common.wire import bytes_digest, manifest_from_bytes, manifest_to_bytes
+from heterorl.coordinator import ledger
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
 from tests.support.clock import ManualClock
 from tests.support.run import CONTRACT, INCARNATION, LAYOUT, SITE, Run, credits_of, frames, rollout
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from services.common.clock import SystemClock
-from services.common.wire import bytes_digest, manifest_digest, manifest_from_bytes
-from services.coordinator import ledger
-from services.coordinator.core import Coordinator
+from heterorl.common.clock import SystemClock
+from heterorl.common.wire import bytes_digest, manifest_digest, manifest_from_bytes
+from heterorl.coordinator import ledger
+from heterorl.coordinator.core import Coordinator
 from tests.support.crash_child import config
 
 ROOT = Path(__file__).parents[3]

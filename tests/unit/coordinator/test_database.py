@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from services.common.errors import CorruptStore, Draining, InvalidRequest
-from services.coordinator.database import Database, get_meta, set_meta
+from heterorl.common.errors import CorruptStore, Draining, InvalidRequest
+from heterorl.coordinator.database import Database, get_meta, set_meta
 
 
 @pytest.fixture

@@ -5,11 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from services.common.types import DropReason, FinishReason, PushStatus
-from services.coordinator.admission import ending_problem
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
-from services.coordinator.membership import contract_difference
+from heterorl.common.types import DropReason, FinishReason, PushStatus
+from heterorl.coordinator.admission import ending_problem
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.membership import contract_difference
 from tests.support.clock import ManualClock
 from tests.support.run import CONTRACT, Run, rollout
 

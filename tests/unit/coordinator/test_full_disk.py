@@ -6,12 +6,12 @@ import subprocess
 import numpy as np
 import pytest
 
-from services.common.errors import DiskFull, StoreFull
-from services.common.types import PushStatus
-from services.common.wire import bytes_digest
-from services.coordinator import ledger
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
+from heterorl.common.errors import DiskFull, StoreFull
+from heterorl.common.types import PushStatus
+from heterorl.common.wire import bytes_digest
+from heterorl.coordinator import ledger
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
 from tests.support.clock import ManualClock
 from tests.support.run import Run, frames
 

@@ -5,15 +5,15 @@ import dataclasses
 import numpy as np
 import pytest
 
-from services.common.clock import SystemClock
-from services.common.errors import ConfigError, InvalidRequest
-from services.common.rpc.messages import queued_to_pb
-from services.common.types import DropReason, PushStatus
-from services.common.wire import group_to_bytes
-from services.coordinator import queue
-from services.coordinator.config import GROUP_OVERHEAD_BYTES, CoordinatorConfig
-from services.coordinator.core import Coordinator
-from services.coordinator.group_size import problem_of, worst_bytes
+from heterorl.common.clock import SystemClock
+from heterorl.common.errors import ConfigError, InvalidRequest
+from heterorl.common.rpc.messages import queued_to_pb
+from heterorl.common.types import DropReason, PushStatus
+from heterorl.common.wire import group_to_bytes
+from heterorl.coordinator import queue
+from heterorl.coordinator.config import GROUP_OVERHEAD_BYTES, CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.group_size import problem_of, worst_bytes
 from tests.support.clock import ManualClock
 from tests.support.run import CONTRACT, Run, credits_of
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from services.common.types import DropReason
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
+from heterorl.common.types import DropReason
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
 from tests.support.clock import ManualClock
 from tests.support.run import CONTRACT, Run, credits_of
 

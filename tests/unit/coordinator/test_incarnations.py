@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from services.common.types import GroupId, PushStatus, SiteId
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
-from services.coordinator.incarnations import EARLIER, KEPT, SHOWN
+from heterorl.common.types import GroupId, PushStatus, SiteId
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.incarnations import EARLIER, KEPT, SHOWN
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, SITE, Run
 

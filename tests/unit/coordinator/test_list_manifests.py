@@ -4,11 +4,11 @@ import sqlite3
 
 import pytest
 
-from services.common.errors import InvalidRequest, UnknownVersion
-from services.coordinator import plans
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
-from services.coordinator.manifests import MAX_MANIFESTS, read_manifests
+from heterorl.common.errors import InvalidRequest, UnknownVersion
+from heterorl.coordinator import plans
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.manifests import MAX_MANIFESTS, read_manifests
 from tests.support.clock import ManualClock
 from tests.support.run import Run
 

@@ -6,14 +6,14 @@ import time
 
 import pytest
 
-from services.common.api import Command, Heartbeat, PlanKind
-from services.common.errors import GroupNotAvailable, InvalidRequest, LeaseHeld, RunFinished, UnknownVersion
-from services.common.types import Digest, DropReason, GroupId, PayloadKind, PayloadRef, PushStatus
-from services.common.wire import bytes_digest, manifest_from_bytes, manifest_to_bytes
-from services.coordinator import ledger
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
-from services.coordinator.rollouts import LEASE_BATCH
+from heterorl.common.api import Command, Heartbeat, PlanKind
+from heterorl.common.errors import GroupNotAvailable, InvalidRequest, LeaseHeld, RunFinished, UnknownVersion
+from heterorl.common.types import Digest, DropReason, GroupId, PayloadKind, PayloadRef, PushStatus
+from heterorl.common.wire import bytes_digest, manifest_from_bytes, manifest_to_bytes
+from heterorl.coordinator import ledger
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.rollouts import LEASE_BATCH
 from tests.support.clock import ManualClock
 from tests.support.run import CONTRACT, INCARNATION, SITE, Run, credits_of
 

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from services.coordinator import merges, shelf
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
-from services.coordinator.locks import Locks
+from heterorl.coordinator import merges, shelf
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.locks import Locks
 from tests.support.clock import ManualClock
 from tests.support.run import Run
 

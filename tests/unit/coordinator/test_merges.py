@@ -10,15 +10,15 @@ import threading
 
 import pytest
 
-from services.common.api import PlanKind
-from services.common.errors import InvalidRequest
-from services.common.types import PayloadKind, PayloadRef
-from services.common.weights.container import read_chunk, read_header, write_chunks, write_durably, write_header
-from services.common.wire import manifest_from_bytes
-from services.coordinator import composer as composer_module
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
-from services.coordinator.spans import Span
+from heterorl.common.api import PlanKind
+from heterorl.common.errors import InvalidRequest
+from heterorl.common.types import PayloadKind, PayloadRef
+from heterorl.common.weights.container import read_chunk, read_header, write_chunks, write_durably, write_header
+from heterorl.common.wire import manifest_from_bytes
+from heterorl.coordinator import composer as composer_module
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.spans import Span
 from tests.support.clock import ManualClock
 from tests.support.merging import Counted, RandomRun, merging, published, puller
 

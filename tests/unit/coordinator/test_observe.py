@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 
-from services.common.api import Heartbeat
-from services.common.metrics import REGISTRY
-from services.common.types import DropReason, SiteId
-from services.common.wire import manifest_from_bytes
-from services.coordinator import flavours, observe
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
+from heterorl.common.api import Heartbeat
+from heterorl.common.metrics import REGISTRY
+from heterorl.common.types import DropReason, SiteId
+from heterorl.common.wire import manifest_from_bytes
+from heterorl.coordinator import flavours, observe
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, SITE, Run, credits_of
 

@@ -4,14 +4,14 @@ import math
 
 import pytest
 
-from services.common.api import Heartbeat
-from services.common.errors import ContractMismatch
-from services.common.types import DropReason, PushStatus
-from services.coordinator import ages, ledger
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
-from services.sampler.config import SamplerConfig
-from services.sampler.delay import max_delay_s
+from heterorl.common.api import Heartbeat
+from heterorl.common.errors import ContractMismatch
+from heterorl.common.types import DropReason, PushStatus
+from heterorl.coordinator import ages, ledger
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.sampler.config import SamplerConfig
+from heterorl.sampler.delay import max_delay_s
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, SITE, Run, credits_of
 from tests.support.sampler_world import World

@@ -2,8 +2,8 @@
 
 import pytest
 
-from services.common.types import SiteId, SiteStatus
-from services.coordinator.presence import Presence
+from heterorl.common.types import SiteId, SiteStatus
+from heterorl.coordinator.presence import Presence
 
 
 def site(name, last_seen_s, incarnation="i"):

@@ -1,8 +1,8 @@
 """Leases of plans: all payloads of one stay while any of them is fetched, and not for ever."""
 
-from services.common.types import Digest, PayloadKind, PayloadRef
-from services.coordinator import pull_leases
-from services.coordinator.pull_leases import PullLeases
+from heterorl.common.types import Digest, PayloadKind, PayloadRef
+from heterorl.coordinator import pull_leases
+from heterorl.coordinator.pull_leases import PullLeases
 
 
 def payloads(*digests):

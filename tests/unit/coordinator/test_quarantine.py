@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 
-from services.common.api import CanaryReport, Rejection
-from services.common.errors import InvalidRequest, Quarantined, StaleEpoch
-from services.common.types import DropReason, GroupId, PushStatus
-from services.coordinator import audit, flavours, ledger
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
-from services.coordinator.quarantine import Rule, decide
+from heterorl.common.api import CanaryReport, Rejection
+from heterorl.common.errors import InvalidRequest, Quarantined, StaleEpoch
+from heterorl.common.types import DropReason, GroupId, PushStatus
+from heterorl.coordinator import audit, flavours, ledger
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.quarantine import Rule, decide
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, SITE, Run, credits_of
 

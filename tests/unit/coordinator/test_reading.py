@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from services.common.errors import Busy, UnknownPayload
-from services.coordinator import served, shelf
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
-from services.coordinator.reading import Reading
+from heterorl.common.errors import Busy, UnknownPayload
+from heterorl.coordinator import served, shelf
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.reading import Reading
 from tests.support.clock import ManualClock
 from tests.support.run import Run
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from services.common.errors import InvalidRequest
-from services.coordinator import audit, quarantine, repeats
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
-from services.coordinator.database import set_meta
+from heterorl.common.errors import InvalidRequest
+from heterorl.coordinator import audit, quarantine, repeats
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.database import set_meta
 from tests.support.clock import ManualClock
 from tests.support.run import SITE, Run
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.errors import UnknownVersion
-from services.common.types import PayloadKind, PayloadRef
-from services.common.weights.plan import plan_pull
-from services.coordinator.retention import Graph, Needs, decide_retirement
-from services.coordinator.snapshots import decide_snapshot
+from heterorl.common.errors import UnknownVersion
+from heterorl.common.types import PayloadKind, PayloadRef
+from heterorl.common.weights.plan import plan_pull
+from heterorl.coordinator.retention import Graph, Needs, decide_retirement
+from heterorl.coordinator.snapshots import decide_snapshot
 
 
 def delta(start, stop, size=10):

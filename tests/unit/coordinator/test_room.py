@@ -11,14 +11,14 @@ import threading
 import numpy as np
 import pytest
 
-from services.common.errors import CorruptStore, DiskFull, StoreFull
-from services.coordinator import ledger, observe, reports
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
-from services.coordinator.database import Database, get_meta, set_meta
-from services.coordinator.room import HEALED_S, Room
-from services.coordinator.steady import PAUSE_S, Steady
-from services.status import status_tables
+from heterorl.common.errors import CorruptStore, DiskFull, StoreFull
+from heterorl.coordinator import ledger, observe, reports
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.database import Database, get_meta, set_meta
+from heterorl.coordinator.room import HEALED_S, Room
+from heterorl.coordinator.steady import PAUSE_S, Steady
+from heterorl.status import status_tables
 from tests.support.clock import ManualClock
 from tests.support.run import Run
 

@@ -7,11 +7,11 @@ import random
 import blake3
 import pytest
 
-from services.common.errors import InvalidRequest
-from services.common.types import Digest
-from services.coordinator import served
-from services.coordinator.blob_files import FRAME_BYTES
-from services.coordinator.served import DamagedFile, Identity, PayloadReader
+from heterorl.common.errors import InvalidRequest
+from heterorl.common.types import Digest
+from heterorl.coordinator import served
+from heterorl.coordinator.blob_files import FRAME_BYTES
+from heterorl.coordinator.served import DamagedFile, Identity, PayloadReader
 
 DATA = random.Random(0).randbytes(5 * FRAME_BYTES + 1234)
 

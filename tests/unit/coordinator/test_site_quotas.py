@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.types import PushStatus
-from services.coordinator import audit
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
-from services.coordinator.quotas import MAX_WAIT_S, Bucket, Quotas, Rate, filled, wait_s
-from services.coordinator.schedule import Load, Pace, decide_grant
-from services.coordinator.turns import Turns
-from services.sampler.delivery import settle
+from heterorl.common.types import PushStatus
+from heterorl.coordinator import audit
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.quotas import MAX_WAIT_S, Bucket, Quotas, Rate, filled, wait_s
+from heterorl.coordinator.schedule import Load, Pace, decide_grant
+from heterorl.coordinator.turns import Turns
+from heterorl.sampler.delivery import settle
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, Run, credits_of
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from services.common.types import Digest, DropReason, Group, GroupId, VersionSpan
-from services.coordinator.admission import Facts, judge
+from heterorl.common.types import Digest, DropReason, Group, GroupId, VersionSpan
+from heterorl.coordinator.admission import Facts, judge
 from tests.support.run import CONTRACT, INCARNATION, SITE, rollout
 
 ROOT = Digest("a" * 64)

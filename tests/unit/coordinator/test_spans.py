@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.types import Digest, PayloadKind, PayloadRef
-from services.coordinator.spans import KEEP_VERSIONS, Span, due_blocks, to_evict, worth_merging
+from heterorl.common.types import Digest, PayloadKind, PayloadRef
+from heterorl.coordinator.spans import KEEP_VERSIONS, Span, due_blocks, to_evict, worth_merging
 
 
 def spans(text):

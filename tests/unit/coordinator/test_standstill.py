@@ -7,16 +7,16 @@ import logging
 import pytest
 from rich.console import Console
 
-from services.common.api import CanaryReport
-from services.common.errors import Quarantined
-from services.common.metrics import REGISTRY
-from services.common.standstill import ACTIVE_S, RELEASE, describe, quarantined_sites
-from services.common.types import LedgerCounts, RunStatus, SiteId, SiteStatus
-from services.coordinator import observe
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
-from services.status import status_json, status_tables
-from services.top import View, frame
+from heterorl.common.api import CanaryReport
+from heterorl.common.errors import Quarantined
+from heterorl.common.metrics import REGISTRY
+from heterorl.common.standstill import ACTIVE_S, RELEASE, describe, quarantined_sites
+from heterorl.common.types import LedgerCounts, RunStatus, SiteId, SiteStatus
+from heterorl.coordinator import observe
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.status import status_json, status_tables
+from heterorl.top import View, frame
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, SITE, Run
 
@@ -106,7 +106,7 @@ async def test_standstill_is_said_once_and_so_is_its_end(tmp_path, caplog):
         caplog.clear()
         for _ in range(2):
             await observe.observe_run(core)
-        lines = [record for record in caplog.records if record.name == "services.coordinator.standstill"]
+        lines = [record for record in caplog.records if record.name == "heterorl.coordinator.standstill"]
         return [record.levelno for record in lines], REGISTRY.get_sample_value("heterorl_coordinator_standstill")
 
     assert await told() == ([], 0)

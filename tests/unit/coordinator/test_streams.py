@@ -5,10 +5,10 @@ import contextlib
 
 import pytest
 
-from services.coordinator import ledger
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
-from services.coordinator.rollouts import LEASE_BATCH
+from heterorl.coordinator import ledger
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.rollouts import LEASE_BATCH
 from tests.support.clock import ManualClock
 from tests.support.run import Run
 
@@ -96,7 +96,7 @@ async def test_groups_of_the_dead_link_go_to_the_stream_that_follows(core, run):
 
 
 async def _ids(core):
-    from services.common.types import GroupId
+    from heterorl.common.types import GroupId
 
     rows = await core.database.run(
         lambda c: c.execute("SELECT site, incarnation, sequence FROM groups ORDER BY arrival").fetchall()

@@ -5,16 +5,16 @@ import threading
 
 import pytest
 
-from services.common.api import Heartbeat, PlanKind
-from services.common.errors import PayloadMissing, StoreFull, UnknownPayload, UnknownVersion, UntrustedVersion
-from services.common.metrics import DAMAGED_PAYLOADS
-from services.common.types import PayloadKind
-from services.common.weights.payload import write_snapshot
-from services.common.wire import manifest_from_bytes
-from services.coordinator import shelf
-from services.coordinator import snapshots as snapshots_module
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
+from heterorl.common.api import Heartbeat, PlanKind
+from heterorl.common.errors import PayloadMissing, StoreFull, UnknownPayload, UnknownVersion, UntrustedVersion
+from heterorl.common.metrics import DAMAGED_PAYLOADS
+from heterorl.common.types import PayloadKind
+from heterorl.common.weights.payload import write_snapshot
+from heterorl.common.wire import manifest_from_bytes
+from heterorl.coordinator import shelf
+from heterorl.coordinator import snapshots as snapshots_module
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
 from tests.support.clock import ManualClock
 from tests.support.merging import Counted, keeping, published, puller, stored_files
 from tests.support.run import INCARNATION, SITE

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.common.api import Heartbeat
-from services.common.errors import DigestMismatch, UnknownPayload
-from services.common.types import PayloadKind
-from services.coordinator import shelf
+from heterorl.common.api import Heartbeat
+from heterorl.common.errors import DigestMismatch, UnknownPayload
+from heterorl.common.types import PayloadKind
+from heterorl.coordinator import shelf
 from tests.support.merging import keeping, published, puller, stored_files
 from tests.support.run import INCARNATION, SITE
 

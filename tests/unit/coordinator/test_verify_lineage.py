@@ -12,18 +12,18 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from services.cli import app
-from services.common.clock import SystemClock
-from services.common.errors import CorruptStore, OperatorError
-from services.common.signing import new_key
-from services.common.types import PayloadKind
-from services.common.wire import manifest_digest, manifest_from_bytes, manifest_to_bytes
-from services.coordinator import history as history_module
-from services.coordinator import shelf
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
-from services.coordinator.history import read_histories
-from services.coordinator.verify_command import verify_directory
+from heterorl.cli import app
+from heterorl.common.clock import SystemClock
+from heterorl.common.errors import CorruptStore, OperatorError
+from heterorl.common.signing import new_key
+from heterorl.common.types import PayloadKind
+from heterorl.common.wire import manifest_digest, manifest_from_bytes, manifest_to_bytes
+from heterorl.coordinator import history as history_module
+from heterorl.coordinator import shelf
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.history import read_histories
+from heterorl.coordinator.verify_command import verify_directory
 from tests.support.merging import keeping, published
 from tests.support.run import Run
 
@@ -410,7 +410,7 @@ def test_command_ends_with_0_or_2(recorded, monkeypatch):
 
 
 def test_faults_beyond_the_table_are_counted(recorded, monkeypatch):
-    monkeypatch.setattr("services.coordinator.verify_command.MAX_SHOWN", 3)
+    monkeypatch.setattr("heterorl.coordinator.verify_command.MAX_SHOWN", 3)
     recorded.change("DELETE FROM signatures")
 
     text = recorded.verify(replay=False)[1]

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.api import Command, Heartbeat
-from services.common.errors import InvalidRequest, Unreachable
-from services.common.types import DropReason, GroupId, PushStatus
-from services.common.wire import group_to_bytes
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
-from services.coordinator.watermark import MAX_GAP
+from heterorl.common.api import Command, Heartbeat
+from heterorl.common.errors import InvalidRequest, Unreachable
+from heterorl.common.types import DropReason, GroupId, PushStatus
+from heterorl.common.wire import group_to_bytes
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.watermark import MAX_GAP
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, SITE, Run
 from tests.support.sampler_world import World

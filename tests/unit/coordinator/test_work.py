@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 
-from services.common.errors import InvalidRequest
-from services.common.types import DropReason, GroupId, PushStatus, VersionSpan
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
-from services.coordinator.rollouts import LEASE_BATCH
-from services.coordinator.schedule import prompt_of, seed_of
-from services.coordinator.work import MAX_HOLDERS
+from heterorl.common.errors import InvalidRequest
+from heterorl.common.types import DropReason, GroupId, PushStatus, VersionSpan
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.rollouts import LEASE_BATCH
+from heterorl.coordinator.schedule import prompt_of, seed_of
+from heterorl.coordinator.work import MAX_HOLDERS
 from tests.support.clock import ManualClock
 from tests.support.run import CONTRACT, INCARNATION, SITE, Run, credits_of, rollout
 

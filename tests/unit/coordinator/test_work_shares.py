@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from services.common.types import GroupId, PushStatus
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
-from services.coordinator.shares import ASKED_S, Shares
+from heterorl.common.types import GroupId, PushStatus
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.shares import ASKED_S, Shares
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, Run
 

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from services.common.errors import ConfigError
-from services.common.identity import Role
-from services.common.rpc.credentials import read_material
-from services.common.tls import ServerTlsConfig, check_tls
-from services.demo.certificates import make_certificates
-from services.demo.config import NODES, SITES, TINY, coordinator_tables, learner_tables, sampler_tables, tls_table
-from services.demo.options import DemoOptions
+from heterorl.common.errors import ConfigError
+from heterorl.common.identity import Role
+from heterorl.common.rpc.credentials import read_material
+from heterorl.common.tls import ServerTlsConfig, check_tls
+from heterorl.demo.certificates import make_certificates
+from heterorl.demo.config import NODES, SITES, TINY, coordinator_tables, learner_tables, sampler_tables, tls_table
+from heterorl.demo.options import DemoOptions
 from tests.support.certificates import now
 
 

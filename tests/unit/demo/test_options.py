@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from services.cli import main
-from services.common.errors import ConfigError, DependencyMissing
-from services.coordinator.config import CoordinatorConfig
-from services.demo.config import FULL, SITES, TINY, coordinator_tables, learner_tables, sampler_tables
-from services.demo.options import MAX_SEED, DemoOptions, algorithms, check_options
-from services.learner.config import LearnerConfig
-from services.sampler.config import SamplerConfig
+from heterorl.cli import main
+from heterorl.common.errors import ConfigError, DependencyMissing
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.demo.config import FULL, SITES, TINY, coordinator_tables, learner_tables, sampler_tables
+from heterorl.demo.options import MAX_SEED, DemoOptions, algorithms, check_options
+from heterorl.learner.config import LearnerConfig
+from heterorl.sampler.config import SamplerConfig
 
 
 @pytest.mark.parametrize(

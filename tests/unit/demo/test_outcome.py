@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from services.common.types import LedgerCounts, RunStatus
-from services.demo.config import TINY
-from services.demo.outcome import Record, broken_promises, digest_mismatches, measure, verdict
+from heterorl.common.types import LedgerCounts, RunStatus
+from heterorl.demo.config import TINY
+from heterorl.demo.outcome import Record, broken_promises, digest_mismatches, measure, verdict
 from tests.support.run import REPORT
 
 REGIME = dataclasses.replace(TINY, max_steps=2, lag_versions=1, required_gain=0.2)

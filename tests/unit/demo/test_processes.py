@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from services.demo import run as demo_run
-from services.demo.config import TINY
-from services.demo.interruption import Interruption
-from services.demo.options import DemoOptions
-from services.demo.outcome import verdict
-from services.demo.processes import Child, ChildFailed, stop, stop_together
+from heterorl.demo import run as demo_run
+from heterorl.demo.config import TINY
+from heterorl.demo.interruption import Interruption
+from heterorl.demo.options import DemoOptions
+from heterorl.demo.outcome import verdict
+from heterorl.demo.processes import Child, ChildFailed, stop, stop_together
 
 OBEDIENT = (
     "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); print(flush=True); signal.pause()"
@@ -35,7 +35,7 @@ def child(tmp_path, name, code, *, wait=True):
 
 
 def test_processes_end_one_after_another_and_a_deaf_one_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr("services.demo.processes.GRACE_S", 2.0)
+    monkeypatch.setattr("heterorl.demo.processes.GRACE_S", 2.0)
     names = ["coordinator", "learner", "site-east", "site-west"]
     children = [child(tmp_path, name, STUBBORN if name == "site-east" else OBEDIENT) for name in names]
     demo = demo_run._Demo(

@@ -5,8 +5,8 @@ import io
 
 from rich.console import Console
 
-from services.common.types import LedgerCounts, RunStatus, SiteStatus
-from services.demo.table import line, newest_accuracy, render, sparkline
+from heterorl.common.types import LedgerCounts, RunStatus, SiteStatus
+from heterorl.demo.table import line, newest_accuracy, render, sparkline
 from tests.support.run import REPORT
 
 STATUS = RunStatus(

@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 
-from services.common.identity import Identity, Role
-from services.common.rpc.diagnosis import Diagnosis
-from services.common.types import LoraSettings
-from services.doctor import link, node
-from services.doctor.check import Check, Level, Trouble, checks_json, checks_table, exit_code, fail, ok, skip, warn
-from services.doctor.machine import Device, Disk, Versions
-from services.doctor.network import Connected, Handshake, Reached, Trial
+from heterorl.common.identity import Identity, Role
+from heterorl.common.rpc.diagnosis import Diagnosis
+from heterorl.common.types import LoraSettings
+from heterorl.doctor import link, node
+from heterorl.doctor.check import Check, Level, Trouble, checks_json, checks_table, exit_code, fail, ok, skip, warn
+from heterorl.doctor.machine import Device, Disk, Versions
+from heterorl.doctor.network import Connected, Handshake, Reached, Trial
 from tests.support.run import CONTRACT
 
 ME = Identity(run="run", site="eu-1", role=Role.SAMPLER, serial=1, not_before=0.0, not_after=100 * 86400.0)

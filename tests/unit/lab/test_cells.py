@@ -3,14 +3,14 @@
 import pytest
 from pydantic import ValidationError
 
-from services.common.config import load
-from services.common.errors import ConfigError
-from services.common.tasks.arithmetic import ArithmeticTask
-from services.lab.benchmarks import split_evaluation
-from services.lab.cell import list_cells
-from services.lab.config import ExperimentConfig
-from services.lab.results import cell_digest
-from services.lab.run import find_experiment
+from heterorl.common.config import load
+from heterorl.common.errors import ConfigError
+from heterorl.common.tasks.arithmetic import ArithmeticTask
+from heterorl.lab.benchmarks import split_evaluation
+from heterorl.lab.cell import list_cells
+from heterorl.lab.config import ExperimentConfig
+from heterorl.lab.results import cell_digest
+from heterorl.lab.run import find_experiment
 
 SHIPPED = ["quick", "stale64", "stale256", "latency1800", "sweeps", "recommend", "tasks"]
 

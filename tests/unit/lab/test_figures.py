@@ -5,10 +5,10 @@ import base64
 import pytest
 from matplotlib.figure import Figure
 
-from services.lab import canvas, curves, figures
-from services.lab.canvas import scale
-from services.lab.palette import looks
-from services.lab.report_data import load
+from heterorl.lab import canvas, curves, figures
+from heterorl.lab.canvas import scale
+from heterorl.lab.palette import looks
+from heterorl.lab.report_data import load
 from tests.support.lab_results import make_run, write_results
 
 

@@ -3,7 +3,7 @@
 import mpmath
 import pytest
 
-from services.lab.intervals import (
+from heterorl.lab.intervals import (
     holm,
     interval,
     pearson,

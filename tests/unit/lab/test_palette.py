@@ -1,7 +1,7 @@
 """Each algorithm has one look, whatever else is in the report."""
 
-from services.lab.palette import looks
-from services.lab.report_data import Arm
+from heterorl.lab.palette import looks
+from heterorl.lab.report_data import Arm
 
 
 def test_thirty_algorithms_look_different():

@@ -5,13 +5,13 @@ import json
 
 import pytest
 
-from services.common.errors import ConfigError
-from services.lab.canvas import save
-from services.lab.paired import comparisons
-from services.lab.report import pictures_of, render, write_report
-from services.lab.report_data import load
-from services.lab.sweeps import settings, swept_keys
-from services.lab.tables import markdown_table, rows, write_comparisons, write_runs
+from heterorl.common.errors import ConfigError
+from heterorl.lab.canvas import save
+from heterorl.lab.paired import comparisons
+from heterorl.lab.report import pictures_of, render, write_report
+from heterorl.lab.report_data import load
+from heterorl.lab.sweeps import settings, swept_keys
+from heterorl.lab.tables import markdown_table, rows, write_comparisons, write_runs
 from tests.support.lab_results import make_run, write_results
 
 

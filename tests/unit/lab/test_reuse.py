@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from services.lab import run as lab_run
-from services.lab.cell import list_cells
-from services.lab.config import AlgorithmConfig, ExperimentConfig, RegimeConfig
-from services.lab.results import failure, identity
+from heterorl.lab import run as lab_run
+from heterorl.lab.cell import list_cells
+from heterorl.lab.config import AlgorithmConfig, ExperimentConfig, RegimeConfig
+from heterorl.lab.results import failure, identity
 
 SMALL = ExperimentConfig(algorithms=(AlgorithmConfig(name="gepo"), AlgorithmConfig(name="other")), seeds=(0, 1))
 
@@ -28,7 +28,7 @@ def asked(monkeypatch):
         return True
 
     monkeypatch.setattr(lab_run, "_run_all", note)
-    monkeypatch.setattr("services.lab.report.write_report", lambda directory: directory / "report.html")
+    monkeypatch.setattr("heterorl.lab.report.write_report", lambda directory: directory / "report.html")
     return numbers
 
 

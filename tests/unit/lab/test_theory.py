@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from services.lab import theory
+from heterorl.lab import theory
 
 # p = (a, 1-a), q = (b, 1-b): KL(p||q), Var_q[p/q], Var_q[p/E_q q].
 BERNOULLI = [

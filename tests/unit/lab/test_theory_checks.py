@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.lab import theory, theory_checks, theory_claims
+from heterorl.lab import theory, theory_checks, theory_claims
 
 TRIALS = 12_000
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from services.lab.virtual_loop import EPOCH, Deadlock, VirtualClock, run_virtually
+from heterorl.lab.virtual_loop import EPOCH, Deadlock, VirtualClock, run_virtually
 
 
 def test_a_day_passes_at_once_and_in_order():

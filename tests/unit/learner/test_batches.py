@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.errors import ConfigError
-from services.common.types import VersionSpan
-from services.learner.batch import TrainingSequence, build_batch
-from services.learner.loss_config import BnpoConfig, DapoConfig, DecoupledPpoConfig, GepoConfig, GrpoConfig, GspoConfig
-from services.learner.micro_batch import collate, split
+from heterorl.common.errors import ConfigError
+from heterorl.common.types import VersionSpan
+from heterorl.learner.batch import TrainingSequence, build_batch
+from heterorl.learner.loss_config import BnpoConfig, DapoConfig, DecoupledPpoConfig, GepoConfig, GrpoConfig, GspoConfig
+from heterorl.learner.micro_batch import collate, split
 from tests.support.training import group, random_groups, rollout
 
 

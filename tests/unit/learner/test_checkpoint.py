@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.errors import CorruptStore, DiskFull
-from services.common.types import GroupId, SiteId
-from services.common.weights.arena import Arena
-from services.common.weights.payload import apply_payload, write_snapshot
-from services.learner.checkpoint import CheckpointStore, read_checkpoint
-from services.learner.cursor import Cursor, cursor_from_bytes, cursor_to_bytes, step_id
+from heterorl.common.errors import CorruptStore, DiskFull
+from heterorl.common.types import GroupId, SiteId
+from heterorl.common.weights.arena import Arena
+from heterorl.common.weights.payload import apply_payload, write_snapshot
+from heterorl.learner.checkpoint import CheckpointStore, read_checkpoint
+from heterorl.learner.cursor import Cursor, cursor_from_bytes, cursor_to_bytes, step_id
 from tests.support.learner_world import LAYOUT, NumpyBackend, queued
 
 

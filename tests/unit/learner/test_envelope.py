@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from services.common.types import DropReason
-from services.common.weights import tensors
-from services.common.weights.arena import Arena
-from services.learner.inbox import Inbox
-from services.learner.patience import Patience
-from services.learner.session import Session
+from heterorl.common.types import DropReason
+from heterorl.common.weights import tensors
+from heterorl.common.weights.arena import Arena
+from heterorl.learner.inbox import Inbox
+from heterorl.learner.patience import Patience
+from heterorl.learner.session import Session
 from tests.support.clock import ManualClock
 from tests.support.learner_world import learner_config, queued
 from tests.support.training import tiny_model

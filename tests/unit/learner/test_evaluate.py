@@ -5,15 +5,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from services.common.errors import ConfigError, RewardError
-from services.common.prompts import Prompter
-from services.common.tasks.arithmetic import ArithmeticTask
-from services.common.types import RewardPart
-from services.common.weights import tensors
-from services.common.weights.arena import Arena
-from services.learner.assembly import assemble
-from services.learner.config import LearnerConfig
-from services.learner.evaluate import EngineGenerator, Evaluator
+from heterorl.common.errors import ConfigError, RewardError
+from heterorl.common.prompts import Prompter
+from heterorl.common.tasks.arithmetic import ArithmeticTask
+from heterorl.common.types import RewardPart
+from heterorl.common.weights import tensors
+from heterorl.common.weights.arena import Arena
+from heterorl.learner.assembly import assemble
+from heterorl.learner.config import LearnerConfig
+from heterorl.learner.evaluate import EngineGenerator, Evaluator
 from tests.support.learner_world import LAYOUT, NumpyBackend, fill, learn, learner_config, open_coordinator, rows
 from tests.support.training import tiny_model
 

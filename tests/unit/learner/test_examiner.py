@@ -10,25 +10,25 @@ import torch
 
 from benchmarks.verify import build_site
 from benchmarks.verify_cheats import SEED
-from services.common.api import Rejection
-from services.common.errors import RewardError, UnknownPayload, UnknownVersion
-from services.common.generation.hf import HfEngine
-from services.common.generation.seeded import group_key
-from services.common.lora import LoraConfig
-from services.common.tasks.own_reward import OwnReward, RewardedTask
-from services.common.types import DropReason, GroupId, QueuedGroup, RewardPart, VersionSpan
-from services.common.weights import tensors
-from services.common.weights.arena import Arena
-from services.coordinator.schedule import seed_of
-from services.demo.tiny_model import write_tiny_model
-from services.learner.admission import Limits
-from services.learner.examiner import Examiner, Yardstick
-from services.learner.feed import feed
-from services.learner.inbox import Inbox
-from services.learner.patience import Patience
-from services.learner.replay import Replayer, log_ratios
-from services.learner.rewards import reward_problem
-from services.learner.verification import (
+from heterorl.common.api import Rejection
+from heterorl.common.errors import RewardError, UnknownPayload, UnknownVersion
+from heterorl.common.generation.hf import HfEngine
+from heterorl.common.generation.seeded import group_key
+from heterorl.common.lora import LoraConfig
+from heterorl.common.tasks.own_reward import OwnReward, RewardedTask
+from heterorl.common.types import DropReason, GroupId, QueuedGroup, RewardPart, VersionSpan
+from heterorl.common.weights import tensors
+from heterorl.common.weights.arena import Arena
+from heterorl.coordinator.schedule import seed_of
+from heterorl.demo.tiny_model import write_tiny_model
+from heterorl.learner.admission import Limits
+from heterorl.learner.examiner import Examiner, Yardstick
+from heterorl.learner.feed import feed
+from heterorl.learner.inbox import Inbox
+from heterorl.learner.patience import Patience
+from heterorl.learner.replay import Replayer, log_ratios
+from heterorl.learner.rewards import reward_problem
+from heterorl.learner.verification import (
     Replay,
     VerificationConfig,
     checked_share,

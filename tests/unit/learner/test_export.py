@@ -4,16 +4,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from services.common.errors import ConfigError, CorruptStore, StateMismatch
-from services.common.weights import tensors
-from services.common.weights.arena import Arena
-from services.learner.backend_config import TorchBackendConfig
-from services.learner.backends.torch import TorchBackend
-from services.learner.checkpoint import CheckpointStore
-from services.learner.cursor import Cursor
-from services.learner.encode import Position, encode_version
-from services.learner.export import export_model
-from services.learner.loss_config import GepoConfig
+from heterorl.common.errors import ConfigError, CorruptStore, StateMismatch
+from heterorl.common.weights import tensors
+from heterorl.common.weights.arena import Arena
+from heterorl.learner.backend_config import TorchBackendConfig
+from heterorl.learner.backends.torch import TorchBackend
+from heterorl.learner.checkpoint import CheckpointStore
+from heterorl.learner.cursor import Cursor
+from heterorl.learner.encode import Position, encode_version
+from heterorl.learner.export import export_model
+from heterorl.learner.loss_config import GepoConfig
 from tests.support.training import SAMPLING, tiny_model
 
 

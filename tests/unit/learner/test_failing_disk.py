@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from services.common.errors import ConfigError, UnknownPayload
-from services.learner import checkpoint
+from heterorl.common.errors import ConfigError, UnknownPayload
+from heterorl.learner import checkpoint
 from tests.support.learner_world import (
     FragileApi,
     Killed,

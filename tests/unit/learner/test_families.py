@@ -5,11 +5,11 @@ import pytest
 import torch
 import transformers
 
-from services.common.generation.hf import HfEngine
-from services.common.weights.arena import Arena
-from services.learner.backend_config import TorchBackendConfig
-from services.learner.backends.torch import TorchBackend
-from services.learner.loss_config import GepoConfig
+from heterorl.common.generation.hf import HfEngine
+from heterorl.common.weights.arena import Arena
+from heterorl.learner.backend_config import TorchBackendConfig
+from heterorl.learner.backends.torch import TorchBackend
+from heterorl.learner.loss_config import GepoConfig
 from tests.support.training import SAMPLING, VOCAB_SIZE, group, queued, rollout
 
 SHAPE = {

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from services.common.api import PlanKind, Registration
-from services.common.clock import SystemClock
-from services.common.errors import (
+from heterorl.common.api import PlanKind, Registration
+from heterorl.common.clock import SystemClock
+from heterorl.common.errors import (
     ContractMismatch,
     InvalidRequest,
     PayloadMissing,
@@ -22,22 +22,22 @@ from services.common.errors import (
     UnsignedManifest,
     WrongSignature,
 )
-from services.common.pull import Puller
-from services.common.signing import new_key
-from services.common.trust import Trust
-from services.common.types import FlavourVersion, PayloadKind
-from services.common.weights.arena import Arena, Layout, TensorSpec
-from services.common.weights.quantise import SCALE, dequantise, flavour_layout, quantise
-from services.common.wire import manifest_from_bytes, manifest_to_bytes
-from services.coordinator.verify_command import verify_directory
-from services.learner.checkpoint import CheckpointStore
-from services.learner.flavours import Flavours
-from services.learner.journal import Journal
-from services.learner.patience import Patience
-from services.learner.publish import Publisher
-from services.learner.recent_versions import RecentVersions
-from services.learner.resume import Resumption
-from services.learner.rollback import Rollback
+from heterorl.common.pull import Puller
+from heterorl.common.signing import new_key
+from heterorl.common.trust import Trust
+from heterorl.common.types import FlavourVersion, PayloadKind
+from heterorl.common.weights.arena import Arena, Layout, TensorSpec
+from heterorl.common.weights.quantise import SCALE, dequantise, flavour_layout, quantise
+from heterorl.common.wire import manifest_from_bytes, manifest_to_bytes
+from heterorl.coordinator.verify_command import verify_directory
+from heterorl.learner.checkpoint import CheckpointStore
+from heterorl.learner.flavours import Flavours
+from heterorl.learner.journal import Journal
+from heterorl.learner.patience import Patience
+from heterorl.learner.publish import Publisher
+from heterorl.learner.recent_versions import RecentVersions
+from heterorl.learner.resume import Resumption
+from heterorl.learner.rollback import Rollback
 from tests.support.clock import ManualClock
 from tests.support.learner_world import (
     FragileApi,

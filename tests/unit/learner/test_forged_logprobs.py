@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from services.learner.backend_config import TorchBackendConfig
-from services.learner.backends.torch import TorchBackend
-from services.learner.loss_config import (
+from heterorl.learner.backend_config import TorchBackendConfig
+from heterorl.learner.backends.torch import TorchBackend
+from heterorl.learner.loss_config import (
     DecoupledPpoConfig,
     DsGspoConfig,
     GepoConfig,

@@ -8,16 +8,16 @@ import random
 import numpy as np
 import pytest
 
-from services.common.clock import SystemClock
-from services.common.errors import StateMismatch
-from services.common.types import PayloadKind, PayloadRef, SignedManifest
-from services.common.wire import bytes_digest, manifest_from_bytes, manifest_to_bytes
-from services.learner.admission import MAX_REWARD, Limits, judge
-from services.learner.inbox import Inbox
-from services.learner.journal import Journal
-from services.learner.lease import MAX_RENEWAL_S, MIN_RENEWAL_S, renewal_s
-from services.learner.patience import Patience
-from services.learner.upload import upload
+from heterorl.common.clock import SystemClock
+from heterorl.common.errors import StateMismatch
+from heterorl.common.types import PayloadKind, PayloadRef, SignedManifest
+from heterorl.common.wire import bytes_digest, manifest_from_bytes, manifest_to_bytes
+from heterorl.learner.admission import MAX_REWARD, Limits, judge
+from heterorl.learner.inbox import Inbox
+from heterorl.learner.journal import Journal
+from heterorl.learner.lease import MAX_RENEWAL_S, MIN_RENEWAL_S, renewal_s
+from heterorl.learner.patience import Patience
+from heterorl.learner.upload import upload
 from tests.support.learner_world import (
     GROUP_SIZE,
     VOCAB,

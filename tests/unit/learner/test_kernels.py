@@ -9,11 +9,11 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from services.common.errors import ConfigError, DependencyMissing
-from services.learner.backend_config import DeepSpeedBackendConfig, TorchBackendConfig
-from services.learner.backends.torch import TorchBackend
-from services.learner.kernels import apply_liger
-from services.learner.loss_config import GepoConfig
+from heterorl.common.errors import ConfigError, DependencyMissing
+from heterorl.learner.backend_config import DeepSpeedBackendConfig, TorchBackendConfig
+from heterorl.learner.backends.torch import TorchBackend
+from heterorl.learner.kernels import apply_liger
+from heterorl.learner.loss_config import GepoConfig
 from tests.support.training import SAMPLING, random_groups, tiny_model, weights
 
 

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from services.common.errors import (
+from heterorl.common.errors import (
     ConfigError,
     ContractMismatch,
     LeaseHeld,
@@ -13,8 +13,8 @@ from services.common.errors import (
     StaleEpoch,
     Unreachable,
 )
-from services.common.types import GroupId
-from services.learner.incarnation import read_incarnation
+from heterorl.common.types import GroupId
+from heterorl.learner.incarnation import read_incarnation
 from tests.support.learner_world import (
     INCARNATION,
     SITE,

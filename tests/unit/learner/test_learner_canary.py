@@ -4,17 +4,17 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.canary import MAX_TOKENS, NUM_SEQUENCES, ScoredText, canary_texts
-from services.common.generation.hf import HfEngine
-from services.common.prompts import Prompter
-from services.common.tasks.arithmetic import ArithmeticTask
-from services.common.types import LogprobMode, SamplingSemantics
-from services.common.weights import tensors
-from services.common.weights.arena import Arena
-from services.demo.tiny_model import write_tiny_model
-from services.learner.canary import Canary
-from services.learner.logprobs import logit_temperature
-from services.learner.model import load_model
+from heterorl.common.canary import MAX_TOKENS, NUM_SEQUENCES, ScoredText, canary_texts
+from heterorl.common.generation.hf import HfEngine
+from heterorl.common.prompts import Prompter
+from heterorl.common.tasks.arithmetic import ArithmeticTask
+from heterorl.common.types import LogprobMode, SamplingSemantics
+from heterorl.common.weights import tensors
+from heterorl.common.weights.arena import Arena
+from heterorl.demo.tiny_model import write_tiny_model
+from heterorl.learner.canary import Canary
+from heterorl.learner.logprobs import logit_temperature
+from heterorl.learner.model import load_model
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_learner_scores_other_weights_and_keeps_its_own(model_dir, monkeypatch):
     def full(*_, **__):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr("services.learner.canary.learner_logprobs", full)
+    monkeypatch.setattr("heterorl.learner.canary.learner_logprobs", full)
     # Without memory for them nothing is stated: other weights would say something else.
     assert canary.score(arena) == ()
     assert [parameter.data_ptr() for parameter in model.parameters()] == places

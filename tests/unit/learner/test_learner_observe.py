@@ -3,9 +3,9 @@
 import dataclasses
 import math
 
-from services.common.metrics import REGISTRY
-from services.common.types import Digest, Manifest, PayloadKind, PayloadRef
-from services.learner.observe import observe_start, observe_step, observe_version
+from heterorl.common.metrics import REGISTRY
+from heterorl.common.types import Digest, Manifest, PayloadKind, PayloadRef
+from heterorl.learner.observe import observe_start, observe_step, observe_version
 from tests.support.learner_world import queued
 from tests.support.run import REPORT
 

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from services.common.errors import ConfigError, LeaseHeld
-from services.learner.incarnation import read_incarnation
+from heterorl.common.errors import ConfigError, LeaseHeld
+from heterorl.learner.incarnation import read_incarnation
 from tests.support.learner_world import (
     FragileApi,
     Killed,

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from services.common.types import LogprobMode, SamplingSemantics
-from services.learner.logprobs import logit_temperature, token_logprobs
+from heterorl.common.types import LogprobMode, SamplingSemantics
+from heterorl.learner.logprobs import logit_temperature, token_logprobs
 
 F64 = torch.float64
 

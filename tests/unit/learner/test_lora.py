@@ -8,16 +8,16 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from services.common.adapters import LoraLinear, base_digest, has_adapters
-from services.common.errors import ConfigError, CorruptStore
-from services.common.lora import LoraConfig
-from services.common.types import LoraSettings
-from services.common.weights import tensors
-from services.common.weights.arena import Arena
-from services.coordinator.membership import contract_difference
-from services.learner.backend_config import TorchBackendConfig
-from services.learner.backends.torch import TorchBackend
-from services.learner.loss_config import GepoConfig
+from heterorl.common.adapters import LoraLinear, base_digest, has_adapters
+from heterorl.common.errors import ConfigError, CorruptStore
+from heterorl.common.lora import LoraConfig
+from heterorl.common.types import LoraSettings
+from heterorl.common.weights import tensors
+from heterorl.common.weights.arena import Arena
+from heterorl.coordinator.membership import contract_difference
+from heterorl.learner.backend_config import TorchBackendConfig
+from heterorl.learner.backends.torch import TorchBackend
+from heterorl.learner.loss_config import GepoConfig
 from tests.support.learner_world import make_contract
 from tests.support.training import SAMPLING, random_groups, tiny_model
 

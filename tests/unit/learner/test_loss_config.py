@@ -3,9 +3,9 @@
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from services.learner.backend_config import TorchBackendConfig
-from services.learner.loss_config import GepoConfig, LossConfig
-from services.learner.loss_registry import ALGORITHMS, caveats, rule_of
+from heterorl.learner.backend_config import TorchBackendConfig
+from heterorl.learner.loss_config import GepoConfig, LossConfig
+from heterorl.learner.loss_registry import ALGORITHMS, caveats, rule_of
 from tests.support.losses import CATALOGUE
 
 ADAPTER = TypeAdapter(LossConfig)

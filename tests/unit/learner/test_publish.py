@@ -7,9 +7,9 @@ import random
 import numpy as np
 import pytest
 
-from services.common.api import PlanKind
-from services.common.clock import SystemClock
-from services.common.errors import (
+from heterorl.common.api import PlanKind
+from heterorl.common.clock import SystemClock
+from heterorl.common.errors import (
     ConfigError,
     DigestMismatch,
     GroupNotAvailable,
@@ -21,19 +21,19 @@ from services.common.errors import (
     StoreFull,
     Unreachable,
 )
-from services.common.pull import Puller
-from services.common.types import GroupId, PayloadKind, SiteId
-from services.common.weights.arena import Arena, Layout, TensorSpec
-from services.common.weights.payload import apply_payload
-from services.common.wire import manifest_from_bytes, manifest_to_bytes
-from services.learner.checkpoint import CheckpointStore
-from services.learner.encode import Position, encode_version
-from services.learner.fate import Action, decide
-from services.learner.incarnation import read_incarnation
-from services.learner.journal import Journal
-from services.learner.patience import Patience
-from services.learner.publish import Publisher
-from services.learner.resume import Resumption
+from heterorl.common.pull import Puller
+from heterorl.common.types import GroupId, PayloadKind, SiteId
+from heterorl.common.weights.arena import Arena, Layout, TensorSpec
+from heterorl.common.weights.payload import apply_payload
+from heterorl.common.wire import manifest_from_bytes, manifest_to_bytes
+from heterorl.learner.checkpoint import CheckpointStore
+from heterorl.learner.encode import Position, encode_version
+from heterorl.learner.fate import Action, decide
+from heterorl.learner.incarnation import read_incarnation
+from heterorl.learner.journal import Journal
+from heterorl.learner.patience import Patience
+from heterorl.learner.publish import Publisher
+from heterorl.learner.resume import Resumption
 from tests.support.learner_world import (
     LAYOUT,
     FragileApi,

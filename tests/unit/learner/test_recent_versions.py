@@ -4,13 +4,13 @@ import random
 
 import pytest
 
-from services.common.clock import SystemClock
-from services.common.errors import UnknownVersion, UnsignedManifest
-from services.common.trust import Trust
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
-from services.learner.patience import Patience
-from services.learner.recent_versions import RecentVersions
+from heterorl.common.clock import SystemClock
+from heterorl.common.errors import UnknownVersion, UnsignedManifest
+from heterorl.common.trust import Trust
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.learner.patience import Patience
+from heterorl.learner.recent_versions import RecentVersions
 from tests.support.clock import ManualClock
 from tests.support.run import LAYOUT, Run
 

@@ -5,8 +5,8 @@ import logging
 
 import pytest
 
-from services.common import metrics
-from services.learner.reward_signal import NUM_STEPS, RewardSignal, has_signal
+from heterorl.common import metrics
+from heterorl.learner.reward_signal import NUM_STEPS, RewardSignal, has_signal
 from tests.support.learner_world import queued
 
 

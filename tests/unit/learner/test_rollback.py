@@ -6,14 +6,14 @@ import logging
 import numpy as np
 import pytest
 
-from services.common.clock import SystemClock
-from services.common.errors import InvalidRequest, NotReversible, StaleEpoch, UnknownVersion
-from services.common.pull import Puller
-from services.common.types import PayloadKind
-from services.common.weights.compose import compose
-from services.common.weights.negate import negate
-from services.common.weights.payload import file_digest
-from services.common.wire import manifest_from_bytes
+from heterorl.common.clock import SystemClock
+from heterorl.common.errors import InvalidRequest, NotReversible, StaleEpoch, UnknownVersion
+from heterorl.common.pull import Puller
+from heterorl.common.types import PayloadKind
+from heterorl.common.weights.compose import compose
+from heterorl.common.weights.negate import negate
+from heterorl.common.weights.payload import file_digest
+from heterorl.common.wire import manifest_from_bytes
 from tests.support.learner_world import (
     LAYOUT,
     FragileApi,
@@ -66,7 +66,7 @@ async def ordered(core):
 
 
 def _ordered(connection):
-    from services.coordinator.rollback import ordered as read
+    from heterorl.coordinator.rollback import ordered as read
 
     return read(connection)
 
@@ -179,7 +179,7 @@ async def test_version_is_rebuilt_where_steps_cannot_be_undone(core, tmp_path, m
         tried.append(args)
         raise NotReversible("a RAW chunk")
 
-    monkeypatch.setattr("services.learner.rollback.negate", refuse)
+    monkeypatch.setattr("heterorl.learner.rollback.negate", refuse)
     await core.rollback(to_version=1, request_id="one")
 
     await learn(config, core, GentleBackend())
@@ -199,7 +199,7 @@ async def test_steps_that_lead_elsewhere_are_noticed(core, tmp_path, monkeypatch
         target.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
         rebuilt.append(result)
 
-    monkeypatch.setattr("services.learner.rollback.negate", forwards)
+    monkeypatch.setattr("heterorl.learner.rollback.negate", forwards)
     await core.rollback(to_version=1, request_id="one")
 
     await learn(config, core, GentleBackend())
@@ -271,7 +271,7 @@ async def test_superseded_learner_carries_out_nothing(core, tmp_path):
             return super().__getattr__(name)
 
         async def superseded(self, request):
-            from services.learner.incarnation import read_incarnation
+            from heterorl.learner.incarnation import read_incarnation
             from tests.support.learner_world import make_contract
 
             await core.acquire_lease(

@@ -5,13 +5,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.learner.batch import build_batch
-from services.learner.loss_config import EqpConfig, GepoConfig, GrpoConfig, GspoConfig, M2poConfig
-from services.learner.loss_registry import rule_of
-from services.learner.micro_batch import collate
-from services.learner.model import learner_logprobs
-from services.learner.shares import assign_groups, empty_pass, share_out
-from services.learner.step import micro_batch_loss, planned
+from heterorl.learner.batch import build_batch
+from heterorl.learner.loss_config import EqpConfig, GepoConfig, GrpoConfig, GspoConfig, M2poConfig
+from heterorl.learner.loss_registry import rule_of
+from heterorl.learner.micro_batch import collate
+from heterorl.learner.model import learner_logprobs
+from heterorl.learner.shares import assign_groups, empty_pass, share_out
+from heterorl.learner.step import micro_batch_loss, planned
 from tests.support.training import random_groups, tiny_model
 
 F64 = torch.float64

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.generation.hf import HfEngine
-from services.common.weights import tensors
-from services.common.weights.arena import Arena
-from services.learner.backend_config import TorchBackendConfig
-from services.learner.backends.torch import TorchBackend
-from services.learner.loss_config import GepoConfig
-from services.learner.stand_in import Rounding, arena_weights
+from heterorl.common.generation.hf import HfEngine
+from heterorl.common.weights import tensors
+from heterorl.common.weights.arena import Arena
+from heterorl.learner.backend_config import TorchBackendConfig
+from heterorl.learner.backends.torch import TorchBackend
+from heterorl.learner.loss_config import GepoConfig
+from heterorl.learner.stand_in import Rounding, arena_weights
 from tests.support.training import SAMPLING, is_identical, random_groups, tiny_model, weights
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from services.learner.extras import ess_fraction, join
-from services.learner.statistics import MicroBatchSample, build_report
+from heterorl.learner.extras import ess_fraction, join
+from heterorl.learner.statistics import MicroBatchSample, build_report
 from tests.support.training import group, queued, rollout
 
 F64 = torch.float64

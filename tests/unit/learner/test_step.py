@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.errors import ConfigError
-from services.learner.batch import build_batch
-from services.learner.loss_config import GepoConfig, GrpoConfig, GspoConfig
-from services.learner.model import check_forward
-from services.learner.step import accumulate_gradients, apply_gradients, learning_rate
+from heterorl.common.errors import ConfigError
+from heterorl.learner.batch import build_batch
+from heterorl.learner.loss_config import GepoConfig, GrpoConfig, GspoConfig
+from heterorl.learner.model import check_forward
+from heterorl.learner.step import accumulate_gradients, apply_gradients, learning_rate
 from tests.support.losses import CATALOGUE
 from tests.support.training import is_identical, random_groups, tiny_model, weights
 

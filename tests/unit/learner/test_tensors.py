@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from services.common.errors import ConfigError, StateMismatch
-from services.common.weights import tensors
-from services.common.weights.arena import Arena
+from heterorl.common.errors import ConfigError, StateMismatch
+from heterorl.common.weights import tensors
+from heterorl.common.weights.arena import Arena
 from tests.support.training import is_identical, tiny_model, weights
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.errors import ConfigError, CorruptStore
-from services.common.weights.arena import Arena
-from services.learner.backend_config import TorchBackendConfig
-from services.learner.backends.backend import TrainBackend
-from services.learner.backends.state import COUNTERS_FILE, OPTIMIZER_FILE, WEIGHTS_FILE
-from services.learner.backends.torch import TorchBackend
-from services.learner.loss_config import DecoupledPpoConfig, GepoConfig, LossConfig
+from heterorl.common.errors import ConfigError, CorruptStore
+from heterorl.common.weights.arena import Arena
+from heterorl.learner.backend_config import TorchBackendConfig
+from heterorl.learner.backends.backend import TrainBackend
+from heterorl.learner.backends.state import COUNTERS_FILE, OPTIMIZER_FILE, WEIGHTS_FILE
+from heterorl.learner.backends.torch import TorchBackend
+from heterorl.learner.loss_config import DecoupledPpoConfig, GepoConfig, LossConfig
 from tests.support.training import SAMPLING, is_identical, queued, random_groups, tiny_model, weights
 
 CONFIG = TorchBackendConfig(lr=1e-3, warmup_steps=4, micro_batch_tokens=64, weight_decay=0.01)

@@ -7,9 +7,9 @@ import threading
 import numpy as np
 import pytest
 
-from services.common.errors import GroupNotAvailable
-from services.common.types import DropReason, PushStatus
-from services.common.wire import manifest_from_bytes
+from heterorl.common.errors import GroupNotAvailable
+from heterorl.common.types import DropReason, PushStatus
+from heterorl.common.wire import manifest_from_bytes
 from tests.support.learner_world import (
     INCARNATION,
     SITE,

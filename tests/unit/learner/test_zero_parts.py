@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.common.config import load
-from services.common.errors import ConfigError, CorruptStore, DependencyMissing
-from services.learner.backend_config import DeepSpeedBackendConfig, TorchBackendConfig
-from services.learner.backends.commands import Command, Do, command_from_bytes, command_to_bytes
-from services.learner.backends.zero_engine import engine_config, import_deepspeed
-from services.learner.backends.zero_files import TensorFile, write_tensors
-from services.learner.config import LearnerConfig
-from services.learner.local_ranks import LocalRanks
+from heterorl.common.config import load
+from heterorl.common.errors import ConfigError, CorruptStore, DependencyMissing
+from heterorl.learner.backend_config import DeepSpeedBackendConfig, TorchBackendConfig
+from heterorl.learner.backends.commands import Command, Do, command_from_bytes, command_to_bytes
+from heterorl.learner.backends.zero_engine import engine_config, import_deepspeed
+from heterorl.learner.backends.zero_files import TensorFile, write_tensors
+from heterorl.learner.config import LearnerConfig
+from heterorl.learner.local_ranks import LocalRanks
 from tests.support.training import random_groups
 
 
@@ -117,7 +117,7 @@ def test_missing_package_is_named_with_its_extra():
 
 
 def test_several_processes_need_a_backend_that_divides(tmp_path):
-    from services.learner.assembly import build_backend
+    from heterorl.learner.assembly import build_backend
 
     with pytest.raises(ConfigError, match="--nproc"):
         build_backend(LearnerConfig(model_dir="x"), 2)

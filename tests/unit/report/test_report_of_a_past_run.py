@@ -11,19 +11,19 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-import services
-from services.cli import app
-from services.common.clock import SystemClock
-from services.common.errors import CorruptStore, OperatorError
-from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core import Coordinator
-from services.demo import figures
-from services.demo.look import columns_of
-from services.learner.config import LearnerConfig
-from services.learner.run_file import write_run_file
-from services.report.files import InUse, read_run
-from services.report.live import ask_run
-from services.report.page import render
+import heterorl
+from heterorl.cli import app
+from heterorl.common.clock import SystemClock
+from heterorl.common.errors import CorruptStore, OperatorError
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.demo import figures
+from heterorl.demo.look import columns_of
+from heterorl.learner.config import LearnerConfig
+from heterorl.learner.run_file import write_run_file
+from heterorl.report.files import InUse, read_run
+from heterorl.report.live import ask_run
+from heterorl.report.page import render
 from tests.support.run import REPORT, Run
 from tests.support.secure_run import SecureRun
 
@@ -213,7 +213,7 @@ def test_page_names_what_was_run(tmp_path):
     assert "model, task and settings are not known" not in page
     for name, value in (
         ("model", "/models/[small]"), ("task", "arithmetic"), ("loss", "gepo"), ("group size, answers", "8"),
-        ("steps wanted", "77"), ("learner&#39;s heterorl", services.__version__),
+        ("steps wanted", "77"), ("learner&#39;s heterorl", heterorl.__version__),
     ):  # fmt: skip
         assert f"<span>{name}</span>{value}</div>" in page
     assert "<span>configuration</span>" in page

@@ -5,11 +5,11 @@ import random
 
 import pytest
 
-from services.common.bell import Bell
-from services.common.errors import DiskFull, InvalidRequest, Unreachable
-from services.common.types import DropReason, PushOutcome, PushStatus
-from services.sampler.delivery import Delivery, settle
-from services.sampler.outbox import Outbox
+from heterorl.common.bell import Bell
+from heterorl.common.errors import DiskFull, InvalidRequest, Unreachable
+from heterorl.common.types import DropReason, PushOutcome, PushStatus
+from heterorl.sampler.delivery import Delivery, settle
+from heterorl.sampler.outbox import Outbox
 from tests.support.run import Run
 from tests.unit.sampler.test_outbox import spooled_groups
 
@@ -119,7 +119,7 @@ def test_only_terminal_outcomes_settle_a_group(tmp_path):
 
 
 def _work(count):
-    from services.common.types import WorkAssignment
+    from heterorl.common.types import WorkAssignment
 
     return [WorkAssignment(id=number, prompt_index=number, seed=1, lease_s=1.0) for number in range(count)]
 

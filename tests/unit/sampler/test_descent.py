@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
-from services.common.errors import UnknownVersion, UnprovenDescent
-from services.common.types import Manifest
-from services.common.wire import manifest_digest, manifest_to_bytes
-from services.sampler.descent import MAX_AT_ONCE, check_descent
-from services.sampler.record import RunReplaced, SeenVersion
+from heterorl.common.errors import UnknownVersion, UnprovenDescent
+from heterorl.common.types import Manifest
+from heterorl.common.wire import manifest_digest, manifest_to_bytes
+from heterorl.sampler.descent import MAX_AT_ONCE, check_descent
+from heterorl.sampler.record import RunReplaced, SeenVersion
 
 FIRST = Manifest(
     run_id="run", epoch=1, version=0, parent_version=-1, parent_digest="", layout_id="1" * 64, chunk_digests=(),

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from services.common import metrics
-from services.common.canary import ScoredText
-from services.common.errors import EngineDied, StaleWeights
+from heterorl.common import metrics
+from heterorl.common.canary import ScoredText
+from heterorl.common.errors import EngineDied, StaleWeights
 from tests.support.sampler_world import World
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from services.common import metrics
-from services.common.errors import StaleWeights
-from services.common.types import VersionSpan
+from heterorl.common import metrics
+from heterorl.common.errors import StaleWeights
+from heterorl.common.types import VersionSpan
 from tests.support.sampler_world import World
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.common.errors import ConfigError, CorruptStore, DiskFull, MalformedPayload
-from services.common.types import GroupId, SiteId, VersionSpan, WorkAssignment
-from services.common.wire import group_to_bytes
-from services.sampler.outbox import Outbox
+from heterorl.common.errors import ConfigError, CorruptStore, DiskFull, MalformedPayload
+from heterorl.common.types import GroupId, SiteId, VersionSpan, WorkAssignment
+from heterorl.common.wire import group_to_bytes
+from heterorl.sampler.outbox import Outbox
 from tests.support.run import Run, rollout
 
 

@@ -4,8 +4,8 @@ import errno
 
 import pytest
 
-from services.common.errors import ContractMismatch, InvalidRequest, MalformedPayload, UnknownVersion, Unreachable
-from services.sampler.policy_sync import MAX_SKIPPED
+from heterorl.common.errors import ContractMismatch, InvalidRequest, MalformedPayload, UnknownVersion, Unreachable
+from heterorl.sampler.policy_sync import MAX_SKIPPED
 from tests.support.sampler_world import World
 
 

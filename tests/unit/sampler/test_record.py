@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from services.common.errors import CorruptStore, DiskFull
-from services.sampler.record import RunReplaced, SeenVersion, VersionRecord, check_head
+from heterorl.common.errors import CorruptStore, DiskFull
+from heterorl.sampler.record import RunReplaced, SeenVersion, VersionRecord, check_head
 
 A, B = "a" * 64, "b" * 64
 

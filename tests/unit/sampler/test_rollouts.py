@@ -5,13 +5,13 @@ import dataclasses
 import numpy as np
 import pytest
 
-from services.common.clock import SystemClock
-from services.common.errors import RewardError
-from services.common.generation.hf import HfEngine
-from services.common.prompts import Prompter
-from services.common.tasks.registry import TaskConfig, build_task
-from services.common.tasks.task import Prompt
-from services.common.types import (
+from heterorl.common.clock import SystemClock
+from heterorl.common.errors import RewardError
+from heterorl.common.generation.hf import HfEngine
+from heterorl.common.prompts import Prompter
+from heterorl.common.tasks.registry import TaskConfig, build_task
+from heterorl.common.tasks.task import Prompt
+from heterorl.common.types import (
     Digest,
     FinishReason,
     GroupId,
@@ -21,10 +21,10 @@ from services.common.types import (
     SiteId,
     WorkAssignment,
 )  # fmt: skip
-from services.common.weights.arena import Arena
-from services.common.weights.tensors import store
-from services.demo.tiny_model import EOS, write_tiny_model
-from services.sampler.rollouts import RolloutMaker
+from heterorl.common.weights.arena import Arena
+from heterorl.common.weights.tensors import store
+from heterorl.demo.tiny_model import EOS, write_tiny_model
+from heterorl.sampler.rollouts import RolloutMaker
 
 ROOT = Digest("ab" * 32)
 BROKEN = 13

@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from services.common.api import Command, HeadUpdate, WorkGrant
-from services.common.canary import ScoredText
-from services.common.errors import (
+from heterorl.common.api import Command, HeadUpdate, WorkGrant
+from heterorl.common.canary import ScoredText
+from heterorl.common.errors import (
     ContractMismatch,
     CorruptStore,
     DiskFull,
@@ -15,8 +15,8 @@ from services.common.errors import (
     NotRegistered,
     Unreachable,
 )
-from services.common.types import PushOutcome, PushStatus, WorkAssignment
-from services.sampler.record import RunReplaced
+from heterorl.common.types import PushOutcome, PushStatus, WorkAssignment
+from heterorl.sampler.record import RunReplaced
 from tests.support.run import CONTRACT
 from tests.support.sampler_world import World
 
@@ -415,7 +415,7 @@ async def test_sampler_says_what_it_does(world, caplog):
     world.stop.set()
     await world.end()
 
-    lines = [record.getMessage() for record in caplog.records if record.name.startswith("services.sampler")]
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("heterorl.sampler")]
     # At most one a minute, whatever the number of batches.
     assert 2 <= len(said()) <= 2 + minutes
     assert "mean reward 1.000; version 1, 0 behind the head; outbox" in said()[-1]

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from services.common.bell import ring_or_time
-from services.common.errors import (
+from heterorl.common.bell import ring_or_time
+from heterorl.common.errors import (
     ContractMismatch,
     InvalidRequest,
     PermissionDenied,
@@ -14,8 +14,8 @@ from services.common.errors import (
     Unauthenticated,
     Unreachable,
 )
-from services.common.words import peer_seconds
-from services.sampler.waiting import Patience
+from heterorl.common.words import peer_seconds
+from heterorl.sampler.waiting import Patience
 from tests.support.clock import ManualClock
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from services.common.config import load
-from services.common.errors import ConfigError, RewardError
-from services.common.tasks.registry import TaskConfig, build_task
-from services.common.tasks.reward_process import SCRIPT
-from services.common.tasks.scoring import score_group
-from services.learner.config import LearnerConfig
+from heterorl.common.config import load
+from heterorl.common.errors import ConfigError, RewardError
+from heterorl.common.tasks.registry import TaskConfig, build_task
+from heterorl.common.tasks.reward_process import SCRIPT
+from heterorl.common.tasks.scoring import score_group
+from heterorl.learner.config import LearnerConfig
 
 REWARD = """
 import os, sys, time

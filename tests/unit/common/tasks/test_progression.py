@@ -2,8 +2,8 @@
 
 import pytest
 
-from services.common.tasks.progression import ProgressionTask
-from services.common.tasks.registry import TaskConfig, build_task
+from heterorl.common.tasks.progression import ProgressionTask
+from heterorl.common.tasks.registry import TaskConfig, build_task
 
 
 def test_terms_follow_each_other_modulo_the_base_with_reversed_digits():

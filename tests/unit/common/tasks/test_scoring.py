@@ -5,12 +5,12 @@ import logging
 import numpy as np
 import pytest
 
-from services.common.errors import ConfigError, DependencyMissing, RewardError
-from services.common.tasks.registry import TaskConfig, build_task
-from services.common.tasks.scoring import FailureRow, score_group
-from services.common.tasks.task import Prompt
-from services.common.tasks.trial import try_reward
-from services.common.types import RewardPart
+from heterorl.common.errors import ConfigError, DependencyMissing, RewardError
+from heterorl.common.tasks.registry import TaskConfig, build_task
+from heterorl.common.tasks.scoring import FailureRow, score_group
+from heterorl.common.tasks.task import Prompt
+from heterorl.common.tasks.trial import try_reward
+from heterorl.common.types import RewardPart
 
 
 class Scored:

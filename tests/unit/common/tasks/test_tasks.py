@@ -10,11 +10,11 @@ import threading
 
 import pytest
 
-from services.common.errors import ConfigError, RewardError
-from services.common.tasks.arithmetic import ArithmeticTask
-from services.common.tasks.math_verify import MAX_MEMORY_BYTES, MathVerifier
-from services.common.tasks.registry import TaskConfig, build_task
-from services.common.tasks.reward_process import SCRIPT
+from heterorl.common.errors import ConfigError, RewardError
+from heterorl.common.tasks.arithmetic import ArithmeticTask
+from heterorl.common.tasks.math_verify import MAX_MEMORY_BYTES, MathVerifier
+from heterorl.common.tasks.registry import TaskConfig, build_task
+from heterorl.common.tasks.reward_process import SCRIPT
 
 
 def test_arithmetic_shows_every_pair_once_and_holds_some_out():

@@ -7,7 +7,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.weights.arena import CHUNK_ELEMENTS, Arena, Layout, TensorSpec, digest_integers, state_root
+from heterorl.common.weights.arena import CHUNK_ELEMENTS, Arena, Layout, TensorSpec, digest_integers, state_root
 from tests.support.arenas import SPECS, random_arena, small_layout
 
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from services.common.errors import CorruptData, LimitExceeded, MalformedPayload
-from services.common.weights.codec import Method, apply_chunk, encode_chunk
-from services.common.weights.zstd_reader import compress, decompress
+from heterorl.common.errors import CorruptData, LimitExceeded, MalformedPayload
+from heterorl.common.weights.codec import Method, apply_chunk, encode_chunk
+from heterorl.common.weights.zstd_reader import compress, decompress
 
 DTYPES = (np.int8, np.int16, np.int32)
 

@@ -5,10 +5,10 @@ import struct
 import numpy as np
 import pytest
 
-from services.common.errors import LimitExceeded, MalformedPayload
-from services.common.weights.codec import Method, apply_chunk
-from services.common.weights.steps import encode_steps
-from services.common.weights.zstd_reader import compress
+from heterorl.common.errors import LimitExceeded, MalformedPayload
+from heterorl.common.weights.codec import Method, apply_chunk
+from heterorl.common.weights.steps import encode_steps
+from heterorl.common.weights.zstd_reader import compress
 
 SIZE = 1000
 

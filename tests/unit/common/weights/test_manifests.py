@@ -4,17 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from services.common.errors import MalformedPayload, StateMismatch
-from services.common.types import Digest, Manifest, PayloadKind, PayloadRef
-from services.common.weights.arena import Arena, Layout, TensorSpec
-from services.common.weights.manifest import (
+from heterorl.common.errors import MalformedPayload, StateMismatch
+from heterorl.common.types import Digest, Manifest, PayloadKind, PayloadRef
+from heterorl.common.weights.arena import Arena, Layout, TensorSpec
+from heterorl.common.weights.manifest import (
     build_manifest,
     chunks_of,
     verify_child,
     verify_descendant,
     verify_state,
 )
-from services.common.weights.payload import write_delta, write_snapshot
+from heterorl.common.weights.payload import write_delta, write_snapshot
 from tests.support.arenas import SPECS, changed_arena, random_arena, small_layout
 
 PARENT_DIGEST = "ab" * 32

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.errors import CorruptData, LimitExceeded, MalformedPayload
-from services.common.weights.codec import Method, apply_chunk, encode_chunk, encode_composed
-from services.common.weights.dense import encode_dense, encode_planes
-from services.common.weights.split import encode_split
-from services.common.weights.steps import encode_steps
-from services.common.weights.zstd_reader import compress
+from heterorl.common.errors import CorruptData, LimitExceeded, MalformedPayload
+from heterorl.common.weights.codec import Method, apply_chunk, encode_chunk, encode_composed
+from heterorl.common.weights.dense import encode_dense, encode_planes
+from heterorl.common.weights.split import encode_split
+from heterorl.common.weights.steps import encode_steps
+from heterorl.common.weights.zstd_reader import compress
 
 WIDTHS = (np.int8, np.int16, np.int32)
 SPECIAL = {

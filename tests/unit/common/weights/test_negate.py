@@ -5,12 +5,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.common.errors import MalformedPayload, NotReversible
-from services.common.weights.arena import Chunk, TensorSpec, zeros
-from services.common.weights.codec import Method, apply_chunk, encode_chunk, encode_composed
-from services.common.weights.compose import compose
-from services.common.weights.negate import negate, negate_chunk
-from services.common.weights.payload import apply_payload, file_digest, write_delta, write_snapshot
+from heterorl.common.errors import MalformedPayload, NotReversible
+from heterorl.common.weights.arena import Chunk, TensorSpec, zeros
+from heterorl.common.weights.codec import Method, apply_chunk, encode_chunk, encode_composed
+from heterorl.common.weights.compose import compose
+from heterorl.common.weights.negate import negate, negate_chunk
+from heterorl.common.weights.payload import apply_payload, file_digest, write_delta, write_snapshot
 from tests.support.arenas import random_arena, small_layout
 
 MANY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -6,11 +6,11 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from services.common.errors import CorruptData
-from services.common.weights.arena import CHUNK_ELEMENTS, Arena, Layout, TensorSpec
-from services.common.weights.codec import Method, apply_chunk, encode_chunk
-from services.common.weights.parallel import in_order, num_threads
-from services.common.weights.payload import apply_payload, write_delta, write_snapshot
+from heterorl.common.errors import CorruptData
+from heterorl.common.weights.arena import CHUNK_ELEMENTS, Arena, Layout, TensorSpec
+from heterorl.common.weights.codec import Method, apply_chunk, encode_chunk
+from heterorl.common.weights.parallel import in_order, num_threads
+from heterorl.common.weights.payload import apply_payload, write_delta, write_snapshot
 from tests.support.arenas import changed_arena, random_arena, small_layout
 
 LIMIT_BYTES = 20_000_000

@@ -8,11 +8,11 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.common.errors import CorruptData, StateMismatch
-from services.common.types import Manifest
-from services.common.weights.arena import Arena, Layout, TensorSpec, state_root
-from services.common.weights.manifest import build_manifest, verify_child, verify_state
-from services.common.weights.payload import apply_payload, file_digest, write_delta, write_snapshot
+from heterorl.common.errors import CorruptData, StateMismatch
+from heterorl.common.types import Manifest
+from heterorl.common.weights.arena import Arena, Layout, TensorSpec, state_root
+from heterorl.common.weights.manifest import build_manifest, verify_child, verify_state
+from heterorl.common.weights.payload import apply_payload, file_digest, write_delta, write_snapshot
 
 SPECS = [
     TensorSpec(name="norm", dtype="fp32", shape=(7,)),

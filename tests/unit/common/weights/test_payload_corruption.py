@@ -8,10 +8,10 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.errors import CorruptData, LimitExceeded, MalformedPayload
-from services.common.weights.arena import Arena
-from services.common.weights.codec import Method
-from services.common.weights.payload import apply_payload, write_delta, write_snapshot
+from heterorl.common.errors import CorruptData, LimitExceeded, MalformedPayload
+from heterorl.common.weights.arena import Arena
+from heterorl.common.weights.codec import Method
+from heterorl.common.weights.payload import apply_payload, write_delta, write_snapshot
 from tests.support.arenas import changed_arena, random_arena, small_layout
 
 NUM_CHUNKS = 7

@@ -12,9 +12,9 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.errors import StateMismatch
-from services.common.weights.arena import Arena, Layout, TensorSpec
-from services.common.weights.payload import (
+from heterorl.common.errors import StateMismatch
+from heterorl.common.weights.arena import Arena, Layout, TensorSpec
+from heterorl.common.weights.payload import (
     NO_ROOT,
     PayloadInfo,
     apply_payload,

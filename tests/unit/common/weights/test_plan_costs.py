@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.api import PlanKind
-from services.common.errors import UnknownVersion
-from services.common.link_estimate import MAX_OBJECT_BYTES, LinkEstimate
-from services.common.types import PayloadKind, PayloadRef
-from services.common.weights.plan import plan_pull
+from heterorl.common.api import PlanKind
+from heterorl.common.errors import UnknownVersion
+from heterorl.common.link_estimate import MAX_OBJECT_BYTES, LinkEstimate
+from heterorl.common.types import PayloadKind, PayloadRef
+from heterorl.common.weights.plan import plan_pull
 
 
 def edge(start, stop, size):

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.api import PlanKind
-from services.common.errors import UnknownVersion
-from services.common.types import Digest, PayloadKind, PayloadRef
-from services.common.weights.plan import plan_pull
+from heterorl.common.api import PlanKind
+from heterorl.common.errors import UnknownVersion
+from heterorl.common.types import Digest, PayloadKind, PayloadRef
+from heterorl.common.weights.plan import plan_pull
 
 
 def delta(start, end, num_bytes):

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.errors import ConfigError
-from services.common.weights.arena import Arena, Layout, TensorSpec
-from services.common.weights.compose import compose
-from services.common.weights.payload import apply_payload, write_delta
-from services.common.weights.quantise import (
+from heterorl.common.errors import ConfigError
+from heterorl.common.weights.arena import Arena, Layout, TensorSpec
+from heterorl.common.weights.compose import compose
+from heterorl.common.weights.payload import apply_payload, write_delta
+from heterorl.common.weights.quantise import (
     LIMIT,
     SCALE,
     dequantise,
@@ -23,7 +23,7 @@ from services.common.weights.quantise import (
     quantise,
     scales_of,
 )
-from services.common.weights.tensors import TORCH_DTYPE
+from heterorl.common.weights.tensors import TORCH_DTYPE
 from tests.support.arenas import random_arena
 
 FLAVOURS = ("int8", "fp8_e4m3")
@@ -242,7 +242,7 @@ def test_a_state_gives_the_same_bits_again_with_the_scales_that_came_of_it(flavo
 def test_tensors_of_more_than_a_block_are_quantised_like_small_ones(monkeypatch):
     base = _filled(_base(rows=50), 3)
     whole, _ = _quantised(base, "int8")
-    monkeypatch.setattr("services.common.weights.quantise._BLOCK_ELEMENTS", 48)
+    monkeypatch.setattr("heterorl.common.weights.quantise._BLOCK_ELEMENTS", 48)
 
     parts, _ = _quantised(base, "int8")
     back, other = Arena(base.layout), Arena(base.layout)

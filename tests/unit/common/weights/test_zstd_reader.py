@@ -13,8 +13,8 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.errors import CorruptData, LimitExceeded, MalformedPayload
-from services.common.weights.zstd_reader import MAX_WINDOW_BYTES, compress, decompress
+from heterorl.common.errors import CorruptData, LimitExceeded, MalformedPayload
+from heterorl.common.weights.zstd_reader import MAX_WINDOW_BYTES, compress, decompress
 
 ROOT = Path(__file__).parents[4]
 MAGIC = b"\x28\xb5\x2f\xfd"
@@ -101,8 +101,8 @@ def test_bomb_is_refused_without_its_memory(stated):
     # 64 KB that unfold to 2 GiB: a process of its own may use 300 MB of addresses beyond what importing takes.
     program = (
         "import resource, sys\n"
-        "from services.common.errors import CorruptData\n"
-        "from services.common.weights.zstd_reader import decompress\n"
+        "from heterorl.common.errors import CorruptData\n"
+        "from heterorl.common.weights.zstd_reader import decompress\n"
         "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
         "resource.setrlimit(resource.RLIMIT_AS, (used + (300 << 20),) * 2)\n"
         "try:\n"

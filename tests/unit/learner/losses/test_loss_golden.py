@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from services.learner.advantages import beta_weights
-from services.learner.denominators import group_log_denominator
-from services.learner.loss_config import (
+from heterorl.learner.advantages import beta_weights
+from heterorl.learner.denominators import group_log_denominator
+from heterorl.learner.loss_config import (
     CispoConfig,
     DapoConfig,
     DeltaLConfig,

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.learner.denominators import group_log_denominator
-from services.learner.loss_config import (
+from heterorl.learner.denominators import group_log_denominator
+from heterorl.learner.loss_config import (
     DsGepoConfig,
     DsGspoConfig,
     EqpConfig,
@@ -16,7 +16,7 @@ from services.learner.loss_config import (
     GspoConfig,
     GspoTokenConfig,
 )
-from services.learner.losses import MAX_LOG_WEIGHT
+from heterorl.learner.losses import MAX_LOG_WEIGHT
 from tests.support.losses import groups_of, run_loss
 
 F64 = torch.float64

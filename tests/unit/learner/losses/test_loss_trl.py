@@ -6,7 +6,7 @@ import pytest
 import torch
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from services.learner.loss_config import (
+from heterorl.learner.loss_config import (
     CispoConfig,
     DapoConfig,
     DrGrpoConfig,

@@ -32,22 +32,15 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from heterorl.common.canary import ScoredText, canary_texts
-from heterorl.common.clock import SystemClock
 from heterorl.common.generation.hf import HfEngine
-from heterorl.common.prompts import Prompter
+from heterorl.common.model.canary import ScoredText, canary_texts
+from heterorl.common.model.prompts import Prompter
+from heterorl.common.process.clock import SystemClock
 from heterorl.common.tasks.task import Prompt
-from heterorl.common.types import (
-    LogprobMode,
-    QueuedGroup,
-    RewardPart,
-    SamplingSemantics,
-    SiteId,
-    WorkAssignment,
-)
+from heterorl.common.types.values import LogprobMode, QueuedGroup, RewardPart, SamplingSemantics, SiteId, WorkAssignment
 from heterorl.common.weights.arena import Arena
 from heterorl.common.weights.payload import write_delta
-from heterorl.common.wire import bytes_digest
+from heterorl.common.wire.groups import bytes_digest
 from heterorl.learner.backend_config import TorchBackendConfig
 from heterorl.learner.backends.torch import TorchBackend
 from heterorl.learner.canary import Canary

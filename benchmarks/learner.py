@@ -76,7 +76,7 @@ PROMPT = np.arange(2, 18, dtype=np.int32)
 
 def heterorl_step(model_dir: Path, options: dict[str, Any]) -> Callable[[], object]:
     """A step of the torch backend."""
-    from heterorl.common.types import (
+    from heterorl.common.types.values import (
         Digest,
         FinishReason,
         Group,

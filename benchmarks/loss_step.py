@@ -26,15 +26,7 @@ import transformers
 from pydantic import TypeAdapter
 from torch import nn
 
-from heterorl.common.types import (
-    Digest,
-    FinishReason,
-    Group,
-    GroupId,
-    Rollout,
-    SiteId,
-    VersionSpan,
-)
+from heterorl.common.types.values import Digest, FinishReason, Group, GroupId, Rollout, SiteId, VersionSpan
 from heterorl.learner.batch import build_batch
 from heterorl.learner.loss_config import LossConfig
 from heterorl.learner.loss_registry import ALGORITHMS

@@ -36,13 +36,14 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.bare_streams import read_bare, read_bare_to_file, read_tcp, serve_bare, serve_tcp, serving
-from heterorl.common.allocator import keep_freed_frames
-from heterorl.common.clock import SystemClock
-from heterorl.common.fetch import Fetcher
-from heterorl.common.pull import PulledVersion, Puller
+from heterorl.common.identity.tls import TlsConfig
+from heterorl.common.process.allocator import keep_freed_frames
+from heterorl.common.process.clock import SystemClock
+from heterorl.common.process.patience import Patience
+from heterorl.common.pull.fetch import Fetcher
+from heterorl.common.pull.pull import PulledVersion, Puller
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.tls import TlsConfig
-from heterorl.common.types import (
+from heterorl.common.types.values import (
     Contract,
     Digest,
     LogprobMode,
@@ -55,9 +56,8 @@ from heterorl.common.weights.arena import Arena, Layout, TensorSpec
 from heterorl.common.weights.container import max_file_bytes
 from heterorl.common.weights.manifest import build_manifest
 from heterorl.common.weights.payload import PayloadInfo, write_delta, write_snapshot
-from heterorl.common.wire import manifest_digest, manifest_to_bytes
+from heterorl.common.wire.groups import manifest_digest, manifest_to_bytes
 from heterorl.demo.processes import start, stop
-from heterorl.learner.patience import Patience
 from heterorl.learner.upload import upload
 
 CHANGED = 0.0135

@@ -25,7 +25,7 @@ import numpy as np
 
 from heterorl.common.generation.hf import HfEngine
 from heterorl.common.generation.vllm import VllmEngine
-from heterorl.common.types import LogprobMode, SamplingSemantics
+from heterorl.common.types.values import LogprobMode, SamplingSemantics
 from heterorl.demo.tiny_model import write_tiny_model
 
 NUM_PROMPTS, GROUP_SIZE, MAX_NEW_TOKENS, NUM_SWAPS = 8, 8, 64, 8

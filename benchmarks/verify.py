@@ -37,11 +37,11 @@ from benchmarks.verify_cheats import (
     round_weights,
     where_tokens_differ,
 )
-from heterorl.common.contract import SamplingConfig, build_contract
 from heterorl.common.generation.seeded import group_key
-from heterorl.common.prompts import Prompter
+from heterorl.common.model.contract import SamplingConfig, build_contract
+from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.arithmetic import ArithmeticTask
-from heterorl.common.types import NO_LORA, Contract, Group, QueuedGroup, Rollout
+from heterorl.common.types.values import NO_LORA, Contract, Group, QueuedGroup, Rollout
 from heterorl.common.weights.arena import Arena
 from heterorl.coordinator.admission import ending_problem
 from heterorl.coordinator.schedule import seed_of

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from heterorl.common.clock import SystemClock
 from heterorl.common.generation.hf import HfEngine
-from heterorl.common.prompts import Prompter
+from heterorl.common.model.prompts import Prompter
+from heterorl.common.process.clock import SystemClock
 from heterorl.common.tasks.task import Task
-from heterorl.common.types import (
+from heterorl.common.types.values import (
     Digest,
     FinishReason,
     Group,

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from heterorl.common.model.quantise import LIMIT, Flavour, dequantise, flavour_layout, quantise
 from heterorl.common.weights.arena import Arena
 from heterorl.common.weights.payload import write_delta, write_snapshot
-from heterorl.common.weights.quantise import LIMIT, Flavour, dequantise, flavour_layout, quantise
 
 
 def measure_flavours(states: Sequence[Arena], *, lr: float, lags: Sequence[int]) -> list[dict[str, Any]]:

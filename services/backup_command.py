@@ -19,8 +19,8 @@ from heterorl.operator_link import (
 )
 
 if TYPE_CHECKING:
+    from heterorl.common.identity.tls import TlsConfig
     from heterorl.common.rpc.backup import Backup
-    from heterorl.common.tls import TlsConfig
 
 
 def backup(

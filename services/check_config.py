@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from heterorl.common.errors import DependencyMissing, HeterorlError, OperatorError
-from heterorl.common.tls import check_tls
+from heterorl.common.identity.tls import check_tls
 from heterorl.service_config import Service, load_service
 
 
@@ -96,12 +96,12 @@ def _build_task(config: Any) -> Any:
 
 
 def _load_tokenizer(config: Any) -> Any:
-    from heterorl.common.prompts import Prompter
+    from heterorl.common.model.prompts import Prompter
 
     return Prompter(config.model_dir, use_chat_template=config.use_chat_template)
 
 
 def _try_reward(task: Any, prompter: Any) -> None:
-    from heterorl.common.tasks.trial import try_reward
+    from heterorl.common.model.trial import try_reward
 
     try_reward(task, prompter)

@@ -19,9 +19,9 @@ from heterorl.backup_command import backup
 from heterorl.certs.cli import app as certs
 from heterorl.certs.token_cli import join
 from heterorl.check_config import check_config, check_link
-from heterorl.common.config import explain, read_tables
 from heterorl.common.errors import HeterorlError
-from heterorl.common.model_dir import check_model_dir
+from heterorl.common.model.directory import check_model_dir
+from heterorl.common.process.config import explain, read_tables
 from heterorl.doctor.command import doctor
 from heterorl.lab.cli import app as lab
 from heterorl.orders import audit, rollback, sites
@@ -73,7 +73,7 @@ def _console(*, stderr: bool = False) -> Console:
 
 def _who(service: Service, config: Any = None) -> dict[str, str]:
     """What a service says of itself with every line of its log."""
-    from heterorl.common.identity import Identity, read_identity
+    from heterorl.common.identity.identity import Identity, read_identity
 
     who: dict[str, str] = {"role": service, "version": heterorl.__version__}
     if config is None:
@@ -89,8 +89,8 @@ def _who(service: Service, config: Any = None) -> dict[str, str]:
 
 
 def _serve(service: Service, config: Path | None, overrides: list[str] | None, log: LogStyle, **options: int) -> None:
-    from heterorl.common import logs
-    from heterorl.common.allocator import keep_freed_frames
+    from heterorl.common.process import logs
+    from heterorl.common.process.allocator import keep_freed_frames
 
     logs.configure(style=log, fields=_who(service))
     loaded = load_service(service, config, overrides or ())
@@ -221,7 +221,7 @@ app.add_typer(keys, name="keys", rich_help_panel=NAMES)
 @keys.command("new")
 def keys_new(path: Annotated[Path, typer.Argument(help="File to write the private key to; must not exist.")]) -> None:
     """Make a private key, readable by you alone, and print its public key for the samplers' `trusted_keys`."""
-    from heterorl.common.signing import new_key
+    from heterorl.common.identity.signing import new_key
 
     typer.echo(new_key(path).public_key)
 
@@ -229,7 +229,7 @@ def keys_new(path: Annotated[Path, typer.Argument(help="File to write the privat
 @keys.command("show")
 def keys_show(path: Annotated[Path, typer.Argument(help="File of a private key.")]) -> None:
     """Print the public key of a private key."""
-    from heterorl.common.signing import load_signer
+    from heterorl.common.identity.signing import load_signer
 
     typer.echo(load_signer(path).public_key)
 

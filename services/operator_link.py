@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 if TYPE_CHECKING:
+    from heterorl.common.identity.tls import TlsConfig
     from heterorl.common.rpc.client import CoordinatorClient
-    from heterorl.common.tls import TlsConfig
 
 ResultT = TypeVar("ResultT")
 BUDGET_S = 5.0
@@ -52,7 +52,7 @@ def find_link(
         ConfigError: an address or certificates are missing or wrong, or named twice.
     """
     from heterorl.common.errors import ConfigError
-    from heterorl.common.tls import noted_address
+    from heterorl.common.identity.tls import noted_address
 
     if credentials is None and not (insecure or ca or cert or key) and os.environ.get(CREDENTIALS_VARIABLE):
         credentials = Path(os.environ[CREDENTIALS_VARIABLE])
@@ -74,7 +74,7 @@ def link_files(address: str, *, credentials: Path | None, ca: str, cert: str, ke
         ConfigError: the address is not host:port, no certificates are named, or they are named twice.
     """
     from heterorl.common.errors import ConfigError
-    from heterorl.common.tls import TlsConfig, check_address, files_in
+    from heterorl.common.identity.tls import TlsConfig, check_address, files_in
 
     check_address("ADDRESS", address)
     stated = [name for name, value in (("--ca", ca), ("--cert", cert), ("--key", key)) if value]

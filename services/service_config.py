@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from heterorl.common.config import Config, InvalidConfig, flatten, load, read_tables
-from heterorl.common.config_words import all_keys
 from heterorl.common.errors import ConfigError
+from heterorl.common.process.config import Config, InvalidConfig, flatten, load, read_tables
+from heterorl.common.process.config_words import all_keys
 
 Service = Literal["coordinator", "learner", "sampler"]
 _SCHEMAS: dict[Service, tuple[str, str]] = {

@@ -9,9 +9,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from heterorl.common.facts import steps_wanted
-from heterorl.common.standstill import describe, quarantined_sites
-from heterorl.common.types import RunStatus, StepReport
+from heterorl.common.types.facts import steps_wanted
+from heterorl.common.types.standstill import describe, quarantined_sites
+from heterorl.common.types.values import RunStatus, StepReport
 from heterorl.status_sites import fold, site_tables
 
 

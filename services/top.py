@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rich.console import Group
 
     from heterorl.common.api import CoordinatorApi
-    from heterorl.common.types import RunStatus, StepReport
+    from heterorl.common.types.values import RunStatus, StepReport
 
 CALL_S = 5.0
 STEPS_A_CALL = 1000
@@ -169,7 +169,7 @@ def top(
     from rich.live import Live
 
     silence_grpc()
-    from heterorl.common.clock import SystemClock
+    from heterorl.common.process.clock import SystemClock
     from heterorl.common.rpc.client import CoordinatorClient
     from heterorl.common.rpc.retry import RetryPolicy
 

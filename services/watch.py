@@ -24,7 +24,7 @@ from heterorl.operator_link import (
 
 if TYPE_CHECKING:
     from heterorl.common.rpc.client import CoordinatorClient
-    from heterorl.common.types import RunStatus, StepReport
+    from heterorl.common.types.values import RunStatus, StepReport
 
 STEPS = 200
 """Newest steps among which an accuracy is looked for."""

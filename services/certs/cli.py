@@ -65,8 +65,8 @@ def issue(
     """Issue a key and a certificate for one node: ca.crt, node.crt and node.key, to be copied to it."""
     from heterorl.certs.directory import REVOKED, Authority
     from heterorl.certs.files import PUBLIC, write_file
-    from heterorl.common.identity import Role
-    from heterorl.common.tls import ADDRESS_FILE, check_address
+    from heterorl.common.identity.identity import Role
+    from heterorl.common.identity.tls import ADDRESS_FILE, check_address
 
     if coordinator:
         check_address("--coordinator", coordinator)
@@ -111,7 +111,7 @@ def revoke(
     """
     from heterorl.certs.directory import Authority
     from heterorl.common.errors import ConfigError
-    from heterorl.common.identity import Role
+    from heterorl.common.identity.identity import Role
 
     if bool(what) == bool(site):
         raise ConfigError("WHAT", "name either WHAT or --site", action="`heterorl certs list` shows all of them")

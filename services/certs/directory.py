@@ -13,8 +13,8 @@ from pathlib import Path
 from heterorl.certs.authority import Pair, hosts_of, issue_node, make_authority
 from heterorl.certs.files import PUBLIC, SECRET, locked, write_file
 from heterorl.common.errors import ConfigError
-from heterorl.common.identity import Identity, Refusal, Role, read_identity
-from heterorl.common.rpc.revocation import parse_serials
+from heterorl.common.identity.identity import Identity, Refusal, Role, read_identity
+from heterorl.common.identity.revocation import parse_serials
 
 REVOKED = "revoked"
 """The list's name here and in a coordinator's directory."""

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.tls import check_address
+from heterorl.common.identity.tls import check_address
 
 DESK_PORT = 50052
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -38,7 +38,7 @@ def create(
 ) -> None:
     """Print a token that becomes one certificate, once, for this site and role. It is a secret until then."""
     from heterorl.certs.enrolment import Enrolment
-    from heterorl.common.identity import Role
+    from heterorl.common.identity.identity import Role
 
     if authority:
         check_address("--authority", authority)
@@ -52,7 +52,7 @@ def create(
 def list_(directory: DirOption = DIRECTORY) -> None:
     """Show every token: for whom, until when, whether it was used."""
     from heterorl.certs.enrolment import Enrolment
-    from heterorl.common.identity import split_uri
+    from heterorl.common.identity.identity import split_uri
 
     now = time.time()
     table = Table("token", "role", "site", "minutes left", "state", title="tokens")
@@ -85,7 +85,7 @@ def serve(
     needs neither this command nor the key.
     """
     from heterorl.certs.desk import Desk
-    from heterorl.common import logs
+    from heterorl.common.process import logs
 
     check_address("--listen", listen)
     logs.configure(style="console")
@@ -120,8 +120,8 @@ def join(
     from heterorl.certs.files import PUBLIC, write_file
     from heterorl.certs.join import join as get
     from heterorl.certs.tokens import parse_token
+    from heterorl.common.identity.tls import ADDRESS_FILE, TlsConfig, files_in
     from heterorl.common.rpc.health import check_health
-    from heterorl.common.tls import ADDRESS_FILE, TlsConfig, files_in
 
     check_address("--coordinator", coordinator)
     parsed = parse_token(sys.stdin.read() if token == "-" else token)

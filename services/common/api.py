@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from heterorl.common.types import (
+from heterorl.common.types.values import (
     Contract,
     Digest,
     DropReason,

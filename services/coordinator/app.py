@@ -21,16 +21,16 @@ import logging
 import signal
 from pathlib import Path
 
-from heterorl.common import descriptors, metrics, notify, tracing
-from heterorl.common.clock import Clock, SystemClock
 from heterorl.common.errors import CorruptStore, Draining
-from heterorl.common.rpc.server import Server
+from heterorl.common.process import descriptors, metrics, notify, tracing
+from heterorl.common.process.clock import Clock, SystemClock
 from heterorl.coordinator import observe
 from heterorl.coordinator.backup_servicer import BackupServicer
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.diagnosis import DiagnosisServicer
 from heterorl.coordinator.presence import Presence
+from heterorl.coordinator.rpc.server import Server
 from heterorl.coordinator.servicer import PolicyServicer, RolloutServicer, RunServicer
 from heterorl.coordinator.steady import Steady
 from heterorl.v1 import backup_pb2_grpc, diagnosis_pb2_grpc, policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from heterorl.common.errors import InvalidRequest
-from heterorl.common.types import Contract, Group
-from heterorl.common.wire import MAX_INT64, bytes_digest, group_from_pb, group_id_from_pb, received
+from heterorl.common.types.values import Contract, Group
+from heterorl.common.wire.groups import MAX_INT64, bytes_digest, group_from_pb, group_id_from_pb, received
 from heterorl.coordinator.intake import Arrival
 from heterorl.v1 import rollout_pb2
 

@@ -21,11 +21,11 @@ import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
 
-from heterorl.common.clock import Clock
-from heterorl.common.directory import make_directory, sync_directory
 from heterorl.common.errors import Busy, HeterorlError, InvalidRequest, StoreFull
+from heterorl.common.process.clock import Clock
+from heterorl.common.process.files import make_directory, sync_directory
 from heterorl.common.rpc.backup import Backup
-from heterorl.common.types import Digest
+from heterorl.common.types.values import Digest
 from heterorl.coordinator import lineage
 from heterorl.coordinator.blob_files import typed_error
 from heterorl.coordinator.blobs import BlobStore

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from heterorl.common import descriptors
-from heterorl.common.directory import opened_directory, sync_directory
 from heterorl.common.errors import Busy, CorruptStore, StoreFull
+from heterorl.common.process import descriptors
+from heterorl.common.process.files import opened_directory, sync_directory
 
 ResultT = TypeVar("ResultT")
 FRAME_BYTES = 1 << 20

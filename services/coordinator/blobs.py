@@ -18,7 +18,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from heterorl.common.directory import make_directory, sync_directory
 from heterorl.common.errors import (
     Busy,
     DigestMismatch,
@@ -27,7 +26,8 @@ from heterorl.common.errors import (
     StoreFull,
     UnknownPayload,
 )
-from heterorl.common.types import Digest
+from heterorl.common.process.files import make_directory, sync_directory
+from heterorl.common.types.values import Digest
 from heterorl.common.weights.payload import file_digest
 from heterorl.coordinator.blob_files import (
     FRAME_BYTES,

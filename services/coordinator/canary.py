@@ -14,7 +14,7 @@ import numpy as np
 
 from heterorl.common.api import CanaryReport, CanaryVerdict
 from heterorl.common.errors import InvalidRequest, Quarantined
-from heterorl.common.types import PublishRequest
+from heterorl.common.types.values import PublishRequest
 
 MAX_LOGPROBS = 4096
 KEPT_VERSIONS = 4096

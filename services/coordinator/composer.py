@@ -24,20 +24,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from heterorl.common.clock import Clock
 from heterorl.common.errors import CorruptData, CorruptStore, Draining, LimitExceeded, UnknownVersion
-from heterorl.common.types import Digest, PayloadKind, PayloadRef
+from heterorl.common.process.clock import Clock
+from heterorl.common.types.values import Digest, PayloadKind, PayloadRef
 from heterorl.common.weights.arena import CHUNK_ELEMENTS
 from heterorl.common.weights.compose import MAX_PAYLOADS, compose
 from heterorl.common.weights.manifest import chunks_of
-from heterorl.common.weights.plan import plan_pull
-from heterorl.common.wire import manifest_from_bytes
+from heterorl.common.wire.groups import manifest_from_bytes
 from heterorl.coordinator import flavours, lineage, manifests
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.database import Database
 from heterorl.coordinator.merges import Merges
 from heterorl.coordinator.spans import Span, due_blocks
 from heterorl.coordinator.steady import Steady
+from heterorl.coordinator.versions.path import plan_pull
 
 _LOG = logging.getLogger(__name__)
 MAX_REQUESTS = 16

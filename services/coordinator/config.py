@@ -7,9 +7,9 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from heterorl.common.config import Config
-from heterorl.common.tls import ServerTlsConfig
-from heterorl.common.tracing import TracingConfig
+from heterorl.common.identity.tls import ServerTlsConfig
+from heterorl.common.process.config import Config
+from heterorl.common.process.tracing import TracingConfig
 
 GROUP_OVERHEAD_BYTES = 4096
 """Room in a message to the learner for what it states beside the group."""

@@ -14,21 +14,17 @@ import sqlite3
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from heterorl.common import metrics
 from heterorl.common.api import CanaryReport, CanaryVerdict, Command, Heartbeat, RegisterAnswer, Registration
-from heterorl.common.clock import Clock
 from heterorl.common.errors import (
     ContractMismatch,
     Draining,
     InvalidRequest,
     NotRegistered,
 )
-from heterorl.common.standstill import RELEASE
-from heterorl.common.types import (
-    RunStatus,
-    SiteId,
-    StepReport,
-)
+from heterorl.common.process import metrics
+from heterorl.common.process.clock import Clock
+from heterorl.common.types.standstill import RELEASE
+from heterorl.common.types.values import RunStatus, SiteId, StepReport
 from heterorl.coordinator import audit, canary, flavours, lineage, quarantine, repeats, reports, watermark
 from heterorl.coordinator.audit import AuditKind
 from heterorl.coordinator.config import CoordinatorConfig

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from heterorl.common import metrics
-from heterorl.common.directory import make_directory
 from heterorl.common.errors import CorruptStore, DiskFull, Draining, StoreFull
+from heterorl.common.process import metrics
+from heterorl.common.process.files import make_directory
 from heterorl.coordinator.schema import EARLIER, INDEXES, SCHEMA, SCHEMA_VERSION
 
 _LOG = logging.getLogger(__name__)

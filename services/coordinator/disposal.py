@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 
-from heterorl.common.types import PayloadRef
+from heterorl.common.types.values import PayloadRef
 from heterorl.coordinator import lineage, shelf
 from heterorl.coordinator.flavours import TRAINED
 from heterorl.coordinator.retention import Needs, Retirement, decide_retirement

@@ -16,8 +16,8 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 
 from heterorl.common.errors import ContractMismatch, InvalidRequest
-from heterorl.common.types import FlavourStatus, Manifest, PayloadKind, PublishRequest
-from heterorl.common.wire import manifest_digest, manifest_from_bytes
+from heterorl.common.types.values import FlavourStatus, Manifest, PayloadKind, PublishRequest
+from heterorl.common.wire.groups import manifest_digest, manifest_from_bytes
 from heterorl.coordinator import lineage, manifests
 from heterorl.coordinator.database import get_meta, set_meta
 

@@ -19,7 +19,7 @@ from typing import TypeVar
 from urllib.parse import quote
 
 from heterorl.common.errors import CorruptStore, OperatorError
-from heterorl.common.types import Digest, PayloadKind, PayloadRef
+from heterorl.common.types.values import Digest, PayloadKind, PayloadRef
 
 ResultT = TypeVar("ResultT")
 STORE_FILE = "coordinator.sqlite"

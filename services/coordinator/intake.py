@@ -9,8 +9,8 @@ from __future__ import annotations
 import sqlite3
 from dataclasses import dataclass
 
-from heterorl.common.types import Contract, DropReason, Group, GroupId, PushOutcome, PushStatus
-from heterorl.common.wire import bytes_digest, group_to_bytes
+from heterorl.common.types.values import Contract, DropReason, Group, GroupId, PushOutcome, PushStatus
+from heterorl.common.wire.groups import bytes_digest, group_to_bytes
 from heterorl.coordinator import ages, ledger, quarantine, watermark, work
 from heterorl.coordinator.admission import Facts, judge
 from heterorl.coordinator.config import CoordinatorConfig

@@ -7,7 +7,7 @@ import sqlite3
 from collections.abc import Sequence
 
 from heterorl.common.errors import InvalidRequest, LeaseHeld
-from heterorl.common.types import Contract, LeaseGrant
+from heterorl.common.types.values import Contract, LeaseGrant
 from heterorl.coordinator import audit, group_size, lineage, queue, rollback
 from heterorl.coordinator import flavours as forms
 from heterorl.coordinator.audit import AuditKind

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 
-from heterorl.common.types import DropReason, LedgerCounts
+from heterorl.common.types.values import DropReason, LedgerCounts
 
 ACKED = "acked"
 CONSUMED = "consumed"

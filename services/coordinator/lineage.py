@@ -19,7 +19,7 @@ from heterorl.common.errors import (
     StepConflict,
     UnknownVersion,
 )
-from heterorl.common.types import (
+from heterorl.common.types.values import (
     SIGNATURE_BYTES,
     Contract,
     Digest,
@@ -28,7 +28,7 @@ from heterorl.common.types import (
     PayloadRef,
     PublishRequest,
 )
-from heterorl.common.wire import bytes_digest, contract_from_bytes, contract_to_bytes, manifest_digest
+from heterorl.common.wire.groups import bytes_digest, contract_from_bytes, contract_to_bytes, manifest_digest
 from heterorl.coordinator import manifests
 from heterorl.coordinator.database import get_meta
 from heterorl.coordinator.membership import contract_difference

@@ -17,9 +17,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from heterorl.common.directory import make_directory, sync_directory
 from heterorl.common.errors import Busy, CorruptData, MalformedPayload
-from heterorl.common.types import Digest, PayloadKind, PayloadRef
+from heterorl.common.process.files import make_directory, sync_directory
+from heterorl.common.types.values import Digest, PayloadKind, PayloadRef
 from heterorl.common.weights.container import read_roots
 from heterorl.coordinator.blob_files import file_size
 from heterorl.coordinator.database import Database

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from heterorl.common.bell import Bell
-from heterorl.common.clock import Clock
+from heterorl.common.process.bell import Bell
+from heterorl.common.process.clock import Clock
 from heterorl.coordinator.backup import Backups
 from heterorl.coordinator.blobs import BlobStore
 from heterorl.coordinator.composer import Composer

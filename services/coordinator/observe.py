@@ -10,10 +10,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from heterorl.common import metrics
-from heterorl.common.standstill import quarantined_sites
-from heterorl.common.tracing import TRACER
-from heterorl.common.types import DropReason, LedgerCounts, PushOutcome, QueuedGroup, RunStatus, SiteStatus
+from heterorl.common.process import metrics
+from heterorl.common.process.tracing import TRACER
+from heterorl.common.types.standstill import quarantined_sites
+from heterorl.common.types.values import DropReason, LedgerCounts, PushOutcome, QueuedGroup, RunStatus, SiteStatus
 from heterorl.coordinator import lineage
 from heterorl.coordinator.core import Coordinator
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 
-from heterorl.common.bell import Bell
-from heterorl.common.clock import Clock
 from heterorl.common.errors import ConfigError, ContractMismatch
+from heterorl.common.process.bell import Bell
+from heterorl.common.process.clock import Clock
 from heterorl.coordinator import group_size, lineage, queue
 from heterorl.coordinator.backup import Backups
 from heterorl.coordinator.blobs import BlobStore

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from heterorl.common.api import PlanKind, PullPlan
 from heterorl.common.errors import UnknownVersion
-from heterorl.common.types import PayloadRef
-from heterorl.common.weights.plan import plan_pull
+from heterorl.common.types.values import PayloadRef
 from heterorl.coordinator import lineage, manifests
+from heterorl.coordinator.versions.path import plan_pull
 
 MAX_MANIFEST_BYTES = 1 << 20
 """Bytes of the manifests in a plan, beyond which only its target's goes; half of the smallest max_message_bytes."""

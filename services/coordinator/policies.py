@@ -15,14 +15,8 @@ from heterorl.common.errors import (
     PayloadMissing,
     RunFinished,
 )
-from heterorl.common.types import (
-    Digest,
-    GroupId,
-    Manifest,
-    PayloadRef,
-    PublishRequest,
-)
-from heterorl.common.wire import manifest_from_bytes
+from heterorl.common.types.values import Digest, GroupId, Manifest, PayloadRef, PublishRequest
+from heterorl.common.wire.groups import manifest_from_bytes
 from heterorl.coordinator import audit, canary, lineage, queue, reports, rollback
 from heterorl.coordinator import flavours as forms
 from heterorl.coordinator.audit import AuditKind

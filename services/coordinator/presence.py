@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from heterorl.common.types import SiteStatus
-from heterorl.common.words import peer_words
+from heterorl.common.process.words import peer_words
+from heterorl.common.types.values import SiteStatus
 
 SILENT_S = 30.0
 """A site without any call for so long is said to be silent; its heartbeats come every few seconds."""

@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 from heterorl.common.api import CoordinatorApi
-from heterorl.common.metrics import BYTES
-from heterorl.common.rpc.door import INLINE_BYTES, Requests
-from heterorl.common.types import Contract, Group, PushOutcome
+from heterorl.common.process.metrics import BYTES
+from heterorl.common.types.values import Contract, Group, PushOutcome
 from heterorl.coordinator import arrivals
 from heterorl.coordinator.intake import Arrival
+from heterorl.coordinator.rpc.door import INLINE_BYTES, Requests
 from heterorl.v1 import rollout_pb2
 
 PUSH_BATCH = 16

@@ -11,7 +11,7 @@ import sqlite3
 from dataclasses import dataclass
 
 from heterorl.common.errors import InvalidRequest, Quarantined
-from heterorl.common.types import DropReason, GroupId, SiteId
+from heterorl.common.types.values import DropReason, GroupId, SiteId
 from heterorl.coordinator import audit, canary
 from heterorl.coordinator.audit import AuditKind
 from heterorl.coordinator.config import CoordinatorConfig

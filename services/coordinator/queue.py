@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from heterorl.common.errors import MalformedPayload
-from heterorl.common.types import Contract, DropReason, Group, GroupId, PushOutcome, QueuedGroup
-from heterorl.common.wire import bytes_digest, group_from_bytes
+from heterorl.common.types.values import Contract, DropReason, Group, GroupId, PushOutcome, QueuedGroup
+from heterorl.common.wire.groups import bytes_digest, group_from_bytes
 from heterorl.coordinator import ages, flavours, horizon, intake, ledger, quarantine, work
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.intake import Arrival, Surroundings

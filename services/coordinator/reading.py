@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from heterorl.common.errors import Busy, CorruptStore, UnknownPayload
-from heterorl.common.metrics import DAMAGED_PAYLOADS, UNREADABLE_PAYLOADS
-from heterorl.common.types import Digest
+from heterorl.common.process.metrics import DAMAGED_PAYLOADS, UNREADABLE_PAYLOADS
+from heterorl.common.types.values import Digest
 from heterorl.coordinator import shelf
 from heterorl.coordinator.blob_files import BUSY_S, file_size, unreadable
 from heterorl.coordinator.blobs import BlobStore

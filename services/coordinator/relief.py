@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from heterorl.common.clock import Clock
 from heterorl.common.errors import CorruptStore, Draining
-from heterorl.common.types import Digest
+from heterorl.common.process.clock import Clock
+from heterorl.common.types.values import Digest
 from heterorl.coordinator.merges import Merges
 from heterorl.coordinator.room import Room
 from heterorl.coordinator.steady import Steady

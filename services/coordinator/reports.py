@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sqlite3
 
-from heterorl.common.types import PayloadKind, RunStatus, StepReport
+from heterorl.common.types.values import PayloadKind, RunStatus, StepReport
 from heterorl.coordinator import flavours, ledger, lineage, manifests, quarantine, rollback, shelf
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.database import get_meta

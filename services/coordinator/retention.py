@@ -20,8 +20,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from heterorl.common.errors import UnknownVersion
-from heterorl.common.types import Digest, PayloadKind, PayloadRef
-from heterorl.common.weights.plan import NOTHING, plan_pull
+from heterorl.common.types.values import Digest, PayloadKind, PayloadRef
+from heterorl.coordinator.versions.path import NOTHING, plan_pull
 
 KEPT_SNAPSHOTS = 2
 

@@ -12,7 +12,7 @@ import sqlite3
 
 from heterorl.common.api import PlanKind, PullPlan
 from heterorl.common.errors import InvalidRequest, UnknownVersion
-from heterorl.common.types import Manifest
+from heterorl.common.types.values import Manifest
 from heterorl.coordinator import lineage, plans, repeats
 from heterorl.coordinator.database import get_meta, set_meta
 

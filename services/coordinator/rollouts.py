@@ -18,7 +18,7 @@ from heterorl.common.errors import (
     NotRegistered,
     RunFinished,
 )
-from heterorl.common.types import (
+from heterorl.common.types.values import (
     Contract,
     DropReason,
     Group,

@@ -17,9 +17,9 @@ import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from heterorl.common.clock import Clock
-from heterorl.common.directory import opened_directory
 from heterorl.common.errors import DiskFull, OperatorError, StoreFull
+from heterorl.common.process.clock import Clock
+from heterorl.common.process.files import opened_directory
 
 _LOG = logging.getLogger(__name__)
 LARGEST_SHARE = 16

@@ -24,9 +24,9 @@ from typing import BinaryIO
 import blake3
 import xxhash
 
-from heterorl.common import descriptors
 from heterorl.common.errors import CorruptData, Draining, InvalidRequest
-from heterorl.common.types import Digest
+from heterorl.common.process import descriptors
+from heterorl.common.types.values import Digest
 from heterorl.coordinator.blob_files import FRAME_BYTES
 
 BLOCKS_AT_ONCE = 2

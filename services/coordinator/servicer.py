@@ -9,17 +9,17 @@ from typing import Any
 import grpc.aio
 
 from heterorl.common.api import CoordinatorApi
-from heterorl.common.contract_wire import contract_from_pb
 from heterorl.common.errors import DigestMismatch, InvalidRequest
-from heterorl.common.facts import parse_facts
-from heterorl.common.metrics import BYTES
-from heterorl.common.rpc import canary, leases, messages
+from heterorl.common.process.metrics import BYTES
 from heterorl.common.rpc.options import FRAME_BYTES
-from heterorl.common.rpc.publication import publish_from_pb
-from heterorl.common.rpc.rejections import rejections_from_pb
-from heterorl.common.rpc.run_status import status_to_pb
-from heterorl.common.types import SiteId
-from heterorl.common.wire import group_id_from_pb
+from heterorl.common.types.facts import parse_facts
+from heterorl.common.types.values import SiteId
+from heterorl.common.wire import canary, leases, messages
+from heterorl.common.wire.contract import contract_from_pb
+from heterorl.common.wire.groups import group_id_from_pb
+from heterorl.common.wire.publication import publish_from_pb
+from heterorl.common.wire.rejections import rejections_from_pb
+from heterorl.common.wire.run_status import status_to_pb
 from heterorl.coordinator import observe
 from heterorl.coordinator.push_stream import PushStreams, Taker
 from heterorl.v1 import policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc, run_pb2, run_pb2_grpc

@@ -9,15 +9,15 @@ import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from heterorl.common.directory import make_directory
 from heterorl.common.errors import UnknownVersion
-from heterorl.common.types import Digest, PayloadKind, PayloadRef
-from heterorl.common.weights.plan import NOTHING, plan_pull
-from heterorl.common.wire import manifest_from_bytes
+from heterorl.common.process.files import make_directory
+from heterorl.common.types.values import Digest, PayloadKind, PayloadRef
+from heterorl.common.wire.groups import manifest_from_bytes
 from heterorl.coordinator import lineage, manifests
 from heterorl.coordinator.database import get_meta, set_meta
 from heterorl.coordinator.retention import Graph
 from heterorl.coordinator.snapshots import Work
+from heterorl.coordinator.versions.path import NOTHING, plan_pull
 
 
 def empty(directory: Path) -> None:

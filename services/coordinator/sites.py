@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from heterorl.common.api import CanaryReport, Heartbeat, Registration
-from heterorl.common.types import SiteId, SiteStatus, WorkAssignment
+from heterorl.common.types.values import SiteId, SiteStatus, WorkAssignment
 from heterorl.coordinator import incarnations, quarantine, watermark
 from heterorl.coordinator.quotas import Quotas
 from heterorl.coordinator.shares import Shares

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from heterorl.common.errors import CorruptData, StateMismatch
-from heterorl.common.types import Manifest, PayloadKind, PayloadRef
+from heterorl.common.types.values import Manifest, PayloadKind, PayloadRef
 from heterorl.common.weights.arena import Chunk, digest_integers, state_root, zeros
 from heterorl.common.weights.codec import apply_chunk
 from heterorl.common.weights.compose import compose
 from heterorl.common.weights.container import NO_ROOT, Header, read_chunk, read_header
 from heterorl.common.weights.manifest import chunks_of
-from heterorl.common.weights.plan import NOTHING
+from heterorl.coordinator.versions.path import NOTHING
 
 
 class DamagedPayload(CorruptData):

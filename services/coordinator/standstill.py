@@ -1,11 +1,11 @@
-"""Says once that the run stands still, and once that it goes on; see heterorl.common.standstill."""
+"""Says once that the run stands still, and once that it goes on; see heterorl.common.types.standstill."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
 
-from heterorl.common.standstill import describe
+from heterorl.common.types.standstill import describe
 
 _LOG = logging.getLogger(__name__)
 

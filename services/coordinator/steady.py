@@ -10,10 +10,10 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from heterorl.common.bell import ring_or_time
-from heterorl.common.clock import Clock
 from heterorl.common.errors import CorruptStore, Draining, HeterorlError
-from heterorl.common.metrics import LOOP_FAILURES
+from heterorl.common.process.bell import ring_or_time
+from heterorl.common.process.clock import Clock
+from heterorl.common.process.metrics import LOOP_FAILURES
 
 _LOG = logging.getLogger(__name__)
 PAUSE_S = 5.0

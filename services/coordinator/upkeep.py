@@ -22,10 +22,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from heterorl.common.clock import Clock
 from heterorl.common.errors import Busy, CorruptStore, Draining, StoreFull
-from heterorl.common.metrics import RECLAIMED_BYTES
-from heterorl.common.types import Digest, PayloadKind
+from heterorl.common.process.clock import Clock
+from heterorl.common.process.metrics import RECLAIMED_BYTES
+from heterorl.common.types.values import Digest, PayloadKind
 from heterorl.common.weights.compose import MAX_PAYLOADS
 from heterorl.coordinator import disposal, flavours, shelf
 from heterorl.coordinator.blobs import BlobStore

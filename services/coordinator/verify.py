@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from heterorl.common.errors import MalformedPayload
-from heterorl.common.signing import signed_by
-from heterorl.common.types import Manifest
+from heterorl.common.identity.signing import signed_by
+from heterorl.common.types.values import Manifest
 from heterorl.common.weights.arena import state_root
-from heterorl.common.wire import manifest_digest, manifest_from_bytes
+from heterorl.common.wire.groups import manifest_digest, manifest_from_bytes
 from heterorl.coordinator.history import History, StoredVersion
 
 NOTHING = -1

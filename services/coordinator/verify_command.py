@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from heterorl.common.types import Manifest
+from heterorl.common.types.values import Manifest
 from heterorl.coordinator.history import History, read_histories
 from heterorl.coordinator.kept import rebuildable, with_offered
 from heterorl.coordinator.replay import check_payloads, num_rebuilt, replay

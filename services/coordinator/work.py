@@ -11,7 +11,7 @@ import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from heterorl.common.types import DropReason, GroupId, SiteId
+from heterorl.common.types.values import DropReason, GroupId, SiteId
 from heterorl.coordinator import quarantine
 from heterorl.coordinator.database import get_meta, set_meta
 from heterorl.coordinator.schedule import prompt_of, seed_of

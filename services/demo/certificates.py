@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 
 from heterorl.certs.directory import Authority
-from heterorl.common.identity import Role
+from heterorl.common.identity.identity import Role
 from heterorl.demo.config import NODES, RUN_ID, certificates_dir
 from heterorl.demo.options import DemoOptions
 

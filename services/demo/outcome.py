@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from heterorl.common.types import RunStatus, StepReport
+from heterorl.common.types.values import RunStatus, StepReport
 from heterorl.demo.config import Regime
 
 PROMISED_BY = "gepo"

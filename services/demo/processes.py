@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 
 import tomli_w
 
-from heterorl.common.children import own_command
 from heterorl.common.errors import HeterorlError
+from heterorl.common.process.children import own_command
 
 GRACE_S = 15.0
 TAIL_LINES = 15

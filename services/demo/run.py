@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.live import Live
 
 from heterorl.common.errors import HeterorlError, RemoteError
+from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.retry import RetryPolicy
-from heterorl.common.tls import TlsConfig
-from heterorl.common.types import RunStatus, StepReport
+from heterorl.common.types.values import RunStatus, StepReport
 from heterorl.demo.certificates import make_certificates
 from heterorl.demo.config import (
     FULL,

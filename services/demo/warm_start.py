@@ -20,14 +20,14 @@ from rich.progress import Progress
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.generation.hf import HfEngine
-from heterorl.common.prompts import Prompter
+from heterorl.common.model.prompts import Prompter
+from heterorl.common.model.tensors import store
 from heterorl.common.tasks.registry import TaskConfig, build_task
 from heterorl.common.tasks.task import Task
-from heterorl.common.types import LogprobMode, SamplingSemantics
+from heterorl.common.types.values import LogprobMode, SamplingSemantics
 from heterorl.common.weights.arena import Arena
 from heterorl.common.weights.payload import file_digest
-from heterorl.common.weights.tensors import store
-from heterorl.common.wire import bytes_digest
+from heterorl.common.wire.groups import bytes_digest
 from heterorl.demo.tiny_model import write_tiny_model
 
 DONE = "warm_start.json"

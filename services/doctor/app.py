@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.identity import Identity, Refusal, Role, read_identity
-from heterorl.common.rpc.credentials import read_material
+from heterorl.common.identity.credentials import read_material
+from heterorl.common.identity.identity import Identity, Refusal, Role, read_identity
+from heterorl.common.identity.revocation import Revocations
+from heterorl.common.identity.tls import TlsConfig, check_tls
 from heterorl.common.rpc.diagnosis import Diagnosis, DiagnosisClient
 from heterorl.common.rpc.retry import RetryPolicy
-from heterorl.common.rpc.revocation import Revocations
-from heterorl.common.tls import TlsConfig, check_tls
 from heterorl.doctor import link, machine, network, node
 from heterorl.doctor.check import Check, Trouble, skip
 from heterorl.doctor.network import in_thread

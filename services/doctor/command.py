@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from heterorl.common.config import flatten, read_tables
 from heterorl.common.errors import ConfigError
-from heterorl.common.tls import files_in
+from heterorl.common.identity.tls import files_in
+from heterorl.common.process.config import flatten, read_tables
 from heterorl.service_config import load_service, num_unknown, owner
 
 RoleName = Literal["sampler", "learner", "coordinator"]
@@ -37,7 +37,7 @@ def doctor(
     Exit code 0: nothing failed; warnings may need a look. 1: a check failed, and its line says what to do.
     2: the configuration is wrong.
     """
-    from heterorl.common.identity import Role
+    from heterorl.common.identity.identity import Role
     from heterorl.doctor.app import examine
     from heterorl.doctor.check import checks_json, checks_table, exit_code
 
@@ -69,7 +69,7 @@ def guess_role(config: Path | None, overrides: list[str] | tuple[str, ...]) -> R
 
 def patient_of(role: str, config: Any, *, num_calls: int = 10) -> Any:
     """What the doctor needs to know of a configuration."""
-    from heterorl.common.identity import Role
+    from heterorl.common.identity.identity import Role
     from heterorl.doctor.app import MESSAGE_BYTES, Patient
 
     if role == "coordinator":

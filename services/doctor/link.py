@@ -6,7 +6,7 @@ import ipaddress
 import statistics
 from collections.abc import Sequence
 
-from heterorl.common.identity import Identity, Role
+from heterorl.common.identity.identity import Identity, Role
 from heterorl.doctor.check import TIMEOUT, Check, Trouble, fail, ok, skip, warn
 from heterorl.doctor.network import Connected, Handshake, Reached, Trial
 

@@ -23,7 +23,7 @@ import grpc
 
 from heterorl import __version__
 from heterorl.common.errors import HeterorlError
-from heterorl.common.types import NO_LORA, Contract, Digest
+from heterorl.common.types.values import NO_LORA, Contract, Digest
 from heterorl.doctor.check import Trouble
 
 NUM_SYNCS = 16
@@ -133,10 +133,10 @@ def measure_contract(config: Any, *, published_dtype: str) -> Contract | Trouble
 
     With adapters the digest of the base weights stays empty: it needs all of them.
     """
-    from heterorl.common.contract import build_contract
-    from heterorl.common.prompts import Prompter
+    from heterorl.common.model.contract import build_contract
+    from heterorl.common.model.prompts import Prompter
+    from heterorl.common.model.trial import try_reward
     from heterorl.common.tasks.registry import build_task
-    from heterorl.common.tasks.trial import try_reward
 
     try:
         prompter = Prompter(config.model_dir, use_chat_template=config.use_chat_template)
@@ -168,8 +168,8 @@ def _shape(model_dir: str, published_dtype: str, lora: Any) -> tuple[Digest, int
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from heterorl.common.adapters import attach
-    from heterorl.common.weights import tensors
+    from heterorl.common.model import tensors
+    from heterorl.common.model.adapters import attach
 
     settings: Any = AutoConfig.from_pretrained(model_dir)
     with torch.device("meta"):

@@ -6,7 +6,7 @@ import dataclasses
 from collections import defaultdict
 
 from heterorl.common.tasks.task import Prompt, Task
-from heterorl.common.types import Digest, RewardPart
+from heterorl.common.types.values import Digest, RewardPart
 
 
 class PartOfTask:

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from heterorl.common.config import Config
+from heterorl.common.process.config import Config
 from heterorl.common.tasks.registry import TaskConfig
 from heterorl.learner.loss_config import GepoConfig, LossConfig
 from heterorl.sampler.delay_models import DelayConfig, NoDelay

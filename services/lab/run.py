@@ -21,10 +21,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from heterorl.common.children import own_command
-from heterorl.common.config import load
 from heterorl.common.errors import ConfigError
-from heterorl.common.wire import bytes_digest
+from heterorl.common.process.children import own_command
+from heterorl.common.process.config import load
+from heterorl.common.wire.groups import bytes_digest
 from heterorl.lab.cell import Cell, list_cells
 from heterorl.lab.config import ExperimentConfig
 from heterorl.lab.results import cell_digest, failure

@@ -78,7 +78,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class VirtualClock:
-    """Implements heterorl.common.clock.Clock on a virtual loop."""
+    """Implements heterorl.common.process.clock.Clock on a virtual loop."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop

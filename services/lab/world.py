@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from heterorl.common.contract import SamplingConfig
 from heterorl.common.generation.hf import HfEngine
-from heterorl.common.prompts import Prompter
+from heterorl.common.model.contract import SamplingConfig
+from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.registry import build_task
-from heterorl.common.types import RunStatus
+from heterorl.common.types.values import RunStatus
 from heterorl.coordinator import ledger
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator

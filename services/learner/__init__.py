@@ -1,1 +1,5 @@
-"""The learner: streams whole groups, runs optimizer steps, publishes versions."""
+"""The learner: takes groups, checks them, trains, publishes versions.
+
+Below: `loss` (what is minimised), `train` (one step), `backends` (engines), `publish` (a step becomes a version),
+`checks` (what is believed of a site), `run` (from start to end). `app` wires. Open `run/session` first.
+"""

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from heterorl.common.adapters import LoraLinear
-from heterorl.common.types import LoraSettings
+from heterorl.common.model.adapters import LoraLinear
+from heterorl.common.types.values import LoraSettings
 
 
 def write_adapter(directory: Path, model: nn.Module, lora: LoraSettings, *, dtype: torch.dtype, model_dir: str) -> None:

@@ -28,13 +28,14 @@ import random
 import signal
 from collections.abc import Callable
 
-from heterorl.common import metrics, notify, tracing
 from heterorl.common.api import CoordinatorApi
-from heterorl.common.clock import Clock, SystemClock
-from heterorl.common.directory import make_directory
+from heterorl.common.identity.signing import Signer
+from heterorl.common.process import metrics, notify, tracing
+from heterorl.common.process.clock import Clock, SystemClock
+from heterorl.common.process.files import make_directory
+from heterorl.common.process.threads import in_thread
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.signing import Signer
-from heterorl.common.types import Contract
+from heterorl.common.types.values import Contract
 from heterorl.learner.assembly import assemble
 from heterorl.learner.backends.backend import TrainBackend
 from heterorl.learner.canary import Canary
@@ -46,7 +47,6 @@ from heterorl.learner.leader import Leader
 from heterorl.learner.observe import observe_start
 from heterorl.learner.run_file import write_run_file
 from heterorl.learner.run_result import RunResult
-from heterorl.learner.threads import in_thread
 
 _LOG = logging.getLogger(__name__)
 

@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from heterorl.common.canary import canary_texts
-from heterorl.common.contract import build_contract
 from heterorl.common.errors import ConfigError
-from heterorl.common.model_dir import check_model_dir
-from heterorl.common.prompts import Prompter
-from heterorl.common.signing import Signer, load_signer
+from heterorl.common.identity.signing import Signer, load_signer
+from heterorl.common.model.canary import canary_texts
+from heterorl.common.model.contract import build_contract
+from heterorl.common.model.directory import check_model_dir
+from heterorl.common.model.prompts import Prompter
+from heterorl.common.model.trial import try_reward
 from heterorl.common.tasks.registry import build_task
 from heterorl.common.tasks.task import Task
-from heterorl.common.tasks.trial import try_reward
-from heterorl.common.types import NO_LORA, Contract
+from heterorl.common.types.values import NO_LORA, Contract
 from heterorl.learner.backend_config import DeepSpeedBackendConfig, TorchBackendConfig
 from heterorl.learner.backends.backend import TrainBackend
 from heterorl.learner.backends.collectives import Collectives

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from heterorl.common.config import Config
+from heterorl.common.process.config import Config
 
 _Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from heterorl.common.types import Float32Array, Group, Int32Array, Rollout
+from heterorl.common.types.values import Float32Array, Group, Int32Array, Rollout
 from heterorl.learner.advantages import beta_weights, group_advantages
 from heterorl.learner.denominators import group_log_denominator, log_denominators
 from heterorl.learner.loss_config import LossConfig

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from heterorl.common.canary import ScoredText
+from heterorl.common.model.canary import ScoredText
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.batch import TrainingSequence
 from heterorl.learner.micro_batch import collate

@@ -21,12 +21,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from heterorl.common.directory import make_directory
 from heterorl.common.errors import CorruptData, CorruptStore, DiskFull
-from heterorl.common.types import Digest
+from heterorl.common.model.quantise import Flavour, scale_layout
+from heterorl.common.process.files import make_directory
+from heterorl.common.types.values import Digest
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.weights.payload import apply_payload, file_digest, write_snapshot
-from heterorl.common.weights.quantise import Flavour, scale_layout
 from heterorl.learner.backends.backend import TrainBackend
 from heterorl.learner.cursor import Cursor, cursor_from_bytes, cursor_to_bytes
 

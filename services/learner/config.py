@@ -7,14 +7,14 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from heterorl.common.bandwidth import BandwidthConfig
-from heterorl.common.config import Config
-from heterorl.common.contract import SamplingConfig
-from heterorl.common.lora import LoraConfig
-from heterorl.common.signing import PublicKey
+from heterorl.common.identity.signing import PublicKey
+from heterorl.common.identity.tls import TlsConfig
+from heterorl.common.model.contract import SamplingConfig
+from heterorl.common.model.lora import LoraConfig
+from heterorl.common.process.config import Config
+from heterorl.common.process.tracing import TracingConfig
+from heterorl.common.rpc.bandwidth import BandwidthConfig
 from heterorl.common.tasks.registry import TaskConfig
-from heterorl.common.tls import TlsConfig
-from heterorl.common.tracing import TracingConfig
 from heterorl.learner.backend_config import BackendConfig, TorchBackendConfig
 from heterorl.learner.loss_config import GepoConfig, LossConfig
 from heterorl.learner.verification import VerificationConfig

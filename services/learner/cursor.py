@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import blake3
 
 from heterorl.common.errors import CorruptStore
-from heterorl.common.types import Digest, GroupId, SiteId, StepReport
+from heterorl.common.types.values import Digest, GroupId, SiteId, StepReport
 
 FORMAT = 1
 

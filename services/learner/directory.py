@@ -7,8 +7,8 @@ import fcntl
 from collections.abc import Iterator
 from pathlib import Path
 
-from heterorl.common.directory import make_directory
 from heterorl.common.errors import ConfigError
+from heterorl.common.process.files import make_directory
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from heterorl.common.errors import RewardError
 from heterorl.common.generation.engine import Engine
-from heterorl.common.prompts import Prompter
+from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.task import Task
 from heterorl.common.weights.arena import Arena
 

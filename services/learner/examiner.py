@@ -15,17 +15,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from heterorl.common import metrics
 from heterorl.common.errors import CorruptData, RewardError, UnknownPayload, UnknownVersion, UntrustedVersion
 from heterorl.common.generation.seeded import group_key
-from heterorl.common.prompts import Prompter
+from heterorl.common.model.prompts import Prompter
+from heterorl.common.process import metrics
+from heterorl.common.process.threads import in_thread
 from heterorl.common.tasks.scoring import FailureRow
 from heterorl.common.tasks.task import Task
-from heterorl.common.types import DropReason, Group, QueuedGroup, SiteId
+from heterorl.common.types.values import DropReason, Group, QueuedGroup, SiteId
 from heterorl.learner.recent_versions import RecentVersions
 from heterorl.learner.replay import Replayer
 from heterorl.learner.rewards import reward_problem
-from heterorl.learner.threads import in_thread
 from heterorl.learner.verification import (
     SOUND,
     Finding,

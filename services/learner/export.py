@@ -6,14 +6,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from heterorl.common.adapters import attach, base_digest, merge
 from heterorl.common.errors import ConfigError, CorruptStore
-from heterorl.common.types import NO_LORA, Digest, LoraSettings
-from heterorl.common.weights import tensors
+from heterorl.common.model import tensors
+from heterorl.common.model.adapters import attach, base_digest, merge
+from heterorl.common.types.values import NO_LORA, Digest, LoraSettings
 from heterorl.common.weights.arena import Arena, Dtype
 from heterorl.common.weights.manifest import verify_state
 from heterorl.common.weights.payload import apply_payload
-from heterorl.common.wire import manifest_from_bytes
+from heterorl.common.wire.groups import manifest_from_bytes
 from heterorl.learner.adapter_files import write_adapter
 from heterorl.learner.backends.state import read_lora
 from heterorl.learner.checkpoint import BACKEND_DIRECTORY, DONE_FILE, PUBLISHED_FILE, CheckpointStore, read_checkpoint

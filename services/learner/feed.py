@@ -6,10 +6,10 @@ import logging
 
 from heterorl.common.api import CoordinatorApi, Rejection
 from heterorl.common.errors import RemoteError
+from heterorl.common.process.patience import Patience, is_transient
 from heterorl.learner.admission import Limits, judge
 from heterorl.learner.examiner import Examiner
 from heterorl.learner.inbox import Inbox
-from heterorl.learner.patience import Patience, is_transient
 
 _LOG = logging.getLogger(__name__)
 

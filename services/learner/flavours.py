@@ -19,19 +19,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from heterorl.common.api import CoordinatorApi, PullPlan
-from heterorl.common.directory import make_directory
 from heterorl.common.errors import CorruptData, StateMismatch, UnknownPayload, UnknownVersion
-from heterorl.common.pull import Puller
-from heterorl.common.signing import Signer
-from heterorl.common.trust import Trust
-from heterorl.common.types import FlavourVersion
+from heterorl.common.identity.signing import Signer
+from heterorl.common.identity.trust import Trust
+from heterorl.common.model.quantise import Flavour, dequantise, flavour_layout, quantise, scales_of
+from heterorl.common.process.files import make_directory
+from heterorl.common.process.patience import Patience
+from heterorl.common.process.threads import in_thread
+from heterorl.common.pull.pull import Puller
+from heterorl.common.types.values import FlavourVersion
 from heterorl.common.weights.arena import Arena, Layout
-from heterorl.common.weights.quantise import Flavour, dequantise, flavour_layout, quantise, scales_of
-from heterorl.common.wire import manifest_digest, manifest_from_bytes
+from heterorl.common.wire.groups import manifest_digest, manifest_from_bytes
 from heterorl.learner.canary import Canary
 from heterorl.learner.encode import Encoded, Position, encode_version
-from heterorl.learner.patience import Patience
-from heterorl.learner.threads import in_thread
 
 _LOG = logging.getLogger(__name__)
 NOTHING = -1

@@ -4,7 +4,7 @@ One row for every committed version, every optimizer step of a committed version
 them back to decide anything; a torn last line is cut off at the next start.
 
     versions.jsonl     {version, state_root, bytes, full_bytes, num_changed, num_elements, encode_s, publish_s}
-    steps.jsonl        the fields of heterorl.common.types.StepReport, and steps that changed nothing (is_applied false)
+    steps.jsonl        the fields of StepReport, and steps that changed nothing (is_applied false)
     evaluations.jsonl  {version, accuracy, num_prompts, num_completions, num_errors, seconds}
 
 `bytes` is the size of the delta, or of the snapshot where there is no delta. `encode_s` and `publish_s` are null in a
@@ -20,8 +20,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from heterorl.common.directory import make_directory
-from heterorl.common.types import Manifest, PayloadKind, StepReport
+from heterorl.common.process.files import make_directory
+from heterorl.common.types.values import Manifest, PayloadKind, StepReport
 
 _LOG = logging.getLogger(__name__)
 VERSIONS_FILE = "versions.jsonl"

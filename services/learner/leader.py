@@ -9,11 +9,13 @@ import secrets
 from dataclasses import dataclass, field, replace
 
 from heterorl.common.api import CoordinatorApi
-from heterorl.common.clock import Clock
 from heterorl.common.errors import ConfigError, RemoteError, StaleEpoch
-from heterorl.common.signing import Signer
-from heterorl.common.trust import Trust
-from heterorl.common.types import Contract, LeaseGrant
+from heterorl.common.identity.signing import Signer
+from heterorl.common.identity.trust import Trust
+from heterorl.common.process.clock import Clock
+from heterorl.common.process.patience import Patience
+from heterorl.common.process.threads import in_thread
+from heterorl.common.types.values import Contract, LeaseGrant
 from heterorl.common.weights.parallel import num_threads
 from heterorl.learner.admission import Limits
 from heterorl.learner.backends.backend import TrainBackend
@@ -28,7 +30,6 @@ from heterorl.learner.inbox import Inbox
 from heterorl.learner.incarnation import read_incarnation
 from heterorl.learner.journal import Journal
 from heterorl.learner.lease import acquire, check_messages, renew
-from heterorl.learner.patience import Patience
 from heterorl.learner.publish import Publisher
 from heterorl.learner.recent_versions import RecentVersions
 from heterorl.learner.resume import Resumption
@@ -37,7 +38,6 @@ from heterorl.learner.rollback import Rollback
 from heterorl.learner.run_file import describe_run
 from heterorl.learner.run_result import RunResult
 from heterorl.learner.session import Outcome, Session
-from heterorl.learner.threads import in_thread
 
 _LOG = logging.getLogger(__name__)
 RELEASE_TIMEOUT_S = 5.0

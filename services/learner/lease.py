@@ -7,10 +7,10 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 
 from heterorl.common.api import CoordinatorApi
-from heterorl.common.clock import Clock
 from heterorl.common.errors import ConfigError, LeaseHeld, RemoteError
-from heterorl.common.types import Contract, LeaseGrant
-from heterorl.learner.patience import Patience, is_transient
+from heterorl.common.process.clock import Clock
+from heterorl.common.process.patience import Patience, is_transient
+from heterorl.common.types.values import Contract, LeaseGrant
 
 _LOG = logging.getLogger(__name__)
 MIN_RENEWAL_S, MAX_RENEWAL_S = 0.05, 300.0

@@ -21,8 +21,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from heterorl.common.children import own_command
 from heterorl.common.errors import OperatorError
+from heterorl.common.process.children import own_command
 from heterorl.learner.config import LearnerConfig
 
 _LOG = logging.getLogger(__name__)

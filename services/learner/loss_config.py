@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from heterorl.common.config import Config
+from heterorl.common.process.config import Config
 
 Denominator = Literal["contraharmonic", "arithmetic", "geometric"]
 Advantage = Literal["mean", "mean_std", "beta"]

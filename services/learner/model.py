@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.model_dir import first_line
+from heterorl.common.model.directory import first_line
 from heterorl.learner.batch import TrainingSequence
 from heterorl.learner.logprobs import token_logprobs
 from heterorl.learner.micro_batch import Batching, MicroBatch, collate

@@ -6,9 +6,9 @@ import logging
 import math
 from collections.abc import Sequence
 
-from heterorl.common import metrics
-from heterorl.common.tracing import TRACER
-from heterorl.common.types import Manifest, PayloadKind, QueuedGroup, StepReport
+from heterorl.common.process import metrics
+from heterorl.common.process.tracing import TRACER
+from heterorl.common.types.values import Manifest, PayloadKind, QueuedGroup, StepReport
 
 _LOG = logging.getLogger(__name__)
 _NUMBERS = (

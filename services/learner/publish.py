@@ -19,13 +19,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from heterorl.common.api import CoordinatorApi
-from heterorl.common.directory import make_directory
 from heterorl.common.errors import GroupNotAvailable, PayloadMissing, RemoteError
-from heterorl.common.signing import Signer
-from heterorl.common.types import FlavourVersion, GroupId, PayloadRef, PublishRequest, StepReport
+from heterorl.common.identity.signing import Signer
+from heterorl.common.model.quantise import scales_of
+from heterorl.common.process.files import make_directory
+from heterorl.common.process.patience import Patience, is_transient
+from heterorl.common.process.threads import in_thread
+from heterorl.common.types.values import FlavourVersion, GroupId, PayloadRef, PublishRequest, StepReport
 from heterorl.common.weights.arena import Arena, Layout
-from heterorl.common.weights.quantise import scales_of
-from heterorl.common.wire import manifest_digest
+from heterorl.common.wire.groups import manifest_digest
 from heterorl.learner.backends.backend import TrainBackend
 from heterorl.learner.canary import Canary
 from heterorl.learner.checkpoint import CheckpointStore
@@ -34,8 +36,6 @@ from heterorl.learner.encode import Encoded, Position, encode_version
 from heterorl.learner.flavours import EncodedFlavour, Flavours
 from heterorl.learner.journal import Journal
 from heterorl.learner.observe import observe_version
-from heterorl.learner.patience import Patience, is_transient
-from heterorl.learner.threads import in_thread
 from heterorl.learner.upload import upload
 
 _LOG = logging.getLogger(__name__)

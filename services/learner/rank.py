@@ -15,8 +15,8 @@ import sys
 import threading
 from pathlib import Path
 
-from heterorl.common import logs
 from heterorl.common.errors import HeterorlError
+from heterorl.common.process import logs
 
 
 def main() -> None:

@@ -14,12 +14,12 @@ from pathlib import Path
 
 from heterorl.common.api import CoordinatorApi, PullPlan
 from heterorl.common.errors import UnknownVersion
-from heterorl.common.pull import PulledVersion, Puller
-from heterorl.common.trust import Trust
+from heterorl.common.identity.trust import Trust
+from heterorl.common.model.quantise import LIMIT, Flavour, dequantise, flavour_layout
+from heterorl.common.process.patience import Patience
+from heterorl.common.process.threads import in_thread
+from heterorl.common.pull.pull import PulledVersion, Puller
 from heterorl.common.weights.arena import Arena, Layout
-from heterorl.common.weights.quantise import LIMIT, Flavour, dequantise, flavour_layout
-from heterorl.learner.patience import Patience
-from heterorl.learner.threads import in_thread
 
 _LOG = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from heterorl.common.adapters import attach
 from heterorl.common.generation.seeded import gumbel_noise
-from heterorl.common.types import Group, LoraSettings, SamplingSemantics
-from heterorl.common.weights import tensors
+from heterorl.common.model import tensors
+from heterorl.common.model.adapters import attach
+from heterorl.common.types.values import Group, LoraSettings, SamplingSemantics
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.batch import TrainingSequence
 from heterorl.learner.logprobs import CHUNK_LOGITS, logit_temperature

@@ -23,10 +23,12 @@ from heterorl.common.errors import (
     UnknownPayload,
     UnknownVersion,
 )
-from heterorl.common.pull import Puller
-from heterorl.common.trust import Trust
+from heterorl.common.identity.trust import Trust
+from heterorl.common.process.patience import Patience
+from heterorl.common.process.threads import in_thread
+from heterorl.common.pull.pull import Puller
 from heterorl.common.weights.arena import Arena
-from heterorl.common.wire import manifest_digest, manifest_from_bytes
+from heterorl.common.wire.groups import manifest_digest, manifest_from_bytes
 from heterorl.learner.backends.backend import TrainBackend
 from heterorl.learner.checkpoint import (
     CheckpointStore,
@@ -39,9 +41,7 @@ from heterorl.learner.cursor import Cursor
 from heterorl.learner.encode import Position
 from heterorl.learner.fate import Action, decide, not_adopted
 from heterorl.learner.journal import Journal
-from heterorl.learner.patience import Patience
 from heterorl.learner.publish import Publisher
-from heterorl.learner.threads import in_thread
 
 _LOG = logging.getLogger(__name__)
 NUM_READS = 3

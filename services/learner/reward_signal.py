@@ -6,8 +6,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from heterorl.common import metrics
-from heterorl.common.types import FinishReason, Group, QueuedGroup
+from heterorl.common.process import metrics
+from heterorl.common.types.values import FinishReason, Group, QueuedGroup
 
 _LOG = logging.getLogger(__name__)
 NUM_STEPS = 20

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from heterorl.common.prompts import Prompter
+from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.scoring import score_group
 from heterorl.common.tasks.task import Task
-from heterorl.common.types import Group
+from heterorl.common.types.values import Group
 
 
 def reward_problem(group: Group, *, task: Task, prompter: Prompter, tolerance: float) -> str:

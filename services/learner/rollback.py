@@ -16,17 +16,17 @@ import logging
 from pathlib import Path
 
 from heterorl.common.errors import CorruptData, NotReversible, StateMismatch, UnknownPayload, UnknownVersion
-from heterorl.common.fetch import Fetcher
-from heterorl.common.types import Manifest, PayloadKind
+from heterorl.common.process.threads import in_thread
+from heterorl.common.pull.fetch import Fetcher
+from heterorl.common.types.values import Manifest, PayloadKind
 from heterorl.common.weights.arena import Arena
 from heterorl.common.weights.compose import MAX_PAYLOADS, compose
 from heterorl.common.weights.container import max_file_bytes
 from heterorl.common.weights.manifest import verify_state
 from heterorl.common.weights.negate import negate
 from heterorl.common.weights.payload import apply_payload
-from heterorl.common.wire import manifest_digest, manifest_from_bytes
+from heterorl.common.wire.groups import manifest_digest, manifest_from_bytes
 from heterorl.learner.resume import Resumption
-from heterorl.learner.threads import in_thread
 from heterorl.learner.undo import undo
 
 _LOG = logging.getLogger(__name__)

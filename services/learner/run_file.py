@@ -9,9 +9,9 @@ from typing import Any
 import heterorl
 from heterorl.common.api import CoordinatorApi
 from heterorl.common.errors import RemoteError, StaleEpoch
-from heterorl.common.facts import facts_of
+from heterorl.common.process.patience import Patience
+from heterorl.common.types.facts import facts_of
 from heterorl.learner.config import LearnerConfig
-from heterorl.learner.patience import Patience
 
 _LOG = logging.getLogger(__name__)
 RUN_FILE = "run.json"

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 
 from heterorl.common.api import CoordinatorApi, Rejection
 from heterorl.common.errors import GroupNotAvailable, OperatorError
-from heterorl.common.metrics import EVALUATION_ACCURACY
-from heterorl.common.types import DropReason, GroupId, QueuedGroup, StepReport
+from heterorl.common.process.metrics import EVALUATION_ACCURACY
+from heterorl.common.process.patience import Patience
+from heterorl.common.process.threads import in_thread
+from heterorl.common.types.values import DropReason, GroupId, QueuedGroup, StepReport
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.backends.backend import TrainBackend
 from heterorl.learner.config import LearnerConfig
@@ -19,11 +21,9 @@ from heterorl.learner.inbox import Inbox
 from heterorl.learner.journal import Journal
 from heterorl.learner.logprobs import logit_temperature
 from heterorl.learner.observe import observe_step
-from heterorl.learner.patience import Patience
 from heterorl.learner.publish import Publisher
 from heterorl.learner.replay import log_ratios
 from heterorl.learner.reward_signal import RewardSignal
-from heterorl.learner.threads import in_thread
 from heterorl.learner.verification import judge_log_ratios
 
 _LOG = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from heterorl.common.model.tensors import TORCH_DTYPE, published_tensors, round_to
 from heterorl.common.weights.arena import Arena, Layout
-from heterorl.common.weights.tensors import TORCH_DTYPE, published_tensors, round_to
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from heterorl.common.types import QueuedGroup, StepReport
+from heterorl.common.types.values import QueuedGroup, StepReport
 from heterorl.learner.extras import SequenceSample, ess_fraction
 
 

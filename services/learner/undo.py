@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 
 from heterorl.common.errors import CorruptData
-from heterorl.common.wire import manifest_from_bytes
+from heterorl.common.process.threads import in_thread
+from heterorl.common.wire.groups import manifest_from_bytes
 from heterorl.learner.resume import Resumption
-from heterorl.learner.threads import in_thread
 
 _LOG = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from heterorl.common.api import CoordinatorApi
 from heterorl.common.errors import DigestMismatch, RemoteError, Unreachable
-from heterorl.common.metrics import BYTES
-from heterorl.common.types import PayloadRef
-from heterorl.learner.patience import Patience, is_transient
+from heterorl.common.process.metrics import BYTES
+from heterorl.common.process.patience import Patience, is_transient
+from heterorl.common.types.values import PayloadRef
 
 FRAME_BYTES = 1 << 20
 MAX_MISMATCHES = 3

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from pydantic import Field
 
-from heterorl.common.config import Config
-from heterorl.common.types import DropReason, Float32Array
+from heterorl.common.process.config import Config
+from heterorl.common.types.values import DropReason, Float32Array
 
 
 class VerificationConfig(Config):

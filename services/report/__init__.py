@@ -1,1 +1,1 @@
-"""`heterorl report`: one page about a past run, made of the files that it left behind."""
+"""The report of a run, past or going on: read from its store or its coordinator, shown as one page."""

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from heterorl.common.errors import CorruptStore, OperatorError
-from heterorl.common.facts import facts_of
-from heterorl.common.types import StepReport
+from heterorl.common.types.facts import facts_of
+from heterorl.common.types.values import StepReport
 from heterorl.coordinator import ledger
 from heterorl.coordinator.history import STORE_FILE, is_in_use, open_store
 from heterorl.coordinator.reports import FACTS, list_steps

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from heterorl.common.types import LedgerCounts, StepReport
+from heterorl.common.types.values import LedgerCounts, StepReport
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

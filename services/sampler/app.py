@@ -27,14 +27,14 @@ from dataclasses import dataclass
 
 from rich.filesize import decimal
 
-from heterorl.common import metrics, notify, tracing
 from heterorl.common.api import CoordinatorApi, Registration
-from heterorl.common.bell import Bell
-from heterorl.common.clock import Clock, SystemClock, steady
-from heterorl.common.pull import Puller
+from heterorl.common.identity.trust import Trust
+from heterorl.common.process import metrics, notify, tracing
+from heterorl.common.process.bell import Bell
+from heterorl.common.process.clock import Clock, SystemClock, steady
+from heterorl.common.pull.pull import Puller
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.trust import Trust
-from heterorl.common.types import SiteId
+from heterorl.common.types.values import SiteId
 from heterorl.common.weights.parallel import num_threads
 from heterorl.sampler.assembly import Parts, assemble
 from heterorl.sampler.config import SamplerConfig

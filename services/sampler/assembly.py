@@ -8,17 +8,17 @@ from pathlib import Path
 
 import torch
 
-from heterorl.common.canary import ScoredText, canary_texts
-from heterorl.common.contract import build_contract
 from heterorl.common.generation.engine import Engine
 from heterorl.common.generation.hf import HfEngine
 from heterorl.common.generation.vllm import VllmEngine
-from heterorl.common.model_dir import check_model_dir
-from heterorl.common.prompts import Prompter
+from heterorl.common.model.canary import ScoredText, canary_texts
+from heterorl.common.model.contract import build_contract
+from heterorl.common.model.directory import check_model_dir
+from heterorl.common.model.prompts import Prompter
+from heterorl.common.model.trial import try_reward
 from heterorl.common.tasks.registry import build_task
 from heterorl.common.tasks.task import Task
-from heterorl.common.tasks.trial import try_reward
-from heterorl.common.types import Contract, SamplingSemantics
+from heterorl.common.types.values import Contract, SamplingSemantics
 from heterorl.common.weights.arena import Arena
 from heterorl.sampler.config import HfEngineConfig, SamplerConfig
 from heterorl.sampler.flavoured_engine import FlavouredEngine

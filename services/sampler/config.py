@@ -7,14 +7,14 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from heterorl.common.bandwidth import BandwidthConfig
-from heterorl.common.config import Config
-from heterorl.common.contract import SamplingConfig
-from heterorl.common.lora import LoraConfig
-from heterorl.common.signing import PublicKey
+from heterorl.common.identity.signing import PublicKey
+from heterorl.common.identity.tls import TlsConfig
+from heterorl.common.model.contract import SamplingConfig
+from heterorl.common.model.lora import LoraConfig
+from heterorl.common.process.config import Config
+from heterorl.common.process.tracing import TracingConfig
+from heterorl.common.rpc.bandwidth import BandwidthConfig
 from heterorl.common.tasks.registry import TaskConfig
-from heterorl.common.tls import TlsConfig
-from heterorl.common.tracing import TracingConfig
 from heterorl.sampler.delay_models import DelayConfig, NoDelay
 
 

@@ -14,14 +14,14 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from heterorl.common import metrics
 from heterorl.common.api import CoordinatorApi
-from heterorl.common.bell import Bell, ring_or_time
-from heterorl.common.clock import Clock, steady
 from heterorl.common.errors import DiskFull, RemoteError, Unreachable
-from heterorl.common.tracing import TRACER
-from heterorl.common.types import Group, PushOutcome, PushStatus
-from heterorl.common.words import peer_words
+from heterorl.common.process import metrics
+from heterorl.common.process.bell import Bell, ring_or_time
+from heterorl.common.process.clock import Clock, steady
+from heterorl.common.process.tracing import TRACER
+from heterorl.common.process.words import peer_words
+from heterorl.common.types.values import Group, PushOutcome, PushStatus
 from heterorl.sampler.outbox import Outbox
 from heterorl.sampler.waiting import Patience
 

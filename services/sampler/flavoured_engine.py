@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from heterorl.common.canary import ScoredText
 from heterorl.common.generation.engine import Completion, Engine
-from heterorl.common.types import Float32Array, Int32Array
+from heterorl.common.model.canary import ScoredText
+from heterorl.common.model.quantise import Flavour, dequantise, flavour_layout, quantise
+from heterorl.common.types.values import Float32Array, Int32Array
 from heterorl.common.weights.arena import Arena, Layout
-from heterorl.common.weights.quantise import Flavour, dequantise, flavour_layout, quantise
 
 
 class FlavouredEngine:

@@ -18,17 +18,17 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from heterorl.common import metrics
 from heterorl.common.api import CanaryReport, CoordinatorApi
-from heterorl.common.bell import Bell, ring_or_time
-from heterorl.common.canary import ScoredText
-from heterorl.common.clock import Clock
 from heterorl.common.errors import EngineError, RemoteError, StaleWeights
 from heterorl.common.generation.engine import Engine
-from heterorl.common.pull import PulledVersion
-from heterorl.common.standstill import RELEASE
-from heterorl.common.types import Digest, WorkAssignment
-from heterorl.common.words import peer_words
+from heterorl.common.model.canary import ScoredText
+from heterorl.common.process import metrics
+from heterorl.common.process.bell import Bell, ring_or_time
+from heterorl.common.process.clock import Clock
+from heterorl.common.process.words import peer_words
+from heterorl.common.pull.pull import PulledVersion
+from heterorl.common.types.standstill import RELEASE
+from heterorl.common.types.values import Digest, WorkAssignment
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.outbox import Outbox
 from heterorl.sampler.policy_sync import PolicySync

@@ -22,11 +22,11 @@ from typing import BinaryIO
 import numpy as np
 import xxhash
 
-from heterorl.common import metrics
-from heterorl.common.directory import make_directory
 from heterorl.common.errors import ConfigError, DiskFull, HeterorlError, InvalidRequest, MalformedPayload
-from heterorl.common.types import Digest, Group, GroupId, SiteId
-from heterorl.common.wire import group_from_bytes, group_to_bytes
+from heterorl.common.process import metrics
+from heterorl.common.process.files import make_directory
+from heterorl.common.types.values import Digest, Group, GroupId, SiteId
+from heterorl.common.wire.groups import group_from_bytes, group_to_bytes
 from heterorl.sampler.spool_file import NAME, open_spool, set_aside, typed
 
 _LOG = logging.getLogger(__name__)

@@ -18,12 +18,12 @@ import logging
 import random
 
 from heterorl.common.api import CoordinatorApi, PullPlan
-from heterorl.common.bell import Bell, ring_or_time
-from heterorl.common.clock import Clock
 from heterorl.common.errors import CorruptData, DiskFull, RemoteError, UnknownVersion, Unreachable, UntrustedVersion
-from heterorl.common.pull import PulledVersion, Puller
-from heterorl.common.trust import Trust
-from heterorl.common.wire import manifest_from_bytes
+from heterorl.common.identity.trust import Trust
+from heterorl.common.process.bell import Bell, ring_or_time
+from heterorl.common.process.clock import Clock
+from heterorl.common.pull.pull import PulledVersion, Puller
+from heterorl.common.wire.groups import manifest_from_bytes
 from heterorl.sampler.delay import Visibility
 from heterorl.sampler.descent import check_descent
 from heterorl.sampler.record import SeenVersion, VersionRecord, check_head

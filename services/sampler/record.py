@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from heterorl.common.directory import make_directory, sync_directory
 from heterorl.common.errors import CorruptStore, DiskFull, OperatorError
-from heterorl.common.types import Digest
+from heterorl.common.process.files import make_directory, sync_directory
+from heterorl.common.types.values import Digest
 
 
 class RunReplaced(OperatorError):

@@ -10,15 +10,15 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from heterorl.common.clock import Clock
 from heterorl.common.errors import RewardError
 from heterorl.common.generation.engine import Completion, Engine
 from heterorl.common.generation.seeded import group_key
-from heterorl.common.prompts import Prompter
+from heterorl.common.model.prompts import Prompter
+from heterorl.common.process.clock import Clock
+from heterorl.common.process.tracing import TRACER
 from heterorl.common.tasks.scoring import FailureRow, score_group
 from heterorl.common.tasks.task import Task
-from heterorl.common.tracing import TRACER
-from heterorl.common.types import Digest, Group, GroupId, RewardPart, Rollout, SiteId, WorkAssignment
+from heterorl.common.types.values import Digest, Group, GroupId, RewardPart, Rollout, SiteId, WorkAssignment
 
 _LOG = logging.getLogger(__name__)
 

@@ -15,13 +15,13 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 
-from heterorl.common import metrics
 from heterorl.common.api import Command, CoordinatorApi, Heartbeat, Registration
-from heterorl.common.bell import Bell
-from heterorl.common.clock import Clock
 from heterorl.common.errors import CorruptData, RemoteError, Unreachable
-from heterorl.common.types import Digest
-from heterorl.common.words import peer_words
+from heterorl.common.process import metrics
+from heterorl.common.process.bell import Bell
+from heterorl.common.process.clock import Clock
+from heterorl.common.process.words import peer_words
+from heterorl.common.types.values import Digest
 from heterorl.sampler.outbox import Outbox
 from heterorl.sampler.record import VersionRecord, check_head
 from heterorl.sampler.waiting import Patience

@@ -14,9 +14,9 @@ import shutil
 import sqlite3
 from pathlib import Path
 
-from heterorl.common import metrics
-from heterorl.common.directory import make_directory, sync_directory
 from heterorl.common.errors import ConfigError, CorruptStore, DiskFull, HeterorlError
+from heterorl.common.process import metrics
+from heterorl.common.process.files import make_directory, sync_directory
 
 _LOG = logging.getLogger(__name__)
 NAME = "outbox.sqlite"

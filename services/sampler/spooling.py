@@ -12,9 +12,9 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 
-from heterorl.common.clock import Clock
 from heterorl.common.errors import DiskFull
-from heterorl.common.types import Group
+from heterorl.common.process.clock import Clock
+from heterorl.common.types.values import Group
 from heterorl.sampler.delay import group_delay_s
 from heterorl.sampler.delay_models import DelayConfig
 from heterorl.sampler.outbox import Outbox

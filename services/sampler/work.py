@@ -6,11 +6,11 @@ import logging
 import random
 
 from heterorl.common.api import CoordinatorApi
-from heterorl.common.clock import Clock
 from heterorl.common.errors import NotRegistered, RemoteError, RunFinished, Unreachable
+from heterorl.common.process.clock import Clock
+from heterorl.common.process.words import peer_seconds, peer_words
 from heterorl.common.tasks.task import Task
-from heterorl.common.types import WorkAssignment
-from heterorl.common.words import peer_seconds, peer_words
+from heterorl.common.types.values import WorkAssignment
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.session import Session
 from heterorl.sampler.waiting import Patience

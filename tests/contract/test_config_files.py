@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from heterorl.common.config import load
+from heterorl.common.process.config import load
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.learner.config import LearnerConfig
 from heterorl.sampler.config import SamplerConfig

@@ -3,7 +3,7 @@
 import pytest
 
 from docs import generate
-from heterorl.common.config import flatten
+from heterorl.common.process.config import flatten
 
 EVERY = [
     (f"{service}:{section.path}.{key.name}", section, kind, key)

@@ -29,7 +29,7 @@ sys.meta_path.insert(0, Gate())
 import heterorl.cli, heterorl.coordinator.app, heterorl.coordinator.config, heterorl.status
 import heterorl.certs.desk, heterorl.certs.join, heterorl.report.files, heterorl.top
 import heterorl.doctor.app, heterorl.doctor.command; heterorl.doctor.command.guess_role(None, [])
-import heterorl.common.logs, heterorl.common.rpc.client, heterorl.common.rpc.health, heterorl.common.rpc.retry
+import heterorl.common.process.logs, heterorl.common.rpc.client, heterorl.common.rpc.health, heterorl.common.rpc.retry
 """
 
 

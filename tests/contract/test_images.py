@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 from heterorl.cli import app
-from heterorl.common.config import load
+from heterorl.common.process.config import load
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.learner.config import LearnerConfig
 from heterorl.sampler.config import SamplerConfig

@@ -13,7 +13,7 @@ DECISIONS = [
     "coordinator/membership.py",
     "coordinator/schedule.py",
     "coordinator/ledger.py",
-    "common/weights/plan.py",
+    "coordinator/versions/path.py",
     "common/weights/manifest.py",
     "learner/losses.py",
     "learner/policy_loss.py",
@@ -23,7 +23,7 @@ DECISIONS = [
     "sampler/delay.py",
 ]
 LOOPS = [
-    "common/pull.py",
+    "common/pull/pull.py",
     "sampler/delivery.py",
     "sampler/generate.py",
     "sampler/policy_sync.py",
@@ -35,7 +35,7 @@ LOOPS = [
 """These wait, but by the clock they are given, so that a virtual one can drive them."""
 
 
-MAY_SLEEP = {"common/rpc/credentials.py"}
+MAY_SLEEP = {"common/identity/credentials.py"}
 """On a thread of gRPC that holds gRPC's own lock, for as long as that lock must be held; never on the event loop."""
 
 

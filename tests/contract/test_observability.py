@@ -11,7 +11,7 @@ import yaml
 
 from deploy.grafana import generate
 from deploy.grafana.panels import BOARDS
-from heterorl.common import metrics
+from heterorl.common.process import metrics
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

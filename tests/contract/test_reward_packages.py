@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from heterorl.common.config import load
+from heterorl.common.process.config import load
 from heterorl.learner.config import LearnerConfig
 from heterorl.sampler.config import SamplerConfig
 

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heterorl.common import wire
 from heterorl.common.api import (
     CanaryReport,
     CanaryVerdict,
@@ -20,10 +19,7 @@ from heterorl.common.api import (
     WorkGrant,
 )
 from heterorl.common.errors import InvalidRequest, MalformedPayload
-from heterorl.common.rpc import canary, messages
-from heterorl.common.rpc.publication import publish_from_pb, publish_to_pb
-from heterorl.common.rpc.run_status import status_from_pb, status_to_pb
-from heterorl.common.types import (
+from heterorl.common.types.values import (
     NO_LORA,
     Contract,
     DropReason,
@@ -51,6 +47,10 @@ from heterorl.common.types import (
     VersionSpan,
     WorkAssignment,
 )
+from heterorl.common.wire import canary, messages
+from heterorl.common.wire import groups as wire
+from heterorl.common.wire.publication import publish_from_pb, publish_to_pb
+from heterorl.common.wire.run_status import status_from_pb, status_to_pb
 from heterorl.v1 import common_pb2, rollout_pb2
 
 text = st.text(alphabet="abc-0", min_size=1, max_size=8)

@@ -12,9 +12,9 @@ import pytest
 import tomli_w
 
 from heterorl.common.api import Registration
-from heterorl.common.rpc.server import Server
-from heterorl.common.types import FinishReason, PushStatus
-from heterorl.common.wire import manifest_from_bytes
+from heterorl.common.types.values import FinishReason, PushStatus
+from heterorl.common.wire.groups import manifest_from_bytes
+from heterorl.coordinator.rpc.server import Server
 from heterorl.coordinator.servicer import PolicyServicer, RolloutServicer, RunServicer
 from heterorl.demo.tiny_model import write_tiny_model
 from heterorl.learner.assembly import assemble

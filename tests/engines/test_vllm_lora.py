@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from heterorl.common.adapters import attach, merge
 from heterorl.common.errors import StaleWeights
 from heterorl.common.generation import vllm_weights
-from heterorl.common.lora import LoraConfig
-from heterorl.common.types import VersionSpan
-from heterorl.common.weights import tensors
+from heterorl.common.model import tensors
+from heterorl.common.model.adapters import attach, merge
+from heterorl.common.model.lora import LoraConfig
+from heterorl.common.types.values import VersionSpan
 from tests.support.engines import PROMPTS, Truth, semantics, vllm_engine, write_model
 
 pytestmark = [pytest.mark.timeout(1500), pytest.mark.slow, pytest.mark.filterwarnings("default")]

@@ -6,7 +6,7 @@ import pytest
 
 from heterorl.common.errors import EngineDied, EngineError, StaleWeights
 from heterorl.common.generation import vllm_weights
-from heterorl.common.types import VersionSpan
+from heterorl.common.types.values import VersionSpan
 from tests.support.engines import PROMPTS, Truth, disturbed, semantics, vllm_engine, write_model
 
 pytestmark = [pytest.mark.timeout(1500), pytest.mark.slow, pytest.mark.filterwarnings("default")]

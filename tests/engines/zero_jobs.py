@@ -127,7 +127,7 @@ class Ranks:
 
 
 def main() -> None:
-    from heterorl.common import logs
+    from heterorl.common.process import logs
     from heterorl.learner.assembly import build_deepspeed, join_ranks
     from heterorl.learner.local_ranks import LocalRanks
 

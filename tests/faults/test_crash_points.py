@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 from heterorl.common.api import Heartbeat
-from heterorl.common.bell import Bell
-from heterorl.common.clock import SystemClock
-from heterorl.common.pull import Puller
-from heterorl.common.trust import Trust
-from heterorl.common.types import PayloadKind
-from heterorl.common.wire import manifest_digest, manifest_from_bytes
+from heterorl.common.identity.trust import Trust
+from heterorl.common.process.bell import Bell
+from heterorl.common.process.clock import SystemClock
+from heterorl.common.pull.pull import Puller
+from heterorl.common.types.values import PayloadKind
+from heterorl.common.wire.groups import manifest_digest, manifest_from_bytes
 from heterorl.coordinator import shelf
 from heterorl.learner import incarnation
 from heterorl.sampler.delay import Visibility

@@ -24,7 +24,7 @@ from typing import Any
 
 from rich.console import Console
 
-from heterorl.common.identity import Role
+from heterorl.common.identity.identity import Role
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.demo.tiny_model import write_tiny_model

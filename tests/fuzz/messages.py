@@ -9,20 +9,19 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
-from heterorl.common import wire
 from heterorl.common.errors import InvalidRequest
-from heterorl.common.rpc import messages, rejections, run_status
-from heterorl.common.rpc.publication import publish_from_pb
-from heterorl.common.types import Digest, PayloadKind, PayloadRef
+from heterorl.common.types.values import Digest, PayloadKind, PayloadRef
 from heterorl.common.weights.manifest import chunks_of
-from heterorl.common.weights.plan import plan_pull
+from heterorl.common.wire import groups, messages, rejections, run_status
+from heterorl.common.wire.publication import publish_from_pb
+from heterorl.coordinator.versions.path import plan_pull
 from heterorl.v1 import common_pb2, policy_pb2, rollout_pb2, run_pb2
 from tests.fuzz.mutate import LONG_EDGES, mutated
 
 DECODERS: list[tuple[type[Message], Callable[[Any], Any]]] = [
-    (rollout_pb2.Group, wire.group_from_pb),
-    (common_pb2.Contract, wire.contract_from_pb),
-    (policy_pb2.PayloadRef, wire.payload_from_pb),
+    (rollout_pb2.Group, groups.group_from_pb),
+    (common_pb2.Contract, groups.contract_from_pb),
+    (policy_pb2.PayloadRef, groups.payload_from_pb),
     (common_pb2.StepReport, messages.report_from_pb),
     (rollout_pb2.PushGroupsResponse, messages.outcome_from_pb),
     (rollout_pb2.LeaseWorkResponse, messages.work_grant_from_pb),
@@ -132,7 +131,7 @@ class ManifestTarget:
 
     def run(self, case: bytes) -> None:
         """Decode, and derive the chunks."""
-        manifest = wire.manifest_from_bytes(case)
+        manifest = groups.manifest_from_bytes(case)
         chunks = chunks_of(manifest)
         assert len(chunks) == len(manifest.chunk_digests), "chunks and digests disagree"
         assert sum(chunk.num_bytes for chunk in chunks) == manifest.full_bytes, "chunks and bytes disagree"

@@ -11,11 +11,11 @@ from typing import Any, cast
 import blake3
 
 from heterorl.common.api import CoordinatorApi
-from heterorl.common.clock import SystemClock
 from heterorl.common.errors import HeterorlError
-from heterorl.common.fetch import Fetcher
-from heterorl.common.rpc import messages
-from heterorl.common.types import Digest
+from heterorl.common.process.clock import SystemClock
+from heterorl.common.pull.fetch import Fetcher
+from heterorl.common.types.values import Digest
+from heterorl.common.wire import messages
 from heterorl.v1 import policy_pb2
 from tests.fuzz.files import scratch
 

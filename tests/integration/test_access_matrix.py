@@ -15,8 +15,8 @@ from grpc_health.v1 import health_pb2
 
 import heterorl.v1
 from heterorl.certs.authority import Pair
-from heterorl.common.access import RULES
-from heterorl.common.identity import Role
+from heterorl.common.identity.identity import Role
+from heterorl.coordinator.rpc.access import RULES
 from tests.support.certificates import DAY, Certificates
 from tests.support.run import SITE
 from tests.support.secure_run import SecureRun, refusals

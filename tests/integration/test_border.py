@@ -8,13 +8,13 @@ import grpc.aio
 import pytest
 
 from heterorl.common import errors
-from heterorl.common.identity import Role
-from heterorl.common.rpc.bounds import bound_of
+from heterorl.common.identity.identity import Role
 from heterorl.common.rpc.diagnosis import MAX_ANSWER_BYTES
 from heterorl.common.rpc.status import from_rpc_error
-from heterorl.common.types import DropReason
-from heterorl.common.wire import group_from_pb, group_to_pb
+from heterorl.common.types.values import DropReason
+from heterorl.common.wire.groups import group_from_pb, group_to_pb
 from heterorl.coordinator import arrivals
+from heterorl.coordinator.rpc.bounds import bound_of
 from heterorl.v1 import diagnosis_pb2, policy_pb2, rollout_pb2, run_pb2
 from tests.integration.test_access_matrix import METHODS, NOT_SERVED, RULES
 from tests.support.run import INCARNATION, SITE

@@ -18,15 +18,15 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from typer.testing import CliRunner
 
 from heterorl.cli import app
-from heterorl.common.clock import SystemClock
 from heterorl.common.errors import InvalidRequest
-from heterorl.common.identity import Role
+from heterorl.common.identity.identity import Role
+from heterorl.common.identity.tls import TlsConfig
+from heterorl.common.process.clock import SystemClock
 from heterorl.common.rpc.diagnosis import MAX_ANSWER_BYTES, DiagnosisClient, diagnosis_from_pb, diagnosis_to_pb
-from heterorl.common.rpc.server import Server
-from heterorl.common.tls import TlsConfig
-from heterorl.common.types import NO_LORA, Digest
+from heterorl.common.types.values import NO_LORA, Digest
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.rpc.server import Server
 from heterorl.coordinator.servicer import RunServicer
 from heterorl.demo.tiny_model import write_tiny_model
 from heterorl.doctor import machine

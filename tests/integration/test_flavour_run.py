@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from heterorl.common.clock import SystemClock
 from heterorl.common.errors import ContractMismatch
-from heterorl.common.pull import Puller
+from heterorl.common.model.quantise import dequantise, flavour_layout, quantise
+from heterorl.common.process.clock import SystemClock
+from heterorl.common.pull.pull import Puller
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.weights.arena import Arena
-from heterorl.common.weights.quantise import dequantise, flavour_layout, quantise
-from heterorl.common.wire import manifest_from_bytes
+from heterorl.common.wire.groups import manifest_from_bytes
 from heterorl.coordinator import canary
 from heterorl.coordinator.verify_command import verify_directory
 from heterorl.demo.tiny_model import write_tiny_model

@@ -11,20 +11,21 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from heterorl.common import errors, metrics
+from heterorl.common import errors
 from heterorl.common.api import Command, Heartbeat, PlanKind, Rejection
-from heterorl.common.bandwidth import BandwidthConfig
-from heterorl.common.clock import SystemClock
 from heterorl.common.errors import PortInUse
-from heterorl.common.rpc import messages
+from heterorl.common.process import metrics
+from heterorl.common.process.clock import SystemClock
+from heterorl.common.rpc.bandwidth import BandwidthConfig
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.retry import RetryPolicy
-from heterorl.common.rpc.server import Server
 from heterorl.common.rpc.status import from_rpc_error
-from heterorl.common.types import Digest, DropReason, PushStatus
-from heterorl.common.wire import group_to_pb
+from heterorl.common.types.values import Digest, DropReason, PushStatus
+from heterorl.common.wire import messages
+from heterorl.common.wire.groups import group_to_pb
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.rpc.server import Server
 from heterorl.coordinator.schedule import seed_of
 from heterorl.coordinator.servicer import PolicyServicer, RolloutServicer, RunServicer
 from heterorl.v1 import policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc, run_pb2_grpc

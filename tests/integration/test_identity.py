@@ -15,15 +15,15 @@ from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from heterorl.certs.authority import Pair, make_authority
-from heterorl.common.clock import SystemClock
 from heterorl.common.errors import ConfigError, PermissionDenied, Unauthenticated, Unreachable
+from heterorl.common.identity.tls import TlsConfig
+from heterorl.common.process.clock import SystemClock
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.retry import RetryPolicy
-from heterorl.common.rpc.server import Server
-from heterorl.common.tls import TlsConfig
-from heterorl.common.wire import group_to_pb
+from heterorl.common.wire.groups import group_to_pb
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.rpc.server import Server
 from heterorl.coordinator.servicer import RunServicer
 from heterorl.v1 import policy_pb2, rollout_pb2, run_pb2, run_pb2_grpc
 from tests.support.certificates import DAY, Certificates, now, paths

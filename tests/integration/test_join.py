@@ -28,9 +28,9 @@ from heterorl.certs.token_cli import first_lines
 from heterorl.certs.tokens import JoinRefused, Refused, parse_token
 from heterorl.cli import app
 from heterorl.common.errors import ConfigError, OperatorError, PortInUse
-from heterorl.common.identity import Role, read_identity
-from heterorl.common.rpc.credentials import read_material
-from heterorl.common.tls import TlsConfig, files_in
+from heterorl.common.identity.credentials import read_material
+from heterorl.common.identity.identity import Role, read_identity
+from heterorl.common.identity.tls import TlsConfig, files_in
 from heterorl.learner.config import LearnerConfig
 from heterorl.sampler.config import SamplerConfig
 from tests.support.certificates import Certificates, now, paths

@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from heterorl.common.api import Registration
-from heterorl.common.clock import SystemClock
 from heterorl.common.errors import ConfigError, ContractMismatch
 from heterorl.common.generation.hf import HfEngine
-from heterorl.common.lora import LoraConfig
-from heterorl.common.pull import Puller
-from heterorl.common.weights import tensors
-from heterorl.common.wire import manifest_from_bytes
+from heterorl.common.model import tensors
+from heterorl.common.model.lora import LoraConfig
+from heterorl.common.process.clock import SystemClock
+from heterorl.common.pull.pull import Puller
+from heterorl.common.wire.groups import manifest_from_bytes
 from heterorl.demo.tiny_model import write_tiny_model
 from heterorl.learner import app as learner_app
 from heterorl.learner.assembly import assemble as assemble_learner

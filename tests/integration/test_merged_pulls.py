@@ -12,8 +12,8 @@ import pytest
 
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.retry import RetryPolicy
-from heterorl.common.rpc.server import Server
-from heterorl.common.types import PayloadKind
+from heterorl.common.types.values import PayloadKind
+from heterorl.coordinator.rpc.server import Server
 from heterorl.coordinator.servicer import PolicyServicer
 from heterorl.v1 import policy_pb2_grpc
 from tests.support.links import PLAINTEXT

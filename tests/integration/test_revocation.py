@@ -12,9 +12,9 @@ from heterorl.certs.enrolment import Enrolment
 from heterorl.certs.join import join
 from heterorl.cli import app
 from heterorl.common.errors import NotRegistered, Unauthenticated
-from heterorl.common.identity import Role, read_identity
+from heterorl.common.identity.identity import Role, read_identity
+from heterorl.common.identity.tls import TlsConfig, files_in
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.tls import TlsConfig, files_in
 from heterorl.demo.processes import start, stop
 from tests.support.cluster import free_port
 

@@ -18,18 +18,18 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from heterorl.common.bell import Bell
-from heterorl.common.clock import SystemClock
 from heterorl.common.errors import InvalidRequest, StateMismatch, UnsignedManifest, WrongSignature
-from heterorl.common.pull import Puller
+from heterorl.common.identity.signing import load_signer, new_key, signed_by
+from heterorl.common.identity.trust import Trust
+from heterorl.common.process.bell import Bell
+from heterorl.common.process.clock import SystemClock
+from heterorl.common.pull.pull import Puller
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.rpc.server import Server
-from heterorl.common.signing import load_signer, new_key, signed_by
-from heterorl.common.trust import Trust
-from heterorl.common.types import PayloadKind, SignedManifest
-from heterorl.common.wire import manifest_digest, manifest_from_bytes, manifest_to_bytes
+from heterorl.common.types.values import PayloadKind, SignedManifest
+from heterorl.common.wire.groups import manifest_digest, manifest_from_bytes, manifest_to_bytes
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.rpc.server import Server
 from heterorl.coordinator.servicer import PolicyServicer, RolloutServicer, RunServicer
 from heterorl.sampler.delay import Visibility
 from heterorl.sampler.delay_models import FixedDelay, NoDelay

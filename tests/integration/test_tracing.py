@@ -6,15 +6,15 @@ import random
 import numpy as np
 import pytest
 
-from heterorl.common import tracing
-from heterorl.common.bell import Bell
-from heterorl.common.clock import SystemClock
 from heterorl.common.errors import ConfigError, DependencyMissing
 from heterorl.common.generation.engine import Completion
+from heterorl.common.process import tracing
+from heterorl.common.process.bell import Bell
+from heterorl.common.process.clock import SystemClock
+from heterorl.common.process.tracing import NO_TRACE, TRACER, Tracer, TracingConfig, well_formed
 from heterorl.common.tasks.task import Prompt
-from heterorl.common.tracing import NO_TRACE, TRACER, Tracer, TracingConfig, well_formed
-from heterorl.common.types import Digest, FinishReason, RewardPart, SiteId, VersionSpan
-from heterorl.common.wire import bytes_digest, group_from_bytes, group_to_bytes
+from heterorl.common.types.values import Digest, FinishReason, RewardPart, SiteId, VersionSpan
+from heterorl.common.wire.groups import bytes_digest, group_from_bytes, group_to_bytes
 from heterorl.learner.observe import observe_step
 from heterorl.sampler.delivery import Delivery
 from heterorl.sampler.outbox import Outbox

@@ -15,8 +15,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from heterorl.certs.authority import Pair
 from heterorl.certs.directory import Authority
-from heterorl.common.identity import Identity, Role, read_identity
-from heterorl.common.tls import ServerTlsConfig, TlsConfig
+from heterorl.common.identity.identity import Identity, Role, read_identity
+from heterorl.common.identity.tls import ServerTlsConfig, TlsConfig
 
 DAY = datetime.timedelta(days=1)
 

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from heterorl import cli
-from heterorl.common.canary import ScoredText
 from heterorl.common.generation.engine import Completion
+from heterorl.common.model.canary import ScoredText
 from heterorl.common.tasks.task import Prompt
-from heterorl.common.types import Digest, FinishReason, WorkAssignment
+from heterorl.common.types.values import Digest, FinishReason, WorkAssignment
 from heterorl.sampler.rollouts import Batch, RolloutMaker
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 
 class ManualClock:
-    """Implements heterorl.common.clock.Clock; sleepers wake when `advance` passes their instant."""
+    """Implements heterorl.common.process.clock.Clock; sleepers wake when `advance` passes their instant."""
 
     def __init__(self, now: float = 1000.0) -> None:
         self._now = now

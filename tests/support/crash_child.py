@@ -10,9 +10,9 @@ import random
 import sys
 from pathlib import Path
 
-from heterorl.common.clock import SystemClock
-from heterorl.common.types import PushStatus
-from heterorl.common.wire import bytes_digest, group_to_bytes, manifest_digest, manifest_from_bytes
+from heterorl.common.process.clock import SystemClock
+from heterorl.common.types.values import PushStatus
+from heterorl.common.wire.groups import bytes_digest, group_to_bytes, manifest_digest, manifest_from_bytes
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from tests.support.run import Run

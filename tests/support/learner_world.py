@@ -14,8 +14,8 @@ import blake3
 import numpy as np
 
 from heterorl.common.api import Registration
-from heterorl.common.clock import SystemClock
-from heterorl.common.types import (
+from heterorl.common.process.clock import SystemClock
+from heterorl.common.types.values import (
     Contract,
     FinishReason,
     Group,
@@ -31,7 +31,7 @@ from heterorl.common.types import (
     VersionSpan,
 )
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
-from heterorl.common.wire import manifest_from_bytes
+from heterorl.common.wire.groups import manifest_from_bytes
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.learner import app

@@ -1,5 +1,5 @@
 """Links of tests that are not about identity: plaintext over loopback, as an operator must write it down."""
 
-from heterorl.common.tls import ServerTlsConfig
+from heterorl.common.identity.tls import ServerTlsConfig
 
 PLAINTEXT = ServerTlsConfig(insecure=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from heterorl.common.types import Group
+from heterorl.common.types.values import Group
 from heterorl.learner.batch import Batch, build_batch
 from heterorl.learner.loss_config import (
     BnpoConfig,

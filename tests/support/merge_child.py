@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from heterorl.common.clock import SystemClock
+from heterorl.common.process.clock import SystemClock
 from heterorl.coordinator import composer
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator

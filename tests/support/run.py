@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from heterorl.common.api import CoordinatorApi, Registration
-from heterorl.common.signing import Signer
-from heterorl.common.types import (
+from heterorl.common.identity.signing import Signer
+from heterorl.common.types.values import (
     Contract,
     Digest,
     FinishReason,
@@ -32,7 +32,7 @@ from heterorl.common.types import (
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
 from heterorl.common.weights.manifest import build_manifest
 from heterorl.common.weights.payload import write_delta, write_snapshot
-from heterorl.common.wire import manifest_digest, manifest_from_bytes, manifest_to_bytes
+from heterorl.common.wire.groups import manifest_digest, manifest_from_bytes, manifest_to_bytes
 
 LAYOUT = Layout.build([TensorSpec(name="w", dtype="bf16", shape=(40,))], chunk_elements=16)
 CONTRACT = Contract(

@@ -14,13 +14,13 @@ from typing import Any, cast
 
 import numpy as np
 
-from heterorl.common.canary import ScoredText
 from heterorl.common.errors import EngineError, RewardError, Unreachable
 from heterorl.common.generation.engine import Completion
 from heterorl.common.generation.turns import spans_of
-from heterorl.common.prompts import Prompter
+from heterorl.common.model.canary import ScoredText
+from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.task import Prompt
-from heterorl.common.types import Digest, FinishReason, Float32Array, Int32Array, RewardPart
+from heterorl.common.types.values import Digest, FinishReason, Float32Array, Int32Array, RewardPart
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator

@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import nn
 
-from heterorl.common.types import (
+from heterorl.common.types.values import (
     Digest,
     FinishReason,
     Group,

@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from heterorl.cli import app
-from heterorl.common.config import InvalidConfig, load
-from heterorl.common.config_words import PATTERNS, all_keys
+from heterorl.common.process.config import InvalidConfig, load
+from heterorl.common.process.config_words import PATTERNS, all_keys
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.lab.config import ExperimentConfig
 from heterorl.learner.config import LearnerConfig

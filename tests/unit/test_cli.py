@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 import heterorl
 from heterorl.cli import app, main
-from heterorl.common.config import load, parse_override
 from heterorl.common.errors import ConfigError
-from heterorl.common.types import DropReason, FlavourStatus, LedgerCounts, RunStatus, SiteStatus
+from heterorl.common.process.config import load, parse_override
+from heterorl.common.types.values import DropReason, FlavourStatus, LedgerCounts, RunStatus, SiteStatus
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.operator_link import find_link
 from heterorl.status import status_json, status_tables

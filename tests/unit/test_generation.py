@@ -13,10 +13,10 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.generation.draw import draw, gumbel, truncated
 from heterorl.common.generation.hf import HfEngine, _can_drop_rows
 from heterorl.common.generation.turns import Turns
-from heterorl.common.prompts import Prompter
-from heterorl.common.types import FinishReason, LogprobMode, SamplingSemantics, VersionSpan
+from heterorl.common.model.prompts import Prompter
+from heterorl.common.model.tensors import store
+from heterorl.common.types.values import FinishReason, LogprobMode, SamplingSemantics, VersionSpan
 from heterorl.common.weights.arena import Arena
-from heterorl.common.weights.tensors import store
 from heterorl.demo.tiny_model import write_tiny_model
 from tests.support.engines import Truth, disturbed
 

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from heterorl.common.config import load
 from heterorl.common.errors import ConfigError
 from heterorl.common.generation.hf import HfEngine
 from heterorl.common.generation.seeded import group_key, gumbel_noise
-from heterorl.common.types import LogprobMode, SamplingSemantics
+from heterorl.common.process.config import load
+from heterorl.common.types.values import LogprobMode, SamplingSemantics
 from heterorl.demo.tiny_model import write_tiny_model
 from heterorl.sampler.config import SamplerConfig
 

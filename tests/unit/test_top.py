@@ -8,14 +8,14 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from heterorl.cli import app
-from heterorl.common.clock import SystemClock
 from heterorl.common.errors import PermissionDenied, Unreachable
+from heterorl.common.process.clock import SystemClock
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.retry import RetryPolicy
-from heterorl.common.rpc.server import Server
-from heterorl.common.types import LedgerCounts, RunStatus
+from heterorl.common.types.values import LedgerCounts, RunStatus
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.rpc.server import Server
 from heterorl.coordinator.servicer import RunServicer
 from heterorl.top import View, frame, poll
 from heterorl.v1 import run_pb2_grpc

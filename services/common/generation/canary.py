@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from heterorl.common.errors import StaleWeights
-from heterorl.common.types import Float32Array, Int32Array, LogprobMode, SamplingSemantics
+from heterorl.common.model.tensors import TORCH_DTYPE
+from heterorl.common.types.values import Float32Array, Int32Array, LogprobMode, SamplingSemantics
 from heterorl.common.weights.arena import Arena, Layout
-from heterorl.common.weights.tensors import TORCH_DTYPE
 
 PROMPT_LENGTHS = (3, 9, 17)
 NUM_NEW_TOKENS = 8

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from heterorl.common.canary import ScoredText
-from heterorl.common.types import FinishReason, Float32Array, Int32Array, VersionSpan
+from heterorl.common.model.canary import ScoredText
+from heterorl.common.types.values import FinishReason, Float32Array, Int32Array, VersionSpan
 from heterorl.common.weights.arena import Arena, Layout
 
 

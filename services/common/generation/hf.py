@@ -10,24 +10,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from heterorl.common.adapters import attach, base_digest
-from heterorl.common.canary import ScoredText
 from heterorl.common.errors import ConfigError
 from heterorl.common.generation.draw import draw, gumbel
 from heterorl.common.generation.engine import Completion
 from heterorl.common.generation.seeded import gumbel_noise
 from heterorl.common.generation.turns import Turns, spans_of
-from heterorl.common.lora import ALL_WEIGHTS, LoraConfig
-from heterorl.common.model_dir import first_line
-from heterorl.common.types import (
-    Digest,
-    FinishReason,
-    Float32Array,
-    Int32Array,
-    LogprobMode,
-    SamplingSemantics,
-)
-from heterorl.common.weights import tensors
+from heterorl.common.model import tensors
+from heterorl.common.model.adapters import attach, base_digest
+from heterorl.common.model.canary import ScoredText
+from heterorl.common.model.directory import first_line
+from heterorl.common.model.lora import ALL_WEIGHTS, LoraConfig
+from heterorl.common.types.values import Digest, FinishReason, Float32Array, Int32Array, LogprobMode, SamplingSemantics
 from heterorl.common.weights.arena import Arena, Dtype, Layout
 
 _COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16}

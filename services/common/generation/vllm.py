@@ -19,18 +19,18 @@ from typing import Any, Literal
 
 import numpy as np
 
-from heterorl.common.adapters import attach, base_digest
-from heterorl.common.canary import ScoredText
 from heterorl.common.errors import ConfigError, EngineDied, EngineError
 from heterorl.common.generation import canary
 from heterorl.common.generation.engine import Completion
 from heterorl.common.generation.vllm_process import VllmProcess, import_vllm
 from heterorl.common.generation.vllm_requests import chosen, completion, logprobs_mode, seed_of, settings
 from heterorl.common.generation.vllm_weights import WeightsOnTheWay
-from heterorl.common.lora import ALL_WEIGHTS, LoraConfig
-from heterorl.common.model_dir import first_line
-from heterorl.common.types import Digest, Float32Array, Int32Array, LogprobMode, SamplingSemantics
-from heterorl.common.weights import tensors
+from heterorl.common.model import tensors
+from heterorl.common.model.adapters import attach, base_digest
+from heterorl.common.model.canary import ScoredText
+from heterorl.common.model.directory import first_line
+from heterorl.common.model.lora import ALL_WEIGHTS, LoraConfig
+from heterorl.common.types.values import Digest, Float32Array, Int32Array, LogprobMode, SamplingSemantics
 from heterorl.common.weights.arena import Arena, Dtype, Layout
 
 _LOG = logging.getLogger(__name__)

@@ -14,7 +14,14 @@ import numpy as np
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.generation.engine import Completion
-from heterorl.common.types import FinishReason, Float32Array, Int32Array, LogprobMode, SamplingSemantics, VersionSpan
+from heterorl.common.types.values import (
+    FinishReason,
+    Float32Array,
+    Int32Array,
+    LogprobMode,
+    SamplingSemantics,
+    VersionSpan,
+)
 
 MIN_TEMPERATURE = 0.01
 """Below it vLLM draws at another temperature than it is told."""

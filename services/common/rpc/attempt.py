@@ -10,7 +10,7 @@ from typing import TypeVar
 import grpc.aio
 
 from heterorl.common.errors import HeterorlError, Unreachable
-from heterorl.common.metrics import RPC_SECONDS
+from heterorl.common.process.metrics import RPC_SECONDS
 from heterorl.common.rpc.status import from_rpc_error, reason_of
 
 ResultT = TypeVar("ResultT")

@@ -8,16 +8,16 @@ from typing import Any, Self, TypeVar
 
 import grpc.aio
 
-from heterorl.common.bandwidth import BandwidthConfig, TokenBucket
-from heterorl.common.clock import Clock, SystemClock
 from heterorl.common.errors import Unreachable
-from heterorl.common.metrics import BANDWIDTH_CAP, BANDWIDTH_WAIT
+from heterorl.common.identity.tls import TlsConfig
+from heterorl.common.process.clock import Clock, SystemClock
+from heterorl.common.process.metrics import BANDWIDTH_CAP, BANDWIDTH_WAIT
 from heterorl.common.rpc import retry
 from heterorl.common.rpc.attempt import timed, typed
+from heterorl.common.rpc.bandwidth import BandwidthConfig, TokenBucket
 from heterorl.common.rpc.link import Link
 from heterorl.common.rpc.outage import Outage
 from heterorl.common.rpc.retry import RetryPolicy
-from heterorl.common.tls import TlsConfig
 
 CALL_TIMEOUT_S = 20.0
 ResultT = TypeVar("ResultT")

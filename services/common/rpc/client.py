@@ -21,16 +21,11 @@ from heterorl.common.api import (
     WorkGrant,
 )
 from heterorl.common.errors import InvalidRequest, MalformedPayload, Unreachable
-from heterorl.common.metrics import BYTES
-from heterorl.common.rpc import canary, messages
+from heterorl.common.process.metrics import BYTES
 from heterorl.common.rpc.attempt import once, timed
 from heterorl.common.rpc.calls import readable
 from heterorl.common.rpc.lease_calls import LeaseCalls
-from heterorl.common.rpc.publication import publish_to_pb
-from heterorl.common.rpc.pushed import push_to_pb
-from heterorl.common.rpc.rejections import rejections_to_pb
-from heterorl.common.rpc.run_status import status_from_pb
-from heterorl.common.types import (
+from heterorl.common.types.values import (
     Digest,
     Group,
     GroupId,
@@ -42,7 +37,12 @@ from heterorl.common.types import (
     SiteId,
     StepReport,
 )
-from heterorl.common.wire import group_id_to_pb
+from heterorl.common.wire import canary, messages
+from heterorl.common.wire.groups import group_id_to_pb
+from heterorl.common.wire.publication import publish_to_pb
+from heterorl.common.wire.pushed import push_to_pb
+from heterorl.common.wire.rejections import rejections_to_pb
+from heterorl.common.wire.run_status import status_from_pb
 from heterorl.v1 import policy_pb2, rollout_pb2, run_pb2
 
 PUSH_TIMEOUT_S = 120.0

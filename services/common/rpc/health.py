@@ -9,9 +9,9 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from heterorl.common.rpc.credentials import channel_credentials, read_material
+from heterorl.common.identity.credentials import channel_credentials, read_material
+from heterorl.common.identity.tls import TlsConfig, check_tls
 from heterorl.common.rpc.options import link_options
-from heterorl.common.tls import TlsConfig, check_tls
 
 MESSAGE_BYTES = 1 << 16
 

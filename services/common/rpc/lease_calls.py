@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from heterorl.common.contract_wire import contract_to_pb
-from heterorl.common.rpc import messages
 from heterorl.common.rpc.calls import Calls
-from heterorl.common.types import Contract, LeaseGrant
+from heterorl.common.types.values import Contract, LeaseGrant
+from heterorl.common.wire import messages
+from heterorl.common.wire.contract import contract_to_pb
 from heterorl.v1 import policy_pb2
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import grpc.aio
 
 from heterorl.common.errors import Unreachable
-from heterorl.common.rpc.credentials import MaterialFiles, channel_credentials
+from heterorl.common.identity.credentials import MaterialFiles, channel_credentials
+from heterorl.common.identity.tls import TlsConfig, check_tls
 from heterorl.common.rpc.options import MAX_MESSAGE_BYTES, MIN_MESSAGE_BYTES, link_options
-from heterorl.common.tls import TlsConfig, check_tls
 from heterorl.v1 import backup_pb2_grpc, diagnosis_pb2_grpc, policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
 
 

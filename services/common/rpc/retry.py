@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import grpc.aio
 
-from heterorl.common.clock import Clock
 from heterorl.common.errors import Busy, QuotaExceeded, RemoteError, StoreFull, Unreachable
+from heterorl.common.process.clock import Clock
 from heterorl.common.rpc.outage import Outage
 from heterorl.common.rpc.status import from_rpc_error
 

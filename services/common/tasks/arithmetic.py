@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from heterorl.common.tasks.number_pairs import NumberPairs
 from heterorl.common.tasks.task import Prompt
-from heterorl.common.types import Digest, RewardPart
-from heterorl.common.wire import bytes_digest
+from heterorl.common.types.values import Digest, RewardPart
+from heterorl.common.wire.groups import bytes_digest
 
 
 class ArithmeticTask(NumberPairs):

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Literal
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.tasks.math_verify import MathVerifier
+from heterorl.common.tasks.rewards.math_verify import MathVerifier
 from heterorl.common.tasks.task import Prompt
-from heterorl.common.types import Digest, RewardPart
-from heterorl.common.wire import bytes_digest
+from heterorl.common.types.values import Digest, RewardPart
+from heterorl.common.wire.groups import bytes_digest
 
 MAX_LINE_BYTES = 1 << 20
 Row = tuple[str, str]

@@ -9,8 +9,8 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from heterorl.common.config import DIRECTORY, Config
 from heterorl.common.errors import ConfigError
+from heterorl.common.process.config import DIRECTORY, Config
 from heterorl.common.tasks.arithmetic import ArithmeticTask
 from heterorl.common.tasks.progression import ProgressionTask
 from heterorl.common.tasks.task import Task
@@ -95,7 +95,7 @@ def build_task(config: TaskConfig) -> Task:
         raise ConfigError("task.name", f"{config.name!r} is none of {', '.join(_KINDS)}{hint}")
     if not config.reward:
         return task
-    from heterorl.common.tasks.own_reward import OwnReward, RewardedTask
+    from heterorl.common.tasks.rewards.own import OwnReward, RewardedTask
 
     reward = OwnReward(
         config.reward,

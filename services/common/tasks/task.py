@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from heterorl.common.types import Digest, RewardPart
+from heterorl.common.types.values import Digest, RewardPart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

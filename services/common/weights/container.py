@@ -29,9 +29,9 @@ from typing import BinaryIO, TypeVar
 import blake3
 import xxhash
 
-from heterorl.common.directory import sync_directory
 from heterorl.common.errors import LimitExceeded, MalformedPayload, StateMismatch
-from heterorl.common.types import Digest
+from heterorl.common.process.files import sync_directory
+from heterorl.common.types.values import Digest
 from heterorl.common.weights.arena import Chunk
 from heterorl.common.weights.codec import METHODS, WHOLE_METHODS
 

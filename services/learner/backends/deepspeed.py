@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from heterorl.common.clock import Clock, SystemClock
 from heterorl.common.errors import ConfigError, CorruptStore, HeterorlError, StateMismatch
-from heterorl.common.types import Group, QueuedGroup, SamplingSemantics, StepReport
-from heterorl.common.weights import tensors
+from heterorl.common.model import tensors
+from heterorl.common.process.clock import Clock, SystemClock
+from heterorl.common.types.values import Group, QueuedGroup, SamplingSemantics, StepReport
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.learner.backend_config import DeepSpeedBackendConfig
 from heterorl.learner.backends.collectives import Collectives

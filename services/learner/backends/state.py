@@ -19,9 +19,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from heterorl.common.adapters import trainable
 from heterorl.common.errors import CorruptStore
-from heterorl.common.types import NO_LORA, LoraSettings
+from heterorl.common.model.adapters import trainable
+from heterorl.common.types.values import NO_LORA, LoraSettings
 
 WEIGHTS_FILE = "weights.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"

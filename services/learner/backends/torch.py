@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from heterorl.common.adapters import attach, base_digest, trainable
-from heterorl.common.clock import Clock, SystemClock
 from heterorl.common.errors import ConfigError
-from heterorl.common.lora import ALL_WEIGHTS, LoraConfig
-from heterorl.common.types import Digest, QueuedGroup, SamplingSemantics, StepReport
-from heterorl.common.weights import tensors
+from heterorl.common.model import tensors
+from heterorl.common.model.adapters import attach, base_digest, trainable
+from heterorl.common.model.lora import ALL_WEIGHTS, LoraConfig
+from heterorl.common.process.clock import Clock, SystemClock
+from heterorl.common.types.values import Digest, QueuedGroup, SamplingSemantics, StepReport
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.learner.backend_config import TorchBackendConfig
 from heterorl.learner.backends.state import read_state, write_state

@@ -6,10 +6,10 @@ import pytest
 from google.protobuf import descriptor as descriptors
 from grpc_health.v1 import health_pb2
 
-from heterorl.common.access import RULES, refuse_call, refuse_request
 from heterorl.common.errors import ConfigError
-from heterorl.common.identity import Identity, LocalPeer, RefusalReason, Role, spiffe_uri
-from heterorl.common.tls import ServerTlsConfig, TlsConfig, check_tls, is_loopback
+from heterorl.common.identity.identity import Identity, LocalPeer, RefusalReason, Role, spiffe_uri
+from heterorl.common.identity.tls import ServerTlsConfig, TlsConfig, check_tls, is_loopback
+from heterorl.coordinator.rpc.access import RULES, refuse_call, refuse_request
 from heterorl.v1 import backup_pb2, diagnosis_pb2, policy_pb2, rollout_pb2, run_pb2
 
 MODULES = (policy_pb2, rollout_pb2, run_pb2, backup_pb2, diagnosis_pb2, health_pb2)

@@ -8,14 +8,14 @@ import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM
 
-from heterorl.common.adapters import attach
 from heterorl.common.errors import ConfigError, StaleWeights
 from heterorl.common.generation import canary
 from heterorl.common.generation.vllm_requests import logprobs_mode, seed_of
 from heterorl.common.generation.weights_file import stored_names, write_weights
-from heterorl.common.lora import LoraConfig
-from heterorl.common.types import Digest, LogprobMode
-from heterorl.common.weights import tensors
+from heterorl.common.model import tensors
+from heterorl.common.model.adapters import attach
+from heterorl.common.model.lora import LoraConfig
+from heterorl.common.types.values import Digest, LogprobMode
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
 from tests.support.engines import semantics
 from tests.support.training import VOCAB_SIZE, tiny_model

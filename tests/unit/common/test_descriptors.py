@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from heterorl.common import descriptors
-from heterorl.common.directory import make_directory, sync_directory
 from heterorl.common.errors import ConfigError
+from heterorl.common.process import descriptors
+from heterorl.common.process.files import make_directory, sync_directory
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import LimitExceeded, MalformedPayload, UnknownPayload, Unreachable
-from heterorl.common.fetch import Fetcher
-from heterorl.common.ranges import SPLIT_BYTES
-from heterorl.common.types import Digest, PayloadKind, PayloadRef
+from heterorl.common.pull.fetch import Fetcher
+from heterorl.common.pull.ranges import SPLIT_BYTES
+from heterorl.common.types.values import Digest, PayloadKind, PayloadRef
 from tests.support.clock import ManualClock
 
 DATA = np.random.default_rng(0).bytes(9 * SPLIT_BYTES + 12345)

@@ -1,8 +1,8 @@
 """What the gate shows of itself before it refuses anybody."""
 
-from heterorl.common.identity import RefusalReason
-from heterorl.common.metrics import IDENTITY_REFUSALS
-from heterorl.common.rpc.gate import Gate
+from heterorl.common.identity.identity import RefusalReason
+from heterorl.common.process.metrics import IDENTITY_REFUSALS
+from heterorl.coordinator.rpc.gate import Gate
 from tests.support.secure_run import refusals
 
 

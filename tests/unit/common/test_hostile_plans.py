@@ -7,17 +7,17 @@ import grpc.aio
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from heterorl.common.clock import SystemClock
 from heterorl.common.errors import CorruptData, DiskFull, LimitExceeded, MalformedPayload
-from heterorl.common.fetch import Fetcher
-from heterorl.common.pull import MAX_COPIES, Puller
-from heterorl.common.rpc import messages
+from heterorl.common.identity.signing import Signer
+from heterorl.common.identity.tls import TlsConfig
+from heterorl.common.identity.trust import Trust
+from heterorl.common.process.clock import SystemClock
+from heterorl.common.pull.fetch import Fetcher
+from heterorl.common.pull.pull import MAX_COPIES, Puller
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.signing import Signer
-from heterorl.common.tls import TlsConfig
-from heterorl.common.trust import Trust
-from heterorl.common.types import Digest, PayloadKind, PayloadRef
+from heterorl.common.types.values import Digest, PayloadKind, PayloadRef
 from heterorl.common.weights.container import max_file_bytes
+from heterorl.common.wire import messages
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.v1 import policy_pb2, policy_pb2_grpc

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from heterorl.common.log_lines import wrap
-from heterorl.common.logs import ConsoleFormatter, utc
+from heterorl.common.process.log_lines import wrap
+from heterorl.common.process.logs import ConsoleFormatter, utc
 
 NOISE = """
 import faulthandler, logging, os, subprocess, sys, threading, warnings

@@ -6,8 +6,8 @@ import urllib.request
 
 import pytest
 
-from heterorl.common import logs, metrics
 from heterorl.common.errors import PortInUse
+from heterorl.common.process import logs, metrics
 from heterorl.sampler.config import SamplerConfig
 
 UNITS = ("_seconds", "_bytes", "_per_second", "_versions", "_groups", "_nats", "_ratio", "_total", "_version", "_epoch",

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.model_dir import check_model_dir
-from heterorl.common.prompts import Prompter
+from heterorl.common.model.directory import check_model_dir
+from heterorl.common.model.prompts import Prompter
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ import socket
 
 import pytest
 
-from heterorl.common import notify
-from heterorl.common.notify import Notifier, from_environment
+from heterorl.common.process import notify
+from heterorl.common.process.notify import Notifier, from_environment
 
 
 @pytest.fixture(params=["path", "abstract"])

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from heterorl.common.logs import ConsoleFormatter, one_line
+from heterorl.common.process.logs import ConsoleFormatter, one_line
 
 
 @pytest.mark.parametrize(

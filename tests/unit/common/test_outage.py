@@ -7,11 +7,11 @@ import logging
 import pytest
 
 from heterorl.common.errors import Unreachable
+from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.rpc import outage as outage_module
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.outage import Outage
 from heterorl.common.rpc.retry import RetryPolicy
-from heterorl.common.tls import TlsConfig
 from tests.support.clock import ManualClock
 
 

@@ -4,10 +4,10 @@ import asyncio
 import contextlib
 
 from heterorl.common.errors import QuotaExceeded
-from heterorl.common.identity import Identity, LocalPeer, Role
-from heterorl.common.rpc.budget import OF_PRIVILEGED, OF_SITE, Budget
-from heterorl.common.rpc.holders import Holder, holder_of
-from heterorl.common.rpc.shares import Shares
+from heterorl.common.identity.identity import Identity, LocalPeer, Role
+from heterorl.coordinator.rpc.budget import OF_PRIVILEGED, OF_SITE, Budget
+from heterorl.coordinator.rpc.calls import Shares
+from heterorl.coordinator.rpc.holders import Holder, holder_of
 
 HEARTBEAT = "/heterorl.v1.RunService/Heartbeat"
 DIAGNOSE = "/heterorl.v1.DiagnosisService/Diagnose"

@@ -7,8 +7,8 @@ import pytest
 
 from heterorl.common.api import PlanKind
 from heterorl.common.errors import CorruptData, LimitExceeded, StateMismatch, UnknownVersion, Unreachable
-from heterorl.common.pull import Puller
-from heterorl.common.wire import manifest_digest, manifest_from_bytes, manifest_to_bytes
+from heterorl.common.pull.pull import Puller
+from heterorl.common.wire.groups import manifest_digest, manifest_from_bytes, manifest_to_bytes
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from tests.support.clock import ManualClock
@@ -347,6 +347,6 @@ async def test_manifests_of_a_way_are_bounded(world, monkeypatch):
     api, _, puller, _, _ = world
     held = await puller.pull(held=None, want_version=0)
     _bare(api, [], page=100)
-    monkeypatch.setattr("heterorl.common.way.MAX_BYTES", 10)
+    monkeypatch.setattr("heterorl.common.pull.way.MAX_BYTES", 10)
     with pytest.raises(LimitExceeded, match="manifests of"):
         await puller.pull(held=held, want_version=3)

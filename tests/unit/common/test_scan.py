@@ -11,8 +11,8 @@ from google.protobuf.internal import encoder, wire_format
 
 import heterorl.v1
 from heterorl.common.errors import InvalidRequest
-from heterorl.common.rpc.bounds import BOUNDS, Text, bound_of
-from heterorl.common.rpc.scan import MAX_TAGS, MAX_UNKNOWN_BYTES, parse
+from heterorl.coordinator.rpc.bounds import BOUNDS, Text, bound_of
+from heterorl.coordinator.rpc.scan import MAX_TAGS, MAX_UNKNOWN_BYTES, parse
 from heterorl.v1 import common_pb2, policy_pb2, rollout_pb2, run_pb2
 
 PROTOS = [

@@ -10,10 +10,10 @@ import threading
 import blake3
 import pytest
 
-from heterorl.common import spool
 from heterorl.common.errors import DiskFull, MalformedPayload, Unreachable
-from heterorl.common.fetch import STALL_S, Fetcher
-from heterorl.common.spool import BATCH_BYTES, PieceWriter, RunningDigest
+from heterorl.common.pull import spool
+from heterorl.common.pull.fetch import STALL_S, Fetcher
+from heterorl.common.pull.spool import BATCH_BYTES, PieceWriter, RunningDigest
 from tests.support.clock import ManualClock
 from tests.unit.common.test_fetch import DATA, FRAME, PAYLOAD, Source
 

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from heterorl.cli import app
-from heterorl.common.rpc.revocation import Revocations
+from heterorl.common.identity.revocation import Revocations
 from heterorl.coordinator import audit
 from heterorl.coordinator.app import _gauges
 from heterorl.coordinator.audit import AuditKind

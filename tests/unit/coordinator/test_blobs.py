@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterorl.common.errors import CorruptStore, DigestMismatch, InvalidRequest, StoreFull
-from heterorl.common.types import Digest
+from heterorl.common.types.values import Digest
 from heterorl.coordinator.blob_files import FRAME_BYTES
 from heterorl.coordinator.blobs import BlobStore
 from heterorl.coordinator.config import CoordinatorConfig

@@ -26,8 +26,8 @@ from heterorl.common.errors import (
     UnknownPayload,
     UnknownVersion,
 )  # fmt: skip
-from heterorl.common.types import Digest, DropReason, GroupId, PushStatus, RewardPart, SiteId, VersionSpan
-from heterorl.common.wire import bytes_digest, manifest_from_bytes, manifest_to_bytes
+from heterorl.common.types.values import Digest, DropReason, GroupId, PushStatus, RewardPart, SiteId, VersionSpan
+from heterorl.common.wire.groups import bytes_digest, manifest_from_bytes, manifest_to_bytes
 from heterorl.coordinator import ledger
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator

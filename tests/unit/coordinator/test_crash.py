@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from heterorl.common.clock import SystemClock
-from heterorl.common.wire import bytes_digest, manifest_digest, manifest_from_bytes
+from heterorl.common.process.clock import SystemClock
+from heterorl.common.wire.groups import bytes_digest, manifest_digest, manifest_from_bytes
 from heterorl.coordinator import ledger
 from heterorl.coordinator.core import Coordinator
 from tests.support.crash_child import config

@@ -5,11 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from heterorl.common.clock import SystemClock
 from heterorl.common.errors import ConfigError, InvalidRequest
-from heterorl.common.rpc.messages import queued_to_pb
-from heterorl.common.types import DropReason, PushStatus
-from heterorl.common.wire import group_to_bytes
+from heterorl.common.process.clock import SystemClock
+from heterorl.common.types.values import DropReason, PushStatus
+from heterorl.common.wire.groups import group_to_bytes
+from heterorl.common.wire.messages import queued_to_pb
 from heterorl.coordinator import queue
 from heterorl.coordinator.config import GROUP_OVERHEAD_BYTES, CoordinatorConfig
 from heterorl.coordinator.core import Coordinator

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from heterorl.common.types import GroupId, PushStatus, SiteId
+from heterorl.common.types.values import GroupId, PushStatus, SiteId
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.incarnations import EARLIER, KEPT, SHOWN

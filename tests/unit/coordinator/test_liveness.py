@@ -8,8 +8,8 @@ import pytest
 
 from heterorl.common.api import Command, Heartbeat, PlanKind
 from heterorl.common.errors import GroupNotAvailable, InvalidRequest, LeaseHeld, RunFinished, UnknownVersion
-from heterorl.common.types import Digest, DropReason, GroupId, PayloadKind, PayloadRef, PushStatus
-from heterorl.common.wire import bytes_digest, manifest_from_bytes, manifest_to_bytes
+from heterorl.common.types.values import Digest, DropReason, GroupId, PayloadKind, PayloadRef, PushStatus
+from heterorl.common.wire.groups import bytes_digest, manifest_from_bytes, manifest_to_bytes
 from heterorl.coordinator import ledger
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator

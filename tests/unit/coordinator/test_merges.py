@@ -12,9 +12,9 @@ import pytest
 
 from heterorl.common.api import PlanKind
 from heterorl.common.errors import InvalidRequest
-from heterorl.common.types import PayloadKind, PayloadRef
+from heterorl.common.types.values import PayloadKind, PayloadRef
 from heterorl.common.weights.container import read_chunk, read_header, write_chunks, write_durably, write_header
-from heterorl.common.wire import manifest_from_bytes
+from heterorl.common.wire.groups import manifest_from_bytes
 from heterorl.coordinator import composer as composer_module
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator

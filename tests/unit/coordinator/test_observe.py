@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from heterorl.common.api import Heartbeat
-from heterorl.common.metrics import REGISTRY
-from heterorl.common.types import DropReason, SiteId
-from heterorl.common.wire import manifest_from_bytes
+from heterorl.common.process.metrics import REGISTRY
+from heterorl.common.types.values import DropReason, SiteId
+from heterorl.common.wire.groups import manifest_from_bytes
 from heterorl.coordinator import flavours, observe
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator

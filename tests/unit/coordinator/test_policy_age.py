@@ -6,7 +6,7 @@ import pytest
 
 from heterorl.common.api import Heartbeat
 from heterorl.common.errors import ContractMismatch
-from heterorl.common.types import DropReason, PushStatus
+from heterorl.common.types.values import DropReason, PushStatus
 from heterorl.coordinator import ages, ledger
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator

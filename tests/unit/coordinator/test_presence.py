@@ -2,7 +2,7 @@
 
 import pytest
 
-from heterorl.common.types import SiteId, SiteStatus
+from heterorl.common.types.values import SiteId, SiteStatus
 from heterorl.coordinator.presence import Presence
 
 

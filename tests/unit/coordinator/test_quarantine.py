@@ -6,7 +6,7 @@ import pytest
 
 from heterorl.common.api import CanaryReport, Rejection
 from heterorl.common.errors import InvalidRequest, Quarantined, StaleEpoch
-from heterorl.common.types import DropReason, GroupId, PushStatus
+from heterorl.common.types.values import DropReason, GroupId, PushStatus
 from heterorl.coordinator import audit, flavours, ledger
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator

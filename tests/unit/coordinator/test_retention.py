@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterorl.common.errors import UnknownVersion
-from heterorl.common.types import PayloadKind, PayloadRef
-from heterorl.common.weights.plan import plan_pull
+from heterorl.common.types.values import PayloadKind, PayloadRef
 from heterorl.coordinator.retention import Graph, Needs, decide_retirement
 from heterorl.coordinator.snapshots import decide_snapshot
+from heterorl.coordinator.versions.path import plan_pull
 
 
 def delta(start, stop, size=10):

@@ -8,7 +8,7 @@ import blake3
 import pytest
 
 from heterorl.common.errors import InvalidRequest
-from heterorl.common.types import Digest
+from heterorl.common.types.values import Digest
 from heterorl.coordinator import served
 from heterorl.coordinator.blob_files import FRAME_BYTES
 from heterorl.coordinator.served import DamagedFile, Identity, PayloadReader

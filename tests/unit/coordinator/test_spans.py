@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heterorl.common.types import Digest, PayloadKind, PayloadRef
+from heterorl.common.types.values import Digest, PayloadKind, PayloadRef
 from heterorl.coordinator.spans import KEEP_VERSIONS, Span, due_blocks, to_evict, worth_merging
 
 

@@ -9,9 +9,9 @@ from rich.console import Console
 
 from heterorl.common.api import CanaryReport
 from heterorl.common.errors import Quarantined
-from heterorl.common.metrics import REGISTRY
-from heterorl.common.standstill import ACTIVE_S, RELEASE, describe, quarantined_sites
-from heterorl.common.types import LedgerCounts, RunStatus, SiteId, SiteStatus
+from heterorl.common.process.metrics import REGISTRY
+from heterorl.common.types.standstill import ACTIVE_S, RELEASE, describe, quarantined_sites
+from heterorl.common.types.values import LedgerCounts, RunStatus, SiteId, SiteStatus
 from heterorl.coordinator import observe
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator

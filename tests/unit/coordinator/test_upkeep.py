@@ -7,10 +7,10 @@ import pytest
 
 from heterorl.common.api import Heartbeat, PlanKind
 from heterorl.common.errors import PayloadMissing, StoreFull, UnknownPayload, UnknownVersion, UntrustedVersion
-from heterorl.common.metrics import DAMAGED_PAYLOADS
-from heterorl.common.types import PayloadKind
+from heterorl.common.process.metrics import DAMAGED_PAYLOADS
+from heterorl.common.types.values import PayloadKind
 from heterorl.common.weights.payload import write_snapshot
-from heterorl.common.wire import manifest_from_bytes
+from heterorl.common.wire.groups import manifest_from_bytes
 from heterorl.coordinator import shelf
 from heterorl.coordinator import snapshots as snapshots_module
 from heterorl.coordinator.config import CoordinatorConfig

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from heterorl.common.api import Heartbeat
 from heterorl.common.errors import DigestMismatch, UnknownPayload
-from heterorl.common.types import PayloadKind
+from heterorl.common.types.values import PayloadKind
 from heterorl.coordinator import shelf
 from tests.support.merging import keeping, published, puller, stored_files
 from tests.support.run import INCARNATION, SITE

@@ -13,11 +13,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from heterorl.cli import app
-from heterorl.common.clock import SystemClock
 from heterorl.common.errors import CorruptStore, OperatorError
-from heterorl.common.signing import new_key
-from heterorl.common.types import PayloadKind
-from heterorl.common.wire import manifest_digest, manifest_from_bytes, manifest_to_bytes
+from heterorl.common.identity.signing import new_key
+from heterorl.common.process.clock import SystemClock
+from heterorl.common.types.values import PayloadKind
+from heterorl.common.wire.groups import manifest_digest, manifest_from_bytes, manifest_to_bytes
 from heterorl.coordinator import history as history_module
 from heterorl.coordinator import shelf
 from heterorl.coordinator.config import CoordinatorConfig

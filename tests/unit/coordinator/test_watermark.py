@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from heterorl.common.api import Command, Heartbeat
 from heterorl.common.errors import InvalidRequest, Unreachable
-from heterorl.common.types import DropReason, GroupId, PushStatus
-from heterorl.common.wire import group_to_bytes
+from heterorl.common.types.values import DropReason, GroupId, PushStatus
+from heterorl.common.wire.groups import group_to_bytes
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.watermark import MAX_GAP

@@ -3,8 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from heterorl.common.config import load
 from heterorl.common.errors import ConfigError
+from heterorl.common.process.config import load
 from heterorl.common.tasks.arithmetic import ArithmeticTask
 from heterorl.lab.benchmarks import split_evaluation
 from heterorl.lab.cell import list_cells

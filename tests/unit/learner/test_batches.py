@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.types import VersionSpan
+from heterorl.common.types.values import VersionSpan
 from heterorl.learner.batch import TrainingSequence, build_batch
 from heterorl.learner.loss_config import BnpoConfig, DapoConfig, DecoupledPpoConfig, GepoConfig, GrpoConfig, GspoConfig
 from heterorl.learner.micro_batch import collate, split

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from heterorl.common.types import DropReason
-from heterorl.common.weights import tensors
+from heterorl.common.model import tensors
+from heterorl.common.process.patience import Patience
+from heterorl.common.types.values import DropReason
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.inbox import Inbox
-from heterorl.learner.patience import Patience
 from heterorl.learner.session import Session
 from tests.support.clock import ManualClock
 from tests.support.learner_world import learner_config, queued

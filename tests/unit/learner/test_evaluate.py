@@ -6,10 +6,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from heterorl.common.errors import ConfigError, RewardError
-from heterorl.common.prompts import Prompter
+from heterorl.common.model import tensors
+from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.arithmetic import ArithmeticTask
-from heterorl.common.types import RewardPart
-from heterorl.common.weights import tensors
+from heterorl.common.types.values import RewardPart
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.assembly import assemble
 from heterorl.learner.config import LearnerConfig

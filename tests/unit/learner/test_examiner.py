@@ -14,10 +14,11 @@ from heterorl.common.api import Rejection
 from heterorl.common.errors import RewardError, UnknownPayload, UnknownVersion
 from heterorl.common.generation.hf import HfEngine
 from heterorl.common.generation.seeded import group_key
-from heterorl.common.lora import LoraConfig
-from heterorl.common.tasks.own_reward import OwnReward, RewardedTask
-from heterorl.common.types import DropReason, GroupId, QueuedGroup, RewardPart, VersionSpan
-from heterorl.common.weights import tensors
+from heterorl.common.model import tensors
+from heterorl.common.model.lora import LoraConfig
+from heterorl.common.process.patience import Patience
+from heterorl.common.tasks.rewards.own import OwnReward, RewardedTask
+from heterorl.common.types.values import DropReason, GroupId, QueuedGroup, RewardPart, VersionSpan
 from heterorl.common.weights.arena import Arena
 from heterorl.coordinator.schedule import seed_of
 from heterorl.demo.tiny_model import write_tiny_model
@@ -25,7 +26,6 @@ from heterorl.learner.admission import Limits
 from heterorl.learner.examiner import Examiner, Yardstick
 from heterorl.learner.feed import feed
 from heterorl.learner.inbox import Inbox
-from heterorl.learner.patience import Patience
 from heterorl.learner.replay import Replayer, log_ratios
 from heterorl.learner.rewards import reward_problem
 from heterorl.learner.verification import (

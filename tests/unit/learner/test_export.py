@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from heterorl.common.errors import ConfigError, CorruptStore, StateMismatch
-from heterorl.common.weights import tensors
+from heterorl.common.model import tensors
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.backend_config import TorchBackendConfig
 from heterorl.learner.backends.torch import TorchBackend

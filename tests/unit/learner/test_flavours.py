@@ -12,7 +12,6 @@ import pytest
 from rich.console import Console
 
 from heterorl.common.api import PlanKind, Registration
-from heterorl.common.clock import SystemClock
 from heterorl.common.errors import (
     ContractMismatch,
     InvalidRequest,
@@ -22,18 +21,19 @@ from heterorl.common.errors import (
     UnsignedManifest,
     WrongSignature,
 )
-from heterorl.common.pull import Puller
-from heterorl.common.signing import new_key
-from heterorl.common.trust import Trust
-from heterorl.common.types import FlavourVersion, PayloadKind
+from heterorl.common.identity.signing import new_key
+from heterorl.common.identity.trust import Trust
+from heterorl.common.model.quantise import SCALE, dequantise, flavour_layout, quantise
+from heterorl.common.process.clock import SystemClock
+from heterorl.common.process.patience import Patience
+from heterorl.common.pull.pull import Puller
+from heterorl.common.types.values import FlavourVersion, PayloadKind
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
-from heterorl.common.weights.quantise import SCALE, dequantise, flavour_layout, quantise
-from heterorl.common.wire import manifest_from_bytes, manifest_to_bytes
+from heterorl.common.wire.groups import manifest_from_bytes, manifest_to_bytes
 from heterorl.coordinator.verify_command import verify_directory
 from heterorl.learner.checkpoint import CheckpointStore
 from heterorl.learner.flavours import Flavours
 from heterorl.learner.journal import Journal
-from heterorl.learner.patience import Patience
 from heterorl.learner.publish import Publisher
 from heterorl.learner.recent_versions import RecentVersions
 from heterorl.learner.resume import Resumption

@@ -8,15 +8,15 @@ import random
 import numpy as np
 import pytest
 
-from heterorl.common.clock import SystemClock
 from heterorl.common.errors import StateMismatch
-from heterorl.common.types import PayloadKind, PayloadRef, SignedManifest
-from heterorl.common.wire import bytes_digest, manifest_from_bytes, manifest_to_bytes
+from heterorl.common.process.clock import SystemClock
+from heterorl.common.process.patience import Patience
+from heterorl.common.types.values import PayloadKind, PayloadRef, SignedManifest
+from heterorl.common.wire.groups import bytes_digest, manifest_from_bytes, manifest_to_bytes
 from heterorl.learner.admission import MAX_REWARD, Limits, judge
 from heterorl.learner.inbox import Inbox
 from heterorl.learner.journal import Journal
 from heterorl.learner.lease import MAX_RENEWAL_S, MIN_RENEWAL_S, renewal_s
-from heterorl.learner.patience import Patience
 from heterorl.learner.upload import upload
 from tests.support.learner_world import (
     GROUP_SIZE,

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from heterorl.common.canary import MAX_TOKENS, NUM_SEQUENCES, ScoredText, canary_texts
 from heterorl.common.generation.hf import HfEngine
-from heterorl.common.prompts import Prompter
+from heterorl.common.model import tensors
+from heterorl.common.model.canary import MAX_TOKENS, NUM_SEQUENCES, ScoredText, canary_texts
+from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.arithmetic import ArithmeticTask
-from heterorl.common.types import LogprobMode, SamplingSemantics
-from heterorl.common.weights import tensors
+from heterorl.common.types.values import LogprobMode, SamplingSemantics
 from heterorl.common.weights.arena import Arena
 from heterorl.demo.tiny_model import write_tiny_model
 from heterorl.learner.canary import Canary

@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from heterorl.common.adapters import LoraLinear, base_digest, has_adapters
 from heterorl.common.errors import ConfigError, CorruptStore
-from heterorl.common.lora import LoraConfig
-from heterorl.common.types import LoraSettings
-from heterorl.common.weights import tensors
+from heterorl.common.model import tensors
+from heterorl.common.model.adapters import LoraLinear, base_digest, has_adapters
+from heterorl.common.model.lora import LoraConfig
+from heterorl.common.types.values import LoraSettings
 from heterorl.common.weights.arena import Arena
 from heterorl.coordinator.membership import contract_difference
 from heterorl.learner.backend_config import TorchBackendConfig

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from heterorl.common.api import PlanKind
-from heterorl.common.clock import SystemClock
 from heterorl.common.errors import (
     ConfigError,
     DigestMismatch,
@@ -21,17 +20,18 @@ from heterorl.common.errors import (
     StoreFull,
     Unreachable,
 )
-from heterorl.common.pull import Puller
-from heterorl.common.types import GroupId, PayloadKind, SiteId
+from heterorl.common.process.clock import SystemClock
+from heterorl.common.process.patience import Patience
+from heterorl.common.pull.pull import Puller
+from heterorl.common.types.values import GroupId, PayloadKind, SiteId
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
 from heterorl.common.weights.payload import apply_payload
-from heterorl.common.wire import manifest_from_bytes, manifest_to_bytes
+from heterorl.common.wire.groups import manifest_from_bytes, manifest_to_bytes
 from heterorl.learner.checkpoint import CheckpointStore
 from heterorl.learner.encode import Position, encode_version
 from heterorl.learner.fate import Action, decide
 from heterorl.learner.incarnation import read_incarnation
 from heterorl.learner.journal import Journal
-from heterorl.learner.patience import Patience
 from heterorl.learner.publish import Publisher
 from heterorl.learner.resume import Resumption
 from tests.support.learner_world import (

@@ -4,12 +4,12 @@ import random
 
 import pytest
 
-from heterorl.common.clock import SystemClock
 from heterorl.common.errors import UnknownVersion, UnsignedManifest
-from heterorl.common.trust import Trust
+from heterorl.common.identity.trust import Trust
+from heterorl.common.process.clock import SystemClock
+from heterorl.common.process.patience import Patience
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.learner.patience import Patience
 from heterorl.learner.recent_versions import RecentVersions
 from tests.support.clock import ManualClock
 from tests.support.run import LAYOUT, Run

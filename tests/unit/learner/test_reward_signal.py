@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from heterorl.common import metrics
+from heterorl.common.process import metrics
 from heterorl.learner.reward_signal import NUM_STEPS, RewardSignal, has_signal
 from tests.support.learner_world import queued
 

@@ -6,14 +6,14 @@ import logging
 import numpy as np
 import pytest
 
-from heterorl.common.clock import SystemClock
 from heterorl.common.errors import InvalidRequest, NotReversible, StaleEpoch, UnknownVersion
-from heterorl.common.pull import Puller
-from heterorl.common.types import PayloadKind
+from heterorl.common.process.clock import SystemClock
+from heterorl.common.pull.pull import Puller
+from heterorl.common.types.values import PayloadKind
 from heterorl.common.weights.compose import compose
 from heterorl.common.weights.negate import negate
 from heterorl.common.weights.payload import file_digest
-from heterorl.common.wire import manifest_from_bytes
+from heterorl.common.wire.groups import manifest_from_bytes
 from tests.support.learner_world import (
     LAYOUT,
     FragileApi,

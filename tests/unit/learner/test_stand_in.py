@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from heterorl.common.generation.hf import HfEngine
-from heterorl.common.weights import tensors
+from heterorl.common.model import tensors
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.backend_config import TorchBackendConfig
 from heterorl.learner.backends.torch import TorchBackend

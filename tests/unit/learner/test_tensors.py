@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from heterorl.common.errors import ConfigError, StateMismatch
-from heterorl.common.weights import tensors
+from heterorl.common.model import tensors
 from heterorl.common.weights.arena import Arena
 from tests.support.training import is_identical, tiny_model, weights
 

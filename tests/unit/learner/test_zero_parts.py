@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from heterorl.common.config import load
 from heterorl.common.errors import ConfigError, CorruptStore, DependencyMissing
+from heterorl.common.process.config import load
 from heterorl.learner.backend_config import DeepSpeedBackendConfig, TorchBackendConfig
 from heterorl.learner.backends.commands import Command, Do, command_from_bytes, command_to_bytes
 from heterorl.learner.backends.zero_engine import engine_config, import_deepspeed

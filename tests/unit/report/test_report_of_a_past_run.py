@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 import heterorl
 from heterorl.cli import app
-from heterorl.common.clock import SystemClock
 from heterorl.common.errors import CorruptStore, OperatorError
+from heterorl.common.process.clock import SystemClock
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.demo import figures

@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from heterorl.common.bell import Bell
 from heterorl.common.errors import DiskFull, InvalidRequest, Unreachable
-from heterorl.common.types import DropReason, PushOutcome, PushStatus
+from heterorl.common.process.bell import Bell
+from heterorl.common.types.values import DropReason, PushOutcome, PushStatus
 from heterorl.sampler.delivery import Delivery, settle
 from heterorl.sampler.outbox import Outbox
 from tests.support.run import Run
@@ -119,7 +119,7 @@ def test_only_terminal_outcomes_settle_a_group(tmp_path):
 
 
 def _work(count):
-    from heterorl.common.types import WorkAssignment
+    from heterorl.common.types.values import WorkAssignment
 
     return [WorkAssignment(id=number, prompt_index=number, seed=1, lease_s=1.0) for number in range(count)]
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from heterorl.common import metrics
-from heterorl.common.canary import ScoredText
 from heterorl.common.errors import EngineDied, StaleWeights
+from heterorl.common.model.canary import ScoredText
+from heterorl.common.process import metrics
 from tests.support.sampler_world import World
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from heterorl.common import metrics
 from heterorl.common.errors import StaleWeights
-from heterorl.common.types import VersionSpan
+from heterorl.common.process import metrics
+from heterorl.common.types.values import VersionSpan
 from tests.support.sampler_world import World
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import ConfigError, CorruptStore, DiskFull, MalformedPayload
-from heterorl.common.types import GroupId, SiteId, VersionSpan, WorkAssignment
-from heterorl.common.wire import group_to_bytes
+from heterorl.common.types.values import GroupId, SiteId, VersionSpan, WorkAssignment
+from heterorl.common.wire.groups import group_to_bytes
 from heterorl.sampler.outbox import Outbox
 from tests.support.run import Run, rollout
 

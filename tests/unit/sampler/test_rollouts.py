@@ -5,13 +5,14 @@ import dataclasses
 import numpy as np
 import pytest
 
-from heterorl.common.clock import SystemClock
 from heterorl.common.errors import RewardError
 from heterorl.common.generation.hf import HfEngine
-from heterorl.common.prompts import Prompter
+from heterorl.common.model.prompts import Prompter
+from heterorl.common.model.tensors import store
+from heterorl.common.process.clock import SystemClock
 from heterorl.common.tasks.registry import TaskConfig, build_task
 from heterorl.common.tasks.task import Prompt
-from heterorl.common.types import (
+from heterorl.common.types.values import (
     Digest,
     FinishReason,
     GroupId,
@@ -22,7 +23,6 @@ from heterorl.common.types import (
     WorkAssignment,
 )  # fmt: skip
 from heterorl.common.weights.arena import Arena
-from heterorl.common.weights.tensors import store
 from heterorl.demo.tiny_model import EOS, write_tiny_model
 from heterorl.sampler.rollouts import RolloutMaker
 

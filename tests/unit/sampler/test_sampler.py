@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from heterorl.common.api import Command, HeadUpdate, WorkGrant
-from heterorl.common.canary import ScoredText
 from heterorl.common.errors import (
     ContractMismatch,
     CorruptStore,
@@ -15,7 +14,8 @@ from heterorl.common.errors import (
     NotRegistered,
     Unreachable,
 )
-from heterorl.common.types import PushOutcome, PushStatus, WorkAssignment
+from heterorl.common.model.canary import ScoredText
+from heterorl.common.types.values import PushOutcome, PushStatus, WorkAssignment
 from heterorl.sampler.record import RunReplaced
 from tests.support.run import CONTRACT
 from tests.support.sampler_world import World

@@ -5,7 +5,6 @@ import random
 
 import pytest
 
-from heterorl.common.bell import ring_or_time
 from heterorl.common.errors import (
     ContractMismatch,
     InvalidRequest,
@@ -14,7 +13,8 @@ from heterorl.common.errors import (
     Unauthenticated,
     Unreachable,
 )
-from heterorl.common.words import peer_seconds
+from heterorl.common.process.bell import ring_or_time
+from heterorl.common.process.words import peer_seconds
 from heterorl.sampler.waiting import Patience
 from tests.support.clock import ManualClock
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from heterorl.common.config import load
 from heterorl.common.errors import ConfigError, RewardError
+from heterorl.common.process.config import load
 from heterorl.common.tasks.registry import TaskConfig, build_task
-from heterorl.common.tasks.reward_process import SCRIPT
+from heterorl.common.tasks.rewards.process import SCRIPT
 from heterorl.common.tasks.scoring import score_group
 from heterorl.learner.config import LearnerConfig
 

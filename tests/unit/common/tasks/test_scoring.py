@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import ConfigError, DependencyMissing, RewardError
+from heterorl.common.model.trial import try_reward
 from heterorl.common.tasks.registry import TaskConfig, build_task
 from heterorl.common.tasks.scoring import FailureRow, score_group
 from heterorl.common.tasks.task import Prompt
-from heterorl.common.tasks.trial import try_reward
-from heterorl.common.types import RewardPart
+from heterorl.common.types.values import RewardPart
 
 
 class Scored:

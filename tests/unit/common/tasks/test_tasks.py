@@ -12,9 +12,9 @@ import pytest
 
 from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.tasks.arithmetic import ArithmeticTask
-from heterorl.common.tasks.math_verify import MAX_MEMORY_BYTES, MathVerifier
 from heterorl.common.tasks.registry import TaskConfig, build_task
-from heterorl.common.tasks.reward_process import SCRIPT
+from heterorl.common.tasks.rewards.math_verify import MAX_MEMORY_BYTES, MathVerifier
+from heterorl.common.tasks.rewards.process import SCRIPT
 
 
 def test_arithmetic_shows_every_pair_once_and_holds_some_out():

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from heterorl.common.api import PlanKind
 from heterorl.common.errors import UnknownVersion
-from heterorl.common.link_estimate import MAX_OBJECT_BYTES, LinkEstimate
-from heterorl.common.types import PayloadKind, PayloadRef
-from heterorl.common.weights.plan import plan_pull
+from heterorl.common.pull.link_estimate import MAX_OBJECT_BYTES, LinkEstimate
+from heterorl.common.types.values import PayloadKind, PayloadRef
+from heterorl.coordinator.versions.path import plan_pull
 
 
 def edge(start, stop, size):

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from heterorl.common.api import PlanKind
 from heterorl.common.errors import UnknownVersion
-from heterorl.common.types import Digest, PayloadKind, PayloadRef
-from heterorl.common.weights.plan import plan_pull
+from heterorl.common.types.values import Digest, PayloadKind, PayloadRef
+from heterorl.coordinator.versions.path import plan_pull
 
 
 def delta(start, end, num_bytes):

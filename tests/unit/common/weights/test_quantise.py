@@ -12,18 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterorl.common.errors import ConfigError
+from heterorl.common.model.quantise import LIMIT, SCALE, dequantise, flavour_layout, quantise, scales_of
+from heterorl.common.model.tensors import TORCH_DTYPE
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
 from heterorl.common.weights.compose import compose
 from heterorl.common.weights.payload import apply_payload, write_delta
-from heterorl.common.weights.quantise import (
-    LIMIT,
-    SCALE,
-    dequantise,
-    flavour_layout,
-    quantise,
-    scales_of,
-)
-from heterorl.common.weights.tensors import TORCH_DTYPE
 from tests.support.arenas import random_arena
 
 FLAVOURS = ("int8", "fp8_e4m3")
@@ -242,7 +235,7 @@ def test_a_state_gives_the_same_bits_again_with_the_scales_that_came_of_it(flavo
 def test_tensors_of_more_than_a_block_are_quantised_like_small_ones(monkeypatch):
     base = _filled(_base(rows=50), 3)
     whole, _ = _quantised(base, "int8")
-    monkeypatch.setattr("heterorl.common.weights.quantise._BLOCK_ELEMENTS", 48)
+    monkeypatch.setattr("heterorl.common.model.quantise._BLOCK_ELEMENTS", 48)
 
     parts, _ = _quantised(base, "int8")
     back, other = Arena(base.layout), Arena(base.layout)

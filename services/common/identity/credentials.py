@@ -1,0 +1,159 @@
+"""Certificates of one node from their files: checked when read, read again when changed, as gRPC credentials.
+
+Guarantees: what is not a working set (unreadable, key of another certificate, expired, foreign authority) is never
+taken: at the start it is the operator's error, at a change the old set stays and a warning says so once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
+
+from heterorl.common.errors import ConfigError
+from heterorl.common.identity.identity import Identity, Refusal, read_identity
+from heterorl.common.identity.tls import TlsConfig
+from heterorl.common.process.metrics import CERTIFICATE_EXPIRY
+
+_LOG = logging.getLogger(__name__)
+SETTLE_S = 0.05
+"""A thread of gRPC needs microseconds from its answer to its own hold on the credentials."""
+_Stamp = tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Material:
+    """A working set of PEM bytes, and who it makes this node; `number` grows with each set."""
+
+    ca: bytes
+    cert: bytes
+    key: bytes
+    identity: Identity
+    number: int
+
+
+class MaterialFiles:
+    """The three files of a node. `current` is cheap: it looks at the files and reads them only after a change."""
+
+    def __init__(self, tls: TlsConfig) -> None:
+        """Read the files.
+
+        Raises:
+            ConfigError: a file cannot be used; names its key.
+        """
+        self._tls = tls
+        self._stamp = self._look()
+        self._material = read_material(tls, number=0, now=time.time())
+
+    def current(self) -> Material:
+        """The newest working set."""
+        stamp = self._look()
+        if stamp != self._stamp:
+            self._stamp = stamp
+            try:
+                self._material = read_material(self._tls, number=self._material.number + 1, now=time.time())
+            except ConfigError as error:
+                _LOG.warning("changed certificates are not taken, the old ones stay: %s", error)
+            else:
+                _LOG.info("certificates were read again: %s", self._material.identity.uri)
+        return self._material
+
+    def _look(self) -> _Stamp:
+        return tuple(stamp_of(Path(path)) for path in (self._tls.ca, self._tls.cert, self._tls.key))
+
+
+def stamp_of(path: Path) -> tuple[int, int, int]:
+    """What changes when a file is replaced or written; zeros when there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return (0, 0, 0)
+    return (status.st_mtime_ns, status.st_ino, status.st_size)
+
+
+def read_material(tls: TlsConfig, *, number: int, now: float) -> Material:
+    """Read and check the files of a configuration; `now` in seconds since the epoch.
+
+    Raises:
+        ConfigError: a file cannot be used; names its key.
+    """
+    ca, cert, key = (_read(f"tls.{name}", getattr(tls, name)) for name in ("ca", "cert", "key"))
+    authorities = _certificates("tls.ca", ca)
+    chain = _certificates("tls.cert", cert)
+    try:
+        private = load_pem_private_key(key, password=None)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise ConfigError("tls.key", f"is not an unencrypted PEM private key: {error}") from error
+    public = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    if private.public_key().public_bytes(*public) != chain[0].public_key().public_bytes(*public):
+        raise ConfigError("tls.key", "is not the key of tls.cert")
+    if len(chain) == 1 and not any(_issued(chain[0], authority) for authority in authorities):
+        raise ConfigError("tls.cert", "was issued by no authority in tls.ca")
+    identity = read_identity(cert)
+    refusal = identity if isinstance(identity, Refusal) else identity.refuse_at(now)
+    if isinstance(identity, Refusal) or refusal is not None:
+        problem = refusal.message if refusal is not None else ""
+        raise ConfigError("tls.cert", problem, action="heterorl certs renew, or issue for a new one")
+    CERTIFICATE_EXPIRY.set(identity.not_after)
+    return Material(ca=ca, cert=cert, key=key, identity=identity, number=number)
+
+
+def server_credentials(files: MaterialFiles) -> grpc.ServerCredentials:
+    """Credentials that demand a certificate of every client; each handshake looks at the files."""
+    taken = files.current()
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        # gRPC asks under a lock, but a handshake that was answered before goes on to use the credentials without one,
+        # and an answer frees them: with many handshakes at once that aborted the process (grpc issue 36693). So the
+        # answer is None, which keeps what is there, whenever nothing changed, and waits for those handshakes otherwise.
+        nonlocal taken
+        material = files.current()
+        if material.number == taken.number:
+            return None
+        taken = material
+        time.sleep(SETTLE_S)
+        return _configuration(material)
+
+    # The stubs do not know None, which the documentation of gRPC names.
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(taken),
+        changed,  # type: ignore[arg-type]
+        require_client_authentication=True,
+    )
+
+
+def _configuration(material: Material) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(material.key, material.cert)], material.ca)
+
+
+def channel_credentials(material: Material) -> grpc.ChannelCredentials:
+    """Credentials of one channel; a channel keeps them for life."""
+    return grpc.ssl_channel_credentials(material.ca, material.key, material.cert)
+
+
+def _read(key: str, path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(key, f"cannot read {path}: {error.strerror}") from error
+
+
+def _certificates(key: str, pem: bytes) -> list[x509.Certificate]:
+    try:
+        return x509.load_pem_x509_certificates(pem)
+    except ValueError as error:
+        raise ConfigError(key, f"holds no PEM certificate: {error}") from error
+
+
+def _issued(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
+    try:
+        certificate.verify_directly_issued_by(authority)
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True

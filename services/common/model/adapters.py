@@ -1,0 +1,107 @@
+"""Low-rank adapters as torch modules: y = W x + (alpha / rank) B (A x), W frozen.
+
+Guarantees: base tensors keep their names; an untrained adapter adds nothing, because B starts at 0; A starts as a
+function of the module's name alone, so every node begins with the same adapters and version 0 need not be sent.
+"""
+
+from __future__ import annotations
+
+import math
+
+import blake3
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from heterorl.common.errors import ConfigError
+from heterorl.common.types.values import Digest, LoraSettings
+
+PARTS = ("lora_a", "lora_b")
+"""Last parts of the names of an adapter's tensors: A [rank, in], B [out, rank]."""
+_KEY = "lora.target_modules"
+
+
+class LoraLinear(nn.Linear):
+    """A linear layer with its own frozen weight and an adapter."""
+
+    def __init__(self, base: nn.Linear, *, rank: int, alpha: float, name: str) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight = base.weight
+        self.register_parameter("bias", base.bias)
+        self.scale = alpha / rank
+        like = {"device": base.weight.device, "dtype": base.weight.dtype}
+        seed = int.from_bytes(blake3.blake3(name.encode()).digest()[:8], "little")
+        # numpy, not torch: its stream of PCG64 doubles is the same on every machine and in every release.
+        bound = 1.0 / math.sqrt(base.in_features)
+        start = np.random.Generator(np.random.PCG64(seed)).random((rank, base.in_features)) * (2 * bound) - bound
+        self.lora_a = nn.Parameter(torch.from_numpy(start.astype(np.float32)).to(**like))  # type: ignore[call-overload]
+        self.lora_b = nn.Parameter(torch.zeros(base.out_features, rank, **like))  # type: ignore[call-overload]
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - nn.Linear's name
+        """Base output plus the adapter's."""
+        inner = functional.linear(input, self.lora_a)
+        return super().forward(input) + self.scale * functional.linear(inner, self.lora_b)
+
+    def merged(self) -> nn.Linear:
+        """A plain layer of weight W + (alpha / rank) B A, summed in fp32."""
+        plain = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
+        addition = self.scale * (self.lora_b.detach().float() @ self.lora_a.detach().float())
+        plain.weight = nn.Parameter((self.weight.detach().float() + addition).to(self.weight.dtype))
+        plain.bias = self.bias
+        return plain
+
+
+def attach(model: nn.Module, settings: LoraSettings) -> None:
+    """Freeze a causal language model and give the named linear layers adapters; in place.
+
+    Raises:
+        ConfigError: a name fits no linear layer, or the output embedding, which is not read through its module.
+    """
+    model.requires_grad_(False)
+    found = set()
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    for path, parent in list(model.named_modules()):
+        for name, child in list(parent.named_children()):
+            if name in settings.target_modules and type(child) is nn.Linear:
+                if child is head:
+                    raise ConfigError(_KEY, f"{name} is the output embedding", action="name other linear layers")
+                found.add(name)
+                full = f"{path}.{name}" if path else name
+                setattr(parent, name, LoraLinear(child, rank=settings.rank, alpha=settings.alpha, name=full))
+    missing = sorted(set(settings.target_modules) - found)
+    if missing:
+        raise ConfigError(_KEY, f"the model has no linear layer {', '.join(missing)}", action="name layers it has")
+
+
+def merge(model: nn.Module) -> None:
+    """Replace adapters by plain layers that do the same, up to rounding; in place."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, LoraLinear):
+                setattr(parent, name, child.merged())
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that are trained, by name, tied ones once: adapters where there are some, else all."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether `attach` was here."""
+    return any(isinstance(module, LoraLinear) for module in model.modules())
+
+
+def base_digest(model: nn.Module) -> Digest:
+    """Blake3 over names, shapes and bf16-rounded values of all weights, adapters left out.
+
+    Rounded, so that nodes that compute in bf16 and in fp32 agree on a base model stored in either.
+    """
+    hasher = blake3.blake3(b"heterorl base 1")
+    for name, tensor in sorted(model.state_dict().items()):
+        if tensor.is_floating_point() and name.rpartition(".")[2] not in PARTS:
+            hasher.update(f"{name}\n{tuple(tensor.shape)}\n".encode())
+            bits = tensor.detach().to(device="cpu", dtype=torch.bfloat16).contiguous().view(torch.int16)
+            hasher.update(bits.numpy().astype("<i2", copy=False).tobytes())
+    return Digest(hasher.hexdigest())

@@ -1,0 +1,41 @@
+"""A canary: tokens that learner and samplers score with the same weights, so that a wrong policy is seen at once.
+
+A sampler whose weights, temperature or kernels differ from what it states still draws plausible text; only its
+log-probs give it away. Both sides score the answers of the first held-out prompts, which the contract makes the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from heterorl.common.model.prompts import Prompter
+from heterorl.common.tasks.task import Task
+from heterorl.common.types.values import Int32Array
+
+NUM_SEQUENCES = 4
+MAX_TOKENS = 64
+"""Of one answer; longer ones are cut."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScoredText:
+    """A prompt and what follows it, int32 token ids; only the completion is scored."""
+
+    prompt: Int32Array
+    completion: Int32Array
+
+
+def canary_texts(task: Task, prompter: Prompter) -> tuple[ScoredText, ...]:
+    """The run's canary: held-out prompts with their answers and the end of the sequence."""
+    texts = []
+    for index in range(min(NUM_SEQUENCES, task.num_evaluation_prompts)):
+        prompt = task.evaluation_prompt(index)
+        answer = prompter.tokenizer.encode(prompt.answer, add_special_tokens=False)[: MAX_TOKENS - 1]
+        texts.append(
+            ScoredText(
+                prompt=prompter.encode(prompt.text), completion=np.array([*answer, prompter.eos_token_id], np.int32)
+            )
+        )
+    return tuple(texts)

@@ -1,0 +1,75 @@
+"""What a node states about itself: the contract from its tokenizer, task and sampling settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from heterorl.common.process.config import Config
+from heterorl.common.tasks.task import Task
+from heterorl.common.types.values import NO_LORA, Contract, Digest, LogprobMode, LoraSettings, SamplingSemantics
+from heterorl.common.wire.groups import bytes_digest
+
+
+class SamplingConfig(Config):
+    """How tokens are drawn and what their log-probs mean; the same on every node of a run."""
+
+    temperature: float = Field(default=1.0, gt=0)
+    """Softmax temperature."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus mass; 1 is off. Truncation makes the behaviour policy another than its log-probs say."""
+    top_k: int = Field(default=0, ge=0)
+    """Number of candidates; 0 is off."""
+    max_new_tokens: int = Field(default=512, ge=1)
+    """Longest completion, tokens."""
+    logprob_mode: LogprobMode = LogprobMode.PROCESSED
+    """`processed`: of logits / temperature; `raw`: of the logits."""
+
+    def semantics(self) -> SamplingSemantics:
+        """The settings as a domain value."""
+        return SamplingSemantics(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            max_new_tokens=self.max_new_tokens,
+            logprob_mode=self.logprob_mode,
+        )
+
+
+def tokenizer_digest(tokenizer: Any) -> Digest:
+    """Digest of everything that turns text into ids: the whole fast tokenizer, or vocabulary and special tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    text = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+    return bytes_digest(f"{text}\n{sorted(tokenizer.special_tokens_map.items())}".encode())
+
+
+def chat_template_digest(tokenizer: Any, *, use_chat_template: bool) -> Digest:
+    """Digest of the template that prompts go through; of nothing when none is used."""
+    return bytes_digest((tokenizer.chat_template or "").encode() if use_chat_template else b"")
+
+
+def build_contract(
+    *,
+    tokenizer: Any,
+    use_chat_template: bool,
+    task: Task,
+    layout_id: Digest,
+    vocab_size: int,
+    group_size: int,
+    sampling: SamplingSemantics,
+    lora: LoraSettings = NO_LORA,
+) -> Contract:
+    """State what this node runs with."""
+    return Contract(
+        tokenizer_digest=tokenizer_digest(tokenizer),
+        chat_template_digest=chat_template_digest(tokenizer, use_chat_template=use_chat_template),
+        task_digest=task.digest,
+        lora=lora,
+        layout_id=layout_id,
+        vocab_size=vocab_size,
+        num_prompts=task.num_prompts,
+        group_size=group_size,
+        sampling=sampling,
+        eos_token_id=-1 if tokenizer.eos_token_id is None else int(tokenizer.eos_token_id),
+    )

@@ -1,0 +1,145 @@
+"""Between torch modules and arenas: the only module of the weights that imports torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from heterorl.common.errors import ConfigError, StateMismatch
+from heterorl.common.model.adapters import PARTS, has_adapters
+from heterorl.common.weights.arena import Arena, Dtype, Layout, TensorSpec
+
+TORCH_DTYPE: dict[Dtype, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+"""int8 is missing: what it stands for depends on scales that belong to the quantiser."""
+_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+
+
+def published_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What is published: parameters and persistent floating-point buffers by name, tied names included.
+
+    Of a model with adapters these alone: the weights under them are frozen, and every node has them.
+    """
+    tensors = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if tensor.is_floating_point()}
+    if has_adapters(model):
+        return {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[2] in PARTS}
+    return tensors
+
+
+def layout_of(model: nn.Module, dtype: Dtype) -> Layout:
+    """The layout of a model whose tensors are all published as `dtype`; tensors that share storage are aliases."""
+    first: dict[int, str] = {}
+    specs = []
+    for name, tensor in sorted(published_tensors(model).items()):
+        # A tensor without storage is the same as another only where it is the same object.
+        place = id(tensor) if tensor.is_meta else tensor.data_ptr()
+        owner = first.setdefault(place, name) if tensor.numel() else name
+        alias = "" if owner == name else owner
+        specs.append(TensorSpec(name=name, dtype=dtype, shape=tuple(tensor.shape), alias_of=alias))
+    return Layout.build(specs)
+
+
+@torch.no_grad()
+def store(model: nn.Module, arena: Arena, *, published: Arena | None = None, dead_band_ulp: float = 0.0) -> None:
+    """Round a model's tensors to the published type and write their bits into an arena of its layout.
+
+    Args:
+        model: the masters.
+        arena: receives the bits; may be `published` itself.
+        published: what was published last.
+        dead_band_ulp: elements at most this far from their published value, in units in the last place of that value,
+            keep it; 0 rounds every element.
+
+    Raises:
+        ConfigError: a weight is not finite in the published type: it would reach every sampler.
+    """
+    tensors = published_tensors(model)
+    for spec in arena.layout.specs:
+        if not spec.alias_of:
+            store_tensor(spec, tensors[spec.name], arena, published=published, dead_band_ulp=dead_band_ulp)
+
+
+@torch.no_grad()
+def store_tensor(
+    spec: TensorSpec,
+    tensor: torch.Tensor,
+    arena: Arena,
+    *,
+    published: Arena | None = None,
+    dead_band_ulp: float = 0.0,
+) -> None:
+    """`store` of one tensor that owns its storage.
+
+    Raises:
+        ConfigError: a weight is not finite in the published type.
+    """
+    dtype = TORCH_DTYPE[spec.dtype]
+    bits = None
+    if published is not None and dead_band_ulp:
+        bits = torch.from_numpy(published.view(spec.name)).view(dtype)
+    rounded = round_to(tensor.detach().cpu(), dtype, published=bits, dead_band_ulp=dead_band_ulp).contiguous()
+    if not rounded.to(torch.float32).isfinite().all():
+        raise ConfigError(
+            "published_dtype", f"{spec.name} is not finite as {spec.dtype}", action="publish a wider type"
+        )
+    arena.view(spec.name)[...] = rounded.view(_INTEGER[rounded.element_size()]).numpy()
+
+
+def round_to(
+    master: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    published: torch.Tensor | None = None,
+    dead_band_ulp: float = 0.0,
+) -> torch.Tensor:
+    """What a master is published as, on its own device.
+
+    Args:
+        master: of a wider type.
+        dtype: the published type.
+        published: what was published last, in that type and on that device.
+        dead_band_ulp: elements at most this far from it keep it.
+    """
+    rounded = master.detach().to(dtype)
+    if published is None or not dead_band_ulp:
+        return rounded
+    return torch.where(_is_within(master, published, dead_band_ulp), published, rounded)
+
+
+def _is_within(master: torch.Tensor, published: torch.Tensor, dead_band_ulp: float) -> torch.Tensor:
+    """Whether |master - published| <= dead_band_ulp x ulp(published), elementwise; exact in double precision."""
+    limits = torch.finfo(published.dtype)
+    wide = published.double()
+    exponent = torch.frexp(wide).exponent
+    ulp = torch.ldexp(torch.full_like(wide, limits.eps / 2), exponent).clamp(min=limits.tiny * limits.eps)
+    return (master.detach().double() - wide).abs() <= dead_band_ulp * ulp
+
+
+@torch.no_grad()
+def load(arena: Arena, model: nn.Module) -> None:
+    """Copy an arena's values into a model of any floating type; what the arena ties is equal in the model afterwards.
+
+    Raises:
+        StateMismatch: the model has other tensors than the arena, or ties tensors that the arena keeps apart.
+    """
+    tensors = published_tensors(model)
+    # Shapes too: copying would broadcast a smaller tensor without a word.
+    if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != {
+        spec.name: spec.shape for spec in arena.layout.specs
+    }:
+        raise StateMismatch("the model has other tensors than the weights", action="check model_dir")
+    written: dict[int, str] = {}
+    for spec in arena.layout.specs:
+        tensor, source = tensors[spec.name], spec.alias_of or spec.name
+        if tensor.numel() and written.setdefault(tensor.data_ptr(), source) != source:
+            raise StateMismatch(f"the model ties {spec.name}, the weights do not", action="check model_dir")
+    for spec in arena.layout.specs:
+        target = tensors[spec.alias_of or spec.name]
+        if not spec.alias_of or tensors[spec.name].data_ptr() != target.data_ptr():
+            bits = torch.from_numpy(arena.view(spec.name))
+            tensors[spec.name].copy_(bits.view(TORCH_DTYPE[spec.dtype]))

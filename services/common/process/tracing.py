@@ -1,0 +1,137 @@
+"""Spans of a group's way through a run, by OpenTelemetry, off unless an endpoint is configured.
+
+A group carries the W3C trace context of its generation (`traceparent`, Trace Context level 1); whoever handles it later
+adds a span to the same trace:
+
+    generate    sampler        the batch that made it
+    push        sampler        the call that delivered it
+    queue       coordinator    from its arrival to its lease
+    inbox       learner        from its arrival there to the step
+    train       learner        the step that it was part of
+
+Guarantees: nothing is imported, kept or sent while it is off; no prompt, token or reward is in a span; a context that
+is not well-formed counts as none. Must never decide anything.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import Field
+
+from heterorl import __version__
+from heterorl.common.errors import ConfigError, DependencyMissing
+from heterorl.common.identity.tls import is_loopback
+from heterorl.common.process.config import Config
+
+NO_TRACE = ""
+"""The context of a group that nobody follows."""
+_CONTEXT = re.compile(r"00-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-01")
+_EXPORT_S = 5
+Attributes = Mapping[str, str | int | float]
+
+
+class TracingConfig(Config):
+    """Where traces go. A sampler decides which groups are followed; the others follow those."""
+
+    otlp_endpoint: str = Field(default="", pattern=r"^(https?://.+:\d{1,5})?$")
+    """OTLP over gRPC, such as http://127.0.0.1:4317; plaintext on loopback only. Empty: no traces."""
+    share: float = Field(default=1.0, ge=0.0, le=1.0)
+    """Share of its groups that a sampler follows."""
+
+
+class Tracer:
+    """The spans of one process."""
+
+    def __init__(self, *, wall_time_ns: Callable[[], int] = time.time_ns) -> None:
+        self._wall_time_ns = wall_time_ns
+        self._tracer: Any = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether spans are made."""
+        return self._tracer is not None
+
+    def use(self, tracer: Any) -> None:
+        """Make spans with an OpenTelemetry tracer; None makes none."""
+        self._tracer = tracer
+
+    def begin(self, name: str, *, lasted_s: float, attributes: Attributes) -> str:
+        """Record the first span of a trace, which has just ended; returns the context for what follows."""
+        if self._tracer is None:
+            return NO_TRACE
+        from opentelemetry.context import Context
+
+        context = self._span(name, Context(), lasted_s, 0.0, attributes).get_span_context()
+        if not context.trace_flags.sampled:
+            return NO_TRACE
+        return f"00-{context.trace_id:032x}-{context.span_id:016x}-01"
+
+    def add(
+        self, name: str, *, trace: str, lasted_s: float, ended_ago_s: float = 0.0, attributes: Attributes | None = None
+    ) -> None:
+        """Record a span of a trace that began elsewhere; nothing for NO_TRACE."""
+        if self._tracer is None or not (match := _CONTEXT.fullmatch(trace)):
+            return
+        from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
+
+        parent = SpanContext(
+            trace_id=int(match[1], 16), span_id=int(match[2], 16), is_remote=True, trace_flags=TraceFlags(1)
+        )
+        context = set_span_in_context(NonRecordingSpan(parent))
+        self._span(name, context, lasted_s, ended_ago_s, attributes or {})
+
+    def _span(self, name: str, context: Any, lasted_s: float, ended_ago_s: float, attributes: Attributes) -> Any:
+        end = self._wall_time_ns() - int(max(0.0, ended_ago_s) * 1e9)
+        span = self._tracer.start_span(
+            name,
+            context=context,
+            start_time=end - int(max(0.0, lasted_s) * 1e9),
+            attributes={f"heterorl.{key}": value for key, value in attributes.items()},
+        )
+        span.end(end_time=end)
+        return span
+
+
+TRACER = Tracer()
+"""One per process, like its metrics."""
+
+
+def well_formed(trace: str) -> str:
+    """A context as another machine stated it, or NO_TRACE."""
+    return trace if _CONTEXT.fullmatch(trace) else NO_TRACE
+
+
+def start(config: TracingConfig, *, service: str, name: str) -> None:
+    """Send this process's spans to the configured endpoint; does nothing where there is none.
+
+    Raises:
+        ConfigError: plaintext would leave this machine.
+        DependencyMissing: the extra `otel` is not installed.
+    """
+    if not config.otlp_endpoint:
+        return
+    scheme, _, address = config.otlp_endpoint.partition("://")
+    if scheme == "http" and not is_loopback(address):
+        raise ConfigError(
+            "tracing.otlp_endpoint",
+            "plaintext is for loopback only",
+            action="use https, or a collector on this machine",
+        )
+    try:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+    except ModuleNotFoundError:
+        raise DependencyMissing("opentelemetry", "otel") from None
+    resource = Resource.create({"service.name": f"heterorl-{service}", "service.instance.id": name})
+    provider = TracerProvider(resource=resource, sampler=ParentBasedTraceIdRatio(config.share))
+    # Its own thread and a bounded queue: a collector that is gone costs spans, never a step.
+    exporter = OTLPSpanExporter(endpoint=config.otlp_endpoint, insecure=scheme == "http", timeout=_EXPORT_S)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    TRACER.use(provider.get_tracer("heterorl", __version__))

@@ -1,0 +1,255 @@
+"""Fetching a payload into a spool directory: resumable at every byte, over one stream or several.
+
+    DIGEST           the payload's bytes from its beginning
+    DIGEST.OFFSET    bytes from an offset on, while several streams fetch; appended to DIGEST when all are there
+
+Guarantees: a fetch goes on from the bytes on disk, also after a restart and with another number of streams; a stream
+that brings nothing for a while fails; a file is returned only with the digest it is named by, and no other text ever
+names one; nothing is asked for that is larger than a payload of the caller's layout can be, or than the disk has room
+for. Each fetch that ends well says what the link is like, over all its streams together. Never repeats a call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import shutil
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+
+from heterorl.common.api import CoordinatorApi
+from heterorl.common.errors import DiskFull, LimitExceeded, MalformedPayload, Unreachable
+from heterorl.common.process import metrics
+from heterorl.common.process.clock import Clock
+from heterorl.common.pull.link_estimate import LinkEstimate
+from heterorl.common.pull.ranges import Gap, Piece, find_gaps
+from heterorl.common.pull.spool import PieceWriter, RunningDigest, join, settle
+from heterorl.common.rpc.calls import Calls
+from heterorl.common.rpc.options import FRAME_BYTES
+from heterorl.common.types.digests import file_name
+from heterorl.common.types.values import PayloadRef
+
+STALL_S = 60.0
+"""A link that brings no frame (at most 1 MiB) for so long is given up; the bytes received stay. The time in which a cap
+of this process lets no frame through comes on top."""
+
+
+class Fetcher:
+    """Fetches payloads of at most `max_bytes` into one directory, which is its own.
+
+    `on_frame` is called whenever bytes arrive, so that the caller can tell a slow link from a dead one.
+    """
+
+    def __init__(self, *, api: CoordinatorApi, spool: Path, clock: Clock, max_bytes: int, num_streams: int = 1) -> None:
+        self._api = api
+        self._max_bytes = max_bytes
+        self._spool = spool
+        self._clock = clock
+        self._num_streams = num_streams
+        cap = api.down_bytes_per_s if isinstance(api, Calls) else 0.0
+        # Each stream may have a frame that waits for the cap, and they are served in order.
+        self._capped_s = num_streams * FRAME_BYTES / cap if cap else 0.0
+        self.link = LinkEstimate()
+        self.on_frame: Callable[[], None] = _ignore
+        spool.mkdir(parents=True, exist_ok=True)
+
+    async def fetch(self, payload: PayloadRef) -> Path:
+        """Return the complete file of a payload.
+
+        Raises:
+            Unreachable: the link broke or stalled; calling again goes on from the bytes received.
+            UnknownPayload: the coordinator has it no longer.
+            CorruptData: it has other bytes than its name says, or more, or no payload can be so large.
+            DiskFull: the disk has no room for what is missing, or has none left on the way.
+        """
+        self.check(payload)
+        try:
+            return await self._fetch(payload)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise DiskFull(str(self._spool)) from error
+            raise
+
+    def check(self, payload: PayloadRef) -> None:
+        """Refuse a payload by what is stated of it; nothing is asked for and nothing is written.
+
+        Raises:
+            CorruptData: its name is no digest, it is empty, or no payload of this layout is so large.
+        """
+        name = file_name(payload.digest)
+        if payload.num_bytes < 1:
+            raise MalformedPayload(f"payload {name[:12]} states {payload.num_bytes} bytes")
+        if payload.num_bytes > self._max_bytes:
+            raise LimitExceeded(
+                f"payload {name[:12]} states {payload.num_bytes} bytes, the layout allows {self._max_bytes} at most",
+                action="distrust the coordinator",
+            )
+
+    async def _fetch(self, payload: PayloadRef) -> Path:
+        pieces = self._pieces(payload)
+        if any(piece.start + piece.length > payload.num_bytes for piece in pieces):
+            raise LimitExceeded(f"payload {payload.digest[:12]} is longer than its {payload.num_bytes} bytes")
+        gaps = find_gaps(pieces, num_bytes=payload.num_bytes, num_streams=self._num_streams)
+        self._check_room(sum(gap.num_bytes for gap in gaps))
+        digest = RunningDigest()
+        await self._fill(payload, gaps, digest)
+        path = self._path(payload)
+        if await asyncio.to_thread(join, path, self._parts(payload), digest) != payload.digest:
+            raise MalformedPayload(f"payload {payload.digest[:12]} arrived with another digest")
+        return path
+
+    def keep_only(self, payloads: tuple[PayloadRef, ...]) -> None:
+        """Remove everything but what is fetched of these payloads."""
+        names = {payload.digest for payload in payloads}
+        for path in self._spool.iterdir():
+            if path.name.partition(".")[0] not in names:
+                path.unlink(missing_ok=True)
+
+    def _path(self, payload: PayloadRef, start: int = 0) -> Path:
+        """The one place where a payload's name becomes a path."""
+        name = file_name(payload.digest)
+        return self._spool / (name if start == 0 else f"{name}.{start}")
+
+    def _check_room(self, num_bytes: int) -> None:
+        # Said before hours of fetching; what others write meanwhile is met by the write itself.
+        if num_bytes and (free := shutil.disk_usage(self._spool).free) < num_bytes:
+            raise DiskFull(str(self._spool), needed_bytes=num_bytes, free_bytes=free)
+
+    def _pieces(self, payload: PayloadRef) -> list[Piece]:
+        path = self._path(payload)
+        first = Piece(0, path.stat().st_size if path.exists() else 0)
+        return [first, *(Piece(start, part.stat().st_size) for start, part in self._parts(payload).items())]
+
+    def _parts(self, payload: PayloadRef) -> dict[int, Path]:
+        paths = self._spool.glob(f"{file_name(payload.digest)}.*")
+        found = {int(path.suffix[1:]): path for path in paths if path.suffix[1:].isdecimal()}
+        return dict(sorted(found.items()))
+
+    async def _fill(self, payload: PayloadRef, gaps: list[Gap], digest: RunningDigest) -> None:
+        """Fetch gaps, `num_streams` at once. A broken link is told when all have ended: what others bring is kept."""
+        free = asyncio.Semaphore(self._num_streams)
+        broken: list[Unreachable] = []
+        watch = _Stopwatch(clock=self._clock, num_streams=min(len(gaps), self._num_streams))
+
+        async def fill(gap: Gap) -> None:
+            async with free:
+                try:
+                    await self._append(payload, gap, watch, digest)
+                except Unreachable as error:
+                    broken.append(error)
+
+        streams = [asyncio.ensure_future(fill(gap)) for gap in gaps]
+        try:
+            await asyncio.gather(*streams)
+            if broken:
+                raise broken[0]
+            watch.tell(self.link)
+        finally:
+            for stream in streams:
+                stream.cancel()
+            await asyncio.gather(*streams, return_exceptions=True)
+
+    async def _append(self, payload: PayloadRef, gap: Gap, watch: _Stopwatch, digest: RunningDigest) -> None:
+        """Fetch one gap; ends when it stalls."""
+        stall_s = STALL_S + self._capped_s
+        pulse = _Pulse(self._clock, stall_s=stall_s)
+        # Two tasks for a stream, not for each frame: those would cost more than the frames do.
+        receiving = asyncio.ensure_future(self._receive(payload, gap, watch, digest, pulse))
+        stalled = asyncio.ensure_future(pulse.stop())
+        try:
+            await asyncio.wait([receiving, stalled], return_when=asyncio.FIRST_COMPLETED)
+            if not receiving.done():
+                raise Unreachable(f"no bytes of the payload in {stall_s:g} s", retry_after_s=1.0)
+            receiving.result()
+        finally:
+            receiving.cancel()
+            stalled.cancel()
+            # Also when cancelled twice: whoever fetches next appends to the same file.
+            await settle(receiving, stalled)
+
+    async def _receive(
+        self, payload: PayloadRef, gap: Gap, watch: _Stopwatch, digest: RunningDigest, pulse: _Pulse
+    ) -> None:
+        offset = gap.begin
+        # Without an end where it is the payload's own: a coordinator that sends more is caught.
+        bound = {} if gap.end == payload.num_bytes else {"stop": gap.end}
+        count = metrics.BYTES.labels(payload.kind.value, "in").inc
+        path = self._path(payload, gap.start)
+        writer = PieceWriter(path, digest=digest if gap.start == 0 else None)
+        frames = self._api.read_payload(digest=payload.digest, offset=offset, **bound)
+        try:
+            async for frame in frames:
+                if not frame:
+                    # No progress, however many of them come: the watch must not take them for a sign of life.
+                    raise MalformedPayload(f"payload {payload.digest[:12]}: a frame without bytes")
+                offset += len(frame)
+                if offset > gap.end:
+                    raise LimitExceeded(f"payload {payload.digest[:12]} is longer than stated")
+                watch.note(len(frame), is_first=offset == gap.begin + len(frame))
+                count(len(frame))
+                self.on_frame()
+                # A slow disk is not a slow link.
+                pulse.pause()
+                await writer.put(frame)
+                pulse.beat()
+        finally:
+            pulse.pause()
+            try:
+                if isinstance(frames, AsyncGenerator):
+                    await frames.aclose()
+            finally:
+                await writer.close(durable=offset < gap.end)
+        if offset < gap.end:
+            raise Unreachable(f"payload {payload.digest[:12]} ended after {offset} bytes", retry_after_s=1.0)
+
+
+class _Pulse:
+    """Signs of life of one stream, and the one watch that waits for them to stop."""
+
+    def __init__(self, clock: Clock, *, stall_s: float) -> None:
+        self._clock = clock
+        self._stall_s = stall_s
+        self._at: float | None = clock.monotonic()
+
+    def beat(self) -> None:
+        """The next frame is waited for from now on."""
+        self._at = self._clock.monotonic()
+
+    def pause(self) -> None:
+        """Nothing is waited for."""
+        self._at = None
+
+    async def stop(self) -> None:
+        """Return when nothing came for `stall_s`."""
+        while (left_s := self._stall_s if self._at is None else self._at + self._stall_s - self._clock.monotonic()) > 0:
+            await self._clock.sleep(left_s)
+
+
+class _Stopwatch:
+    """Bytes and seconds of one fetch: until every stream that began has brought a frame, and until the end."""
+
+    def __init__(self, *, clock: Clock, num_streams: int) -> None:
+        self._clock = clock
+        self._num_waiting = num_streams
+        self._begin = clock.monotonic()
+        self._first: tuple[int, float] | None = None
+        self._num_bytes = 0
+
+    def note(self, num_bytes: int, *, is_first: bool) -> None:
+        """A frame arrived, the first of its stream or a later one."""
+        self._num_bytes += num_bytes
+        self._num_waiting -= is_first
+        if self._first is None and self._num_waiting == 0:
+            # With streams side by side the first frame alone would hide what the others had brought by then.
+            self._first = (self._num_bytes, self._clock.monotonic() - self._begin)
+
+    def tell(self, link: LinkEstimate) -> None:
+        """Say what was seen; nothing when nothing was missing."""
+        if self._first is not None:
+            first_bytes, first_s = self._first
+            total_s = self._clock.monotonic() - self._begin
+            link.note(first_bytes=first_bytes, first_s=first_s, total_bytes=self._num_bytes, total_s=total_s)
+
+
+def _ignore() -> None:
+    pass

@@ -1,0 +1,268 @@
+"""Getting a version: plan, fetch, apply to a staging copy, verify the whole state; nobody ever sees it half done.
+
+Guarantees: what is returned has exactly the manifest's state; what was held is never changed; a fetch goes on from the
+bytes on disk, also after a restart; a stalled link fails in bounded time; anything that fails its check is thrown away
+and the version is built again: without merged deltas, if there were any, and at last from a snapshot. Where the run's
+first version is the caller's base model, nothing of it is fetched. A plan whose payloads went meanwhile is made anew a
+few times; beyond that never repeats a call: whoever asked decides when to ask again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from heterorl.common.api import CoordinatorApi, PlanKind, PullPlan
+from heterorl.common.errors import CorruptData, LimitExceeded, StateMismatch, UnknownPayload
+from heterorl.common.process import metrics
+from heterorl.common.process.clock import Clock
+from heterorl.common.process.words import peer_words
+from heterorl.common.pull.fetch import Fetcher
+from heterorl.common.pull.way import Way
+from heterorl.common.types.values import Digest, Manifest, PayloadKind
+from heterorl.common.weights.arena import Arena, Layout
+from heterorl.common.weights.container import max_file_bytes
+from heterorl.common.weights.manifest import verify_child, verify_merged, verify_snapshot, verify_state
+from heterorl.common.weights.payload import apply_payload
+from heterorl.common.wire.groups import manifest_digest, manifest_from_bytes
+
+_LOG = logging.getLogger(__name__)
+Admit = Callable[[PullPlan], Awaitable[None]]
+"""Looks at the last manifest of a plan, its target's, and raises when the version is not to be built; not asked about
+what is held."""
+MAX_REPLANS = 3
+"""Times that a plan is made anew because the coordinator no longer has one of its payloads."""
+MAX_COPIES = 8
+"""Largest plan, in payloads of the largest size: a longer way is begun again from a snapshot. Bounds the disk used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PulledVersion:
+    """A verified state with its manifest."""
+
+    arena: Arena
+    manifest: Manifest
+    manifest_digest: Digest
+
+    @property
+    def version(self) -> int:
+        """Number of the version."""
+        return self.manifest.version
+
+
+class Puller:
+    """Builds versions of one layout, in one flavour, in one spool directory, which is its own.
+
+    `base` gives the weights that the caller has without the run, if any; it is asked until a version was built.
+    """
+
+    def __init__(
+        self,
+        *,
+        api: CoordinatorApi,
+        spool: Path,
+        layout: Layout,
+        clock: Clock,
+        base: Callable[[], Arena | None] = lambda: None,
+        num_streams: int = 1,
+        threads: int = 1,
+        flavour: str = "",
+    ) -> None:
+        self._threads = threads
+        self._flavour = flavour
+        self._api = api
+        self._layout = layout
+        self._clock = clock
+        self._max_bytes = max_file_bytes(layout.chunks)
+        self.fetcher = Fetcher(api=api, spool=spool, clock=clock, num_streams=num_streams, max_bytes=self._max_bytes)
+        self.way = Way(api=api, flavour=flavour)
+        self.apply_s = 0.0
+        """Seconds that applying and verifying took the last time; 0 before the first."""
+        self.fetch_s = 0.0
+        """Seconds that fetching took the last time."""
+        self.fetched_bytes = 0
+        """Bytes of the payloads of the last time."""
+        self._is_held_distrusted = False
+        self._are_merged_distrusted = False
+        self._has_merged = False
+        self._load_base: Callable[[], Arena | None] = base
+        self._base: Arena | None = None
+        self._is_from_base = False
+
+    async def pull(self, *, held: PulledVersion | None, want_version: int, admit: Admit | None = None) -> PulledVersion:
+        """Build `want_version` (-1: the head) from what is held; `admit` may refuse a plan before a byte is fetched.
+
+        Raises:
+            UntrustedVersion: `admit` refused it; nothing has changed.
+            UnknownVersion: no such version, or no payloads lead to it.
+            UnknownPayload: the coordinator's payloads go as fast as plans are made.
+            Unreachable: the link broke or stalled; calling again goes on from the bytes received.
+            CorruptData: even the snapshot fails its checks.
+        """
+        start = None if self._is_held_distrusted else held
+        num_replans = 0
+        while True:
+            try:
+                pulled = await self._pull(start, want_version, admit)
+                break
+            except UnknownPayload as error:
+                # Deleted, or found damaged; the next plan does without it.
+                num_replans += 1
+                if num_replans > MAX_REPLANS:
+                    raise
+                _LOG.info("the plan for version %d is made anew: %s", want_version, error)
+                self._are_merged_distrusted = self._are_merged_distrusted or self._has_merged
+            except CorruptData as error:
+                self._discard(error)
+                if start is None and not self._has_merged and not self._is_from_base:
+                    raise
+                # Each next way is dearer and depends on less. Remembered, since it may take several calls; the way that
+                # failed would only fail again in between.
+                if self._has_merged:
+                    self._are_merged_distrusted, way = True, "from single deltas"
+                elif self._is_from_base:
+                    self._forget_base()
+                    way = "from a snapshot"
+                else:
+                    self._is_held_distrusted, start, way = True, None, "from a snapshot"
+                _LOG.error("version %d failed its checks, building it %s: %s", want_version, way, error)
+        self._is_held_distrusted = self._are_merged_distrusted = False
+        # Whoever holds a version needs its base no more, and memory for it is that of a whole state.
+        self._forget_base()
+        return pulled
+
+    def _forget_base(self) -> None:
+        self._base, self._load_base = None, lambda: None
+
+    def _discard(self, error: CorruptData) -> None:
+        metrics.DIGEST_MISMATCHES.inc()
+        _LOG.debug("discarding what was fetched: %s", error)
+        self.fetcher.keep_only(())
+
+    async def _pull(self, held: PulledVersion | None, want_version: int, admit: Admit | None) -> PulledVersion:
+        self._has_merged = self._is_from_base = False
+        base_root = "" if held is not None else await self._base_root()
+        plan = await self._api.plan_pull(
+            have_version=-1 if held is None else held.version,
+            have_root="" if held is None else held.manifest.state_root,
+            want_version=want_version,
+            accept_merged=not self._are_merged_distrusted,
+            base_root=base_root,
+            object_bytes=self.fetcher.link.object_bytes,
+            flavour=self._flavour,
+        )
+        if base_root:
+            held, plan = await self._from_base(plan, base_root)
+        # Before the plan is judged: a wrong one is asked for again without what nobody signed.
+        self._has_merged = any(payload.kind is PayloadKind.MERGED for payload in plan.payloads)
+        self._check(plan, held=held, want_version=want_version)
+        self.way.begin(plan)
+        if plan.kind is PlanKind.SAME and held is not None:
+            if self._is_from_base and admit is not None:
+                await admit(plan)
+            return held
+        _LOG.debug("version %d: %s", plan.target_version, peer_words(plan.reason))
+        if admit is not None:
+            await admit(plan)
+        # Only now: the way of a version that is not to be built is not asked for.
+        plan = dataclasses.replace(plan, manifests=await self.way.manifests(plan))
+        self.fetcher.keep_only(plan.payloads)
+        started = self._clock.monotonic()
+        paths = [await self.fetcher.fetch(payload) for payload in plan.payloads]
+        fetched = self._clock.monotonic()
+        self.fetch_s, self.fetched_bytes = fetched - started, sum(payload.num_bytes for payload in plan.payloads)
+        metrics.PULL_SECONDS.observe(self.fetch_s)
+        pulled = await asyncio.to_thread(self._apply, plan, paths, held)
+        self.apply_s = self._clock.monotonic() - fetched
+        metrics.APPLY_SECONDS.observe(self.apply_s)
+        self.fetcher.keep_only(())
+        self.way.end()
+        return pulled
+
+    def _check(self, plan: PullPlan, *, held: PulledVersion | None, want_version: int) -> None:
+        """Refuse a plan that does not lead from what is held to what is wanted, or is larger than one can be."""
+        _check_plan(plan, held=held, want_version=want_version)
+        if plan.kind is PlanKind.SAME:
+            return
+        _check_target(plan, self._layout)
+        for payload in plan.payloads:
+            self.fetcher.check(payload)
+        total = sum(payload.num_bytes for payload in plan.payloads)
+        if total > MAX_COPIES * self._max_bytes:
+            raise LimitExceeded(f"a plan of {total} bytes is over {MAX_COPIES} copies of the weights")
+
+    async def _base_root(self) -> Digest | str:
+        if self._base is None:
+            self._base = await asyncio.to_thread(self._load_base)
+        return "" if self._base is None else await asyncio.to_thread(self._base.state_root, threads=self._threads)
+
+    async def _from_base(self, plan: PullPlan, base_root: str) -> tuple[PulledVersion | None, PullPlan]:
+        """The base model as the version that a plan starts from, None when it starts from nothing; and the plan.
+
+        A plan that needs no payload gets the base's own manifest: nobody judged that version before.
+        """
+        if plan.payloads and plan.payloads[0].kind is PayloadKind.SNAPSHOT:
+            return None, plan
+        self._is_from_base = True
+        start = plan.payloads[0].from_version if plan.payloads else plan.target_version
+        signed = await self._api.get_signed_manifest(version=start, flavour=self._flavour)
+        manifest = manifest_from_bytes(signed.data)
+        if (manifest.version, manifest.state_root) != (start, base_root) or self._base is None:
+            raise StateMismatch(f"version {start} is not the base model")
+        if not plan.payloads:
+            plan = dataclasses.replace(plan, manifests=(signed.data,), signature=signed.signature)
+        return PulledVersion(arena=self._base, manifest=manifest, manifest_digest=manifest_digest(signed.data)), plan
+
+    def _apply(self, plan: PullPlan, paths: list[Path], held: PulledVersion | None) -> PulledVersion:
+        from_snapshot = plan.payloads[0].kind is PayloadKind.SNAPSHOT
+        before = None if from_snapshot or held is None else held
+        staging = Arena(self._layout) if before is None else before.arena.copy()
+        parent = None if before is None else before.manifest
+        parent_digest = "" if before is None else before.manifest_digest
+        for payload, data, path in zip(plan.payloads, plan.manifests, paths, strict=True):
+            manifest = manifest_from_bytes(data)
+            if manifest.layout_id != self._layout.layout_id:
+                raise StateMismatch(f"version {manifest.version} has another layout", action="check model_dir")
+            if payload.kind is PayloadKind.MERGED:
+                verify_merged(payload, parent, manifest)
+            elif payload.kind is PayloadKind.SNAPSHOT:
+                # The coordinator's own are named by no manifest; the state that comes of it is what is checked.
+                verify_snapshot(payload, manifest)
+            elif payload not in manifest.payloads:
+                raise StateMismatch(f"the manifest of version {manifest.version} does not name this payload")
+            elif parent is not None:
+                verify_child(parent=parent, parent_digest=parent_digest, child=manifest)
+            from_root = None if parent is None else parent.state_root
+            apply_payload(path, staging, expected_from_root=from_root, threads=self._threads)
+            parent, parent_digest = manifest, manifest_digest(data)
+        assert parent is not None, "the plan was checked"
+        if parent.version != plan.target_version:
+            raise StateMismatch(f"the plan leads to version {parent.version}, not {plan.target_version}")
+        verify_state(parent, staging, threads=self._threads)
+        return PulledVersion(arena=staging, manifest=parent, manifest_digest=Digest(parent_digest))
+
+
+def _check_plan(plan: PullPlan, *, held: PulledVersion | None, want_version: int) -> None:
+    if want_version >= 0 and plan.target_version != want_version:
+        raise StateMismatch(f"the plan leads to version {plan.target_version}, not {want_version}")
+    if plan.kind is PlanKind.SAME:
+        if held is None or held.version != plan.target_version:
+            raise StateMismatch(f"the plan says that version {plan.target_version} is held already")
+    elif not plan.payloads or len(plan.manifests) not in (1, len(plan.payloads)):
+        raise StateMismatch(f"the plan has {len(plan.payloads)} payloads and {len(plan.manifests)} manifests")
+
+
+def _check_target(plan: PullPlan, layout: Layout) -> None:
+    """Hold the plan's last manifest and the order of its payloads against its target, before a byte is fetched."""
+    manifest = manifest_from_bytes(plan.manifests[-1])
+    if manifest.version != plan.target_version:
+        raise StateMismatch(f"the plan leads to version {manifest.version}, not {plan.target_version}")
+    if manifest.layout_id != layout.layout_id:
+        raise StateMismatch(f"version {manifest.version} has another layout", action="check model_dir")
+    numbers = [payload.to_version for payload in plan.payloads]
+    if numbers != sorted(set(numbers)) or numbers[-1] != plan.target_version:
+        raise StateMismatch(f"the payloads of the plan do not lead to version {plan.target_version} in order")

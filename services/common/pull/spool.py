@@ -1,0 +1,189 @@
+"""One file of a fetch: frames are written and hashed on a thread while the next ones arrive.
+
+    put     waits for room: at most BATCH_BYTES are kept beside what is being written; unblocked by the thread
+    thread  waits for a frame; unblocked by put
+
+A frame is handed over at once when the thread is free, so that over a slow link nothing waits in memory; over a fast
+one a batch is handed over at a time. What is on disk is made durable behind the writer, every SYNC_BYTES and when a
+fetch breaks. A file that arrived whole is not waited for: it is used at once and removed, and whoever finds it after a
+power cut compares it with its digest first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+import blake3
+
+from heterorl.common.types.values import Digest
+
+BATCH_BYTES = 4 << 20
+SYNC_BYTES = 64 << 20
+COPY_BYTES = 1 << 20
+
+
+class RunningDigest:
+    """blake3 of a file from its beginning, as far as it was taken."""
+
+    def __init__(self) -> None:
+        self._hasher = blake3.blake3()
+        self._num_bytes = 0
+
+    def update(self, data: bytes) -> None:
+        """Go on with the next bytes."""
+        self._hasher.update(data)
+        self._num_bytes += len(data)
+
+    def catch_up(self, path: Path) -> None:
+        """Go on with what a file holds beyond the bytes taken so far."""
+        with path.open("rb", buffering=0) as file:
+            file.seek(self._num_bytes)
+            while block := file.read(COPY_BYTES):
+                self.update(block)
+
+    def digest(self) -> Digest:
+        """Of all bytes taken, hex."""
+        return Digest(self._hasher.hexdigest())
+
+
+class PieceWriter:
+    """Appends to one file, which is its own; `digest`, if given, follows what the file holds."""
+
+    def __init__(self, path: Path, *, digest: RunningDigest | None = None) -> None:
+        self._path = path
+        self._file = path.open("ab", buffering=0)
+        self._digest = digest
+        self._is_new = True
+        self._batch: list[bytes] = []
+        self._num_waiting = 0
+        self._num_unsynced = 0
+        self._writing: asyncio.Future[None] | None = None
+        self._syncing: asyncio.Future[None] | None = None
+        self._error: BaseException | None = None
+
+    async def put(self, frame: bytes) -> None:
+        """Append a frame; returns when there is room for the next one.
+
+        Raises:
+            OSError: the disk refused this frame or one before it.
+        """
+        self._batch.append(frame)
+        self._num_waiting += len(frame)
+        if self._writing is None:
+            self._hand_over()
+        while self._writing is not None and self._num_waiting >= BATCH_BYTES:
+            await asyncio.wait([self._writing])
+        self._check()
+
+    async def close(self, *, durable: bool) -> None:
+        """Write what is left and close the file, whatever happened before; `durable` waits for the disk.
+
+        Raises:
+            OSError: the disk refused a frame.
+        """
+        closing = asyncio.ensure_future(self._finish(durable))
+        await settle(closing)
+        closing.result()
+        self._check()
+
+    async def _finish(self, durable: bool) -> None:
+        while self._writing is not None:
+            await asyncio.wait([self._writing])
+        await asyncio.to_thread(self._close, durable)
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _hand_over(self) -> None:
+        batch, self._batch, self._num_waiting = self._batch, [], 0
+        self._writing = asyncio.get_running_loop().run_in_executor(None, self._write, batch)
+        self._writing.add_done_callback(self._written)
+
+    def _written(self, done: asyncio.Future[None]) -> None:
+        self._writing = None
+        # Asked of every one: the event loop prints what nobody asked for.
+        error = done.exception()
+        self._error = self._error or error
+        if self._error is not None:
+            self._batch = []
+        elif self._batch:
+            self._hand_over()
+        if self._syncing is None and self._num_unsynced >= SYNC_BYTES:
+            self._num_unsynced = 0
+            # A descriptor of its own: whoever closes the file does not wait for the disk.
+            descriptor = os.dup(self._file.fileno())
+            self._syncing = asyncio.get_running_loop().run_in_executor(None, _sync, descriptor)
+            self._syncing.add_done_callback(self._synced)
+
+    def _synced(self, done: asyncio.Future[None]) -> None:
+        self._syncing = None
+        error = done.exception()
+        self._error = self._error or error
+
+    # the thread
+
+    def _write(self, batch: list[bytes]) -> None:
+        if self._is_new and self._digest is not None:
+            self._digest.catch_up(self._path)
+        self._is_new = False
+        for frame in batch:
+            _write_all(self._file, frame)
+            if self._digest is not None:
+                self._digest.update(frame)
+            self._num_unsynced += len(frame)
+
+    def _close(self, durable: bool) -> None:
+        with self._file:
+            if durable:
+                os.fsync(self._file.fileno())
+
+
+async def settle(*tasks: asyncio.Future[None]) -> None:
+    """Wait for tasks to end, however often the caller is cancelled meanwhile; then the cancellation goes on.
+
+    For what ends by itself soon and must not be left behind: a thread that writes to a file, say.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while waiting := [task for task in tasks if not task.done()]:
+        try:
+            await asyncio.wait(waiting)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()
+    if cancelled is not None:
+        raise cancelled
+
+
+def join(path: Path, parts: dict[int, Path], digest: RunningDigest) -> Digest:
+    """Append parts to the file that they continue; returns the digest of the whole.
+
+    A crash in between leaves pieces that say again what is missing.
+    """
+    for start, part in parts.items():
+        with path.open("ab", buffering=0) as whole, part.open("rb", buffering=0) as more:
+            more.seek(os.fstat(whole.fileno()).st_size - start)
+            while block := more.read(COPY_BYTES):
+                _write_all(whole, block)
+            os.fsync(whole.fileno())
+        part.unlink()
+    digest.catch_up(path)
+    return digest.digest()
+
+
+def _sync(descriptor: int) -> None:
+    try:
+        os.fdatasync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_all(file: BinaryIO, data: bytes) -> None:
+    num_written = file.write(data)
+    while num_written < len(data):
+        num_written += file.write(memoryview(data)[num_written:])

@@ -1,0 +1,77 @@
+"""The manifests on the way to a version: the target's comes with the plan, the others are asked for in bounded pages.
+
+Guarantees: an answer is as large as its sender makes one, never as long as the way; what is kept is what the plan
+names, at most MAX_BYTES of it; every call brings at least the manifest that it was made for, or the way ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from heterorl.common.api import CoordinatorApi, PullPlan
+from heterorl.common.errors import LimitExceeded, MalformedPayload, StateMismatch
+from heterorl.common.wire.groups import manifest_from_bytes
+
+PAGE = 256
+"""Manifests asked for at once; the coordinator sends as many of them as fit one answer."""
+MAX_BYTES = 256 << 20
+"""Manifests of one way that are held at once: 850 of a model of 70e9 elements."""
+
+
+class Way:
+    """The manifests of one plan at a time, of one flavour."""
+
+    def __init__(self, *, api: CoordinatorApi, flavour: str) -> None:
+        self._api = api
+        self._flavour = flavour
+        self._wanted: frozenset[int] = frozenset()
+        self._found: dict[int, bytes] = {}
+
+    def begin(self, plan: PullPlan) -> None:
+        """Forget the plan before; whatever came with this one is at hand."""
+        self._wanted = frozenset(payload.to_version for payload in plan.payloads)
+        self._found = {}
+        self._keep(plan.manifests)
+
+    def end(self) -> None:
+        """Forget everything."""
+        self._wanted, self._found = frozenset(), {}
+
+    async def list(self, first: int, last: int) -> Sequence[bytes]:
+        """Manifests of [first, last], newest first, as many as fit one answer; those of the plan are kept."""
+        found = await self._api.list_manifests(first_version=first, last_version=last, flavour=self._flavour)
+        self._keep(found)
+        return found
+
+    async def manifests(self, plan: PullPlan) -> tuple[bytes, ...]:
+        """The manifest of each payload's version, in the plan's order.
+
+        Raises:
+            UnknownVersion, StateMismatch: the coordinator does not show one.
+            LimitExceeded: together they are too large.
+        """
+        numbers = [payload.to_version for payload in plan.payloads]
+        for number in sorted(set(numbers), reverse=True):
+            if number in self._found:
+                continue
+            first = number
+            while first - 1 in self._wanted and first - 1 not in self._found and number - first + 1 < PAGE:
+                first -= 1
+            await self.list(first, number)
+            if number not in self._found:
+                raise StateMismatch(f"the coordinator does not show the manifest of version {number}")
+        return tuple(self._found[number] for number in numbers)
+
+    def _keep(self, manifests: Sequence[bytes]) -> None:
+        if not self._wanted:
+            return
+        for data in manifests:
+            try:
+                version = manifest_from_bytes(data).version
+            except MalformedPayload:
+                # Whoever needs it finds that it is missing, or what digest it has.
+                continue
+            if version in self._wanted:
+                self._found.setdefault(version, data)
+        if sum(map(len, self._found.values())) > MAX_BYTES:
+            raise LimitExceeded(f"the manifests of {len(self._wanted)} payloads are over {MAX_BYTES} bytes")

@@ -1,0 +1,96 @@
+"""A task with the user's own reward, computed in processes that can be killed."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from heterorl.common.errors import ConfigError, RewardError
+from heterorl.common.tasks.rewards.process import LoadFailed, RewardPool
+from heterorl.common.tasks.task import Prompt, Task
+from heterorl.common.types.values import Digest, RewardPart
+from heterorl.common.wire.groups import bytes_digest
+
+MAX_PARTS = 64
+
+
+class OwnReward:
+    """`package.module:function`, loaded from a directory or from what is installed; `digest` is that of its files."""
+
+    def __init__(self, path: str, *, directory: Path, timeout_s: float, num_workers: int = 1) -> None:
+        """Load it once.
+
+        Raises:
+            ConfigError: it cannot be found, imported or called.
+        """
+        module, _, name = path.partition(":")
+        if not all(word.isidentifier() for word in [*module.split("."), name]):
+            raise ConfigError("task.reward", f"{path!r} is not package.module:function", action=_EXAMPLE)
+        job = {"kind": "function", "module": module, "name": name, "directory": str(directory)}
+        self.pool = RewardPool(job, timeout_s=timeout_s, num_workers=num_workers)
+        try:
+            facts = self.pool.start()
+        except LoadFailed as error:
+            if error.kind == "place":
+                problem = f"{error}, nor among the packages that are installed here"
+                raise ConfigError("task.reward", problem, action=_PLACES) from error
+            raise ConfigError("task.reward", f"{path}: {error}", action="correct the module and start again") from error
+        except RewardError as error:
+            raise ConfigError("task.reward", f"{path}: {error}", action="see what it printed above") from error
+        self.digest: Digest = bytes_digest(f"reward 2\n{path}\n{facts['digest']}".encode())
+        self.num_files = int(facts["num_files"])
+        self.place = str(facts["place"])
+        self.num_workers = num_workers
+
+    def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
+        """The function's value, as named parts.
+
+        Raises:
+            RewardError: the function raised, crashed, took too long, or returned what is no number.
+        """
+        try:
+            reply = self.pool.ask({"prompt": prompt.text, "completion": completion, "answer": prompt.answer})
+        except RewardError as error:
+            raise RewardError(f"the reward function failed on prompt {prompt.index}: {error}") from error
+        parts = tuple(RewardPart(name=str(name), value=float(part)) for name, part in reply["parts"].items())
+        if not 1 <= len(parts) <= MAX_PARTS:
+            problem = f"{len(parts)} parts, 1 to {MAX_PARTS} are allowed"
+            raise RewardError(f"the reward function returned {problem} on prompt {prompt.index}")
+        if not all(math.isfinite(part.value) for part in parts):
+            raise RewardError(f"the reward function returned a value that is not finite on prompt {prompt.index}")
+        return parts
+
+
+class RewardedTask:
+    """A task with the user's own reward; implements Task."""
+
+    def __init__(self, task: Task, reward: OwnReward) -> None:
+        self._task = task
+        self._reward = reward
+        self.num_prompts = task.num_prompts
+        self.num_evaluation_prompts = task.num_evaluation_prompts
+        self.num_workers = reward.num_workers
+        self.digest: Digest = bytes_digest(f"{task.digest}\n{reward.digest}".encode())
+
+    def prompt(self, index: int) -> Prompt:
+        """The training prompt at a position."""
+        return self._task.prompt(index)
+
+    def evaluation_prompt(self, index: int) -> Prompt:
+        """The held-out prompt at a position."""
+        return self._task.evaluation_prompt(index)
+
+    def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
+        """The function's value, as named parts.
+
+        Raises:
+            RewardError: the function failed; that is not a score.
+        """
+        return self._reward.score(prompt, completion)
+
+
+_EXAMPLE = "for example mytask.rewards:score, a function f(prompt, completion, answer) in mytask/rewards.py"
+_PLACES = (
+    "put the package or module beside the configuration file, name its directory in task.reward_path, or install it "
+    "into this environment"
+)

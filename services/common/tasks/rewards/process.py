@@ -1,0 +1,199 @@
+"""Processes that compute rewards and are killed when they take too long: an error is never a zero reward.
+
+A symbolic comparison of a hostile answer, or somebody's own function, can run for hours and ignore signals: no thread
+and no alarm will do. What is loaded stays loaded from one reward to the next; a process that hung is replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from heterorl.common.errors import RewardError
+
+SCRIPT = Path(__file__).parent / "worker.py"
+START_TIMEOUT_S = 120.0
+"""For what a reward imports; it counts against no answer."""
+MAX_REPLY_BYTES = 1 << 20
+_GRACE_S = 5.0
+"""The worker's own limit comes so much later than its parent's, which it only replaces."""
+
+
+class LoadFailed(RewardError):
+    """The worker runs and cannot load what it was told to; `kind` says what is wrong."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        self.kind = kind
+        super().__init__(text)
+
+
+class RewardProcess:
+    """One worker process, started when it is first needed."""
+
+    def __init__(self, job: Mapping[str, Any], *, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.process: subprocess.Popen[bytes] | None = None
+        self._job = dict(job)
+        self._end: Any = None
+
+    def start(self) -> dict[str, Any]:
+        """Start it anew; returns what it says of what it loaded.
+
+        Raises:
+            LoadFailed: it cannot load it.
+            RewardError: it ended or said nothing in time.
+        """
+        self.close()
+        # -P: no file of the working directory stands for a package. A session of its own: Ctrl-C is the service's.
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", str(SCRIPT)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+        )
+        self._end = weakref.finalize(self, _kill, self.process)
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            os.set_blocking(pipe.fileno(), False)
+        try:
+            reply = self._exchange(self._job, START_TIMEOUT_S)
+        except (OSError, ValueError, TimeoutError) as error:
+            self.close()
+            raise RewardError(f"the process that computes rewards does not start: {error}") from error
+        if "failed" in reply:
+            self.close()
+            raise LoadFailed(reply["failed"], reply["text"])
+        return reply
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to one request.
+
+        Raises:
+            RewardError: the worker crashed, took too long, or answered that it failed.
+        """
+        if self.process is None or self.process.poll() is not None:
+            self.start()
+        try:
+            reply = self._exchange({**request, "limit_s": self.timeout_s + _GRACE_S}, self.timeout_s)
+        except (OSError, ValueError, TimeoutError) as error:
+            self.close()
+            raise RewardError(str(error) or "no answer") from error
+        if "error" in reply:
+            raise RewardError(str(reply["error"]))
+        return reply
+
+    def close(self) -> None:
+        """Kill it, with whatever it started."""
+        if self._end is not None:
+            self._end()
+        self.process = self._end = None
+
+    def _exchange(self, message: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        assert self.process is not None
+        reply = json.loads(_converse(self.process, json.dumps(message).encode() + b"\n", timeout_s))
+        if not isinstance(reply, dict):
+            raise ValueError("the answer is no object")
+        return reply
+
+
+class RewardPool:
+    """So many processes of one kind; callers in other threads wait for a free one."""
+
+    def __init__(self, job: Mapping[str, Any], *, timeout_s: float, num_workers: int = 1) -> None:
+        self.workers = [RewardProcess(job, timeout_s=timeout_s) for _ in range(num_workers)]
+        # The last one used first: what is not needed is never started.
+        self._free: queue.LifoQueue[RewardProcess] = queue.LifoQueue()
+        for worker in reversed(self.workers):
+            self._free.put(worker)
+
+    def start(self) -> dict[str, Any]:
+        """Start the first worker; see RewardProcess.start."""
+        with self._one() as worker:
+            return worker.start()
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer of a free worker; see RewardProcess.ask. Each of those before ends by its own time limit."""
+        with self._one() as worker:
+            return worker.ask(request)
+
+    def close(self) -> None:
+        """Kill all workers."""
+        for worker in self.workers:
+            worker.close()
+
+    @contextmanager
+    def _one(self) -> Iterator[RewardProcess]:
+        worker = self._free.get()
+        try:
+            yield worker
+        finally:
+            self._free.put(worker)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        # Until it is waited for, its number is nobody else's.
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        with suppress(OSError):
+            pipe.close()
+    # A daemon thread where the kernel does not let the process go at once.
+    try:
+        process.wait(1.0)
+    except subprocess.TimeoutExpired:
+        threading.Thread(target=process.wait, daemon=True).start()
+
+
+def _converse(process: subprocess.Popen[bytes], line: bytes, timeout_s: float) -> bytes:
+    """Write a line and read one, both within one limit: the other side may read nothing while it hangs."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    deadline = time.monotonic() + timeout_s
+    # poll, not select: a process with many connections has descriptors beyond select's 1024.
+    poll = select.poll()
+    poll.register(process.stdout, select.POLLIN)
+    poll.register(process.stdin, select.POLLOUT)
+    unsent, received = memoryview(line), b""
+    while not received.endswith(b"\n"):
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError(f"no answer in {timeout_s:g} s")
+        for descriptor, _ in poll.poll(left_s * 1000):
+            if descriptor == process.stdin.fileno():
+                try:
+                    unsent = unsent[os.write(descriptor, unsent) :]
+                except BrokenPipeError as error:
+                    raise OSError(_how_it_ended(process)) from error
+                if not unsent:
+                    poll.unregister(process.stdin)
+                continue
+            piece = os.read(descriptor, 65536)
+            if not piece:
+                raise OSError(_how_it_ended(process))
+            received += piece
+            if len(received) > MAX_REPLY_BYTES:
+                raise ValueError(f"an answer of more than {MAX_REPLY_BYTES} bytes")
+    return received
+
+
+def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
+    try:
+        code = process.wait(1.0)
+    except subprocess.TimeoutExpired:
+        return "the process closed its pipe"
+    return f"the process was ended by {signal.Signals(-code).name}" if code < 0 else f"the process ended: code {code}"

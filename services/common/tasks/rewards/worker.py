@@ -1,0 +1,166 @@
+"""A process that computes rewards: `python -P worker.py`, started and killed by `process`.
+
+It imports nothing of heterorl, so that the packages of whoever wrote the reward meet none of ours, not even by name.
+JSON lines only: the first says what to load, the next are requests, and each has one answer. What is loaded may print
+what it likes; that is no answer. The process ends by itself when nobody is left to kill it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import resource
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+Answer = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+class LoadError(Exception):
+    """What cannot be loaded: `kind` is place, name, error or missing."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        self.kind = kind
+        super().__init__(text)
+
+
+def main() -> None:
+    """Load what the first line says, then answer until the input ends."""
+    # Print statements and reads of what is loaded must not meet the two pipes.
+    out, requests = os.fdopen(os.dup(1), "wb", buffering=0), os.fdopen(os.dup(0), "rb")
+    os.dup2(2, 1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    # A process that takes too much memory shall be this one, not the service that started it.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")
+    # An alarm without a handler ends the process even inside one long step of C, where Python never gets its turn.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    job = json.loads(requests.readline())
+    try:
+        answer, facts = _math(job) if job["kind"] == "math_verify" else _function(job)
+    except LoadError as error:
+        _write(out, {"failed": error.kind, "text": str(error)})
+        return
+    _write(out, {"ready": True, **facts})
+    for line in requests:
+        request = json.loads(line)
+        # The parent's own limit is shorter; this one counts when the parent is gone.
+        signal.setitimer(signal.ITIMER_REAL, request["limit_s"])
+        try:
+            reply = answer(request)
+            text = json.dumps(reply)
+        except Exception as error:  # noqa: BLE001 - reported to the parent, which raises it
+            text = json.dumps({"error": _words(error)})
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        out.write(text.encode() + b"\n")
+
+
+def _write(out: Any, reply: dict[str, Any]) -> None:
+    out.write(json.dumps(reply).encode() + b"\n")
+
+
+def _math(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
+    try:
+        library: Any = importlib.import_module("math_verify")
+    except ImportError as error:
+        raise LoadError("missing", str(error)) from error
+    resource.setrlimit(resource.RLIMIT_AS, (job["max_memory_bytes"],) * 2)
+    # The library warns at every call that its own time limits are off.
+    logging: Any = importlib.import_module("logging")
+    logging.disable(logging.WARNING)
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        # The library's own time limits use signals and swallow errors as "wrong"; the parent's limit counts.
+        right = library.parse(request["answer"], parsing_timeout=None)
+        if not right:
+            raise ValueError("the right answer cannot be parsed")
+        given = library.parse(request["completion"], parsing_timeout=None)
+        return {"correct": bool(given) and bool(library.verify(right, given, timeout_seconds=None))}
+
+    return answer, {}
+
+
+def _function(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
+    module, name, directory = job["module"], job["name"], job["directory"]
+    top = module.partition(".")[0]
+    _refuse_two(top, directory)
+    # Last: what is installed keeps its names.
+    sys.path.append(directory)
+    loaded = _imported(module, directory)
+    function = getattr(loaded, name, None)
+    if not callable(function):
+        raise LoadError("name", f"{loaded.__file__} has no function {name}{_near(name, loaded)}")
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        value = function(request["prompt"], request["completion"], request["answer"])
+        parts = value if isinstance(value, dict) else {"reward": value}
+        return {"parts": {str(part): float(number) for part, number in parts.items()}}
+
+    files = _beside("files").reward_files(top)
+    return answer, {"digest": files.digest, "num_files": files.count, "place": files.place}
+
+
+def _refuse_two(top: str, directory: str) -> None:
+    """A name that stands for two things would be one of them at one site and the other at another."""
+    installed, own = importlib.util.find_spec(top), PathFinder.find_spec(top, [directory])
+    if installed is None or own is None or _places(installed) & _places(own) or installed.origin == own.origin is None:
+        return
+    first, second = (min(_places(spec)) for spec in (installed, own))
+    raise LoadError("error", f"the name {top} stands for {first} and for {second}: rename one of them")
+
+
+def _places(spec: ModuleSpec) -> set[str]:
+    return {os.path.realpath(place) for place in [*(spec.submodule_search_locations or ()), spec.origin or ""] if place}
+
+
+def _imported(module: str, directory: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        parents = {module.rsplit(".", count)[0] for count in range(module.count(".") + 1)}
+        if error.name in parents:
+            raise LoadError("place", f"there is no module {error.name} in {directory}") from error
+        raise LoadError("error", f"{module} cannot be imported: {_words(error)}") from error
+    except BaseException as error:
+        raise LoadError("error", f"{module} cannot be imported: {_words(error)}") from error
+
+
+def _words(error: BaseException) -> str:
+    """The error and the user's line that raised it."""
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    own = [frame for frame in own if not frame.filename.startswith("<frozen")]
+    place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {error}{place}"
+
+
+def _near(name: str, module: ModuleType) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(name, [key for key, value in vars(module).items() if callable(value)], n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _beside(name: str) -> Any:
+    """A module in this file's directory, which is on no path."""
+    spec = importlib.util.spec_from_file_location(f"_heterorl_{name}", Path(__file__).parent / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    main()

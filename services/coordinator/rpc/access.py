@@ -1,0 +1,108 @@
+"""Who may call what: one table of rpc against role, and everything that is not in it is refused.
+
+What a request may contain stands in a table beside it, heterorl.coordinator.rpc.bounds.
+
+Guarantees: decisions are pure. An rpc without a row is refused for everybody; a sampler speaks for its own site only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from heterorl.common.identity.identity import Identity, LocalPeer, Peer, Refusal, RefusalReason, Role
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Who may call one rpc, where its requests state a site that must be the caller's own, and how often at once.
+
+    `at_once` is how many calls of it one certificate may have under way; 0 is no bound but that on all its calls.
+
+    Example:
+        Rule(frozenset({Role.SAMPLER}), site=("group", "id", "site"), at_once=4)
+    """
+
+    roles: frozenset[Role]
+    site: tuple[str, ...] = ()
+    at_once: int = 0
+
+
+_LEARNER = Rule(frozenset({Role.LEARNER}))
+_OPERATOR = Rule(frozenset({Role.OPERATOR}))
+_READERS = frozenset({Role.LEARNER, Role.SAMPLER})
+# Twice what one node needs: streams of a link that broke live on until their pings fail.
+_WATCHES = Rule(_READERS, at_once=4)
+_READS_MANIFESTS = Rule(_READERS, at_once=4)
+_READS_PAYLOADS = Rule(_READERS, at_once=24)
+_OWN_SITE = Rule(frozenset({Role.SAMPLER}), site=("site",))
+_DIAGNOSES = Rule(frozenset(Role), at_once=1)
+_ASKS_HEALTH = Rule(frozenset(Role), at_once=4)
+
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        "/heterorl.v1.PolicyService/AcquireLease": _LEARNER,
+        "/heterorl.v1.PolicyService/RenewLease": _LEARNER,
+        "/heterorl.v1.PolicyService/ReleaseLease": _LEARNER,
+        "/heterorl.v1.PolicyService/QueryUpload": _LEARNER,
+        "/heterorl.v1.PolicyService/UploadPayload": _LEARNER,
+        "/heterorl.v1.PolicyService/PublishVersion": _LEARNER,
+        "/heterorl.v1.PolicyService/GetStep": _LEARNER,
+        "/heterorl.v1.PolicyService/WatchHead": _WATCHES,
+        "/heterorl.v1.PolicyService/GetManifest": _READS_MANIFESTS,
+        "/heterorl.v1.PolicyService/ListManifests": _READS_MANIFESTS,
+        "/heterorl.v1.PolicyService/PlanPull": _READS_MANIFESTS,
+        "/heterorl.v1.PolicyService/ReadPayload": _READS_PAYLOADS,
+        "/heterorl.v1.RolloutService/LeaseWork": _OWN_SITE,
+        "/heterorl.v1.RolloutService/AbandonWork": _OWN_SITE,
+        "/heterorl.v1.RolloutService/PushGroups": Rule(
+            frozenset({Role.SAMPLER}), site=("group", "id", "site"), at_once=4
+        ),
+        # The learner names groups of all sites: it holds their lease.
+        "/heterorl.v1.RolloutService/StreamGroups": _LEARNER,
+        "/heterorl.v1.RolloutService/AbandonGroups": _LEARNER,
+        "/heterorl.v1.RolloutService/RejectGroups": _LEARNER,
+        "/heterorl.v1.RunService/Register": _OWN_SITE,
+        "/heterorl.v1.RunService/Heartbeat": _OWN_SITE,
+        "/heterorl.v1.RunService/ReportCanary": _OWN_SITE,
+        "/heterorl.v1.RunService/GetStatus": _OPERATOR,
+        "/heterorl.v1.RunService/ListSteps": _OPERATOR,
+        # A learner that reached its last step drains the run.
+        "/heterorl.v1.RunService/Drain": Rule(frozenset({Role.OPERATOR, Role.LEARNER})),
+        "/heterorl.v1.RunService/Rollback": _OPERATOR,
+        "/heterorl.v1.RunService/ReleaseSite": _OPERATOR,
+        "/heterorl.v1.RunService/DescribeRun": _LEARNER,
+        "/heterorl.v1.BackupService/Backup": _OPERATOR,
+        "/heterorl.v1.DiagnosisService/Diagnose": _DIAGNOSES,
+        "/grpc.health.v1.Health/Check": _ASKS_HEALTH,
+        "/grpc.health.v1.Health/Watch": _ASKS_HEALTH,
+    }
+)
+
+
+def refuse_call(method: str, peer: Peer, *, run: str) -> Refusal | None:
+    """Decide whether a peer may call an rpc (full name, with the leading slash) of a run; None is yes."""
+    rule = RULES.get(method)
+    if rule is None:
+        return Refusal(reason=RefusalReason.UNKNOWN_RPC, message=f"{method} is open to nobody")
+    if isinstance(peer, LocalPeer):
+        return None
+    if peer.run != run:
+        return Refusal(reason=RefusalReason.RUN, message=f"the certificate is of run {peer.run}, this is {run}")
+    if peer.role not in rule.roles:
+        return Refusal(reason=RefusalReason.ROLE, message=f"a {peer.role} may not call {method}")
+    return None
+
+
+def refuse_request(method: str, peer: Peer, request: object) -> Refusal | None:
+    """Decide whether a request speaks for the caller's own site; None is yes. `refuse_call` comes first."""
+    path = RULES[method].site
+    if not path or not isinstance(peer, Identity):
+        return None
+    value = request
+    for name in path:
+        value = getattr(value, name)
+    if value == peer.site:
+        return None
+    return Refusal(reason=RefusalReason.SITE, message=f"{peer.site} may not speak for site {str(value)[:64]!r}")

@@ -1,0 +1,125 @@
+"""How much of what a peer may state: one table of bounds on every repeated field, text and bytes field of a request.
+
+A field without a row has the bound of its type, so a new field is bounded before anybody thinks of it. Bounds are what
+no honest program reaches; what a run allows beyond them (its contract, its quotas) is judged later and field by field.
+Must never be widened for one caller: whoever needs more asks in several messages.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from heterorl.common.identity.identity import is_name
+from heterorl.common.rpc.options import FRAME_BYTES
+
+
+class Text(enum.Enum):
+    """What a text may be."""
+
+    NAME = "name"
+    """Of a site, an incarnation or a run: letters, digits, `.`, `_` and `-`."""
+    LINE = "line"
+    """One line of printable characters, which can stand in a log."""
+    PROSE = "prose"
+    """Anything; whoever writes it to a log or a screen makes it one line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """Most entries of a repeated field; most characters of a text, bytes of a bytes field, in each entry.
+
+    Example: Bound(count=64, length=128, text=Text.LINE)
+    """
+
+    count: int = 4096
+    length: int = 256
+    text: Text = Text.LINE
+
+
+DEFAULT = Bound()
+"""Of every field without a row."""
+MAX_TOKENS = 1 << 26
+MANIFEST_BYTES = 64 << 20
+_NAME = Bound(length=64, text=Text.NAME)
+_DIGEST = Bound(length=64)
+_PROSE = Bound(length=4096, text=Text.PROSE)
+_TOKENS = Bound(count=MAX_TOKENS)
+_OF_LEARNER = Bound(count=1 << 15)
+"""Entries that only a learner sends, one for each group or step of a version."""
+
+BOUNDS: Mapping[str, Bound] = MappingProxyType(
+    {
+        "GroupId.site": _NAME,
+        "GroupId.incarnation": _NAME,
+        "Contract.tokenizer_digest": _DIGEST,
+        "Contract.chat_template_digest": _DIGEST,
+        "Contract.task_digest": _DIGEST,
+        "Contract.layout_id": _DIGEST,
+        "LoraSettings.base_digest": _DIGEST,
+        "LoraSettings.target_modules": Bound(count=256),
+        "DiagnoseRequest.padding": Bound(length=512 << 20),
+        "AcquireLeaseRequest.holder": _NAME,
+        "AcquireLeaseRequest.flavours": Bound(count=16),
+        "QueryUploadRequest.digest": _DIGEST,
+        "UploadHeader.digest": _DIGEST,
+        "UploadPayloadRequest.frame": Bound(length=FRAME_BYTES),
+        "PublishVersionRequest.manifest": Bound(length=MANIFEST_BYTES),
+        "PublishVersionRequest.consumed": _OF_LEARNER,
+        "PublishVersionRequest.canary_logprobs": _OF_LEARNER,
+        "PublishVersionRequest.flavours": Bound(count=16),
+        "FlavourVersion.manifest": Bound(length=MANIFEST_BYTES),
+        "FlavourVersion.canary_logprobs": _OF_LEARNER,
+        "PlanPullRequest.have_root": _DIGEST,
+        "PlanPullRequest.base_root": _DIGEST,
+        "ReadPayloadRequest.digest": _DIGEST,
+        "LeaseWorkRequest.site": _NAME,
+        "LeaseWorkRequest.incarnation": _NAME,
+        "AbandonWorkRequest.site": _NAME,
+        "AbandonWorkRequest.incarnation": _NAME,
+        "Group.prompt_token_ids": _TOKENS,
+        "Rollout.token_ids": _TOKENS,
+        "Rollout.sampler_logprobs": _TOKENS,
+        "Rollout.reward_parts": Bound(count=256),
+        "StreamGroupsRequest.held": _OF_LEARNER,
+        "AbandonGroupsRequest.ids": _OF_LEARNER,
+        "AbandonGroupsRequest.reason": _PROSE,
+        "RejectGroupsRequest.rejections": _OF_LEARNER,
+        "Rejection.detail": _PROSE,
+        "RegisterRequest.site": _NAME,
+        "RegisterRequest.incarnation": _NAME,
+        "HeartbeatRequest.site": _NAME,
+        "HeartbeatRequest.incarnation": _NAME,
+        "HeartbeatRequest.state_root": _DIGEST,
+        "HeartbeatRequest.problem": _PROSE,
+        "ReportCanaryRequest.site": _NAME,
+        "ReportCanaryRequest.incarnation": _NAME,
+        "ReportCanaryRequest.logprobs": Bound(count=1 << 16),
+        "DescribeRunRequest.facts": Bound(count=64),
+        "FactsEntry.key": Bound(length=64),
+        "FactsEntry.value": Bound(length=300),
+        "BackupRequest.name": _NAME,
+        "DrainRequest.reason": _PROSE,
+        "ReleaseSiteRequest.site": _NAME,
+        "ReleaseSiteRequest.reason": _PROSE,
+    }
+)
+"""By message and field."""
+
+
+def bound_of(message: str, field: str) -> Bound:
+    """The bound of a field of a message (its name without the package)."""
+    return BOUNDS.get(f"{message}.{field}", DEFAULT)
+
+
+def text_problem(text: str, bound: Bound) -> str:
+    """What is wrong with a text; empty when nothing is."""
+    if len(text) > bound.length:
+        return f"more than {bound.length} characters"
+    if bound.text is Text.NAME and text and not is_name(text):
+        return "not a name of letters, digits, '.', '_' and '-'"
+    if bound.text is Text.LINE and not text.isprintable():
+        return "not one line of printable characters"
+    return ""

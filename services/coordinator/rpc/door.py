@@ -1,0 +1,198 @@
+"""The door of the server: a call comes in when its caller is admitted and has a place, a message when there is room.
+
+gRPC reads and parses the one message of a unary call before any handler runs. On the wire a unary call is a stream of
+one message, so every handler is installed as one of streams, and its messages are read here: admitted first, counted,
+bounded field by field, then parsed, long ones on a thread. Answers that can be long are written as streams of one
+too, so that a place is held until the answer has left.
+
+Guarantees: no handler runs before its caller is admitted, and no byte of a request is read before either. A certificate
+that is revoked or expires ends also the streams that it opened, at their next message in either direction.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf import descriptor_pool
+from google.protobuf.descriptor import MethodDescriptor
+
+from heterorl.common.errors import InvalidRequest, QuotaExceeded
+from heterorl.common.identity.identity import Peer
+from heterorl.coordinator.rpc.budget import Budget, Room
+from heterorl.coordinator.rpc.calls import Shares
+from heterorl.coordinator.rpc.gate import Gate
+from heterorl.coordinator.rpc.holders import Holder, holder_of
+from heterorl.coordinator.rpc.scan import can_be_long, has_repeated, parse
+
+INLINE_BYTES = 1 << 14
+"""Messages up to this size are parsed on the event loop, in some milliseconds at worst."""
+PARSED_BYTES = 4
+"""Bytes of memory that one byte of a message is counted as, up to the room of the longest message."""
+READ_TIMEOUT_S = 900.0
+"""Longest that one message of a sampler may be on its way: 16 MiB at 18 kB/s."""
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Requests:
+    """The messages of one call, each read when it is asked for and there is room.
+
+    A message's room is given back when the next one is asked for; after `settle_by_hand`, when `settle` says so.
+    """
+
+    def __init__(self, door: Door, method: str, peer: Peer, holder: Holder, context: _Context) -> None:
+        self._door = door
+        self._method = method
+        self._peer = peer
+        self._holder = holder
+        self._context = context
+        self._rooms: list[Room] = []
+        self._is_by_hand = False
+
+    def settle_by_hand(self) -> None:
+        """Keep the room of every message until `settle`."""
+        self._is_by_hand = True
+
+    def settle(self, count: int) -> None:
+        """Give back the room of the oldest messages."""
+        for room in self._rooms[:count]:
+            room.close()
+        del self._rooms[:count]
+
+    def close(self) -> None:
+        """Give back all room: the call has ended."""
+        self.settle(len(self._rooms))
+
+    def __aiter__(self) -> Requests:
+        """Iterate over the messages."""
+        return self
+
+    async def __anext__(self) -> Any:
+        """The next message."""
+        if not self._is_by_hand:
+            self.close()
+        room = await self._door.budget.room(self._holder)
+        self._rooms.append(room)
+        try:
+            # A learner's streams may be silent for as long as a step takes.
+            async with asyncio.timeout(None if self._holder.is_privileged else READ_TIMEOUT_S):
+                data = await self._context.read()
+        except TimeoutError as error:
+            raise QuotaExceeded(f"no message in {READ_TIMEOUT_S:g} s", retry_after_s=1.0) from error
+        if data is grpc.aio.EOF:
+            self._rooms.remove(room)
+            room.close()
+            raise StopAsyncIteration
+        # Parsed, a number takes four or eight bytes where its varint may have one.
+        room.shrink(PARSED_BYTES * len(data))
+        return await self._door.message(self._method, self._peer, data)
+
+    async def single(self) -> Any:
+        """The message of a unary call."""
+        message = await anext(self, None)
+        if message is None:
+            raise InvalidRequest("the call has no request")
+        return message
+
+
+class Door(grpc.aio.ServerInterceptor):
+    """Stands in front of every handler and inside the interceptor that maps errors."""
+
+    def __init__(self, gate: Gate, *, shares: Shares, budget: Budget) -> None:
+        self.budget = budget
+        self._gate = gate
+        self.shares = shares
+        # One at a time: what parsing takes beyond the message's own bytes is taken once.
+        self._parsing = asyncio.Semaphore(1)
+
+    async def message(self, method: str, peer: Peer, data: bytes) -> Any:
+        """Check and parse one message.
+
+        Raises:
+            InvalidRequest: it breaks its format or a bound.
+            Unauthenticated, PermissionDenied: not from this caller.
+        """
+        self._gate.recheck(peer)
+        request = _descriptor(method).input_type
+        if len(data) <= INLINE_BYTES or not has_repeated(request):
+            message = parse(data, request)
+        else:
+            async with self._parsing:
+                message = await asyncio.to_thread(parse, data, request)
+        self._gate.check_request(method, peer, message)
+        return message
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Return the method's handler, guarded."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        method = str(handler_call_details.method)
+        if handler.response_streaming or can_be_long(_descriptor(method).output_type):
+            return grpc.stream_stream_rpc_method_handler(self._streamed(handler, method), None, _serializer(handler))
+        return grpc.stream_unary_rpc_method_handler(self._single(handler, method), None, _serializer(handler))
+
+    def _single(self, handler: Any, method: str) -> Callable[[object, _Context], Awaitable[Any]]:
+        async def call(_: object, context: _Context) -> Any:
+            with self._entered(method, context) as (_peer, requests):
+                if handler.request_streaming:
+                    return await handler.stream_unary(requests, context)
+                return await handler.unary_unary(await requests.single(), context)
+
+        return call
+
+    def _streamed(self, handler: Any, method: str) -> Callable[[object, _Context], AsyncIterator[Any]]:
+        async def answers(requests: Requests, context: _Context) -> AsyncIterator[Any]:
+            if not handler.response_streaming:
+                if handler.request_streaming:
+                    yield await handler.stream_unary(requests, context)
+                else:
+                    yield await handler.unary_unary(await requests.single(), context)
+                return
+            if handler.request_streaming:
+                inner = handler.stream_stream(requests, context)
+            else:
+                request = await requests.single()
+                # Bounded, and the stream may last for days.
+                requests.settle(1)
+                inner = handler.unary_stream(request, context)
+            async for answer in inner:
+                yield answer
+
+        async def call(_: object, context: _Context) -> AsyncIterator[Any]:
+            with self._entered(method, context) as (peer, requests):
+                async for answer in answers(requests, context):
+                    self._gate.recheck(peer)
+                    yield answer
+
+        return call
+
+    @contextlib.contextmanager
+    def _entered(self, method: str, context: _Context) -> Any:
+        peer = self._gate.admit(method, context.auth_context())
+        holder = holder_of(peer, method, str(context.peer()))
+        with self.shares.place(holder, method):
+            requests = Requests(self, method, peer, holder, context)
+            try:
+                yield peer, requests
+            finally:
+                requests.close()
+
+
+@functools.cache
+def _descriptor(method: str) -> MethodDescriptor:
+    service, _, name = method.removeprefix("/").rpartition("/")
+    return descriptor_pool.Default().FindServiceByName(service).methods_by_name[name]
+
+
+def _serializer(handler: Any) -> Callable[[Any], bytes]:
+    return handler.response_serializer  # type: ignore[no-any-return]

@@ -1,0 +1,106 @@
+"""Who may come in: every call, and every message of an open stream, is checked against its certificate.
+
+Guarantees: a certificate that is revoked or expires is refused from the next question on. Refusals are counted by
+reason. The door (heterorl.coordinator.rpc.door) asks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Container, Iterable, Mapping
+
+from heterorl.common.errors import PermissionDenied, Unauthenticated
+from heterorl.common.identity.identity import Identity, LocalPeer, Peer, Refusal, RefusalReason, read_identity
+from heterorl.common.process.metrics import IDENTITY_REFUSALS
+from heterorl.coordinator.rpc.access import refuse_call, refuse_request
+
+TLS_VERSION = b"TLSv1.3"
+EXPIRED_RETRY_S = 5.0
+_FORBIDDEN = frozenset({RefusalReason.RUN, RefusalReason.ROLE, RefusalReason.SITE, RefusalReason.UNKNOWN_RPC})
+
+
+class Gate:
+    """Decides about calls of one run.
+
+    Args:
+        run_id: the run that certificates must name.
+        is_plaintext: whether the server listens on loopback without certificates; then every caller is local.
+        revoked: serials that are refused.
+        wall_time: seconds since the epoch; only for lifetimes of certificates.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        is_plaintext: bool,
+        revoked: Container[int] = frozenset(),
+        wall_time: Callable[[], float] = time.time,
+    ) -> None:
+        self._run_id = run_id
+        self._is_plaintext = is_plaintext
+        self._revoked = revoked
+        self._wall_time = wall_time
+        # A counter that appears with its first refusal has not increased, for whoever watches rates.
+        for reason in RefusalReason:
+            IDENTITY_REFUSALS.labels(reason.value)
+
+    def admit(self, method: str, auth: Mapping[str, Iterable[bytes]]) -> Peer:
+        """Check a call by what gRPC knows about its connection.
+
+        Raises:
+            Unauthenticated: no identity.
+            PermissionDenied: not for this identity.
+        """
+        peer = LocalPeer() if self._is_plaintext else _identify(auth)
+        if isinstance(peer, Refusal):
+            raise _refused(peer)
+        self.recheck(peer)
+        _raise(refuse_call(method, peer, run=self._run_id))
+        return peer
+
+    def recheck(self, peer: Peer) -> None:
+        """Check what changes with time.
+
+        Raises:
+            Unauthenticated: the certificate was revoked or has expired.
+        """
+        if isinstance(peer, LocalPeer):
+            return
+        _raise(peer.refuse_at(self._wall_time()))
+        if peer.serial in self._revoked:
+            _raise(Refusal(reason=RefusalReason.REVOKED, message=f"certificate {peer.serial:x} is revoked"))
+
+    def check_request(self, method: str, peer: Peer, request: object) -> None:
+        """Check one message of a caller.
+
+        Raises:
+            PermissionDenied: it speaks for another site.
+        """
+        _raise(refuse_request(method, peer, request))
+
+
+def _identify(auth: Mapping[str, Iterable[bytes]]) -> Identity | Refusal:
+    # gRPC also offers peer_spiffe_id, but leaves it out both for no URI and for two; the certificate tells them apart.
+    versions = list(auth.get("ssl_tls_version", ()))
+    if versions != [TLS_VERSION]:
+        stated = versions[0].decode("ascii", "replace") if versions else "unknown"
+        return Refusal(reason=RefusalReason.TLS_VERSION, message=f"TLS 1.3 is needed, the link has {stated}")
+    certificates = list(auth.get("x509_pem_cert", ()))
+    if len(certificates) != 1:
+        return Refusal(reason=RefusalReason.NO_CERTIFICATE, message="the link has no client certificate")
+    return read_identity(certificates[0])
+
+
+def _raise(refusal: Refusal | None) -> None:
+    if refusal is not None:
+        raise _refused(refusal)
+
+
+def _refused(refusal: Refusal) -> Unauthenticated | PermissionDenied:
+    IDENTITY_REFUSALS.labels(refusal.reason.value).inc()
+    if refusal.reason in _FORBIDDEN:
+        return PermissionDenied(refusal.message)
+    # An expired certificate is replaced while the node runs, so it is worth asking again.
+    retry_after_s = EXPIRED_RETRY_S if refusal.reason is RefusalReason.EXPIRED else 0.0
+    return Unauthenticated(refusal.message, retry_after_s=retry_after_s)

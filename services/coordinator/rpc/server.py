@@ -1,0 +1,109 @@
+"""A grpc.aio server with our limits, certificates, health service, interceptors and graceful stop."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2_grpc
+
+from heterorl.common.errors import ConfigError, PortInUse
+from heterorl.common.identity.credentials import MaterialFiles, server_credentials
+from heterorl.common.identity.identity import Identity, Role
+from heterorl.common.identity.revocation import Revocations
+from heterorl.common.identity.tls import ServerTlsConfig, check_tls
+from heterorl.common.rpc.options import server_options
+from heterorl.coordinator.rpc.budget import Budget
+from heterorl.coordinator.rpc.calls import Shares
+from heterorl.coordinator.rpc.door import Door
+from heterorl.coordinator.rpc.gate import Gate
+from heterorl.coordinator.rpc.health_servicer import Health
+from heterorl.coordinator.rpc.interceptors import ErrorsAndTimes
+
+_LOG = logging.getLogger(__name__)
+UNREFUSED_RPCS = 8
+"""Calls that gRPC lets in for each place that the door has; all but the placed ones are on their way out."""
+
+
+class Server:
+    """Wraps the grpc.aio server and its health service."""
+
+    def __init__(
+        self,
+        *,
+        max_message_bytes: int,
+        max_concurrent_rpcs: int,
+        run_id: str,
+        tls: ServerTlsConfig,
+        site_concurrent_rpcs: int = 32,
+        messages_in_flight_bytes: int = 1 << 30,
+        wall_time: Callable[[], float] = time.time,
+    ) -> None:
+        """Prepare a server; the configuration of the coordinator says what the bounds mean.
+
+        Raises:
+            ConfigError: a file of certificates cannot be used, or is not a coordinator's of this run.
+        """
+        self._tls = tls
+        self._files = None if tls.insecure or not tls.cert else MaterialFiles(tls)
+        if self._files is not None:
+            _check_own(self._files.current().identity, run_id=run_id)
+        self._revoked = Revocations(Path(tls.revoked)) if tls.revoked else None
+        if self._files is not None and self._revoked is None:
+            _LOG.warning("tls.revoked is not set: certificates that the authority revokes go on working")
+        gate = Gate(
+            run_id=run_id,
+            is_plaintext=tls.insecure,
+            wall_time=wall_time,
+            revoked=frozenset() if self._revoked is None else self._revoked,
+        )
+        self.door = Door(
+            gate,
+            shares=Shares(places=max_concurrent_rpcs, per_site=site_concurrent_rpcs),
+            budget=Budget(total_bytes=messages_in_flight_bytes, message_bytes=max_message_bytes),
+        )
+        self.grpc = grpc.aio.server(
+            interceptors=[ErrorsAndTimes(), self.door],
+            options=server_options(max_message_bytes),
+            # gRPC counts without asking whose a call is, so its own bound is only for calls that are being refused.
+            maximum_concurrent_rpcs=UNREFUSED_RPCS * max_concurrent_rpcs,
+        )
+        self._health = Health()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+
+    def revoked_serials(self) -> frozenset[int]:
+        """Serial numbers of certificates that are refused now."""
+        return frozenset() if self._revoked is None else self._revoked.current()
+
+    async def start(self, address: str) -> int:
+        """Listen and report SERVING; returns the port.
+
+        Raises:
+            ConfigError: plaintext on an address that others can reach.
+            PortInUse: the address is taken.
+        """
+        check_tls(self._tls, key="listen", address=address)
+        try:
+            if self._files is None:
+                port = self.grpc.add_insecure_port(address)
+            else:
+                port = self.grpc.add_secure_port(address, server_credentials(self._files))
+        except RuntimeError as error:
+            raise PortInUse("listen", address) from error
+        await self.grpc.start()
+        await self._health.set_serving(True)
+        return port
+
+    async def stop(self, grace_s: float) -> None:
+        """Report NOT_SERVING, refuse new calls, give running ones `grace_s` seconds, then cut them."""
+        await self._health.set_serving(False)
+        await self.grpc.stop(grace_s)
+
+
+def _check_own(identity: Identity, *, run_id: str) -> None:
+    if identity.role is not Role.COORDINATOR or identity.run != run_id:
+        raise ConfigError("tls.cert", f"names {identity.uri}, and this is the coordinator of run {run_id}")

@@ -1,0 +1,4 @@
+"""The chain of versions: who may extend it, what was published, in which forms, and the way to each.
+
+Versions are dense and never change. A publication is fenced by the lease's epoch. Open `lineage` first.
+"""

@@ -1,0 +1,93 @@
+"""Which payloads lead from what a sampler has to what it wants: the cheapest path over its link.
+
+Versions are nodes, payloads are edges (a snapshot starts from nothing). Whatever edge is added, a merged delta for
+example, needs no change here. A path of payloads of b_1 ... b_n bytes takes sum(b_i) / bandwidth + n * round_trip
+seconds; in units of the link's bytes it costs
+
+    sum(b_i + object_bytes)        object_bytes = bandwidth * round_trip
+
+so one number describes a link, and each edge has its price. Pure: asks only for the payloads of versions that a
+cheapest path could visit.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+
+from heterorl.common.api import PlanKind
+from heterorl.common.errors import UnknownVersion
+from heterorl.common.types.values import PayloadKind, PayloadRef
+
+NOTHING = -1
+
+
+def plan_pull(
+    into: Callable[[int], Sequence[PayloadRef]],
+    *,
+    have_version: int,
+    want_version: int,
+    base_version: int = NOTHING,
+    object_bytes: int = 0,
+) -> tuple[PlanKind, tuple[PayloadRef, ...], str]:
+    """Choose the payloads to apply, in order, and say why.
+
+    Args:
+        into: payloads that lead to a version, sizes not negative; called at most once a version.
+        have_version: what the caller holds; -1 for nothing.
+        want_version: what the caller wants.
+        base_version: what the caller can rebuild without a transfer, its base model; -1 for nothing.
+        object_bytes: what each payload costs beside its bytes, not negative.
+
+    Raises:
+        UnknownVersion: no path leads to the version.
+    """
+    if have_version == want_version:
+        return PlanKind.SAME, (), f"version {want_version} is already there"
+    if base_version == want_version:
+        return PlanKind.SAME, (), f"version {want_version} is the caller's base model"
+    # Dijkstra backwards from the goal: only the versions between it and a start are visited.
+    cost = {want_version: 0}
+    via: dict[int, PayloadRef] = {}
+    heap = [(0, want_version)]
+    while heap:
+        spent, version = heapq.heappop(heap)
+        if spent > cost[version]:
+            continue
+        if version in (NOTHING, have_version, base_version):
+            return _describe(version, want_version, via, spent)
+        for payload in into(version):
+            start = NOTHING if payload.kind is PayloadKind.SNAPSHOT else payload.from_version
+            if start == NOTHING and payload.kind is not PayloadKind.SNAPSHOT:
+                # Nothing can be built from a difference to nothing, whatever is stated.
+                continue
+            total = spent + payload.num_bytes + object_bytes
+            if total < cost.get(start, total + 1):
+                cost[start] = total
+                via[start] = payload
+                heapq.heappush(heap, (total, start))
+    raise UnknownVersion(f"no payloads lead to version {want_version}")
+
+
+def _describe(
+    start: int, goal: int, via: dict[int, PayloadRef], cost: int
+) -> tuple[PlanKind, tuple[PayloadRef, ...], str]:
+    path: list[PayloadRef] = []
+    while start != goal:
+        path.append(via[start])
+        start = path[-1].to_version
+    num_bytes = sum(payload.num_bytes for payload in path)
+    if path[0].kind is PayloadKind.SNAPSHOT:
+        kind = PlanKind.SNAPSHOT
+        reason = f"snapshot of version {path[0].to_version} and {len(path) - 1} deltas, {num_bytes} bytes"
+    else:
+        kind = PlanKind.CHAIN
+        if len(path) == 1:
+            kind = PlanKind.MERGED if path[0].kind is PayloadKind.MERGED else PlanKind.DELTA
+        reason = f"{len(path)} deltas from version {path[0].from_version}, {num_bytes} bytes"
+    num_merged = sum(payload.kind is PayloadKind.MERGED for payload in path)
+    if num_merged:
+        reason += f", {num_merged} of them merged"
+    if cost > num_bytes:
+        reason += f", {cost} with what the round trips cost"
+    return kind, tuple(path), reason

@@ -46,7 +46,7 @@ from heterorl.learner.backends.torch import TorchBackend
 from heterorl.learner.canary import Canary
 from heterorl.learner.loss_config import GepoConfig
 from heterorl.learner.model import learner_logprobs
-from heterorl.sampler.rollouts import RolloutMaker
+from heterorl.sampler.rollout.maker import RolloutMaker
 
 CHOICES = (("masters", "fp32"), ("published", "fp32"), ("masters", "bf16"), ("published", "bf16"))
 """Weights, and type of the matrix products."""

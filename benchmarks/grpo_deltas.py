@@ -32,7 +32,7 @@ from heterorl.demo.tiny_model import build_tokenizer
 from heterorl.learner.backend_config import TorchBackendConfig
 from heterorl.learner.backends.torch import TorchBackend
 from heterorl.learner.loss_config import GrpoConfig
-from heterorl.sampler.rollouts import RolloutMaker
+from heterorl.sampler.rollout.maker import RolloutMaker
 
 BURN_IN = 16
 DONE = "done.json"

@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 
 from heterorl.common.generation.hf import HfEngine
-from heterorl.common.generation.vllm import VllmEngine
 from heterorl.common.types.values import LogprobMode, SamplingSemantics
 from heterorl.demo.tiny_model import write_tiny_model
+from heterorl.sampler.vllm.engine import VllmEngine
 
 NUM_PROMPTS, GROUP_SIZE, MAX_NEW_TOKENS, NUM_SWAPS = 8, 8, 64, 8
 EOS = 1

@@ -29,7 +29,7 @@ from heterorl.common.types.values import (
 )
 from heterorl.coordinator.schedule import prompt_of, seed_of
 from heterorl.learner.replay import Replayer
-from heterorl.sampler.rollouts import RolloutMaker
+from heterorl.sampler.rollout.maker import RolloutMaker
 
 SEED = 7
 Cheated = tuple[list[Group], list[list[bool]]]

@@ -7,7 +7,7 @@ from typing import Any
 
 from heterorl.common.errors import ConfigError
 from heterorl.lab.config import AlgorithmConfig, ExperimentConfig, LabTaskConfig, RegimeConfig, VariantConfig
-from heterorl.sampler.delay_models import DelayConfig, NoDelay, upper_end
+from heterorl.sampler.policy.delay_models import DelayConfig, NoDelay, upper_end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from heterorl.common.process.config import Config
 from heterorl.common.tasks.registry import TaskConfig
 from heterorl.learner.loss_config import GepoConfig, LossConfig
-from heterorl.sampler.delay_models import DelayConfig, NoDelay
+from heterorl.sampler.policy.delay_models import DelayConfig, NoDelay
 
 AS_PUBLISHED = 20.0
 """`max_log_weight` of the lab: log weights of whole rollouts stay below it, so it bounds numbers and no algorithm."""

@@ -43,9 +43,9 @@ from heterorl.learner.evaluate import EngineGenerator, Evaluator
 from heterorl.sampler import app as sampler_app
 from heterorl.sampler.assembly import assemble as assemble_sampler
 from heterorl.sampler.config import SamplerConfig
-from heterorl.sampler.delay_models import NoDelay
-from heterorl.sampler.outbox import Outbox
-from heterorl.sampler.record import VersionRecord
+from heterorl.sampler.outbox.outbox import Outbox
+from heterorl.sampler.policy.delay_models import NoDelay
+from heterorl.sampler.policy.record import VersionRecord
 
 STEP_S = 1.0
 """Virtual seconds of a learner step."""

@@ -38,13 +38,13 @@ from heterorl.common.types.values import SiteId
 from heterorl.common.weights.parallel import num_threads
 from heterorl.sampler.assembly import Parts, assemble
 from heterorl.sampler.config import SamplerConfig
-from heterorl.sampler.delay import Visibility, max_delay_s, max_delay_versions, max_group_delay_s
-from heterorl.sampler.delivery import Delivery
-from heterorl.sampler.generate import Generation
-from heterorl.sampler.outbox import Outbox
-from heterorl.sampler.policy_sync import PolicySync
-from heterorl.sampler.record import VersionRecord, record_name
-from heterorl.sampler.rollouts import RolloutMaker
+from heterorl.sampler.outbox.delivery import Delivery
+from heterorl.sampler.outbox.outbox import Outbox
+from heterorl.sampler.policy.delay import Visibility, max_delay_s, max_delay_versions, max_group_delay_s
+from heterorl.sampler.policy.record import VersionRecord, record_name
+from heterorl.sampler.policy.sync import PolicySync
+from heterorl.sampler.rollout.generate import Generation
+from heterorl.sampler.rollout.maker import RolloutMaker
 from heterorl.sampler.session import Session
 
 _LOG = logging.getLogger(__name__)

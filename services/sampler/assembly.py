@@ -10,7 +10,6 @@ import torch
 
 from heterorl.common.generation.engine import Engine
 from heterorl.common.generation.hf import HfEngine
-from heterorl.common.generation.vllm import VllmEngine
 from heterorl.common.model.canary import ScoredText, canary_texts
 from heterorl.common.model.contract import build_contract
 from heterorl.common.model.directory import check_model_dir
@@ -21,7 +20,8 @@ from heterorl.common.tasks.task import Task
 from heterorl.common.types.values import Contract, SamplingSemantics
 from heterorl.common.weights.arena import Arena
 from heterorl.sampler.config import HfEngineConfig, SamplerConfig
-from heterorl.sampler.flavoured_engine import FlavouredEngine
+from heterorl.sampler.policy.flavoured_engine import FlavouredEngine
+from heterorl.sampler.vllm.engine import VllmEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

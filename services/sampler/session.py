@@ -22,8 +22,8 @@ from heterorl.common.process.bell import Bell
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.words import peer_words
 from heterorl.common.types.values import Digest
-from heterorl.sampler.outbox import Outbox
-from heterorl.sampler.record import VersionRecord, check_head
+from heterorl.sampler.outbox.outbox import Outbox
+from heterorl.sampler.policy.record import VersionRecord, check_head
 from heterorl.sampler.waiting import Patience
 
 _LOG = logging.getLogger(__name__)

@@ -20,15 +20,15 @@ DECISIONS = [
     "learner/importance.py",
     "learner/masks.py",
     "learner/advantages.py",
-    "sampler/delay.py",
+    "sampler/policy/delay.py",
 ]
 LOOPS = [
     "common/pull/pull.py",
-    "sampler/delivery.py",
-    "sampler/generate.py",
-    "sampler/policy_sync.py",
-    "sampler/record.py",
-    "sampler/rollouts.py",
+    "sampler/outbox/delivery.py",
+    "sampler/rollout/generate.py",
+    "sampler/policy/sync.py",
+    "sampler/policy/record.py",
+    "sampler/rollout/maker.py",
     "sampler/session.py",
     "sampler/waiting.py",
 ]

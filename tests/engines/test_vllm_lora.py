@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from heterorl.common.errors import StaleWeights
-from heterorl.common.generation import vllm_weights
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach, merge
 from heterorl.common.model.lora import LoraConfig
 from heterorl.common.types.values import VersionSpan
+from heterorl.sampler.vllm import weights
 from tests.support.engines import PROMPTS, Truth, semantics, vllm_engine, write_model
 
 pytestmark = [pytest.mark.timeout(1500), pytest.mark.slow, pytest.mark.filterwarnings("default")]
@@ -112,10 +112,10 @@ def test_damaged_adapters_are_seen_and_the_next_load_starts_again(made, monkeypa
     engine, base, truth = made
     state = adapters(base, seed=21)
     engine.load(adapters(base, seed=20), 20)
-    write = vllm_weights.write_weights
+    write = weights.write_weights
     with monkeypatch.context() as patched:
         patched.setattr(
-            vllm_weights,
+            weights,
             "write_weights",
             lambda arena, path, names, rename: write(base, path, names=names, rename=rename),
         )

@@ -5,8 +5,8 @@ import threading
 import pytest
 
 from heterorl.common.errors import EngineDied, EngineError, StaleWeights
-from heterorl.common.generation import vllm_weights
 from heterorl.common.types.values import VersionSpan
+from heterorl.sampler.vllm import weights
 from tests.support.engines import PROMPTS, Truth, disturbed, semantics, vllm_engine, write_model
 
 pytestmark = [pytest.mark.timeout(1500), pytest.mark.slow, pytest.mark.filterwarnings("default")]
@@ -45,7 +45,7 @@ def test_swaps_are_seen_go_wrong_and_are_put_right(made, monkeypatch):
     state = disturbed(base, seed=2)
     checkpoint = weights_dir / "checkpoint"
     checkpoint.mkdir()
-    vllm_weights.write_weights(state, checkpoint / "model.safetensors", names=engine._weights.names)
+    weights.write_weights(state, checkpoint / "model.safetensors", names=engine._weights.names)
     engine._alive().call("reload_weights", None, str(checkpoint))
     assert truth.difference(state, generate(engine), SAMPLING) > 1e-2
 
@@ -53,9 +53,9 @@ def test_swaps_are_seen_go_wrong_and_are_put_right(made, monkeypatch):
     state = disturbed(base, seed=3)
     spoiled = state.copy()
     spoiled.view("model.layers.1.self_attn.o_proj.weight")[:] = base.view("model.layers.1.self_attn.o_proj.weight")
-    write = vllm_weights.write_weights
+    write = weights.write_weights
     with monkeypatch.context() as patched:
-        patched.setattr(vllm_weights, "write_weights", lambda arena, path, names: write(spoiled, path, names=names))
+        patched.setattr(weights, "write_weights", lambda arena, path, names: write(spoiled, path, names=names))
         with pytest.raises(StaleWeights, match="version 3"):
             engine.load(state, 3)
     assert engine.version == -1
@@ -75,7 +75,7 @@ def test_swaps_are_seen_go_wrong_and_are_put_right(made, monkeypatch):
     engine.load(state, 4)
     assert truth.difference(state, generate(engine), SAMPLING) < 1e-5
     with monkeypatch.context() as patched:
-        patched.setattr(vllm_weights, "write_weights", lambda arena, path, names: write(arena, path, names=names[:-1]))
+        patched.setattr(weights, "write_weights", lambda arena, path, names: write(arena, path, names=names[:-1]))
         with pytest.raises(EngineDied, match="no weights for"):
             engine.load(state, 5)
     assert engine.version == -1
@@ -96,9 +96,9 @@ def test_swap_in_flight_that_goes_wrong_drops_the_batch_at_once(made, monkeypatc
     thread = threading.Thread(target=batch)
     spoiled = disturbed(base, seed=7)
     spoiled.view("model.layers.1.self_attn.o_proj.weight")[:] = base.view("model.layers.1.self_attn.o_proj.weight")
-    write = vllm_weights.write_weights
+    write = weights.write_weights
     with monkeypatch.context() as patched:
-        patched.setattr(vllm_weights, "write_weights", lambda arena, path, names: write(spoiled, path, names=names))
+        patched.setattr(weights, "write_weights", lambda arena, path, names: write(spoiled, path, names=names))
         thread.start()
         while not engine._alive()._running:
             pass

@@ -24,10 +24,10 @@ from heterorl.common.types.values import PayloadKind
 from heterorl.common.wire.groups import manifest_digest, manifest_from_bytes
 from heterorl.coordinator import shelf
 from heterorl.learner import incarnation
-from heterorl.sampler.delay import Visibility
-from heterorl.sampler.delay_models import NoDelay
-from heterorl.sampler.policy_sync import PolicySync
-from heterorl.sampler.record import VersionRecord
+from heterorl.sampler.policy.delay import Visibility
+from heterorl.sampler.policy.delay_models import NoDelay
+from heterorl.sampler.policy.record import VersionRecord
+from heterorl.sampler.policy.sync import PolicySync
 from tests.support.crashes import Disk, Image
 from tests.support.learner_world import LAYOUT, NumpyBackend, fill, learn, learner_config, open_coordinator
 from tests.support.merging import LARGER, RandomRun, keeping, published, puller, stored_files

@@ -24,7 +24,7 @@ from heterorl.learner.config import LearnerConfig
 from heterorl.sampler import app as sampler_app
 from heterorl.sampler.assembly import assemble as assemble_sampler
 from heterorl.sampler.config import SamplerConfig
-from heterorl.sampler.outbox import Outbox
+from heterorl.sampler.outbox.outbox import Outbox
 from tests.support.cluster import Cluster
 from tests.support.learner_world import open_coordinator, rows
 from tests.support.links import PLAINTEXT

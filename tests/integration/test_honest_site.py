@@ -15,7 +15,7 @@ from heterorl.learner.config import LearnerConfig
 from heterorl.learner.model import learner_logprobs
 from heterorl.sampler import app as sampler_app
 from heterorl.sampler.config import SamplerConfig
-from heterorl.sampler.outbox import Outbox
+from heterorl.sampler.outbox.outbox import Outbox
 from tests.support.learner_world import open_coordinator
 
 SHARED = {"group_size": 2, "sampling": {"max_new_tokens": 4}}

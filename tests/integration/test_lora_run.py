@@ -27,7 +27,7 @@ from heterorl.learner.export import export_model
 from heterorl.sampler import app as sampler_app
 from heterorl.sampler.assembly import assemble as assemble_sampler
 from heterorl.sampler.config import SamplerConfig
-from heterorl.sampler.outbox import Outbox
+from heterorl.sampler.outbox.outbox import Outbox
 from tests.support.learner_world import open_coordinator, rows
 
 LORA = {"rank": 4, "alpha": 8.0, "target_modules": ("q_proj", "v_proj", "down_proj")}

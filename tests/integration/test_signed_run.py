@@ -31,10 +31,10 @@ from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.rpc.server import Server
 from heterorl.coordinator.servicer import PolicyServicer, RolloutServicer, RunServicer
-from heterorl.sampler.delay import Visibility
-from heterorl.sampler.delay_models import FixedDelay, NoDelay
-from heterorl.sampler.policy_sync import PolicySync
-from heterorl.sampler.record import RunReplaced, VersionRecord
+from heterorl.sampler.policy.delay import Visibility
+from heterorl.sampler.policy.delay_models import FixedDelay, NoDelay
+from heterorl.sampler.policy.record import RunReplaced, VersionRecord
+from heterorl.sampler.policy.sync import PolicySync
 from heterorl.v1 import policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
 from tests.support.learner_world import fill, learn, learner_config, rows
 from tests.support.links import PLAINTEXT
@@ -111,7 +111,7 @@ async def sampling(client, directory, keys, *, delay=NO_DELAY, layout=LAYOUT):
         bell=bell,
         rng=random.Random(0),
     )
-    logger = logging.getLogger("heterorl.sampler.policy_sync")
+    logger = logging.getLogger("heterorl.sampler.policy.sync")
     logger.addHandler(heard)
     tasks = [asyncio.create_task(policy.watch()), asyncio.create_task(policy.sync())]
 

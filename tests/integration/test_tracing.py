@@ -16,9 +16,9 @@ from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.values import Digest, FinishReason, RewardPart, SiteId, VersionSpan
 from heterorl.common.wire.groups import bytes_digest, group_from_bytes, group_to_bytes
 from heterorl.learner.observe import observe_step
-from heterorl.sampler.delivery import Delivery
-from heterorl.sampler.outbox import Outbox
-from heterorl.sampler.rollouts import RolloutMaker
+from heterorl.sampler.outbox.delivery import Delivery
+from heterorl.sampler.outbox.outbox import Outbox
+from heterorl.sampler.rollout.maker import RolloutMaker
 from tests.support.run import INCARNATION, REPORT, SITE, credits_of
 from tests.support.secure_run import SecureRun
 

@@ -18,7 +18,7 @@ from heterorl.common.generation.engine import Completion
 from heterorl.common.model.canary import ScoredText
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.values import Digest, FinishReason, WorkAssignment
-from heterorl.sampler.rollouts import Batch, RolloutMaker
+from heterorl.sampler.rollout.maker import Batch, RolloutMaker
 
 
 class Doctored:

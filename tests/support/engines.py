@@ -48,7 +48,7 @@ def hf_engine(model_dir: Path, **changes: Any) -> HfEngine:
 
 
 def vllm_engine(model_dir: Path, weights_dir: Path, **changes: Any) -> Any:
-    from heterorl.common.generation.vllm import VllmEngine
+    from heterorl.sampler.vllm.engine import VllmEngine
 
     values = {"compute_dtype": "fp32", "batch_rows": 32, "kv_cache_bytes": 32 << 20, **changes.pop("engine", {})}
     return VllmEngine(

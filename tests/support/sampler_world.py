@@ -27,8 +27,8 @@ from heterorl.coordinator.core import Coordinator
 from heterorl.sampler.app import Sampler, join
 from heterorl.sampler.assembly import Parts
 from heterorl.sampler.config import SamplerConfig
-from heterorl.sampler.outbox import Outbox
-from heterorl.sampler.record import VersionRecord
+from heterorl.sampler.outbox.outbox import Outbox
+from heterorl.sampler.policy.record import VersionRecord
 from tests.support.clock import ManualClock
 from tests.support.run import CONTRACT, LAYOUT, SITE, Run
 

@@ -9,14 +9,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from heterorl.common.errors import ConfigError, StaleWeights
-from heterorl.common.generation import canary
-from heterorl.common.generation.vllm_requests import logprobs_mode, seed_of
-from heterorl.common.generation.weights_file import stored_names, write_weights
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach
 from heterorl.common.model.lora import LoraConfig
 from heterorl.common.types.values import Digest, LogprobMode
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
+from heterorl.sampler.vllm import canary
+from heterorl.sampler.vllm.requests import logprobs_mode, seed_of
+from heterorl.sampler.vllm.weights_file import stored_names, write_weights
 from tests.support.engines import semantics
 from tests.support.training import VOCAB_SIZE, tiny_model
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from heterorl.common.generation.private_directory import PrivateDirectory, remove_left
+from heterorl.sampler.vllm.private_directory import PrivateDirectory, remove_left
 
 OWNER = """
 import pathlib, sys

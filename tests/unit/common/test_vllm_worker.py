@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from heterorl.common.generation.vllm_worker import ArenaWorker
+from heterorl.sampler.vllm.worker import ArenaWorker
 
 
 class Packing:

@@ -11,7 +11,7 @@ from heterorl.coordinator import ages, ledger
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.sampler.config import SamplerConfig
-from heterorl.sampler.delay import max_delay_s
+from heterorl.sampler.policy.delay import max_delay_s
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, SITE, Run, credits_of
 from tests.support.sampler_world import World

@@ -13,7 +13,7 @@ from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.quotas import MAX_WAIT_S, Bucket, Quotas, Rate, filled, wait_s
 from heterorl.coordinator.schedule import Load, Pace, decide_grant
 from heterorl.coordinator.turns import Turns
-from heterorl.sampler.delivery import settle
+from heterorl.sampler.outbox.delivery import settle
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, Run, credits_of
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from heterorl.sampler.delay import MIN_INTERVAL_S, Visibility, group_delay_s, max_delay_versions
-from heterorl.sampler.delay_models import (
+from heterorl.sampler.policy.delay import MIN_INTERVAL_S, Visibility, group_delay_s, max_delay_versions
+from heterorl.sampler.policy.delay_models import (
     DelayConfig,
     ExponentialDelay,
     FixedDelay,

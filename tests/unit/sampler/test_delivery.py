@@ -8,8 +8,8 @@ import pytest
 from heterorl.common.errors import DiskFull, InvalidRequest, Unreachable
 from heterorl.common.process.bell import Bell
 from heterorl.common.types.values import DropReason, PushOutcome, PushStatus
-from heterorl.sampler.delivery import Delivery, settle
-from heterorl.sampler.outbox import Outbox
+from heterorl.sampler.outbox.delivery import Delivery, settle
+from heterorl.sampler.outbox.outbox import Outbox
 from tests.support.run import Run
 from tests.unit.sampler.test_outbox import spooled_groups
 

@@ -12,7 +12,7 @@ import pytest
 from heterorl.common.errors import ConfigError, CorruptStore, DiskFull, MalformedPayload
 from heterorl.common.types.values import GroupId, SiteId, VersionSpan, WorkAssignment
 from heterorl.common.wire.groups import group_to_bytes
-from heterorl.sampler.outbox import Outbox
+from heterorl.sampler.outbox.outbox import Outbox
 from tests.support.run import Run, rollout
 
 

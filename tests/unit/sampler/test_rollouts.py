@@ -24,7 +24,7 @@ from heterorl.common.types.values import (
 )  # fmt: skip
 from heterorl.common.weights.arena import Arena
 from heterorl.demo.tiny_model import EOS, write_tiny_model
-from heterorl.sampler.rollouts import RolloutMaker
+from heterorl.sampler.rollout.maker import RolloutMaker
 
 ROOT = Digest("ab" * 32)
 BROKEN = 13

@@ -16,7 +16,7 @@ from heterorl.common.errors import (
 )
 from heterorl.common.model.canary import ScoredText
 from heterorl.common.types.values import PushOutcome, PushStatus, WorkAssignment
-from heterorl.sampler.record import RunReplaced
+from heterorl.sampler.policy.record import RunReplaced
 from tests.support.run import CONTRACT
 from tests.support.sampler_world import World
 

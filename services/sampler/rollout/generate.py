@@ -30,14 +30,14 @@ from heterorl.common.pull.pull import PulledVersion
 from heterorl.common.types.standstill import RELEASE
 from heterorl.common.types.values import Digest, WorkAssignment
 from heterorl.sampler.config import SamplerConfig
-from heterorl.sampler.outbox import Outbox
-from heterorl.sampler.policy_sync import PolicySync
-from heterorl.sampler.rollouts import Batch, RolloutMaker
+from heterorl.sampler.outbox.outbox import Outbox
+from heterorl.sampler.outbox.spooling import Spooling
+from heterorl.sampler.policy.sync import PolicySync
+from heterorl.sampler.rollout.maker import Batch, RolloutMaker
+from heterorl.sampler.rollout.work import Work
+from heterorl.sampler.rollout.work_log import WorkLog
 from heterorl.sampler.session import NO_ROOT, Session
-from heterorl.sampler.spooling import Spooling
 from heterorl.sampler.waiting import Patience
-from heterorl.sampler.work import Work
-from heterorl.sampler.work_log import WorkLog
 
 _LOG = logging.getLogger(__name__)
 ENGINE_CAP_S = 300.0

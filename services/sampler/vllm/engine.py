@@ -20,11 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from heterorl.common.errors import ConfigError, EngineDied, EngineError
-from heterorl.common.generation import canary
 from heterorl.common.generation.engine import Completion
-from heterorl.common.generation.vllm_process import VllmProcess, import_vllm
-from heterorl.common.generation.vllm_requests import chosen, completion, logprobs_mode, seed_of, settings
-from heterorl.common.generation.vllm_weights import WeightsOnTheWay
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach, base_digest
 from heterorl.common.model.canary import ScoredText
@@ -32,6 +28,10 @@ from heterorl.common.model.directory import first_line
 from heterorl.common.model.lora import ALL_WEIGHTS, LoraConfig
 from heterorl.common.types.values import Digest, Float32Array, Int32Array, LogprobMode, SamplingSemantics
 from heterorl.common.weights.arena import Arena, Dtype, Layout
+from heterorl.sampler.vllm import canary
+from heterorl.sampler.vllm.process import VllmProcess, import_vllm
+from heterorl.sampler.vllm.requests import chosen, completion, logprobs_mode, seed_of, settings
+from heterorl.sampler.vllm.weights import WeightsOnTheWay
 
 _LOG = logging.getLogger(__name__)
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
@@ -125,7 +125,7 @@ class VllmEngine:
             "generation_config": "vllm",
             "skip_tokenizer_init": True,
             "disable_log_stats": True,
-            "worker_extension_cls": "heterorl.common.generation.vllm_worker.ArenaWorker",
+            "worker_extension_cls": "heterorl.sampler.vllm.worker.ArenaWorker",
             **self._weights.arguments(),
         }
         self._max_running = batch_rows

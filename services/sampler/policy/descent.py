@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from heterorl.common.errors import UnknownVersion, UnprovenDescent
 from heterorl.common.types.values import Manifest
 from heterorl.common.wire.groups import manifest_digest, manifest_from_bytes
-from heterorl.sampler.record import RunReplaced, SeenVersion
+from heterorl.sampler.policy.record import RunReplaced, SeenVersion
 
 Fetch = Callable[[int, int], Awaitable[Sequence[bytes]]]
 """From the oldest and the newest of a range of versions to their manifests, newest first, as many as fit one answer."""

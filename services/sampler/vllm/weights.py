@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.generation.private_directory import PrivateDirectory
-from heterorl.common.generation.vllm_process import VllmProcess
-from heterorl.common.generation.weights_file import stored_names, write_weights
 from heterorl.common.model.adapters import PARTS
 from heterorl.common.types.values import LoraSettings
 from heterorl.common.weights.arena import Arena, Layout
+from heterorl.sampler.vllm.private_directory import PrivateDirectory
+from heterorl.sampler.vllm.process import VllmProcess
+from heterorl.sampler.vllm.weights_file import stored_names, write_weights
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM makes room for."""

@@ -16,7 +16,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from heterorl.common.errors import DependencyMissing, EngineDied
-from heterorl.common.generation.vllm_requests import NO_VERSION
+from heterorl.sampler.vllm.requests import NO_VERSION
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from heterorl.common.errors import DiskFull
 from heterorl.common.process.clock import Clock
 from heterorl.common.types.values import Group
-from heterorl.sampler.delay import group_delay_s
-from heterorl.sampler.delay_models import DelayConfig
-from heterorl.sampler.outbox import Outbox
+from heterorl.sampler.outbox.outbox import Outbox
+from heterorl.sampler.policy.delay import group_delay_s
+from heterorl.sampler.policy.delay_models import DelayConfig
 from heterorl.sampler.waiting import Patience
 
 _LOG = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from rich.filesize import decimal
 
-from heterorl.sampler.outbox import Level
-from heterorl.sampler.rollouts import Batch
+from heterorl.sampler.outbox.outbox import Level
+from heterorl.sampler.rollout.maker import Batch
 
 _LOG = logging.getLogger(__name__)
 EVERY_S = 60.0

@@ -27,7 +27,7 @@ from heterorl.common.process import metrics
 from heterorl.common.process.files import make_directory
 from heterorl.common.types.values import Digest, Group, GroupId, SiteId
 from heterorl.common.wire.groups import group_from_bytes, group_to_bytes
-from heterorl.sampler.spool_file import NAME, open_spool, set_aside, typed
+from heterorl.sampler.outbox.spool_file import NAME, open_spool, set_aside, typed
 
 _LOG = logging.getLogger(__name__)
 MAX_SEQUENCE = 2**48

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 
-from heterorl.sampler.delay_models import DelayConfig, NoDelay, SomeDelay, draw, upper_end
+from heterorl.sampler.policy.delay_models import DelayConfig, NoDelay, SomeDelay, draw, upper_end
 
 MAX_SEEN = 100_000
 """Versions on their way at once, as far as they are told; more than any delay holds at a version a second."""

@@ -24,9 +24,9 @@ from heterorl.common.process.bell import Bell, ring_or_time
 from heterorl.common.process.clock import Clock
 from heterorl.common.pull.pull import PulledVersion, Puller
 from heterorl.common.wire.groups import manifest_from_bytes
-from heterorl.sampler.delay import Visibility
-from heterorl.sampler.descent import check_descent
-from heterorl.sampler.record import SeenVersion, VersionRecord, check_head
+from heterorl.sampler.policy.delay import Visibility
+from heterorl.sampler.policy.descent import check_descent
+from heterorl.sampler.policy.record import SeenVersion, VersionRecord, check_head
 from heterorl.sampler.waiting import Patience
 
 _LOG = logging.getLogger(__name__)

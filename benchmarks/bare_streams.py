@@ -15,7 +15,7 @@ import grpc.aio
 
 from heterorl.common.process.allocator import keep_freed_frames
 from heterorl.common.rpc.options import FRAME_BYTES, link_options
-from heterorl.coordinator.blob_files import write_all
+from heterorl.coordinator.store.files import write_all
 from heterorl.v1 import policy_pb2
 
 _BARE = "/bench.Bare/Read"

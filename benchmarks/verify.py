@@ -43,8 +43,8 @@ from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.arithmetic import ArithmeticTask
 from heterorl.common.types.values import NO_LORA, Contract, Group, QueuedGroup, Rollout
 from heterorl.common.weights.arena import Arena
-from heterorl.coordinator.admission import ending_problem
-from heterorl.coordinator.schedule import seed_of
+from heterorl.coordinator.groups.admission import ending_problem
+from heterorl.coordinator.groups.schedule import seed_of
 from heterorl.learner.backend_config import TorchBackendConfig
 from heterorl.learner.backends.torch import TorchBackend
 from heterorl.learner.loss_config import GepoConfig

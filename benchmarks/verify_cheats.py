@@ -27,7 +27,7 @@ from heterorl.common.types.values import (
     SiteId,
     WorkAssignment,
 )
-from heterorl.coordinator.schedule import prompt_of, seed_of
+from heterorl.coordinator.groups.schedule import prompt_of, seed_of
 from heterorl.learner.replay import Replayer
 from heterorl.sampler.rollout.maker import RolloutMaker
 

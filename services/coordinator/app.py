@@ -25,14 +25,14 @@ from heterorl.common.errors import CorruptStore, Draining
 from heterorl.common.process import descriptors, metrics, notify, tracing
 from heterorl.common.process.clock import Clock, SystemClock
 from heterorl.coordinator import observe
-from heterorl.coordinator.backup_servicer import BackupServicer
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.diagnosis import DiagnosisServicer
-from heterorl.coordinator.presence import Presence
 from heterorl.coordinator.rpc.server import Server
-from heterorl.coordinator.servicer import PolicyServicer, RolloutServicer, RunServicer
-from heterorl.coordinator.steady import Steady
+from heterorl.coordinator.servicers.backup import BackupServicer
+from heterorl.coordinator.servicers.diagnosis import DiagnosisServicer
+from heterorl.coordinator.servicers.services import PolicyServicer, RolloutServicer, RunServicer
+from heterorl.coordinator.sites.presence import Presence
+from heterorl.coordinator.store.steady import Steady
 from heterorl.v1 import backup_pb2_grpc, diagnosis_pb2_grpc, policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
 
 _LOG = logging.getLogger(__name__)

@@ -6,9 +6,9 @@ import datetime
 from collections.abc import Callable
 from pathlib import Path
 
-from heterorl.coordinator import audit
-from heterorl.coordinator.audit import AuditRow
-from heterorl.coordinator.history import open_store
+from heterorl.coordinator.offline.history import open_store
+from heterorl.coordinator.sites import audit
+from heterorl.coordinator.sites.audit import AuditRow
 
 SOUND, FAULTY = 0, 2
 Say = Callable[[str], None]

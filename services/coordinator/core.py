@@ -25,14 +25,17 @@ from heterorl.common.process import metrics
 from heterorl.common.process.clock import Clock
 from heterorl.common.types.standstill import RELEASE
 from heterorl.common.types.values import RunStatus, SiteId, StepReport
-from heterorl.coordinator import audit, canary, flavours, lineage, quarantine, repeats, reports, watermark
-from heterorl.coordinator.audit import AuditKind
+from heterorl.coordinator import status
 from heterorl.coordinator.config import CoordinatorConfig
-from heterorl.coordinator.database import Database, get_meta, set_meta
-from heterorl.coordinator.flaps import note_left_out
 from heterorl.coordinator.opening import open_node
-from heterorl.coordinator.policies import Policies
-from heterorl.coordinator.rollouts import Rollouts
+from heterorl.coordinator.policy import Policies
+from heterorl.coordinator.rollout import Rollouts
+from heterorl.coordinator.sites import audit, canary, quarantine, watermark
+from heterorl.coordinator.sites.audit import AuditKind
+from heterorl.coordinator.sites.flaps import note_left_out
+from heterorl.coordinator.store import repeats
+from heterorl.coordinator.store.database import Database, get_meta, set_meta
+from heterorl.coordinator.versions import flavours, lineage
 
 _LOG = logging.getLogger(__name__)
 MAX_SEQUENCE = 2**62
@@ -171,7 +174,7 @@ class Coordinator(Policies, Rollouts):
         """The state of the run."""
         now, wall = self.clock.monotonic(), self.clock.wall()
         return await self.database.run(
-            lambda connection: reports.run_status(
+            lambda connection: status.run_status(
                 connection,
                 config=self.config,
                 sites=self.sites,
@@ -220,7 +223,7 @@ class Coordinator(Policies, Rollouts):
 
         def operation(connection: sqlite3.Connection) -> None:
             lineage.check_epoch(connection, epoch)
-            set_meta(connection, reports.FACTS, text)
+            set_meta(connection, status.FACTS, text)
 
         await self.change(operation)
 
@@ -228,7 +231,7 @@ class Coordinator(Policies, Rollouts):
         """Step reports after a cursor."""
         if not 1 <= limit <= 1000:
             raise InvalidRequest(f"limit: {limit} is not in 1..1000")
-        return await self.database.run(lambda connection: reports.list_steps(connection, after_step, limit))
+        return await self.database.run(lambda connection: status.list_steps(connection, after_step, limit))
 
     async def drain(self, *, reason: str, epoch: int | None = None) -> None:
         """Hand out no more work until a learner acquires the lease again; a learner's order is fenced by its epoch."""

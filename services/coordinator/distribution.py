@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable
 from heterorl.common.api import HeadUpdate, PullPlan
 from heterorl.common.errors import Draining
 from heterorl.common.types.values import Digest, SignedManifest
-from heterorl.coordinator import lineage, manifests, plans
-from heterorl.coordinator.node import Node
-from heterorl.coordinator.spans import worth_merging
+from heterorl.coordinator.parts import Node
+from heterorl.coordinator.payloads.merging.spans import worth_merging
+from heterorl.coordinator.versions import lineage, manifests, plans
 
 
 class Distribution(Node):

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 
 from heterorl.common.errors import InvalidRequest, LeaseHeld
 from heterorl.common.types.values import Contract, LeaseGrant
-from heterorl.coordinator import audit, group_size, lineage, queue, rollback
-from heterorl.coordinator import flavours as forms
-from heterorl.coordinator.audit import AuditKind
-from heterorl.coordinator.database import get_meta, set_meta
-from heterorl.coordinator.membership import Lease, decide_acquire
-from heterorl.coordinator.node import Node
+from heterorl.coordinator.groups import group_size, queue
+from heterorl.coordinator.parts import Node
+from heterorl.coordinator.sites import audit
+from heterorl.coordinator.sites.audit import AuditKind
+from heterorl.coordinator.store.database import get_meta, set_meta
+from heterorl.coordinator.versions import flavours as forms
+from heterorl.coordinator.versions import lineage, rollback
+from heterorl.coordinator.versions.lease import Lease, decide_acquire
 
 _LOG = logging.getLogger(__name__)
 MAX_INCARNATION = 64

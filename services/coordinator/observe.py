@@ -14,8 +14,8 @@ from heterorl.common.process import metrics
 from heterorl.common.process.tracing import TRACER
 from heterorl.common.types.standstill import quarantined_sites
 from heterorl.common.types.values import DropReason, LedgerCounts, PushOutcome, QueuedGroup, RunStatus, SiteStatus
-from heterorl.coordinator import lineage
 from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.versions import lineage
 
 SILENCE_LIMIT_S = 86_400.0
 """A site that said nothing for so long has left; its gauges are no longer shown."""

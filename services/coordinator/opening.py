@@ -8,21 +8,22 @@ import sqlite3
 from heterorl.common.errors import ConfigError, ContractMismatch
 from heterorl.common.process.bell import Bell
 from heterorl.common.process.clock import Clock
-from heterorl.coordinator import group_size, lineage, queue
-from heterorl.coordinator.backup import Backups
-from heterorl.coordinator.blobs import BlobStore
-from heterorl.coordinator.composer import Composer
 from heterorl.coordinator.config import CoordinatorConfig
-from heterorl.coordinator.database import Database, get_meta, set_meta
-from heterorl.coordinator.flaps import Flaps
-from heterorl.coordinator.merges import Merges
-from heterorl.coordinator.node import Node
-from heterorl.coordinator.pull_leases import PullLeases
-from heterorl.coordinator.reading import Reading
-from heterorl.coordinator.relief import Relief
-from heterorl.coordinator.room import Room, operators_error
-from heterorl.coordinator.sites import Sites
-from heterorl.coordinator.upkeep import Keeper
+from heterorl.coordinator.groups import group_size, queue
+from heterorl.coordinator.parts import Node
+from heterorl.coordinator.payloads.backup import Backups
+from heterorl.coordinator.payloads.keeper import Keeper
+from heterorl.coordinator.payloads.leases import PullLeases
+from heterorl.coordinator.payloads.merging.cache import Merges
+from heterorl.coordinator.payloads.merging.composer import Composer
+from heterorl.coordinator.payloads.reading import Reading
+from heterorl.coordinator.payloads.relief import Relief
+from heterorl.coordinator.sites.flaps import Flaps
+from heterorl.coordinator.sites.sites import Sites
+from heterorl.coordinator.store.blobs import BlobStore
+from heterorl.coordinator.store.database import Database, get_meta, set_meta
+from heterorl.coordinator.store.room import Room, operators_error
+from heterorl.coordinator.versions import lineage
 
 
 async def open_node(config: CoordinatorConfig, clock: Clock, *, store: type[Database]) -> Node:

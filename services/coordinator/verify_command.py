@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from heterorl.common.types.values import Manifest
-from heterorl.coordinator.history import History, read_histories
-from heterorl.coordinator.kept import rebuildable, with_offered
-from heterorl.coordinator.replay import check_payloads, num_rebuilt, replay
-from heterorl.coordinator.verify import Check, Report, check_manifests
+from heterorl.coordinator.offline.history import History, read_histories
+from heterorl.coordinator.offline.kept import rebuildable, with_offered
+from heterorl.coordinator.offline.payloads import check_payloads, num_rebuilt, replay
+from heterorl.coordinator.offline.verify import Check, Report, check_manifests
 
 SOUND, FAULTY = 0, 2
 MAX_SHOWN = 50

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from heterorl.common.errors import Draining
-from heterorl.coordinator.database import Database
+from heterorl.coordinator.store.database import Database
 
 ResultT = TypeVar("ResultT")
 

@@ -26,9 +26,9 @@ from heterorl.common.model.contract import SamplingConfig
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.registry import build_task
 from heterorl.common.types.values import RunStatus
-from heterorl.coordinator import ledger
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.groups import ledger
 from heterorl.lab.benchmarks import split_evaluation
 from heterorl.lab.cell import Cell
 from heterorl.lab.inline_store import InlineDatabase

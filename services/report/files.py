@@ -11,9 +11,9 @@ from typing import Any
 from heterorl.common.errors import CorruptStore, OperatorError
 from heterorl.common.types.facts import facts_of
 from heterorl.common.types.values import StepReport
-from heterorl.coordinator import ledger
-from heterorl.coordinator.history import STORE_FILE, is_in_use, open_store
-from heterorl.coordinator.reports import FACTS, list_steps
+from heterorl.coordinator.groups import ledger
+from heterorl.coordinator.offline.history import STORE_FILE, is_in_use, open_store
+from heterorl.coordinator.status import FACTS, list_steps
 from heterorl.report.past_run import PastRun, SiteTotals
 
 STEPS_FILE, VERSIONS_FILE, EVALUATIONS_FILE, RUN_FILE = "steps.jsonl", "versions.jsonl", "evaluations.jsonl", "run.json"

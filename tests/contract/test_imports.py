@@ -10,9 +10,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "services").rglob("*.py"))
 DECISIONS = [
-    "coordinator/membership.py",
-    "coordinator/schedule.py",
-    "coordinator/ledger.py",
+    "coordinator/versions/lease.py",
+    "coordinator/groups/schedule.py",
+    "coordinator/groups/ledger.py",
     "coordinator/versions/path.py",
     "common/weights/manifest.py",
     "learner/losses.py",

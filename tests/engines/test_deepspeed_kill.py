@@ -15,7 +15,7 @@ from heterorl.common.api import Registration
 from heterorl.common.types.values import FinishReason, PushStatus
 from heterorl.common.wire.groups import manifest_from_bytes
 from heterorl.coordinator.rpc.server import Server
-from heterorl.coordinator.servicer import PolicyServicer, RolloutServicer, RunServicer
+from heterorl.coordinator.servicers.services import PolicyServicer, RolloutServicer, RunServicer
 from heterorl.demo.tiny_model import write_tiny_model
 from heterorl.learner.assembly import assemble
 from heterorl.learner.config import LearnerConfig

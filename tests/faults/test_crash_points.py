@@ -22,7 +22,7 @@ from heterorl.common.process.clock import SystemClock
 from heterorl.common.pull.pull import Puller
 from heterorl.common.types.values import PayloadKind
 from heterorl.common.wire.groups import manifest_digest, manifest_from_bytes
-from heterorl.coordinator import shelf
+from heterorl.coordinator.payloads import index
 from heterorl.learner import incarnation
 from heterorl.sampler.policy.delay import Visibility
 from heterorl.sampler.policy.delay_models import NoDelay
@@ -138,7 +138,7 @@ async def check_learner(directory: Path, image: Image, reference: dict[int, str]
                 assert manifest_digest(await core.get_manifest(version=facts[0])) == facts[1]
             else:
                 assert (await core.get_status()).ledger.acked == facts[0]
-        offered = (await core.database.run(shelf.graph)).payloads
+        offered = (await core.database.run(index.graph)).payloads
         assert all([await core.blobs.is_sound(payload.digest) for payload in offered])
         for version, root in before.items():
             pull = Puller(api=core, spool=directory / "spool", layout=LAYOUT, clock=SystemClock())
@@ -211,9 +211,9 @@ async def test_coordinator_that_writes_and_deletes(tmp_path, scenario):
     async def check(directory: Path, image: Image) -> None:
         async with keeping(directory, **SMALL) as (core, _):
             # Before anything else: what is offered is there and whole.
-            graph = await core.database.run(shelf.graph)
+            graph = await core.database.run(index.graph)
             assert all([await core.blobs.is_sound(payload.digest) for payload in graph.payloads])
-            assert await core.database.run(shelf.retired) == []
+            assert await core.database.run(index.retired) == []
             assert files(directory / "data" / "rebuilt") == []
             for version, root in image.acknowledged:
                 assert manifest_from_bytes(await core.get_manifest(version=version)).state_root == root
@@ -227,7 +227,7 @@ async def test_coordinator_that_writes_and_deletes(tmp_path, scenario):
             for _ in range(3):
                 await later.publish()
                 await core.keeper.work()
-            named, _ = await core.database.run(shelf.named)
+            named, _ = await core.database.run(index.named)
             assert stored_files(directory) == named
             assert files(directory / "data" / "rebuilt") + files(directory / "data" / "partial") == []
             assert core.blobs.used_bytes == sum((core.blobs.size(digest) or 0) for digest in named)

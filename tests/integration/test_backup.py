@@ -14,10 +14,11 @@ from typer.testing import CliRunner
 from heterorl.cli import app
 from heterorl.common.errors import Busy, InvalidRequest, PermissionDenied, StoreFull
 from heterorl.common.rpc.backup import BackupClient
-from heterorl.coordinator import backup, ledger
 from heterorl.coordinator.audit_command import verify_log
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.groups import ledger
+from heterorl.coordinator.payloads import backup
 from heterorl.coordinator.verify_command import SOUND, verify_directory
 from tests.support.clock import ManualClock
 from tests.support.run import Run

@@ -13,8 +13,8 @@ from heterorl.common.rpc.diagnosis import MAX_ANSWER_BYTES
 from heterorl.common.rpc.status import from_rpc_error
 from heterorl.common.types.values import DropReason
 from heterorl.common.wire.groups import group_from_pb, group_to_pb
-from heterorl.coordinator import arrivals
 from heterorl.coordinator.rpc.bounds import bound_of
+from heterorl.coordinator.servicers import arrivals
 from heterorl.v1 import diagnosis_pb2, policy_pb2, rollout_pb2, run_pb2
 from tests.integration.test_access_matrix import METHODS, NOT_SERVED, RULES
 from tests.support.run import INCARNATION, SITE
@@ -276,7 +276,7 @@ async def test_work_is_given_back_by_registered_sites_in_bounded_calls(secure):
 
 
 async def test_texts_of_a_peer_are_one_line_and_its_names_are_names(secure):
-    forged = "hf\n2026-01-01 00:00:00,000 CRITICAL heterorl.coordinator.database: the store failed"
+    forged = "hf\n2026-01-01 00:00:00,000 CRITICAL heterorl.coordinator.store.database: the store failed"
     for change in ({"engine": forged}, {"dtype": forged}, {"incarnation": forged}, {"engine": "e" * 4_000}):
         with pytest.raises(errors.InvalidRequest, match=next(iter(change))):
             await secure.sampler.register(secure.run.registration(**change))

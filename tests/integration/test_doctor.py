@@ -27,7 +27,7 @@ from heterorl.common.types.values import NO_LORA, Digest
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.rpc.server import Server
-from heterorl.coordinator.servicer import RunServicer
+from heterorl.coordinator.servicers.services import RunServicer
 from heterorl.demo.tiny_model import write_tiny_model
 from heterorl.doctor import machine
 from heterorl.doctor.app import Limits, Patient, examine

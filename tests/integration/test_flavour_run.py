@@ -15,7 +15,7 @@ from heterorl.common.pull.pull import Puller
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.weights.arena import Arena
 from heterorl.common.wire.groups import manifest_from_bytes
-from heterorl.coordinator import canary
+from heterorl.coordinator.sites import canary
 from heterorl.coordinator.verify_command import verify_directory
 from heterorl.demo.tiny_model import write_tiny_model
 from heterorl.learner import app as learner_app

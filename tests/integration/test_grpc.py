@@ -25,9 +25,9 @@ from heterorl.common.wire import messages
 from heterorl.common.wire.groups import group_to_pb
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.groups.schedule import seed_of
 from heterorl.coordinator.rpc.server import Server
-from heterorl.coordinator.schedule import seed_of
-from heterorl.coordinator.servicer import PolicyServicer, RolloutServicer, RunServicer
+from heterorl.coordinator.servicers.services import PolicyServicer, RolloutServicer, RunServicer
 from heterorl.v1 import policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc, run_pb2_grpc
 from tests.support.links import PLAINTEXT
 from tests.support.run import CONTRACT, INCARNATION, SITE, Run, rollout

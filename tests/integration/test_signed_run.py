@@ -30,7 +30,7 @@ from heterorl.common.wire.groups import manifest_digest, manifest_from_bytes, ma
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.rpc.server import Server
-from heterorl.coordinator.servicer import PolicyServicer, RolloutServicer, RunServicer
+from heterorl.coordinator.servicers.services import PolicyServicer, RolloutServicer, RunServicer
 from heterorl.sampler.policy.delay import Visibility
 from heterorl.sampler.policy.delay_models import FixedDelay, NoDelay
 from heterorl.sampler.policy.record import RunReplaced, VersionRecord

@@ -140,7 +140,7 @@ class Cluster:
 
 def account(cluster: Cluster, acknowledged: set[GroupId], samplers: list[str]) -> dict[str, Any]:
     """Compare independent records with the store: what was acknowledged and is not there, what had two effects."""
-    from heterorl.coordinator import ledger
+    from heterorl.coordinator.groups import ledger
 
     connection = cluster.database()
     rows = connection.execute("SELECT site, incarnation, sequence, state, assignment FROM groups").fetchall()

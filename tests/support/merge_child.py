@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from heterorl.common.process.clock import SystemClock
-from heterorl.coordinator import composer
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.payloads.merging import composer
 
 
 async def main(directory: Path, num_chunks: int) -> None:

@@ -16,12 +16,12 @@ from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.link import Stubs
 from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.rpc.status import from_rpc_error
-from heterorl.coordinator.backup_servicer import BackupServicer
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.diagnosis import DiagnosisServicer
 from heterorl.coordinator.rpc.server import Server
-from heterorl.coordinator.servicer import PolicyServicer, RolloutServicer, RunServicer
+from heterorl.coordinator.servicers.backup import BackupServicer
+from heterorl.coordinator.servicers.diagnosis import DiagnosisServicer
+from heterorl.coordinator.servicers.services import PolicyServicer, RolloutServicer, RunServicer
 from heterorl.v1 import backup_pb2_grpc, diagnosis_pb2_grpc, policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
 from tests.support.certificates import Certificates
 from tests.support.run import Run

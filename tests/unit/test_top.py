@@ -16,7 +16,7 @@ from heterorl.common.types.values import LedgerCounts, RunStatus
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.rpc.server import Server
-from heterorl.coordinator.servicer import RunServicer
+from heterorl.coordinator.servicers.services import RunServicer
 from heterorl.top import View, frame, poll
 from heterorl.v1 import run_pb2_grpc
 from tests.support.cluster import free_port

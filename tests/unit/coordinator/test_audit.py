@@ -10,12 +10,12 @@ from typer.testing import CliRunner
 
 from heterorl.cli import app
 from heterorl.common.identity.revocation import Revocations
-from heterorl.coordinator import audit
 from heterorl.coordinator.app import _gauges
-from heterorl.coordinator.audit import AuditKind
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.database import Database
+from heterorl.coordinator.sites import audit
+from heterorl.coordinator.sites.audit import AuditKind
+from heterorl.coordinator.store.database import Database
 from tests.support.clock import ManualClock
 
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from heterorl.common.errors import CorruptStore, DigestMismatch, InvalidRequest, StoreFull
 from heterorl.common.types.values import Digest
-from heterorl.coordinator.blob_files import FRAME_BYTES
-from heterorl.coordinator.blobs import BlobStore
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.served import PayloadReader
+from heterorl.coordinator.payloads.reader import PayloadReader
+from heterorl.coordinator.store.blobs import BlobStore
+from heterorl.coordinator.store.files import FRAME_BYTES
 from tests.support.clock import ManualClock
 from tests.support.crashes import Disk
 from tests.support.run import Run, frames

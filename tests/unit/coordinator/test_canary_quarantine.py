@@ -8,11 +8,11 @@ import pytest
 
 from heterorl.common.api import CanaryReport
 from heterorl.common.errors import InvalidRequest, NotRegistered, Quarantined
-from heterorl.coordinator import audit
-from heterorl.coordinator.canary import MAX_LOGPROBS, judge
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.flaps import MAX_RECORDED, PERIOD_S, Flaps
+from heterorl.coordinator.sites import audit
+from heterorl.coordinator.sites.canary import MAX_LOGPROBS, judge
+from heterorl.coordinator.sites.flaps import MAX_RECORDED, PERIOD_S, Flaps
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, SITE, Run
 

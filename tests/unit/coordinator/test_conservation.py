@@ -15,9 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from heterorl.common.api import Rejection
 from heterorl.common.errors import GroupNotAvailable, LeaseHeld, ParentNotHead, Quarantined, StaleEpoch
 from heterorl.common.types.values import DropReason, GroupId, PushStatus, SiteId
-from heterorl.coordinator import ledger
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.groups import ledger
 from tests.support.clock import ManualClock
 from tests.support.run import CONTRACT, INCARNATION, Run
 

@@ -28,9 +28,9 @@ from heterorl.common.errors import (
 )  # fmt: skip
 from heterorl.common.types.values import Digest, DropReason, GroupId, PushStatus, RewardPart, SiteId, VersionSpan
 from heterorl.common.wire.groups import bytes_digest, manifest_from_bytes, manifest_to_bytes
-from heterorl.coordinator import ledger
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.groups import ledger
 from tests.support.clock import ManualClock
 from tests.support.run import CONTRACT, INCARNATION, LAYOUT, SITE, Run, credits_of, frames, rollout
 

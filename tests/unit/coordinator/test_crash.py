@@ -10,8 +10,8 @@ import pytest
 
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.wire.groups import bytes_digest, manifest_digest, manifest_from_bytes
-from heterorl.coordinator import ledger
 from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.groups import ledger
 from tests.support.crash_child import config
 
 ROOT = Path(__file__).parents[3]

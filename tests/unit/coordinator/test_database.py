@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from heterorl.common.errors import CorruptStore, Draining, InvalidRequest
-from heterorl.coordinator.database import Database, get_meta, set_meta
+from heterorl.coordinator.store.database import Database, get_meta, set_meta
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from heterorl.common.types.values import DropReason, FinishReason, PushStatus
-from heterorl.coordinator.admission import ending_problem
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.membership import contract_difference
+from heterorl.coordinator.groups.admission import ending_problem
+from heterorl.coordinator.versions.lease import contract_difference
 from tests.support.clock import ManualClock
 from tests.support.run import CONTRACT, Run, rollout
 

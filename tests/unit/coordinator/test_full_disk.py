@@ -9,9 +9,9 @@ import pytest
 from heterorl.common.errors import DiskFull, StoreFull
 from heterorl.common.types.values import PushStatus
 from heterorl.common.wire.groups import bytes_digest
-from heterorl.coordinator import ledger
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.groups import ledger
 from tests.support.clock import ManualClock
 from tests.support.run import Run, frames
 

@@ -10,10 +10,10 @@ from heterorl.common.process.clock import SystemClock
 from heterorl.common.types.values import DropReason, PushStatus
 from heterorl.common.wire.groups import group_to_bytes
 from heterorl.common.wire.messages import queued_to_pb
-from heterorl.coordinator import queue
 from heterorl.coordinator.config import GROUP_OVERHEAD_BYTES, CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.group_size import problem_of, worst_bytes
+from heterorl.coordinator.groups import queue
+from heterorl.coordinator.groups.group_size import problem_of, worst_bytes
 from tests.support.clock import ManualClock
 from tests.support.run import CONTRACT, Run, credits_of
 

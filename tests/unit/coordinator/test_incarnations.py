@@ -7,7 +7,7 @@ import pytest
 from heterorl.common.types.values import GroupId, PushStatus, SiteId
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.incarnations import EARLIER, KEPT, SHOWN
+from heterorl.coordinator.sites.incarnations import EARLIER, KEPT, SHOWN
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, SITE, Run
 

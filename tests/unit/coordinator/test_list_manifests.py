@@ -5,10 +5,10 @@ import sqlite3
 import pytest
 
 from heterorl.common.errors import InvalidRequest, UnknownVersion
-from heterorl.coordinator import plans
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.manifests import MAX_MANIFESTS, read_manifests
+from heterorl.coordinator.versions import plans
+from heterorl.coordinator.versions.manifests import MAX_MANIFESTS, read_manifests
 from tests.support.clock import ManualClock
 from tests.support.run import Run
 

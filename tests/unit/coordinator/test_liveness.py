@@ -10,10 +10,10 @@ from heterorl.common.api import Command, Heartbeat, PlanKind
 from heterorl.common.errors import GroupNotAvailable, InvalidRequest, LeaseHeld, RunFinished, UnknownVersion
 from heterorl.common.types.values import Digest, DropReason, GroupId, PayloadKind, PayloadRef, PushStatus
 from heterorl.common.wire.groups import bytes_digest, manifest_from_bytes, manifest_to_bytes
-from heterorl.coordinator import ledger
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.rollouts import LEASE_BATCH
+from heterorl.coordinator.groups import ledger
+from heterorl.coordinator.rollout import LEASE_BATCH
 from tests.support.clock import ManualClock
 from tests.support.run import CONTRACT, INCARNATION, SITE, Run, credits_of
 

@@ -15,10 +15,10 @@ from heterorl.common.errors import InvalidRequest
 from heterorl.common.types.values import PayloadKind, PayloadRef
 from heterorl.common.weights.container import read_chunk, read_header, write_chunks, write_durably, write_header
 from heterorl.common.wire.groups import manifest_from_bytes
-from heterorl.coordinator import composer as composer_module
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.spans import Span
+from heterorl.coordinator.payloads.merging import composer as composer_module
+from heterorl.coordinator.payloads.merging.spans import Span
 from tests.support.clock import ManualClock
 from tests.support.merging import Counted, RandomRun, merging, published, puller
 

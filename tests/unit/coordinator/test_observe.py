@@ -8,9 +8,10 @@ from heterorl.common.api import Heartbeat
 from heterorl.common.process.metrics import REGISTRY
 from heterorl.common.types.values import DropReason, SiteId
 from heterorl.common.wire.groups import manifest_from_bytes
-from heterorl.coordinator import flavours, observe
+from heterorl.coordinator import observe
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.versions import flavours
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, SITE, Run, credits_of
 

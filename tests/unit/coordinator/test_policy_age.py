@@ -7,9 +7,9 @@ import pytest
 from heterorl.common.api import Heartbeat
 from heterorl.common.errors import ContractMismatch
 from heterorl.common.types.values import DropReason, PushStatus
-from heterorl.coordinator import ages, ledger
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.groups import ages, ledger
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.policy.delay import max_delay_s
 from tests.support.clock import ManualClock

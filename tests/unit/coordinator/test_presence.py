@@ -3,7 +3,7 @@
 import pytest
 
 from heterorl.common.types.values import SiteId, SiteStatus
-from heterorl.coordinator.presence import Presence
+from heterorl.coordinator.sites.presence import Presence
 
 
 def site(name, last_seen_s, incarnation="i"):

@@ -1,8 +1,8 @@
 """Leases of plans: all payloads of one stay while any of them is fetched, and not for ever."""
 
 from heterorl.common.types.values import Digest, PayloadKind, PayloadRef
-from heterorl.coordinator import pull_leases
-from heterorl.coordinator.pull_leases import PullLeases
+from heterorl.coordinator.payloads import leases as pull_leases
+from heterorl.coordinator.payloads.leases import PullLeases
 
 
 def payloads(*digests):

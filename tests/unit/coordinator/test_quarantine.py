@@ -7,10 +7,12 @@ import pytest
 from heterorl.common.api import CanaryReport, Rejection
 from heterorl.common.errors import InvalidRequest, Quarantined, StaleEpoch
 from heterorl.common.types.values import DropReason, GroupId, PushStatus
-from heterorl.coordinator import audit, flavours, ledger
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.quarantine import Rule, decide
+from heterorl.coordinator.groups import ledger
+from heterorl.coordinator.sites import audit
+from heterorl.coordinator.sites.quarantine import Rule, decide
+from heterorl.coordinator.versions import flavours
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, SITE, Run, credits_of
 

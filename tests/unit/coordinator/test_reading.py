@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from heterorl.common.errors import Busy, UnknownPayload
-from heterorl.coordinator import served, shelf
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.reading import Reading
+from heterorl.coordinator.payloads import index, reader
+from heterorl.coordinator.payloads.reading import Reading
 from tests.support.clock import ManualClock
 from tests.support.run import Run
 
@@ -56,7 +56,7 @@ async def test_system_that_refuses_a_read_damages_nothing(core, payload, monkeyp
         # The pass that proves the file has succeeded before.
         await read(core, payload)
     with monkeypatch.context() as patch:
-        target = served if where == "open" else os
+        target = reader if where == "open" else os
         patch.setattr(target, "_open" if where == "open" else where, refuse(code))
         for _ in range(3):
             with pytest.raises(Busy) as refusal:
@@ -76,7 +76,7 @@ async def test_payload_that_is_gone_is_offered_no_longer(core, payload):
     with pytest.raises(UnknownPayload):
         await read(core, payload)
 
-    assert not await core.database.run(lambda connection: shelf.is_named(connection, payload.digest))
+    assert not await core.database.run(lambda connection: index.is_named(connection, payload.digest))
 
 
 @pytest.mark.parametrize("is_mounted_over", [False, True])

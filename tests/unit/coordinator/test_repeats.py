@@ -3,10 +3,11 @@
 import pytest
 
 from heterorl.common.errors import InvalidRequest
-from heterorl.coordinator import audit, quarantine, repeats
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.database import set_meta
+from heterorl.coordinator.sites import audit, quarantine
+from heterorl.coordinator.store import repeats
+from heterorl.coordinator.store.database import set_meta
 from tests.support.clock import ManualClock
 from tests.support.run import SITE, Run
 

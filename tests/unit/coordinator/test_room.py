@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import CorruptStore, DiskFull, StoreFull
-from heterorl.coordinator import ledger, observe, reports
+from heterorl.coordinator import observe
+from heterorl.coordinator import status as reports
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.database import Database, get_meta, set_meta
-from heterorl.coordinator.room import HEALED_S, Room
-from heterorl.coordinator.steady import PAUSE_S, Steady
+from heterorl.coordinator.groups import ledger
+from heterorl.coordinator.store.database import Database, get_meta, set_meta
+from heterorl.coordinator.store.room import HEALED_S, Room
+from heterorl.coordinator.store.steady import PAUSE_S, Steady
 from heterorl.status import status_tables
 from tests.support.clock import ManualClock
 from tests.support.run import Run

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heterorl.coordinator.schedule import Load, Pace, decide_grant, permute, prompt_of, seed_of
+from heterorl.coordinator.groups.schedule import Load, Pace, decide_grant, permute, prompt_of, seed_of
 
 
 @given(st.integers(1, 300), st.text(max_size=5))

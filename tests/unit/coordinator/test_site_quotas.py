@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterorl.common.types.values import PushStatus
-from heterorl.coordinator import audit
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.quotas import MAX_WAIT_S, Bucket, Quotas, Rate, filled, wait_s
-from heterorl.coordinator.schedule import Load, Pace, decide_grant
-from heterorl.coordinator.turns import Turns
+from heterorl.coordinator.groups.order import Turns
+from heterorl.coordinator.groups.schedule import Load, Pace, decide_grant
+from heterorl.coordinator.sites import audit
+from heterorl.coordinator.sites.quotas import MAX_WAIT_S, Bucket, Quotas, Rate, filled, wait_s
 from heterorl.sampler.outbox.delivery import settle
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, Run, credits_of

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from heterorl.common.types.values import Digest, DropReason, Group, GroupId, VersionSpan
-from heterorl.coordinator.admission import Facts, judge
+from heterorl.coordinator.groups.admission import Facts, judge
 from tests.support.run import CONTRACT, INCARNATION, SITE, rollout
 
 ROOT = Digest("a" * 64)

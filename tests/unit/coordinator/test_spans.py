@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterorl.common.types.values import Digest, PayloadKind, PayloadRef
-from heterorl.coordinator.spans import KEEP_VERSIONS, Span, due_blocks, to_evict, worth_merging
+from heterorl.coordinator.payloads.merging.spans import KEEP_VERSIONS, Span, due_blocks, to_evict, worth_merging
 
 
 def spans(text):

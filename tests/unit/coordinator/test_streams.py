@@ -5,10 +5,10 @@ import contextlib
 
 import pytest
 
-from heterorl.coordinator import ledger
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.rollouts import LEASE_BATCH
+from heterorl.coordinator.groups import ledger
+from heterorl.coordinator.rollout import LEASE_BATCH
 from tests.support.clock import ManualClock
 from tests.support.run import Run
 

@@ -11,17 +11,17 @@ from heterorl.common.process.metrics import DAMAGED_PAYLOADS
 from heterorl.common.types.values import PayloadKind
 from heterorl.common.weights.payload import write_snapshot
 from heterorl.common.wire.groups import manifest_from_bytes
-from heterorl.coordinator import shelf
-from heterorl.coordinator import snapshots as snapshots_module
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.payloads import index
+from heterorl.coordinator.payloads import snapshots as snapshots_module
 from tests.support.clock import ManualClock
 from tests.support.merging import Counted, keeping, published, puller, stored_files
 from tests.support.run import INCARNATION, SITE
 
 
 async def named(core):
-    graph = await core.database.run(shelf.graph)
+    graph = await core.database.run(index.graph)
     return {(payload.kind, payload.to_version) for payload in graph.payloads}
 
 
@@ -77,7 +77,7 @@ async def test_snapshot_by_the_coordinator_has_the_bytes_of_one_by_the_learner(t
         run = await published(core, tmp_path, 3)
         await worked(core)
         (payload,) = [
-            p for p in (await core.database.run(shelf.graph)).payloads
+            p for p in (await core.database.run(index.graph)).payloads
             if p.kind is PayloadKind.SNAPSHOT and p.to_version == 3
         ]  # fmt: skip
         mine = core.blobs.path(payload.digest).read_bytes()
@@ -215,7 +215,7 @@ async def test_damaged_delta_on_the_way_stops_retirement_and_is_named(tmp_path):
         await published(core, tmp_path, 33)
         await core.keeper._verify_newest("")
         victim = next(
-            p for p in (await core.database.run(shelf.graph)).payloads
+            p for p in (await core.database.run(index.graph)).payloads
             if (p.kind, p.to_version) == (PayloadKind.DELTA, 20)
         )  # fmt: skip
         path = core.blobs.path(victim.digest)
@@ -279,7 +279,7 @@ async def test_publication_and_deletion_of_the_same_payload_exclude_each_other(t
         run = await published(core, tmp_path, 2)
         request = await run.prepare()
         (payload,) = manifest_from_bytes(request.manifest).payloads
-        await core.database.run(lambda c: shelf.retire_digests(c, [payload.digest]))
+        await core.database.run(lambda c: index.retire_digests(c, [payload.digest]))
         entered, opened = threading.Event(), threading.Event()
         real = core.blobs.ensure
 
@@ -299,7 +299,7 @@ async def test_publication_and_deletion_of_the_same_payload_exclude_each_other(t
         await core.keeper.collect()
 
         assert payload.digest in stored_files(tmp_path)
-        assert await core.database.run(shelf.retired) == []
+        assert await core.database.run(index.retired) == []
 
 
 async def test_composition_that_went_wrong_is_not_offered(tmp_path, monkeypatch):

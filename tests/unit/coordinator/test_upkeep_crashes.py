@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from heterorl.common.api import Heartbeat
 from heterorl.common.errors import DigestMismatch, UnknownPayload
 from heterorl.common.types.values import PayloadKind
-from heterorl.coordinator import shelf
+from heterorl.coordinator.payloads import index
 from tests.support.merging import keeping, published, puller, stored_files
 from tests.support.run import INCARNATION, SITE
 
@@ -62,7 +62,7 @@ class History:
         await self.run.publish(snapshot=True, lineage_version=self.run.head)
 
     async def roll_back(self):
-        lineage = (await self.core.database.run(shelf.graph)).lineage
+        lineage = (await self.core.database.run(index.graph)).lineage
         if len(lineage) > 1:
             await self.run.publish(snapshot=True, lineage_version=lineage[-2])
 
@@ -98,7 +98,7 @@ class History:
 
     async def check(self):
         """Everybody alive reaches the head, and so does a newcomer; what is offered is there."""
-        graph = await self.core.database.run(shelf.graph)
+        graph = await self.core.database.run(index.graph)
         assert {payload.digest for payload in graph.payloads} <= stored_files(self.directory)
         for held in (None, *self.alive.values()):
             pulled = await self.pull(held)
@@ -150,7 +150,7 @@ async def test_damage_at_2000_places_is_noticed_and_never_sent(tmp_path, monkeyp
         run = await published(core, tmp_path, 21)
         await core.composer.settle()
         await core.keeper.work()
-        graph = await core.database.run(shelf.graph)
+        graph = await core.database.run(index.graph)
         found = [(payload, core.blobs.path(payload.digest)) for payload in graph.payloads]
         merged = [payload for version in range(22) for payload in core.merges.into(version)]
         found += [(payload, core.merges.path(payload)) for payload in merged]
@@ -203,7 +203,7 @@ async def test_damaged_upload_is_refused_and_sent_again(tmp_path):
         run = await published(core, tmp_path, 0)
         for _ in range(20):
             request = await run.prepare()
-            digest = next(iter(stored_files(tmp_path) - (await core.database.run(shelf.named))[0]))
+            digest = next(iter(stored_files(tmp_path) - (await core.database.run(index.named))[0]))
             data = core.blobs.path(digest).read_bytes()
             core.blobs.path(digest).unlink()
             part = core.blobs._partial / digest

@@ -18,11 +18,11 @@ from heterorl.common.identity.signing import new_key
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.types.values import PayloadKind
 from heterorl.common.wire.groups import manifest_digest, manifest_from_bytes, manifest_to_bytes
-from heterorl.coordinator import history as history_module
-from heterorl.coordinator import shelf
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.history import read_histories
+from heterorl.coordinator.offline import history as history_module
+from heterorl.coordinator.offline.history import read_histories
+from heterorl.coordinator.payloads import index
 from heterorl.coordinator.verify_command import verify_directory
 from tests.support.merging import keeping, published
 from tests.support.run import Run
@@ -431,7 +431,7 @@ async def test_history_of_which_payloads_were_deleted_is_sound_and_the_rest_is_r
             await run.publish()
             await core.composer.settle()
             await core.keeper.work()
-        offered = await core.database.run(lambda connection: shelf.graph(connection).payloads)
+        offered = await core.database.run(lambda connection: index.graph(connection).payloads)
     (data,) = (path.parent for path in tmp_path.rglob("coordinator.sqlite"))
     first = min(p.to_version for p in offered if p.kind is PayloadKind.SNAPSHOT)
     assert first > 0

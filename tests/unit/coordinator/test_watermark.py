@@ -15,7 +15,7 @@ from heterorl.common.types.values import DropReason, GroupId, PushStatus
 from heterorl.common.wire.groups import group_to_bytes
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.watermark import MAX_GAP
+from heterorl.coordinator.sites.watermark import MAX_GAP
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, SITE, Run
 from tests.support.sampler_world import World

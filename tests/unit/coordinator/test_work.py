@@ -8,9 +8,9 @@ from heterorl.common.errors import InvalidRequest
 from heterorl.common.types.values import DropReason, GroupId, PushStatus, VersionSpan
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.rollouts import LEASE_BATCH
-from heterorl.coordinator.schedule import prompt_of, seed_of
-from heterorl.coordinator.work import MAX_HOLDERS
+from heterorl.coordinator.groups.schedule import prompt_of, seed_of
+from heterorl.coordinator.groups.work import MAX_HOLDERS
+from heterorl.coordinator.rollout import LEASE_BATCH
 from tests.support.clock import ManualClock
 from tests.support.run import CONTRACT, INCARNATION, SITE, Run, credits_of, rollout
 

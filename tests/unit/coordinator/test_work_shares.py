@@ -7,7 +7,7 @@ import pytest
 from heterorl.common.types.values import GroupId, PushStatus
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.shares import ASKED_S, Shares
+from heterorl.coordinator.sites.shares import ASKED_S, Shares
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, Run
 

@@ -20,7 +20,7 @@ from heterorl.common.process.patience import Patience
 from heterorl.common.tasks.rewards.own import OwnReward, RewardedTask
 from heterorl.common.types.values import DropReason, GroupId, QueuedGroup, RewardPart, VersionSpan
 from heterorl.common.weights.arena import Arena
-from heterorl.coordinator.schedule import seed_of
+from heterorl.coordinator.groups.schedule import seed_of
 from heterorl.demo.tiny_model import write_tiny_model
 from heterorl.learner.admission import Limits
 from heterorl.learner.examiner import Examiner, Yardstick

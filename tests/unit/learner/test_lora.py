@@ -14,7 +14,7 @@ from heterorl.common.model.adapters import LoraLinear, base_digest, has_adapters
 from heterorl.common.model.lora import LoraConfig
 from heterorl.common.types.values import LoraSettings
 from heterorl.common.weights.arena import Arena
-from heterorl.coordinator.membership import contract_difference
+from heterorl.coordinator.versions.lease import contract_difference
 from heterorl.learner.backend_config import TorchBackendConfig
 from heterorl.learner.backends.torch import TorchBackend
 from heterorl.learner.loss_config import GepoConfig

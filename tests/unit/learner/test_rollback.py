@@ -66,7 +66,7 @@ async def ordered(core):
 
 
 def _ordered(connection):
-    from heterorl.coordinator.rollback import ordered as read
+    from heterorl.coordinator.versions.rollback import ordered as read
 
     return read(connection)
 

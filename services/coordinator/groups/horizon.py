@@ -1,0 +1,56 @@
+"""Which groups are still fresh when the learner comes to train on them, as store operations.
+
+Groups go into versions in the order in which they are leased, so many for each version as the learner said. A group
+that is leased behind others is consumed by a later version, whose parent is not the head yet but one of its successors.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+from typing import Any
+
+from heterorl.common.types.values import GroupId
+from heterorl.coordinator.store.database import get_meta
+
+
+def next_lease(connection: sqlite3.Connection, *, head: int, bound: int, count: int) -> tuple[int, int]:
+    """How many of `count` groups go into the same version when they are leased now, and how old they may be.
+
+    Args:
+        connection: of the store.
+        head: newest version.
+        bound: largest staleness that a version may consume.
+        count: groups that are wanted.
+
+    Returns:
+        The number, at least 1 where `count` is, and the oldest version.
+    """
+    size = int(get_meta(connection, "lease_groups_per_version") or 0)
+    if size < 1:
+        return count, head - bound
+    leased = int(connection.execute("SELECT count(*) FROM groups WHERE state = 'leased'").fetchone()[0])
+    return min(count, size - leased % size), head + leased // size - bound
+
+
+def too_stale(connection: sqlite3.Connection, ids: Sequence[GroupId], *, head: int, bound: int) -> list[GroupId]:
+    """Those that no version after the head may consume."""
+    query = "SELECT oldest_version FROM groups WHERE site = ? AND incarnation = ? AND sequence = ?"
+    found = []
+    for group_id in ids:
+        row = connection.execute(query, (group_id.site, group_id.incarnation, group_id.sequence)).fetchone()
+        if row is not None and head - row[0] > bound:
+            found.append(group_id)
+    return found
+
+
+def oldest_pending(
+    connection: sqlite3.Connection, count: int, *, first_version: int, site: str = ""
+) -> list[tuple[Any, ...]]:
+    """Up to `count` pending groups of a version or later ones, oldest policy first; of one site if named."""
+    return connection.execute(
+        "SELECT arrival, digest, payload, arrived, published, assignment, site, incarnation, sequence"
+        " FROM groups JOIN versions ON versions.version = oldest_version WHERE state = 'pending' AND ? IN ('', site)"
+        " AND oldest_version >= ? ORDER BY oldest_version, arrival LIMIT ?",
+        (site, first_version, count),
+    ).fetchall()

@@ -1,0 +1,172 @@
+"""Groups as they arrive: known or new, too many or welcome, to be trained on or not; as store operations.
+
+Guarantees: every terminal outcome has its row, its account and its place in the watermark in one transaction, that of a
+group which nobody can read too; an id takes effect once (by watermark, never by time).
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import dataclass
+
+from heterorl.common.types.values import Contract, DropReason, Group, GroupId, PushOutcome, PushStatus
+from heterorl.common.wire.groups import bytes_digest, group_to_bytes
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.groups import ages, ledger, work
+from heterorl.coordinator.groups.admission import Facts, judge
+from heterorl.coordinator.sites import quarantine, watermark
+from heterorl.coordinator.sites.quotas import Quotas
+
+RETRY_AFTER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """What of a pushed group is recorded, whether or not it can be read; `problem` says why it cannot (empty: it can).
+
+    `digest` is that of its serialised bytes, which tells the same group again from another one.
+    """
+
+    id: GroupId
+    assignment: int
+    oldest_version: int
+    num_bytes: int
+    digest: str
+    problem: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What one commit's groups have in common: bounds, the newest version, wall time and the monotonic instant."""
+
+    config: CoordinatorConfig
+    quotas: Quotas
+    contract: Contract
+    head: int
+    now: float
+    instant: float
+
+
+def take(connection: sqlite3.Connection, entry: Group | Arrival, around: Surroundings) -> PushOutcome:
+    """Take one group in, with its outcome."""
+    payload = group_to_bytes(entry) if isinstance(entry, Group) else b""
+    arrived = _described(entry, payload) if isinstance(entry, Group) else entry
+    if watermark.is_known(connection, entry.id):
+        return _known(connection, arrived)
+    wait_s, busy = _busy(connection, arrived, around)
+    if busy:
+        return PushOutcome(id=entry.id, status=PushStatus.RETRY, message=busy, retry_after_s=wait_s)
+    reason: DropReason | None = DropReason.INVALID
+    message = arrived.problem
+    if isinstance(entry, Group):
+        reason, message = judge(entry, _facts(connection, entry, len(payload), around))
+    return _record(connection, arrived, None if reason else payload, reason, message, now=around.now)
+
+
+def _described(group: Group, payload: bytes) -> Arrival:
+    return Arrival(
+        id=group.id,
+        assignment=group.assignment,
+        oldest_version=group.oldest_version,
+        num_bytes=len(payload),
+        digest=bytes_digest(payload),
+        problem="",
+    )
+
+
+def _record(
+    connection: sqlite3.Connection,
+    arrived: Arrival,
+    payload: bytes | None,
+    reason: DropReason | None,
+    message: str,
+    *,
+    now: float,
+) -> PushOutcome:
+    group_id = arrived.id
+    key = (group_id.site, group_id.incarnation, group_id.sequence)
+    connection.execute(
+        "INSERT INTO groups (site, incarnation, sequence, digest, state, reason, assignment, oldest_version,"
+        " num_bytes, arrived, payload) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            *key,
+            arrived.digest,
+            "dropped" if reason else "pending",
+            reason.value if reason else "",
+            arrived.assignment,
+            arrived.oldest_version,
+            arrived.num_bytes,
+            now,
+            payload,
+        ),
+    )
+    watermark.remember(connection, group_id)
+    ledger.add(connection, ledger.ACKED, 1)
+    site = "dropped" if reason else "accepted"
+    connection.execute(f"UPDATE sites SET {site} = {site} + 1 WHERE site = ? AND incarnation = ?", key[:2])
+    if reason is None:
+        work.answer(connection, arrived.assignment)
+        return PushOutcome(id=group_id, status=PushStatus.ACCEPTED)
+    ledger.add(connection, ledger.account_of(reason), 1)
+    if reason in work.REOPENED:
+        work.reopen_held(connection, arrived.assignment, group_id)
+    return PushOutcome(id=group_id, status=PushStatus.DROPPED, reason=reason, message=message)
+
+
+def _busy(connection: sqlite3.Connection, arrived: Arrival, around: Surroundings) -> tuple[float, str]:
+    group_id = arrived.id
+    known = watermark.read(connection, group_id)
+    if not 0 < group_id.sequence <= known + watermark.MAX_GAP:
+        text = f"sequence {group_id.sequence} is too far beyond {known}; push the earlier groups first"
+        return RETRY_AFTER_S, text
+    used = connection.execute(
+        "SELECT coalesce(sum(num_bytes), 0) FROM groups WHERE state IN ('pending', 'leased') AND site = ?",
+        (group_id.site,),
+    ).fetchone()[0]
+    limit = around.config.site_pending_bytes
+    return around.quotas.take(
+        group_id.site, num_bytes=arrived.num_bytes, pending_bytes=int(used), pending_limit=limit, now=around.instant
+    )
+
+
+def _facts(connection: sqlite3.Connection, group: Group, num_bytes: int, around: Surroundings) -> Facts:
+    config = around.config
+    version = connection.execute(
+        "SELECT coalesce((SELECT f.state_root FROM flavour_versions f WHERE f.version = v.version"
+        " AND f.state_root = ?), v.state_root) FROM versions v WHERE version = ? AND is_abandoned = 0",
+        (group.state_root, group.oldest_version),
+    ).fetchone()
+    age_s = ages.superseded_s(connection, group.oldest_version, reach=config.max_staleness_versions + 1, now=around.now)
+    prompt, is_answered = work.lookup(connection, group.assignment, group.id)
+    return Facts(
+        contract=around.contract,
+        head_version=around.head,
+        max_staleness_versions=config.max_staleness_versions,
+        max_policy_age_s=config.max_policy_age_s,
+        policy_age_s=age_s,
+        state_root=version[0] if version else None,
+        assignment_prompt=prompt,
+        is_answered=is_answered,
+        quarantine=quarantine.conviction_of(connection, group.id.site),
+        num_bytes=num_bytes,
+        max_group_bytes=config.max_group_bytes,
+        max_prompt_tokens=config.max_prompt_tokens,
+        abandoned_version=ages.abandoned_span(connection, group),
+    )
+
+
+def _known(connection: sqlite3.Connection, arrived: Arrival) -> PushOutcome:
+    group_id = arrived.id
+    row = connection.execute(
+        "SELECT digest FROM groups WHERE site = ? AND incarnation = ? AND sequence = ?",
+        (group_id.site, group_id.incarnation, group_id.sequence),
+    ).fetchone()
+    if row is None:
+        # The site itself said so when it registered, and is believed: what it gave up has no account here.
+        text = "the site registered with a lowest sequence above this one"
+    elif row[0] != arrived.digest:
+        # Not a new group, so the ledger does not move: the first content stands.
+        text = "this id was pushed before with other content, which stands"
+    else:
+        return PushOutcome(id=group_id, status=PushStatus.DUPLICATE, message="known already")
+    return PushOutcome(id=group_id, status=PushStatus.DROPPED, reason=DropReason.CONFLICT, message=text)

@@ -1,0 +1,225 @@
+"""The durable queue of whole groups, as store operations.
+
+Guarantees: a group has exactly one account of the ledger at every commit; an id takes effect once (by watermark, never
+by time); oldest policies first; a group that became too stale is dropped, counted, and its prompt handed out again.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from heterorl.common.errors import MalformedPayload
+from heterorl.common.types.values import Contract, DropReason, Group, GroupId, PushOutcome, QueuedGroup
+from heterorl.common.wire.groups import bytes_digest, group_from_bytes
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.groups import ages, horizon, intake, ledger, work
+from heterorl.coordinator.groups.intake import Arrival, Surroundings
+from heterorl.coordinator.groups.order import Turns
+from heterorl.coordinator.groups.schedule import seed_of
+from heterorl.coordinator.sites import quarantine
+from heterorl.coordinator.sites.quotas import Quotas
+from heterorl.coordinator.versions import flavours
+
+_WHERE_ID = "site = ? AND incarnation = ? AND sequence = ?"
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queue:
+    """Operations that share the run's bounds; `quotas` and `turns` are of this process, all else is in the store."""
+
+    config: CoordinatorConfig
+    quotas: Quotas
+    turns: Turns
+
+    @classmethod
+    def of(cls, config: CoordinatorConfig) -> Queue:
+        """The queue of a configuration."""
+        turns = Turns(order=config.lease_order, share=config.site_batch_share, window=config.groups_per_version)
+        return cls(config=config, quotas=Quotas(config), turns=turns)
+
+    def ingest(
+        self,
+        connection: sqlite3.Connection,
+        groups: Sequence[Group | Arrival],
+        *,
+        contract: Contract,
+        head: int,
+        now: float,
+        instant: float,
+    ) -> list[PushOutcome]:
+        """Take groups in, each with its own outcome; `now` is wall time, `instant` the monotonic clock's."""
+        around = Surroundings(
+            config=self.config, quotas=self.quotas, contract=contract, head=head, now=now, instant=instant
+        )
+        return [intake.take(connection, group, around) for group in groups]
+
+    def lease(self, connection: sqlite3.Connection, *, count: int, head: int, now: float) -> list[QueuedGroup]:
+        """Lease up to `count` groups to the learner, oldest policy first; drops what is too stale on the way."""
+        self._drop_stale(connection, head=head, now=now)
+        leased: list[QueuedGroup] = []
+        # Again while damaged groups leave room: whoever waits is woken by arrivals only.
+        while rows := self._next(connection, count - len(leased), head):
+            for arrival, digest, data, arrived, published, assignment, *key in rows:
+                group = _verified(data, digest)
+                if group is None or len(data) > self.config.max_group_bytes:
+                    _LOG.critical("group %s fails its digest or fits no message, and is not trained on", key)
+                    group = None
+                reason = DropReason.INVALID
+                if group is not None and ages.abandoned_span(connection, group) is not None:
+                    # Its oldest token is of the lineage, a later one is not.
+                    group, reason = None, DropReason.UNKNOWN_VERSION
+                if group is None:
+                    drop(connection, [GroupId(site=key[0], incarnation=key[1], sequence=key[2])], reason)
+                    continue
+                connection.execute("UPDATE groups SET state = 'leased' WHERE arrival = ?", (arrival,))
+                age, waited = max(0.0, now - published), max(0.0, now - arrived)
+                seed = seed_of(assignment, seed=self.config.seed)
+                flavour = flavours.of_state(connection, group.oldest_version, group.state_root)
+                leased.append(
+                    QueuedGroup(group=group, policy_age_s=age, queue_age_s=waited, seed=seed, flavour=flavour)
+                )
+        return leased
+
+    def _next(self, connection: sqlite3.Connection, count: int, head: int) -> list[tuple[Any, ...]]:
+        bound = self.config.max_staleness_versions
+        # What would be too old when it is trained on waits: it may come sooner if groups before it are given up.
+        count, first_version = horizon.next_lease(connection, head=head, bound=bound, count=count)
+        if self.turns.is_plain or count < 1:
+            return horizon.oldest_pending(connection, count, first_version=first_version)
+        oldest = {
+            site: (version, arrival)
+            for site, version, arrival in connection.execute(
+                # SQLite takes the bare column from the row that has the minimum.
+                "SELECT site, min(oldest_version), arrival FROM (SELECT site, oldest_version, arrival FROM groups"
+                " WHERE state = 'pending' AND oldest_version >= ? ORDER BY oldest_version, arrival) GROUP BY site",
+                (first_version,),
+            )
+        }
+        return (
+            horizon.oldest_pending(connection, 1, first_version=first_version, site=self.turns.next(oldest))
+            if oldest
+            else []
+        )
+
+    def _drop_stale(self, connection: sqlite3.Connection, *, head: int, now: float) -> None:
+        config = self.config
+        oldest = ages.oldest_usable(
+            connection, head=head, max_versions=config.max_staleness_versions, max_s=config.max_policy_age_s, now=now
+        )
+        rows = connection.execute(
+            "SELECT site, incarnation, sequence FROM groups WHERE state = 'pending' AND oldest_version < ?", (oldest,)
+        ).fetchall()
+        drop(connection, [GroupId(site=a, incarnation=b, sequence=c) for a, b, c in rows], DropReason.STALE_AT_LEASE)
+
+    def consume(
+        self, connection: sqlite3.Connection, ids: Sequence[GroupId], *, version: int, parent: int
+    ) -> tuple[list[GroupId], str]:
+        """Move groups into a version; or move none, drop those too stale, and return the ones in the way."""
+        if len(set(ids)) != len(ids):
+            return list(ids), "a group is named twice"
+        missing: list[GroupId] = []
+        stale: list[GroupId] = []
+        for group_id in ids:
+            row = connection.execute(
+                f"SELECT state, oldest_version FROM groups WHERE {_WHERE_ID}", _key(group_id)
+            ).fetchone()
+            if row is None or row[0] not in ("leased", "pending"):
+                missing.append(group_id)
+            elif parent - row[1] > self.config.max_staleness_versions:
+                stale.append(group_id)
+        if missing or stale:
+            drop(connection, stale, DropReason.STALE_AT_COMMIT)
+            return missing + stale, f"{len(missing)} groups are not available, {len(stale)} became too stale"
+        connection.executemany(
+            f"UPDATE groups SET state = 'consumed', version = ?, payload = NULL WHERE {_WHERE_ID}",
+            [(version, *_key(group_id)) for group_id in ids],
+        )
+        ledger.add(connection, ledger.CONSUMED, len(ids))
+        return [], ""
+
+
+def drop(connection: sqlite3.Connection, ids: Sequence[GroupId], reason: DropReason) -> int:
+    """Give pending or leased groups up for a reason; prompts are handed out again where the reason allows.
+
+    Returns:
+        How many of them were pending or leased.
+    """
+    num_dropped = 0
+    for group_id in ids:
+        row = connection.execute(
+            "UPDATE groups SET state = 'dropped', reason = ?, payload = NULL WHERE state IN ('pending', 'leased')"
+            f" AND {_WHERE_ID} RETURNING assignment",
+            (reason.value, *_key(group_id)),
+        ).fetchone()
+        if row is not None:
+            num_dropped += 1
+            ledger.add(connection, ledger.account_of(reason), 1)
+            if reason in work.REOPENED:
+                work.reopen(connection, row[0])
+    return num_dropped
+
+
+def abandon_consumed(connection: sqlite3.Connection, versions: Sequence[int]) -> None:
+    """Groups of abandoned versions were trained on for nothing: count them, hand their prompts out again."""
+    for version in versions:
+        rows = connection.execute(
+            "UPDATE groups SET state = 'dropped', reason = ? WHERE version = ? AND state = 'consumed'"
+            " RETURNING assignment",
+            (DropReason.LINEAGE_ABANDONED.value, version),
+        ).fetchall()
+        ledger.add(connection, ledger.CONSUMED, -len(rows))
+        ledger.add(connection, ledger.account_of(DropReason.LINEAGE_ABANDONED), len(rows))
+        for (assignment,) in rows:
+            work.reopen(connection, assignment)
+
+
+def drop_abandoned(connection: sqlite3.Connection, versions: Sequence[int]) -> int:
+    """Give up what waits of abandoned versions, with the learner or without it: nobody can have their weights again."""
+    rows = [
+        row
+        for version in versions
+        for row in connection.execute(
+            "SELECT site, incarnation, sequence FROM groups"
+            " WHERE state IN ('pending', 'leased') AND oldest_version = ?",
+            (version,),
+        )
+    ]
+    ids = [GroupId(site=site, incarnation=incarnation, sequence=sequence) for site, incarnation, sequence in rows]
+    return drop(connection, ids, DropReason.UNKNOWN_VERSION)
+
+
+def undo_lease(connection: sqlite3.Connection, ids: Iterable[GroupId]) -> None:
+    """Put groups back that were leased and went to nobody."""
+    connection.executemany(
+        f"UPDATE groups SET state = 'pending' WHERE state = 'leased' AND {_WHERE_ID}",
+        [_key(group_id) for group_id in ids],
+    )
+
+
+def return_leased(connection: sqlite3.Connection, *, held: Iterable[GroupId] = ()) -> int:
+    """Put the learner's groups back into the queue, except those it still holds and those of quarantined sites."""
+    keep = {_key(group_id) for group_id in held}
+    rows = connection.execute("SELECT site, incarnation, sequence FROM groups WHERE state = 'leased'").fetchall()
+    back = [tuple(row) for row in rows if tuple(row) not in keep]
+    connection.executemany(f"UPDATE groups SET state = 'pending' WHERE {_WHERE_ID}", back)
+    for site in quarantine.convicted_sites(connection):
+        drop(connection, quarantine.pending_groups(connection, site), DropReason.QUARANTINED)
+    return len(back)
+
+
+def _key(group_id: GroupId) -> tuple[str, str, int]:
+    return group_id.site, group_id.incarnation, group_id.sequence
+
+
+def _verified(data: bytes, digest: str) -> Group | None:
+    if bytes_digest(data) != digest:
+        return None
+    try:
+        return group_from_bytes(data)
+    except MalformedPayload:
+        return None

@@ -1,0 +1,174 @@
+"""Prompt groups handed out to samplers, as store operations.
+
+Guarantees: every assignment is a row until its group is accepted, so no prompt is skipped; what expired or was given
+back is handed out first, with the same prompt and seed; the newest holders whose lease ran out may still answer, once.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from heterorl.common.types.values import DropReason, GroupId, SiteId
+from heterorl.coordinator.groups.schedule import prompt_of, seed_of
+from heterorl.coordinator.sites import quarantine
+from heterorl.coordinator.store.database import get_meta, set_meta
+
+REOPENED = frozenset(
+    {
+        DropReason.STALE_AT_INGEST,
+        DropReason.STALE_AT_LEASE,
+        DropReason.STALE_AT_COMMIT,
+        DropReason.INVALID,
+        DropReason.UNKNOWN_VERSION,
+        DropReason.WRONG_DIGEST,
+        DropReason.LINEAGE_ABANDONED,
+        DropReason.QUARANTINED,
+        *quarantine.REJECTABLE,
+    }
+)
+"""Drops after which the prompt is handed out again, so that no prompt is skipped. Not what the learner abandoned: a
+group too long for it, or one whose step is not finite, would come back with the same prompt and seed for ever."""
+MAX_HOLDERS = 3
+"""Sites that may answer an assignment: the one that holds it and the two before. A site that held it once and let it go
+could otherwise wait for whoever generates now and answer first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handed:
+    """An assignment as handed out."""
+
+    assignment: int
+    prompt_index: int
+    seed: int
+
+
+def hand_out(
+    connection: sqlite3.Connection,
+    *,
+    site: SiteId,
+    incarnation: str,
+    count: int,
+    num_prompts: int,
+    seed: int,
+    request_id: str = "",
+) -> list[Handed]:
+    """Lease `count` assignments to a site under a request's id: open ones first, then new ones."""
+    rows = connection.execute(
+        "SELECT assignment, prompt_index, seed, holders FROM work WHERE is_leased = 0 ORDER BY assignment LIMIT ?",
+        (count,),
+    ).fetchall()
+    handed = []
+    holder = _holder(site, incarnation)
+    for assignment, prompt_index, sampling_seed, holders in rows:
+        names = [*(name for name in json.loads(holders) if name != holder), holder][-MAX_HOLDERS:]
+        connection.execute(
+            "UPDATE work SET is_leased = 1, site = ?, incarnation = ?, holders = ?, request_id = ?"
+            " WHERE assignment = ?",
+            (site, incarnation, json.dumps(names), request_id, assignment),
+        )
+        handed.append(Handed(assignment=assignment, prompt_index=prompt_index, seed=sampling_seed))
+    first = int(get_meta(connection, "next_assignment") or 0)
+    last = first + count - len(handed)
+    for assignment in range(first, last):
+        new = Handed(
+            assignment=assignment,
+            prompt_index=prompt_of(assignment, num_prompts=num_prompts, seed=seed),
+            seed=seed_of(assignment, seed=seed),
+        )
+        connection.execute(
+            "INSERT INTO work VALUES (?, ?, ?, ?, ?, 1, ?, ?)",
+            (assignment, new.prompt_index, new.seed, site, incarnation, json.dumps([holder]), request_id),
+        )
+        handed.append(new)
+    if last > first:
+        set_meta(connection, "next_assignment", str(last))
+    return handed
+
+
+def handed_before(connection: sqlite3.Connection, *, site: SiteId, incarnation: str, request_id: str) -> list[Handed]:
+    """What a request was given whose answer was lost, as far as the site still holds it."""
+    if not request_id:
+        return []
+    rows = connection.execute(
+        "SELECT assignment, prompt_index, seed FROM work WHERE is_leased = 1 AND site = ? AND incarnation = ?"
+        " AND request_id = ? ORDER BY assignment",
+        (site, incarnation, request_id),
+    )
+    return [Handed(assignment=number, prompt_index=prompt, seed=seed) for number, prompt, seed in rows]
+
+
+def lookup(connection: sqlite3.Connection, assignment: int, group_id: GroupId) -> tuple[int | None, bool]:
+    """(prompt of the assignment if this site ever held it, whether it has its group already)."""
+    if assignment >= int(get_meta(connection, "next_assignment") or 0):
+        return None, False
+    row = connection.execute("SELECT prompt_index, holders FROM work WHERE assignment = ?", (assignment,)).fetchone()
+    if row is None:
+        return None, True
+    return (int(row[0]) if _holder(group_id.site, group_id.incarnation) in json.loads(row[1]) else None), False
+
+
+def answer(connection: sqlite3.Connection, assignment: int) -> None:
+    """The assignment has its group."""
+    row = connection.execute(
+        "DELETE FROM work WHERE assignment = ? RETURNING prompt_index, seed", (assignment,)
+    ).fetchone()
+    assert row is not None, "admission checked that the assignment is open"
+
+
+def reopen(connection: sqlite3.Connection, assignment: int) -> None:
+    """Hand the assignment of a dropped group out again; its prompt and seed follow from the run's seed."""
+    (num_prompts, seed) = (int(get_meta(connection, key) or 0) for key in ("num_prompts", "seed"))
+    connection.execute(
+        "INSERT OR IGNORE INTO work VALUES (?, ?, ?, '', '', 0, '[]', '')",
+        (
+            assignment,
+            prompt_of(assignment, num_prompts=num_prompts, seed=seed),
+            seed_of(assignment, seed=seed),
+        ),
+    )
+
+
+def reopen_held(connection: sqlite3.Connection, assignment: int, group_id: GroupId) -> None:
+    """Take an assignment back from the site whose answer was refused; others' assignments stay."""
+    give_back(connection, site=group_id.site, incarnation=group_id.incarnation, assignments=[assignment])
+
+
+def give_back(connection: sqlite3.Connection, *, site: SiteId, incarnation: str, assignments: Sequence[int]) -> None:
+    """Open assignments that the site holds and will not answer, nor may any more; those of others stay."""
+    holder = _holder(site, incarnation)
+    for assignment in assignments:
+        row = connection.execute(
+            "SELECT holders FROM work WHERE assignment = ? AND site = ? AND incarnation = ? AND is_leased = 1",
+            (min(assignment, 2**63 - 1), site, incarnation),
+        ).fetchone()
+        if row is not None:
+            names = [name for name in json.loads(row[0]) if name != holder]
+            connection.execute(
+                "UPDATE work SET is_leased = 0, holders = ? WHERE assignment = ?", (json.dumps(names), assignment)
+            )
+
+
+def open_held(connection: sqlite3.Connection, site: SiteId) -> None:
+    """Open all assignments that a site holds, which it may still answer."""
+    connection.execute("UPDATE work SET is_leased = 0 WHERE site = ? AND is_leased = 1", (site,))
+
+
+def expire(connection: sqlite3.Connection, assignments: Sequence[int]) -> None:
+    """Open assignments whose lease ran out; their holders may still answer."""
+    connection.executemany(
+        "UPDATE work SET is_leased = 0 WHERE assignment = ? AND is_leased = 1",
+        [(assignment,) for assignment in assignments],
+    )
+
+
+def leased(connection: sqlite3.Connection) -> dict[int, tuple[str, str]]:
+    """Leased assignments with their (site, incarnation)."""
+    rows = connection.execute("SELECT assignment, site, incarnation FROM work WHERE is_leased = 1").fetchall()
+    return {assignment: (site, incarnation) for assignment, site, incarnation in rows}
+
+
+def _holder(site: str, incarnation: str) -> str:
+    return f"{site}/{incarnation}"

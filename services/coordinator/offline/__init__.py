@@ -1,0 +1,4 @@
+"""A data directory read from outside, without a running coordinator: checked, never changed.
+
+Open `verify` first: what must hold of a whole history, from the manifests alone; `payloads` checks the bytes.
+"""

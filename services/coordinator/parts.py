@@ -1,0 +1,70 @@
+"""What the parts of the coordinator share: the store, the payloads, the sites, the bell, the clock."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from heterorl.common.process.bell import Bell
+from heterorl.common.process.clock import Clock
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.groups.queue import Queue
+from heterorl.coordinator.payloads.backup import Backups
+from heterorl.coordinator.payloads.keeper import Keeper
+from heterorl.coordinator.payloads.leases import PullLeases
+from heterorl.coordinator.payloads.merging.cache import Merges
+from heterorl.coordinator.payloads.merging.composer import Composer
+from heterorl.coordinator.payloads.reading import Reading
+from heterorl.coordinator.payloads.relief import Relief
+from heterorl.coordinator.sites.flaps import Flaps
+from heterorl.coordinator.sites.sites import Sites
+from heterorl.coordinator.sites.standstill import Standstill
+from heterorl.coordinator.store.blobs import BlobStore
+from heterorl.coordinator.store.database import Database
+from heterorl.coordinator.store.room import Room
+
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(slots=True)
+class Node:
+    """One coordinator's parts. Times are instants of the monotonic clock."""
+
+    config: CoordinatorConfig
+    clock: Clock
+    database: Database
+    blobs: BlobStore
+    merges: Merges
+    composer: Composer
+    leases: PullLeases
+    reading: Reading
+    keeper: Keeper
+    room: Room
+    relief: Relief
+    backups: Backups
+    sites: Sites
+    bell: Bell
+    """Groups came or went, or the lease: for the learner's stream."""
+    head_bell: Bell
+    """A version was published: for every sampler, of which there may be a thousand."""
+    queue: Queue
+    flaps: Flaps
+    started: float
+    lease_expires: float
+    is_closing: bool = False
+    standstill: Standstill = field(default_factory=Standstill)
+    stream: object = None
+    """The learner's newest stream of groups; read and written by store operations only."""
+
+    async def change(
+        self, operation: Callable[[sqlite3.Connection], ResultT], *, is_publication: bool = False
+    ) -> ResultT:
+        """Run an operation and wake the waiters after it, also when the caller went away meanwhile."""
+        future = self.database.submit(operation)
+        future.add_done_callback(lambda _: self.bell.ring())
+        if is_publication:
+            future.add_done_callback(lambda _: self.head_bell.ring())
+        return await asyncio.shield(future)

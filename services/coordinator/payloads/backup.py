@@ -1,0 +1,204 @@
+"""Backups of a running coordinator: one moment of the store, and every payload that it names, in a directory.
+
+    backups/<name>.partial    under way; removed by the next backup
+    backups/<name>            whole and durable: a data_dir, from which a coordinator starts
+
+The store is copied by its own thread between two transactions; deletion waits until the payloads that the copy names
+are linked, or copied where they are on another disk. A link shares its bytes with the payload: against the loss of the
+disk the directory has to go to another one. Uploads under way and merged deltas are no part of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import logging
+import os
+import re
+import shutil
+import sqlite3
+from collections.abc import Iterable
+from pathlib import Path
+
+from heterorl.common.errors import Busy, HeterorlError, InvalidRequest, StoreFull
+from heterorl.common.process.clock import Clock
+from heterorl.common.process.files import make_directory, sync_directory
+from heterorl.common.rpc.backup import Backup
+from heterorl.common.types.values import Digest
+from heterorl.coordinator.offline.history import STORE_FILE
+from heterorl.coordinator.payloads.keeper import Keeper
+from heterorl.coordinator.payloads.reading import Reading
+from heterorl.coordinator.store.blobs import BlobStore
+from heterorl.coordinator.store.database import Database
+from heterorl.coordinator.store.files import typed_error
+from heterorl.coordinator.versions import lineage
+
+_LOG = logging.getLogger(__name__)
+NOTE = "backup.json"
+"""What the copy is of; whoever restores it needs nothing of it."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_PARTIAL = ".partial"
+_BUSY_S = 5.0
+
+
+class Backups:
+    """Makes backups, one at a time. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        *,
+        directory: Path,
+        run_id: str,
+        database: Database,
+        blobs: BlobStore,
+        reading: Reading,
+        keeper: Keeper,
+        clock: Clock,
+    ) -> None:
+        self._directory = directory
+        self._run_id = run_id
+        self._database = database
+        self._blobs = blobs
+        self._reading = reading
+        self._keeper = keeper
+        self._clock = clock
+        self._making: tuple[str, asyncio.Task[Backup]] | None = None
+
+    async def make(self, name: str) -> Backup:
+        """Write the run as it is now into a directory of this name; the one that is there, if it is.
+
+        Raises:
+            InvalidRequest: it is no name.
+            Busy: another one is being made, or the disk refuses.
+            StoreFull: there is no room for it.
+        """
+        if not _NAME.fullmatch(name) or name.endswith(_PARTIAL):
+            raise InvalidRequest("name: not 1 to 64 letters, digits, dots, dashes and underscores")
+        if self._making is None:
+            task = asyncio.create_task(self._make(name))
+            self._making = (name, task)
+            task.add_done_callback(self._made)
+        if self._making[0] != name:
+            raise Busy(f"backup {self._making[0]} is being made", retry_after_s=_BUSY_S)
+        # Goes on when the caller has gone: whoever asks for the same one waits for it, or finds it made.
+        return await asyncio.shield(self._making[1])
+
+    def _made(self, task: asyncio.Task[Backup]) -> None:
+        self._making = None
+        if not task.cancelled() and task.exception() is not None:
+            _LOG.warning("no backup: %s", task.exception())
+
+    async def _make(self, name: str) -> Backup:
+        try:
+            return await asyncio.to_thread(_read_note, self._directory / name) or await self._write(name)
+        except OSError as error:
+            raise typed_error(error) from error
+
+    async def _write(self, name: str) -> Backup:
+        partial = self._directory / f"{name}{_PARTIAL}"
+        await asyncio.to_thread(_begin, self._directory, partial)
+        try:
+            async with self._keeper.undisturbed():
+                copy = partial / STORE_FILE
+                digests, head, audit_digest = await self._database.run_alone(lambda connection: _copy(connection, copy))
+                made_s = self._clock.wall()
+                try:
+                    num_bytes = await asyncio.to_thread(self._take, digests, partial)
+                except FileNotFoundError as error:
+                    # The next attempt is without it.
+                    await self._reading.put_aside_missing((digest, self._blobs.path(digest)) for digest in digests)
+                    raise Busy("a payload of the run is gone", retry_after_s=_BUSY_S) from error
+            backup = Backup(
+                path=str((self._directory / name).resolve()),
+                head_version=head,
+                num_payloads=len(digests),
+                num_bytes=num_bytes,
+                made_s=made_s,
+                audit_digest=audit_digest,
+            )
+            await asyncio.to_thread(_finish, partial, self._directory / name, backup, self._run_id)
+        except BaseException:
+            await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)
+            raise
+        _LOG.info("backup %s: version %d, %d payloads", backup.path, head, len(digests))
+        return backup
+
+    def _take(self, digests: Iterable[Digest], target: Path) -> int:
+        """Link or copy payloads; returns the bytes of the whole."""
+        copy = target / STORE_FILE
+        _sync(copy)
+        num_bytes = copy.stat().st_size
+        for digest in digests:
+            source = self._blobs.path(digest)
+            place = target / "blobs" / digest[:2] / digest
+            make_directory(place.parent)
+            _link(source, place)
+            num_bytes += place.stat().st_size
+        for folder in (target / "blobs").glob("*"):
+            sync_directory(folder)
+        return num_bytes
+
+
+def _copy(connection: sqlite3.Connection, path: Path) -> tuple[list[Digest], int, str]:
+    """Store operation, outside any transaction: copy the store; returns what the copy names, its head, its audit."""
+    digests = [Digest(row[0]) for row in connection.execute("SELECT DISTINCT digest FROM payloads")]
+    last = connection.execute("SELECT digest FROM audit ORDER BY sequence DESC LIMIT 1").fetchone()
+    head = lineage.read_head(connection).version
+    try:
+        connection.execute("VACUUM INTO ?", (str(path),))
+    except sqlite3.Error as error:
+        raise _of_copy(error) from error
+    return digests, head, str(last[0]) if last else ""
+
+
+def _of_copy(error: sqlite3.Error) -> HeterorlError:
+    """The store itself is as it was: only its copy could not be written."""
+    if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+        return StoreFull("there is no room for the backup", retry_after_s=_BUSY_S)
+    return Busy(f"the copy of the store could not be written: {error}", retry_after_s=_BUSY_S)
+
+
+def _begin(directory: Path, partial: Path) -> None:
+    make_directory(directory, mode=0o700)
+    for left in directory.glob(f"*{_PARTIAL}"):
+        shutil.rmtree(left, ignore_errors=True)
+    make_directory(partial, mode=0o700)
+    make_directory(partial / "blobs")
+
+
+def _link(source: Path, place: Path) -> None:
+    try:
+        place.hardlink_to(source)
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP):
+            raise
+        shutil.copyfile(source, place)
+        _sync(place)
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _finish(partial: Path, target: Path, backup: Backup, run_id: str) -> None:
+    note = {"run_id": run_id, **{name: getattr(backup, name) for name in Backup.__slots__}}
+    path = partial / NOTE
+    path.write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
+    path.chmod(0o600)
+    (partial / STORE_FILE).chmod(0o600)
+    _sync(path)
+    sync_directory(partial)
+    partial.replace(target)
+    sync_directory(target.parent)
+
+
+def _read_note(directory: Path) -> Backup | None:
+    if not directory.is_dir():
+        return None
+    try:
+        note = json.loads((directory / NOTE).read_text(encoding="utf-8"))
+        return Backup(**{name: note[name] for name in Backup.__slots__})
+    except (OSError, ValueError, KeyError) as error:
+        raise InvalidRequest(f"name: {directory} is there and is no backup", action="choose another") from error

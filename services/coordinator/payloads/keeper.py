@@ -1,0 +1,280 @@
+"""Keeps the payloads servable and few: verifies snapshots, writes them when they are due, deletes what nobody needs.
+
+    loop    waits for                          unblocked by
+    run     something to verify or write       poke: a new version
+    run     its thread                         the thread; the end of the process, between two chunks
+
+A deletion survives a crash at any point: rows first, in one transaction that writes down what they named, then the
+files, then the note. So a plan never names a file that may go, and a start ends what an earlier process began. Before
+anything is retired, the way to the head that everything then depends on is rebuilt and compared with its manifests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import sqlite3
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from heterorl.common.errors import Busy, CorruptStore, Draining, StoreFull
+from heterorl.common.process.clock import Clock
+from heterorl.common.process.metrics import RECLAIMED_BYTES
+from heterorl.common.types.values import Digest, PayloadKind
+from heterorl.common.weights.compose import MAX_PAYLOADS
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.payloads import disposal, index
+from heterorl.coordinator.payloads.leases import PullLeases
+from heterorl.coordinator.payloads.merging.cache import Merges
+from heterorl.coordinator.payloads.merging.composer import lower_priority
+from heterorl.coordinator.payloads.reading import Reading
+from heterorl.coordinator.payloads.retention import Needs
+from heterorl.coordinator.payloads.snapshots import DamagedPayload, Work, decide_snapshot, verify_way, write_snapshot
+from heterorl.coordinator.store.blobs import BlobStore
+from heterorl.coordinator.store.database import Database
+from heterorl.coordinator.store.steady import Steady
+from heterorl.coordinator.versions import flavours
+
+_LOG = logging.getLogger(__name__)
+ResultT = TypeVar("ResultT")
+BATCHES = 8
+"""Versions of the window are given up an eighth of it at a time: each time costs a rebuild of the head."""
+UNPUBLISHED_VERSIONS = 2
+"""An upload that no version named while the head moved on so far is given up."""
+
+
+class _Stopped(Exception):
+    """The process ends; what is under way is thrown away."""
+
+
+class Keeper:
+    """The one who deletes payloads and writes snapshots. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        *,
+        config: CoordinatorConfig,
+        clock: Clock,
+        database: Database,
+        blobs: BlobStore,
+        merges: Merges,
+        reading: Reading,
+        leases: PullLeases,
+        in_use: Callable[[float], frozenset[int]],
+    ) -> None:
+        self._config = config
+        self._clock = clock
+        self._database = database
+        self._blobs = blobs
+        self._merges = merges
+        self._reading = reading
+        self._leases = leases
+        self._in_use = in_use
+        self._rebuilt = config.data_dir / "rebuilt"
+        self._collecting = asyncio.Lock()
+        self._unpublished: dict[Digest, int] = {}
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._stopping = threading.Event()
+        self._executor: ThreadPoolExecutor | None = None
+        blobs.make_room = self._make_room
+
+    def poke(self) -> None:
+        """Look again for something to do."""
+        self._idle.clear()
+        self._wake.set()
+
+    async def settle(self) -> None:
+        """Wait until nothing is left to do; `run` must be running."""
+        await self._idle.wait()
+
+    async def recover(self) -> None:
+        """End what an earlier process began, as far as the disk lets; nothing is served yet."""
+        await asyncio.to_thread(index.empty, self._rebuilt)
+        try:
+            await self._sweep()
+        except (StoreFull, Busy) as error:
+            _LOG.warning("deletion goes on later: %s", error)
+
+    async def close(self) -> None:
+        """End the thread between two chunks."""
+        self._stopping.set()
+        if self._executor is not None:
+            await asyncio.to_thread(self._executor.shutdown)
+
+    async def run(self) -> None:
+        """Verify, write and delete what is due until cancelled; returns when the store ends."""
+        steady = Steady("keeper", self._clock)
+        try:
+            while True:
+                self._wake.clear()
+                if await steady.attempt(self.work) and not self._wake.is_set():
+                    self._idle.set()
+                await steady.pause(self._wake)
+        except (CorruptStore, Draining):
+            return
+
+    async def work(self) -> None:
+        """Verify, write and delete what is due now."""
+        for flavour in await self._database.run(flavours.stored):
+            while await self._verify_newest(flavour) or await self._write_due(flavour):
+                pass
+        await self.collect()
+
+    # snapshots
+
+    async def _verify_newest(self, flavour: str) -> bool:
+        """Verify the newest snapshot that is not; returns whether there was one."""
+
+        def unverified(connection: sqlite3.Connection) -> Work | None:
+            return index.unverified_snapshot(connection, flavour)
+
+        work = await self._database.run(unverified)
+        if work is None:
+            return False
+        if not await self._is_proved(work):
+            # Put aside, and another one is the newest; or unreadable for now.
+            return await self._database.run(unverified) != work
+        await self._database.run(lambda connection: index.note_verified(connection, work.payloads[0], flavour))
+        form = f" in flavour {flavour}" if flavour else ""
+        _LOG.info("the snapshot of version %d%s is verified", work.payloads[0].to_version, form)
+        return True
+
+    async def _write_due(self, flavour: str) -> bool:
+        """Write a snapshot when one is due; returns whether it did."""
+        merged_into = functools.partial(self._merges.into, flavour=flavour)
+        way = await self._database.run(lambda connection: index.way_of_joiner(connection, merged_into, flavour))
+        due = decide_snapshot(
+            way, snapshot_ratio=self._config.snapshot_ratio, window=self._config.merge_window_versions
+        )
+        if not due.is_due:
+            return False
+        # A longer way is shortened by a snapshot on it.
+        work = await self._database.run(lambda connection: index.work(connection, way[:MAX_PAYLOADS], flavour))
+        _LOG.debug("a snapshot of version %d is written: %s", work.manifests[-1].version, due.reason)
+        scratch = self._rebuilt / "snapshot"
+        try:
+            payload = await self._in_thread(lambda: write_snapshot(self._paths(work), scratch, work, self._check_stop))
+            adopted = self._blobs.adopt(scratch, digest=payload.digest, num_bytes=payload.num_bytes)
+            await self._reading.on_disk(adopted)
+        except DamagedPayload as error:
+            await self._reading.put_aside(work.payloads[error.index].digest, str(error))
+            return True
+        except (StoreFull, Busy, OSError) as error:
+            # The next version is the next attempt.
+            _LOG.warning("no snapshot of version %d: %s", work.manifests[-1].version, error)
+            return False
+        finally:
+            scratch.unlink(missing_ok=True)
+        return await self._database.run(lambda connection: index.add_snapshot(connection, payload, flavour))
+
+    async def _is_proved(self, work: Work) -> bool:
+        """Rebuild every state along a way; a payload that is not what it should be is put aside."""
+        try:
+            await self._in_thread(lambda: verify_way(self._paths(work), work.manifests, on_chunk=self._check_stop))
+        except DamagedPayload as error:
+            await self._reading.put_aside(work.payloads[error.index].digest, str(error))
+        except OSError as error:
+            _LOG.warning("version %d cannot be rebuilt now: %s", work.manifests[-1].version, error)
+            digests = (payload.digest for payload in work.payloads)
+            await self._reading.put_aside_missing(zip(digests, self._paths(work), strict=True))
+        else:
+            return True
+        return False
+
+    def _paths(self, work: Work) -> list[Path]:
+        return [
+            self._merges.path(payload) if payload.kind is PayloadKind.MERGED else self._blobs.path(payload.digest)
+            for payload in work.payloads
+        ]
+
+    # deletion
+
+    @asynccontextmanager
+    async def undisturbed(self) -> AsyncIterator[None]:
+        """While nothing may be deleted; for short."""
+        async with self._collecting:
+            yield
+
+    async def collect(self, *, missing_bytes: int = 0) -> int:
+        """Delete what nobody needs; returns the bytes freed. In batches, unless bytes are missing."""
+        async with self._collecting:
+            await self._give_up_unpublished()
+            if not self._leases.are_known(self._clock.monotonic()):
+                return await self._sweep()
+            for flavour in await self._database.run(flavours.stored):
+                await self._retire_unneeded(flavour, is_pressed=missing_bytes > 0)
+            return await self._sweep()
+
+    async def _retire_unneeded(self, flavour: str, *, is_pressed: bool) -> None:
+        needs = self._needs()
+        retirement = await self._database.run(lambda connection: disposal.decide(connection, flavour, needs))
+        is_worth_it = len(retirement.payloads) * BATCHES >= self._config.merge_window_versions
+        if not retirement.payloads or not (is_pressed or is_worth_it):
+            return
+        proved = retirement.way
+        work = await self._database.run(lambda connection: index.work(connection, proved, flavour))
+        if not proved or await self._is_proved(work):
+            needs = self._needs()
+            await self._database.run(lambda connection: disposal.carry_out(connection, flavour, needs, proved=proved))
+
+    async def _make_room(self, missing_bytes: int) -> None:
+        await self.collect(missing_bytes=missing_bytes)
+
+    def _needs(self) -> Needs:
+        now = self._clock.monotonic()
+        term_s = self._config.pull_lease_s
+        return Needs(
+            window=self._config.merge_window_versions,
+            staleness=self._config.max_staleness_versions,
+            in_use=self._in_use(now - term_s) | self._leases.versions(now),
+            leased=self._leases.payloads(now),
+        )
+
+    async def _sweep(self) -> int:
+        """Delete the files of retired payloads; returns the bytes freed."""
+        freed: dict[Digest, int] = {}
+        for digest in await self._database.run(index.retired):
+            num_bytes = await self._remove(digest)
+            if num_bytes is not None:
+                freed[digest] = num_bytes
+        total = sum(freed.values())
+        if freed:
+            await self._database.run(lambda connection: index.forget_retired(connection, freed))
+            RECLAIMED_BYTES.inc(total)
+        return total
+
+    async def _remove(self, digest: Digest) -> int | None:
+        async def is_needed() -> bool:
+            is_named = await self._database.run(lambda connection: index.is_named(connection, digest))
+            return is_named or digest in self._leases.payloads(self._clock.monotonic())
+
+        return await self._reading.on_disk(self._blobs.remove(digest, is_needed=is_needed))
+
+    async def _give_up_unpublished(self) -> None:
+        """Retire uploads that no version came to name."""
+        named, head = await self._database.run(index.named)
+        waiting = self._blobs.stored() - named
+        self._unpublished = {digest: self._unpublished.get(digest, head) for digest in waiting}
+        given_up = [d for d, seen in self._unpublished.items() if head >= seen + UNPUBLISHED_VERSIONS]
+        if given_up:
+            await self._database.run(lambda connection: index.retire_digests(connection, given_up))
+
+    # the thread
+
+    async def _in_thread(self, function: Callable[[], ResultT]) -> ResultT:
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="keeper", initializer=lower_priority)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._executor, function)
+        except _Stopped as error:
+            raise Draining("the coordinator is stopping", retry_after_s=1.0) from error
+
+    def _check_stop(self) -> None:
+        if self._stopping.is_set():
+            raise _Stopped

@@ -1,0 +1,175 @@
+"""Merged deltas kept beside the payloads: a cache that may be deleted at any time.
+
+    data_dir/merged/<start>-<stop>-<digest>        complete and durable, never changed
+    data_dir/merged/compose*                       under way; whatever is left of it goes at the next start
+
+The directory is all there is: at the start it is read again, and what does not lead between the states of the versions
+that it names, in one flavour, is removed. A file that disappears is struck out when somebody notices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import sqlite3
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from heterorl.common.errors import Busy, CorruptData, MalformedPayload
+from heterorl.common.process.files import make_directory, sync_directory
+from heterorl.common.types.values import Digest, PayloadKind, PayloadRef
+from heterorl.common.weights.container import read_roots
+from heterorl.coordinator.payloads.merging.spans import Span, to_evict
+from heterorl.coordinator.store.database import Database
+from heterorl.coordinator.store.files import file_size
+
+_LOG = logging.getLogger(__name__)
+_NAME = re.compile(r"(\d{1,18})-(\d{1,18})-([0-9a-f]{64})")
+
+
+class Merges:
+    """The merged deltas of one run. Belongs to the event loop, but `into` may be called from any thread."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._index: dict[Span, PayloadRef] = {}
+        self._into: dict[tuple[str, int], tuple[PayloadRef, ...]] = {}
+
+    async def open(self, database: Database) -> None:
+        """Find again what an earlier process left."""
+        found = _scan(self._directory)
+        if found:
+            versions = {version for payload, _ in found for version in (payload.from_version, payload.to_version)}
+            await self._adopt(found, await database.run(lambda connection: _state_roots(connection, versions)))
+
+    async def _adopt(
+        self, found: Iterable[tuple[PayloadRef, tuple[str, str]]], root_of: dict[str, dict[int, str]]
+    ) -> None:
+        for payload, roots in found:
+            start, stop = payload.from_version, payload.to_version
+            right = [
+                Span(start, stop, flavour)
+                for flavour, root in root_of.items()
+                if (root.get(start), root.get(stop)) == roots
+            ]
+            if right and right[0] not in self._index:
+                self._index[right[0]] = payload
+            else:
+                self.path(payload).unlink(missing_ok=True)
+        self._replace_into()
+
+    @property
+    def spans(self) -> frozenset[Span]:
+        """The spans that are there."""
+        return frozenset(self._index)
+
+    def into(self, version: int, flavour: str = "") -> tuple[PayloadRef, ...]:
+        """Merged deltas of a flavour that lead to a version."""
+        return self._into.get((flavour, version), ())
+
+    def path(self, payload: PayloadRef) -> Path:
+        """Where a merged delta lies."""
+        return self._directory / f"{payload.from_version}-{payload.to_version}-{payload.digest}"
+
+    def find(self, digest: Digest) -> Path | None:
+        """The file of a merged delta of this digest, or None."""
+        return next((self.path(payload) for payload in self._index.values() if payload.digest == digest), None)
+
+    def scratch(self) -> Path:
+        """Where the next one may be written; the same each time. Callable from any thread."""
+        make_directory(self._directory)
+        return self._directory / "compose"
+
+    def name(self, scratch: Path, payload: PayloadRef) -> None:
+        """Give a durable file its name. Callable from any thread."""
+        scratch.replace(self.path(payload))
+        sync_directory(self._directory)
+
+    def add(self, payload: PayloadRef, flavour: str = "") -> None:
+        """Offer a merged delta that has its name."""
+        self._index[Span(payload.from_version, payload.to_version, flavour)] = payload
+        self._replace_into()
+
+    async def forget_missing(self, payloads: Iterable[PayloadRef] | None = None) -> bool:
+        """Strike out those among `payloads`, or among all, that somebody deleted; returns whether there were any."""
+        looked_at = [*self._index.values()] if payloads is None else payloads
+        merged = [payload for payload in looked_at if payload.kind is PayloadKind.MERGED]
+        missing = [payload for payload in merged if await asyncio.to_thread(_is_gone, self.path(payload))]
+        self._index = {span: payload for span, payload in self._index.items() if payload not in missing}
+        self._replace_into()
+        return bool(missing)
+
+    async def drop(self, digest: Digest) -> None:
+        """Delete a damaged one; it is made again from its parts."""
+        for span in [span for span, payload in self._index.items() if payload.digest == digest]:
+            await asyncio.to_thread(self.path(self._index.pop(span)).unlink, missing_ok=True)
+        self._replace_into()
+
+    async def evict(
+        self, *, head: int, window: int, budget_bytes: int, leased: Callable[[], frozenset[Digest]] = frozenset
+    ) -> list[Span]:
+        """Delete what is useless or too much, but nothing that somebody fetches; returns the spans deleted."""
+        sizes = {span: payload.num_bytes for span, payload in self._index.items()}
+        evicted = to_evict(sizes, head=head, window=window, budget_bytes=budget_bytes)
+        kept = leased()
+        evicted = [span for span in evicted if self._index[span].digest not in kept]
+        paths = [self.path(self._index.pop(span)) for span in evicted]
+        self._replace_into()
+        for path in paths:
+            await asyncio.to_thread(path.unlink, missing_ok=True)
+        return evicted
+
+    def _replace_into(self) -> None:
+        # Replaced, never changed: a plan on the store's thread may be reading it.
+        into: defaultdict[tuple[str, int], tuple[PayloadRef, ...]] = defaultdict(tuple)
+        for span, payload in self._index.items():
+            into[span.flavour, span.stop] += (payload,)
+        self._into = dict(into)
+
+
+def _is_gone(path: Path) -> bool:
+    try:
+        return file_size(path) is None
+    except Busy:
+        # Nobody can tell; whoever reads it is told the same.
+        return False
+
+
+def _state_roots(connection: sqlite3.Connection, versions: Iterable[int]) -> dict[str, dict[int, str]]:
+    # Of these alone: a history is as long as the run, and each row as long as a manifest.
+    roots: defaultdict[str, dict[int, str]] = defaultdict(dict)
+    for each in versions:
+        rows = connection.execute("SELECT flavour, state_root FROM stated WHERE version = ?", (each,))
+        for flavour, root in rows:
+            roots[flavour][each] = root
+    return dict(roots)
+
+
+def _scan(directory: Path) -> list[tuple[PayloadRef, tuple[str, str]]]:
+    """Payloads with the states they lead between; whatever else lies there is removed."""
+    found = []
+    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+        match = _NAME.fullmatch(path.name)
+        try:
+            if match is None:
+                raise MalformedPayload("not a merged delta")
+            roots = read_roots(path)
+        except CorruptData as error:
+            _LOG.debug("%s is removed: %s", path.name, error)
+            path.unlink()
+            continue
+        except OSError as error:
+            # Not damage; whoever can read it at a later start has it then.
+            _LOG.warning("%s is not offered: %s", path.name, error)
+            continue
+        payload = PayloadRef(
+            kind=PayloadKind.MERGED,
+            from_version=int(match[1]),
+            to_version=int(match[2]),
+            digest=Digest(match[3]),
+            num_bytes=path.stat().st_size,
+        )
+        found.append((payload, roots))
+    return found

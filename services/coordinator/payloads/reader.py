@@ -1,0 +1,211 @@
+"""Reading payloads for callers: whole files are compared with their names once, every block with what was proved then.
+
+A proof is made of a file in one pass: the blake3 of all its bytes, which must be its name, and the xxh3-64 of each
+block. While device, inode, size and time of change stay, a file is not read a second time as a whole. They say nothing
+of a disk that turns a bit over, so a block is compared with its checksum whenever it is sent: bytes that differ from
+those that were proved never leave, whatever the file says of itself.
+
+A proof belongs to nobody: whoever asks for the same file meanwhile waits for the same pass, and it goes on when a
+caller has gone, so that a file whose pass takes longer than callers wait is served at their next attempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import blake3
+import xxhash
+
+from heterorl.common.errors import CorruptData, Draining, InvalidRequest
+from heterorl.common.process import descriptors
+from heterorl.common.types.values import Digest
+from heterorl.coordinator.store.files import FRAME_BYTES
+
+BLOCKS_AT_ONCE = 2
+"""Blocks read by one visit to a thread, and kept in memory for each caller."""
+MAX_BLOCKS = 1 << 20
+"""Blocks of which checksums are kept: 8 MiB of memory for 1 TiB of payloads."""
+MAX_PROOFS = 4096
+"""Files of which checksums are kept."""
+
+
+class DamagedFile(CorruptData):
+    """A file has other bytes than its name says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What tells that a file was replaced or written to."""
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, descriptor: int) -> Identity:
+        """The identity of an open file."""
+        stat = os.fstat(descriptor)
+        return cls(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """A file that had the bytes of its name: which file, and the xxh3-64 of each of its blocks."""
+
+    identity: Identity
+    checksums: array[int]
+
+
+class PayloadReader:
+    """Frames of payloads, and the proofs of their files. Belongs to the event loop."""
+
+    def __init__(self, *, max_blocks: int = MAX_BLOCKS, max_proofs: int = MAX_PROOFS) -> None:
+        self._max_blocks = max_blocks
+        self._max_proofs = max_proofs
+        self._num_blocks = 0
+        self._proofs: OrderedDict[Digest, Proof] = OrderedDict()
+        self._proving: dict[Digest, asyncio.Task[Proof]] = {}
+        self._stopping = threading.Event()
+
+    async def read(self, digest: Digest, path: Path, *, offset: int, stop: int | None = None) -> AsyncIterator[bytes]:
+        """Yield [offset, stop) of a payload in frames of at most 1 MiB; one deleted meanwhile is read to its end.
+
+        Args:
+            digest: what the file's bytes must be.
+            path: the file.
+            offset: position of the first byte.
+            stop: position after the last byte; None for the end of the file.
+
+        Raises:
+            DamagedFile: the file has other bytes; what was yielded before was right.
+            OSError: it cannot be read.
+            InvalidRequest: the range is not within the file.
+        """
+        with await asyncio.to_thread(_open, path) as file:
+            proof = await self._proof(digest, file)
+            size = proof.identity.size
+            end = size if stop is None else stop
+            if not 0 <= offset <= end <= size:
+                raise InvalidRequest(f"bytes {offset} to {end} are not within the {size} bytes of the payload")
+            while offset < end:
+                try:
+                    frames = await asyncio.to_thread(_read_frames, file.fileno(), proof, offset, end)
+                except DamagedFile:
+                    self._forget(digest)
+                    raise
+                for frame in frames:
+                    offset += len(frame)
+                    yield frame
+
+    async def close(self) -> None:
+        """End the passes under way."""
+        self._stopping.set()
+        if self._proving:
+            await asyncio.wait(list(self._proving.values()))
+
+    async def _proof(self, digest: Digest, file: BinaryIO) -> Proof:
+        """The proof of this very file.
+
+        Raises:
+            DamagedFile: it cannot be proved.
+        """
+        while True:
+            identity = Identity.of(file.fileno())
+            known = self._proofs.get(digest)
+            if known is not None and known.identity == identity:
+                self._proofs.move_to_end(digest)
+                return known
+            task = self._proving.get(digest)
+            if task is None:
+                # A descriptor of its own: it goes on when this caller has gone.
+                own = descriptors.insist(lambda: os.dup(file.fileno()))
+                task = asyncio.ensure_future(asyncio.to_thread(_prove, own, digest, self._stopping))
+                self._proving[digest] = task
+                task.add_done_callback(lambda done: self._proved(digest, done))
+            proof = await asyncio.shield(task)
+            if proof.identity == identity:
+                return proof
+
+    def _proved(self, digest: Digest, done: asyncio.Task[Proof]) -> None:
+        del self._proving[digest]
+        self._forget(digest)
+        if done.cancelled() or done.exception() is not None:
+            return
+        self._proofs[digest] = done.result()
+        self._num_blocks += len(done.result().checksums)
+        while self._num_blocks > self._max_blocks or len(self._proofs) > self._max_proofs:
+            self._forget(next(iter(self._proofs)))
+
+    def _forget(self, digest: Digest) -> None:
+        proof = self._proofs.pop(digest, None)
+        if proof is not None:
+            self._num_blocks -= len(proof.checksums)
+
+
+def _open(path: Path) -> BinaryIO:
+    return descriptors.insist(lambda: path.open("rb", buffering=0))
+
+
+def _prove(descriptor: int, digest: Digest, stopping: threading.Event) -> Proof:
+    """Read a file once, and close it.
+
+    Raises:
+        DamagedFile: its bytes are not those of its name.
+        Draining: the process ends.
+    """
+    hasher, checksums, offset = blake3.blake3(), array("Q"), 0
+    block = memoryview(bytearray(FRAME_BYTES))
+    try:
+        identity = Identity.of(descriptor)
+        while num_read := _fill(descriptor, block, offset):
+            if stopping.is_set():
+                raise Draining("the coordinator is stopping", retry_after_s=1.0)
+            hasher.update(block[:num_read])
+            checksums.append(xxhash.xxh3_64_intdigest(block[:num_read]))
+            offset += num_read
+    finally:
+        os.close(descriptor)
+    if hasher.hexdigest() != digest or offset != identity.size:
+        raise DamagedFile("its bytes on disk changed")
+    return Proof(identity, checksums)
+
+
+def _fill(descriptor: int, block: memoryview, offset: int) -> int:
+    num_read = 0
+    while num_read < len(block) and (more := os.preadv(descriptor, [block[num_read:]], offset + num_read)):
+        num_read += more
+    return num_read
+
+
+def _read_frames(descriptor: int, proof: Proof, offset: int, end: int) -> list[bytes]:
+    """The next frames of [offset, end): parts of blocks that still are what was proved.
+
+    Raises:
+        DamagedFile: a block is not.
+    """
+    frames = []
+    first = offset // FRAME_BYTES
+    for number in range(first, min(first + BLOCKS_AT_ONCE, -(-end // FRAME_BYTES))):
+        start = number * FRAME_BYTES
+        block = _read(descriptor, min(FRAME_BYTES, proof.identity.size - start), start)
+        # Whole blocks, also where the range begins or ends within one.
+        if xxhash.xxh3_64_intdigest(block) != proof.checksums[number]:
+            raise DamagedFile(f"its bytes from {start} on changed on disk")
+        frames.append(block[max(0, offset - start) : end - start])
+    return frames
+
+
+def _read(descriptor: int, num_bytes: int, offset: int) -> bytes:
+    data = os.pread(descriptor, num_bytes, offset)
+    while len(data) < num_bytes and (more := os.pread(descriptor, num_bytes - len(data), offset + len(data))):
+        data += more
+    return data

@@ -1,0 +1,144 @@
+"""Sites whose groups failed the learner's checks: their failures, their quarantine, and its end, as store operations.
+
+Guarantees: durable; a site is quarantined in the transaction of the failure that is one too many, its pending groups
+are dropped and its work is handed to others in the same one. Only an operator ends it. The quarantine by the canary
+(canary.py) is another one, which ends by itself; `reason_of` and `read_reasons` know both.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import dataclass
+
+from heterorl.common.errors import InvalidRequest, Quarantined
+from heterorl.common.types.values import DropReason, GroupId, SiteId
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.sites import audit, canary
+from heterorl.coordinator.sites.audit import AuditKind
+
+REJECTABLE = frozenset({DropReason.REWARD_MISMATCH, DropReason.LOGPROB_MISMATCH, DropReason.SAMPLING_MISMATCH})
+"""Reasons that a check of the learner may give."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """A site is quarantined at `failures` failed groups among its newest `window_groups`; 0 failures: never."""
+
+    failures: int
+    window_groups: int
+
+
+def rule_of(config: CoordinatorConfig) -> Rule:
+    """The configured rule."""
+    return Rule(failures=config.quarantine_failures, window_groups=config.quarantine_window_groups)
+
+
+def decide(failed_at: list[int], *, accepted: int, rule: Rule) -> tuple[bool, str]:
+    """Whether a site's failures are too many.
+
+    Args:
+        failed_at: how many groups the site had delivered at each failure.
+        accepted: how many it has delivered now.
+        rule: the bound.
+    """
+    recent = sum(count > accepted - rule.window_groups for count in failed_at)
+    text = f"{recent} of its last {min(accepted, rule.window_groups)} groups failed a check"
+    return 0 < rule.failures <= recent, text
+
+
+def note_failure(
+    connection: sqlite3.Connection, site: SiteId, reason: DropReason, detail: str, *, rule: Rule, now: float
+) -> str:
+    """Set: count one failed group; returns why the site goes into quarantine with it, empty when it does not."""
+    (accepted,) = connection.execute("SELECT coalesce(sum(accepted), 0) FROM sites WHERE site = ?", (site,)).fetchone()
+    connection.execute("INSERT INTO failures VALUES (?, ?, ?, ?)", (site, accepted, reason.value, detail[:500]))
+    connection.execute("DELETE FROM failures WHERE site = ? AND accepted <= ?", (site, accepted - rule.window_groups))
+    audit.append(connection, AuditKind.CHECK_FAILED, subject=site, detail=f"{reason.value}: {detail}", now=now)
+    failed_at = [count for (count,) in connection.execute("SELECT accepted FROM failures WHERE site = ?", (site,))]
+    is_due, text = decide(failed_at, accepted=accepted, rule=rule)
+    if not is_due or _conviction(connection, site):
+        return ""
+    text = f"{text}; the last one: {reason.value}, {detail[:300]}"
+    connection.execute("INSERT INTO convictions VALUES (?, ?, ?)", (site, text, now))
+    audit.append(
+        connection, AuditKind.QUARANTINE, subject=site, detail=f"{text}; {_trained(connection, site)}", now=now
+    )
+    return text
+
+
+def release(connection: sqlite3.Connection, site: SiteId, *, reason: str, now: float) -> str:
+    """Set: end a site's quarantine of either kind and forget its failures; returns why it was there.
+
+    Raises:
+        InvalidRequest: there is no reason, or no such site.
+    """
+    if not reason.strip():
+        raise InvalidRequest("reason: must not be empty; it is kept in the log of audit")
+    if connection.execute("SELECT 1 FROM sites WHERE site = ?", (site,)).fetchone() is None:
+        raise InvalidRequest(f"site: {site[:64]} never registered")
+    before = read_reasons(connection).get(site, "")
+    for table in ("convictions", "failures", "quarantines"):
+        connection.execute(f"DELETE FROM {table} WHERE site = ?", (site,))
+    audit.append(connection, AuditKind.RELEASE, subject=site, detail=f"{reason}; it was there because {before}"
+                 if before else f"{reason}; it was not in quarantine", now=now)  # fmt: skip
+    return before
+
+
+def conviction_of(connection: sqlite3.Connection, site: SiteId) -> str:
+    """Why the learner's checks put a site into quarantine; empty when they did not."""
+    return _conviction(connection, site)
+
+
+def read_reasons(connection: sqlite3.Connection) -> dict[str, str]:
+    """Reasons of all quarantines of both kinds, by site."""
+    return canary.read_quarantines(connection) | dict(connection.execute("SELECT site, reason FROM convictions"))
+
+
+def count_failures(connection: sqlite3.Connection, rule: Rule) -> dict[str, int]:
+    """Failures that still count, by site: those among the newest groups that the rule looks at."""
+    rows = connection.execute(
+        "SELECT f.site, count(*) FROM failures f JOIN (SELECT site, sum(accepted) AS total FROM sites GROUP BY site)"
+        " USING (site) WHERE f.accepted > total - ? GROUP BY f.site",
+        (rule.window_groups,),
+    )
+    return dict(rows.fetchall())
+
+
+def check_site(connection: sqlite3.Connection, site: SiteId) -> None:
+    """Refuse a site in quarantine of either kind.
+
+    Raises:
+        Quarantined: with the reason.
+    """
+    reason = _conviction(connection, site)
+    if reason:
+        raise Quarantined(
+            f"site {site} is in quarantine: {reason}",
+            action=f"an operator ends it: heterorl sites release {site} HOST:PORT --reason TEXT",
+            retry_after_s=5.0,
+        )
+    canary.check_site(connection, site)
+
+
+def convicted_sites(connection: sqlite3.Connection) -> list[SiteId]:
+    """Sites that the learner's checks put into quarantine."""
+    return [SiteId(site) for (site,) in connection.execute("SELECT site FROM convictions")]
+
+
+def pending_groups(connection: sqlite3.Connection, site: SiteId) -> list[GroupId]:
+    """Groups of a site that nobody has taken yet."""
+    rows = connection.execute("SELECT incarnation, sequence FROM groups WHERE state = 'pending' AND site = ?", (site,))
+    return [GroupId(site=site, incarnation=incarnation, sequence=sequence) for incarnation, sequence in rows]
+
+
+def _conviction(connection: sqlite3.Connection, site: str) -> str:
+    row = connection.execute("SELECT reason FROM convictions WHERE site = ?", (site,)).fetchone()
+    return str(row[0]) if row else ""
+
+
+def _trained(connection: sqlite3.Connection, site: str) -> str:
+    """Which versions hold groups of the site: what an operator may want to go back from."""
+    count, first, last = connection.execute(
+        "SELECT count(*), min(version), max(version) FROM groups WHERE site = ? AND state = 'consumed'", (site,)
+    ).fetchone()
+    return f"versions {first} to {last} hold {count} groups of it" if count else "no version holds a group of it"

@@ -1,0 +1,297 @@
+"""Payload files named by their content; a name exists only when all its bytes are durable and right.
+
+    data_dir/blobs/ab/<digest>      complete, verified, never changed
+    data_dir/partial/<digest>       an upload; its length is what `query` reports after an fsync
+    data_dir/damaged/<digest>       a payload whose bytes changed on disk; for a person to look at, never served
+
+Order of completion: verify, fsync file, rename, fsync directory. A file whose fsync failed is removed: what the disk
+holds of it is unknown, and a second fsync would not tell. What is read is compared with its name before the first byte
+leaves. A payload that a publication names is held, so that nobody deletes it between the check and the commit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from heterorl.common.errors import (
+    Busy,
+    DigestMismatch,
+    InvalidRequest,
+    QuotaExceeded,
+    StoreFull,
+    UnknownPayload,
+)
+from heterorl.common.process.files import make_directory, sync_directory
+from heterorl.common.types.values import Digest
+from heterorl.common.weights.payload import file_digest
+from heterorl.coordinator.store.files import (
+    FRAME_BYTES,
+    cut,
+    file_size,
+    open_file,
+    remove_file,
+    rename_file,
+    sync_and_close,
+    typed_error,
+    unreadable,
+    write_all,
+)
+from heterorl.coordinator.store.locks import Locks
+
+__all__ = ["FRAME_BYTES", "BlobStore"]
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class BlobStore:
+    """Content-addressed payload files under one directory."""
+
+    def __init__(self, root: Path, *, store_bytes: int, max_payload_bytes: int) -> None:
+        self._blobs = root / "blobs"
+        self._partial = root / "partial"
+        self._damaged = root / "damaged"
+        self._store_bytes = store_bytes
+        self._max_payload_bytes = max_payload_bytes
+        self._locks = Locks()
+        self._held: Counter[Digest] = Counter()
+        self._used = 0
+        """Bytes on disk, and those that the uploads under way may still bring."""
+        self.make_room: Callable[[int], Awaitable[None]] = _no_room
+        """Called with the bytes that are missing before an upload is refused."""
+        self.on_full: Callable[[], None] = _ignore
+        """Called when the disk refused a payload."""
+        for directory in (self._blobs, self._partial):
+            make_directory(directory)
+        self._identity = _identity(self._blobs)
+        for path in self._partial.iterdir():
+            # A power cut may have kept both names of a payload that was completed.
+            if (self._blobs / path.name[:2] / path.name).exists():
+                path.unlink()
+        for directory in (self._blobs, self._partial):
+            # An earlier process may have died between a new name and the fsync of its directory.
+            sync_directory(directory)
+            for path in directory.rglob("*"):
+                if path.is_dir():
+                    sync_directory(path)
+                else:
+                    self._used += path.stat().st_size
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes on disk, and those that uploads under way may still bring."""
+        return self._used
+
+    def size(self, digest: Digest) -> int | None:
+        """Size of a complete payload, or None."""
+        return file_size(self.path(digest))
+
+    def is_there(self) -> bool:
+        """Whether the directory is the one that was opened: not an unmounted disk, where everything seems lost."""
+        try:
+            return _identity(self._blobs) == self._identity
+        except OSError:
+            return False
+
+    def query(self, digest: Digest) -> int:
+        """Bytes of a payload that are durable."""
+        size = self.size(digest)
+        return self._partial_size(digest) if size is None else size
+
+    async def append(self, *, digest: Digest, num_bytes: int, offset: int, frames: AsyncIterator[bytes]) -> int:
+        """Write frames from `offset` and complete the payload when all bytes are there; returns the durable bytes.
+
+        Raises:
+            InvalidRequest: digest, offset or size is impossible; ask `query`.
+            QuotaExceeded: the payload is larger than allowed.
+            StoreFull: quota or disk is full.
+            DigestMismatch: the complete content has another digest; the upload starts again.
+            CorruptStore: the disk failed; the process must end.
+        """
+        if not 0 < num_bytes <= self._max_payload_bytes:
+            raise QuotaExceeded(f"a payload of {num_bytes} bytes; the limit is {self._max_payload_bytes}")
+        async with self._locks[digest]:
+            if self.size(digest) is not None:
+                return num_bytes
+            have = self._partial_size(digest)
+            if not 0 <= offset <= have:
+                raise InvalidRequest(f"offset {offset} is beyond the {have} durable bytes", action="ask QueryUpload")
+            # Reserved before the first byte: uploads side by side share what is left.
+            await self._reserve(num_bytes - have)
+            with self._settled(digest, num_bytes):
+                written = await self._write(digest, offset=offset, num_bytes=num_bytes, frames=frames)
+                if written == num_bytes:
+                    await asyncio.to_thread(self._complete, digest)
+            return written
+
+    async def ensure(self, *, digest: Digest, num_bytes: int) -> bool:
+        """Whether the payload is complete; names an upload that was cut between its last byte and its name.
+
+        Raises:
+            DigestMismatch: the bytes were all there and wrong; the upload starts again.
+        """
+        # Under the lock although there may be nothing to do: a deletion under way ends first.
+        async with self._locks[digest]:
+            if self.size(digest) is None and self._partial_size(digest) == num_bytes:
+                with self._settled(digest, num_bytes):
+                    await asyncio.to_thread(self._complete, digest)
+            return self.size(digest) == num_bytes
+
+    @contextmanager
+    def held(self, digests: Iterable[Digest]) -> Iterator[None]:
+        """Keep payloads, present or not, from `remove` until their publication is committed."""
+        names = Counter(digests)
+        self._held += names
+        try:
+            yield
+        finally:
+            self._held -= names
+
+    async def adopt(self, path: Path, *, digest: Digest, num_bytes: int) -> None:
+        """Give a durable file of this file system its place among the payloads.
+
+        Raises:
+            StoreFull: the quota is reached.
+            CorruptStore: the disk failed; the process must end.
+        """
+        async with self._locks[digest]:
+            if self.size(digest) is not None:
+                await asyncio.to_thread(path.unlink)
+                return
+            await self._reserve(num_bytes)
+            with self._settled(digest, num_bytes):
+                await asyncio.to_thread(self._name, path, self.path(digest))
+
+    async def remove(self, digest: Digest, *, is_needed: Callable[[], Awaitable[bool]]) -> int | None:
+        """Delete a payload or an upload; returns the bytes freed, None when it must stay.
+
+        Whoever publishes holds the payload first and looks for it under its lock; so either this sees the hold, or
+        the publication sees that the payload is gone, or `is_needed` sees the publication.
+        """
+        if self._locks.is_held(digest):
+            # Written, or looked at by a publication. Not waited for: the writer may wait for the room.
+            return None
+        async with self._locks[digest]:
+            if digest in self._held or await is_needed():
+                return None
+            freed = 0
+            for path in (self.path(digest), self._partial / digest):
+                if (size := file_size(path)) is not None:
+                    await asyncio.to_thread(remove_file, path)
+                    self._used -= size
+                    freed += size
+            return freed
+
+    async def set_aside(self, digest: Digest) -> None:
+        """Move a damaged payload out of the way."""
+        async with self._locks[digest]:
+            if (size := self.size(digest)) is not None:
+                await asyncio.to_thread(self._name, self.path(digest), self._damaged / digest)
+                self._used -= size
+
+    def stored(self) -> frozenset[Digest]:
+        """Every payload and upload that is there, but those that are written at the moment."""
+        folders = (self._blobs, self._partial)
+        try:
+            found = {Digest(path.name) for folder in folders for path in folder.rglob("*") if path.is_file()}
+        except OSError as error:
+            raise unreadable(error) from error
+        return frozenset(digest for digest in found if not self._locks.is_held(digest) and digest not in self._held)
+
+    async def is_sound(self, digest: Digest) -> bool:
+        """Whether the bytes on disk are still those that the name says.
+
+        Raises:
+            UnknownPayload: not stored.
+        """
+        try:
+            return await asyncio.to_thread(file_digest, self.path(digest)) == digest
+        except FileNotFoundError as error:
+            raise UnknownPayload(f"payload {digest[:12]} is not stored") from error
+
+    async def _reserve(self, num_bytes: int) -> None:
+        missing = self._used + num_bytes - self._store_bytes
+        if missing > 0:
+            await self.make_room(missing)
+        if self._used + num_bytes > self._store_bytes:
+            raise StoreFull(
+                f"{num_bytes} more bytes of payloads would exceed store_bytes = {self._store_bytes};"
+                f" {self._used} are used and nothing more can be deleted now",
+                retry_after_s=30.0,
+            )
+        self._used += num_bytes
+
+    async def _write(self, digest: Digest, *, offset: int, num_bytes: int, frames: AsyncIterator[bytes]) -> int:
+        path = self._partial / digest
+        is_new = file_size(path) is None
+        file = await asyncio.to_thread(open_file, path, "w+b" if is_new else "r+b")
+        try:
+            position = offset
+            cut(file, offset)
+            async for frame in frames:
+                if position + len(frame) > num_bytes:
+                    raise InvalidRequest(f"the frames exceed the stated {num_bytes} bytes")
+                await asyncio.to_thread(write_all, file, frame)
+                position += len(frame)
+            return position
+        finally:
+            # Also after a broken link: what arrived is durable, so the sender goes on from here.
+            await asyncio.to_thread(sync_and_close, file, path, is_new=is_new)
+
+    def _complete(self, digest: Digest) -> None:
+        partial, target = self._partial / digest, self.path(digest)
+        try:
+            found = file_digest(partial)
+        except OSError as error:
+            raise unreadable(error) from error
+        if found != digest:
+            partial.unlink()
+            raise DigestMismatch(f"the content of payload {digest[:12]} has digest {found[:12]}")
+        # Again, although `_write` did it: the bytes may be those of a process that died before its fsync.
+        sync_and_close(open_file(partial, "rb"), partial)
+        self._name(partial, target)
+
+    def _name(self, source: Path, target: Path) -> None:
+        try:
+            make_directory(target.parent)
+        except OSError as error:
+            raise typed_error(error) from error
+        rename_file(source, target)
+
+    def path(self, digest: Digest) -> Path:
+        """Where the complete payload lies, whether or not it does already."""
+        # The one place where a digest becomes a path: whatever else a peer writes there names no file.
+        if not _DIGEST.fullmatch(digest):
+            raise InvalidRequest("digest: not 64 lower-case hex digits")
+        return self._blobs / digest[:2] / digest
+
+    def _partial_size(self, digest: Digest) -> int:
+        return file_size(self._partial / digest) or 0
+
+    @contextmanager
+    def _settled(self, digest: Digest, num_bytes: int) -> Iterator[None]:
+        """Give back what was reserved and is not on disk then; all of it stays counted while nobody can tell."""
+        try:
+            yield
+        except StoreFull:
+            self.on_full()
+            raise
+        finally:
+            with suppress(Busy):
+                self._used -= num_bytes - self.query(digest)
+
+
+def _identity(directory: Path) -> tuple[int, int]:
+    stat = directory.stat()
+    return stat.st_dev, stat.st_ino
+
+
+async def _no_room(_missing: int) -> None:
+    pass
+
+
+def _ignore() -> None:
+    pass

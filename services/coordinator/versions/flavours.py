@@ -1,0 +1,163 @@
+"""Flavours of the run's versions, as store operations: the same weights in other forms, published with each version.
+
+A flavour has states, manifests, payloads and signatures of its own under the numbers of the versions; whether a version
+is the head or abandoned is the version's alone. The name "" means the weights that are trained.
+
+Guarantees: a flavour's version is committed in the transaction of its version, so a sampler sees both or neither; its
+manifest follows that of the same flavour at the version that its version follows, or begins the flavour with a
+snapshot where there is none.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+from collections.abc import Mapping, Sequence
+
+from heterorl.common.errors import ContractMismatch, InvalidRequest
+from heterorl.common.types.values import FlavourStatus, Manifest, PayloadKind, PublishRequest
+from heterorl.common.wire.groups import manifest_digest, manifest_from_bytes
+from heterorl.coordinator.store.database import get_meta, set_meta
+from heterorl.coordinator.versions import lineage, manifests
+
+TRAINED = ""
+MAX_FLAVOURS = 8
+_NAME = re.compile(r"[a-z0-9_]{1,32}")
+_OFFERED = "flavours"
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Refuse names that no label or path may have.
+
+    Raises:
+        InvalidRequest: one is malformed, one repeats, or there are too many.
+    """
+    if len(names) > MAX_FLAVOURS or len(set(names)) != len(names):
+        raise InvalidRequest(f"flavours: {len(names)} names, at most {MAX_FLAVOURS} different ones are allowed")
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise InvalidRequest(f"flavours: {name!r} is not 1 to 32 of a-z, 0-9 and _")
+
+
+def offer(connection: sqlite3.Connection, names: Sequence[str]) -> None:
+    """Record what the learner publishes from now on."""
+    set_meta(connection, _OFFERED, json.dumps(sorted(names)))
+
+
+def offered(connection: sqlite3.Connection) -> tuple[str, ...]:
+    """What the learner publishes beside the weights that it trains."""
+    return tuple(json.loads(get_meta(connection, _OFFERED) or "[]"))
+
+
+def check_offered(connection: sqlite3.Connection, flavour: str) -> None:
+    """Refuse a sampler whose flavour nobody publishes.
+
+    Raises:
+        ContractMismatch: names what there is.
+    """
+    names = offered(connection)
+    if flavour != TRAINED and flavour not in names:
+        there = ", ".join(f'"{name}"' for name in (TRAINED, *names))
+        raise ContractMismatch(
+            f'flavour: this node wants "{flavour}", the learner publishes {there}',
+            action="set the sampler's flavour to one of these, or add it to the learner's flavours",
+        )
+
+
+def stored(connection: sqlite3.Connection) -> tuple[str, ...]:
+    """All forms of which there ever was a version, that of training first."""
+    rows = connection.execute("SELECT DISTINCT flavour FROM flavour_versions ORDER BY flavour")
+    return (TRAINED, *(str(row[0]) for row in rows))
+
+
+def of_state(connection: sqlite3.Connection, version: int, state_root: str) -> str:
+    """The form in which a version has this state.
+
+    A group says by the state what it was generated with: a site that changed its form still pushes groups of before.
+    """
+    row = connection.execute(
+        "SELECT flavour FROM flavour_versions WHERE version = ? AND state_root = ?", (version, state_root)
+    ).fetchone()
+    return TRAINED if row is None else str(row[0])
+
+
+def check_publication(
+    connection: sqlite3.Connection, request: PublishRequest, manifest: Manifest, parsed: Mapping[str, Manifest]
+) -> None:
+    """Compare before set: each flavour's manifest against the version's own, which is checked already.
+
+    Raises:
+        InvalidRequest: names the field.
+    """
+    check_names([entry.flavour for entry in request.flavours])
+    for entry in request.flavours:
+        mine = parsed[entry.flavour]
+        lineage.check_signature(entry.signature)
+        parent = request.lineage_version
+        if parent == lineage.NONE or not lineage.is_in_lineage(connection, parent, entry.flavour):
+            parent = lineage.NONE
+        layout_id = mine.layout_id
+        if parent != lineage.NONE:
+            before = manifests.read_manifest(connection, parent, entry.flavour)
+            layout_id = manifest_from_bytes(before).layout_id
+        lineage.check_manifest(
+            mine,
+            {
+                "run_id": manifest.run_id,
+                "epoch": manifest.epoch,
+                "version": manifest.version,
+                "step": manifest.step,
+                "parent_version": parent,
+                "parent_digest": "" if parent == lineage.NONE else manifest_digest(before),
+                "layout_id": layout_id,
+            },
+            needs_snapshot=parent == lineage.NONE or request.lineage_version != request.parent_version,
+            name=f"flavours[{entry.flavour}].manifest",
+        )
+
+
+def write_versions(connection: sqlite3.Connection, request: PublishRequest, parsed: Mapping[str, Manifest]) -> None:
+    """Set: record each flavour of a version."""
+    for entry in request.flavours:
+        manifest = parsed[entry.flavour]
+        connection.execute(
+            "INSERT INTO flavour_versions VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (
+                entry.flavour,
+                manifest.version,
+                entry.manifest,
+                manifest_digest(entry.manifest),
+                manifest.state_root,
+                manifest.full_bytes,
+                manifest.num_changed / manifest.num_elements if manifest.num_elements else 0.0,
+            ),
+        )
+        manifests.write_signature(connection, manifest.version, entry.signature, entry.flavour)
+        lineage.write_payloads(connection, manifest.payloads, entry.flavour)
+
+
+def statuses(connection: sqlite3.Connection) -> tuple[FlavourStatus, ...]:
+    """The newest version of each flavour that the learner publishes."""
+    found = []
+    for flavour in offered(connection):
+        row = connection.execute(
+            "SELECT version, bytes_full, changed_fraction FROM flavour_versions WHERE flavour = ?"
+            " ORDER BY version DESC LIMIT 1",
+            (flavour,),
+        ).fetchone()
+        if row is None:
+            continue
+        payloads = lineage.payloads_into(connection, row[0], flavour)
+        sizes = {payload.kind: payload.num_bytes for payload in payloads}
+        found.append(
+            FlavourStatus(
+                flavour=flavour,
+                version=row[0],
+                full_bytes=row[1],
+                delta_bytes=sizes.get(PayloadKind.DELTA, 0),
+                snapshot_bytes=sizes.get(PayloadKind.SNAPSHOT, 0),
+                changed_fraction=row[2],
+            )
+        )
+    return tuple(found)

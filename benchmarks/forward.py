@@ -41,11 +41,11 @@ from heterorl.common.types.values import LogprobMode, QueuedGroup, RewardPart, S
 from heterorl.common.weights.arena import Arena
 from heterorl.common.weights.payload import write_delta
 from heterorl.common.wire.groups import bytes_digest
-from heterorl.learner.backend_config import TorchBackendConfig
 from heterorl.learner.backends.torch import TorchBackend
-from heterorl.learner.canary import Canary
-from heterorl.learner.loss_config import GepoConfig
-from heterorl.learner.model import learner_logprobs
+from heterorl.learner.loss.config import GepoConfig
+from heterorl.learner.publish.canary import Canary
+from heterorl.learner.train.config import TorchBackendConfig
+from heterorl.learner.train.model import learner_logprobs
 from heterorl.sampler.rollout.maker import RolloutMaker
 
 CHOICES = (("masters", "fp32"), ("published", "fp32"), ("masters", "bf16"), ("published", "bf16"))

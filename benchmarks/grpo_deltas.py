@@ -29,9 +29,9 @@ from heterorl.common.types.values import LogprobMode, QueuedGroup, SamplingSeman
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.weights.payload import apply_payload, write_delta, write_snapshot
 from heterorl.demo.tiny_model import build_tokenizer
-from heterorl.learner.backend_config import TorchBackendConfig
 from heterorl.learner.backends.torch import TorchBackend
-from heterorl.learner.loss_config import GrpoConfig
+from heterorl.learner.loss.config import GrpoConfig
+from heterorl.learner.train.config import TorchBackendConfig
 from heterorl.sampler.rollout.maker import RolloutMaker
 
 BURN_IN = 16

@@ -88,9 +88,9 @@ def heterorl_step(model_dir: Path, options: dict[str, Any]) -> Callable[[], obje
         SiteId,
         VersionSpan,
     )
-    from heterorl.learner.backend_config import TorchBackendConfig
     from heterorl.learner.backends.torch import TorchBackend
-    from heterorl.learner.loss_config import GrpoConfig
+    from heterorl.learner.loss.config import GrpoConfig
+    from heterorl.learner.train.config import TorchBackendConfig
 
     groups = [
         QueuedGroup(

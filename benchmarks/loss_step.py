@@ -27,11 +27,11 @@ from pydantic import TypeAdapter
 from torch import nn
 
 from heterorl.common.types.values import Digest, FinishReason, Group, GroupId, Rollout, SiteId, VersionSpan
-from heterorl.learner.batch import build_batch
-from heterorl.learner.loss_config import LossConfig
-from heterorl.learner.loss_registry import ALGORITHMS
-from heterorl.learner.model import prepare
-from heterorl.learner.step import accumulate_gradients, apply_gradients
+from heterorl.learner.loss.config import LossConfig
+from heterorl.learner.loss.registry import ALGORITHMS
+from heterorl.learner.train.batch import build_batch
+from heterorl.learner.train.model import prepare
+from heterorl.learner.train.step import accumulate_gradients, apply_gradients
 
 COMBINATIONS: dict[str, dict[str, Any]] = {
     "gspo, clip of gepo": {"kind": "gspo", "clip_on": "gepo"},

@@ -58,7 +58,7 @@ from heterorl.common.weights.manifest import build_manifest
 from heterorl.common.weights.payload import PayloadInfo, write_delta, write_snapshot
 from heterorl.common.wire.groups import manifest_digest, manifest_to_bytes
 from heterorl.demo.processes import start, stop
-from heterorl.learner.upload import upload
+from heterorl.learner.publish.upload import upload
 
 CHANGED = 0.0135
 """Share of elements that one step at learning rate 1e-6 changes."""

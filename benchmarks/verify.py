@@ -45,11 +45,11 @@ from heterorl.common.types.values import NO_LORA, Contract, Group, QueuedGroup, 
 from heterorl.common.weights.arena import Arena
 from heterorl.coordinator.groups.admission import ending_problem
 from heterorl.coordinator.groups.schedule import seed_of
-from heterorl.learner.backend_config import TorchBackendConfig
 from heterorl.learner.backends.torch import TorchBackend
-from heterorl.learner.loss_config import GepoConfig
-from heterorl.learner.replay import Replayer
-from heterorl.learner.verification import Replay, VerificationConfig, judge_logprobs, judge_margins, logprob_difference
+from heterorl.learner.checks.judge import Replay, VerificationConfig, judge_logprobs, judge_margins, logprob_difference
+from heterorl.learner.checks.replay import Replayer
+from heterorl.learner.loss.config import GepoConfig
+from heterorl.learner.train.config import TorchBackendConfig
 
 CONFIG = VerificationConfig()
 CHECKS = ("ending", "reward", "log-probs", "draws")

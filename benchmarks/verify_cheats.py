@@ -28,7 +28,7 @@ from heterorl.common.types.values import (
     WorkAssignment,
 )
 from heterorl.coordinator.groups.schedule import prompt_of, seed_of
-from heterorl.learner.replay import Replayer
+from heterorl.learner.checks.replay import Replayer
 from heterorl.sampler.rollout.maker import RolloutMaker
 
 SEED = 7

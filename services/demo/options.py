@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 from heterorl.common.errors import ConfigError, DependencyMissing
-from heterorl.learner.loss_config import LossConfig
+from heterorl.learner.loss.config import LossConfig
 
 MAX_SEED = 2**31 - 1
 _PACKAGES = ("jinja2", "matplotlib", "safetensors", "tomli_w", "torch", "transformers")

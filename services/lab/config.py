@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from heterorl.common.process.config import Config
 from heterorl.common.tasks.registry import TaskConfig
-from heterorl.learner.loss_config import GepoConfig, LossConfig
+from heterorl.learner.loss.config import GepoConfig, LossConfig
 from heterorl.sampler.policy.delay_models import DelayConfig, NoDelay
 
 AS_PUBLISHED = 20.0

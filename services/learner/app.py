@@ -38,15 +38,15 @@ from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.values import Contract
 from heterorl.learner.assembly import assemble
 from heterorl.learner.backends.backend import TrainBackend
-from heterorl.learner.canary import Canary
+from heterorl.learner.checks.examiner import Yardstick
 from heterorl.learner.config import LearnerConfig
-from heterorl.learner.directory import hold_directory
 from heterorl.learner.evaluate import Evaluator
-from heterorl.learner.examiner import Yardstick
-from heterorl.learner.leader import Leader
 from heterorl.learner.observe import observe_start
-from heterorl.learner.run_file import write_run_file
-from heterorl.learner.run_result import RunResult
+from heterorl.learner.publish.canary import Canary
+from heterorl.learner.run.directory import hold_directory
+from heterorl.learner.run.leader import Leader
+from heterorl.learner.run.run_file import write_run_file
+from heterorl.learner.run.run_result import RunResult
 
 _LOG = logging.getLogger(__name__)
 

@@ -21,19 +21,19 @@ from heterorl.common.model.trial import try_reward
 from heterorl.common.tasks.registry import build_task
 from heterorl.common.tasks.task import Task
 from heterorl.common.types.values import NO_LORA, Contract
-from heterorl.learner.backend_config import DeepSpeedBackendConfig, TorchBackendConfig
 from heterorl.learner.backends.backend import TrainBackend
-from heterorl.learner.backends.collectives import Collectives
-from heterorl.learner.backends.deepspeed import DeepSpeedBackend
 from heterorl.learner.backends.torch import TorchBackend
-from heterorl.learner.backends.zero_engine import import_deepspeed
-from heterorl.learner.canary import Canary
+from heterorl.learner.backends.zero.backend import DeepSpeedBackend
+from heterorl.learner.backends.zero.collectives import Collectives
+from heterorl.learner.backends.zero.engine import import_deepspeed
+from heterorl.learner.backends.zero.ranks import LocalRanks
+from heterorl.learner.checks.examiner import Yardstick
+from heterorl.learner.checks.replay import Replayer
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.evaluate import EngineGenerator, Evaluator
-from heterorl.learner.examiner import Yardstick
-from heterorl.learner.local_ranks import LocalRanks
-from heterorl.learner.logprobs import logit_temperature
-from heterorl.learner.replay import Replayer
+from heterorl.learner.publish.canary import Canary
+from heterorl.learner.train.config import DeepSpeedBackendConfig, TorchBackendConfig
+from heterorl.learner.train.logprobs import logit_temperature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

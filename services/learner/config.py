@@ -15,9 +15,9 @@ from heterorl.common.process.config import Config
 from heterorl.common.process.tracing import TracingConfig
 from heterorl.common.rpc.bandwidth import BandwidthConfig
 from heterorl.common.tasks.registry import TaskConfig
-from heterorl.learner.backend_config import BackendConfig, TorchBackendConfig
-from heterorl.learner.loss_config import GepoConfig, LossConfig
-from heterorl.learner.verification import VerificationConfig
+from heterorl.learner.checks.judge import VerificationConfig
+from heterorl.learner.loss.config import GepoConfig, LossConfig
+from heterorl.learner.train.config import BackendConfig, TorchBackendConfig
 
 
 class EvaluationConfig(Config):

@@ -16,7 +16,13 @@ from heterorl.common.weights.payload import apply_payload
 from heterorl.common.wire.groups import manifest_from_bytes
 from heterorl.learner.adapter_files import write_adapter
 from heterorl.learner.backends.state import read_lora
-from heterorl.learner.checkpoint import BACKEND_DIRECTORY, DONE_FILE, PUBLISHED_FILE, CheckpointStore, read_checkpoint
+from heterorl.learner.publish.checkpoint import (
+    BACKEND_DIRECTORY,
+    DONE_FILE,
+    PUBLISHED_FILE,
+    CheckpointStore,
+    read_checkpoint,
+)
 
 _DTYPES: tuple[Dtype, ...] = ("bf16", "fp16", "fp32")
 _TOKENIZER_FILES = (

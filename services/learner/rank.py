@@ -33,7 +33,7 @@ def main() -> None:
     threading.Thread(target=_read, args=(lines,), daemon=True).start()
     # Only now what takes seconds to load: rank 0 may end at any moment, and the thread sees it.
     from heterorl.learner.assembly import build_deepspeed, join_ranks
-    from heterorl.learner.backends.collectives import Collectives
+    from heterorl.learner.backends.zero.collectives import Collectives
     from heterorl.learner.config import LearnerConfig
 
     ranks: Collectives | None = None

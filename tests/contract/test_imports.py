@@ -15,11 +15,11 @@ DECISIONS = [
     "coordinator/groups/ledger.py",
     "coordinator/versions/path.py",
     "common/weights/manifest.py",
-    "learner/losses.py",
-    "learner/policy_loss.py",
-    "learner/importance.py",
-    "learner/masks.py",
-    "learner/advantages.py",
+    "learner/loss/objectives.py",
+    "learner/loss/policy_loss.py",
+    "learner/loss/importance.py",
+    "learner/loss/masks.py",
+    "learner/loss/advantages.py",
     "sampler/policy/delay.py",
 ]
 LOOPS = [

@@ -129,7 +129,7 @@ class Ranks:
 def main() -> None:
     from heterorl.common.process import logs
     from heterorl.learner.assembly import build_deepspeed, join_ranks
-    from heterorl.learner.local_ranks import LocalRanks
+    from heterorl.learner.backends.zero.ranks import LocalRanks
 
     logs.configure(level="WARNING")
     num_ranks = int(sys.argv[1])

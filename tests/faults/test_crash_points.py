@@ -23,7 +23,7 @@ from heterorl.common.pull.pull import Puller
 from heterorl.common.types.values import PayloadKind
 from heterorl.common.wire.groups import manifest_digest, manifest_from_bytes
 from heterorl.coordinator.payloads import index
-from heterorl.learner import incarnation
+from heterorl.learner.run import incarnation
 from heterorl.sampler.policy.delay import Visibility
 from heterorl.sampler.policy.delay_models import NoDelay
 from heterorl.sampler.policy.record import VersionRecord

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from heterorl.common.weights.arena import Arena
-from heterorl.learner.backend_config import TorchBackendConfig
 from heterorl.learner.backends.torch import TorchBackend
-from heterorl.learner.logprobs import CHUNK_LOGITS, token_logprobs
-from heterorl.learner.loss_config import GepoConfig
+from heterorl.learner.loss.config import GepoConfig
+from heterorl.learner.train.config import TorchBackendConfig
+from heterorl.learner.train.logprobs import CHUNK_LOGITS, token_logprobs
 from tests.support.training import SAMPLING, random_groups, tiny_model
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]

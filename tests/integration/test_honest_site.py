@@ -12,7 +12,7 @@ from heterorl.demo.tiny_model import write_tiny_model
 from heterorl.learner import app as learner_app
 from heterorl.learner.assembly import assemble as assemble_learner
 from heterorl.learner.config import LearnerConfig
-from heterorl.learner.model import learner_logprobs
+from heterorl.learner.train.model import learner_logprobs
 from heterorl.sampler import app as sampler_app
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.outbox.outbox import Outbox

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from heterorl.common.types.values import Group
-from heterorl.learner.batch import Batch, build_batch
-from heterorl.learner.loss_config import (
+from heterorl.learner.loss.config import (
     BnpoConfig,
     CispoConfig,
     DapoConfig,
@@ -34,11 +33,12 @@ from heterorl.learner.loss_config import (
     TisConfig,
     ToprConfig,
 )
-from heterorl.learner.loss_registry import rule_of
-from heterorl.learner.losses import LossTerms
-from heterorl.learner.micro_batch import collate
-from heterorl.learner.plan import loss_inputs, plan, step_coefficients
-from heterorl.learner.policy_loss import policy_loss
+from heterorl.learner.loss.objectives import LossTerms
+from heterorl.learner.loss.policy_loss import policy_loss
+from heterorl.learner.loss.registry import rule_of
+from heterorl.learner.train.batch import Batch, build_batch
+from heterorl.learner.train.coupling import loss_inputs, plan, step_coefficients
+from heterorl.learner.train.micro_batch import collate
 from tests.support.training import group, rollout
 
 GOLDEN_SAMPLER = [

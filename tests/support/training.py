@@ -22,7 +22,7 @@ from heterorl.common.types.values import (
     SiteId,
     VersionSpan,
 )
-from heterorl.learner.model import prepare
+from heterorl.learner.train.model import prepare
 
 VOCAB_SIZE = 50
 SAMPLING = SamplingSemantics(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=16, logprob_mode=LogprobMode.PROCESSED)

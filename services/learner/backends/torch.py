@@ -22,18 +22,18 @@ from heterorl.common.model.lora import ALL_WEIGHTS, LoraConfig
 from heterorl.common.process.clock import Clock, SystemClock
 from heterorl.common.types.values import Digest, QueuedGroup, SamplingSemantics, StepReport
 from heterorl.common.weights.arena import Arena, Layout
-from heterorl.learner.backend_config import TorchBackendConfig
 from heterorl.learner.backends.state import read_state, write_state
-from heterorl.learner.batch import build_batch
-from heterorl.learner.extras import join, step_extras, step_size_factor
-from heterorl.learner.kernels import apply_liger, compile_forward
-from heterorl.learner.logprobs import logit_temperature
-from heterorl.learner.loss_config import LossConfig
-from heterorl.learner.loss_registry import caveats, rule_of
-from heterorl.learner.model import check_forward, load_model
-from heterorl.learner.stand_in import Rounding
-from heterorl.learner.statistics import build_report
-from heterorl.learner.step import accumulate_gradients, apply_gradients, learning_rate
+from heterorl.learner.loss.config import LossConfig
+from heterorl.learner.loss.registry import caveats, rule_of
+from heterorl.learner.train.batch import build_batch
+from heterorl.learner.train.config import TorchBackendConfig
+from heterorl.learner.train.extras import join, step_extras, step_size_factor
+from heterorl.learner.train.kernels import apply_liger, compile_forward
+from heterorl.learner.train.logprobs import logit_temperature
+from heterorl.learner.train.model import check_forward, load_model
+from heterorl.learner.train.stand_in import Rounding
+from heterorl.learner.train.statistics import build_report
+from heterorl.learner.train.step import accumulate_gradients, apply_gradients, learning_rate
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ import pytest
 from heterorl.common.errors import InvalidRequest, StaleEpoch
 from heterorl.common.types.facts import facts_of, parse_facts, steps_wanted
 from heterorl.learner.config import LearnerConfig
-from heterorl.learner.run_file import describe_run
+from heterorl.learner.run.run_file import describe_run
 from tests.support.secure_run import SecureRun
 
 

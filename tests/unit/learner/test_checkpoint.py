@@ -10,8 +10,8 @@ from heterorl.common.errors import CorruptStore, DiskFull
 from heterorl.common.types.values import GroupId, SiteId
 from heterorl.common.weights.arena import Arena
 from heterorl.common.weights.payload import apply_payload, write_snapshot
-from heterorl.learner.checkpoint import CheckpointStore, read_checkpoint
-from heterorl.learner.cursor import Cursor, cursor_from_bytes, cursor_to_bytes, step_id
+from heterorl.learner.publish.checkpoint import CheckpointStore, read_checkpoint
+from heterorl.learner.publish.cursor import Cursor, cursor_from_bytes, cursor_to_bytes, step_id
 from tests.support.learner_world import LAYOUT, NumpyBackend, queued
 
 

@@ -11,8 +11,8 @@ from heterorl.common.model import tensors
 from heterorl.common.process.patience import Patience
 from heterorl.common.types.values import DropReason
 from heterorl.common.weights.arena import Arena
-from heterorl.learner.inbox import Inbox
-from heterorl.learner.session import Session
+from heterorl.learner.run.inbox import Inbox
+from heterorl.learner.run.session import Session
 from tests.support.clock import ManualClock
 from tests.support.learner_world import learner_config, queued
 from tests.support.training import tiny_model

@@ -22,13 +22,9 @@ from heterorl.common.types.values import DropReason, GroupId, QueuedGroup, Rewar
 from heterorl.common.weights.arena import Arena
 from heterorl.coordinator.groups.schedule import seed_of
 from heterorl.demo.tiny_model import write_tiny_model
-from heterorl.learner.admission import Limits
-from heterorl.learner.examiner import Examiner, Yardstick
-from heterorl.learner.feed import feed
-from heterorl.learner.inbox import Inbox
-from heterorl.learner.replay import Replayer, log_ratios
-from heterorl.learner.rewards import reward_problem
-from heterorl.learner.verification import (
+from heterorl.learner.checks.admission import Limits
+from heterorl.learner.checks.examiner import Examiner, Yardstick
+from heterorl.learner.checks.judge import (
     Replay,
     VerificationConfig,
     checked_share,
@@ -36,6 +32,10 @@ from heterorl.learner.verification import (
     judge_logprobs,
     judge_margins,
 )
+from heterorl.learner.checks.replay import Replayer, log_ratios
+from heterorl.learner.checks.rewards import reward_problem
+from heterorl.learner.run.feed import feed
+from heterorl.learner.run.inbox import Inbox
 from tests.support.clock import ManualClock
 
 ALWAYS = {"logprob_floor": 1.0}

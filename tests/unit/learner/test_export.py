@@ -7,13 +7,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from heterorl.common.errors import ConfigError, CorruptStore, StateMismatch
 from heterorl.common.model import tensors
 from heterorl.common.weights.arena import Arena
-from heterorl.learner.backend_config import TorchBackendConfig
 from heterorl.learner.backends.torch import TorchBackend
-from heterorl.learner.checkpoint import CheckpointStore
-from heterorl.learner.cursor import Cursor
-from heterorl.learner.encode import Position, encode_version
 from heterorl.learner.export import export_model
-from heterorl.learner.loss_config import GepoConfig
+from heterorl.learner.loss.config import GepoConfig
+from heterorl.learner.publish.checkpoint import CheckpointStore
+from heterorl.learner.publish.cursor import Cursor
+from heterorl.learner.publish.encode import Position, encode_version
+from heterorl.learner.train.config import TorchBackendConfig
 from tests.support.training import SAMPLING, tiny_model
 
 

@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-from heterorl.learner.batch import build_batch
-from heterorl.learner.extras import SequenceSample, join, measure, step_extras, step_size_factor
-from heterorl.learner.loss_config import GepoConfig, GrpoConfig, GspoConfig
-from heterorl.learner.loss_registry import rule_of
-from heterorl.learner.micro_batch import collate
-from heterorl.learner.plan import loss_inputs, step_coefficients
-from heterorl.learner.policy_loss import policy_loss
+from heterorl.learner.loss.config import GepoConfig, GrpoConfig, GspoConfig
+from heterorl.learner.loss.policy_loss import policy_loss
+from heterorl.learner.loss.registry import rule_of
+from heterorl.learner.train.batch import build_batch
+from heterorl.learner.train.coupling import loss_inputs, step_coefficients
+from heterorl.learner.train.extras import SequenceSample, join, measure, step_extras, step_size_factor
+from heterorl.learner.train.micro_batch import collate
 from tests.support.losses import GOLDEN_LEARNER, GOLDEN_REWARDS, GOLDEN_SAMPLER, groups_of
 
 F64 = torch.float64

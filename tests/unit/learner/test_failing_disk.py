@@ -8,7 +8,7 @@ import random
 import pytest
 
 from heterorl.common.errors import ConfigError, UnknownPayload
-from heterorl.learner import checkpoint
+from heterorl.learner.publish import checkpoint
 from tests.support.learner_world import (
     FragileApi,
     Killed,

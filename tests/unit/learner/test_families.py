@@ -7,9 +7,9 @@ import transformers
 
 from heterorl.common.generation.hf import HfEngine
 from heterorl.common.weights.arena import Arena
-from heterorl.learner.backend_config import TorchBackendConfig
 from heterorl.learner.backends.torch import TorchBackend
-from heterorl.learner.loss_config import GepoConfig
+from heterorl.learner.loss.config import GepoConfig
+from heterorl.learner.train.config import TorchBackendConfig
 from tests.support.training import SAMPLING, VOCAB_SIZE, group, queued, rollout
 
 SHAPE = {

@@ -31,13 +31,13 @@ from heterorl.common.types.values import FlavourVersion, PayloadKind
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
 from heterorl.common.wire.groups import manifest_from_bytes, manifest_to_bytes
 from heterorl.coordinator.verify_command import verify_directory
-from heterorl.learner.checkpoint import CheckpointStore
-from heterorl.learner.flavours import Flavours
-from heterorl.learner.journal import Journal
-from heterorl.learner.publish import Publisher
-from heterorl.learner.recent_versions import RecentVersions
-from heterorl.learner.resume import Resumption
-from heterorl.learner.rollback import Rollback
+from heterorl.learner.checks.versions import RecentVersions
+from heterorl.learner.publish.checkpoint import CheckpointStore
+from heterorl.learner.publish.flavours import Flavours
+from heterorl.learner.publish.journal import Journal
+from heterorl.learner.publish.publish import Publisher
+from heterorl.learner.run.resume import Resumption
+from heterorl.learner.run.rollback import Rollback
 from tests.support.clock import ManualClock
 from tests.support.learner_world import (
     FragileApi,

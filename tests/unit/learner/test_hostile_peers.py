@@ -13,11 +13,11 @@ from heterorl.common.process.clock import SystemClock
 from heterorl.common.process.patience import Patience
 from heterorl.common.types.values import PayloadKind, PayloadRef, SignedManifest
 from heterorl.common.wire.groups import bytes_digest, manifest_from_bytes, manifest_to_bytes
-from heterorl.learner.admission import MAX_REWARD, Limits, judge
-from heterorl.learner.inbox import Inbox
-from heterorl.learner.journal import Journal
-from heterorl.learner.lease import MAX_RENEWAL_S, MIN_RENEWAL_S, renewal_s
-from heterorl.learner.upload import upload
+from heterorl.learner.checks.admission import MAX_REWARD, Limits, judge
+from heterorl.learner.publish.journal import Journal
+from heterorl.learner.publish.upload import upload
+from heterorl.learner.run.inbox import Inbox
+from heterorl.learner.run.lease import MAX_RENEWAL_S, MIN_RENEWAL_S, renewal_s
 from tests.support.learner_world import (
     GROUP_SIZE,
     VOCAB,

@@ -10,10 +10,10 @@ from pydantic import ValidationError
 from torch import nn
 
 from heterorl.common.errors import ConfigError, DependencyMissing
-from heterorl.learner.backend_config import DeepSpeedBackendConfig, TorchBackendConfig
 from heterorl.learner.backends.torch import TorchBackend
-from heterorl.learner.kernels import apply_liger
-from heterorl.learner.loss_config import GepoConfig
+from heterorl.learner.loss.config import GepoConfig
+from heterorl.learner.train.config import DeepSpeedBackendConfig, TorchBackendConfig
+from heterorl.learner.train.kernels import apply_liger
 from tests.support.training import SAMPLING, random_groups, tiny_model, weights
 
 

@@ -12,9 +12,9 @@ from heterorl.common.tasks.arithmetic import ArithmeticTask
 from heterorl.common.types.values import LogprobMode, SamplingSemantics
 from heterorl.common.weights.arena import Arena
 from heterorl.demo.tiny_model import write_tiny_model
-from heterorl.learner.canary import Canary
-from heterorl.learner.logprobs import logit_temperature
-from heterorl.learner.model import load_model
+from heterorl.learner.publish.canary import Canary
+from heterorl.learner.train.logprobs import logit_temperature
+from heterorl.learner.train.model import load_model
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_learner_scores_other_weights_and_keeps_its_own(model_dir, monkeypatch):
     def full(*_, **__):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr("heterorl.learner.canary.learner_logprobs", full)
+    monkeypatch.setattr("heterorl.learner.publish.canary.learner_logprobs", full)
     # Without memory for them nothing is stated: other weights would say something else.
     assert canary.score(arena) == ()
     assert [parameter.data_ptr() for parameter in model.parameters()] == places

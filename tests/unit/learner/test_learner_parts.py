@@ -22,12 +22,12 @@ from heterorl.common.errors import (
 from heterorl.common.process.patience import REMIND_S, Patience, is_transient
 from heterorl.common.process.threads import in_thread
 from heterorl.common.types.values import LeaseGrant
-from heterorl.learner.admission import Limits, judge
+from heterorl.learner.checks.admission import Limits, judge
 from heterorl.learner.config import LearnerConfig
-from heterorl.learner.directory import hold_directory
-from heterorl.learner.feed import feed
-from heterorl.learner.inbox import Inbox
-from heterorl.learner.lease import acquire, renew
+from heterorl.learner.run.directory import hold_directory
+from heterorl.learner.run.feed import feed
+from heterorl.learner.run.inbox import Inbox
+from heterorl.learner.run.lease import acquire, renew
 from tests.support.learner_world import GROUP_SIZE, VOCAB, make_contract, make_group, queued
 
 LIMITS = Limits(group_size=GROUP_SIZE, vocab_size=VOCAB, max_sequence_tokens=0)

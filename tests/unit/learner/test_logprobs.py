@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from heterorl.common.types.values import LogprobMode, SamplingSemantics
-from heterorl.learner.logprobs import logit_temperature, token_logprobs
+from heterorl.learner.train.logprobs import logit_temperature, token_logprobs
 
 F64 = torch.float64
 

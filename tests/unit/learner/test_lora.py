@@ -15,9 +15,9 @@ from heterorl.common.model.lora import LoraConfig
 from heterorl.common.types.values import LoraSettings
 from heterorl.common.weights.arena import Arena
 from heterorl.coordinator.versions.lease import contract_difference
-from heterorl.learner.backend_config import TorchBackendConfig
 from heterorl.learner.backends.torch import TorchBackend
-from heterorl.learner.loss_config import GepoConfig
+from heterorl.learner.loss.config import GepoConfig
+from heterorl.learner.train.config import TorchBackendConfig
 from tests.support.learner_world import make_contract
 from tests.support.training import SAMPLING, random_groups, tiny_model
 

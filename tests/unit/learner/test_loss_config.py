@@ -3,9 +3,9 @@
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from heterorl.learner.backend_config import TorchBackendConfig
-from heterorl.learner.loss_config import GepoConfig, LossConfig
-from heterorl.learner.loss_registry import ALGORITHMS, caveats, rule_of
+from heterorl.learner.loss.config import GepoConfig, LossConfig
+from heterorl.learner.loss.registry import ALGORITHMS, caveats, rule_of
+from heterorl.learner.train.config import TorchBackendConfig
 from tests.support.losses import CATALOGUE
 
 ADAPTER = TypeAdapter(LossConfig)

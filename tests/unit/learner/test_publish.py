@@ -27,13 +27,13 @@ from heterorl.common.types.values import GroupId, PayloadKind, SiteId
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
 from heterorl.common.weights.payload import apply_payload
 from heterorl.common.wire.groups import manifest_from_bytes, manifest_to_bytes
-from heterorl.learner.checkpoint import CheckpointStore
-from heterorl.learner.encode import Position, encode_version
-from heterorl.learner.fate import Action, decide
-from heterorl.learner.incarnation import read_incarnation
-from heterorl.learner.journal import Journal
-from heterorl.learner.publish import Publisher
-from heterorl.learner.resume import Resumption
+from heterorl.learner.publish.checkpoint import CheckpointStore
+from heterorl.learner.publish.encode import Position, encode_version
+from heterorl.learner.publish.journal import Journal
+from heterorl.learner.publish.publish import Publisher
+from heterorl.learner.run.fate import Action, decide
+from heterorl.learner.run.incarnation import read_incarnation
+from heterorl.learner.run.resume import Resumption
 from tests.support.learner_world import (
     LAYOUT,
     FragileApi,

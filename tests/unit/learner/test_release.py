@@ -3,7 +3,7 @@
 import asyncio
 from types import SimpleNamespace
 
-from heterorl.learner import leader
+from heterorl.learner.run import leader
 
 
 async def test_lease_that_nobody_takes_back_is_told_with_a_reason(caplog, monkeypatch):

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from heterorl.common.process import metrics
-from heterorl.learner.reward_signal import NUM_STEPS, RewardSignal, has_signal
+from heterorl.learner.checks.reward_signal import NUM_STEPS, RewardSignal, has_signal
 from tests.support.learner_world import queued
 
 

@@ -179,7 +179,7 @@ async def test_version_is_rebuilt_where_steps_cannot_be_undone(core, tmp_path, m
         tried.append(args)
         raise NotReversible("a RAW chunk")
 
-    monkeypatch.setattr("heterorl.learner.rollback.negate", refuse)
+    monkeypatch.setattr("heterorl.learner.run.rollback.negate", refuse)
     await core.rollback(to_version=1, request_id="one")
 
     await learn(config, core, GentleBackend())
@@ -199,7 +199,7 @@ async def test_steps_that_lead_elsewhere_are_noticed(core, tmp_path, monkeypatch
         target.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
         rebuilt.append(result)
 
-    monkeypatch.setattr("heterorl.learner.rollback.negate", forwards)
+    monkeypatch.setattr("heterorl.learner.run.rollback.negate", forwards)
     await core.rollback(to_version=1, request_id="one")
 
     await learn(config, core, GentleBackend())
@@ -271,7 +271,7 @@ async def test_superseded_learner_carries_out_nothing(core, tmp_path):
             return super().__getattr__(name)
 
         async def superseded(self, request):
-            from heterorl.learner.incarnation import read_incarnation
+            from heterorl.learner.run.incarnation import read_incarnation
             from tests.support.learner_world import make_contract
 
             await core.acquire_lease(

@@ -5,13 +5,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heterorl.learner.batch import build_batch
-from heterorl.learner.loss_config import EqpConfig, GepoConfig, GrpoConfig, GspoConfig, M2poConfig
-from heterorl.learner.loss_registry import rule_of
-from heterorl.learner.micro_batch import collate
-from heterorl.learner.model import learner_logprobs
-from heterorl.learner.shares import assign_groups, empty_pass, share_out
-from heterorl.learner.step import micro_batch_loss, planned
+from heterorl.learner.loss.config import EqpConfig, GepoConfig, GrpoConfig, GspoConfig, M2poConfig
+from heterorl.learner.loss.registry import rule_of
+from heterorl.learner.train.batch import build_batch
+from heterorl.learner.train.micro_batch import collate
+from heterorl.learner.train.model import learner_logprobs
+from heterorl.learner.train.shares import assign_groups, empty_pass, share_out
+from heterorl.learner.train.step import micro_batch_loss, planned
 from tests.support.training import random_groups, tiny_model
 
 F64 = torch.float64

@@ -7,10 +7,10 @@ import torch
 from heterorl.common.generation.hf import HfEngine
 from heterorl.common.model import tensors
 from heterorl.common.weights.arena import Arena
-from heterorl.learner.backend_config import TorchBackendConfig
 from heterorl.learner.backends.torch import TorchBackend
-from heterorl.learner.loss_config import GepoConfig
-from heterorl.learner.stand_in import Rounding, arena_weights
+from heterorl.learner.loss.config import GepoConfig
+from heterorl.learner.train.config import TorchBackendConfig
+from heterorl.learner.train.stand_in import Rounding, arena_weights
 from tests.support.training import SAMPLING, is_identical, random_groups, tiny_model, weights
 
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterorl.common.errors import ConfigError
-from heterorl.learner.batch import build_batch
-from heterorl.learner.loss_config import GepoConfig, GrpoConfig, GspoConfig
-from heterorl.learner.model import check_forward
-from heterorl.learner.step import accumulate_gradients, apply_gradients, learning_rate
+from heterorl.learner.loss.config import GepoConfig, GrpoConfig, GspoConfig
+from heterorl.learner.train.batch import build_batch
+from heterorl.learner.train.model import check_forward
+from heterorl.learner.train.step import accumulate_gradients, apply_gradients, learning_rate
 from tests.support.losses import CATALOGUE
 from tests.support.training import is_identical, random_groups, tiny_model, weights
 

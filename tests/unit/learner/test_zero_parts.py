@@ -10,12 +10,12 @@ from safetensors.torch import load_file, save_file
 
 from heterorl.common.errors import ConfigError, CorruptStore, DependencyMissing
 from heterorl.common.process.config import load
-from heterorl.learner.backend_config import DeepSpeedBackendConfig, TorchBackendConfig
-from heterorl.learner.backends.commands import Command, Do, command_from_bytes, command_to_bytes
-from heterorl.learner.backends.zero_engine import engine_config, import_deepspeed
-from heterorl.learner.backends.zero_files import TensorFile, write_tensors
+from heterorl.learner.backends.zero.commands import Command, Do, command_from_bytes, command_to_bytes
+from heterorl.learner.backends.zero.engine import engine_config, import_deepspeed
+from heterorl.learner.backends.zero.files import TensorFile, write_tensors
+from heterorl.learner.backends.zero.ranks import LocalRanks
 from heterorl.learner.config import LearnerConfig
-from heterorl.learner.local_ranks import LocalRanks
+from heterorl.learner.train.config import DeepSpeedBackendConfig, TorchBackendConfig
 from tests.support.training import random_groups
 
 

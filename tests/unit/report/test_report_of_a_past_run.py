@@ -20,7 +20,7 @@ from heterorl.coordinator.core import Coordinator
 from heterorl.demo import figures
 from heterorl.demo.look import columns_of
 from heterorl.learner.config import LearnerConfig
-from heterorl.learner.run_file import write_run_file
+from heterorl.learner.run.run_file import write_run_file
 from heterorl.report.files import InUse, read_run
 from heterorl.report.live import ask_run
 from heterorl.report.page import render

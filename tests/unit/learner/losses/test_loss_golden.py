@@ -5,9 +5,8 @@ import math
 import pytest
 import torch
 
-from heterorl.learner.advantages import beta_weights
-from heterorl.learner.denominators import group_log_denominator
-from heterorl.learner.loss_config import (
+from heterorl.learner.loss.advantages import beta_weights
+from heterorl.learner.loss.config import (
     CispoConfig,
     DapoConfig,
     DeltaLConfig,
@@ -22,6 +21,7 @@ from heterorl.learner.loss_config import (
     TisConfig,
     ToprConfig,
 )
+from heterorl.learner.loss.denominators import group_log_denominator
 from tests.support.losses import GOLDEN_LEARNER, GOLDEN_REWARDS, GOLDEN_SAMPLER, groups_of, run_loss
 
 TOLERANCE = 1e-9

@@ -6,8 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heterorl.learner.denominators import group_log_denominator
-from heterorl.learner.loss_config import (
+from heterorl.learner.loss.config import (
     DsGepoConfig,
     DsGspoConfig,
     EqpConfig,
@@ -16,7 +15,8 @@ from heterorl.learner.loss_config import (
     GspoConfig,
     GspoTokenConfig,
 )
-from heterorl.learner.losses import MAX_LOG_WEIGHT
+from heterorl.learner.loss.denominators import group_log_denominator
+from heterorl.learner.loss.objectives import MAX_LOG_WEIGHT
 from tests.support.losses import groups_of, run_loss
 
 F64 = torch.float64

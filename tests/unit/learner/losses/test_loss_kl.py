@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from heterorl.learner.losses import kl_estimates
+from heterorl.learner.loss.objectives import kl_estimates
 
 F64 = torch.float64
 

@@ -6,12 +6,12 @@ import random
 import pytest
 import torch
 
-from heterorl.learner.batch import build_batch
-from heterorl.learner.loss_config import DecoupledPpoConfig, GepoConfig, GspoConfig, LossConfig, TisConfig
-from heterorl.learner.loss_registry import rule_of
-from heterorl.learner.micro_batch import collate
-from heterorl.learner.plan import loss_inputs, plan, step_coefficients
-from heterorl.learner.policy_loss import policy_loss
+from heterorl.learner.loss.config import DecoupledPpoConfig, GepoConfig, GspoConfig, LossConfig, TisConfig
+from heterorl.learner.loss.policy_loss import policy_loss
+from heterorl.learner.loss.registry import rule_of
+from heterorl.learner.train.batch import build_batch
+from heterorl.learner.train.coupling import loss_inputs, plan, step_coefficients
+from heterorl.learner.train.micro_batch import collate
 from tests.support.losses import CATALOGUE, groups_of, run_loss
 
 SHAPE = [[3, 5, 1, 4], [2, 6, 4], [1, 1, 5]]

@@ -6,14 +6,7 @@ import pytest
 import torch
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from heterorl.learner.loss_config import (
-    CispoConfig,
-    DapoConfig,
-    DrGrpoConfig,
-    GrpoConfig,
-    GspoConfig,
-    OpsmConfig,
-)
+from heterorl.learner.loss.config import CispoConfig, DapoConfig, DrGrpoConfig, GrpoConfig, GspoConfig, OpsmConfig
 from tests.support.losses import groups_of, run_loss
 
 LENGTHS = [[4, 2, 5], [1, 6, 3, 3]]

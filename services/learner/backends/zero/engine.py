@@ -1,0 +1,131 @@
+"""From a language model to a DeepSpeed engine whose masters are exactly the model's fp32 weights."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from heterorl.common.errors import ConfigError, DependencyMissing
+from heterorl.learner.backends.zero.collectives import Collectives
+from heterorl.learner.backends.zero.state import ZeroState
+from heterorl.learner.backends.zero.step import LogprobModel
+from heterorl.learner.train.config import DeepSpeedBackendConfig
+
+
+def import_deepspeed(device: str = "cpu") -> Any:
+    """The package, quietly; it chooses its kind of device once, when it is first imported.
+
+    Raises:
+        DependencyMissing: it is not installed.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", device)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import deepspeed
+    except ImportError as error:
+        raise DependencyMissing("deepspeed", "deepspeed") from error
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # It calls torch by names that torch is about to drop, at every step.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
+    # A shared-memory all-reduce that DeepSpeed would compile at each first start, behind a lock that a kill leaves.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def engine_config(config: DeepSpeedBackendConfig, *, world_size: int) -> dict[str, Any]:
+    """DeepSpeed's own configuration.
+
+    The counts of samples mean nothing here, but must agree with each other: passes are cut by tokens, and what is
+    divided by them is multiplied back (see `zero_step`). In stage 0 clipping is ours.
+    """
+    is_low = config.compute_dtype == "bf16" and config.stage > 0
+    zero: dict[str, Any] = {"stage": config.stage, "contiguous_gradients": True, "overlap_comm": False}
+    if config.stage == 3:
+        # Small parameters are cut like all others, so that there is one rule for where a parameter is.
+        zero["stage3_param_persistence_threshold"] = 0
+    if config.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": config.device == "cuda"}
+    return {
+        "train_batch_size": world_size,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": config.grad_clip if config.stage else 0.0,
+        "steps_per_print": None,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": is_low},
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Engine:
+    """An engine and the names behind it."""
+
+    engine: Any
+    state: ZeroState
+    device: torch.device
+
+
+def build_engine(model: nn.Module, config: DeepSpeedBackendConfig, *, temperature: float, ranks: Collectives) -> Engine:
+    """Hand a model over to DeepSpeed; the model object stays the same, its weights are DeepSpeed's afterwards.
+
+    Raises:
+        DependencyMissing: DeepSpeed is not installed.
+        ConfigError: the rank has no such device.
+    """
+    deepspeed = import_deepspeed(config.device)
+    device = torch.device(config.device if config.device == "cpu" else f"cuda:{ranks.rank}")
+    if device.type == "cuda" and ranks.rank >= torch.cuda.device_count():
+        raise ConfigError("backend.device", f"there is no {device} for rank {ranks.rank}", action="lower --nproc")
+    if device.type != deepspeed.get_accelerator().device_name():
+        raise ConfigError(
+            "backend.device",
+            f"DeepSpeed found {deepspeed.get_accelerator().device_name()}, not {device.type}",
+            action=f"set DS_ACCELERATOR={device.type} in the environment, or change backend.device",
+        )
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters() if parameter.requires_grad}
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+    is_low = config.compute_dtype == "bf16" and config.stage > 0
+    masters: dict[str, torch.Tensor] = {}
+    if is_low:
+        masters = {name: parameter.detach() for name, parameter in model.named_parameters() if name in shapes}
+        model.to(torch.bfloat16)
+    products = torch.bfloat16 if config.compute_dtype == "bf16" and not is_low else None
+    wrapped = LogprobModel(model, temperature=temperature, autocast_dtype=products)
+    own = engine_config(config, world_size=ranks.world_size)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        deepspeed.init_distributed(
+            dist_backend="gloo" if device.type == "cpu" else "nccl", auto_mpi_discovery=False, verbose=False
+        )
+        if config.stage == 3:
+            # Parameter by parameter, so that no device ever holds the whole model.
+            deepspeed.zero.Init(module=wrapped, config_dict_or_path=own)
+            deepspeed.zero.register_external_parameter(wrapped.head, wrapped.head.weight)
+        optimizer = torch.optim.AdamW(
+            [parameter for parameter in wrapped.parameters() if parameter.requires_grad],
+            lr=config.lr,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+        )
+        engine, *_ = deepspeed.initialize(model=wrapped, optimizer=optimizer, config=own)
+    named = {name: parameter for name, parameter in model.named_parameters() if name in shapes}
+    state = ZeroState(engine, stage=config.stage, parameters=named, shapes=shapes, ranks=ranks)
+    if is_low:
+        # DeepSpeed starts its masters from the bf16 copy, and rounds buffers such as the frequencies of positions.
+        for name, values in masters.items():
+            state.put(name, "", values.reshape(-1))
+        for name, buffer in model.named_buffers():
+            if name in buffers:
+                buffer.data = buffers[name].to(device)
+    return Engine(engine=engine, state=state, device=device)

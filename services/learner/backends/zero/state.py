@@ -1,0 +1,191 @@
+"""fp32 masters and AdamW moments by parameter name, wherever DeepSpeed keeps their pieces.
+
+    stage 0       every rank holds everything; rank 0 speaks for all
+    stage 1, 2    parameters are laid end to end and the whole is cut by rank: a parameter may cross a cut
+    stage 3       every parameter is cut into equal pieces, the last one padded
+
+Guarantees: a gathered tensor has the bits of its pieces; no rank but rank 0 ever holds more than its own pieces for
+it, and rank 0 one whole parameter at a time. The count of steps is one for the whole model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from heterorl.learner.backends.zero.collectives import Collectives
+
+Key = Literal["", "exp_avg", "exp_avg_sq"]
+"""The master itself, or one of its moments."""
+MOMENTS: tuple[Key, Key] = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Elements [start, start + size) of a flattened parameter."""
+
+    start: int
+    size: int
+
+
+class ZeroState:
+    """Reads and writes one rank's pieces, and gathers whole tensors on rank 0. All ranks call together."""
+
+    def __init__(
+        self, engine: Any, *, stage: int, parameters: dict[str, Any], shapes: dict[str, torch.Size], ranks: Collectives
+    ) -> None:
+        """Take over an initialised engine.
+
+        Args:
+            engine: of `deepspeed.initialize`.
+            stage: of ZeRO, 0 to 3.
+            parameters: trainable parameters by their names in the model.
+            shapes: their whole shapes.
+            ranks: the others.
+        """
+        self._engine = engine
+        self._stage = stage
+        self._parameters = parameters
+        self.shapes = shapes
+        self._ranks = ranks
+        self._pieces = {name: self._piece(name) for name in parameters}
+        own = {name: [piece.start, piece.size] for name, piece in self._pieces.items()}
+        tables = [json.loads(data) for data in ranks.all_gather_bytes(json.dumps(own).encode())]
+        self._senders = [
+            {name: Piece(start=start, size=size) for name, (start, size) in table.items()} for table in tables
+        ]
+
+    def gather(self, name: str, key: Key = "") -> torch.Tensor | None:
+        """The whole tensor in fp32 on rank 0's CPU; None on the others, which have sent theirs."""
+        is_speaking = self._stage > 0 or self._ranks.rank == 0
+        own = self._read(name, key)
+        if self._ranks.rank:
+            if is_speaking and own.numel():
+                self._ranks.send(own.contiguous())
+            return None
+        whole = torch.empty(self.shapes[name].numel(), dtype=torch.float32)
+        whole[self._pieces[name].start :][: own.numel()] = own
+        for rank in range(1, self._ranks.world_size if self._stage else 1):
+            piece = self._senders[rank][name]
+            if piece.size:
+                self._ranks.receive(whole[piece.start : piece.start + piece.size], rank=rank)
+        return whole.reshape(self.shapes[name])
+
+    def gather_all(self, key: Key = "") -> Iterator[tuple[str, torch.Tensor | None]]:
+        """All tensors, sorted by name, one at a time; whoever stops early must let it run to its end."""
+        for name in sorted(self._parameters):
+            yield name, self.gather(name, key)
+
+    @torch.no_grad()
+    def put(self, name: str, key: Key, whole: torch.Tensor) -> None:
+        """Set this rank's piece, and for a master also the copy that the model computes with.
+
+        Args:
+            name: of the parameter.
+            key: which tensor.
+            whole: the flattened tensor in fp32, of which no more is read than is needed; may lie on a disk.
+        """
+        piece = self._pieces[name]
+        values = whole[piece.start : piece.start + piece.size]
+        parameter = self._parameters[name]
+        if self._stage == 3:
+            self._put_padded(parameter, key, values)
+        else:
+            self._view(name, key).copy_(values)
+            if key == "" and self._stage:
+                parameter.data.view(-1).copy_(whole)
+
+    @torch.no_grad()
+    def round_copies(self, dtype: torch.dtype) -> None:
+        """Round what the model computes with in stages 1 to 3, which is a copy: the masters stay as they are.
+
+        Every rank rounds its whole copy or its own piece alike. A copy in bf16 is left alone: it is narrower already.
+        """
+        assert self._stage, "in stage 0 the model computes with the masters"
+        for parameter in self._parameters.values():
+            copy = parameter.ds_tensor.data if self._stage == 3 else parameter.data
+            if copy.dtype == torch.float32:
+                copy.copy_(copy.to(dtype))
+
+    def steps(self) -> int:
+        """Optimizer steps that the moments have seen."""
+        return max((int(self._optimizer.state.get(flat, {}).get("step", 0)) for flat in self._flats()), default=0)
+
+    @torch.no_grad()
+    def reset(self, *, steps: int) -> None:
+        """Moments of 0 and a count of steps, whether the optimizer has taken one before or not."""
+        for flat in self._flats():
+            state = self._optimizer.state[flat]
+            if "exp_avg" not in state:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(flat), torch.zeros_like(flat)
+            state["exp_avg"].zero_()
+            state["exp_avg_sq"].zero_()
+            state["step"].fill_(steps)
+        if self._stage in (1, 2):
+            self._engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+    @property
+    def _optimizer(self) -> Any:
+        """The torch optimizer inside."""
+        return self._engine.optimizer.optimizer if self._stage else self._engine.optimizer
+
+    def _flats(self) -> list[Any]:
+        if self._stage == 0:
+            return list(self._parameters.values())
+        names = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat")
+        return next(
+            list(getattr(self._engine.optimizer, name)) for name in names if hasattr(self._engine.optimizer, name)
+        )
+
+    def _piece(self, name: str) -> Piece:
+        parameter, num_elements = self._parameters[name], self.shapes[name].numel()
+        if self._stage == 0:
+            return Piece(start=0, size=num_elements)
+        if self._stage == 3:
+            length = parameter.ds_tensor.numel()
+            start = min(length * self._ranks.rank, num_elements)
+            return Piece(start=start, size=min(length, num_elements - start))
+        if parameter._hp_mapping is None:
+            return Piece(start=0, size=0)
+        address = parameter._hp_mapping.lp_fragment_address
+        return Piece(start=address.start, size=address.numel)
+
+    def _view(self, name: str, key: Key) -> torch.Tensor:
+        """This rank's piece of a tensor in stages 0 to 2, sharing its storage."""
+        parameter = self._parameters[name]
+        view: torch.Tensor
+        if self._stage == 0:
+            view = (self._optimizer.state[parameter][key] if key else parameter.data).view(-1)
+        elif parameter._hp_mapping is None:
+            view = torch.empty(0)
+        else:
+            view = parameter._hp_mapping.get_hp_fragment(key or None).view(-1)
+        return view
+
+    @torch.no_grad()
+    def _read(self, name: str, key: Key) -> torch.Tensor:
+        if self._stage < 3:
+            return self._view(name, key).detach().to("cpu", torch.float32)
+        from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
+
+        parameter = self._parameters[name]
+        padded = safe_get_local_optimizer_state(parameter, key) if key else safe_get_local_fp32_param(parameter)
+        read: torch.Tensor = padded.detach().view(-1)[: self._pieces[name].size].to("cpu", torch.float32)
+        return read
+
+    @staticmethod
+    def _put_padded(parameter: Any, key: Key, values: torch.Tensor) -> None:
+        from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
+
+        padded = torch.zeros(parameter.ds_tensor.numel(), dtype=torch.float32)
+        padded[: values.numel()] = values
+        if key:
+            safe_set_local_optimizer_state(parameter, padded, key)
+        else:
+            safe_set_local_fp32_param(parameter, padded)
+            parameter.ds_tensor.data.view(-1).copy_(padded)

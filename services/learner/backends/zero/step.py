@@ -1,0 +1,182 @@
+"""One step's forward and backward passes on one of several ranks, through DeepSpeed.
+
+DeepSpeed averages gradients over the ranks; every loss is multiplied by their number, so that what arrives is the sum,
+which is the gradient of the whole step's loss (see `train.shares`). Gradients are accumulated by calling
+backward once for each micro-batch with the boundary set at the last.
+
+Guarantees: every rank takes the same number of passes; a loss that is not finite on any rank makes the gradient not
+finite on all, and DeepSpeed then leaves weights and optimizer alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch import nn
+
+from heterorl.learner.backends.zero.collectives import Collectives
+from heterorl.learner.loss.rule import Rule
+from heterorl.learner.train.batch import Batch, TrainingSequence
+from heterorl.learner.train.extras import SequenceSample
+from heterorl.learner.train.logprobs import token_logprobs
+from heterorl.learner.train.micro_batch import Batching, MicroBatch, collate
+from heterorl.learner.train.shares import Shares, empty_pass, share_out
+from heterorl.learner.train.statistics import MicroBatchSample
+from heterorl.learner.train.step import micro_batch_loss, planned
+
+
+class LogprobModel(nn.Module):
+    """What DeepSpeed wraps: a language model whose forward gives log-probs and entropies [N] of completion tokens."""
+
+    def __init__(self, model: nn.Module, *, temperature: float, autocast_dtype: torch.dtype | None) -> None:
+        """Wrap a model; `autocast_dtype` is the type of matrix products, None for that of the weights."""
+        super().__init__()
+        self.model = model
+        self.head = _Head(model, temperature=temperature)
+        self._autocast_dtype = autocast_dtype
+
+    def forward(
+        self,
+        input_ids_RS: torch.Tensor,
+        position_ids_RS: torch.Tensor,
+        sources_N: torch.Tensor,
+        targets_N: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `heterorl.learner.train.model.learner_logprobs`."""
+        network: Any = self.model
+        dtype = self._autocast_dtype
+        # In here, because the engine turns off an autocast around it.
+        with torch.autocast(input_ids_RS.device.type, dtype) if dtype else contextlib.nullcontext():
+            hidden_RSH = network.base_model(
+                input_ids=input_ids_RS, position_ids=position_ids_RS, use_cache=False
+            ).last_hidden_state
+            hidden_NH = hidden_RSH.flatten(0, 1).index_select(0, sources_N)
+            logprobs_N: torch.Tensor
+            logprobs_N, entropies_N = self.head(hidden_NH, targets_N)
+        return logprobs_N, entropies_N
+
+
+class _Head(nn.Module):
+    """A module of its own, so that stage 3 gathers the output embedding for it, and again for its backward pass."""
+
+    def __init__(self, model: nn.Module, *, temperature: float) -> None:
+        super().__init__()
+        network: Any = model
+        # In a tuple: as an attribute the embedding would be registered a second time.
+        self._embedding = (network.get_output_embeddings(),)
+        self._temperature = temperature
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return self._embedding[0].weight  # type: ignore[no-any-return]
+
+    def forward(self, hidden_NH: torch.Tensor, targets_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return token_logprobs(hidden_NH, self.weight, targets_N, temperature=self._temperature)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Passes:
+    """How this rank computes."""
+
+    engine: Any
+    device: torch.device
+    ranks: Collectives
+    rule: Rule
+    max_new_tokens: int
+    micro_batch_tokens: int
+    batching: Batching
+
+    def accumulate(self, batch: Batch) -> list[MicroBatchSample]:
+        """Leave the gradient of the whole step's loss with DeepSpeed.
+
+        Returns:
+            The samples of all ranks, on every rank; nothing when the step has no sequence and no pass was taken.
+        """
+        shares = share_out(
+            batch.sequences,
+            num_ranks=self.ranks.world_size,
+            max_tokens=self.micro_batch_tokens,
+            batching=self.batching,
+        )
+        if not shares.num_passes:
+            return []
+        if self.rule.needs_first_pass:
+            shares = self._planned(shares, batch)
+        own = shares.parts[self.ranks.rank]
+        samples: list[MicroBatchSample] = []
+        everyone: list[MicroBatchSample] = []
+        for number in range(shares.num_passes):
+            is_last = number == shares.num_passes - 1
+            self.engine.set_gradient_accumulation_boundary(is_last)
+            micro_batch, logprobs_N, entropies_N = self._forward(own, number)
+            if number < len(own):
+                total, sample = micro_batch_loss(
+                    self.rule, micro_batch, logprobs_N, entropies_N, batch, max_new_tokens=self.max_new_tokens
+                )
+                samples.append(sample)
+            else:
+                total = 0.0 * logprobs_N.double().sum()
+            if is_last:
+                everyone = _exchange(self.ranks, samples)
+                if not math.isfinite(sum(entry.loss for entry in everyone)):
+                    total = total * math.nan
+            self.engine.backward(total * self.ranks.world_size)
+        return everyone
+
+    def _forward(
+        self, own: Sequence[list[TrainingSequence]], number: int
+    ) -> tuple[MicroBatch, torch.Tensor, torch.Tensor]:
+        sequences = own[number] if number < len(own) else [empty_pass()]
+        micro_batch = collate(sequences, batching=self.batching).to(self.device)
+        logprobs_N, entropies_N = self.engine(
+            micro_batch.input_ids_RS, micro_batch.position_ids_RS, micro_batch.sources_N, micro_batch.targets_N
+        )
+        return micro_batch, logprobs_N, entropies_N
+
+    def _planned(self, shares: Shares, batch: Batch) -> Shares:
+        own = shares.parts[self.ranks.rank]
+        with torch.no_grad():
+            passes = [self._forward(own, number)[1] for number in range(shares.num_passes)]
+        values_N = torch.cat([torch.zeros(0), *(part.cpu().double() for part in passes[: len(own)])])
+        answers = self.ranks.all_gather_bytes(save({"logprobs": values_N.double().contiguous()}))
+        logprobs = [load(answer)["logprobs"] for answer in answers]
+        return shares.replaced(
+            planned(self.rule, batch, shares.ordered(), logprobs, max_new_tokens=self.max_new_tokens)
+        )
+
+
+def _exchange(ranks: Collectives, samples: Sequence[MicroBatchSample]) -> list[MicroBatchSample]:
+    return [sample for data in ranks.all_gather_bytes(_pack(samples)) for sample in _unpack(data)]
+
+
+_SAMPLE_TENSORS = ("weights_M", "is_clipped_M", "kl_B", "entropies_N")
+_SEQUENCE_TENSORS = tuple(field.name for field in fields(SequenceSample))
+
+
+def _pack(samples: Sequence[MicroBatchSample]) -> bytes:
+    tensors: dict[str, torch.Tensor] = {}
+    for number, sample in enumerate(samples):
+        read: Callable[[object, str], torch.Tensor] = getattr
+        tensors |= {f"{number}/{name}": read(sample, name).contiguous() for name in _SAMPLE_TENSORS}
+        # Clones: rows of one tensor share its storage, which the format refuses.
+        tensors |= {f"{number}/{name}": read(sample.sequences, name).clone() for name in _SEQUENCE_TENSORS}
+    tensors["losses"] = torch.tensor([sample.loss for sample in samples], dtype=torch.float64)
+    return save(tensors)
+
+
+def _unpack(data: bytes) -> list[MicroBatchSample]:
+    tensors = load(data)
+    return [
+        MicroBatchSample(
+            loss=loss,
+            **{name: tensors[f"{number}/{name}"] for name in _SAMPLE_TENSORS},
+            sequences=SequenceSample(**{name: tensors[f"{number}/{name}"] for name in _SEQUENCE_TENSORS}),
+        )
+        for number, loss in enumerate(tensors["losses"].tolist())
+    ]

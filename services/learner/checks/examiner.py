@@ -1,0 +1,153 @@
+"""Checks of leased groups before they may be trained on: rewards of all, log-probs and draws of some.
+
+Guarantees: what is checked is drawn here, after the group was acknowledged, from randomness that no site sees; a group
+that could not be checked is neither trained on nor held against its site; heavy work runs in a thread. Must never
+change a group.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from heterorl.common.errors import CorruptData, RewardError, UnknownPayload, UnknownVersion, UntrustedVersion
+from heterorl.common.generation.seeded import group_key
+from heterorl.common.model.prompts import Prompter
+from heterorl.common.process import metrics
+from heterorl.common.process.threads import in_thread
+from heterorl.common.tasks.scoring import FailureRow
+from heterorl.common.tasks.task import Task
+from heterorl.common.types.values import DropReason, Group, QueuedGroup, SiteId
+from heterorl.learner.checks.judge import (
+    SOUND,
+    Finding,
+    Replay,
+    VerificationConfig,
+    checked_share,
+    judge_logprobs,
+    judge_margins,
+)
+from heterorl.learner.checks.replay import Replayer
+from heterorl.learner.checks.rewards import reward_problem
+from heterorl.learner.checks.versions import RecentVersions
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Yardstick:
+    """What the checks compare with; `replayer` is None where log-probs are not checked."""
+
+    config: VerificationConfig
+    task: Task
+    prompter: Prompter
+    replayer: Replayer | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Examiner:
+    """Examines groups one after another; knows of each site how many passed since its last failure."""
+
+    yardstick: Yardstick
+    versions: RecentVersions | None
+    rng: random.Random
+    passed: Counter[SiteId] = field(default_factory=Counter)
+    unseeded: set[SiteId] = field(default_factory=set)
+    failures: FailureRow = field(default_factory=FailureRow)
+
+    async def examine(self, queued: QueuedGroup) -> Finding:
+        """Check one group, and remember of its site whether it passed."""
+        site, started = queued.group.id.site, time.perf_counter()
+        finding = await self._check(queued)
+        metrics.CHECK_SECONDS.observe(time.perf_counter() - started)
+        if finding.reason is not None:
+            self.passed[site] = 0
+        return finding
+
+    async def _check(self, queued: QueuedGroup) -> Finding:
+        group, config = queued.group, self.yardstick.config
+        if config.recompute_rewards:
+            try:
+                problem = await in_thread(
+                    reward_problem,
+                    group,
+                    task=self.yardstick.task,
+                    prompter=self.yardstick.prompter,
+                    tolerance=config.reward_tolerance,
+                )
+            except RewardError as error:
+                _count(group, "reward", "skipped")
+                self.failures.failed(error)
+                return Finding(problem=f"its rewards could not be computed: {error}")
+            self.failures.passed()
+            _count(group, "reward", "failed" if problem else "passed")
+            if problem:
+                return Finding(reason=DropReason.REWARD_MISMATCH, detail=problem)
+        if config.require_seeded and not group.is_seeded:
+            _count(group, "sampling", "failed")
+            return Finding(reason=DropReason.SAMPLING_MISMATCH, detail="its site does not use seeded_sampling")
+        share = checked_share(self.passed[group.id.site], config)
+        if share == 0 or self.rng.random() >= share:
+            return SOUND
+        finding = await self._replay(queued)
+        if finding is SOUND:
+            self.passed[group.id.site] += 1
+        return finding
+
+    async def _replay(self, queued: QueuedGroup) -> Finding:
+        group, config = queued.group, self.yardstick.config
+        assert self.yardstick.replayer is not None, "a share above 0 comes with a model to check with"
+        assert self.versions is not None, "and with versions to check under"
+        key = None
+        if group.is_seeded and queued.seed is not None and self.yardstick.replayer.can_repeat_draws:
+            key = group_key(seed=queued.seed, state_root=group.state_root, prompt_index=group.prompt_index)
+        elif group.id.site not in self.unseeded:
+            self.unseeded.add(group.id.site)
+            _LOG.warning("site %s: draws cannot be repeated, log-probs alone are checked", group.id.site)
+        replays: list[Replay] = []
+        versions = sorted({span.version for rollout in group.rollouts for span in rollout.spans})
+        if len(versions) > config.max_versions:
+            # Each costs a pull and a pass: a site that names hundreds would stop the checks of all others.
+            _count(group, "logprob", "skipped")
+            return Finding(
+                problem=f"it names {len(versions)} versions; verification.max_versions is {config.max_versions}"
+            )
+        for version in versions:
+            try:
+                arena = await self.versions.get(version, queued.flavour)
+            except (UnknownVersion, UnknownPayload, CorruptData, UntrustedVersion) as error:
+                _count(group, "logprob", "skipped")
+                return Finding(problem=f"version {version} cannot be had to check it: {error}")
+            await in_thread(self.yardstick.replayer.load, arena, version, queued.flavour)
+            found = await in_thread(self.yardstick.replayer.replay, group, key=key)
+            replays = found if not replays else _spliced(group, version, into=replays, other=found)
+        problem = judge_logprobs([rollout.sampler_logprobs for rollout in group.rollouts], replays, config)
+        _count(group, "logprob", "failed" if problem else "passed")
+        if problem:
+            return Finding(reason=DropReason.LOGPROB_MISMATCH, detail=problem)
+        problem = judge_margins(replays, config)
+        _count(group, "sampling", "failed" if problem else "skipped" if key is None else "passed")
+        return Finding(reason=DropReason.SAMPLING_MISMATCH, detail=problem) if problem else SOUND
+
+
+def _spliced(group: Group, version: int, *, into: list[Replay], other: list[Replay]) -> list[Replay]:
+    """Tokens that a version produced take its numbers."""
+    result = []
+    for rollout, mine, theirs in zip(group.rollouts, into, other, strict=True):
+        is_theirs = np.zeros(rollout.token_ids.size, np.bool_)
+        for span in rollout.spans:
+            is_theirs[span.start : span.end] |= span.version == version
+        margins = None
+        if mine.margins is not None and theirs.margins is not None:
+            margins = np.where(is_theirs, theirs.margins, mine.margins)
+        result.append(Replay(logprobs=np.where(is_theirs, theirs.logprobs, mine.logprobs), margins=margins))
+    return result
+
+
+def _count(group: Group, check: str, verdict: str) -> None:
+    metrics.CHECKED_GROUPS.labels(metrics.SITES.of(group.id.site), check, verdict).inc()

@@ -1,0 +1,157 @@
+"""A group's rollouts computed again by one forward pass: log-probs, margins of repeated draws, log-ratios.
+
+Guarantees: the logits of all tokens are never held at once; no truncation is applied, because top_p and top_k flip
+under rounding and would call honest tokens impossible.
+
+Suffixes: N tokens, H hidden width, V vocabulary, C tokens of one chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from heterorl.common.generation.seeded import gumbel_noise
+from heterorl.common.model import tensors
+from heterorl.common.model.adapters import attach
+from heterorl.common.types.values import Group, LoraSettings, SamplingSemantics
+from heterorl.common.weights.arena import Arena
+from heterorl.learner.checks.judge import Replay
+from heterorl.learner.train.batch import TrainingSequence
+from heterorl.learner.train.logprobs import CHUNK_LOGITS, logit_temperature
+from heterorl.learner.train.micro_batch import collate
+from heterorl.learner.train.model import learner_logprobs, load_model
+from heterorl.learner.train.stand_in import arena_weights
+
+MAX_PASS_TOKENS = 32_768
+"""Model inputs of one pass."""
+
+
+class Replayer:
+    """A model of its own that takes any published version."""
+
+    def __init__(self, *, model_dir: str, device: str, sampling: SamplingSemantics, lora: LoraSettings) -> None:
+        """Load the model.
+
+        Raises:
+            ConfigError: it cannot be loaded.
+        """
+        model = load_model(model_dir)
+        if lora.rank:
+            attach(model, lora)
+        self._model: Any = model.to(device)
+        self._device = torch.device(device)
+        self._sampling = sampling
+        self._loaded = ("", -1)
+
+    @property
+    def can_repeat_draws(self) -> bool:
+        """Whether draws are of all tokens, so that the Gumbel-max trick decides them alone."""
+        return self._sampling.top_p == 1.0 and not self._sampling.top_k
+
+    def load(self, arena: Arena, version: int, flavour: str = "") -> None:
+        """Take a version's weights, or what a flavour of it stands for; nothing where they are loaded already."""
+        if (flavour, version) != self._loaded:
+            tensors.load(arena, self._model)
+            self._loaded = (flavour, version)
+
+    @torch.inference_mode()
+    def replay(self, group: Group, *, key: int | None) -> list[Replay]:
+        """Compute all rollouts of a group under the loaded weights.
+
+        Args:
+            group: its tokens are read, nothing that it says of them.
+            key: of its noise; None where its draws cannot be repeated.
+        """
+        result: list[Replay] = []
+        for part in _parts(group):
+            result += self._pass(group, part, key=key)
+        return result
+
+    def _pass(self, group: Group, part: Sequence[int], *, key: int | None) -> list[Replay]:
+        batch = collate([_sequence(group, number) for number in part], batching="padded").to(self._device)
+        hidden_RSH = self._model.base_model(
+            input_ids=batch.input_ids_RS, position_ids=batch.position_ids_RS, use_cache=False
+        ).last_hidden_state
+        hidden_NH = hidden_RSH.flatten(0, 1).index_select(0, batch.sources_N)
+        weight_VH = self._model.get_output_embeddings().weight
+        places = [(number, position) for number in part for position in range(group.rollouts[number].token_ids.size)]
+        shown = logit_temperature(self._sampling)
+        logprobs_N, margins_N = [], []
+        step = max(1, CHUNK_LOGITS // weight_VH.shape[0])
+        for start in range(0, len(places), step):
+            chunk = slice(start, start + step)
+            logits_CV = (hidden_NH[chunk] @ weight_VH.T).float()
+            targets_C1 = batch.targets_N[chunk, None]
+            scaled_CV = logits_CV / shown
+            logprobs_N.append((scaled_CV.gather(1, targets_C1)[:, 0] - scaled_CV.logsumexp(1)).cpu())
+            if key is not None:
+                noise = np.stack(
+                    [
+                        gumbel_noise(key, sample=number, position=position, vocab_size=weight_VH.shape[0])
+                        for number, position in places[chunk]
+                    ]
+                )
+                drawn_CV = logits_CV / self._sampling.temperature + torch.from_numpy(noise).to(self._device)
+                margins_N.append((drawn_CV.max(1).values - drawn_CV.gather(1, targets_C1)[:, 0]).cpu())
+        logprobs = torch.cat(logprobs_N).numpy()
+        margins = torch.cat(margins_N).numpy() if key is not None else None
+        ends = np.cumsum([group.rollouts[number].token_ids.size for number in part])[:-1]
+        margin_parts = [None] * len(part) if margins is None else np.split(margins, ends)
+        return [
+            Replay(logprobs=entry, margins=margin)
+            for entry, margin in zip(np.split(logprobs, ends), margin_parts, strict=True)
+        ]
+
+
+@torch.no_grad()
+def log_ratios(model: nn.Module, groups: Sequence[Group], *, weights: Arena, temperature: float) -> list[list[float]]:
+    """Mean over tokens of log p - log q of every rollout under the newest published weights.
+
+    Args:
+        model: is trained elsewhere, between its steps; computes p.
+        groups: give q; one list of ratios for each.
+        weights: of p. Masters would put their own distance from what samplers have onto every honest site.
+        temperature: what logits are divided by so that p means what q means.
+    """
+    device = next(model.parameters()).device
+    with arena_weights(model, weights):
+        return [_group_log_ratios(model, group, device=device, temperature=temperature) for group in groups]
+
+
+def _group_log_ratios(model: nn.Module, group: Group, *, device: torch.device, temperature: float) -> list[float]:
+    ratios: list[float] = []
+    for part in _parts(group):
+        sequences = [_sequence(group, number) for number in part]
+        logprobs_N, _ = learner_logprobs(
+            model, collate(sequences, batching="padded").to(device), temperature=temperature
+        )
+        pieces = logprobs_N.double().cpu().split([sequence.token_ids.size for sequence in sequences])
+        ratios += [
+            float(piece.mean()) - float(sequence.sampler_logprobs.mean(dtype=np.float64))
+            for piece, sequence in zip(pieces, sequences, strict=True)
+        ]
+    return ratios
+
+
+def _parts(group: Group) -> list[list[int]]:
+    """Numbers of rollouts that share a pass, in order."""
+    longest = group.prompt_token_ids.size + max(rollout.token_ids.size for rollout in group.rollouts)
+    rows = max(1, MAX_PASS_TOKENS // longest)
+    numbers = list(range(len(group.rollouts)))
+    return [numbers[start : start + rows] for start in range(0, len(numbers), rows)]
+
+
+def _sequence(group: Group, number: int) -> TrainingSequence:
+    rollout = group.rollouts[number]
+    return TrainingSequence(
+        prompt_token_ids=group.prompt_token_ids,
+        token_ids=rollout.token_ids,
+        sampler_logprobs=rollout.sampler_logprobs,
+        advantage=0.0,
+        log_denominator=0.0,
+    )

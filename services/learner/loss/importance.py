@@ -1,0 +1,83 @@
+"""Importance weights as logarithms: pure functions of log-probs, in whose gradient only the learner takes part.
+
+Guarantees: finite for finite log-probs; every function is separable over rollouts, so splits do not matter.
+Suffixes: B sequences, T completion tokens.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from heterorl.learner.loss.denominators import masked_mean
+
+
+def sequence_log_probs(logprobs_BT: torch.Tensor, mask_BT: torch.Tensor, *, is_raw: bool) -> torch.Tensor:
+    """Mean (length-normalised) or sum (raw) of the token log-probs of each rollout; [B]."""
+    if is_raw:
+        return torch.where(mask_BT, logprobs_BT, 0.0).sum(1)
+    return masked_mean(logprobs_BT, mask_BT)
+
+
+def defensive_log_denominators(
+    log_denominators_B: torch.Tensor, learner_log_probs_B: torch.Tensor, *, fraction: float
+) -> torch.Tensor:
+    """log((1 - a) D + a sg(p)): a defensive mixture (Hesterberg 1995), under which p / D never exceeds 1 / a.
+
+    Args:
+        log_denominators_B: log D.
+        learner_log_probs_B: log p; taken as a constant.
+        fraction: a in (0, 1).
+    """
+    return torch.logaddexp(
+        log_denominators_B + math.log1p(-fraction), learner_log_probs_B.detach() + math.log(fraction)
+    )
+
+
+def switched_log_denominators(
+    group_B: torch.Tensor, own_B: torch.Tensor, kl_B: torch.Tensor, *, threshold: float
+) -> torch.Tensor:
+    """Own denominator for rollouts whose mean KL estimate per token is below the threshold, the group's for others."""
+    return torch.where(kl_B.detach() < threshold, own_B, group_B)
+
+
+def proximal_logprobs(
+    learner_BT: torch.Tensor, sampler_BT: torch.Tensor, staleness_BT: torch.Tensor, *, is_exact: bool
+) -> torch.Tensor:
+    """Token log-probs of the policy around which decoupled PPO clips; a constant [B, T].
+
+    Exact: the policy at the start of the step, which with one optimizer step per batch is the learner itself.
+    Otherwise log q + alpha (log p - log q) with alpha = (v_prox - v_q) / (v - v_q) and v_prox = v - 1: the estimate of
+    A-3PO, arXiv 2512.06547. Tokens of the current version have alpha 0.
+
+    Args:
+        learner_BT: log p.
+        sampler_BT: log q.
+        staleness_BT: v - v_q of each token, versions, at least 0.
+        is_exact: which of the two.
+    """
+    learner_BT = learner_BT.detach()
+    if is_exact:
+        return learner_BT
+    alpha_BT = (staleness_BT - 1.0).clamp(min=0.0) / staleness_BT.clamp(min=1.0)
+    return sampler_BT + alpha_BT * (learner_BT - sampler_BT)
+
+
+def clip_token_log_ratios(
+    log_ratios_BT: torch.Tensor, advantages_B: torch.Tensor, *, low: float, high: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """GMPO's one-sided clip of token log ratios, arXiv 2507.20673 equation 4: from above if A > 0, below if A < 0.
+
+    Returns:
+        The clipped log ratios, without gradient where the clip acted, and where it acted; both [B, T].
+    """
+    advantages_B1 = advantages_B[:, None]
+    ratios = log_ratios_BT.detach()
+    is_clipped_BT = ((advantages_B1 > 0) & (ratios > high)) | ((advantages_B1 < 0) & (ratios < low))
+    return torch.where(is_clipped_BT, ratios.clamp(low, high), log_ratios_BT), is_clipped_BT
+
+
+def spread(log_weights_B: torch.Tensor, learner_BT: torch.Tensor) -> torch.Tensor:
+    """A rollout's log weight at each of its tokens, whose gradient is that of the token's own log-prob; [B, T]."""
+    return log_weights_B.detach()[:, None] + (learner_BT - learner_BT.detach())

@@ -1,0 +1,186 @@
+"""Policy-gradient objectives: pure functions of tensors and named scalars.
+
+Guarantees: gradient reaches learner log-probs only; every denominator is an argument, so the sum over micro-batches
+does not depend on how rollouts were split, padded or packed; rows without tokens contribute exactly 0; finite for any
+finite log-probs. Never sees configuration, model or logger.
+
+Suffixes: B sequences, T completion tokens (padded; the mask marks the real ones). Tensors without suffix are [B, 1]
+for one weight per rollout or [B, T] for one per token.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from heterorl.learner.loss.config import Aggregation
+
+MAX_LOG_WEIGHT = 20.0
+"""Weights beyond e^20 are capped, without gradient and counted as clipped: their exp could overflow to inf.
+
+A rule may cap them earlier, so that no rollout counts for more than so many of its peers, whatever its site states."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LossTerms:
+    """What one micro-batch adds to the loss, and the importance weights it used.
+
+    `contributions_B` sum, over all micro-batches, to the loss to minimise. `weights` and `is_counted` are [B] where a
+    rollout has one weight and [B, T] where a token has: the weight, and whether it exists. `is_clipped`, where the clip
+    or truncation acted, is [B] or [B, T] too; GMPO has weights of rollouts and clips tokens. `is_kept_BT` marks tokens
+    that no mask left out.
+    """
+
+    contributions_B: torch.Tensor
+    weights: torch.Tensor
+    is_clipped: torch.Tensor
+    is_counted: torch.Tensor
+    is_kept_BT: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Objective:
+    """What is to be maximised, [B, 1] or [B, T], with the weights in it and where the clip acted, both constants."""
+
+    values: torch.Tensor
+    weights: torch.Tensor
+    is_clipped: torch.Tensor
+
+
+def token_coefficients(
+    mask_BT: torch.Tensor,
+    *,
+    aggregation: Aggregation,
+    num_sequences: int,
+    num_tokens: int,
+    max_tokens: int,
+    length_power: float = 0.0,
+    sum_of_powers: float = 1.0,
+) -> torch.Tensor:
+    """Factor of every token's term in the loss, float64 [B, T]; 0 outside the mask.
+
+    sequence_mean: 1 / (N T_i), token_mean: 1 / sum_i T_i, max_length: 1 / (N max_tokens) of arXiv 2503.20783,
+    sequence_sum: 1 / N, length_power: T_i^-a / (max_tokens sum_j T_j^-a) of arXiv 2509.07558.
+
+    Args:
+        mask_BT: bool, True at completion tokens.
+        aggregation: which of the five.
+        num_sequences: N, rollouts with at least one token in the whole step, not in this micro-batch.
+        num_tokens: completion tokens in the whole step.
+        max_tokens: the run's limit on completion tokens.
+        length_power: a.
+        sum_of_powers: sum of T^-a over the whole step.
+    """
+    assert mask_BT.dim() == 2
+    assert mask_BT.dtype == torch.bool
+    mask = mask_BT.double()
+    if aggregation == "token_mean":
+        return mask / num_tokens
+    if aggregation == "max_length":
+        return mask / (num_sequences * max_tokens)
+    if aggregation == "sequence_sum":
+        return mask / num_sequences
+    lengths = mask.sum(1, keepdim=True).clamp(min=1.0)
+    if aggregation == "length_power":
+        return mask * lengths.pow(-length_power) / (max_tokens * sum_of_powers)
+    return mask / (num_sequences * lengths)
+
+
+def ratio_objective(
+    log_weights: torch.Tensor,
+    advantages_B1: torch.Tensor,
+    *,
+    low: float,
+    high: float,
+    decision_log_weights: torch.Tensor | None = None,
+    is_preserving: bool = False,
+    max_log_weight: float = MAX_LOG_WEIGHT,
+) -> Objective:
+    """PPO's one-sided clip: min(w A, clip(w, low, high) A), arXiv 1707.06347 equation 7.
+
+    The gradient of an unclipped term is A w dlog w; of a clipped one 0 or, preserving, A b dlog w with the bound b.
+
+    Args:
+        log_weights: log w; carries the gradient.
+        advantages_B1: A; a constant.
+        low: smallest weight, for A < 0.
+        high: largest weight, for A > 0.
+        decision_log_weights: log of the weight that is compared with the bounds in place of w.
+        is_preserving: whether clipped terms keep the bound's gradient.
+        max_log_weight: weights beyond e^this are capped, without gradient.
+    """
+    # The decision is made once, so that what is reported as clipped is exactly what the clip acted on.
+    advantages = advantages_B1.detach()
+    weights = log_weights.clamp(max=max_log_weight).exp()
+    own = weights.detach()
+    decision = own if decision_log_weights is None else decision_log_weights.detach().clamp(max=MAX_LOG_WEIGHT).exp()
+    is_outside = ((advantages > 0) & (decision > high)) | ((advantages < 0) & (decision < low))
+    bounded = decision.clamp(low, high)
+    if is_preserving:
+        bounded = bounded * (1.0 + (log_weights - log_weights.detach()))
+    values = torch.where(is_outside, bounded, weights) * advantages
+    return Objective(values=values, weights=own, is_clipped=is_outside | (log_weights.detach() > max_log_weight))
+
+
+def score_objective(
+    log_weights: torch.Tensor,
+    logprobs_BT: torch.Tensor,
+    advantages_B1: torch.Tensor,
+    *,
+    low: float,
+    high: float,
+    is_dropping: bool = False,
+    max_log_weight: float = MAX_LOG_WEIGHT,
+) -> Objective:
+    """sg(w') A log p per token, w' = clip(w, low, high), or w where it lies within the range and 0 elsewhere.
+
+    CISPO (arXiv 2506.13585 equation 4), TIS, MIS and the negative half of TOPR (arXiv 2503.14286 equation 8). The
+    gradient is A w' per token, also where w was truncated.
+
+    Args:
+        log_weights: log w; taken as a constant.
+        logprobs_BT: log p; carries the gradient.
+        advantages_B1: A; a constant.
+        low: smallest weight.
+        high: largest weight.
+        is_dropping: whether weights out of range count 0.
+        max_log_weight: weights beyond e^this are lowered to it, also where the range has no end.
+    """
+    raw = log_weights.detach().clamp(max=MAX_LOG_WEIGHT).exp()
+    is_outside = (raw < low) | (raw > high)
+    weights = raw.masked_fill(is_outside, 0.0) if is_dropping else raw.clamp(low, high)
+    weights = weights.clamp(max=math.exp(max_log_weight))
+    return Objective(values=weights * advantages_B1.detach() * logprobs_BT, weights=weights, is_clipped=is_outside)
+
+
+def with_likelihood_of_good(objective: Objective, logprobs_BT: torch.Tensor, advantages_B1: torch.Tensor) -> Objective:
+    """Replace terms with A >= 0 by A log p per token, weight 1: TOPR's treatment, arXiv 2503.14286 equation 8."""
+    advantages = advantages_B1.detach()
+    is_good = advantages >= 0
+    return Objective(
+        values=torch.where(is_good, advantages * logprobs_BT, objective.values),
+        weights=torch.where(is_good, 1.0, objective.weights),
+        is_clipped=objective.is_clipped & ~is_good,
+    )
+
+
+def kl_estimates(
+    learner_logprobs_BT: torch.Tensor,
+    sampler_logprobs_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    *,
+    max_log_ratio: float = MAX_LOG_WEIGHT,
+) -> torch.Tensor:
+    """Per-token estimate of KL(q || p) from samples of q: k3 = (r - 1) - log r with r = p / q; [B, T].
+
+    Unbiased because E_q[r] = 1, never negative, and its gradient is r - 1. With q / p in place of r the same formula
+    is neither: one token with p / q = e^-15 would count 3.3e6 instead of 14. Source: Schulman 2020, "Approximating KL
+    divergence". The sum over a row estimates the KL of the whole sequence. log r is capped, without gradient.
+    """
+    assert learner_logprobs_BT.shape == sampler_logprobs_BT.shape == mask_BT.shape
+    log_ratios_BT = torch.where(mask_BT, learner_logprobs_BT - sampler_logprobs_BT.detach(), 0.0)
+    # Capping inside exp alone would leave -log r: a gradient that pushes p further away from q.
+    capped_BT = log_ratios_BT.clamp(max=max_log_ratio)
+    return torch.expm1(capped_BT) - capped_BT

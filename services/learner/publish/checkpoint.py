@@ -1,0 +1,245 @@
+"""Checkpoints on the learner's disk: all of one or none of it.
+
+    state_dir/checkpoints/v00000012/    one checkpoint, named by the version that its publication makes
+        cursor.json                     heterorl.learner.publish.cursor
+        published.payload               snapshot of the published weights (heterorl.common.weights.payload)
+        <flavour>.scales                snapshot of a flavour's scales alone, for each flavour
+        backend/                        what TrainBackend.save wrote
+        DONE                            {"format": 1, "files": {relative path: blake3 of its bytes}}
+
+Guarantees: a directory of that name appears by one rename, after every byte in it is durable; a directory is a
+checkpoint only while DONE names exactly its files with their digests. Must never read a backend's files otherwise.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+from heterorl.common.errors import CorruptData, CorruptStore, DiskFull
+from heterorl.common.model.quantise import Flavour, scale_layout
+from heterorl.common.process.files import make_directory
+from heterorl.common.types.values import Digest
+from heterorl.common.weights.arena import Arena, Layout
+from heterorl.common.weights.payload import apply_payload, file_digest, write_snapshot
+from heterorl.learner.backends.backend import TrainBackend
+from heterorl.learner.publish.cursor import Cursor, cursor_from_bytes, cursor_to_bytes
+
+CURSOR_FILE = "cursor.json"
+PUBLISHED_FILE = "published.payload"
+BACKEND_DIRECTORY = "backend"
+SCALES_SUFFIX = ".scales"
+DONE_FILE = "DONE"
+FORMAT = 1
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK)
+"""What a file system without hard links says."""
+NUM_KEPT = 2
+"""The newest may belong to a publication that is refused; the one before it is then the truth."""
+
+
+class CheckpointStore:
+    """The checkpoints under one directory. Used by one process at a time, off the event loop."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._unreadable: set[Path] = set()
+        make_directory(root)
+
+    def write(
+        self,
+        cursor: Cursor,
+        *,
+        backend: TrainBackend,
+        arena: Arena,
+        snapshot: Path | None,
+        scales: Mapping[str, Arena] = MappingProxyType({}),
+    ) -> Path:
+        """Write a checkpoint and drop all but the two newest.
+
+        Args:
+            cursor: the position.
+            backend: saves masters and optimizer.
+            arena: the published weights.
+            snapshot: a snapshot payload of `arena`, when there is one already.
+            scales: of each flavour.
+
+        Raises:
+            DiskFull: nothing has changed.
+        """
+        final = self._root / f"v{cursor.version:08d}"
+        temporary = self._root / f"writing-{final.name}"
+        try:
+            _remove(temporary)
+            (temporary / BACKEND_DIRECTORY).mkdir(parents=True)
+            backend.save(temporary / BACKEND_DIRECTORY)
+            if snapshot is None:
+                write_snapshot(temporary / PUBLISHED_FILE, arena)
+            else:
+                _link(snapshot, temporary / PUBLISHED_FILE)
+            for flavour, values in scales.items():
+                write_snapshot(temporary / f"{flavour}{SCALES_SUFFIX}", values)
+            (temporary / CURSOR_FILE).write_bytes(cursor_to_bytes(cursor))
+            digests = {name: file_digest(temporary / name) for name in _files(temporary)}
+            (temporary / DONE_FILE).write_text(json.dumps({"format": FORMAT, "files": digests}), encoding="utf-8")
+            _sync_tree(temporary)
+            if final in self._unreadable:
+                _set_aside(final)
+                self._unreadable.discard(final)
+            _remove(final)
+            temporary.rename(final)
+            _sync(self._root)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise DiskFull(str(self._root)) from error
+            raise
+        for old in [path for path in self.paths() if path not in self._unreadable][NUM_KEPT:]:
+            _remove(old)
+        return final
+
+    def keep_unreadable(self, path: Path) -> None:
+        """Note that the disk does not give a checkpoint now: it is not counted among the newest, nor removed."""
+        self._unreadable.add(path)
+
+    def remove_unfinished(self) -> None:
+        """Remove what an earlier process did not finish; its version may come to be written under another number."""
+        for path in self._root.glob("writing-*"):
+            _remove(path)
+
+    def paths(self) -> list[Path]:
+        """Directories that are named as checkpoints, newest first; `read` tells whether they are valid."""
+        return sorted(self._root.glob("v[0-9]*"), reverse=True)
+
+    def backend_directory(self, path: Path) -> Path:
+        """Where the backend's files of a checkpoint are."""
+        return path / BACKEND_DIRECTORY
+
+    def discard(self, path: Path) -> None:
+        """Remove a checkpoint whose publication was refused."""
+        _remove(path)
+        _sync(self._root)
+
+
+def read_checkpoint(path: Path) -> Cursor:
+    """Check every byte of a checkpoint and return its cursor.
+
+    Raises:
+        CorruptStore: it is incomplete or changed; names the first file.
+        OSError: the disk does not give it, which says nothing of what it has.
+    """
+    try:
+        data = (path / DONE_FILE).read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CorruptStore(f"{path} was not completed: {error!r}") from error
+    try:
+        done = json.loads(data)
+        stated = {str(name): Digest(digest) for name, digest in done["files"].items()}
+        if done["format"] != FORMAT:
+            raise CorruptStore(f"{path} has format {done['format']}, known is {FORMAT}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptStore(f"{path} was not completed: {error!r}") from error
+    present = set(_files(path)) - {DONE_FILE}
+    if present != set(stated):
+        raise CorruptStore(f"{path} has other files than it was written with: {sorted(present ^ set(stated))}")
+    for name, digest in sorted(stated.items()):
+        if file_digest(path / name) != digest:
+            raise CorruptStore(f"{path / name} was changed after it was written")
+    return cursor_from_bytes((path / CURSOR_FILE).read_bytes())
+
+
+def find_published(paths: Sequence[Path], version: int, state_root: str, layout: Layout) -> Arena | None:
+    """The published weights of a version from whichever checkpoint has them; None when none does, or its disk fails."""
+    for path in paths:
+        try:
+            cursor = cursor_from_bytes((path / CURSOR_FILE).read_bytes())
+            if (cursor.version, cursor.state_root) == (version, state_root):
+                arena = Arena(layout)
+                read_published(path, arena)
+                if arena.state_root() == state_root:
+                    return arena
+        except (OSError, CorruptData):
+            continue
+    return None
+
+
+def read_published(path: Path, arena: Arena) -> None:
+    """Read the published weights of a checkpoint.
+
+    Raises:
+        CorruptData: they are broken, or of another model.
+    """
+    apply_payload(path / PUBLISHED_FILE, arena, expected_from_root=None)
+
+
+def read_scales(path: Path, flavour: str, layout: Layout) -> Arena | None:
+    """Read a flavour's scales of a checkpoint; None when it has none.
+
+    Raises:
+        CorruptData: they are broken, or of another model.
+    """
+    file = path / f"{flavour}{SCALES_SUFFIX}"
+    if not file.exists():
+        return None
+    scales = Arena(scale_layout(layout))
+    apply_payload(file, scales, expected_from_root=None)
+    return scales
+
+
+def read_all_scales(path: Path, layouts: Mapping[Flavour, Layout]) -> dict[str, Arena]:
+    """Read the scales of those flavours that a checkpoint has.
+
+    Raises:
+        CorruptData: they are broken, or of another model.
+    """
+    found = {name: read_scales(path, name, layout) for name, layout in layouts.items()}
+    return {name: scales for name, scales in found.items() if scales is not None}
+
+
+def _files(root: Path) -> list[str]:
+    # Not by glob, which passes over directories that may not be read.
+    found = [Path(place) / name for place, _, names in os.walk(root, onerror=_refuse) for name in names]
+    return sorted(str(path.relative_to(root)) for path in found)
+
+
+def _refuse(error: OSError) -> None:
+    raise error
+
+
+def _remove(path: Path) -> None:
+    # DONE goes first: what a crash leaves behind is then no checkpoint.
+    (path / DONE_FILE).unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        shutil.copyfile(source, target)
+
+
+def _set_aside(path: Path) -> None:
+    number = 1
+    while (aside := path.with_name(f"unreadable-{path.name}-{number}")).exists():
+        number += 1
+    path.rename(aside)
+
+
+def _sync_tree(root: Path) -> None:
+    for path in sorted(root.rglob("*"), reverse=True):
+        _sync(path)
+    _sync(root)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,244 @@
+"""Versions in other forms: each one quantised with frozen scales, and coded against what samplers of that form have.
+
+    align    the state of each flavour at the version that the next one follows: kept in memory; or quantised again
+             with the scales of the checkpoint and compared with the flavour's manifest; or pulled from the coordinator
+    encode   quantise the version's published weights, code the difference, write a manifest
+    state    sign it, and score the canary with the weights that it stands for
+    advance  only after the durable answer, as the shadow of the weights themselves
+
+Guarantees: what a flavour's version holds depends on the version's published weights and the scales before alone; a
+restart goes on with the same scales. Must never quantise masters: what they round to is what the run publishes.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from heterorl.common.api import CoordinatorApi, PullPlan
+from heterorl.common.errors import CorruptData, StateMismatch, UnknownPayload, UnknownVersion
+from heterorl.common.identity.signing import Signer
+from heterorl.common.identity.trust import Trust
+from heterorl.common.model.quantise import Flavour, dequantise, flavour_layout, quantise, scales_of
+from heterorl.common.process.files import make_directory
+from heterorl.common.process.patience import Patience
+from heterorl.common.process.threads import in_thread
+from heterorl.common.pull.pull import Puller
+from heterorl.common.types.values import FlavourVersion
+from heterorl.common.weights.arena import Arena, Layout
+from heterorl.common.wire.groups import manifest_digest, manifest_from_bytes
+from heterorl.learner.publish.canary import Canary
+from heterorl.learner.publish.encode import Encoded, Position, encode_version
+
+_LOG = logging.getLogger(__name__)
+NOTHING = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Form:
+    """A flavour at the version that the next one follows; `version` is -1 where it is yet to begin.
+
+    `shadow` is its state as samplers have it, None where nobody may start from it; `scales` has the frozen scales, None
+    where there are none yet.
+    """
+
+    version: int
+    digest: str
+    shadow: Arena | None
+    scales: Arena | None
+
+
+_NEW = Form(version=NOTHING, digest="", shadow=None, scales=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EncodedFlavour:
+    """A flavour of a version ready to be published, and its state."""
+
+    flavour: Flavour
+    arena: Arena
+    encoded: Encoded
+
+
+class Flavours:
+    """The flavours that a learner publishes; none of them until the first version."""
+
+    def __init__(
+        self,
+        api: CoordinatorApi,
+        *,
+        names: Sequence[Flavour],
+        layout: Layout,
+        run_id: str,
+        epoch: int,
+        directory: Path,
+        patience: Patience,
+        trust: Trust,
+        threads: int,
+    ) -> None:
+        self._api = api
+        self._layouts = {name: flavour_layout(layout, name) for name in names}
+        self._base = layout
+        self._run_id = run_id
+        self._epoch = epoch
+        self._directory = directory
+        self._patience = patience
+        self._trust = trust
+        self._threads = threads
+        self._forms: dict[Flavour, Form] = {}
+        self._spares: dict[Flavour, Arena] = {}
+        self._offered: Mapping[str, Arena] = {}
+        for name in names:
+            make_directory(directory / name)
+
+    @property
+    def layouts(self) -> Mapping[Flavour, Layout]:
+        """Layouts by flavour."""
+        return self._layouts
+
+    @property
+    def are_to_begin(self) -> bool:
+        """Whether a flavour has no version yet where the others are."""
+        return any(self._forms.get(name, _NEW).version == NOTHING for name in self._layouts)
+
+    def offer_scales(self, scales: Mapping[str, Arena]) -> None:
+        """Scales as a checkpoint has them, by flavour."""
+        self._offered = scales
+
+    def remove_leftovers(self) -> None:
+        """Remove payloads of an earlier process."""
+        for name in self._layouts:
+            for path in (self._directory / name).glob("v[0-9]*"):
+                path.unlink()
+
+    async def align(self, position: Position) -> None:
+        """Bring each flavour to the version that the next one follows.
+
+        Raises:
+            UntrustedVersion: no trusted key signed the flavour's version.
+        """
+        for name in self._layouts:
+            form = self._forms.get(name, _NEW)
+            is_there = form.version == position.lineage_version and form.version != NOTHING
+            if not is_there or (form.shadow is None) != (position.shadow is None):
+                self._forms[name] = await self._restore(name, position)
+
+    def encode(self, position: Position, arena: Arena, *, step: int, with_snapshot: bool) -> tuple[EncodedFlavour, ...]:
+        """Quantise and encode `arena` in each flavour; runs in a thread."""
+        found = []
+        for name, layout in self._layouts.items():
+            form = self._forms.get(name, _NEW)
+            target = self._spares.pop(name, None) or Arena(layout)
+            num_rescaled = quantise(arena, target, name, frozen=form.scales)
+            if num_rescaled:
+                _LOG.info("flavour %s: %d rows outgrew their scales and have new ones", name, num_rescaled)
+            encoded = encode_version(
+                replace(position, lineage_version=form.version, lineage_digest=form.digest, shadow=form.shadow),
+                target,
+                directory=self._directory / name,
+                run_id=self._run_id,
+                epoch=self._epoch,
+                step=step,
+                with_snapshot=with_snapshot,
+                threads=self._threads,
+            )
+            found.append(EncodedFlavour(flavour=name, arena=target, encoded=encoded))
+        return tuple(found)
+
+    def state(
+        self, encoded: Sequence[EncodedFlavour], *, signer: Signer | None, canary: Canary | None
+    ) -> tuple[FlavourVersion, ...]:
+        """What is published of each; runs in a thread, because the canary computes."""
+        return tuple(
+            FlavourVersion(
+                flavour=entry.flavour,
+                manifest=entry.encoded.manifest_bytes,
+                signature=b"" if signer is None else signer.sign(entry.encoded.manifest_bytes),
+                canary=() if canary is None else canary.score(self._whole(entry)),
+            )
+            for entry in encoded
+        )
+
+    def advance(self, encoded: Sequence[EncodedFlavour]) -> None:
+        """Make what was published the state that the next version follows."""
+        for entry in encoded:
+            old = self._forms.get(entry.flavour, _NEW).shadow
+            if old is not None:
+                self._spares[entry.flavour] = old
+            manifest = entry.encoded.manifest
+            self._forms[entry.flavour] = Form(
+                version=manifest.version,
+                digest=manifest_digest(entry.encoded.manifest_bytes),
+                shadow=entry.arena,
+                scales=entry.arena,
+            )
+            _LOG.info(
+                "version %d in flavour %s: %d of %d values changed, %d bytes",
+                manifest.version,
+                entry.flavour,
+                manifest.num_changed,
+                manifest.num_elements,
+                sum(payload.num_bytes for payload in manifest.payloads),
+            )
+
+    def _whole(self, entry: EncodedFlavour) -> Arena:
+        whole = Arena(self._base)
+        dequantise(entry.arena, whole, entry.flavour)
+        return whole
+
+    async def _restore(self, name: Flavour, position: Position) -> Form:
+        version = position.lineage_version
+        if version == NOTHING:
+            return _NEW
+        try:
+            signed = await self._patience.insist(lambda: self._api.get_signed_manifest(version=version, flavour=name))
+        except UnknownVersion:
+            _LOG.info("flavour %s begins after version %d", name, version)
+            return _NEW
+        self._trust.check(signed.data, signed.signature, version=version)
+        manifest = manifest_from_bytes(signed.data)
+        if (manifest.version, manifest.layout_id) != (version, self._layouts[name].layout_id):
+            raise StateMismatch(f"version {version} of flavour {name} is of another version or layout")
+        digest, scales = manifest_digest(signed.data), self._offered.get(name)
+        if position.shadow is None:
+            # Versions are abandoned: nobody may start from the state, but the scales stay.
+            scales = scales or await self._pulled_scales(name, version)
+            return Form(version=version, digest=digest, shadow=None, scales=scales)
+        if scales is not None:
+            arena = Arena(self._layouts[name])
+            await in_thread(quantise, position.shadow, arena, name, frozen=scales)
+            if await in_thread(arena.state_root, threads=self._threads) == manifest.state_root:
+                return Form(version=version, digest=digest, shadow=arena, scales=arena)
+        try:
+            arena = await self._pull(name, version)
+        except (UnknownVersion, UnknownPayload, CorruptData) as error:
+            _LOG.error("flavour %s: version %d is gone, the next one is a snapshot: %s", name, version, error)
+            return Form(version=version, digest=digest, shadow=None, scales=scales)
+        return Form(version=version, digest=digest, shadow=arena, scales=arena)
+
+    async def _pulled_scales(self, name: Flavour, version: int) -> Arena | None:
+        try:
+            return scales_of(await self._pull(name, version))
+        except (UnknownVersion, UnknownPayload, CorruptData) as error:
+            _LOG.warning("flavour %s gets new scales: those of version %d are gone: %s", name, version, error)
+            return None
+
+    async def _pull(self, name: Flavour, version: int) -> Arena:
+        _LOG.info("rebuilding version %d of flavour %s from nothing", version, name)
+        puller = Puller(
+            api=self._api,
+            spool=self._directory / name / "incoming",
+            layout=self._layouts[name],
+            clock=self._patience.clock,
+            threads=self._threads,
+            flavour=name,
+        )
+        puller.fetcher.on_frame = self._patience.reset
+        pull = functools.partial(puller.pull, held=None, want_version=version, admit=self._admit)
+        return (await self._patience.insist(pull)).arena
+
+    async def _admit(self, plan: PullPlan) -> None:
+        self._trust.check(plan.manifests[-1], plan.signature, version=plan.target_version)

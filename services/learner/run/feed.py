@@ -1,0 +1,60 @@
+"""The loop that keeps an inbox filled from the coordinator, across broken links."""
+
+from __future__ import annotations
+
+import logging
+
+from heterorl.common.api import CoordinatorApi, Rejection
+from heterorl.common.errors import RemoteError
+from heterorl.common.process.patience import Patience, is_transient
+from heterorl.learner.checks.admission import Limits, judge
+from heterorl.learner.checks.examiner import Examiner
+from heterorl.learner.run.inbox import Inbox
+
+_LOG = logging.getLogger(__name__)
+
+
+async def feed(
+    api: CoordinatorApi,
+    inbox: Inbox,
+    *,
+    epoch: int,
+    limits: Limits,
+    patience: Patience,
+    examiner: Examiner | None = None,
+) -> None:
+    """Stream groups until the inbox closes; every new stream names the groups that are still held.
+
+    A group that `examiner` finds fault with is rejected, one that it cannot check abandoned; neither is trained on.
+
+    Raises:
+        RemoteError: a refusal that waiting does not change, StaleEpoch above all.
+    """
+    while not inbox.is_closed:
+        held, credits = inbox.open_stream()
+        problem: Exception | None = None
+        try:
+            async for queued in api.stream_groups(epoch=epoch, held=held, credits=credits):
+                patience.reset()
+                reason = judge(queued.group, limits)
+                if not reason and examiner is not None:
+                    finding = await examiner.examine(queued)
+                    if finding.reason is not None:
+                        rejection = Rejection(id=queued.group.id, reason=finding.reason, detail=finding.detail)
+                        _LOG.warning("group %s is rejected: %s", queued.group.id, finding.detail)
+                        await api.reject_groups(epoch=epoch, rejections=[rejection])
+                        await inbox.skip()
+                        continue
+                    reason = finding.problem
+                if not reason:
+                    await inbox.put(queued)
+                    continue
+                _LOG.warning("group %s is abandoned: %s", queued.group.id, reason)
+                await api.abandon_groups(epoch=epoch, ids=[queued.group.id], reason=reason)
+                await inbox.skip()
+        except (RemoteError, TimeoutError) as error:
+            if not is_transient(error):
+                raise
+            problem = error
+        if not inbox.is_closed:
+            await patience.wait(problem)

@@ -1,0 +1,150 @@
+"""Carrying out an operator's order to go back: the head's weights minus the steps since an earlier version.
+
+The steps from version k to the head n are fetched, merged and negated; applied to the shadow they give the state of k,
+which is compared with k's manifest chunk by chunk. Where steps cannot be undone, k is rebuilt from a snapshot. Its
+weights become the masters and version n + 1; the optimizer starts anew, for its moments belong to other weights. The
+number of steps goes on, so a run never exceeds max_steps.
+
+Guarantees: before the publication is committed nothing has changed but masters that a checkpoint restores; the order
+ends in the transaction that commits it, so a crash repeats the work and never the effect.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from pathlib import Path
+
+from heterorl.common.errors import CorruptData, NotReversible, StateMismatch, UnknownPayload, UnknownVersion
+from heterorl.common.process.threads import in_thread
+from heterorl.common.pull.fetch import Fetcher
+from heterorl.common.types.values import Manifest, PayloadKind
+from heterorl.common.weights.arena import Arena
+from heterorl.common.weights.compose import MAX_PAYLOADS, compose
+from heterorl.common.weights.container import max_file_bytes
+from heterorl.common.weights.manifest import verify_state
+from heterorl.common.weights.negate import negate
+from heterorl.common.weights.payload import apply_payload
+from heterorl.common.wire.groups import manifest_digest, manifest_from_bytes
+from heterorl.learner.run.resume import Resumption
+from heterorl.learner.run.undo import undo
+
+_LOG = logging.getLogger(__name__)
+
+
+class Rollback:
+    """Looks for an order and carries it out; works on what the resumption works on."""
+
+    def __init__(self, resumption: Resumption) -> None:
+        self._resumption = resumption
+        self._api = resumption.api
+        self._publisher = resumption.publisher
+        self._patience = resumption.patience
+        self._refused = -1
+
+    def is_due(self, version: int) -> bool:
+        """Whether an order to go back to `version` (-1: none) is still to be carried out."""
+        if version < 0:
+            self._refused = -1
+        return version >= 0 and version != self._refused
+
+    async def resume(self, *, is_start: bool) -> int:
+        """Bring backend, publisher and coordinator to the same version, the one of an order if there is one.
+
+        Args:
+            is_start: no session was before in this process. Else the masters may hold steps that are in no version;
+                those are taken back, or replaced by what is ordered: an older checkpoint would abandon versions.
+
+        Returns:
+            The number of optimizer steps in the weights.
+        """
+        step = await self._resumption.run() if is_start else -1
+        rolled = await self.run()
+        if rolled is not None:
+            return rolled
+        return step if is_start else await undo(self._resumption)
+
+    async def run(self) -> int | None:
+        """Publish what is ordered; None when there is no order, or it cannot be carried out: then nothing changed.
+
+        Returns:
+            The number of optimizer steps, which is the head's.
+
+        Raises:
+            StaleEpoch, ParentNotHead: another learner took over.
+        """
+        # Asked now: an order heard of before may be carried out or taken back.
+        version = (await self._patience.insist(lambda: self._api.renew_lease(epoch=self._resumption.epoch))).rollback_to
+        if not self.is_due(version):
+            return None
+        position = self._publisher.position
+        head = await self._resumption.manifest(position.head_version)
+        if manifest_digest(head) != position.lineage_digest:
+            raise StateMismatch(f"the manifest of version {position.head_version} is another than was published")
+        try:
+            arena = await self._content(manifest_from_bytes(await self._resumption.manifest(version)))
+        except (UnknownVersion, UnknownPayload, CorruptData) as error:
+            self._refused = version
+            _LOG.error("going back to version %d is not possible, training goes on: %s", version, error)
+            return None
+        _LOG.warning(
+            "GOING BACK by order: version %d holds what version %d held; the optimizer starts anew",
+            position.head_version + 1,
+            version,
+        )
+        await in_thread(self._resumption.backend.load_published, arena)
+        step = manifest_from_bytes(head).step
+        # With a checkpoint, whatever the cadence: one of before would lead back to the weights that were left.
+        await self._publisher.publish(arena, step=step, saved_by=self._resumption.backend, is_last=True)
+        return step
+
+    async def _content(self, target: Manifest) -> Arena:
+        shadow = self._publisher.position.shadow
+        if shadow is None or target.layout_id != shadow.layout.layout_id:
+            return await self._resumption.rebuild(target.version)
+        try:
+            return await self._undo(target, shadow)
+        except (NotReversible, UnknownVersion, UnknownPayload, CorruptData) as error:
+            _LOG.info("version %d is rebuilt: %s", target.version, error)
+            return await self._resumption.rebuild(target.version)
+
+    async def _undo(self, target: Manifest, shadow: Arena) -> Arena:
+        fetcher = Fetcher(
+            api=self._api,
+            spool=self._resumption.directory / "undo",
+            clock=self._patience.clock,
+            max_bytes=max_file_bytes(shadow.layout.chunks),
+        )
+        plan = await self._patience.insist(
+            lambda: self._api.plan_pull(
+                have_version=target.version,
+                have_root=target.state_root,
+                want_version=self._publisher.position.head_version,
+                accept_merged=True,
+            )
+        )
+        if any(payload.kind is PayloadKind.SNAPSHOT for payload in plan.payloads) or len(plan.payloads) > MAX_PAYLOADS:
+            raise NotReversible(f"the way from version {target.version} is a {plan.kind.value} one")
+        fetches = [functools.partial(fetcher.fetch, payload) for payload in plan.payloads]
+        paths = [await self._patience.insist(fetch) for fetch in fetches]
+        try:
+            return await in_thread(_undone, paths, shadow, target, self._resumption.directory)
+        finally:
+            fetcher.keep_only(())
+
+
+def _undone(paths: list[Path], shadow: Arena, target: Manifest, directory: Path) -> Arena:
+    """The shadow minus the steps of `paths`, compared with the manifest of the version that they start from."""
+    arena = shadow.copy()
+    layout = shadow.layout
+    merged, back = directory / "undo.merged", directory / "undo.back"
+    try:
+        if paths:
+            compose(paths, merged, layout_id=layout.layout_id, chunks=layout.chunks)
+            negate(merged, back, layout_id=layout.layout_id, chunks=layout.chunks)
+            apply_payload(back, arena, expected_from_root=shadow.state_root())
+        verify_state(target, arena)
+    finally:
+        merged.unlink(missing_ok=True)
+        back.unlink(missing_ok=True)
+    return arena

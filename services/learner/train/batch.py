@@ -1,0 +1,157 @@
+"""Whole groups -> sequences that carry everything the loss needs, and the step's denominators.
+
+Guarantees: advantages and log denominators are computed here, once, in float64, over each whole group and before any
+split; a rollout without tokens gives no sequence and takes no part in its group's means or in the denominators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from heterorl.common.types.values import Float32Array, Group, Int32Array, Rollout
+from heterorl.learner.loss.advantages import beta_weights, group_advantages
+from heterorl.learner.loss.config import LossConfig
+from heterorl.learner.loss.denominators import group_log_denominator, log_denominators
+from heterorl.learner.loss.registry import rule_of
+from heterorl.learner.loss.rule import Rule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainingSequence:
+    """One rollout ready for the loss: prompt and completion with its group's numbers.
+
+    Example: TrainingSequence(prompt_token_ids=prompt, token_ids=rollout.token_ids, advantage=0.5, log_denominator=-0.6,
+    sampler_logprobs=rollout.sampler_logprobs)
+    """
+
+    prompt_token_ids: Int32Array
+    token_ids: Int32Array
+    sampler_logprobs: Float32Array
+    advantage: float
+    log_denominator: float
+    centred_reward: float = 0.0
+    """Reward minus the mean over the group's rollouts, whatever the loss makes its advantage of."""
+    log_expectation: float = 0.0
+    """GEPO's log denominator, whatever the rule divides by."""
+    group: int = 0
+    """Position of the group in the step."""
+    staleness: Int32Array | None = None
+    """Versions between each token's sampler and the learner; None is 0 for all."""
+    coupling: float = 0.0
+    """See `policy_loss.LossInputs`; known after a first pass only."""
+    is_selected: np.ndarray[tuple[int], np.dtype[np.bool_]] | None = None
+    """Tokens that the step's selection keeps; None is all."""
+
+    @property
+    def num_inputs(self) -> int:
+        """Tokens that the model reads: all but the last, which nothing follows."""
+        return self.prompt_token_ids.size + self.token_ids.size - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Batch:
+    """The sequences of one optimizer step in the order of their groups."""
+
+    sequences: tuple[TrainingSequence, ...]
+
+    @property
+    def num_sequences(self) -> int:
+        """Rollouts with at least one token; groups of equal rewards included unless the loss drops them."""
+        return len(self.sequences)
+
+    @property
+    def num_tokens(self) -> int:
+        """Completion tokens."""
+        return sum(sequence.token_ids.size for sequence in self.sequences)
+
+    def sum_of_powers(self, power: float) -> float:
+        """Sum of T^-power over the sequences."""
+        return float(sum(float(sequence.token_ids.size) ** -power for sequence in self.sequences))
+
+
+def build_batch(groups: Sequence[Group], *, loss: LossConfig, head_version: int = 0) -> Batch:
+    """Give every rollout its advantage and its log denominator.
+
+    Args:
+        groups: whole groups.
+        loss: the learning rule.
+        head_version: version of the learner's weights, from which staleness is counted.
+
+    Raises:
+        ValueError: a prompt has no token, so nothing predicts the first token of its completions, a rollout has
+            not one log-prob per token, or a reward is outside what the advantage is defined for.
+    """
+    rule = rule_of(loss)
+    scales = _prompt_scales(groups) if rule.advantage == "beta" else [1.0] * len(groups)
+    return Batch(
+        sequences=tuple(
+            sequence
+            for number, (group, scale) in enumerate(zip(groups, scales, strict=True))
+            if not (rule.drop_uniform_groups and _is_uniform(group))
+            for sequence in _sequences(group, rule, number=number, scale=scale, head_version=head_version)
+        )
+    )
+
+
+def _is_uniform(group: Group) -> bool:
+    return len({rollout.reward for rollout in group.rollouts if rollout.token_ids.size}) < 2
+
+
+def _prompt_scales(groups: Sequence[Group]) -> list[float]:
+    """BNPO's weight of each group; groups of one prompt are pooled, so that a prompt counts once in the moments."""
+    rewards: dict[bytes, list[float]] = {}
+    for group in groups:
+        pooled = rewards.setdefault(group.prompt_token_ids.tobytes(), [])
+        pooled.extend(rollout.reward for rollout in group.rollouts if rollout.token_ids.size)
+    # A prompt whose rollouts are all empty has no mean and gives no sequence.
+    known = [key for key, values in rewards.items() if values]
+    weights_P = beta_weights(torch.tensor([float(np.mean(rewards[key])) for key in known], dtype=torch.float64))
+    scale_of = dict(zip(known, weights_P.tolist(), strict=True))
+    return [scale_of.get(group.prompt_token_ids.tobytes(), 1.0) for group in groups]
+
+
+def _sequences(group: Group, rule: Rule, *, number: int, scale: float, head_version: int) -> list[TrainingSequence]:
+    if group.prompt_token_ids.size == 0:
+        raise ValueError(f"group {group.id}: the prompt is empty")
+    if any(rollout.sampler_logprobs.size != rollout.token_ids.size for rollout in group.rollouts):
+        raise ValueError(f"group {group.id}: log-probs and tokens differ in number")
+    rewards_G = torch.tensor([rollout.reward for rollout in group.rollouts], dtype=torch.float64)
+    counts_G = torch.tensor([rollout.token_ids.size for rollout in group.rollouts])
+    is_valid_G = counts_G > 0
+    sums_G = torch.tensor(
+        [float(rollout.sampler_logprobs.sum(dtype=np.float64)) for rollout in group.rollouts], dtype=torch.float64
+    )
+    means_G = sums_G / counts_G.clamp(min=1)
+    advantages_G = (group_advantages(rewards_G, is_valid_G, kind=rule.advantage) * scale).tolist()
+    centred_G = group_advantages(rewards_G, is_valid_G, kind="mean").tolist()
+    log_probs_G = sums_G if rule.normalisation == "raw" else means_G
+    log_denominators_G = log_denominators(rule, log_probs_G, is_valid_G).tolist()
+    log_expectation = group_log_denominator(means_G, is_valid_G, kind="contraharmonic")
+    return [
+        TrainingSequence(
+            prompt_token_ids=group.prompt_token_ids,
+            token_ids=rollout.token_ids,
+            sampler_logprobs=rollout.sampler_logprobs,
+            advantage=advantage,
+            log_denominator=log_denominator,
+            centred_reward=centred_reward,
+            log_expectation=log_expectation,
+            group=number,
+            staleness=_staleness(rollout, head_version) if rule.proximal == "loglinear" else None,
+        )
+        for rollout, advantage, centred_reward, log_denominator in zip(
+            group.rollouts, advantages_G, centred_G, log_denominators_G, strict=True
+        )
+        if rollout.token_ids.size > 0
+    ]
+
+
+def _staleness(rollout: Rollout, head_version: int) -> Int32Array:
+    staleness = np.zeros(rollout.token_ids.size, np.int32)
+    for span in rollout.spans:
+        staleness[span.start : span.end] = max(head_version - span.version, 0)
+    return staleness

@@ -1,0 +1,148 @@
+"""Numbers of one step by which algorithms are compared: the same quantities whatever loss is trained.
+
+Guarantees: finite whenever the log-probs are; computed from per-rollout numbers, so splits do not matter.
+Suffixes: B sequences, T completion tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+
+from heterorl.learner.loss.denominators import masked_mean
+from heterorl.learner.loss.objectives import MAX_LOG_WEIGHT, LossTerms
+from heterorl.learner.loss.policy_loss import LossInputs
+from heterorl.learner.loss.rule import Rule
+
+SEQUENCE_RATIO_CAP = 8.0
+"""Largest sequence ratio in the effective sample size of losses without weights of rollouts; VCPO caps none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SequenceSample:
+    """What one micro-batch measured of each rollout; float64 [B] without gradient.
+
+    `weights_B` are those in the loss, averaged over tokens where a token has its own; the clip counts are of rollouts
+    or tokens, as the loss counts, good and bad being A > 0 and A < 0.
+    """
+
+    log_gepo_B: torch.Tensor
+    log_gspo_B: torch.Tensor
+    log_products_B: torch.Tensor
+    advantages_B: torch.Tensor
+    centred_rewards_B: torch.Tensor
+    weights_B: torch.Tensor
+    clipped_B: torch.Tensor
+    clippable_B: torch.Tensor
+    dropped_B: torch.Tensor
+    squares_B: torch.Tensor
+    lengths_B: torch.Tensor
+
+
+@torch.no_grad()
+def measure(inputs: LossInputs, terms: LossTerms) -> SequenceSample:
+    """Take the numbers of one micro-batch; moved to the CPU in one piece."""
+    mask_BT = inputs.mask_BT
+    ratios_BT = torch.where(mask_BT, inputs.learner_BT - inputs.sampler_BT, 0.0)
+    means_B = masked_mean(inputs.learner_BT, mask_BT)
+    lengths_B = mask_BT.sum(1).double()
+    is_token = terms.weights.dim() == 2
+    weights_B = masked_mean(terms.weights, mask_BT) if is_token else terms.weights
+    clipped = terms.is_clipped.double()
+    rows = torch.stack(
+        [
+            means_B - inputs.log_expectations_B,
+            ratios_BT.sum(1) / lengths_B.clamp(min=1.0),
+            ratios_BT.sum(1),
+            inputs.advantages_B,
+            inputs.centred_rewards_B,
+            weights_B,
+            clipped.sum(1) if clipped.dim() == 2 else clipped,
+            lengths_B if clipped.dim() == 2 else torch.ones_like(lengths_B),
+            (mask_BT & ~terms.is_kept_BT).sum(1).double(),
+            ratios_BT.square().sum(1),
+            lengths_B,
+        ]
+    ).cpu()
+    return SequenceSample(**dict(zip((field.name for field in fields(SequenceSample)), rows, strict=True)))
+
+
+def join(samples: Sequence[SequenceSample]) -> SequenceSample:
+    """All rollouts of the step."""
+    return SequenceSample(
+        **{
+            field.name: torch.cat([getattr(sample, field.name) for sample in samples])
+            if samples
+            else torch.zeros(0, dtype=torch.float64)
+            for field in fields(SequenceSample)
+        }
+    )
+
+
+def ess_fraction(weights_M: torch.Tensor) -> float:
+    """Effective share of the samples, (sum w)^2 / (M sum w^2), in (0, 1]; 0 when there is no weight at all."""
+    # Scaled first: the squares of weights near e^-400 would all be 0.
+    largest = weights_M.max() if weights_M.numel() else torch.zeros(())
+    if not largest > 0:
+        return 0.0
+    scaled_M = weights_M / largest
+    return float(scaled_M.sum() ** 2 / (scaled_M.numel() * (scaled_M**2).sum()))
+
+
+def step_size_factor(rule: Rule, sample: SequenceSample) -> float:
+    """What multiplies the learning rate: 1, or sqrt(ESS / B) after VCPO, arXiv 2602.17616 section 4.
+
+    ESS is (sum w)^2 / sum w^2 over the B rollouts of the step. The weights are GEPO's own where the loss divides by a
+    group's denominator, else the ratios of whole rollouts, prod_t p_t / q_t, capped at 8.
+
+    Args:
+        rule: the loss.
+        sample: all rollouts of the step.
+    """
+    if rule.step_size == "constant":
+        return 1.0
+    if rule.has_group_denominator:
+        return math.sqrt(ess_fraction(sample.weights_B))
+    return math.sqrt(ess_fraction(_capped_products(sample)))
+
+
+def step_extras(sample: SequenceSample) -> dict[str, float]:
+    """Numbers of a closed step.
+
+    bias_x is (mean w A)^2 and iw_variance_x (ddof 0) and ess_fraction_x are of the length-normalised weights of
+    x = gepo (contraharmonic) and gspo, whichever loss is trained; advantage_estimate is the mean of w A over rollouts
+    with the loss's own weights, its estimate of E_p[A]. A is here the reward minus the group's mean for every loss:
+    one divided by a deviation is in another unit. clip_fraction_positive and _negative are shares of the rollouts or
+    tokens with that sign of the loss's own A; dropped_token_fraction is what masks left out; second_moment is the mean
+    of (log p - log q)^2 over tokens; ess_fraction_sequence is of whole-rollout ratios capped at 8.
+    """
+    numbers: dict[str, float] = {}
+    for name, logs_B in (("gepo", sample.log_gepo_B), ("gspo", sample.log_gspo_B)):
+        weights_B = logs_B.clamp(max=MAX_LOG_WEIGHT).exp()
+        numbers[f"bias_{name}"] = _ratio((weights_B * sample.centred_rewards_B).sum(), weights_B.numel()) ** 2
+        numbers[f"iw_variance_{name}"] = float(weights_B.var(correction=0)) if weights_B.numel() else 0.0
+        numbers[f"ess_fraction_{name}"] = ess_fraction(weights_B)
+    numbers["ess_fraction_sequence"] = ess_fraction(_capped_products(sample))
+    estimated = (sample.weights_B * sample.centred_rewards_B).sum()
+    numbers["advantage_estimate"] = _ratio(estimated, sample.centred_rewards_B.numel())
+    for name, is_chosen in (("positive", sample.advantages_B > 0), ("negative", sample.advantages_B < 0)):
+        numbers[f"clip_fraction_{name}"] = _ratio(
+            sample.clipped_B[is_chosen].sum(), float(sample.clippable_B[is_chosen].sum())
+        )
+    num_tokens = float(sample.lengths_B.sum())
+    numbers["dropped_token_fraction"] = _ratio(sample.dropped_B.sum(), num_tokens)
+    numbers["second_moment"] = _ratio(sample.squares_B.sum(), num_tokens)
+    return numbers
+
+
+def _capped_products(sample: SequenceSample) -> torch.Tensor:
+    # Shifted by the largest logarithm: a share does not change, and exp(-20000) would be 0 for every rollout.
+    capped_B = sample.log_products_B.clamp(max=math.log(SEQUENCE_RATIO_CAP))
+    return (capped_B - capped_B.max()).exp() if capped_B.numel() else capped_B
+
+
+def _ratio(total: torch.Tensor, count: float) -> float:
+    return float(total) / count if count else 0.0

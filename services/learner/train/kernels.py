@@ -1,0 +1,49 @@
+"""Other code for the same forward pass: a compiled one, and Liger's fused kernels.
+
+Guarantees: names of tensors and the numbers, up to rounding, stay; what cannot be had is refused, never left
+out silently.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from heterorl.common.errors import ConfigError, DependencyMissing
+from heterorl.learner.train.config import DeepSpeedBackendConfig, TorchBackendConfig
+
+
+def apply_liger(model: nn.Module, config: TorchBackendConfig | DeepSpeedBackendConfig) -> None:
+    """Put Liger's norms, rotary positions and gated layers into a model that is loaded, if the configuration says so.
+
+    Their losses stay out: log-probs are computed in chunks of the vocabulary already (`logprobs.py`). Liger replaces
+    the model's classes in transformers too, so models of the same kind that this process loads later have them as well.
+
+    Raises:
+        ConfigError: the device is the CPU, or Liger does not know the architecture.
+        DependencyMissing: liger-kernel is not installed.
+    """
+    if not config.liger:
+        return
+    if config.device == "cpu":
+        raise ConfigError("backend.liger", "Liger's kernels run on a GPU only", action="set backend.liger to false")
+    try:
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+    except ImportError as error:
+        raise DependencyMissing("liger-kernel", "gpu") from error
+    kind = str(getattr(model.config, "model_type", ""))
+    if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise ConfigError("backend.liger", f"Liger has no kernels for {kind}", action="set backend.liger to false")
+    apply: Any = MODEL_TYPE_TO_APPLY_LIGER_FN[kind]
+    losses = {"cross_entropy", "fused_linear_cross_entropy"} & set(inspect.signature(apply).parameters)
+    apply(model=model, **dict.fromkeys(losses, False))
+
+
+def compile_forward(model: nn.Module, config: TorchBackendConfig | DeepSpeedBackendConfig) -> None:
+    """Let torch compile the model up to its hidden states at the first pass, if the configuration says so."""
+    if config.compile:
+        network: Any = model
+        # In place, so that names stay; for any length, because no two micro-batches have the same.
+        network.base_model.compile(dynamic=True)

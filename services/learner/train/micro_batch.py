@@ -1,0 +1,119 @@
+"""Sequences -> micro-batches within a token budget, padded or packed.
+
+Guarantees: every sequence is in exactly one micro-batch; a sequence's log-probs do not depend on its neighbours.
+Padded: one sequence a row, padding on the right, where causal attention cannot see it, so no mask is needed. Packed:
+all in one row; position ids start again at 0 with each sequence, from which transformers derives block-diagonal causal
+attention (`model.check_forward` refuses models that do not).
+
+Suffixes: R rows of S tokens for the model; B sequences of T completion tokens for the loss; N completion tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import numpy as np
+import torch
+
+from heterorl.learner.train.batch import TrainingSequence
+
+Batching = Literal["padded", "packed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MicroBatch:
+    """Sequences of one forward and backward pass.
+
+    `sources_N` are flat positions (row * S + column) of the hidden states that predict the completion tokens
+    `targets_N`; both run through `mask_BT` row by row. Floats are float64: these tensors are small, the loss exact.
+    """
+
+    input_ids_RS: torch.Tensor
+    position_ids_RS: torch.Tensor
+    sources_N: torch.Tensor
+    targets_N: torch.Tensor
+    mask_BT: torch.Tensor
+    sampler_logprobs_BT: torch.Tensor
+    advantages_B: torch.Tensor
+    centred_rewards_B: torch.Tensor
+    log_denominators_B: torch.Tensor
+    log_expectations_B: torch.Tensor
+    couplings_B: torch.Tensor
+    staleness_BT: torch.Tensor
+    is_selected_BT: torch.Tensor
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same tensors on `device`."""
+        return MicroBatch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+
+
+def split(
+    sequences: Sequence[TrainingSequence], *, max_tokens: int, batching: Batching
+) -> list[list[TrainingSequence]]:
+    """Cut sequences into lists of at most `max_tokens` model inputs, padding included; longest first.
+
+    A sequence that alone exceeds the budget is alone in its list.
+    """
+    # sorted() is stable, so equal lengths keep the order of their groups and the split is deterministic.
+    ordered = sorted(sequences, key=lambda sequence: sequence.num_inputs, reverse=True)
+    parts: list[list[TrainingSequence]] = []
+    used = 0
+    for sequence in ordered:
+        # Longest first: in a padded list every row costs as much as the first.
+        cost = parts[-1][0].num_inputs if parts and batching == "padded" else sequence.num_inputs
+        if parts and used + cost <= max_tokens:
+            parts[-1].append(sequence)
+            used += cost
+        else:
+            parts.append([sequence])
+            used = sequence.num_inputs
+    return parts
+
+
+def collate(sequences: Sequence[TrainingSequence], *, batching: Batching) -> MicroBatch:
+    """Lay sequences out as one micro-batch."""
+    lengths = [sequence.num_inputs for sequence in sequences]
+    is_packed = batching == "packed"
+    rows, width = (1, sum(lengths)) if is_packed else (len(sequences), max(lengths))
+    starts = np.cumsum([0, *lengths[:-1]]) if is_packed else np.arange(rows) * width
+    input_ids = np.zeros(rows * width, np.int64)
+    # Padding goes on counting: a jump in the positions would be read as the start of a packed sequence.
+    position_ids = np.tile(np.arange(width), rows)
+    longest = max(sequence.token_ids.size for sequence in sequences)
+    mask_BT = np.zeros((len(sequences), longest), np.bool_)
+    is_selected_BT = np.zeros((len(sequences), longest), np.bool_)
+    sampler_logprobs_BT = np.zeros((len(sequences), longest), np.float64)
+    staleness_BT = np.zeros((len(sequences), longest), np.float64)
+    sources: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
+    for row, (sequence, start, length) in enumerate(zip(sequences, starts, lengths, strict=True)):
+        num_prompt, num_tokens = sequence.prompt_token_ids.size, sequence.token_ids.size
+        input_ids[start : start + num_prompt] = sequence.prompt_token_ids
+        input_ids[start + num_prompt : start + length] = sequence.token_ids[:-1]
+        if is_packed:
+            position_ids[start : start + length] = np.arange(length)
+        mask_BT[row, :num_tokens] = True
+        is_selected_BT[row, :num_tokens] = True if sequence.is_selected is None else sequence.is_selected
+        sampler_logprobs_BT[row, :num_tokens] = sequence.sampler_logprobs
+        staleness_BT[row, :num_tokens] = 0 if sequence.staleness is None else sequence.staleness
+        sources.append(np.arange(start + num_prompt - 1, start + length))
+    return MicroBatch(
+        input_ids_RS=torch.from_numpy(input_ids.reshape(rows, width)),
+        position_ids_RS=torch.from_numpy(position_ids.reshape(rows, width)),
+        sources_N=torch.from_numpy(np.concatenate(sources)),
+        targets_N=torch.from_numpy(np.concatenate([sequence.token_ids for sequence in sequences]).astype(np.int64)),
+        mask_BT=torch.from_numpy(mask_BT),
+        sampler_logprobs_BT=torch.from_numpy(sampler_logprobs_BT),
+        advantages_B=_vector([sequence.advantage for sequence in sequences]),
+        centred_rewards_B=_vector([sequence.centred_reward for sequence in sequences]),
+        log_denominators_B=_vector([sequence.log_denominator for sequence in sequences]),
+        log_expectations_B=_vector([sequence.log_expectation for sequence in sequences]),
+        couplings_B=_vector([sequence.coupling for sequence in sequences]),
+        staleness_BT=torch.from_numpy(staleness_BT),
+        is_selected_BT=torch.from_numpy(is_selected_BT),
+    )
+
+
+def _vector(values: Sequence[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)

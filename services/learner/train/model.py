@@ -1,0 +1,108 @@
+"""A Hugging Face causal language model as the learner sees it: hidden states, then log-probs of given tokens.
+
+Guarantees: masters in fp32, no dropout, log-probs equal to those of the model's own logits (`check_forward`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from heterorl.common.errors import ConfigError
+from heterorl.common.model.directory import first_line
+from heterorl.learner.train.batch import TrainingSequence
+from heterorl.learner.train.logprobs import token_logprobs
+from heterorl.learner.train.micro_batch import Batching, MicroBatch, collate
+
+CHECK_TOLERANCE = 1e-3
+
+
+def load_model(model_dir: str | Path, *, gradient_checkpointing: bool = False) -> nn.Module:
+    """Load fp32 masters from a local directory or hub id.
+
+    Raises:
+        ConfigError: it is not a causal language model, or cannot be read.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            str(model_dir), dtype=torch.float32, attn_implementation="sdpa"
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError("model_dir", f"cannot load {model_dir}: {first_line(error)}") from error
+    prepare(model, gradient_checkpointing=gradient_checkpointing)
+    network: nn.Module = model
+    return network
+
+
+def prepare(model: nn.Module, *, gradient_checkpointing: bool) -> None:
+    """Turn dropout off for good, since it would make the learner's log-probs another policy's."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0  # type: ignore[assignment]
+    network: Any = model
+    if gradient_checkpointing:
+        # The second name is that of transformers 4.
+        enable = getattr(network, "activation_checkpointing_enable", None) or network.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+    # transformers checkpoints in training mode only.
+    network.train(gradient_checkpointing)
+
+
+def learner_logprobs(
+    model: nn.Module, micro_batch: MicroBatch, *, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies [N] of the micro-batch's completion tokens under the current weights."""
+    network: Any = model
+    hidden_RSH: torch.Tensor = network.base_model(
+        input_ids=micro_batch.input_ids_RS, position_ids=micro_batch.position_ids_RS, use_cache=False
+    ).last_hidden_state
+    # index_select, not indexing: the gradient of indexing adds in an undefined order on several threads.
+    hidden_NH = hidden_RSH.flatten(0, 1).index_select(0, micro_batch.sources_N)
+    head: nn.Linear = network.get_output_embeddings()
+    return token_logprobs(hidden_NH, head.weight, micro_batch.targets_N, temperature=temperature)
+
+
+@torch.no_grad()
+def check_forward(model: nn.Module, *, batching: Batching) -> None:
+    """Compare our log-probs of three short sequences, laid out together, with the model's own logits of each alone.
+
+    Raises:
+        ConfigError: they differ: the model changes its logits after the output embedding, has a bias there, or does
+            not keep packed sequences apart.
+    """
+    network: Any = model
+    device = next(model.parameters()).device
+    vocab_size = network.get_output_embeddings().weight.shape[0]
+    ids = [np.arange(1, 1 + length, dtype=np.int32) * 7 % vocab_size for length in (6, 4, 9)]
+    sequences = [
+        TrainingSequence(
+            prompt_token_ids=tokens[:2],
+            token_ids=tokens[2:],
+            sampler_logprobs=np.zeros(tokens.size - 2, np.float32),
+            advantage=0.0,
+            log_denominator=0.0,
+        )
+        for tokens in ids
+    ]
+    together, _ = learner_logprobs(model, collate(sequences, batching=batching).to(device), temperature=1.0)
+    alone = []
+    for tokens in ids:
+        ids_1S = torch.from_numpy(tokens.astype(np.int64))[None].to(device)
+        logits_SV = network(input_ids=ids_1S, use_cache=False).logits[0]
+        logprobs_SV = torch.log_softmax(logits_SV.to(torch.promote_types(logits_SV.dtype, torch.float32)), -1)
+        alone.append(logprobs_SV[1:-1].gather(1, ids_1S[0, 2:, None])[:, 0])
+    difference = float((together - torch.cat(alone)).abs().max())
+    if not difference <= CHECK_TOLERANCE:
+        raise ConfigError(
+            "model_dir",
+            f"log-probs of the {batching} layout differ from the model's own by {difference:.2g}",
+            action="choose another batching or a model whose logits are hidden states times output embedding",
+        )

@@ -1,0 +1,209 @@
+"""One optimizer step over micro-batches: forward, loss, backward, then update or leave everything as it was.
+
+Guarantees: the gradient does not depend on how the batch is split, padded or packed; a non-finite loss or gradient
+leaves weights and optimizer state bit-identical.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from heterorl.learner.loss.config import LossConfig
+from heterorl.learner.loss.denominators import group_log_denominator, masked_mean
+from heterorl.learner.loss.objectives import kl_estimates
+from heterorl.learner.loss.policy_loss import policy_loss
+from heterorl.learner.loss.registry import rule_of
+from heterorl.learner.loss.rule import Rule
+from heterorl.learner.train.batch import Batch, TrainingSequence
+from heterorl.learner.train.coupling import loss_inputs, plan, step_coefficients
+from heterorl.learner.train.extras import measure
+from heterorl.learner.train.micro_batch import Batching, MicroBatch, collate, split
+from heterorl.learner.train.model import learner_logprobs
+from heterorl.learner.train.statistics import MicroBatchSample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Forward:
+    """How sequences become log-probs [N] and entropies [N]."""
+
+    model: nn.Module
+    temperature: float
+    batching: Batching
+    autocast_dtype: torch.dtype | None
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def __call__(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        dtype = self.autocast_dtype
+        with torch.autocast(self.device.type, dtype) if dtype else contextlib.nullcontext():
+            return learner_logprobs(self.model, micro_batch, temperature=self.temperature)
+
+    def collate(self, sequences: Sequence[TrainingSequence]) -> MicroBatch:
+        return collate(sequences, batching=self.batching).to(self.device)
+
+
+def accumulate_gradients(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    loss: LossConfig,
+    temperature: float,
+    max_new_tokens: int,
+    micro_batch_tokens: int,
+    batching: Batching,
+    autocast_dtype: torch.dtype | None = None,
+) -> list[MicroBatchSample]:
+    """Add the gradient of the whole batch's loss to `grad`, one micro-batch at a time.
+
+    Losses that couple the rollouts of a step take a pass without gradient first, unless one micro-batch holds them all.
+
+    Args:
+        model: causal language model; its parameters receive gradients.
+        batch: sequences and, with them, the global denominators.
+        loss: the learning rule.
+        temperature: what logits are divided by.
+        max_new_tokens: the run's limit on completion tokens.
+        micro_batch_tokens: budget of one pass, padding included.
+        batching: padded or packed.
+        autocast_dtype: type of matrix products; None for that of the weights.
+    """
+    rule = rule_of(loss)
+    forward = _Forward(model=model, temperature=temperature, batching=batching, autocast_dtype=autocast_dtype)
+    parts = split(batch.sequences, max_tokens=micro_batch_tokens, batching=batching)
+    ready = None
+    if rule.needs_first_pass and parts:
+        if len(parts) == 1:
+            ready = forward(forward.collate(parts[0]))
+            first = [ready[0].detach()]
+        else:
+            with torch.no_grad():
+                first = [forward(forward.collate(part))[0] for part in parts]
+        ready_parts = iter(
+            planned(rule, batch, [entry for part in parts for entry in part], first, max_new_tokens=max_new_tokens)
+        )
+        parts = [[next(ready_parts) for _ in part] for part in parts]
+    samples = []
+    for sequences in parts:
+        micro_batch = forward.collate(sequences)
+        logprobs_N, entropies_N = forward(micro_batch) if ready is None else ready
+        total, sample = micro_batch_loss(
+            rule, micro_batch, logprobs_N, entropies_N, batch, max_new_tokens=max_new_tokens
+        )
+        total.backward()  # type: ignore[no-untyped-call]
+        samples.append(sample)
+    return samples
+
+
+def planned(
+    rule: Rule,
+    batch: Batch,
+    sequences: Sequence[TrainingSequence],
+    logprobs: Sequence[torch.Tensor],
+    *,
+    max_new_tokens: int,
+) -> tuple[TrainingSequence, ...]:
+    """The same sequences with what couples them filled in.
+
+    Args:
+        rule: the loss.
+        batch: the whole step.
+        sequences: all of the step, in the order of `logprobs`.
+        logprobs: of all their tokens one after another, in pieces of any length.
+        max_new_tokens: the run's limit on completion tokens.
+    """
+    values = torch.cat(list(logprobs)).split([sequence.token_ids.size for sequence in sequences])
+    whole = dataclasses.replace(batch, sequences=tuple(sequences))
+    return plan(rule, whole, values, max_new_tokens=max_new_tokens).sequences
+
+
+def apply_gradients(
+    parameters: Iterable[nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    *,
+    loss: float,
+    lr: float,
+    grad_clip: float,
+) -> tuple[bool, float]:
+    """Clip the accumulated gradient and take the step, unless loss or gradient is not finite; clears the gradient.
+
+    Returns:
+        Whether the step was taken, and the norm of the gradient before clipping.
+    """
+    owned = [parameter for parameter in parameters if parameter.grad is not None]
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in owned if parameter.grad is not None])
+    grad_norm = float(norm)
+    is_applied = bool(owned) and math.isfinite(loss) and math.isfinite(grad_norm)
+    if is_applied:
+        nn.utils.clip_grads_with_norm_(owned, grad_clip, norm)
+        for options in optimizer.param_groups:
+            options["lr"] = lr
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return is_applied, grad_norm
+
+
+def learning_rate(*, lr: float, warmup_steps: int, applied_steps: int) -> float:
+    """Step size of the next step: lr * min(1, (applied_steps + 1) / warmup_steps)."""
+    return lr * min(1.0, (applied_steps + 1) / warmup_steps) if warmup_steps else lr
+
+
+def micro_batch_loss(
+    rule: Rule,
+    micro_batch: MicroBatch,
+    logprobs_N: torch.Tensor,
+    entropies_N: torch.Tensor,
+    batch: Batch,
+    *,
+    max_new_tokens: int,
+) -> tuple[torch.Tensor, MicroBatchSample]:
+    """The part of the step's loss that one micro-batch contributes, and what was measured of it.
+
+    Args:
+        rule: the loss.
+        micro_batch: the sequences.
+        logprobs_N: under the current weights, with gradient.
+        entropies_N: of the distributions that the tokens were drawn from.
+        batch: the whole step, from which all averaging constants come.
+        max_new_tokens: the run's limit on completion tokens.
+    """
+    mask_BT = micro_batch.mask_BT
+    learner_BT = torch.zeros_like(micro_batch.sampler_logprobs_BT).masked_scatter(mask_BT, logprobs_N.to(torch.float64))
+    if rule.scope == "microbatch":
+        micro_batch = _with_shared_denominator(rule, micro_batch)
+    coefficients_BT = step_coefficients(rule, mask_BT, batch, max_new_tokens=max_new_tokens)
+    inputs = loss_inputs(micro_batch, learner_BT, coefficients_BT)
+    terms = policy_loss(rule, inputs)
+    total = terms.contributions_B.sum()
+    sampler_BT = micro_batch.sampler_logprobs_BT
+    kl_BT = kl_estimates(learner_BT, sampler_BT, mask_BT, max_log_ratio=rule.max_log_weight)
+    if rule.kl_coefficient > 0.0:
+        total = total + rule.kl_coefficient * (coefficients_BT * kl_BT).sum()
+    clippable = mask_BT if terms.is_clipped.dim() == 2 else mask_BT.any(1)
+    sample = MicroBatchSample(
+        loss=total.item(),
+        weights_M=terms.weights[terms.is_counted].cpu(),
+        is_clipped_M=terms.is_clipped[clippable].cpu(),
+        kl_B=kl_BT.detach().sum(1).cpu(),
+        entropies_N=entropies_N.detach().double().cpu(),
+        sequences=measure(inputs, terms),
+    )
+    return total, sample
+
+
+def _with_shared_denominator(rule: Rule, micro_batch: MicroBatch) -> MicroBatch:
+    # The published code of GEPO takes its mean over whatever shares the pass, whichever prompts that mixes.
+    assert rule.denominator != "own"
+    assert rule.denominator != "expected_learner"
+    mask_BT, sampler_BT = micro_batch.mask_BT, micro_batch.sampler_logprobs_BT
+    log_probs_B = sampler_BT.sum(1) if rule.normalisation == "raw" else masked_mean(sampler_BT, mask_BT)
+    shared = group_log_denominator(log_probs_B, mask_BT.any(1), kind=rule.denominator)
+    return dataclasses.replace(micro_batch, log_denominators_B=torch.full_like(micro_batch.log_denominators_B, shared))

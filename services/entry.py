@@ -8,7 +8,7 @@ import sys
 def main() -> None:
     """Run the command line; Ctrl-C while it is loaded ends it without a traceback, exit code 130."""
     try:
-        from heterorl.cli import main as run
+        from heterorl.cli.main import main as run
 
         run()
     except KeyboardInterrupt:

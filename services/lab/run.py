@@ -56,7 +56,7 @@ def run_experiment(
     Raises:
         ConfigError: the experiment is unknown or wrong.
     """
-    from heterorl.lab.report import write_report
+    from heterorl.lab.report.report import write_report
 
     console = Console(stderr=True, markup=False, emoji=False, highlight=False)
     experiment = load(ExperimentConfig, find_experiment(name), overrides)

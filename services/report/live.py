@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from heterorl.cli.live.sites import fold
 from heterorl.common.api import CoordinatorApi
 from heterorl.common.errors import OperatorError
 from heterorl.common.types.values import StepReport
 from heterorl.report.files import read_journal
 from heterorl.report.past_run import PastRun, SiteTotals
-from heterorl.status_sites import fold
 
 STEPS_A_CALL = 1000
 

@@ -26,9 +26,9 @@ class Gate(importlib.abc.MetaPathFinder):
         raise ImportError(f"{name} is not in requirements/coordinator.txt", name=name)
 
 sys.meta_path.insert(0, Gate())
-import heterorl.cli, heterorl.coordinator.app, heterorl.coordinator.config, heterorl.status
-import heterorl.certs.desk, heterorl.certs.join, heterorl.report.files, heterorl.top
-import heterorl.doctor.app, heterorl.doctor.command; heterorl.doctor.command.guess_role(None, [])
+import heterorl.cli.main, heterorl.coordinator.app, heterorl.coordinator.config, heterorl.cli.live.status
+import heterorl.certs.desk, heterorl.certs.join, heterorl.report.files, heterorl.cli.live.top
+import heterorl.doctor.app, heterorl.cli.doctor; heterorl.cli.doctor.guess_role(None, [])
 import heterorl.common.process.logs, heterorl.common.rpc.client, heterorl.common.rpc.health, heterorl.common.rpc.retry
 """
 

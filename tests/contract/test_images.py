@@ -13,7 +13,7 @@ import yaml
 from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
-from heterorl.cli import app
+from heterorl.cli.main import app
 from heterorl.common.process.config import load
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.learner.config import LearnerConfig

@@ -41,7 +41,7 @@ MAY_SLEEP = {"common/identity/credentials.py"}
 
 def test_coordinator_never_loads_torch():
     code = (
-        "import sys, heterorl.coordinator.app, heterorl.coordinator.config, heterorl.cli;"
+        "import sys, heterorl.coordinator.app, heterorl.coordinator.config, heterorl.cli.main;"
         "print(sorted(set(sys.modules) & {'torch', 'transformers', 'safetensors'}))"
     )
 

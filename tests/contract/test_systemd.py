@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from heterorl.cli import app
+from heterorl.cli.main import app
 from heterorl.coordinator.config import CoordinatorConfig
 from tests.support.tools import check, tool
 

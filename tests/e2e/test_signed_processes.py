@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from heterorl.cli import app
+from heterorl.cli.main import app
+from heterorl.cli.verify import verify_directory
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.coordinator.verify_command import verify_directory
 from tests.support.cluster import Cluster
 from tests.support.links import PLAINTEXT
 

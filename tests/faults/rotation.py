@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 from typer.testing import CliRunner
 
-from heterorl.cli import app
+from heterorl.cli.main import app
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.retry import RetryPolicy
 from tests.support.certificates import Certificates

@@ -11,15 +11,15 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from heterorl.cli import app
+from heterorl.cli.audit import verify_log
+from heterorl.cli.main import app
+from heterorl.cli.verify import SOUND, verify_directory
 from heterorl.common.errors import Busy, InvalidRequest, PermissionDenied, StoreFull
 from heterorl.common.rpc.backup import BackupClient
-from heterorl.coordinator.audit_command import verify_log
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.payloads import backup
-from heterorl.coordinator.verify_command import SOUND, verify_directory
 from tests.support.clock import ManualClock
 from tests.support.run import Run
 from tests.support.secure_run import PATIENT, SecureRun

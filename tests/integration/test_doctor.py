@@ -17,7 +17,7 @@ import pytest
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from typer.testing import CliRunner
 
-from heterorl.cli import app
+from heterorl.cli.main import app
 from heterorl.common.errors import InvalidRequest
 from heterorl.common.identity.identity import Role
 from heterorl.common.identity.tls import TlsConfig

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from heterorl.cli.verify import verify_directory
 from heterorl.common.errors import ContractMismatch
 from heterorl.common.model.quantise import dequantise, flavour_layout, quantise
 from heterorl.common.process.clock import SystemClock
@@ -16,7 +17,6 @@ from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.weights.arena import Arena
 from heterorl.common.wire.groups import manifest_from_bytes
 from heterorl.coordinator.sites import canary
-from heterorl.coordinator.verify_command import verify_directory
 from heterorl.demo.tiny_model import write_tiny_model
 from heterorl.learner import app as learner_app
 from heterorl.learner.assembly import assemble as assemble_learner

@@ -24,9 +24,9 @@ from heterorl.certs.enrolment import Enrolment, read_request
 from heterorl.certs.frames import MAX_FRAME, BrokenFrame, frame, read_frame
 from heterorl.certs.guesses import GuessLimit
 from heterorl.certs.join import WrongAuthority, ask, join, signing_request
-from heterorl.certs.token_cli import first_lines
 from heterorl.certs.tokens import JoinRefused, Refused, parse_token
-from heterorl.cli import app
+from heterorl.cli.main import app
+from heterorl.cli.tokens import first_lines
 from heterorl.common.errors import ConfigError, OperatorError, PortInUse
 from heterorl.common.identity.credentials import read_material
 from heterorl.common.identity.identity import Role, read_identity

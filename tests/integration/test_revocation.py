@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from heterorl.certs.desk import Desk
 from heterorl.certs.enrolment import Enrolment
 from heterorl.certs.join import join
-from heterorl.cli import app
+from heterorl.cli.main import app
 from heterorl.common.errors import NotRegistered, Unauthenticated
 from heterorl.common.identity.identity import Role, read_identity
 from heterorl.common.identity.tls import TlsConfig, files_in

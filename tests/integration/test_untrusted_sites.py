@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from typer.testing import CliRunner
 
-from heterorl.cli import app
+from heterorl.cli.main import app
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.values import DropReason
 from tests.support.cluster import Cluster, account

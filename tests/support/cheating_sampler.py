@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from heterorl import cli
+from heterorl.cli import main as cli
 from heterorl.common.generation.engine import Completion
 from heterorl.common.model.canary import ScoredText
 from heterorl.common.tasks.task import Prompt

@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 from typer.testing import CliRunner
 
-from heterorl.cli import app
+from heterorl.cli.main import app
 from heterorl.common.process.config import InvalidConfig, load
 from heterorl.common.process.config_words import PATTERNS, all_keys
 from heterorl.coordinator.config import CoordinatorConfig

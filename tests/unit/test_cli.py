@@ -16,14 +16,14 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import heterorl
-from heterorl.cli import app, main
+from heterorl.cli.link import find_link
+from heterorl.cli.live.sites import fold, site_tables
+from heterorl.cli.live.status import status_json, status_tables
+from heterorl.cli.main import app, main
 from heterorl.common.errors import ConfigError
 from heterorl.common.process.config import load, parse_override
 from heterorl.common.types.values import DropReason, FlavourStatus, LedgerCounts, RunStatus, SiteStatus
 from heterorl.coordinator.config import CoordinatorConfig
-from heterorl.operator_link import find_link
-from heterorl.status import status_json, status_tables
-from heterorl.status_sites import fold, site_tables
 from tests.support.run import REPORT
 
 COMMANDS = [
@@ -205,7 +205,7 @@ def test_every_screen_takes_text_literally():
     }
 
     # These bars show no text but their own.
-    assert {name for name, _ in calls} >= {"cli.py", "run.py", "warm_start.py"}
+    assert {name for name, _ in calls} >= {"cli/main.py", "run.py", "warm_start.py"}
     assert [
         call
         for name, call in calls
@@ -358,13 +358,13 @@ def test_links_of_operators_are_told_what_to_change(command, tmp_path):
 
 
 def test_commands_that_give_up_do_not_claim_to_go_on(monkeypatch):
-    monkeypatch.setattr("heterorl.operator_link.BUDGET_S", 0.0)
+    monkeypatch.setattr("heterorl.cli.link.BUDGET_S", 0.0)
 
     problem = str(invoke("status", "127.0.0.1:1", "--insecure").exception)
 
     assert "127.0.0.1:1 refuses (start the coordinator, or correct the port" in problem
     assert "goes on trying" not in problem
-    monkeypatch.setattr("heterorl.operator_link.explain_link", _nothing)
+    monkeypatch.setattr("heterorl.cli.link.explain_link", _nothing)
     problem = str(invoke("status", "127.0.0.1:1", "--insecure").exception)
     assert "check host and port" in problem
     assert "use --credentials" in problem

@@ -7,7 +7,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from heterorl.cli import app
+from heterorl.cli.live.top import View, frame, poll
+from heterorl.cli.main import app
 from heterorl.common.errors import PermissionDenied, Unreachable
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.rpc.client import CoordinatorClient
@@ -17,7 +18,6 @@ from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.rpc.server import Server
 from heterorl.coordinator.servicers.services import RunServicer
-from heterorl.top import View, frame, poll
 from heterorl.v1 import run_pb2_grpc
 from tests.support.cluster import free_port
 from tests.support.links import PLAINTEXT

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from heterorl.certs import files
 from heterorl.certs.directory import Authority
-from heterorl.cli import app
+from heterorl.cli.main import app
 from heterorl.common.errors import ConfigError
 from heterorl.common.identity.identity import Identity, Role, read_identity
 from tests.support.certificates import DAY, Certificates, now

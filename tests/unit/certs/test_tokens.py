@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterorl.certs.guesses import GuessLimit
-from heterorl.certs.token_cli import parse_duration
 from heterorl.certs.tokens import PREFIX, Kept, Refused, Token, decide, parse_token, secret_digest
+from heterorl.cli.tokens import parse_duration
 from heterorl.common.errors import ConfigError
 
 URI = "spiffe://run/site/eu-1/role/sampler"

@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
-from heterorl.cli import app
+from heterorl.cli.main import app
 from heterorl.common.errors import ConfigError, UnsignedManifest, WrongSignature
 from heterorl.common.identity.signing import Signer, load_signer, new_key, signed_by
 from heterorl.common.identity.trust import Trust

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from heterorl.cli import app
+from heterorl.cli.main import app
 from heterorl.common.identity.revocation import Revocations
 from heterorl.coordinator.app import _gauges
 from heterorl.coordinator.config import CoordinatorConfig

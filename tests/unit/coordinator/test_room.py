@@ -11,6 +11,7 @@ import threading
 import numpy as np
 import pytest
 
+from heterorl.cli.live.status import status_tables
 from heterorl.common.errors import CorruptStore, DiskFull, StoreFull
 from heterorl.coordinator import observe
 from heterorl.coordinator import status as reports
@@ -20,7 +21,6 @@ from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.store.database import Database, get_meta, set_meta
 from heterorl.coordinator.store.room import HEALED_S, Room
 from heterorl.coordinator.store.steady import PAUSE_S, Steady
-from heterorl.status import status_tables
 from tests.support.clock import ManualClock
 from tests.support.run import Run
 

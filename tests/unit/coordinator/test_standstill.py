@@ -7,6 +7,8 @@ import logging
 import pytest
 from rich.console import Console
 
+from heterorl.cli.live.status import status_json, status_tables
+from heterorl.cli.live.top import View, frame
 from heterorl.common.api import CanaryReport
 from heterorl.common.errors import Quarantined
 from heterorl.common.process.metrics import REGISTRY
@@ -15,8 +17,6 @@ from heterorl.common.types.values import LedgerCounts, RunStatus, SiteId, SiteSt
 from heterorl.coordinator import observe
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.status import status_json, status_tables
-from heterorl.top import View, frame
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, SITE, Run
 

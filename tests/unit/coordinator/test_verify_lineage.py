@@ -12,7 +12,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from heterorl.cli import app
+from heterorl.cli.main import app
+from heterorl.cli.verify import verify_directory
 from heterorl.common.errors import CorruptStore, OperatorError
 from heterorl.common.identity.signing import new_key
 from heterorl.common.process.clock import SystemClock
@@ -23,7 +24,6 @@ from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.offline import history as history_module
 from heterorl.coordinator.offline.history import read_histories
 from heterorl.coordinator.payloads import index
-from heterorl.coordinator.verify_command import verify_directory
 from tests.support.merging import keeping, published
 from tests.support.run import Run
 
@@ -410,7 +410,7 @@ def test_command_ends_with_0_or_2(recorded, monkeypatch):
 
 
 def test_faults_beyond_the_table_are_counted(recorded, monkeypatch):
-    monkeypatch.setattr("heterorl.coordinator.verify_command.MAX_SHOWN", 3)
+    monkeypatch.setattr("heterorl.cli.verify.MAX_SHOWN", 3)
     recorded.change("DELETE FROM signatures")
 
     text = recorded.verify(replay=False)[1]

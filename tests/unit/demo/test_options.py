@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from heterorl.cli import main
+from heterorl.cli.main import main
 from heterorl.common.errors import ConfigError, DependencyMissing
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.demo.config import FULL, SITES, TINY, coordinator_tables, learner_tables, sampler_tables

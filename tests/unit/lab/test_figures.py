@@ -5,10 +5,10 @@ import base64
 import pytest
 from matplotlib.figure import Figure
 
-from heterorl.lab import canvas, curves, figures
-from heterorl.lab.canvas import scale
-from heterorl.lab.palette import looks
-from heterorl.lab.report_data import load
+from heterorl.lab.report import canvas, curves, figures
+from heterorl.lab.report.canvas import scale
+from heterorl.lab.report.data import load
+from heterorl.lab.report.palette import looks
 from tests.support.lab_results import make_run, write_results
 
 

@@ -3,7 +3,7 @@
 import mpmath
 import pytest
 
-from heterorl.lab.intervals import (
+from heterorl.lab.report.intervals import (
     holm,
     interval,
     pearson,

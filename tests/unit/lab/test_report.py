@@ -6,12 +6,12 @@ import json
 import pytest
 
 from heterorl.common.errors import ConfigError
-from heterorl.lab.canvas import save
-from heterorl.lab.paired import comparisons
-from heterorl.lab.report import pictures_of, render, write_report
-from heterorl.lab.report_data import load
-from heterorl.lab.sweeps import settings, swept_keys
-from heterorl.lab.tables import markdown_table, rows, write_comparisons, write_runs
+from heterorl.lab.report.canvas import save
+from heterorl.lab.report.data import load
+from heterorl.lab.report.paired import comparisons
+from heterorl.lab.report.report import pictures_of, render, write_report
+from heterorl.lab.report.sweeps import settings, swept_keys
+from heterorl.lab.report.tables import markdown_table, rows, write_comparisons, write_runs
 from tests.support.lab_results import make_run, write_results
 
 

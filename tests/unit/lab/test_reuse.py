@@ -28,7 +28,7 @@ def asked(monkeypatch):
         return True
 
     monkeypatch.setattr(lab_run, "_run_all", note)
-    monkeypatch.setattr("heterorl.lab.report.write_report", lambda directory: directory / "report.html")
+    monkeypatch.setattr("heterorl.lab.report.report.write_report", lambda directory: directory / "report.html")
     return numbers
 
 

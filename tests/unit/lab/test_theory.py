@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from heterorl.lab import theory
+from heterorl.lab.theory import theorems
 
 # p = (a, 1-a), q = (b, 1-b): KL(p||q), Var_q[p/q], Var_q[p/E_q q].
 BERNOULLI = [
@@ -22,11 +22,11 @@ BERNOULLI = [
 
 @pytest.mark.parametrize(("a", "b", "divergence", "ordinary", "shared"), BERNOULLI)
 def test_bernoulli_matches_golden(a: float, b: float, divergence: float, ordinary: float, shared: float) -> None:
-    p, q = theory.bernoulli(np.array(a)), theory.bernoulli(np.array(b))
+    p, q = theorems.bernoulli(np.array(a)), theorems.bernoulli(np.array(b))
 
-    assert float(theory.kl(p, q)) == pytest.approx(divergence, abs=1e-9)
-    assert float(theory.variance_ordinary(p, q)) == pytest.approx(ordinary, abs=1e-9)
-    assert float(theory.variance_shared(p, q)) == pytest.approx(shared, abs=1e-9)
+    assert float(theorems.kl(p, q)) == pytest.approx(divergence, abs=1e-9)
+    assert float(theorems.variance_ordinary(p, q)) == pytest.approx(ordinary, abs=1e-9)
+    assert float(theorems.variance_shared(p, q)) == pytest.approx(shared, abs=1e-9)
 
 
 @pytest.mark.parametrize(("a", "b"), [("9/10", "1/10"), ("99/100", "1/100"), ("1/5", "4/5"), ("1/2", "3/5")])
@@ -35,17 +35,17 @@ def test_bernoulli_matches_fractions_written_out(a: str, b: str) -> None:
     # Var_q[p/q] = (a-b)^2/(b(1-b)); p is x or 1-x with chance y, so its variance is y(1-y)(2x-1)^2.
     ordinary = (x - y) ** 2 / (y * (1 - y))
     shared = y * (1 - y) * (2 * x - 1) ** 2 / (y**2 + (1 - y) ** 2) ** 2
-    p, q = theory.bernoulli(np.array(float(x))), theory.bernoulli(np.array(float(y)))
+    p, q = theorems.bernoulli(np.array(float(x))), theorems.bernoulli(np.array(float(y)))
 
-    assert float(theory.variance_ordinary(p, q)) == pytest.approx(float(ordinary), rel=1e-12)
-    assert float(theory.variance_shared(p, q)) == pytest.approx(float(shared), rel=1e-12, abs=1e-15)
+    assert float(theorems.variance_ordinary(p, q)) == pytest.approx(float(ordinary), rel=1e-12)
+    assert float(theorems.variance_shared(p, q)) == pytest.approx(float(shared), rel=1e-12, abs=1e-15)
 
 
 def test_kl_is_one_way_and_takes_zeros() -> None:
     p, q = np.array([1.0, 0.0, 0.0]), np.array([0.5, 0.25, 0.25])
 
-    assert float(theory.kl(p, q)) == pytest.approx(math.log(2.0), rel=1e-15)
-    assert float(theory.kl(q, q)) == 0.0
+    assert float(theorems.kl(p, q)) == pytest.approx(math.log(2.0), rel=1e-15)
+    assert float(theorems.kl(q, q)) == 0.0
 
 
 @pytest.mark.parametrize(("mean", "deviation"), [(0.0, 0.5), (0.7, 1.0), (1.5, 1.3), (-2.0, 0.8), (0.0, 1.39)])
@@ -62,21 +62,21 @@ def test_gaussian_forms_match_quadrature(mean: float, deviation: float) -> None:
     forward, reverse = float((p * (log_p - log_q)).sum() * width), float((q * (log_q - log_p)).sum() * width)
     m, s = np.array(mean), np.array(deviation)
 
-    assert float(theory.gaussian_variance_ordinary(m, s)) == pytest.approx(ordinary, rel=1e-9)
-    assert float(theory.gaussian_variance_shared(m, s)) == pytest.approx(shared, rel=1e-9)
-    assert [float(value) for value in theory.gaussian_kls(m, s)] == pytest.approx([forward, reverse], rel=1e-9)
+    assert float(theorems.gaussian_variance_ordinary(m, s)) == pytest.approx(ordinary, rel=1e-9)
+    assert float(theorems.gaussian_variance_shared(m, s)) == pytest.approx(shared, rel=1e-9)
+    assert [float(value) for value in theorems.gaussian_kls(m, s)] == pytest.approx([forward, reverse], rel=1e-9)
 
 
 def test_gaussian_ordinary_variance_is_infinite_from_twice_the_sampler_variance() -> None:
     widths = np.sqrt(np.array([1.999, 2.0, 2.5]))
 
-    values = theory.gaussian_variance_ordinary(np.full(3, 0.5), widths)
+    values = theorems.gaussian_variance_ordinary(np.full(3, 0.5), widths)
 
     assert [bool(np.isfinite(value)) for value in values] == [True, False, False]
 
 
 def test_gaussian_shared_variance_grows_as_root_two_over_width() -> None:
-    value = theory.gaussian_variance_shared(np.array(0.0), np.array(1e-6))
+    value = theorems.gaussian_variance_shared(np.array(0.0), np.array(1e-6))
 
     # The second term tends to 2.
     assert float(value) + 2.0 == pytest.approx(math.sqrt(2.0) / 1e-6, rel=1e-9)
@@ -93,29 +93,29 @@ def test_weighted_variances_and_bias_match_sums_over_outcomes() -> None:
     bias = mean - sum(x * a for x, a in zip(p, advantages, strict=True))
     arrays = np.array(p), np.array(q), np.array(advantages)
 
-    assert [float(v) for v in theory.weighted_variances(*arrays)] == pytest.approx(expected, rel=1e-12)
-    assert float(theory.bias_shared(*arrays)) == pytest.approx(bias, rel=1e-12)
+    assert [float(v) for v in theorems.weighted_variances(*arrays)] == pytest.approx(expected, rel=1e-12)
+    assert float(theorems.bias_shared(*arrays)) == pytest.approx(bias, rel=1e-12)
 
 
 def test_on_policy_shared_weight_samples_the_policy_at_half_temperature() -> None:
     logits = np.array([1.0, 0.2, -0.7, -2.0])
-    policy = theory.softmax(logits)
+    policy = theorems.softmax(logits)
     values = np.array([3.0, -1.0, 0.5, 2.0])
 
-    halved = theory.softmax(logits / 0.5)
-    weighted = float((policy * policy / theory.collision_probability(policy) * values).sum())
+    halved = theorems.softmax(logits / 0.5)
+    weighted = float((policy * policy / theorems.collision_probability(policy) * values).sum())
 
-    assert theory.effective_distribution(policy, policy) == pytest.approx(halved, rel=1e-12)
+    assert theorems.effective_distribution(policy, policy) == pytest.approx(halved, rel=1e-12)
     assert weighted == pytest.approx(float((halved * values).sum()), rel=1e-12)
 
 
 def test_small_weight_variance_does_not_bound_the_weighted_advantage() -> None:
     p, q, advantages = np.array([0.5, 0.5]), np.array([0.9, 0.1]), np.array([1.0, 0.0])
 
-    ordinary, shared = theory.weighted_variances(p, q, advantages)
+    ordinary, shared = theorems.weighted_variances(p, q, advantages)
 
     # w is 5/9 or 5, and 0.5/0.82 always; A keeps the first outcome alone: w^2 times 0.09.
-    assert float(theory.variance_shared(p, q)) == pytest.approx(0.0, abs=1e-15)
-    assert float(theory.variance_ordinary(p, q)) == pytest.approx(16 / 9, rel=1e-12)
+    assert float(theorems.variance_shared(p, q)) == pytest.approx(0.0, abs=1e-15)
+    assert float(theorems.variance_ordinary(p, q)) == pytest.approx(16 / 9, rel=1e-12)
     assert float(ordinary) == pytest.approx((5 / 9) ** 2 * 0.09, rel=1e-12)
     assert float(shared) == pytest.approx((0.5 / 0.82) ** 2 * 0.09, rel=1e-12)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heterorl.lab import theory_estimators as estimators
-from heterorl.lab.theory_samples import GROUP
+from heterorl.lab.theory import estimators
+from heterorl.lab.theory.samples import GROUP
 
 Q = np.array([0.4, 0.3, 0.15, 0.1, 0.05])
 

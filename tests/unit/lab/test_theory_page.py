@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from heterorl.lab.theory_claims import find
-from heterorl.lab.theory_page import main, write_page
+from heterorl.lab.theory.claims import find
+from heterorl.lab.theory.page import main, write_page
 
 FIGURES = ["bernoulli", "denominators", "gaussian", "on_policy", "softmax", "theorems"]
 NEVER_CLOSED = {"meta", "img", "br"}

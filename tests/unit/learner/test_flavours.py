@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from heterorl.cli.verify import verify_directory
 from heterorl.common.api import PlanKind, Registration
 from heterorl.common.errors import (
     ContractMismatch,
@@ -30,7 +31,6 @@ from heterorl.common.pull.pull import Puller
 from heterorl.common.types.values import FlavourVersion, PayloadKind
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
 from heterorl.common.wire.groups import manifest_from_bytes, manifest_to_bytes
-from heterorl.coordinator.verify_command import verify_directory
 from heterorl.learner.checks.versions import RecentVersions
 from heterorl.learner.publish.checkpoint import CheckpointStore
 from heterorl.learner.publish.flavours import Flavours

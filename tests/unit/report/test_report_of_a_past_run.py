@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import heterorl
-from heterorl.cli import app
+from heterorl.cli.main import app
 from heterorl.common.errors import CorruptStore, OperatorError
 from heterorl.common.process.clock import SystemClock
 from heterorl.coordinator.config import CoordinatorConfig

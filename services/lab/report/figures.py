@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from heterorl.lab.canvas import Picture, say_empty, scale
-from heterorl.lab.intervals import interval, pearson, spearman
-from heterorl.lab.paired import BASELINE
-from heterorl.lab.palette import Look
-from heterorl.lab.report_data import Arm, Delay, Results, Run, by_cell, numbers
+from heterorl.lab.report.canvas import Picture, say_empty, scale
+from heterorl.lab.report.data import Arm, Delay, Results, Run, by_cell, numbers
+from heterorl.lab.report.intervals import interval, pearson, spearman
+from heterorl.lab.report.paired import BASELINE
+from heterorl.lab.report.palette import Look
 
 _BARS = "Dots are means over seeds, bars 95 % t-intervals; a dot without bar is one seed."
 _MOST_LINES = 8

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from heterorl.lab.intervals import Interval, holm, interval, sign_flip_test, t_test, wilcoxon_test
-from heterorl.lab.report_data import Arm, Delay, Results, Run, by_cell, mean
+from heterorl.lab.report.data import Arm, Delay, Results, Run, by_cell, mean
+from heterorl.lab.report.intervals import Interval, holm, interval, sign_flip_test, t_test, wilcoxon_test
 
 BASELINE = "gepo"
 MEASURES = {"last": "last accuracy", "last_three": "mean of the last three evaluations"}

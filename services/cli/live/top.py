@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from heterorl.operator_link import (
+from heterorl.cli.link import (
     AddressArgument,
     CaOption,
     CertOption,
@@ -113,8 +113,8 @@ def frame(view: View, *, wall: float, width: int, is_unicode: bool = False) -> G
     from rich.table import Table
     from rich.text import Text
 
+    from heterorl.cli.live.status import status_tables
     from heterorl.demo.table import newest_accuracy, sparkline
-    from heterorl.status import status_tables
 
     head = Text(f"{view.address}  {_time(wall)}  ")
     if view.unreachable_since is None:

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from heterorl.lab.intervals import Interval, interval
-from heterorl.lab.paired import Comparison
-from heterorl.lab.report_data import Arm, Delay, Results, Run, by_cell, load, numbers
+from heterorl.lab.report.data import Arm, Delay, Results, Run, by_cell, load, numbers
+from heterorl.lab.report.intervals import Interval, interval
+from heterorl.lab.report.paired import Comparison
 
 _NOT_IN_CSV = {"series", "evaluations"}
 

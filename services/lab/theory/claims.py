@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from heterorl.lab import theory, theory_checks
-from heterorl.lab.theory import Array
-from heterorl.lab.theory_checks import TrialCount
-from heterorl.lab.theory_estimators import exact_expectation, limit, on_policy_weights
-from heterorl.lab.theory_samples import (
+from heterorl.lab.theory import checks, theorems
+from heterorl.lab.theory.checks import TrialCount
+from heterorl.lab.theory.estimators import exact_expectation, limit, on_policy_weights
+from heterorl.lab.theory.samples import (
     GROUP,
     BiasCurves,
     SoftmaxCases,
@@ -22,6 +21,7 @@ from heterorl.lab.theory_samples import (
     small_policy_curves,
     softmax_cases,
 )
+from heterorl.lab.theory.theorems import Array
 
 # A long answer and the vocabulary of a current model, to size n = V^T; and two entropies per token.
 TOKENS, VOCABULARY, COLLISION_ENTROPY = 1000, 151_936, 0.3
@@ -44,9 +44,9 @@ class Claim:
 class Findings:
     """The results of every check, for one seed."""
 
-    first: theory_checks.TheoremOne
-    second: theory_checks.TheoremTwo
-    third: theory_checks.TheoremThree
+    first: checks.TheoremOne
+    second: checks.TheoremTwo
+    third: checks.TheoremThree
     softmax: SoftmaxCases
     curves: tuple[BiasCurves, ...]
 
@@ -56,9 +56,9 @@ def find(*, seed: int, num_trials: int) -> Findings:
     streams = [np.random.default_rng([seed, stream]) for stream in range(6)]
     num_groups = max(100, num_trials // 5)
     return Findings(
-        first=theory_checks.check_theorem_one(streams[0], num_trials=num_trials),
-        second=theory_checks.check_theorem_two(streams[1], num_trials=num_trials),
-        third=theory_checks.check_theorem_three(streams[2], num_trials=num_trials),
+        first=checks.check_theorem_one(streams[0], num_trials=num_trials),
+        second=checks.check_theorem_two(streams[1], num_trials=num_trials),
+        third=checks.check_theorem_three(streams[2], num_trials=num_trials),
         softmax=softmax_cases(streams[3], num_cases=max(100, num_trials // 50)),
         curves=(
             small_policy_curves(streams[4], num_groups=num_groups),
@@ -76,10 +76,10 @@ def _variance_claims(findings: Findings) -> list[Claim]:
     bins = findings.softmax.bins()
     near, far = bins[0], bins[-1]
     q = np.array([0.5, 0.25, 0.25])
-    same = float(theory.variance_shared(q, q))
-    narrow = float(theory.gaussian_variance_shared(np.array(0.0), np.array(0.001)))
+    same = float(theorems.variance_shared(q, q))
+    narrow = float(theorems.gaussian_variance_shared(np.array(0.0), np.array(0.001)))
     p, skewed, advantages = np.array([0.5, 0.5]), np.array([0.9, 0.1]), np.array([1.0, 0.0])
-    ordinary, shared = theory.weighted_variances(p, skewed, advantages)
+    ordinary, shared = theorems.weighted_variances(p, skewed, advantages)
     return [
         Claim(
             statement="Var<sub>q</sub>[p/q] grows at least like exp(KL(p||q)).",
@@ -105,7 +105,7 @@ def _variance_claims(findings: Findings) -> list[Claim]:
             statement="A small Var(w) means a small Var(wA).",
             verdict="false",
             evidence="p = (1/2, 1/2), q = (0.9, 0.1), A = (1, 0): Var[p/E<sub>q</sub>q] = 0 and Var[p/q] = "
-            f"{float(theory.variance_ordinary(p, skewed)):.3f}, yet Var[wA] is {float(shared):.4f} with the shared "
+            f"{float(theorems.variance_ordinary(p, skewed)):.3f}, yet Var[wA] is {float(shared):.4f} with the shared "
             f"denominator and {float(ordinary):.4f} with p/q. The gradient feels wA, so watch that.",
         ),
     ]
@@ -116,10 +116,10 @@ def _theorem_claims(findings: Findings) -> list[Claim]:
     log_stated = 2 * TOKENS * math.log(VOCABULARY)
     log_entropy = 2 * TOKENS * COLLISION_ENTROPY - math.log(4.0)
     spread, point = np.full(1000, 1e-3), np.concatenate([[1 - 999e-9], np.full(999, 1e-9)])
-    bias, bound = theory_checks.bias_and_bound(spread, point, np.ones(1000))
-    sides = [f"{float(side):.3f}" for side in theory_checks.third_sides(*published_counterexample(), is_repaired=False)]
-    simple = [float(side) for side in theory_checks.third_sides(*simple_counterexample(), is_repaired=False)]
-    centred = [f"{float(side):.2f}" for side in theory_checks.third_sides(*centred_counterexample(), is_repaired=False)]
+    bias, bound = checks.bias_and_bound(spread, point, np.ones(1000))
+    sides = [f"{float(side):.3f}" for side in checks.third_sides(*published_counterexample(), is_repaired=False)]
+    simple = [float(side) for side in checks.third_sides(*simple_counterexample(), is_repaired=False)]
+    centred = [f"{float(side):.2f}" for side in checks.third_sides(*centred_counterexample(), is_repaired=False)]
     return [
         Claim(
             statement="<b>Theorem 1.</b> Var<sub>q</sub>[p/q] - Var<sub>q</sub>[p/E<sub>q</sub>q] &ge; exp(KL(p||q)) "

@@ -15,20 +15,20 @@ from rich.table import Table
 from rich.text import Text
 
 import heterorl
-from heterorl.backup_command import backup
-from heterorl.certs.cli import app as certs
-from heterorl.certs.token_cli import join
-from heterorl.check_config import check_config, check_link
+from heterorl.cli.backup import backup
+from heterorl.cli.certs import app as certs
+from heterorl.cli.check_config import check_config, check_link
+from heterorl.cli.doctor import doctor
+from heterorl.cli.lab import app as lab
+from heterorl.cli.live.top import top
+from heterorl.cli.live.watch import health, status
+from heterorl.cli.orders import audit, rollback, sites
+from heterorl.cli.report import report
+from heterorl.cli.service_config import Service, load_service
+from heterorl.cli.tokens import join
 from heterorl.common.errors import HeterorlError
 from heterorl.common.model.directory import check_model_dir
 from heterorl.common.process.config import explain, read_tables
-from heterorl.doctor.command import doctor
-from heterorl.lab.cli import app as lab
-from heterorl.orders import audit, rollback, sites
-from heterorl.report.command import report
-from heterorl.service_config import Service, load_service
-from heterorl.top import top
-from heterorl.watch import health, status
 
 app = typer.Typer(
     name="heterorl",
@@ -209,7 +209,7 @@ def verify_lineage(
     replay: Annotated[bool, typer.Option("--replay", help="Also rebuild every state from its payloads.")] = False,
 ) -> None:
     """Check the whole history of a run, offline: numbers, digests, signatures, payloads. Exit code 2 on any fault."""
-    from heterorl.coordinator.verify_command import verify_directory
+    from heterorl.cli.verify import verify_directory
 
     raise typer.Exit(verify_directory(directory, keys=key or (), is_replaying=replay, console=_console()))
 

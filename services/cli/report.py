@@ -7,15 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from heterorl.operator_link import (
-    CaOption,
-    CertOption,
-    CredentialsOption,
-    InsecureOption,
-    KeyOption,
-    ask,
-    find_link,
-)
+from heterorl.cli.link import CaOption, CertOption, CredentialsOption, InsecureOption, KeyOption, ask, find_link
 
 if TYPE_CHECKING:
     from heterorl.report.past_run import PastRun

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from heterorl.operator_link import (
+from heterorl.cli.link import (
     AddressArgument,
     CaOption,
     CertOption,
@@ -40,7 +40,7 @@ def status(
     insecure: InsecureOption = False,
 ) -> None:
     """Show a run: versions, queue, ledger, sites. Needs an operator's certificate: `heterorl certs issue operator`."""
-    from heterorl.status import status_json, status_tables
+    from heterorl.cli.live.status import status_json, status_tables
 
     address, tls = find_link(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
     answer, reports = ask(address, tls=tls, call=_look)

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from heterorl.lab import theory
-from heterorl.lab.theory import Array
-from heterorl.lab.theory_estimators import (
+from heterorl.lab.theory import theorems
+from heterorl.lab.theory.estimators import (
     MEANS,
     Mean,
     draw_probabilities,
@@ -21,6 +20,7 @@ from heterorl.lab.theory_estimators import (
     limit,
     simulated_expectation,
 )
+from heterorl.lab.theory.theorems import Array
 
 GROUP_SIZE = 8
 GROUP_SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -90,17 +90,17 @@ def softmax_cases(rng: np.random.Generator, *, num_cases: int, num_outcomes: int
     sigma = np.exp(rng.uniform(np.log(0.01), np.log(3.0), size=(num_cases, 1)))
     temperature = np.exp(rng.uniform(-0.4, 0.4, size=(num_cases, 1)) * np.minimum(1.0, sigma))
     noise = rng.standard_normal(logits.shape)
-    q, p = theory.softmax(logits), theory.softmax((logits + sigma * noise) / temperature)
+    q, p = theorems.softmax(logits), theorems.softmax((logits + sigma * noise) / temperature)
     rewards = (rng.random(logits.shape) < 0.5).astype(np.float64)
     advantages = rewards - (q * rewards).sum(-1, keepdims=True)
-    ordinary, shared = theory.weighted_variances(p, q, advantages)
+    ordinary, shared = theorems.weighted_variances(p, q, advantages)
     return SoftmaxCases(
-        forward=theory.kl(p, q),
-        reverse=theory.kl(q, p),
-        ordinary=theory.variance_ordinary(p, q),
-        shared=theory.variance_shared(p, q),
+        forward=theorems.kl(p, q),
+        reverse=theorems.kl(q, p),
+        ordinary=theorems.variance_ordinary(p, q),
+        shared=theorems.variance_shared(p, q),
         ordinary_error=ordinary / GROUP_SIZE,
-        shared_error=shared / GROUP_SIZE + np.square(theory.bias_shared(p, q, advantages)),
+        shared_error=shared / GROUP_SIZE + np.square(theorems.bias_shared(p, q, advantages)),
     )
 
 

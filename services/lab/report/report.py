@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from heterorl.common.errors import DependencyMissing
-from heterorl.lab import curves, figures, sweeps
-from heterorl.lab.canvas import Picture, save
-from heterorl.lab.look_for import look_for
-from heterorl.lab.page import PAGE
-from heterorl.lab.paired import BASELINE, MEASURES, Comparison, comparisons
-from heterorl.lab.palette import looks
-from heterorl.lab.report_data import Results, load
-from heterorl.lab.tables import Row, p_text, plus_minus, rows, write_comparisons, write_runs
+from heterorl.lab.report import curves, figures, sweeps
+from heterorl.lab.report.canvas import Picture, save
+from heterorl.lab.report.data import Results, load
+from heterorl.lab.report.look_for import look_for
+from heterorl.lab.report.page import PAGE
+from heterorl.lab.report.paired import BASELINE, MEASURES, Comparison, comparisons
+from heterorl.lab.report.palette import looks
+from heterorl.lab.report.tables import Row, p_text, plus_minus, rows, write_comparisons, write_runs
 
 
 def write_report(directory: Path) -> Path:

@@ -9,10 +9,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from heterorl.cli.live.sites import fold, site_tables
 from heterorl.common.types.facts import steps_wanted
 from heterorl.common.types.standstill import describe, quarantined_sites
 from heterorl.common.types.values import RunStatus, StepReport
-from heterorl.status_sites import fold, site_tables
 
 
 def status_json(status: RunStatus) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from heterorl.operator_link import (
+from heterorl.cli.link import (
     AddressArgument,
     CaOption,
     CertOption,

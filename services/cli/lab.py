@@ -37,7 +37,7 @@ def run(
 @app.command("report")
 def report(directory: Annotated[Path, typer.Argument(help="Directory of an experiment's results.")]) -> None:
     """Write the report of results that are there: HTML, pictures, CSV."""
-    from heterorl.lab.report import write_report
+    from heterorl.lab.report.report import write_report
 
     Console(markup=False, emoji=False, highlight=False).print(f"report: {write_report(directory)}")
 
@@ -48,6 +48,6 @@ def theory(
     seed: Annotated[int, typer.Option(help="Seed of the random trials.")] = 0,
 ) -> None:
     """Check the paper's theorems numerically and write a page with figures and counterexamples."""
-    from heterorl.lab.theory_page import main as write_page
+    from heterorl.lab.theory.page import main as write_page
 
     Console(markup=False, emoji=False, highlight=False).print(f"page: {write_page(out, seed=seed)}")

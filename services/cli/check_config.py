@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from heterorl.cli.service_config import Service, load_service
 from heterorl.common.errors import DependencyMissing, HeterorlError, OperatorError
 from heterorl.common.identity.tls import check_tls
-from heterorl.service_config import Service, load_service
 
 
 def check_config(

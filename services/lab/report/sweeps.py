@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from heterorl.lab.canvas import Picture, say_empty
-from heterorl.lab.intervals import interval
-from heterorl.lab.palette import Look, looks
-from heterorl.lab.report_data import Arm, Delay, Results, Run, numbers
+from heterorl.lab.report.canvas import Picture, say_empty
+from heterorl.lab.report.data import Arm, Delay, Results, Run, numbers
+from heterorl.lab.report.intervals import interval
+from heterorl.lab.report.palette import Look, looks
 
 
 def settings(variant: str) -> dict[str, str]:

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from heterorl.certs.token_cli import app as token
-from heterorl.certs.token_cli import serve
+from heterorl.cli.tokens import app as token
+from heterorl.cli.tokens import serve
 
 app = typer.Typer(
     help="Certificates of a run, from a private authority in a directory: who may be learner, sampler or operator.",

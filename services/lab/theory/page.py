@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from heterorl.lab import theory_checks, theory_figures
-from heterorl.lab.theory_claims import Claim, Findings, claims, find
-from heterorl.lab.theory_estimators import on_policy_weights
-from heterorl.lab.theory_samples import GROUP, GROUP_SIZE, SoftmaxCases
+from heterorl.lab.theory import checks, figures
+from heterorl.lab.theory.claims import Claim, Findings, claims, find
+from heterorl.lab.theory.estimators import on_policy_weights
+from heterorl.lab.theory.samples import GROUP, GROUP_SIZE, SoftmaxCases
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 68rem; margin: 2rem auto; padding: 0 1rem; color: #1c2733 }
@@ -89,7 +89,7 @@ def write_page(out: Path, *, seed: int, num_trials: int) -> Path:
             "line falls to 0 where p is uniform. Where a dashed line is above its solid one, sharing costs variance.",
             11.0,
             2,
-            theory_figures.draw_bernoulli,
+            figures.draw_bernoulli,
         ),
         (
             "gaussian",
@@ -99,7 +99,7 @@ def write_page(out: Path, *, seed: int, num_trials: int) -> Path:
             "narrow p too.",
             13.5,
             3,
-            theory_figures.draw_gaussian,
+            figures.draw_gaussian,
         ),
         (
             "softmax",
@@ -107,7 +107,7 @@ def write_page(out: Path, *, seed: int, num_trials: int) -> Path:
             "Pairs of policies over 64 outcomes: logits disturbed and rescaled by a temperature.",
             11.0,
             2,
-            lambda panels: theory_figures.draw_softmax(panels, findings.softmax),
+            lambda panels: figures.draw_softmax(panels, findings.softmax),
         ),
         (
             "denominators",
@@ -116,7 +116,7 @@ def write_page(out: Path, *, seed: int, num_trials: int) -> Path:
             "agree at G = 1.",
             11.0,
             2,
-            lambda panels: theory_figures.draw_denominators(panels, findings.curves),
+            lambda panels: figures.draw_denominators(panels, findings.curves),
         ),
         (
             "theorems",
@@ -124,7 +124,7 @@ def write_page(out: Path, *, seed: int, num_trials: int) -> Path:
             "Each inequality is written as a ratio or as a point against its bound; difference is the left side.",
             14.5,
             3,
-            lambda panels: theory_figures.draw_theorems(panels, findings.first, scatter),
+            lambda panels: figures.draw_theorems(panels, findings.first, scatter),
         ),
         (
             "on_policy",
@@ -132,12 +132,12 @@ def write_page(out: Path, *, seed: int, num_trials: int) -> Path:
             "Without any staleness GEPO leans towards what the policy already prefers.",
             11.0,
             2,
-            lambda panels: theory_figures.draw_on_policy(panels, on_policy_weights(GROUP), zipf / zipf.sum()),
+            lambda panels: figures.draw_on_policy(panels, on_policy_weights(GROUP), zipf / zipf.sum()),
         ),
     ]
     parts = [_INTRODUCTION, "<h2>Claims</h2>", _claims_table(table)]
     for name, title, text, width, num_panels, draw in pictures:
-        theory_figures.save(out / f"{name}.png", draw, width=width, num_panels=num_panels)
+        figures.save(out / f"{name}.png", draw, width=width, num_panels=num_panels)
         image = base64.b64encode((out / f"{name}.png").read_bytes()).decode("ascii")
         parts.append(
             f'<h2>{title}</h2><p>{text}</p><div class="scroll">'
@@ -147,7 +147,7 @@ def write_page(out: Path, *, seed: int, num_trials: int) -> Path:
             parts.append(_bins_table(findings.softmax))
     parts.append(
         f'<p class="lead">Seed {seed}; {num_trials:,} trials per theorem, n from '
-        f"{min(theory_checks.NUM_OUTCOMES)} to {max(theory_checks.NUM_OUTCOMES)} outcomes, Dirichlet policies of "
+        f"{min(checks.NUM_OUTCOMES)} to {max(checks.NUM_OUTCOMES)} outcomes, Dirichlet policies of "
         "concentration 0.03 to 30. A rate of violation depends on how the trials are drawn; one violation is enough "
         "to refute, no violation is not a proof.</p>"
     )

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from heterorl.common.errors import UnknownVersion
-from heterorl.operator_link import (
+from heterorl.cli.link import (
     AddressArgument,
     CaOption,
     CertOption,
@@ -19,6 +18,7 @@ from heterorl.operator_link import (
     ask,
     find_link,
 )
+from heterorl.common.errors import UnknownVersion
 
 
 def rollback(
@@ -82,7 +82,7 @@ def audit_verify(
     expect: Annotated[str, typer.Option(help="A digest noted earlier, which must be in the log.")] = "",
 ) -> None:
     """Check every link of the log; prints the newest digest, to be noted elsewhere. Exit code 2 on any fault."""
-    from heterorl.coordinator.audit_command import verify_log
+    from heterorl.cli.audit import verify_log
 
     raise typer.Exit(verify_log(directory, expected=expect, say=typer.echo))
 
@@ -93,6 +93,6 @@ def audit_show(
     subject: Annotated[str, typer.Option(help="Only rows of this site, serial number or holder.")] = "",
 ) -> None:
     """Print the log, one row a line."""
-    from heterorl.coordinator.audit_command import show_log
+    from heterorl.cli.audit import show_log
 
     show_log(directory, subject=subject, say=typer.echo)

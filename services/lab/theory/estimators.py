@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from heterorl.lab.theory import Array
+from heterorl.lab.theory.theorems import Array
 
 Mean = Literal["contraharmonic", "arithmetic", "geometric"]
 MEANS: tuple[Mean, ...] = get_args(Mean)

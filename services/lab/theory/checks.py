@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from heterorl.lab.theory import (
+from heterorl.lab.theory.theorems import (
     Array,
     bias_shared,
     collision_probability,

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from heterorl.lab import theory, theory_checks
-from heterorl.lab.theory import Array
-from heterorl.lab.theory_estimators import MEANS
-from heterorl.lab.theory_samples import GROUP, BiasCurves, SoftmaxCases
+from heterorl.lab.theory import checks, theorems
+from heterorl.lab.theory.estimators import MEANS
+from heterorl.lab.theory.samples import GROUP, BiasCurves, SoftmaxCases
+from heterorl.lab.theory.theorems import Array
 
 _BLUE, _ORANGE, _GREEN, _RED, _GREY = "#1f77b4", "#e6790e", "#2a9d4a", "#c62f3b", "#7a8793"
 _KL_LABELS = ("KL(p||q), nats", "KL(q||p), nats")
@@ -47,10 +47,10 @@ def draw_bernoulli(panels: Sequence[Any]) -> None:
         ("p = (0.6, 0.4), q = (a, 1-a)", _GREEN, np.full(400, 0.6), 1.0 - np.geomspace(0.38, 1e-6, 400)),
     ]
     for label, colour, first, second in families:
-        p, q = theory.bernoulli(first), theory.bernoulli(second)
-        for axes, divergence in zip(panels, (theory.kl(p, q), theory.kl(q, p)), strict=True):
-            axes.plot(divergence, theory.variance_ordinary(p, q), color=colour, label=label)
-            axes.plot(divergence, theory.variance_shared(p, q), color=colour, linestyle="--")
+        p, q = theorems.bernoulli(first), theorems.bernoulli(second)
+        for axes, divergence in zip(panels, (theorems.kl(p, q), theorems.kl(q, p)), strict=True):
+            axes.plot(divergence, theorems.variance_ordinary(p, q), color=colour, label=label)
+            axes.plot(divergence, theorems.variance_shared(p, q), color=colour, linestyle="--")
     floor = np.linspace(0.02, 8.0, 200)
     panels[0].plot(floor, np.expm1(floor), color=_GREY, linestyle=":", label="exp(KL) - 1, floor of Var[p/q]")
     for axes, label in zip(panels, _KL_LABELS, strict=True):
@@ -66,9 +66,9 @@ def draw_gaussian(panels: Sequence[Any]) -> None:
     shift = np.linspace(0.0, 4.0, 300)
     for deviation, colour in ((0.5, _GREEN), (1.0, _BLUE), (1.3, _ORANGE)):
         width = np.full_like(shift, deviation)
-        ordinary = theory.gaussian_variance_ordinary(shift, width)
-        shared = theory.gaussian_variance_shared(shift, width)
-        for axes, divergence in zip(panels[:2], theory.gaussian_kls(shift, width), strict=True):
+        ordinary = theorems.gaussian_variance_ordinary(shift, width)
+        shared = theorems.gaussian_variance_shared(shift, width)
+        for axes, divergence in zip(panels[:2], theorems.gaussian_kls(shift, width), strict=True):
             axes.plot(divergence, ordinary, color=colour, label=f"s = {deviation:g}")
             axes.plot(divergence, shared, color=colour, linestyle="--")
     for axes, label in zip(panels[:2], _KL_LABELS, strict=True):
@@ -79,9 +79,9 @@ def draw_gaussian(panels: Sequence[Any]) -> None:
     panels[1].set_title("q = N(0, 1), p = N(m, s^2), m from 0 to 4", fontsize=10)
     # Up to the pole: 2 - s^2 falls to 1e-10.
     widths = np.concatenate([np.geomspace(0.003, 1.0, 400), np.sqrt(2.0 - np.geomspace(1.0, 1e-10, 400))])
-    panels[2].plot(widths, theory.gaussian_variance_ordinary(np.zeros(800), widths), color=_BLUE, label="p/q")
+    panels[2].plot(widths, theorems.gaussian_variance_ordinary(np.zeros(800), widths), color=_BLUE, label="p/q")
     wide = np.geomspace(0.003, 3.0, 600)
-    shared = theory.gaussian_variance_shared(np.zeros(600), wide)
+    shared = theorems.gaussian_variance_shared(np.zeros(600), wide)
     panels[2].plot(wide, shared, color=_BLUE, linestyle="--", label="p/E_q[q]")
     panels[2].axvline(np.sqrt(2.0), color=_RED, linestyle=":", label="s = sqrt(2): p/q infinite beyond")
     panels[2].set_xscale("log")
@@ -131,11 +131,11 @@ def draw_denominators(panels: Sequence[Any], curves: Sequence[BiasCurves]) -> No
     panels[0].legend(fontsize=8, loc="right", bbox_to_anchor=(0.99, 0.65))
 
 
-def draw_theorems(panels: Sequence[Any], first: theory_checks.TheoremOne, rng: np.random.Generator) -> None:
+def draw_theorems(panels: Sequence[Any], first: checks.TheoremOne, rng: np.random.Generator) -> None:
     """One panel per theorem: slack of the constant, bias against bound, and a family that breaks the third."""
     sizes = np.array([n for n, _ in first.worst_by_outcomes])
     line = np.geomspace(2, 100, 100)
-    ceiling = theory_checks.sharper_constant(line) / (line**2 + 1)
+    ceiling = checks.sharper_constant(line) / (line**2 + 1)
     panels[0].axhline(1.0, color=_GREY, linestyle=":", label="violation above this line")
     panels[0].plot(line, ceiling, color=_GREEN, label="proved: (1 + n^2/4)/(n^2 + 1)")
     panels[0].plot(sizes, [ratio for _, ratio in first.worst_by_outcomes], "o", color=_BLUE, label="worst trial")
@@ -147,13 +147,13 @@ def draw_theorems(panels: Sequence[Any], first: theory_checks.TheoremOne, rng: n
     panels[0].set_title("Theorem 1: true, constant 4 times too large", fontsize=10)
     panels[0].legend(fontsize=8, loc="upper right")
 
-    p, q = (theory_checks.random_policies(rng, num_outcomes=10, num_cases=1500) for _ in range(2))
+    p, q = (checks.random_policies(rng, num_outcomes=10, num_cases=1500) for _ in range(2))
     draws = rng.uniform(-1.0, 1.0, size=p.shape)
     for advantages, colour, label in (
         (np.ones_like(p), _RED, "A = 1"),
-        (theory_checks.centre(draws, p), _GREEN, "E_p[A] = 0, |A| <= 1"),
+        (checks.centre(draws, p), _GREEN, "E_p[A] = 0, |A| <= 1"),
     ):
-        bias, bound = theory_checks.bias_and_bound(p, q, advantages)
+        bias, bound = checks.bias_and_bound(p, q, advantages)
         panels[1].loglog(bound, bias, ".", color=colour, markersize=3, alpha=0.6, label=label)
     panels[1].loglog([0.2, 5], [0.2, 5], color=_GREY, linestyle=":", label="violation above this line")
     panels[1].set_xticks([0.2, 0.5, 1, 2, 5], ["0.2", "0.5", "1", "2", "5"])
@@ -168,7 +168,7 @@ def draw_theorems(panels: Sequence[Any], first: theory_checks.TheoremOne, rng: n
     for likeliest, others, colour in ((0.5, 2, _BLUE), (0.3, 14, _ORANGE)):
         q = np.concatenate([[likeliest], np.full(others, (1 - likeliest) / others)])
         p = np.concatenate([mass[:, None], np.repeat((1 - mass[:, None]) / others, others, axis=1)], -1)
-        left, right = theory_checks.third_sides(p, q[None], np.ones_like(p), is_repaired=False)
+        left, right = checks.third_sides(p, q[None], np.ones_like(p), is_repaired=False)
         needed = left - right
         inverse = 1.0 / float(np.square(q).sum())
         name = f"q = ({likeliest:g}, {others} x {(1 - likeliest) / others:g})"
@@ -195,7 +195,7 @@ def draw_on_policy(panels: Sequence[Any], weights: Array, policy: Array) -> None
     panels[0].legend(fontsize=8, loc="upper right")
     ranks = np.arange(1, len(policy) + 1)
     panels[1].bar(ranks - 0.2, policy, width=0.4, color=_BLUE, label="policy q")
-    tilted = theory.effective_distribution(policy, policy)
+    tilted = theorems.effective_distribution(policy, policy)
     panels[1].bar(ranks + 0.2, tilted, width=0.4, color=_ORANGE, label="q^2 / sum q^2")
     panels[1].set_xlabel("completion, likeliest first")
     panels[1].set_ylabel("probability")

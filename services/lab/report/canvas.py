@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from heterorl.common.errors import DependencyMissing
-from heterorl.lab.palette import Look
-from heterorl.lab.report_data import Arm
+from heterorl.lab.report.data import Arm
+from heterorl.lab.report.palette import Look
 
 _DPI = 160
 

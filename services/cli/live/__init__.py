@@ -1,0 +1,1 @@
+"""A run as it is now, for people and programs: `status`, `top`, and the one look that both take."""

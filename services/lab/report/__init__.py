@@ -1,0 +1,4 @@
+"""The report of an experiment: tables, pictures, and one page with both.
+
+Open `report` first; `data` is what it reads.
+"""

@@ -11,8 +11,8 @@ from heterorl.common import errors
 from heterorl.common.identity.identity import Role
 from heterorl.common.rpc.diagnosis import MAX_ANSWER_BYTES
 from heterorl.common.rpc.status import from_rpc_error
-from heterorl.common.types.values import DropReason
-from heterorl.common.wire.groups import group_from_pb, group_to_pb
+from heterorl.common.types.rollout import DropReason
+from heterorl.common.wire.rollout import group_from_pb, group_to_pb
 from heterorl.coordinator.rpc.bounds import bound_of
 from heterorl.coordinator.servicers import arrivals
 from heterorl.v1 import diagnosis_pb2, policy_pb2, rollout_pb2, run_pb2

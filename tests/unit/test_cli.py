@@ -22,7 +22,8 @@ from heterorl.cli.live.status import status_json, status_tables
 from heterorl.cli.main import app, main
 from heterorl.common.errors import ConfigError
 from heterorl.common.process.config import load, parse_override
-from heterorl.common.types.values import DropReason, FlavourStatus, LedgerCounts, RunStatus, SiteStatus
+from heterorl.common.types.rollout import DropReason
+from heterorl.common.types.run import FlavourStatus, LedgerCounts, RunStatus, SiteStatus
 from heterorl.coordinator.config import CoordinatorConfig
 from tests.support.run import REPORT
 

@@ -15,7 +15,8 @@ from heterorl.common.generation.hf import HfEngine, _can_drop_rows
 from heterorl.common.generation.turns import Turns
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.model.tensors import store
-from heterorl.common.types.values import FinishReason, LogprobMode, SamplingSemantics, VersionSpan
+from heterorl.common.types.common import LogprobMode, SamplingSemantics
+from heterorl.common.types.rollout import FinishReason, VersionSpan
 from heterorl.common.weights.arena import Arena
 from heterorl.demo.tiny_model import write_tiny_model
 from tests.support.engines import Truth, disturbed

@@ -8,7 +8,7 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.generation.hf import HfEngine
 from heterorl.common.generation.seeded import group_key, gumbel_noise
 from heterorl.common.process.config import load
-from heterorl.common.types.values import LogprobMode, SamplingSemantics
+from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.demo.tiny_model import write_tiny_model
 from heterorl.sampler.config import SamplerConfig
 

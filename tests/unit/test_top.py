@@ -13,11 +13,11 @@ from heterorl.common.errors import PermissionDenied, Unreachable
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.retry import RetryPolicy
-from heterorl.common.types.values import LedgerCounts, RunStatus
+from heterorl.common.types.run import LedgerCounts, RunStatus
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.rpc.server import Server
-from heterorl.coordinator.servicers.services import RunServicer
+from heterorl.coordinator.servicers.run import RunServicer
 from heterorl.v1 import run_pb2_grpc
 from tests.support.cluster import free_port
 from tests.support.links import PLAINTEXT

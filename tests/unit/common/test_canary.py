@@ -12,7 +12,7 @@ from heterorl.common.errors import ConfigError, StaleWeights
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach
 from heterorl.common.model.lora import LoraConfig
-from heterorl.common.types.values import Digest, LogprobMode
+from heterorl.common.types.common import Digest, LogprobMode
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
 from heterorl.sampler.vllm import canary
 from heterorl.sampler.vllm.requests import logprobs_mode, seed_of

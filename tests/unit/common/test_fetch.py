@@ -10,7 +10,8 @@ import pytest
 from heterorl.common.errors import LimitExceeded, MalformedPayload, UnknownPayload, Unreachable
 from heterorl.common.pull.fetch import Fetcher
 from heterorl.common.pull.ranges import SPLIT_BYTES
-from heterorl.common.types.values import Digest, PayloadKind, PayloadRef
+from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import PayloadKind, PayloadRef
 from tests.support.clock import ManualClock
 
 DATA = np.random.default_rng(0).bytes(9 * SPLIT_BYTES + 12345)

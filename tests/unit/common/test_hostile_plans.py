@@ -15,9 +15,10 @@ from heterorl.common.process.clock import SystemClock
 from heterorl.common.pull.fetch import Fetcher
 from heterorl.common.pull.pull import MAX_COPIES, Puller
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.types.values import Digest, PayloadKind, PayloadRef
+from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import PayloadKind, PayloadRef
 from heterorl.common.weights.container import max_file_bytes
-from heterorl.common.wire import messages
+from heterorl.common.wire.policy import frame_checksum
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.v1 import policy_pb2, policy_pb2_grpc
@@ -44,7 +45,7 @@ class Evil(policy_pb2_grpc.PolicyServiceServicer):
 
     async def ReadPayload(self, request, context):
         self.reads += 1
-        yield policy_pb2.ReadPayloadResponse(frame=TOKEN, checksum=messages.frame_checksum(TOKEN))
+        yield policy_pb2.ReadPayloadResponse(frame=TOKEN, checksum=frame_checksum(TOKEN))
 
 
 def payload(digest, num_bytes, *, to_version=0):

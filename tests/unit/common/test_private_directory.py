@@ -11,7 +11,7 @@ from heterorl.sampler.vllm.private_directory import PrivateDirectory, remove_lef
 
 OWNER = """
 import pathlib, sys
-from heterorl.common.generation.private_directory import PrivateDirectory
+from heterorl.sampler.vllm.private_directory import PrivateDirectory
 directory = PrivateDirectory(pathlib.Path(sys.argv[1]), prefix="weights")
 (directory.path / "model.safetensors").write_bytes(bytes(1000))
 print(directory.path, flush=True)

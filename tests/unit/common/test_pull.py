@@ -5,10 +5,10 @@ import dataclasses
 
 import pytest
 
-from heterorl.common.api import PlanKind
 from heterorl.common.errors import CorruptData, LimitExceeded, StateMismatch, UnknownVersion, Unreachable
 from heterorl.common.pull.pull import Puller
-from heterorl.common.wire.groups import manifest_digest, manifest_from_bytes, manifest_to_bytes
+from heterorl.common.types.policy import PlanKind
+from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes, manifest_to_bytes
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from tests.support.clock import ManualClock

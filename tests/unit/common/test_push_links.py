@@ -13,7 +13,7 @@ from heterorl.common.pull.fetch import STALL_S, Fetcher
 from heterorl.common.rpc.bandwidth import BandwidthConfig
 from heterorl.common.rpc.client import MIN_UP_BYTES_PER_S, PUSH_TIMEOUT_S, CoordinatorClient
 from heterorl.common.rpc.retry import RetryPolicy
-from heterorl.common.types.values import WorkAssignment
+from heterorl.common.types.rollout import WorkAssignment
 from heterorl.v1 import rollout_pb2, rollout_pb2_grpc
 from tests.support.clock import ManualClock
 from tests.support.run import Run

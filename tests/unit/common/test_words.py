@@ -7,7 +7,7 @@ import pytest
 from heterorl.common.errors import MalformedPayload, QuotaExceeded
 from heterorl.common.process.words import MAX_ASKED_S, peer_seconds, peer_words
 from heterorl.common.rpc.status import from_rpc_error, to_status
-from heterorl.common.wire import groups
+from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.v1 import policy_pb2
 
 FORGED = "busy\n2026-01-01 00:00:00 CRITICAL services: the store failed\r\x1b[2J\u2028\x00" + "x" * 5000
@@ -42,7 +42,7 @@ def test_refusal_of_a_peer_has_printable_words_and_a_wait_with_an_end(asked):
 )  # fmt: skip
 def test_manifest_with_a_field_that_is_no_digest_is_refused(change):
     fields = {"run_id": "run", "state_root": "a" * 64, "layout_id": "b" * 64, "parent_digest": ""}
-    assert groups.manifest_from_bytes(policy_pb2.Manifest(**fields).SerializeToString()).run_id == "run"
+    assert manifest_from_bytes(policy_pb2.Manifest(**fields).SerializeToString()).run_id == "run"
 
     with pytest.raises(MalformedPayload):
-        groups.manifest_from_bytes(policy_pb2.Manifest(**{**fields, **change}).SerializeToString())
+        manifest_from_bytes(policy_pb2.Manifest(**{**fields, **change}).SerializeToString())

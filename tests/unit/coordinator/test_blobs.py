@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterorl.common.errors import CorruptStore, DigestMismatch, InvalidRequest, StoreFull
-from heterorl.common.types.values import Digest
+from heterorl.common.types.common import Digest
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.payloads.reader import PayloadReader

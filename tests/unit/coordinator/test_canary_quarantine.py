@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from heterorl.common.api import CanaryReport
 from heterorl.common.errors import InvalidRequest, NotRegistered, Quarantined
+from heterorl.common.types.run import CanaryReport
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.sites import audit

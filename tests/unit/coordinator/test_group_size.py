@@ -7,9 +7,8 @@ import pytest
 
 from heterorl.common.errors import ConfigError, InvalidRequest
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.types.values import DropReason, PushStatus
-from heterorl.common.wire.groups import group_to_bytes
-from heterorl.common.wire.messages import queued_to_pb
+from heterorl.common.types.rollout import DropReason, PushStatus
+from heterorl.common.wire.rollout import group_to_bytes, queued_to_pb
 from heterorl.coordinator.config import GROUP_OVERHEAD_BYTES, CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import queue

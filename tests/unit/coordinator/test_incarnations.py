@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from heterorl.common.types.values import GroupId, PushStatus, SiteId
+from heterorl.common.types.common import SiteId
+from heterorl.common.types.rollout import GroupId, PushStatus
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.sites.incarnations import EARLIER, KEPT, SHOWN

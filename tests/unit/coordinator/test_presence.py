@@ -2,7 +2,8 @@
 
 import pytest
 
-from heterorl.common.types.values import SiteId, SiteStatus
+from heterorl.common.types.common import SiteId
+from heterorl.common.types.run import SiteStatus
 from heterorl.coordinator.sites.presence import Presence
 
 

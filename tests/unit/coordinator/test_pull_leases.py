@@ -1,6 +1,7 @@
 """Leases of plans: all payloads of one stay while any of them is fetched, and not for ever."""
 
-from heterorl.common.types.values import Digest, PayloadKind, PayloadRef
+from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import PayloadKind, PayloadRef
 from heterorl.coordinator.payloads import leases as pull_leases
 from heterorl.coordinator.payloads.leases import PullLeases
 

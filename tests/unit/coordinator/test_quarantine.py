@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from heterorl.common.api import CanaryReport, Rejection
 from heterorl.common.errors import InvalidRequest, Quarantined, StaleEpoch
-from heterorl.common.types.values import DropReason, GroupId, PushStatus
+from heterorl.common.types.rollout import DropReason, GroupId, PushStatus, Rejection
+from heterorl.common.types.run import CanaryReport
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger

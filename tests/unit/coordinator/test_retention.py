@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterorl.common.errors import UnknownVersion
-from heterorl.common.types.values import PayloadKind, PayloadRef
+from heterorl.common.types.policy import PayloadKind, PayloadRef
 from heterorl.coordinator.payloads.retention import Graph, Needs, decide_retirement
 from heterorl.coordinator.payloads.snapshots import decide_snapshot
 from heterorl.coordinator.versions.path import plan_pull

@@ -8,7 +8,7 @@ import blake3
 import pytest
 
 from heterorl.common.errors import InvalidRequest
-from heterorl.common.types.values import Digest
+from heterorl.common.types.common import Digest
 from heterorl.coordinator.payloads import reader as served
 from heterorl.coordinator.payloads.reader import DamagedFile, Identity, PayloadReader
 from heterorl.coordinator.store.files import FRAME_BYTES

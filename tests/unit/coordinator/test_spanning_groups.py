@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from heterorl.common.types.values import Digest, DropReason, Group, GroupId, VersionSpan
+from heterorl.common.types.common import Digest
+from heterorl.common.types.rollout import DropReason, Group, GroupId, VersionSpan
 from heterorl.coordinator.groups.admission import Facts, judge
 from tests.support.run import CONTRACT, INCARNATION, SITE, rollout
 

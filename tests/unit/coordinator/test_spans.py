@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heterorl.common.types.values import Digest, PayloadKind, PayloadRef
+from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import PayloadKind, PayloadRef
 from heterorl.coordinator.payloads.merging.spans import KEEP_VERSIONS, Span, due_blocks, to_evict, worth_merging
 
 

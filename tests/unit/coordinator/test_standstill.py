@@ -9,11 +9,11 @@ from rich.console import Console
 
 from heterorl.cli.live.status import status_json, status_tables
 from heterorl.cli.live.top import View, frame
-from heterorl.common.api import CanaryReport
 from heterorl.common.errors import Quarantined
 from heterorl.common.process.metrics import REGISTRY
+from heterorl.common.types.common import SiteId
+from heterorl.common.types.run import CanaryReport, LedgerCounts, RunStatus, SiteStatus
 from heterorl.common.types.standstill import ACTIVE_S, RELEASE, describe, quarantined_sites
-from heterorl.common.types.values import LedgerCounts, RunStatus, SiteId, SiteStatus
 from heterorl.coordinator import observe
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from heterorl.common.api import Heartbeat
 from heterorl.common.errors import DigestMismatch, UnknownPayload
-from heterorl.common.types.values import PayloadKind
+from heterorl.common.types.policy import PayloadKind
+from heterorl.common.types.run import Heartbeat
 from heterorl.coordinator.payloads import index
 from tests.support.merging import keeping, published, puller, stored_files
 from tests.support.run import INCARNATION, SITE

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from heterorl.common.api import Command, Heartbeat
 from heterorl.common.errors import InvalidRequest, Unreachable
-from heterorl.common.types.values import DropReason, GroupId, PushStatus
-from heterorl.common.wire.groups import group_to_bytes
+from heterorl.common.types.rollout import DropReason, GroupId, PushStatus
+from heterorl.common.types.run import Command, Heartbeat
+from heterorl.common.wire.rollout import group_to_bytes
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.sites.watermark import MAX_GAP

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from heterorl.common.errors import InvalidRequest
-from heterorl.common.types.values import DropReason, GroupId, PushStatus, VersionSpan
+from heterorl.common.types.rollout import DropReason, GroupId, PushStatus, VersionSpan
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups.schedule import prompt_of, seed_of

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from heterorl.common.types.values import GroupId, PushStatus
+from heterorl.common.types.rollout import GroupId, PushStatus
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.sites.shares import ASKED_S, Shares

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.types.values import VersionSpan
+from heterorl.common.types.rollout import VersionSpan
 from heterorl.learner.loss.config import BnpoConfig, DapoConfig, DecoupledPpoConfig, GepoConfig, GrpoConfig, GspoConfig
 from heterorl.learner.train.batch import TrainingSequence, build_batch
 from heterorl.learner.train.micro_batch import collate, split

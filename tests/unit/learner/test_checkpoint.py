@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterorl.common.errors import CorruptStore, DiskFull
-from heterorl.common.types.values import GroupId, SiteId
+from heterorl.common.types.common import SiteId
+from heterorl.common.types.rollout import GroupId
 from heterorl.common.weights.arena import Arena
 from heterorl.common.weights.payload import apply_payload, write_snapshot
 from heterorl.learner.publish.checkpoint import CheckpointStore, read_checkpoint

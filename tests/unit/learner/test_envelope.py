@@ -9,7 +9,7 @@ import numpy as np
 
 from heterorl.common.model import tensors
 from heterorl.common.process.patience import Patience
-from heterorl.common.types.values import DropReason
+from heterorl.common.types.rollout import DropReason
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.run.inbox import Inbox
 from heterorl.learner.run.session import Session

@@ -10,7 +10,6 @@ import torch
 
 from benchmarks.verify import build_site
 from benchmarks.verify_cheats import SEED
-from heterorl.common.api import Rejection
 from heterorl.common.errors import RewardError, UnknownPayload, UnknownVersion
 from heterorl.common.generation.hf import HfEngine
 from heterorl.common.generation.seeded import group_key
@@ -18,7 +17,7 @@ from heterorl.common.model import tensors
 from heterorl.common.model.lora import LoraConfig
 from heterorl.common.process.patience import Patience
 from heterorl.common.tasks.rewards.own import OwnReward, RewardedTask
-from heterorl.common.types.values import DropReason, GroupId, QueuedGroup, RewardPart, VersionSpan
+from heterorl.common.types.rollout import DropReason, GroupId, QueuedGroup, Rejection, RewardPart, VersionSpan
 from heterorl.common.weights.arena import Arena
 from heterorl.coordinator.groups.schedule import seed_of
 from heterorl.demo.tiny_model import write_tiny_model

@@ -12,7 +12,6 @@ import pytest
 from rich.console import Console
 
 from heterorl.cli.verify import verify_directory
-from heterorl.common.api import PlanKind, Registration
 from heterorl.common.errors import (
     ContractMismatch,
     InvalidRequest,
@@ -28,9 +27,10 @@ from heterorl.common.model.quantise import SCALE, dequantise, flavour_layout, qu
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.process.patience import Patience
 from heterorl.common.pull.pull import Puller
-from heterorl.common.types.values import FlavourVersion, PayloadKind
+from heterorl.common.types.policy import FlavourVersion, PayloadKind, PlanKind
+from heterorl.common.types.run import Registration
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
-from heterorl.common.wire.groups import manifest_from_bytes, manifest_to_bytes
+from heterorl.common.wire.policy import manifest_from_bytes, manifest_to_bytes
 from heterorl.learner.checks.versions import RecentVersions
 from heterorl.learner.publish.checkpoint import CheckpointStore
 from heterorl.learner.publish.flavours import Flavours

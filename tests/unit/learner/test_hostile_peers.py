@@ -11,8 +11,9 @@ import pytest
 from heterorl.common.errors import StateMismatch
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.process.patience import Patience
-from heterorl.common.types.values import PayloadKind, PayloadRef, SignedManifest
-from heterorl.common.wire.groups import bytes_digest, manifest_from_bytes, manifest_to_bytes
+from heterorl.common.types.policy import PayloadKind, PayloadRef, SignedManifest
+from heterorl.common.wire.common import bytes_digest
+from heterorl.common.wire.policy import manifest_from_bytes, manifest_to_bytes
 from heterorl.learner.checks.admission import MAX_REWARD, Limits, judge
 from heterorl.learner.publish.journal import Journal
 from heterorl.learner.publish.upload import upload

@@ -13,7 +13,7 @@ from heterorl.common.errors import (
     StaleEpoch,
     Unreachable,
 )
-from heterorl.common.types.values import GroupId
+from heterorl.common.types.rollout import GroupId
 from heterorl.learner.run.incarnation import read_incarnation
 from tests.support.learner_world import (
     INCARNATION,

@@ -9,7 +9,7 @@ from heterorl.common.model import tensors
 from heterorl.common.model.canary import MAX_TOKENS, NUM_SEQUENCES, ScoredText, canary_texts
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.arithmetic import ArithmeticTask
-from heterorl.common.types.values import LogprobMode, SamplingSemantics
+from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.common.weights.arena import Arena
 from heterorl.demo.tiny_model import write_tiny_model
 from heterorl.learner.publish.canary import Canary

@@ -21,7 +21,7 @@ from heterorl.common.errors import (
 )
 from heterorl.common.process.patience import REMIND_S, Patience, is_transient
 from heterorl.common.process.threads import in_thread
-from heterorl.common.types.values import LeaseGrant
+from heterorl.common.types.policy import LeaseGrant
 from heterorl.learner.checks.admission import Limits, judge
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.run.directory import hold_directory

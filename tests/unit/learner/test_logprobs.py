@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from heterorl.common.types.values import LogprobMode, SamplingSemantics
+from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.learner.train.logprobs import logit_temperature, token_logprobs
 
 F64 = torch.float64

@@ -12,7 +12,7 @@ from heterorl.common.errors import ConfigError, CorruptStore
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import LoraLinear, base_digest, has_adapters
 from heterorl.common.model.lora import LoraConfig
-from heterorl.common.types.values import LoraSettings
+from heterorl.common.types.common import LoraSettings
 from heterorl.common.weights.arena import Arena
 from heterorl.coordinator.versions.lease import contract_difference
 from heterorl.learner.backends.torch import TorchBackend

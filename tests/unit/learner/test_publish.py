@@ -7,7 +7,6 @@ import random
 import numpy as np
 import pytest
 
-from heterorl.common.api import PlanKind
 from heterorl.common.errors import (
     ConfigError,
     DigestMismatch,
@@ -23,10 +22,12 @@ from heterorl.common.errors import (
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.process.patience import Patience
 from heterorl.common.pull.pull import Puller
-from heterorl.common.types.values import GroupId, PayloadKind, SiteId
+from heterorl.common.types.common import SiteId
+from heterorl.common.types.policy import PayloadKind, PlanKind
+from heterorl.common.types.rollout import GroupId
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
 from heterorl.common.weights.payload import apply_payload
-from heterorl.common.wire.groups import manifest_from_bytes, manifest_to_bytes
+from heterorl.common.wire.policy import manifest_from_bytes, manifest_to_bytes
 from heterorl.learner.publish.checkpoint import CheckpointStore
 from heterorl.learner.publish.encode import Position, encode_version
 from heterorl.learner.publish.journal import Journal

@@ -9,11 +9,11 @@ import pytest
 from heterorl.common.errors import InvalidRequest, NotReversible, StaleEpoch, UnknownVersion
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.pull.pull import Puller
-from heterorl.common.types.values import PayloadKind
+from heterorl.common.types.policy import PayloadKind
 from heterorl.common.weights.compose import compose
 from heterorl.common.weights.negate import negate
 from heterorl.common.weights.payload import file_digest
-from heterorl.common.wire.groups import manifest_from_bytes
+from heterorl.common.wire.policy import manifest_from_bytes
 from tests.support.learner_world import (
     LAYOUT,
     FragileApi,

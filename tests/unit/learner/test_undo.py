@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import GroupNotAvailable
-from heterorl.common.types.values import DropReason, PushStatus
-from heterorl.common.wire.groups import manifest_from_bytes
+from heterorl.common.types.rollout import DropReason, PushStatus
+from heterorl.common.wire.policy import manifest_from_bytes
 from tests.support.learner_world import (
     INCARNATION,
     SITE,

@@ -7,7 +7,7 @@ import pytest
 
 from heterorl.common.errors import DiskFull, InvalidRequest, Unreachable
 from heterorl.common.process.bell import Bell
-from heterorl.common.types.values import DropReason, PushOutcome, PushStatus
+from heterorl.common.types.rollout import DropReason, PushOutcome, PushStatus
 from heterorl.sampler.outbox.delivery import Delivery, settle
 from heterorl.sampler.outbox.outbox import Outbox
 from tests.support.run import Run
@@ -119,7 +119,7 @@ def test_only_terminal_outcomes_settle_a_group(tmp_path):
 
 
 def _work(count):
-    from heterorl.common.types.values import WorkAssignment
+    from heterorl.common.types.rollout import WorkAssignment
 
     return [WorkAssignment(id=number, prompt_index=number, seed=1, lease_s=1.0) for number in range(count)]
 

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from heterorl.common.errors import UnknownVersion, UnprovenDescent
-from heterorl.common.types.values import Manifest
-from heterorl.common.wire.groups import manifest_digest, manifest_to_bytes
+from heterorl.common.types.policy import Manifest
+from heterorl.common.wire.policy import manifest_digest, manifest_to_bytes
 from heterorl.sampler.policy.descent import MAX_AT_ONCE, check_descent
 from heterorl.sampler.policy.record import RunReplaced, SeenVersion
 

@@ -4,7 +4,7 @@ import pytest
 
 from heterorl.common.errors import StaleWeights
 from heterorl.common.process import metrics
-from heterorl.common.types.values import VersionSpan
+from heterorl.common.types.rollout import VersionSpan
 from tests.support.sampler_world import World
 
 

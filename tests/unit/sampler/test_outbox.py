@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import ConfigError, CorruptStore, DiskFull, MalformedPayload
-from heterorl.common.types.values import GroupId, SiteId, VersionSpan, WorkAssignment
-from heterorl.common.wire.groups import group_to_bytes
+from heterorl.common.types.common import SiteId
+from heterorl.common.types.rollout import GroupId, VersionSpan, WorkAssignment
+from heterorl.common.wire.rollout import group_to_bytes
 from heterorl.sampler.outbox.outbox import Outbox
 from tests.support.run import Run, rollout
 

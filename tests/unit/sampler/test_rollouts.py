@@ -12,16 +12,8 @@ from heterorl.common.model.tensors import store
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.tasks.registry import TaskConfig, build_task
 from heterorl.common.tasks.task import Prompt
-from heterorl.common.types.values import (
-    Digest,
-    FinishReason,
-    GroupId,
-    LogprobMode,
-    RewardPart,
-    SamplingSemantics,
-    SiteId,
-    WorkAssignment,
-)  # fmt: skip
+from heterorl.common.types.common import Digest, LogprobMode, SamplingSemantics, SiteId
+from heterorl.common.types.rollout import FinishReason, GroupId, RewardPart, WorkAssignment  # fmt: skip
 from heterorl.common.weights.arena import Arena
 from heterorl.demo.tiny_model import EOS, write_tiny_model
 from heterorl.sampler.rollout.maker import RolloutMaker

@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from heterorl.common.api import PlanKind
 from heterorl.common.errors import UnknownVersion
 from heterorl.common.pull.link_estimate import MAX_OBJECT_BYTES, LinkEstimate
-from heterorl.common.types.values import PayloadKind, PayloadRef
+from heterorl.common.types.policy import PayloadKind, PayloadRef, PlanKind
 from heterorl.coordinator.versions.path import plan_pull
 
 

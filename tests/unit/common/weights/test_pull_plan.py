@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heterorl.common.api import PlanKind
 from heterorl.common.errors import UnknownVersion
-from heterorl.common.types.values import Digest, PayloadKind, PayloadRef
+from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import PayloadKind, PayloadRef, PlanKind
 from heterorl.coordinator.versions.path import plan_pull
 
 

@@ -1,15 +1,51 @@
-"""Protobuf <-> the contract; a part of heterorl.common.wire.groups."""
+"""Protobuf <-> the values of all columns: the contract, the report of a step; and limits of the wire."""
 
 from __future__ import annotations
 
+import blake3
+
 from heterorl.common.errors import InvalidRequest
-from heterorl.common.types.values import NO_LORA, Contract, Digest, LogprobMode, LoraSettings, SamplingSemantics
+from heterorl.common.types.common import (
+    NO_LORA,
+    Contract,
+    Digest,
+    LogprobMode,
+    LoraSettings,
+    SamplingSemantics,
+    StepReport,
+)
 from heterorl.v1 import common_pb2
+
+MAX_INT32 = 2**31 - 1
+
+
+MAX_INT64 = 2**63 - 1
+
+
+MAX_RUN_ID = 256
+
+
+def bytes_digest(data: bytes) -> Digest:
+    """Blake3 of bytes, lower-case hex."""
+    return Digest(blake3.blake3(data).hexdigest())
+
+
+def contract_to_bytes(value: Contract) -> bytes:
+    """Serialise a contract for the store."""
+    return contract_to_pb(value).SerializeToString(deterministic=True)
+
+
+def contract_from_bytes(data: bytes) -> Contract:
+    """Read what `contract_to_bytes` wrote."""
+    return contract_from_pb(common_pb2.Contract.FromString(data))
+
 
 _MODE = {
     LogprobMode.RAW: common_pb2.LOGPROB_MODE_RAW,
     LogprobMode.PROCESSED: common_pb2.LOGPROB_MODE_PROCESSED,
 }
+
+
 _MODE_OF = {pb: value for value, pb in _MODE.items()}
 
 
@@ -89,3 +125,20 @@ def _lora_from_pb(message: common_pb2.Contract) -> LoraSettings:
         target_modules=tuple(lora.target_modules),
         base_digest=lora.base_digest,
     )
+
+
+def report_to_pb(value: StepReport) -> common_pb2.StepReport:
+    """Convert a step report; the fields have the same names on both sides."""
+    message = common_pb2.StepReport(
+        **{name: getattr(value, name) for name in StepReport.__slots__ if name != "evaluation_accuracy"}
+    )
+    if value.evaluation_accuracy is not None:
+        message.evaluation_accuracy = value.evaluation_accuracy
+    return message
+
+
+def report_from_pb(message: common_pb2.StepReport) -> StepReport:
+    """Convert a step report."""
+    values = {name: getattr(message, name) for name in StepReport.__slots__ if name != "evaluation_accuracy"}
+    accuracy = message.evaluation_accuracy if message.HasField("evaluation_accuracy") else None
+    return StepReport(**values, evaluation_accuracy=accuracy)

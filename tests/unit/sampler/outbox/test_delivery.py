@@ -11,7 +11,7 @@ from heterorl.common.types.rollout import DropReason, PushOutcome, PushStatus
 from heterorl.sampler.outbox.delivery import Delivery, settle
 from heterorl.sampler.outbox.outbox import Outbox
 from tests.support.run import Run
-from tests.unit.sampler.test_outbox import spooled_groups
+from tests.unit.sampler.outbox.test_outbox import spooled_groups
 
 
 class SleepingClock:

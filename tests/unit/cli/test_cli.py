@@ -197,7 +197,7 @@ def test_brackets_in_foreign_text_are_shown_as_they_are(monkeypatch, capsys, tmp
 
 
 def test_every_screen_takes_text_literally():
-    sources = {path: path.read_text() for path in (Path(__file__).parents[2] / "services").rglob("*.py")}
+    sources = {path: path.read_text() for path in (Path(__file__).parents[3] / "services").rglob("*.py")}
     calls = {
         (path.name, ast.unparse(node))
         for path, text in sources.items()

@@ -49,7 +49,7 @@ from tests.support.learner_world import (
     queued,
     rows,
 )
-from tests.unit.learner.test_checkpoint import make_cursor
+from tests.unit.learner.publish.test_checkpoint import make_cursor
 
 
 class World:

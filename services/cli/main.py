@@ -90,7 +90,7 @@ def _who(service: Service, config: Any = None) -> dict[str, str]:
 
 def _serve(service: Service, config: Path | None, overrides: list[str] | None, log: LogStyle, **options: int) -> None:
     from heterorl.common.process import logs
-    from heterorl.common.process.allocator import keep_freed_frames
+    from heterorl.common.rpc.allocator import keep_freed_frames
 
     logs.configure(style=log, fields=_who(service))
     loaded = load_service(service, config, overrides or ())

@@ -6,8 +6,7 @@ import asyncio
 import sqlite3
 
 from heterorl.common.errors import ConfigError, ContractMismatch
-from heterorl.common.process.bell import Bell
-from heterorl.common.process.clock import Clock
+from heterorl.common.process.clock import Bell, Clock
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.groups import group_size, queue
 from heterorl.coordinator.parts import Node

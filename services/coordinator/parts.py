@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from heterorl.common.process.bell import Bell
-from heterorl.common.process.clock import Clock
+from heterorl.common.process.clock import Bell, Clock
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.groups.queue import Queue
 from heterorl.coordinator.payloads.backup import Backups

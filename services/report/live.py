@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from heterorl.cli.live.sites import fold
 from heterorl.common.api import CoordinatorApi
 from heterorl.common.errors import OperatorError
 from heterorl.common.types.common import StepReport
+from heterorl.common.types.incarnations import fold
 from heterorl.report.files import read_journal
 from heterorl.report.past_run import PastRun, SiteTotals
 

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from heterorl.common.identity.trust import Trust
-from heterorl.common.process.bell import Bell
-from heterorl.common.process.clock import SystemClock
+from heterorl.common.process.clock import Bell, SystemClock
 from heterorl.common.pull.pull import Puller
 from heterorl.common.types.policy import PayloadKind
 from heterorl.common.types.run import Heartbeat

@@ -21,8 +21,7 @@ from cryptography.hazmat.primitives.serialization import (
 from heterorl.common.errors import InvalidRequest, StateMismatch, UnsignedManifest, WrongSignature
 from heterorl.common.identity.signing import load_signer, new_key, signed_by
 from heterorl.common.identity.trust import Trust
-from heterorl.common.process.bell import Bell
-from heterorl.common.process.clock import SystemClock
+from heterorl.common.process.clock import Bell, SystemClock
 from heterorl.common.pull.pull import Puller
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.policy import PayloadKind, SignedManifest

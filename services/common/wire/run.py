@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from heterorl.common.process.words import peer_words
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.digests import digest_field as digest_field
 from heterorl.common.types.run import (
@@ -17,6 +16,7 @@ from heterorl.common.types.run import (
     RunStatus,
     SiteStatus,
 )
+from heterorl.common.types.words import peer_words
 from heterorl.common.wire.common import contract_from_pb, contract_to_pb, report_from_pb, report_to_pb
 from heterorl.common.wire.rollout import (
     reason_from_pb,

@@ -20,8 +20,7 @@ import random
 from heterorl.common.api import CoordinatorApi
 from heterorl.common.errors import CorruptData, DiskFull, RemoteError, UnknownVersion, Unreachable, UntrustedVersion
 from heterorl.common.identity.trust import Trust
-from heterorl.common.process.bell import Bell, ring_or_time
-from heterorl.common.process.clock import Clock
+from heterorl.common.process.clock import Bell, Clock, ring_or_time
 from heterorl.common.pull.pull import PulledVersion, Puller
 from heterorl.common.types.policy import PullPlan
 from heterorl.common.wire.policy import manifest_from_bytes

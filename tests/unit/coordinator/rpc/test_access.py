@@ -8,7 +8,7 @@ from grpc_health.v1 import health_pb2
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.identity.identity import Identity, LocalPeer, RefusalReason, Role, spiffe_uri
-from heterorl.common.identity.tls import ServerTlsConfig, TlsConfig, check_tls, is_loopback
+from heterorl.common.identity.tls import ServerTlsConfig, TlsConfig, check_tls
 from heterorl.coordinator.rpc.access import RULES, refuse_call, refuse_request
 from heterorl.v1 import backup_pb2, diagnosis_pb2, policy_pb2, rollout_pb2, run_pb2
 
@@ -95,18 +95,6 @@ def test_lifetime_has_both_ends():
     assert one.refuse_at(-0.1).reason is one.refuse_at(10.1).reason is RefusalReason.EXPIRED
     assert one.uri == spiffe_uri(run="run", site="a", role=Role.SAMPLER) == "spiffe://run/site/a/role/sampler"
     assert dataclasses.replace(one, site="b") != one
-
-
-@pytest.mark.parametrize(
-    ("address", "expected"),
-    [
-        ("127.0.0.1:1", True), ("127.8.9.1:1", True), ("[::1]:1", True), ("localhost:1", True), ("0.0.0.0:1", False),
-        ("[::]:1", False), ("10.0.0.1:1", False), ("example.org:1", False), ("localhost.example.org:1", False),
-        ("dns:///localhost:1", False), ("ipv4:127.0.0.1,10.0.0.1:1", False), ("127.0.0.1.example.org:1", False),
-    ],
-)  # fmt: skip
-def test_loopback_is_what_no_other_machine_can_reach(address, expected):
-    assert is_loopback(address) is expected
 
 
 FILES = {"ca": "a", "cert": "b", "key": "c"}

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from heterorl.common.errors import DiskFull, InvalidRequest, Unreachable
-from heterorl.common.process.bell import Bell
+from heterorl.common.process.clock import Bell
 from heterorl.common.types.rollout import DropReason, PushOutcome, PushStatus
 from heterorl.sampler.outbox.delivery import Delivery, settle
 from heterorl.sampler.outbox.outbox import Outbox

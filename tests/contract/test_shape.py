@@ -1,12 +1,14 @@
 """The house stays easy to see: short files, telling names, prose in ASCII."""
 
+import ast
 import subprocess
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = sorted((ROOT / "services").rglob("*.py"))
+# Without the stubs, which protoc writes.
+SOURCES = sorted(path for path in (ROOT / "services").rglob("*.py") if "v1" not in path.parts)
 MAX_LINES = 300
 
 
@@ -22,3 +24,30 @@ def test_no_file_is_named_for_nothing():
     names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
 
     assert [name for name in names if Path(name).stem in {"util", "utils", "helper", "helpers", "misc"}] == []
+
+
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+
+
+def _test_modules(source):
+    """What a file imports of files that hold tests."""
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    parts = {name: name.split(".") for name in names}
+    return {name for name, own in parts.items() if own[0] == "tests" and any(part.startswith("test_") for part in own)}
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_file_imports_from_tests(path):
+    assert _test_modules(path.read_text()) == set(), "what several tests need is in tests/support"
+
+
+@pytest.mark.parametrize(
+    "source", ["from tests.unit.test_a import b", "import tests.unit.test_a", "from tests.e2e import test_a"]
+)
+def test_an_import_from_tests_is_found(source):
+    assert _test_modules(source)
+    assert _test_modules("from tests.support.run import Run; from tests.faults import kills") == set()

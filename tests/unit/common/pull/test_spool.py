@@ -15,7 +15,7 @@ from heterorl.common.pull import spool
 from heterorl.common.pull.fetch import STALL_S, Fetcher
 from heterorl.common.pull.spool import BATCH_BYTES, PieceWriter, RunningDigest
 from tests.support.clock import ManualClock
-from tests.unit.common.pull.test_fetch import DATA, FRAME, PAYLOAD, Source
+from tests.support.cut_source import DATA, FRAME, PAYLOAD, Source
 
 
 class Disk:

@@ -35,6 +35,7 @@ from heterorl.learner.publish.publish import Publisher
 from heterorl.learner.run.fate import Action, decide
 from heterorl.learner.run.incarnation import read_incarnation
 from heterorl.learner.run.resume import Resumption
+from tests.support.cursors import make_cursor
 from tests.support.learner_world import (
     LAYOUT,
     FragileApi,
@@ -49,7 +50,6 @@ from tests.support.learner_world import (
     queued,
     rows,
 )
-from tests.unit.learner.publish.test_checkpoint import make_cursor
 
 
 class World:

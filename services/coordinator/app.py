@@ -24,6 +24,7 @@ from pathlib import Path
 from heterorl.common.errors import CorruptStore, Draining
 from heterorl.common.process import descriptors, metrics, notify, tracing
 from heterorl.common.process.clock import Clock, SystemClock
+from heterorl.common.process.files import replacing
 from heterorl.coordinator import observe
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
@@ -123,10 +124,9 @@ def _announce(config: CoordinatorConfig, port: int) -> None:
     """Write host:port beside the data, for those who let the system choose the port."""
     host = config.listen.rpartition(":")[0]
     path = Path(config.data_dir) / "address"
-    temporary = path.with_suffix(".tmp")
     try:
-        temporary.write_text(f"{host}:{port}\n", encoding="ascii")
-        temporary.replace(path)
+        with replacing(path, is_durable=False) as file:
+            file.write(f"{host}:{port}\n".encode("ascii"))
     except OSError as error:
         # A convenience: on a full disk the coordinator serves all the same.
         _LOG.warning("%s is not written: %s", path, error)

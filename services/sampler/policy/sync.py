@@ -32,8 +32,6 @@ from heterorl.sampler.waiting import Patience
 _LOG = logging.getLogger(__name__)
 DAMAGED_CAP_S = 300.0
 """A version that fails its checks costs a whole snapshot per attempt: attempts become this rare."""
-
-
 MAX_SKIPPED = 256
 """Versions that are found missing in one attempt; the next attempt goes on behind them."""
 MAX_PUBLISHED = 4096

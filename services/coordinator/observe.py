@@ -58,7 +58,7 @@ def read_waiting(connection: sqlite3.Connection) -> Waiting:
 
 async def observe_run(core: Coordinator) -> tuple[SiteStatus, ...]:
     """Show the run as it is now; returns its sites."""
-    status = await core.get_status()
+    status = await core.run.get_status()
     waiting = await core.database.run(read_waiting)
     config, now = core.config, core.clock.wall()
     metrics.HEAD_VERSION.set(status.head_version)
@@ -69,7 +69,7 @@ async def observe_run(core: Coordinator) -> tuple[SiteStatus, ...]:
     metrics.DRAINING.set(is_ending)
     idle = () if is_ending else quarantined_sites(status)
     metrics.STANDSTILL.set(bool(idle))
-    core.standstill.note(idle)
+    core.parts.standstill.note(idle)
     metrics.MAX_POLICY_AGE_SECONDS.set(config.max_policy_age_s)
     metrics.MAX_STALENESS_VERSIONS.set(config.max_staleness_versions)
     oldest = waiting.oldest_arrival
@@ -83,11 +83,11 @@ async def observe_run(core: Coordinator) -> tuple[SiteStatus, ...]:
     _observe_ledger(status.ledger)
     _observe_sites(status.sites, waiting.bytes_by_site)
     for site in {entry.site for entry in status.sites}:
-        for quota, share in core.queue.quotas.used(site, core.clock.monotonic()).items():
+        for quota, share in core.parts.queue.quotas.used(site, core.clock.monotonic()).items():
             metrics.SITE_QUOTA_RATIO.labels(metrics.SITES.of(site), quota).set(share)
             # A counter that appears with its first refusal has not increased, for whoever watches rates.
             metrics.QUOTA_REFUSALS.labels(metrics.SITES.of(site), quota)
-    await core.note_refusals()
+    await core.run.note_refusals()
     return status.sites
 
 

@@ -10,7 +10,7 @@ from heterorl.common.process.bell import Bell
 from heterorl.common.process.clock import Clock
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.groups import group_size, queue
-from heterorl.coordinator.parts import Node
+from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.payloads.backup import Backups
 from heterorl.coordinator.payloads.keeper import Keeper
 from heterorl.coordinator.payloads.leases import PullLeases
@@ -26,7 +26,7 @@ from heterorl.coordinator.store.room import Room, operators_error
 from heterorl.coordinator.versions import lineage
 
 
-async def open_node(config: CoordinatorConfig, clock: Clock, *, store: type[Database]) -> Node:
+async def open_parts(config: CoordinatorConfig, clock: Clock, *, store: type[Database]) -> Parts:
     """Open the data directory; every lease found there gets a fresh term.
 
     Raises:
@@ -74,7 +74,7 @@ async def open_node(config: CoordinatorConfig, clock: Clock, *, store: type[Data
         clock=clock,
     )
     database.on_full = blobs.on_full = relief.note_refusal
-    return Node(
+    return Parts(
         config=config,
         clock=clock,
         database=database,
@@ -109,7 +109,6 @@ async def open_node(config: CoordinatorConfig, clock: Clock, *, store: type[Data
         queue=queue.Queue.of(config),
         flaps=Flaps(),
         started=now,
-        lease_expires=now + config.learner_lease_s,
     )
 
 

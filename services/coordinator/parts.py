@@ -1,4 +1,4 @@
-"""What the parts of the coordinator share: the store, the payloads, the sites, the bell, the clock."""
+"""What the columns of the coordinator share: the store, the payloads, the sites, the bells, the clock."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from heterorl.coordinator.store.room import Room
 ResultT = TypeVar("ResultT")
 
 
-@dataclass(slots=True)
-class Node:
-    """One coordinator's parts. Times are instants of the monotonic clock."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """One coordinator's parts, put together once. Times are instants of the monotonic clock."""
 
     config: CoordinatorConfig
     clock: Clock
@@ -53,11 +53,9 @@ class Node:
     queue: Queue
     flaps: Flaps
     started: float
-    lease_expires: float
-    is_closing: bool = False
     standstill: Standstill = field(default_factory=Standstill)
-    stream: object = None
-    """The learner's newest stream of groups; read and written by store operations only."""
+    closing: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the coordinator stops: streams end."""
 
     async def change(
         self, operation: Callable[[sqlite3.Connection], ResultT], *, is_publication: bool = False

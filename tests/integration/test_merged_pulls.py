@@ -27,7 +27,7 @@ QUICK = RetryPolicy(budget_s=5.0, base_s=0.01, cap_s=0.05)
 async def served(core):
     """A client of the coordinator behind a port of loopback."""
     server = Server(max_message_bytes=2 << 20, max_concurrent_rpcs=64, run_id="run", tls=PLAINTEXT)
-    policy_pb2_grpc.add_PolicyServiceServicer_to_server(PolicyServicer(core), server.grpc)
+    policy_pb2_grpc.add_PolicyServiceServicer_to_server(PolicyServicer(core.policy, core.lease), server.grpc)
     port = await server.start("127.0.0.1:0")
     client = CoordinatorClient(f"127.0.0.1:{port}", tls=PLAINTEXT, policy=QUICK)
     try:

@@ -16,7 +16,7 @@ from heterorl import __version__
 from heterorl.common.errors import InvalidRequest
 from heterorl.common.rpc.diagnosis import MAX_ANSWER_BYTES, Diagnosis, diagnosis_to_pb
 from heterorl.common.types.common import Contract
-from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.versions import lineage
 from heterorl.v1 import diagnosis_pb2, diagnosis_pb2_grpc
 
@@ -26,8 +26,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class DiagnosisServicer(diagnosis_pb2_grpc.DiagnosisServiceServicer):
     """heterorl.v1.DiagnosisService."""
 
-    def __init__(self, core: Coordinator) -> None:
-        self._core = core
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
 
     async def Diagnose(
         self,
@@ -45,14 +45,14 @@ class DiagnosisServicer(diagnosis_pb2_grpc.DiagnosisServiceServicer):
             version, size = row or (lineage.NONE, 0)
             return version, size, lineage.read_contract(connection)
 
-        head, size, contract = await self._core.database.run(operation)
+        head, size, contract = await self._parts.database.run(operation)
         diagnosis = Diagnosis(
-            server_time=self._core.clock.wall(),
-            run_id=self._core.config.run_id,
+            server_time=self._parts.clock.wall(),
+            run_id=self._parts.config.run_id,
             heterorl_version=__version__,
             python_version=platform.python_version(),
             grpc_version=grpc.__version__,
-            max_message_bytes=self._core.config.max_message_bytes,
+            max_message_bytes=self._parts.config.max_message_bytes,
             head_version=head,
             bytes_full=size,
             contract=contract,

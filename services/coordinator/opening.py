@@ -10,6 +10,7 @@ from heterorl.common.process.bell import Bell
 from heterorl.common.process.clock import Clock
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.groups import group_size, queue
+from heterorl.coordinator.groups.deadlines import Deadlines
 from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.payloads.backup import Backups
 from heterorl.coordinator.payloads.keeper import Keeper
@@ -47,7 +48,7 @@ async def open_parts(config: CoordinatorConfig, clock: Clock, *, store: type[Dat
         )
         merges = Merges(config.data_dir / "merged")
         await merges.open(database)
-        sites = Sites(work_lease_s=config.work_lease_s)
+        sites = Sites()
         leases = PullLeases(term_s=config.pull_lease_s, started=now)
         reading = Reading(database=database, blobs=blobs, merges=merges)
         keeper = Keeper(
@@ -104,6 +105,7 @@ async def open_parts(config: CoordinatorConfig, clock: Clock, *, store: type[Dat
             clock=clock,
         ),
         sites=sites,
+        deadlines=Deadlines(sites=sites, work_lease_s=config.work_lease_s),
         bell=Bell(),
         head_bell=Bell(),
         queue=queue.Queue.of(config),

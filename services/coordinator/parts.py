@@ -11,6 +11,7 @@ from typing import TypeVar
 from heterorl.common.process.bell import Bell
 from heterorl.common.process.clock import Clock
 from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.groups.deadlines import Deadlines
 from heterorl.coordinator.groups.queue import Queue
 from heterorl.coordinator.payloads.backup import Backups
 from heterorl.coordinator.payloads.keeper import Keeper
@@ -46,6 +47,7 @@ class Parts:
     relief: Relief
     backups: Backups
     sites: Sites
+    deadlines: Deadlines
     bell: Bell
     """Groups came or went, or the lease: for the learner's stream."""
     head_bell: Bell

@@ -13,7 +13,6 @@ from heterorl.common.errors import (
     Draining,
     HeterorlError,
     InvalidRequest,
-    NotRegistered,
     RunFinished,
 )
 from heterorl.common.types.common import Contract, SiteId
@@ -63,7 +62,7 @@ class RolloutColumn:
             raise InvalidRequest(f"request_id: {len(request_id)} characters, allowed are {MAX_REQUEST_ID}")
 
         def operation(connection: sqlite3.Connection) -> tuple[tuple[WorkAssignment, ...], str]:
-            _check_site(connection, site, incarnation)
+            self._parts.sites.require(connection, site, incarnation)
             if self._parts.config.is_finished(lineage.read_head(connection).version):
                 raise RunFinished(f"the run ended with version {self._parts.config.max_versions}")
             if get_meta(connection, "draining"):
@@ -75,12 +74,12 @@ class RolloutColumn:
             if not lineage.is_in_lineage(connection, policy_version):
                 return (), f"policy {policy_version} was abandoned; pull version {head}"
             quarantine.check_site(connection, site)
-            work.expire(connection, self._parts.sites.expired(connection, work.leased(connection), now))
+            work.expire(connection, self._parts.deadlines.expired(connection, work.leased(connection), now))
             if head - policy_version <= self._parts.config.max_staleness_versions:
                 self._parts.sites.shares.note_asked(site, now)
             again = work.handed_before(connection, site=site, incarnation=incarnation, request_id=request_id)
             if again:
-                return self._parts.sites.leased(
+                return self._parts.deadlines.begin(
                     connection, again, (site, incarnation), now
                 ), "given to this request before"
             counts, held = ledger.counts(connection), work.leased(connection)
@@ -101,7 +100,7 @@ class RolloutColumn:
                 seed=self._parts.config.seed,
                 request_id=request_id,
             )
-            return self._parts.sites.leased(connection, handed, (site, incarnation), now), reason
+            return self._parts.deadlines.begin(connection, handed, (site, incarnation), now), reason
 
         assignments, reason = await self._parts.database.run(operation)
         self._parts.sites.see(site, incarnation, now, policy_version=policy_version)
@@ -125,7 +124,7 @@ class RolloutColumn:
             raise InvalidRequest(f"assignments: {len(assignments)}, at most {MAX_ASSIGNMENTS} are taken at once")
 
         def operation(connection: sqlite3.Connection) -> None:
-            _check_site(connection, site, incarnation)
+            self._parts.sites.require(connection, site, incarnation)
             work.give_back(connection, site=site, incarnation=incarnation, assignments=list(assignments))
 
         await self._parts.database.run(operation)
@@ -145,7 +144,7 @@ class RolloutColumn:
 
         def operation(connection: sqlite3.Connection) -> list[PushOutcome]:
             for site, incarnation in {(group.id.site, group.id.incarnation) for group in groups}:
-                _check_site(connection, site, incarnation)
+                self._parts.sites.require(connection, site, incarnation)
             contract = lineage.read_contract(connection)
             assert contract is not None, "a site registers only after the contract is stated"
             head = lineage.read_head(connection).version
@@ -280,9 +279,3 @@ class RolloutColumn:
 
         for site, why in (await self._parts.change(operation)).items():
             _LOG.error("site %s goes into quarantine until an operator releases it: %s", site, why)
-
-
-def _check_site(connection: sqlite3.Connection, site: str, incarnation: str) -> None:
-    row = connection.execute("SELECT 1 FROM sites WHERE site = ? AND incarnation = ?", (site, incarnation)).fetchone()
-    if row is None:
-        raise NotRegistered(f"site {site}, incarnation {incarnation}, is not registered")

@@ -11,7 +11,6 @@ from heterorl.common.errors import (
     ContractMismatch,
     Draining,
     InvalidRequest,
-    NotRegistered,
 )
 from heterorl.common.process import metrics
 from heterorl.common.types.common import SiteId, StepReport
@@ -112,8 +111,7 @@ class RunColumn:
         instant = self._parts.clock.monotonic()
 
         def operation(connection: sqlite3.Connection) -> tuple[CanaryVerdict, bool]:
-            if not self._parts.sites.is_known(connection, report.site, report.incarnation):
-                raise NotRegistered(f"site {report.site}, incarnation {report.incarnation}, is not registered")
+            self._parts.sites.require(connection, report.site, report.incarnation)
             before = canary.read_quarantines(connection).get(report.site, "")
             flavour = self._parts.sites.flavour(connection, report.site, report.incarnation)
             threshold = self._parts.config.canary_threshold

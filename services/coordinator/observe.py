@@ -92,12 +92,12 @@ async def observe_run(core: Coordinator) -> tuple[SiteStatus, ...]:
 
 
 def _observe_flavours(status: RunStatus) -> None:
-    """Bytes of each form; no more names than a learner may publish."""
+    """Bytes of each flavour; no more names than a learner may publish."""
     trained = (TRAINED_LABEL, status.bytes_full, status.delta_bytes, status.snapshot_bytes)
-    forms = [(form.flavour, form.full_bytes, form.delta_bytes, form.snapshot_bytes) for form in status.flavours]
+    others = [(each.flavour, each.full_bytes, each.delta_bytes, each.snapshot_bytes) for each in status.flavours]
     # What is published no more is shown no more.
     metrics.FLAVOUR_BYTES.clear()
-    for flavour, *sizes in (trained, *forms):
+    for flavour, *sizes in (trained, *others):
         for kind, num_bytes in zip(("full", "delta", "snapshot"), sizes, strict=True):
             metrics.FLAVOUR_BYTES.labels(flavour, kind).set(num_bytes)
 

@@ -29,7 +29,8 @@ from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.payloads.merging.spans import worth_merging
 from heterorl.coordinator.sites import canary
 from heterorl.coordinator.store.database import set_meta
-from heterorl.coordinator.versions import flavours, lineage, manifests, plans, rollback
+from heterorl.coordinator.versions import flavours, lineage, plans, rollback
+from heterorl.coordinator.versions.chain import Chain
 
 _LOG = logging.getLogger(__name__)
 
@@ -133,19 +134,17 @@ class PolicyColumn:
 
     async def get_manifest(self, *, version: int) -> bytes:
         """Exact bytes of a manifest."""
-        return await self._parts.database.run(lambda connection: manifests.read_manifest(connection, version))
+        return await self._parts.database.run(lambda connection: Chain(connection).manifest(version))
 
     async def get_signed_manifest(self, *, version: int, flavour: str = "") -> SignedManifest:
         """Exact bytes of a manifest and its signature."""
-        return await self._parts.database.run(
-            lambda connection: manifests.read_signed_manifest(connection, version, flavour)
-        )
+        return await self._parts.database.run(lambda connection: Chain(connection, flavour).signed_manifest(version))
 
     async def list_manifests(self, *, first_version: int, last_version: int, flavour: str = "") -> tuple[bytes, ...]:
         """Exact bytes of the newest manifests of a range, as many as fit one answer."""
 
         def operation(connection: sqlite3.Connection) -> tuple[bytes, ...]:
-            return manifests.read_manifests(connection, first=first_version, last=last_version, flavour=flavour)
+            return Chain(connection, flavour).manifests(first=first_version, last=last_version)
 
         return await self._parts.database.run(operation)
 
@@ -166,13 +165,12 @@ class PolicyColumn:
 
         def operation(connection: sqlite3.Connection) -> tuple[PullPlan, int]:
             plan = plans.plan(
-                connection,
+                Chain(connection, flavour),
                 have_version=have_version,
                 have_root=have_root,
                 want_version=want_version,
                 base_root=base_root,
                 object_bytes=object_bytes,
-                flavour=flavour,
                 merged_into=merged_into,
             )
             return plan, lineage.read_head(connection).version

@@ -34,6 +34,7 @@ from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.sites import quarantine
 from heterorl.coordinator.store.database import get_meta
 from heterorl.coordinator.versions import lineage
+from heterorl.coordinator.versions.chain import Chain
 
 _LOG = logging.getLogger(__name__)
 RETRY_AFTER_S = 0.5
@@ -71,7 +72,7 @@ class RolloutColumn:
             contract = lineage.read_contract(connection)
             if contract is None or not 0 <= policy_version <= head:
                 return (), f"policy {policy_version} is not one of this run's versions 0..{head}"
-            if not lineage.is_in_lineage(connection, policy_version):
+            if not Chain(connection).is_in_lineage(policy_version):
                 return (), f"policy {policy_version} was abandoned; pull version {head}"
             quarantine.check_site(connection, site)
             work.expire(connection, self._parts.deadlines.expired(connection, work.leased(connection), now))

@@ -16,7 +16,8 @@ from heterorl.coordinator.sites import quarantine
 from heterorl.coordinator.sites.quotas import Quotas
 from heterorl.coordinator.sites.sites import Sites
 from heterorl.coordinator.store.database import get_meta
-from heterorl.coordinator.versions import flavours, lineage, manifests, rollback
+from heterorl.coordinator.versions import flavours, lineage, rollback
+from heterorl.coordinator.versions.chain import Chain
 
 FACTS = "facts"
 """Where the store keeps what the learner said of the run."""
@@ -53,7 +54,8 @@ def run_status(
     ).fetchone()
     last = connection.execute("SELECT report FROM steps ORDER BY step DESC, version DESC LIMIT 1").fetchone()
     snapshot_version, snapshot_published = index.newest_snapshot(connection)
-    sizes = {payload.kind: payload.num_bytes for payload in lineage.payloads_into(connection, row[0])} if row else {}
+    chain = Chain(connection)
+    sizes = {payload.kind: payload.num_bytes for payload in chain.into(row[0])} if row else {}
     is_held = get_meta(connection, "lease_released") == "0"
     return RunStatus(
         run_id=config.run_id,
@@ -68,7 +70,7 @@ def run_status(
         changed_fraction=row[3] if row else 0.0,
         sites=sites.statuses(connection, now, quotas=quotas, rule=quarantine.rule_of(config)),
         last_report=StepReport(**json.loads(last[0])) if last else None,
-        is_head_signed=bool(row and manifests.read_signature(connection, row[0])),
+        is_head_signed=bool(row and chain.signature(row[0])),
         store_bytes=store_bytes,
         store_limit_bytes=config.store_bytes,
         snapshot_version=snapshot_version,

@@ -23,6 +23,7 @@ from heterorl.common.types.policy import PayloadKind
 from heterorl.common.types.run import Heartbeat
 from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
 from heterorl.coordinator.payloads import index
+from heterorl.coordinator.versions.chain import Chain
 from heterorl.learner.run import incarnation
 from heterorl.sampler.policy.delay import Visibility
 from heterorl.sampler.policy.delay_models import NoDelay
@@ -138,7 +139,7 @@ async def check_learner(directory: Path, image: Image, reference: dict[int, str]
                 assert manifest_digest(await core.get_manifest(version=facts[0])) == facts[1]
             else:
                 assert (await core.get_status()).ledger.acked == facts[0]
-        offered = (await core.database.run(index.graph)).payloads
+        offered = (await core.database.run(lambda connection: index.graph(Chain(connection)))).payloads
         assert all([await core.blobs.is_sound(payload.digest) for payload in offered])
         for version, root in before.items():
             pull = Puller(api=core, spool=directory / "spool", layout=LAYOUT, clock=SystemClock())
@@ -211,7 +212,7 @@ async def test_coordinator_that_writes_and_deletes(tmp_path, scenario):
     async def check(directory: Path, image: Image) -> None:
         async with keeping(directory, **SMALL) as (core, _):
             # Before anything else: what is offered is there and whole.
-            graph = await core.database.run(index.graph)
+            graph = await core.database.run(lambda connection: index.graph(Chain(connection)))
             assert all([await core.blobs.is_sound(payload.digest) for payload in graph.payloads])
             assert await core.database.run(index.retired) == []
             assert files(directory / "data" / "rebuilt") == []

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import sqlite3
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +39,7 @@ from heterorl.coordinator.store.blobs import BlobStore
 from heterorl.coordinator.store.database import Database
 from heterorl.coordinator.store.steady import Steady
 from heterorl.coordinator.versions import flavours
+from heterorl.coordinator.versions.chain import Chain
 
 _LOG = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
@@ -131,32 +131,28 @@ class Keeper:
 
     async def _verify_newest(self, flavour: str) -> bool:
         """Verify the newest snapshot that is not; returns whether there was one."""
-
-        def unverified(connection: sqlite3.Connection) -> Work | None:
-            return index.unverified_snapshot(connection, flavour)
-
-        work = await self._database.run(unverified)
+        work = await self._ask(flavour, index.unverified_snapshot)
         if work is None:
             return False
         if not await self._is_proved(work):
             # Put aside, and another one is the newest; or unreadable for now.
-            return await self._database.run(unverified) != work
-        await self._database.run(lambda connection: index.note_verified(connection, work.payloads[0], flavour))
-        form = f" in flavour {flavour}" if flavour else ""
-        _LOG.info("the snapshot of version %d%s is verified", work.payloads[0].to_version, form)
+            return await self._ask(flavour, index.unverified_snapshot) != work
+        await self._ask(flavour, lambda chain: chain.note_verified(work.payloads[0]))
+        where = f" in flavour {flavour}" if flavour else ""
+        _LOG.info("the snapshot of version %d%s is verified", work.payloads[0].to_version, where)
         return True
 
     async def _write_due(self, flavour: str) -> bool:
         """Write a snapshot when one is due; returns whether it did."""
         merged_into = functools.partial(self._merges.into, flavour=flavour)
-        way = await self._database.run(lambda connection: index.way_of_joiner(connection, merged_into, flavour))
+        way = await self._ask(flavour, lambda chain: index.way_of_joiner(chain, merged_into))
         due = decide_snapshot(
             way, snapshot_ratio=self._config.snapshot_ratio, window=self._config.merge_window_versions
         )
         if not due.is_due:
             return False
         # A longer way is shortened by a snapshot on it.
-        work = await self._database.run(lambda connection: index.work(connection, way[:MAX_PAYLOADS], flavour))
+        work = await self._ask(flavour, lambda chain: index.work(chain, way[:MAX_PAYLOADS]))
         _LOG.debug("a snapshot of version %d is written: %s", work.manifests[-1].version, due.reason)
         scratch = self._rebuilt / "snapshot"
         try:
@@ -172,7 +168,7 @@ class Keeper:
             return False
         finally:
             scratch.unlink(missing_ok=True)
-        return await self._database.run(lambda connection: index.add_snapshot(connection, payload, flavour))
+        return await self._ask(flavour, lambda chain: index.add_snapshot(chain, payload))
 
     async def _is_proved(self, work: Work) -> bool:
         """Rebuild every state along a way; a payload that is not what it should be is put aside."""
@@ -214,15 +210,15 @@ class Keeper:
 
     async def _retire_unneeded(self, flavour: str, *, is_pressed: bool) -> None:
         needs = self._needs()
-        retirement = await self._database.run(lambda connection: disposal.decide(connection, flavour, needs))
+        retirement = await self._ask(flavour, lambda chain: disposal.decide(chain, needs))
         is_worth_it = len(retirement.payloads) * BATCHES >= self._config.merge_window_versions
         if not retirement.payloads or not (is_pressed or is_worth_it):
             return
         proved = retirement.way
-        work = await self._database.run(lambda connection: index.work(connection, proved, flavour))
+        work = await self._ask(flavour, lambda chain: index.work(chain, proved))
         if not proved or await self._is_proved(work):
             needs = self._needs()
-            await self._database.run(lambda connection: disposal.carry_out(connection, flavour, needs, proved=proved))
+            await self._ask(flavour, lambda chain: disposal.carry_out(chain, needs, proved=proved))
 
     async def _make_room(self, missing_bytes: int) -> None:
         await self.collect(missing_bytes=missing_bytes)
@@ -265,6 +261,9 @@ class Keeper:
         given_up = [d for d, seen in self._unpublished.items() if head >= seen + UNPUBLISHED_VERSIONS]
         if given_up:
             await self._database.run(lambda connection: index.retire_digests(connection, given_up))
+
+    async def _ask(self, flavour: str, operation: Callable[[Chain], ResultT]) -> ResultT:
+        return await self._database.run(lambda connection: operation(Chain(connection, flavour)))
 
     # the thread
 

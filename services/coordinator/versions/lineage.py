@@ -8,7 +8,7 @@ heterorl.coordinator.store.database.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from heterorl.common.errors import (
@@ -19,16 +19,15 @@ from heterorl.common.errors import (
     StepConflict,
     UnknownVersion,
 )
-from heterorl.common.types.common import Contract, Digest
-from heterorl.common.types.policy import SIGNATURE_BYTES, Manifest, PayloadKind, PayloadRef, PublishRequest
+from heterorl.common.types.common import Contract
+from heterorl.common.types.policy import SIGNATURE_BYTES, Manifest, PayloadKind, PublishRequest
 from heterorl.common.wire.common import bytes_digest, contract_from_bytes, contract_to_bytes
 from heterorl.common.wire.policy import manifest_digest
 from heterorl.coordinator.store.database import get_meta
-from heterorl.coordinator.versions import manifests
+from heterorl.coordinator.versions.chain import Chain
 from heterorl.coordinator.versions.lease import contract_difference
 
 NONE = -1
-MergedInto = Callable[[int], Sequence[PayloadRef]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,19 +183,12 @@ def write_version(
             manifest.num_changed / manifest.num_elements if manifest.num_elements else 0.0,
         ),
     )
-    manifests.write_signature(connection, manifest.version, request.signature)
-    write_payloads(connection, manifest.payloads)
+    chain = Chain(connection)
+    chain.write_signature(manifest.version, request.signature)
+    chain.offer(manifest.payloads)
     connection.executemany(
         "INSERT OR REPLACE INTO steps VALUES (?, ?, ?)",
         [(step.step, manifest.version, data) for step, data in zip(request.reports, reports, strict=True)],
-    )
-
-
-def write_payloads(connection: sqlite3.Connection, payloads: Iterable[PayloadRef], flavour: str = "") -> None:
-    """Set: offer payloads."""
-    connection.executemany(
-        "INSERT INTO payloads VALUES (?, ?, ?, ?, ?, ?)",
-        [(p.to_version, p.kind.value, p.from_version, p.digest, p.num_bytes, flavour) for p in payloads],
     )
 
 
@@ -216,26 +208,6 @@ def version_of_step(connection: sqlite3.Connection, step_id: str) -> int | None:
     """The version that a step id became."""
     row = connection.execute("SELECT version FROM versions WHERE step_id = ?", (step_id,)).fetchone()
     return None if row is None else int(row[0])
-
-
-def is_in_lineage(connection: sqlite3.Connection, version: int, flavour: str = "") -> bool:
-    """Whether a version exists in this flavour and was not abandoned."""
-    row = connection.execute(
-        "SELECT is_abandoned FROM stated WHERE flavour = ? AND version = ?", (flavour, version)
-    ).fetchone()
-    return row is not None and not row[0]
-
-
-def payloads_into(connection: sqlite3.Connection, version: int, flavour: str = "") -> list[PayloadRef]:
-    """Published payloads that lead to a version."""
-    rows = connection.execute(
-        "SELECT kind, from_version, to_version, digest, num_bytes FROM payloads WHERE flavour = ? AND to_version = ?",
-        (flavour, version),
-    )
-    return [
-        PayloadRef(kind=PayloadKind(kind), from_version=a, to_version=b, digest=Digest(digest), num_bytes=size)
-        for kind, a, b, digest, size in rows
-    ]
 
 
 def _parent_digest(connection: sqlite3.Connection, version: int) -> str:

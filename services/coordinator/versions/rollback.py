@@ -15,6 +15,7 @@ from heterorl.common.types.policy import Manifest, PlanKind, PullPlan
 from heterorl.coordinator.store import repeats
 from heterorl.coordinator.store.database import get_meta, set_meta
 from heterorl.coordinator.versions import lineage, plans
+from heterorl.coordinator.versions.chain import Chain
 
 _ORDER, _KIND = "rollback_to", "rollback"
 _EARLIER = "rollback_request_id"
@@ -53,16 +54,18 @@ def place(connection: sqlite3.Connection, *, to_version: int, request_id: str) -
 def settle(connection: sqlite3.Connection, manifest: Manifest) -> None:
     """End an order that a version carries out: one is published, and it has the state asked for."""
     version = ordered(connection)
-    if version != lineage.NONE and _root(connection, version) == manifest.state_root:
+    if version != lineage.NONE and Chain(connection).state_root(version) == manifest.state_root:
         set_meta(connection, _ORDER, str(lineage.NONE))
 
 
 def _ways(connection: sqlite3.Connection, version: int) -> tuple[PullPlan, ...]:
     """From the version to the head, to be undone, and from nothing to the version; one of them is enough."""
-    if not lineage.is_in_lineage(connection, version):
+    chain = Chain(connection)
+    root = chain.state_root(version)
+    if root is None or not chain.is_in_lineage(version):
         raise UnknownVersion(f"version {version} does not exist in the lineage")
-    plan = functools.partial(plans.plan, connection, merged_into=plans.no_merged)
-    head, root = lineage.read_head(connection).version, _root(connection, version)
+    plan = functools.partial(plans.plan, chain, merged_into=plans.no_merged)
+    head = lineage.read_head(connection).version
     there = plan(have_version=version, have_root=root, want_version=head)
     found = [] if there.kind is PlanKind.SNAPSHOT else [there]
     try:
@@ -71,8 +74,3 @@ def _ways(connection: sqlite3.Connection, version: int) -> tuple[PullPlan, ...]:
         if not found:
             raise UnknownVersion(f"version {version} cannot be rebuilt: its payloads were deleted") from None
     return tuple(found)
-
-
-def _root(connection: sqlite3.Connection, version: int) -> str:
-    row = connection.execute("SELECT state_root FROM versions WHERE version = ?", (version,)).fetchone()
-    return "" if row is None else str(row[0])

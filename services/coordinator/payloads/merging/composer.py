@@ -37,7 +37,8 @@ from heterorl.coordinator.payloads.merging.cache import Merges
 from heterorl.coordinator.payloads.merging.spans import Span, due_blocks
 from heterorl.coordinator.store.database import Database
 from heterorl.coordinator.store.steady import Steady
-from heterorl.coordinator.versions import flavours, lineage, manifests
+from heterorl.coordinator.versions import flavours, lineage
+from heterorl.coordinator.versions.chain import Chain, MergedInto
 from heterorl.coordinator.versions.path import plan_pull
 
 _LOG = logging.getLogger(__name__)
@@ -204,12 +205,12 @@ class Composer:
         for span in (*requests, *blocks):
             if span in have:
                 continue
-            path = _path_over(connection, span, functools.partial(self._merges.into, flavour=span.flavour))
+            chain = Chain(connection, span.flavour)
+            path = _path_over(chain, span, functools.partial(self._merges.into, flavour=span.flavour))
             if len(path) < 2:
                 impossible.add(span)
             elif len(path) <= MAX_PAYLOADS:
-                manifest = manifests.read_manifest(connection, span.stop, span.flavour)
-                job = _Job(span=span, payloads=path, manifest=manifest)
+                job = _Job(span=span, payloads=path, manifest=chain.manifest(span.stop))
                 return _Choice(job=job, head=head, skipped=frozenset(impossible))
             # Else: shorter once the blocks are made.
         return _Choice(job=None, head=head, skipped=frozenset(impossible))
@@ -241,14 +242,14 @@ class Composer:
         return payload
 
 
-def _path_over(connection: sqlite3.Connection, span: Span, merged_into: lineage.MergedInto) -> tuple[PayloadRef, ...]:
+def _path_over(chain: Chain, span: Span, merged_into: MergedInto) -> tuple[PayloadRef, ...]:
     """The cheapest deltas, merged ones among them, that lead over a span; none when there is no way."""
 
     def into(version: int) -> list[PayloadRef]:
-        payloads = [*lineage.payloads_into(connection, version, span.flavour), *merged_into(version)]
+        payloads = [*chain.into(version), *merged_into(version)]
         return [p for p in payloads if p.kind is not PayloadKind.SNAPSHOT and p.from_version >= span.start]
 
-    if not lineage.is_in_lineage(connection, span.stop, span.flavour):
+    if not chain.is_in_lineage(span.stop):
         return ()
     try:
         return plan_pull(into, have_version=span.start, want_version=span.stop)[1]

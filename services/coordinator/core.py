@@ -36,7 +36,7 @@ class Coordinator:
         self.merges = parts.merges
         self.composer = parts.composer
         self.leases = parts.leases
-        self.reading = parts.reading
+        self.damage = parts.damage
         self.keeper = parts.keeper
         self.room = parts.room
         self.relief = parts.relief
@@ -97,5 +97,5 @@ class Coordinator:
         """End the streams and close the store."""
         await self.end_streams()
         await self.keeper.close()
-        await self.reading.close()
+        await self.parts.reader.close()
         await self.database.close()

@@ -14,11 +14,12 @@ from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.groups.deadlines import Deadlines
 from heterorl.coordinator.groups.queue import Queue
 from heterorl.coordinator.payloads.backup import Backups
+from heterorl.coordinator.payloads.damage import Damage
 from heterorl.coordinator.payloads.keeper import Keeper
 from heterorl.coordinator.payloads.leases import PullLeases
 from heterorl.coordinator.payloads.merging.cache import Merges
 from heterorl.coordinator.payloads.merging.composer import Composer
-from heterorl.coordinator.payloads.reading import Reading
+from heterorl.coordinator.payloads.reader import PayloadReader
 from heterorl.coordinator.payloads.relief import Relief
 from heterorl.coordinator.sites.flaps import Flaps
 from heterorl.coordinator.sites.sites import Sites
@@ -41,7 +42,8 @@ class Parts:
     merges: Merges
     composer: Composer
     leases: PullLeases
-    reading: Reading
+    reader: PayloadReader
+    damage: Damage
     keeper: Keeper
     room: Room
     relief: Relief

@@ -27,6 +27,7 @@ from heterorl.coordinator import status
 from heterorl.coordinator.groups import queue
 from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.payloads.merging.spans import worth_merging
+from heterorl.coordinator.payloads.reader import DamagedFile
 from heterorl.coordinator.sites import canary
 from heterorl.coordinator.store.database import set_meta
 from heterorl.coordinator.versions import flavours, lineage, plans, rollback
@@ -199,6 +200,10 @@ class PolicyColumn:
         path = self._parts.blobs.path(digest) if merged is None else merged
         with self._parts.leases.reading(digest):
             self._parts.leases.touch(digest, self._parts.clock.monotonic())
-            async for frame in self._parts.reading.read(digest, path, offset=offset, stop=stop):
-                self._parts.leases.touch(digest, self._parts.clock.monotonic())
-                yield frame
+            try:
+                async for frame in self._parts.reader.read(digest, path, offset=offset, stop=stop):
+                    self._parts.leases.touch(digest, self._parts.clock.monotonic())
+                    yield frame
+            except (OSError, DamagedFile) as error:
+                raise await self._parts.damage.of_read(digest, error) from error
+            self._parts.damage.note_read(digest)

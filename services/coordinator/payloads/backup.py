@@ -27,8 +27,8 @@ from heterorl.common.process.files import make_directory, sync_directory
 from heterorl.common.rpc.backup import Backup
 from heterorl.common.types.common import Digest
 from heterorl.coordinator.offline.history import STORE_FILE
+from heterorl.coordinator.payloads.damage import Damage
 from heterorl.coordinator.payloads.keeper import Keeper
-from heterorl.coordinator.payloads.reading import Reading
 from heterorl.coordinator.store.blobs import BlobStore
 from heterorl.coordinator.store.database import Database
 from heterorl.coordinator.store.files import typed_error
@@ -52,7 +52,7 @@ class Backups:
         run_id: str,
         database: Database,
         blobs: BlobStore,
-        reading: Reading,
+        damage: Damage,
         keeper: Keeper,
         clock: Clock,
     ) -> None:
@@ -60,7 +60,7 @@ class Backups:
         self._run_id = run_id
         self._database = database
         self._blobs = blobs
-        self._reading = reading
+        self._damage = damage
         self._keeper = keeper
         self._clock = clock
         self._making: tuple[str, asyncio.Task[Backup]] | None = None
@@ -107,7 +107,7 @@ class Backups:
                     num_bytes = await asyncio.to_thread(self._take, digests, partial)
                 except FileNotFoundError as error:
                     # The next attempt is without it.
-                    await self._reading.put_aside_missing((digest, self._blobs.path(digest)) for digest in digests)
+                    await self._damage.put_aside_missing((digest, self._blobs.path(digest)) for digest in digests)
                     raise Busy("a payload of the run is gone", retry_after_s=_BUSY_S) from error
             backup = Backup(
                 path=str((self._directory / name).resolve()),

@@ -29,10 +29,10 @@ from heterorl.common.types.policy import PayloadKind
 from heterorl.common.weights.compose import MAX_PAYLOADS
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.payloads import disposal, index
+from heterorl.coordinator.payloads.damage import Damage
 from heterorl.coordinator.payloads.leases import PullLeases
 from heterorl.coordinator.payloads.merging.cache import Merges
 from heterorl.coordinator.payloads.merging.composer import lower_priority
-from heterorl.coordinator.payloads.reading import Reading
 from heterorl.coordinator.payloads.retention import Needs
 from heterorl.coordinator.payloads.snapshots import DamagedPayload, Work, decide_snapshot, verify_way, write_snapshot
 from heterorl.coordinator.store.blobs import BlobStore
@@ -64,7 +64,7 @@ class Keeper:
         database: Database,
         blobs: BlobStore,
         merges: Merges,
-        reading: Reading,
+        damage: Damage,
         leases: PullLeases,
         in_use: Callable[[float], frozenset[int]],
     ) -> None:
@@ -73,7 +73,7 @@ class Keeper:
         self._database = database
         self._blobs = blobs
         self._merges = merges
-        self._reading = reading
+        self._damage = damage
         self._leases = leases
         self._in_use = in_use
         self._rebuilt = config.data_dir / "rebuilt"
@@ -83,7 +83,6 @@ class Keeper:
         self._idle = asyncio.Event()
         self._stopping = threading.Event()
         self._executor: ThreadPoolExecutor | None = None
-        blobs.make_room = self._make_room
 
     def poke(self) -> None:
         """Look again for something to do."""
@@ -158,9 +157,9 @@ class Keeper:
         try:
             payload = await self._in_thread(lambda: write_snapshot(self._paths(work), scratch, work, self._check_stop))
             adopted = self._blobs.adopt(scratch, digest=payload.digest, num_bytes=payload.num_bytes)
-            await self._reading.on_disk(adopted)
+            await self._damage.on_disk(adopted)
         except DamagedPayload as error:
-            await self._reading.put_aside(work.payloads[error.index].digest, str(error))
+            await self._damage.put_aside(work.payloads[error.index].digest, str(error))
             return True
         except (StoreFull, Busy, OSError) as error:
             # The next version is the next attempt.
@@ -175,11 +174,11 @@ class Keeper:
         try:
             await self._in_thread(lambda: verify_way(self._paths(work), work.manifests, on_chunk=self._check_stop))
         except DamagedPayload as error:
-            await self._reading.put_aside(work.payloads[error.index].digest, str(error))
+            await self._damage.put_aside(work.payloads[error.index].digest, str(error))
         except OSError as error:
             _LOG.warning("version %d cannot be rebuilt now: %s", work.manifests[-1].version, error)
             digests = (payload.digest for payload in work.payloads)
-            await self._reading.put_aside_missing(zip(digests, self._paths(work), strict=True))
+            await self._damage.put_aside_missing(zip(digests, self._paths(work), strict=True))
         else:
             return True
         return False
@@ -220,9 +219,6 @@ class Keeper:
             needs = self._needs()
             await self._ask(flavour, lambda chain: disposal.carry_out(chain, needs, proved=proved))
 
-    async def _make_room(self, missing_bytes: int) -> None:
-        await self.collect(missing_bytes=missing_bytes)
-
     def _needs(self) -> Needs:
         now = self._clock.monotonic()
         term_s = self._config.pull_lease_s
@@ -251,7 +247,7 @@ class Keeper:
             is_named = await self._database.run(lambda connection: index.is_named(connection, digest))
             return is_named or digest in self._leases.payloads(self._clock.monotonic())
 
-        return await self._reading.on_disk(self._blobs.remove(digest, is_needed=is_needed))
+        return await self._damage.on_disk(self._blobs.remove(digest, is_needed=is_needed))
 
     async def _give_up_unpublished(self) -> None:
         """Retire uploads that no version came to name."""

@@ -163,7 +163,7 @@ async def test_damage_at_2000_places_is_noticed_and_never_sent(tmp_path, monkeyp
 
         with monkeypatch.context() as patches:
             # Putting aside would change the store each time; the next test does it for real.
-            patches.setattr(core.reading, "put_aside", note)
+            patches.setattr(core.damage, "put_aside", note)
             for number in range(2000):
                 payload, path = found[number % len(found)]
                 good = path.read_bytes()

@@ -38,10 +38,6 @@ class WeightsApi(Protocol):
         """Yield the newest head whenever it is greater than the last one yielded (intermediate ones may be skipped)."""
         ...
 
-    async def get_manifest(self, *, version: int) -> bytes:
-        """The exact bytes of a manifest of the weights that are trained."""
-        ...
-
     async def get_signed_manifest(self, *, version: int, flavour: str = "") -> SignedManifest:
         """The exact bytes of a manifest with the signature that its publisher sent."""
         ...

@@ -50,7 +50,6 @@ class Coordinator:
         self.publish_version = self.policy.publish_version
         self.get_step = self.policy.get_step
         self.watch_head = self.policy.watch_head
-        self.get_manifest = self.policy.get_manifest
         self.get_signed_manifest = self.policy.get_signed_manifest
         self.list_manifests = self.policy.list_manifests
         self.plan_pull = self.policy.plan_pull

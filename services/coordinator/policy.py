@@ -133,10 +133,6 @@ class PolicyColumn:
                 await ticket.wait()
         raise Draining("the coordinator is stopping", retry_after_s=1.0)
 
-    async def get_manifest(self, *, version: int) -> bytes:
-        """Exact bytes of a manifest."""
-        return await self._parts.database.run(lambda connection: Chain(connection).manifest(version))
-
     async def get_signed_manifest(self, *, version: int, flavour: str = "") -> SignedManifest:
         """Exact bytes of a manifest and its signature."""
         return await self._parts.database.run(lambda connection: Chain(connection, flavour).signed_manifest(version))

@@ -100,7 +100,7 @@ def _ended(rollout, eos_token_id):
 
 async def _push(core, contract, numbers):
     head = (await core.get_status()).head_version
-    manifest = manifest_from_bytes(await core.get_manifest(version=head))
+    manifest = manifest_from_bytes((await core.get_signed_manifest(version=head)).data)
     await core.register(
         Registration(
             site=SITE, incarnation=INCARNATION, contract=contract, engine="test", dtype="fp32", max_delay_versions=0

@@ -124,7 +124,9 @@ async def test_learner_that_publishes(tmp_path):
             await learn_on(core, disk.root, api, max_steps=STEPS - 1)
         await learn_on(core, disk.root, api, max_steps=STEPS)
         reference = await roots_of(core)
-        kinds = {payload.kind for payload in manifest_from_bytes(await core.get_manifest(version=1)).payloads}
+        kinds = {
+            payload.kind for payload in manifest_from_bytes((await core.get_signed_manifest(version=1)).data).payloads
+        }
         await core.close()
     assert kinds == {PayloadKind.DELTA}
     assert set(reference) == set(range(STEPS + 1))
@@ -137,7 +139,7 @@ async def check_learner(directory: Path, image: Image, reference: dict[int, str]
         before = await roots_of(core)
         for kind, *facts in image.acknowledged:
             if kind == "version":
-                assert manifest_digest(await core.get_manifest(version=facts[0])) == facts[1]
+                assert manifest_digest((await core.get_signed_manifest(version=facts[0])).data) == facts[1]
             else:
                 assert (await core.get_status()).ledger.acked == facts[0]
         offered = (await core.database.run(lambda connection: index.graph(Chain(connection)))).payloads
@@ -218,7 +220,7 @@ async def test_coordinator_that_writes_and_deletes(tmp_path, scenario):
             assert await core.database.run(index.retired) == []
             assert files(directory / "data" / "rebuilt") == []
             for version, root in image.acknowledged:
-                assert manifest_from_bytes(await core.get_manifest(version=version)).state_root == root
+                assert manifest_from_bytes((await core.get_signed_manifest(version=version)).data).state_root == root
             for start, want in ((None, run.head - 1), (held[0], -1), (held[1], -1)):
                 pulled = await puller(core, directory / "spool").pull(held=start, want_version=want)
                 assert pulled.arena.state_root() == run.roots[pulled.version]

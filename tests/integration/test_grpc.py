@@ -237,7 +237,10 @@ async def test_manifests_of_a_way_come_in_one_call_newest_first(served, run):
     await run.publish()
 
     found = await served.client.list_manifests(first_version=1, last_version=2)
-    assert found == (await served.client.get_manifest(version=2), await served.client.get_manifest(version=1))
+    assert found == (
+        (await served.client.get_signed_manifest(version=2)).data,
+        (await served.client.get_signed_manifest(version=1)).data,
+    )
 
 
 async def test_typed_refusals_arrive_typed(served, run):
@@ -250,7 +253,7 @@ async def test_typed_refusals_arrive_typed(served, run):
     with pytest.raises(errors.StaleEpoch):
         await stream(client, dataclasses.make_dataclass("Old", [("epoch", int)])(99), 1)
     with pytest.raises(errors.UnknownVersion):
-        await client.get_manifest(version=99)
+        await client.get_signed_manifest(version=99)
     with pytest.raises(errors.UnknownVersion):
         await client.list_manifests(first_version=0, last_version=99)
     with pytest.raises(errors.InvalidRequest, match="no range"):

@@ -29,7 +29,6 @@ from heterorl.common.process.files import make_directory, sync_directory
 from heterorl.common.types.common import Digest
 from heterorl.common.weights.payload import file_digest
 from heterorl.coordinator.store.files import (
-    FRAME_BYTES,
     cut,
     file_size,
     open_file,
@@ -42,7 +41,6 @@ from heterorl.coordinator.store.files import (
 )
 from heterorl.coordinator.store.locks import Locks
 
-__all__ = ["FRAME_BYTES", "BlobStore"]
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 

@@ -569,7 +569,7 @@ async def test_plan_trusts_no_claim_about_what_the_caller_holds(core, run):
 
     assert [p.kind for p in (same, delta, liar)] == [PlanKind.SAME, PlanKind.DELTA, PlanKind.SNAPSHOT]
     with pytest.raises(UnknownVersion):
-        await core.get_manifest(version=9)
+        await core.get_signed_manifest(version=9)
     with pytest.raises(InvalidRequest):
         await core.list_steps(after_step=0, limit=0)
 

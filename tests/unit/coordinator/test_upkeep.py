@@ -335,7 +335,7 @@ async def test_joiner_with_the_base_model_fetches_no_snapshot(tmp_path):
 
         with pytest.raises(UntrustedVersion):
             await puller(api, tmp_path / "judged", base=lambda: base).pull(held=None, want_version=0, admit=admit)
-        assert plans[0].manifests == (await core.get_manifest(version=0),)
+        assert plans[0].manifests == ((await core.get_signed_manifest(version=0)).data,)
         for _ in range(5):
             await run.publish()
         pulled = await puller(api, tmp_path / "b", base=lambda: base).pull(held=None, want_version=-1)

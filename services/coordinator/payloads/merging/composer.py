@@ -98,7 +98,6 @@ class Composer:
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._stopping = threading.Event()
-        self.num_composed = 0
 
     def request(self, span: Span) -> None:
         """Ask for one object over a span; nothing when it is there, under way, impossible, or too many are asked."""
@@ -165,7 +164,6 @@ class Composer:
             return await self._after(error, self._current)
         finally:
             self._current = None
-        self.num_composed += 1
         self._merges.add(payload, choice.job.span.flavour)
         _LOG.debug("versions %d to %d are one delta", payload.from_version, payload.to_version)
         # What had to go for want of room would be due at once, for ever.

@@ -46,7 +46,7 @@ async def core(tmp_path):
 
 
 async def manifest(core, version):
-    return manifest_from_bytes(await core.get_manifest(version=version))
+    return manifest_from_bytes((await core.get_signed_manifest(version=version)).data)
 
 
 async def until_head(core, version):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from heterorl.common.errors import InvalidRequest, LeaseHeld
 from heterorl.common.types.common import Contract
-from heterorl.common.types.policy import LeaseGrant
+from heterorl.common.types.policy import LeaseGrant, stated_version
 from heterorl.coordinator.groups import group_size, queue
 from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.sites import audit
@@ -56,7 +56,7 @@ class LearnerLease:
             raise InvalidRequest(problem, action=group_size.ACTION)
         now = self._parts.clock.monotonic()
 
-        def operation(connection: sqlite3.Connection) -> tuple[int, int, str]:
+        def operation(connection: sqlite3.Connection) -> tuple[int, int | None, str]:
             lease = read_lease(connection, expires=self._expires)
             decision, reason = decide_acquire(now, lease, holder=holder, request_id=request_id, incarnation=incarnation)
             if decision.epoch is None:
@@ -83,7 +83,7 @@ class LearnerLease:
                 offer(connection, flavours)
             # Inside the operation: the next request for the lease, in the same commit perhaps, must see this one.
             self._expires = now + self._parts.config.learner_lease_s
-            return decision.epoch, lineage.read_head(connection).version, reason
+            return decision.epoch, lineage.head_version(connection), reason
 
         epoch, head, reason = await self._parts.change(operation)
         _LOG.info("learner %s: %s", holder, reason)
@@ -91,7 +91,7 @@ class LearnerLease:
             epoch=epoch,
             holder=holder,
             ttl_s=self._parts.config.learner_lease_s,
-            head_version=head,
+            head_version=stated_version(head),
             max_message_bytes=self._parts.config.max_message_bytes,
             max_staleness_versions=self._parts.config.max_staleness_versions,
         )
@@ -107,8 +107,8 @@ class LearnerLease:
                 epoch=epoch,
                 holder=get_meta(connection, "holder") or "",
                 ttl_s=self._parts.config.learner_lease_s,
-                head_version=lineage.read_head(connection).version,
-                rollback_to=rollback.ordered(connection),
+                head_version=stated_version(lineage.head_version(connection)),
+                rollback_to=stated_version(rollback.ordered(connection)),
                 max_staleness_versions=self._parts.config.max_staleness_versions,
             )
 

@@ -52,7 +52,7 @@ def read_waiting(connection: sqlite3.Connection) -> Waiting:
     return Waiting(
         bytes_by_site={site: int(count) for site, count in rows},
         oldest_arrival=oldest,
-        head_published=None if head.version == lineage.NONE else head.published,
+        head_published=None if head is None else head.published,
     )
 
 

@@ -20,8 +20,15 @@ from heterorl.common.errors import (
     RunFinished,
 )
 from heterorl.common.types.common import Digest
-from heterorl.common.types.policy import HeadUpdate, Manifest, PayloadRef, PublishRequest, PullPlan, SignedManifest
-from heterorl.common.types.rollout import GroupId
+from heterorl.common.types.policy import (
+    HeadUpdate,
+    Manifest,
+    PayloadRef,
+    PublishRequest,
+    PullPlan,
+    SignedManifest,
+    version_or_none,
+)
 from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.coordinator import status
 from heterorl.coordinator.groups import queue
@@ -84,10 +91,10 @@ class PolicyColumn:
         steps = [status.encode(report) for report in request.reports]
         now = self._parts.clock.wall()
 
-        def operation(connection: sqlite3.Connection) -> tuple[int, list[GroupId], str]:
+        def operation(connection: sqlite3.Connection) -> tuple[int | None, str]:
             version = lineage.check_publication(connection, request, manifest, self._parts.config.run_id)
             if version is not None:
-                return version, [], ""
+                return version, ""
             flavours.check_publication(connection, request, manifest, parsed)
             if self._parts.config.is_finished(request.parent_version):
                 raise RunFinished(f"the run ends with version {self._parts.config.max_versions}")
@@ -96,7 +103,7 @@ class PolicyColumn:
             )
             if refused:
                 # Returned, not raised: the drops of stale groups must be committed.
-                return lineage.NONE, refused, why
+                return None, why
             abandoned = lineage.abandon_versions(connection, request)
             queue.abandon_consumed(connection, abandoned)
             queue.drop_abandoned(connection, abandoned)
@@ -105,10 +112,10 @@ class PolicyColumn:
             canary.write_stated(connection, manifest.version, request)
             set_meta(connection, "encode_s", str(request.encode_s))
             rollback.settle(connection, manifest)
-            return manifest.version, [], ""
+            return manifest.version, ""
 
-        version, refused, why = await self._parts.change(operation, is_publication=True)
-        if refused:
+        version, why = await self._parts.change(operation, is_publication=True)
+        if version is None:
             raise GroupNotAvailable(why)
         self._parts.composer.poke()
         self._parts.keeper.poke()
@@ -126,7 +133,7 @@ class PolicyColumn:
         while not self._parts.closing.is_set():
             ticket = self._parts.head_bell.ticket()
             head = await self._parts.database.run(lineage.read_head)
-            if head.version > after_version:
+            if head is not None and head.version > after_version:
                 after_version = head.version
                 yield HeadUpdate(version=head.version, age_s=max(0.0, self._parts.clock.wall() - head.published))
             else:
@@ -157,34 +164,34 @@ class PolicyColumn:
         flavour: str = "",
     ) -> PullPlan:
         """Plan the cheapest way to a version by what is there; what would be cheaper is made for the next caller."""
-        merges = self._parts.merges
+        merges, have = self._parts.merges, version_or_none(have_version)
         merged_into = functools.partial(merges.into, flavour=flavour) if accept_merged else plans.no_merged
 
-        def operation(connection: sqlite3.Connection) -> tuple[PullPlan, int]:
+        def operation(connection: sqlite3.Connection) -> tuple[PullPlan, int | None]:
             plan = plans.plan(
                 Chain(connection, flavour),
-                have_version=have_version,
+                have_version=have,
                 have_root=have_root,
-                want_version=want_version,
+                want_version=version_or_none(want_version),
                 base_root=base_root,
                 object_bytes=object_bytes,
                 merged_into=merged_into,
             )
-            return plan, lineage.read_head(connection).version
+            return plan, lineage.head_version(connection)
 
-        plan, head = await self._leased(operation, have_version)
+        plan, head = await self._leased(operation, have)
         if accept_merged:
             while await merges.forget_missing(plan.payloads):
                 self._parts.composer.poke()
-                plan, head = await self._leased(operation, have_version)
+                plan, head = await self._leased(operation, have)
             span = worth_merging(plan.payloads, head=head, flavour=flavour)
             if span is not None:
                 self._parts.composer.request(span)
         return plan
 
     async def _leased(
-        self, operation: Callable[[sqlite3.Connection], tuple[PullPlan, int]], have_version: int
-    ) -> tuple[PullPlan, int]:
+        self, operation: Callable[[sqlite3.Connection], tuple[PullPlan, int | None]], have_version: int | None
+    ) -> tuple[PullPlan, int | None]:
         plan, head = await self._parts.database.run(operation)
         # Nothing is awaited in between: a deletion decided after this plan was made sees its lease.
         self._parts.leases.grant(have_version=have_version, payloads=plan.payloads, now=self._parts.clock.monotonic())

@@ -16,6 +16,7 @@ from heterorl.common.errors import (
     RunFinished,
 )
 from heterorl.common.types.common import Contract, SiteId
+from heterorl.common.types.policy import stated_version
 from heterorl.common.types.rollout import (
     DropReason,
     Group,
@@ -64,11 +65,11 @@ class RolloutColumn:
 
         def operation(connection: sqlite3.Connection) -> tuple[tuple[WorkAssignment, ...], str]:
             self._parts.sites.require(connection, site, incarnation)
-            if self._parts.config.is_finished(lineage.read_head(connection).version):
+            if self._parts.config.is_finished(lineage.head_version(connection)):
                 raise RunFinished(f"the run ended with version {self._parts.config.max_versions}")
             if get_meta(connection, "draining"):
                 raise Draining(f"the run drains: {get_meta(connection, 'draining')}")
-            head = lineage.read_head(connection).version
+            head = stated_version(lineage.head_version(connection))
             contract = lineage.read_contract(connection)
             if contract is None or not 0 <= policy_version <= head:
                 return (), f"policy {policy_version} is not one of this run's versions 0..{head}"
@@ -148,7 +149,7 @@ class RolloutColumn:
                 self._parts.sites.require(connection, site, incarnation)
             contract = lineage.read_contract(connection)
             assert contract is not None, "a site registers only after the contract is stated"
-            head = lineage.read_head(connection).version
+            head = stated_version(lineage.head_version(connection))
             found = self._parts.queue.ingest(connection, groups, contract=contract, head=head, now=now, instant=instant)
             for outcome in found:
                 if outcome.status is PushStatus.ACCEPTED:
@@ -225,7 +226,7 @@ class RolloutColumn:
             # An operation that is undone is run again.
             leased.clear()
             if count > 0:
-                head = lineage.read_head(connection).version
+                head = stated_version(lineage.head_version(connection))
                 leased.extend(groups.lease(connection, count=count, head=head, now=now))
             return True
 
@@ -247,7 +248,7 @@ class RolloutColumn:
 
         def operation(connection: sqlite3.Connection) -> None:
             lineage.check_epoch(connection, epoch)
-            head, bound = lineage.read_head(connection).version, self._parts.config.max_staleness_versions
+            head, bound = stated_version(lineage.head_version(connection)), self._parts.config.max_staleness_versions
             queue.drop(
                 connection, horizon.too_stale(connection, ids, head=head, bound=bound), DropReason.STALE_AT_COMMIT
             )

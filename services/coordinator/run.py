@@ -14,7 +14,7 @@ from heterorl.common.errors import (
 )
 from heterorl.common.process import metrics
 from heterorl.common.types.common import SiteId, StepReport
-from heterorl.common.types.policy import PullPlan
+from heterorl.common.types.policy import PullPlan, stated_version, version_or_none
 from heterorl.common.types.run import (
     CanaryReport,
     CanaryVerdict,
@@ -65,7 +65,7 @@ class RunColumn:
         if registration.lowest_sequence > MAX_SEQUENCE:
             raise InvalidRequest(f"lowest_sequence: {registration.lowest_sequence} exceeds {MAX_SEQUENCE}")
 
-        def operation(connection: sqlite3.Connection) -> tuple[int, int]:
+        def operation(connection: sqlite3.Connection) -> tuple[int | None, int]:
             if not lineage.agree(connection, registration.contract, may_state=False):
                 raise Draining(
                     "no learner has stated the contract yet",
@@ -74,14 +74,14 @@ class RunColumn:
                 )
             flavours.check_offered(connection, registration.flavour)
             known = self._parts.sites.register(connection, registration)
-            return lineage.read_head(connection).version, known + 1
+            return lineage.head_version(connection), known + 1
 
         head, next_sequence = await self._parts.database.run(operation)
         self._parts.sites.see(registration.site, registration.incarnation, self._parts.clock.monotonic())
         _LOG.info("site %s registered: engine %s, %s", registration.site, registration.engine, registration.dtype)
         return RegisterAnswer(
             run_id=self._parts.config.run_id,
-            head_version=head,
+            head_version=stated_version(head),
             next_sequence=next_sequence,
             max_staleness_versions=bound,
             max_message_bytes=self._parts.config.max_message_bytes,
@@ -93,7 +93,7 @@ class RunColumn:
         def operation(connection: sqlite3.Connection) -> tuple[tuple[Command, ...], bool]:
             if not self._parts.sites.is_known(connection, beat.site, beat.incarnation):
                 return (Command.REGISTER,), False
-            if self._parts.config.is_finished(lineage.read_head(connection).version):
+            if self._parts.config.is_finished(lineage.head_version(connection)):
                 return (Command.STOP,), True
             draining = (Command.DRAIN,) if get_meta(connection, "draining") else ()
             # Registering again, it says what it can still push, and the watermark passes over the rest.
@@ -156,22 +156,24 @@ class RunColumn:
     async def rollback(self, *, to_version: int, request_id: str) -> int:
         """Order the learner to publish the content of a version anew, in place of an earlier order."""
 
-        def operation(connection: sqlite3.Connection) -> tuple[tuple[PullPlan, ...], int]:
+        target = version_or_none(to_version)
+
+        def operation(connection: sqlite3.Connection) -> tuple[tuple[PullPlan, ...], int | None]:
             is_new = not rollback.is_known(connection, request_id)
-            ways = rollback.place(connection, to_version=to_version, request_id=request_id)
-            detail = f"to version {to_version}" if to_version >= 0 else "taken back"
+            ways = rollback.place(connection, to_version=target, request_id=request_id)
+            detail = "taken back" if target is None else f"to version {target}"
             if is_new:
                 kind, now = AuditKind.ROLLBACK_ORDER, self._parts.clock.wall()
                 audit.append(connection, kind, subject=request_id, detail=detail, now=now)
-            return ways, lineage.read_head(connection).version
+            return ways, lineage.head_version(connection)
 
         ways, head = await self._parts.database.run(operation)
         # What the learner will ask for must not be deleted before it does.
         for way in ways:
-            start = lineage.NONE if way.target_version == to_version else to_version
+            start = None if way.target_version == target else target
             self._parts.leases.grant(have_version=start, payloads=way.payloads, now=self._parts.clock.monotonic())
-        _LOG.warning("operator: %s", f"go back to version {to_version}" if to_version >= 0 else "do not go back")
-        return head
+        _LOG.warning("operator: %s", "do not go back" if target is None else f"go back to version {target}")
+        return stated_version(head)
 
     async def release_site(self, *, site: SiteId, reason: str, request_id: str = "") -> str:
         """End a site's quarantine by an operator's order."""

@@ -12,7 +12,7 @@ from heterorl.coordinator.versions.chain import TRAINED, Chain
 def decide(chain: Chain, needs: Needs) -> Retirement:
     """Choose what nobody needs: all of a flavour that ended before the oldest version that may still be asked for."""
     graph = index.graph(chain)
-    oldest = lineage.read_head(chain.connection).version - needs.window
+    oldest = lineage.num_versions(chain.connection) - 1 - needs.window
     if chain.flavour != TRAINED and (not graph.lineage or graph.lineage[-1] < oldest):
         gone = tuple(payload for payload in graph.payloads if payload.digest not in needs.leased)
         return Retirement(payloads=gone, way=(), reason=f"flavour {chain.flavour} is published no more")

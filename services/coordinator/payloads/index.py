@@ -19,7 +19,7 @@ from heterorl.coordinator.payloads.snapshots import Work
 from heterorl.coordinator.store.database import get_meta, set_meta
 from heterorl.coordinator.versions import lineage
 from heterorl.coordinator.versions.chain import Chain, MergedInto, payload_of
-from heterorl.coordinator.versions.path import NOTHING, plan_pull
+from heterorl.coordinator.versions.path import plan_pull
 
 
 def empty(directory: Path) -> None:
@@ -31,17 +31,19 @@ def empty(directory: Path) -> None:
 
 def graph(chain: Chain) -> Graph:
     """The published payloads of a chain over the versions that they touch."""
-    payloads = chain.payloads()
+    payloads, head = chain.payloads(), lineage.head_version(chain.connection)
+    if head is None:
+        return Graph(payloads=payloads, lineage=[], verified=chain.verified())
     # The head belongs to it also when all its payloads were struck out.
-    oldest = min([lineage.read_head(chain.connection).version, *(payload.to_version for payload in payloads)])
+    oldest = min([head, *(payload.to_version for payload in payloads)])
     return Graph(
         payloads=payloads,
-        lineage=_lineage(chain, oldest),
+        lineage=_lineage(chain, oldest, head),
         verified=chain.verified(),
     )
 
 
-def _lineage(chain: Chain, oldest: int) -> list[int]:
+def _lineage(chain: Chain, oldest: int, head: int) -> list[int]:
     """Versions of a chain from `oldest` on that were not abandoned, by indexes alone.
 
     A row is as long as its manifest, and SQLite reads through the manifest to what stands behind it: with 300 kB each
@@ -58,7 +60,6 @@ def _lineage(chain: Chain, oldest: int) -> list[int]:
         )
         return [int(row[0]) for row in rows if int(row[0]) not in abandoned]
     # Versions are dense.
-    head = lineage.read_head(connection).version
     return [version for version in range(max(oldest, 0), head + 1) if version not in abandoned]
 
 
@@ -110,9 +111,11 @@ def way_of_joiner(chain: Chain, merged_into: MergedInto) -> tuple[PayloadRef, ..
         payloads = [*chain.into(version), *merged_into(version)]
         return [p for p in payloads if p.kind is not PayloadKind.SNAPSHOT or version in verified]
 
+    head = lineage.head_version(chain.connection)
+    if head is None:
+        return ()
     try:
-        head = lineage.read_head(chain.connection).version
-        return plan_pull(into, have_version=NOTHING, want_version=head)[1]
+        return plan_pull(into, have_version=None, want_version=head)[1]
     except UnknownVersion:
         return ()
 
@@ -166,15 +169,15 @@ def is_named(connection: sqlite3.Connection, digest: Digest) -> bool:
 
 
 def named(connection: sqlite3.Connection) -> tuple[frozenset[Digest], int]:
-    """Every payload that a version offers or that may go already, and the head."""
+    """Every payload that a version offers or that may go already, and how many versions there are."""
     rows = connection.execute("SELECT digest FROM payloads UNION SELECT digest FROM retired")
-    return frozenset(Digest(row[0]) for row in rows), lineage.read_head(connection).version
+    return frozenset(Digest(row[0]) for row in rows), lineage.num_versions(connection)
 
 
-def newest_snapshot(connection: sqlite3.Connection) -> tuple[int, float]:
-    """The newest verified snapshot and when its version was published; (-1, 0) when there is none."""
+def newest_snapshot(connection: sqlite3.Connection) -> tuple[int, float] | None:
+    """The newest verified snapshot and when its version was published, once there is one."""
     row = connection.execute(
         "SELECT version, published FROM verified JOIN versions USING (version) WHERE is_abandoned = 0"
         " AND flavour = '' ORDER BY version DESC LIMIT 1"
     ).fetchone()
-    return (lineage.NONE, 0.0) if row is None else (int(row[0]), float(row[1]))
+    return None if row is None else (int(row[0]), float(row[1]))

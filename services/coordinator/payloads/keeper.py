@@ -251,10 +251,10 @@ class Keeper:
 
     async def _give_up_unpublished(self) -> None:
         """Retire uploads that no version came to name."""
-        named, head = await self._database.run(index.named)
+        named, num_versions = await self._database.run(index.named)
         waiting = self._blobs.stored() - named
-        self._unpublished = {digest: self._unpublished.get(digest, head) for digest in waiting}
-        given_up = [d for d, seen in self._unpublished.items() if head >= seen + UNPUBLISHED_VERSIONS]
+        self._unpublished = {digest: self._unpublished.get(digest, num_versions) for digest in waiting}
+        given_up = [d for d, seen in self._unpublished.items() if num_versions >= seen + UNPUBLISHED_VERSIONS]
         if given_up:
             await self._database.run(lambda connection: index.retire_digests(connection, given_up))
 

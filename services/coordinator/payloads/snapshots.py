@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from heterorl.common.errors import CorruptData, StateMismatch
-from heterorl.common.types.policy import Manifest, PayloadKind, PayloadRef
+from heterorl.common.types.policy import NO_VERSION, Manifest, PayloadKind, PayloadRef
 from heterorl.common.weights.arena import Chunk, digest_integers, state_root, zeros
 from heterorl.common.weights.codec import apply_chunk
 from heterorl.common.weights.compose import compose
 from heterorl.common.weights.container import NO_ROOT, Header, read_chunk, read_header
 from heterorl.common.weights.manifest import chunks_of
-from heterorl.coordinator.versions.path import NOTHING
 
 
 class DamagedPayload(CorruptData):
@@ -158,7 +157,7 @@ def write_snapshot(paths: Sequence[Path], target: Path, work: Work, on_chunk: Ca
         raise OSError(f"the snapshot of version {last.version} is wrong although its parts are right") from error
     return PayloadRef(
         kind=PayloadKind.SNAPSHOT,
-        from_version=NOTHING,
+        from_version=NO_VERSION,
         to_version=last.version,
         digest=composed.digest,
         num_bytes=composed.num_bytes,

@@ -15,7 +15,7 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 
 from heterorl.common.errors import ContractMismatch, InvalidRequest
-from heterorl.common.types.policy import Manifest, PayloadKind, PublishRequest
+from heterorl.common.types.policy import Manifest, PayloadKind, PublishRequest, stated_version, version_or_none
 from heterorl.common.types.run import FlavourStatus
 from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
 from heterorl.coordinator.store.database import get_meta, set_meta
@@ -94,11 +94,11 @@ def check_publication(
     for entry in request.flavours:
         mine, chain = parsed[entry.flavour], Chain(connection, entry.flavour)
         lineage.check_signature(entry.signature)
-        parent = request.lineage_version
-        if parent == lineage.NONE or not chain.is_in_lineage(parent):
-            parent = lineage.NONE
+        parent = version_or_none(request.lineage_version)
+        if parent is not None and not chain.is_in_lineage(parent):
+            parent = None
         layout_id = mine.layout_id
-        if parent != lineage.NONE:
+        if parent is not None:
             before = chain.manifest(parent)
             layout_id = manifest_from_bytes(before).layout_id
         lineage.check_manifest(
@@ -108,11 +108,11 @@ def check_publication(
                 "epoch": manifest.epoch,
                 "version": manifest.version,
                 "step": manifest.step,
-                "parent_version": parent,
-                "parent_digest": "" if parent == lineage.NONE else manifest_digest(before),
+                "parent_version": stated_version(parent),
+                "parent_digest": "" if parent is None else manifest_digest(before),
                 "layout_id": layout_id,
             },
-            needs_snapshot=parent == lineage.NONE or request.lineage_version != request.parent_version,
+            needs_snapshot=parent is None or request.lineage_version != request.parent_version,
             name=f"flavours[{entry.flavour}].manifest",
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from heterorl.common.errors import UnknownVersion
-from heterorl.common.types.policy import PayloadRef, PlanKind, PullPlan
+from heterorl.common.types.policy import PayloadRef, PlanKind, PullPlan, stated_version
 from heterorl.coordinator.versions import lineage
 from heterorl.coordinator.versions.chain import Chain, MergedInto
 from heterorl.coordinator.versions.path import plan_pull
@@ -22,27 +22,27 @@ def no_merged(_version: int) -> tuple[PayloadRef, ...]:
 def plan(
     chain: Chain,
     *,
-    have_version: int,
+    have_version: int | None,
     have_root: str,
-    want_version: int,
+    want_version: int | None,
     merged_into: MergedInto,
     base_root: str = "",
     object_bytes: int = 0,
 ) -> PullPlan:
-    """Plan a pull; what the caller claims to hold counts only when its state root is that version's.
+    """Plan a pull, to the head where none is wanted; what the caller claims to hold counts by its state root alone.
 
     `merged_into` names the merged deltas that lead to a version; `base_root` is the state of the caller's base model.
 
     Raises:
         UnknownVersion: the wanted version does not exist or was abandoned.
     """
-    want = lineage.read_head(chain.connection).version if want_version == lineage.NONE else want_version
-    if not chain.is_in_lineage(want):
+    want = lineage.head_version(chain.connection) if want_version is None else want_version
+    if want is None or not chain.is_in_lineage(want):
         where = f" in flavour {chain.flavour}" if chain.flavour else ""
-        raise UnknownVersion(f"version {want} does not exist{where} in the lineage")
+        raise UnknownVersion(f"version {stated_version(want)} does not exist{where} in the lineage")
     start, note = have_version, ""
-    if have_version != lineage.NONE and chain.state_root(have_version) != have_root:
-        start, note = lineage.NONE, f"; version {have_version} of the caller is not the run's"
+    if have_version is not None and chain.state_root(have_version) != have_root:
+        start, note = None, f"; version {have_version} of the caller is not the run's"
 
     def into(version: int) -> list[PayloadRef]:
         return [*chain.into(version), *merged_into(version)]
@@ -75,6 +75,6 @@ def _manifests(chain: Chain, versions: Sequence[int]) -> tuple[bytes, ...]:
     return tuple(chain.manifest(version) for version in stated)
 
 
-def _version_of_root(chain: Chain, root: str) -> int:
+def _version_of_root(chain: Chain, root: str) -> int | None:
     """The first version if it has this state: the one that anybody may hold without the run."""
-    return 0 if chain.state_root(0) == root and chain.is_in_lineage(0) else lineage.NONE
+    return 0 if chain.state_root(0) == root and chain.is_in_lineage(0) else None

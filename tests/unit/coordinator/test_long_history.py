@@ -51,7 +51,7 @@ async def test_graph_is_read_from_indexes_and_leaves_abandoned_versions_out(core
     graph = await core.database.run(lambda connection: index.graph(Chain(connection)))
 
     assert graph.lineage == [version for version in range(NUM_VERSIONS) if version not in (7, 8, 9)]
-    small = await core.database.run(lambda connection: index._lineage(Chain(connection, "int8"), 6))
+    small = await core.database.run(lambda connection: index._lineage(Chain(connection, "int8"), 6, NUM_VERSIONS - 1))
     assert small == [6, *range(10, 20)]
     statements = []
     await core.database.run(lambda connection: connection.set_trace_callback(statements.append))

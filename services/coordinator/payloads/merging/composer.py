@@ -144,6 +144,8 @@ class Composer:
         choice = await self._database.run(
             lambda connection: self._choose(connection, requests=requests, skipped=skipped, have=have)
         )
+        if choice is None:
+            return False
         self._skipped = frozenset(
             span for span in self._skipped | choice.skipped if span.stop > choice.head - self._window
         )
@@ -191,9 +193,11 @@ class Composer:
         requests: tuple[Span, ...],
         skipped: frozenset[Span],
         have: frozenset[Span],
-    ) -> _Choice:
-        """Runs on the store's thread; changes nothing."""
-        head = lineage.read_head(connection).version
+    ) -> _Choice | None:
+        """Runs on the store's thread; changes nothing. None while there is no version."""
+        head = lineage.head_version(connection)
+        if head is None:
+            return None
         impossible: set[Span] = set()
         blocks = [
             span

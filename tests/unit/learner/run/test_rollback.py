@@ -68,7 +68,8 @@ async def ordered(core):
 def _ordered(connection):
     from heterorl.coordinator.versions.rollback import ordered as read
 
-    return read(connection)
+    version = read(connection)
+    return -1 if version is None else version
 
 
 async def test_next_version_has_the_ordered_content_by_the_negated_delta(core, tmp_path):

@@ -142,6 +142,7 @@ class Database:
     def _commit(self, batch: list[tuple[Operation, asyncio.Future[Any]]]) -> None:
         results: list[tuple[Any, BaseException | None]] = []
         connection = self._connection
+        # Real time, whatever clock the run has: it is the disk that is measured.
         started = time.perf_counter()
         try:
             if self._is_failed:

@@ -155,7 +155,6 @@ class RunColumn:
 
     async def rollback(self, *, to_version: int, request_id: str) -> int:
         """Order the learner to publish the content of a version anew, in place of an earlier order."""
-
         target = version_or_none(to_version)
 
         def operation(connection: sqlite3.Connection) -> tuple[tuple[PullPlan, ...], int | None]:

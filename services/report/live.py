@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from heterorl.common.api import CoordinatorApi
+from heterorl.common.api import OperatorApi
 from heterorl.common.errors import OperatorError
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.incarnations import fold
@@ -15,7 +15,7 @@ from heterorl.report.past_run import PastRun, SiteTotals
 STEPS_A_CALL = 1000
 
 
-async def ask_run(api: CoordinatorApi, *, address: str, journal: Path | None = None) -> PastRun:
+async def ask_run(api: OperatorApi, *, address: str, journal: Path | None = None) -> PastRun:
     """Ask a running coordinator; a learner's state_dir adds versions, accuracies and configuration.
 
     Raises:

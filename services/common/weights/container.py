@@ -42,6 +42,8 @@ _FIXED = Struct("<32s32s32sI")
 _RECORD = Struct("<IQQ")
 _CHECKSUM = Struct("<Q")
 _BLOCK_BYTES = 1 << 20
+FRAME_BYTES = 1 << 20
+"""Payloads travel in frames of at most this size."""
 ResultT = TypeVar("ResultT")
 
 

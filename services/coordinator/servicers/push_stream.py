@@ -11,7 +11,6 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
-from heterorl.common.api import CoordinatorApi
 from heterorl.common.process.metrics import BYTES
 from heterorl.common.types.common import Contract
 from heterorl.common.types.rollout import Group, PushOutcome
@@ -24,8 +23,8 @@ PUSH_BATCH = 16
 """Groups of one push stream that share a commit."""
 
 
-class Taker(CoordinatorApi, Protocol):
-    """A coordinator that also records groups which nobody can read."""
+class Taker(Protocol):
+    """Takes groups in, and records those which nobody can read."""
 
     async def take_groups(self, groups: Sequence[Group | Arrival]) -> list[PushOutcome]: ...
 

@@ -19,7 +19,6 @@ from heterorl.common.process import descriptors, files
 from heterorl.common.process.files import opened_directory, sync_directory
 
 ResultT = TypeVar("ResultT")
-FRAME_BYTES = 1 << 20
 BUSY_S = 2.0
 """Delay that a caller is told when the system refuses."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)

@@ -6,6 +6,7 @@ import pytest
 from google.protobuf import descriptor as descriptors
 from grpc_health.v1 import health_pb2
 
+from heterorl.common import api
 from heterorl.common.errors import ConfigError
 from heterorl.common.identity.identity import Identity, LocalPeer, RefusalReason, Role, spiffe_uri
 from heterorl.common.identity.tls import ServerTlsConfig, TlsConfig, check_tls
@@ -53,6 +54,19 @@ def test_every_cell(method, role):
 
     expected = None if method.rpartition("/")[2] in ALLOWED[role] else RefusalReason.ROLE
     assert (refusal.reason if refusal else None) is expected
+
+
+@pytest.mark.parametrize(
+    ("protocol", "role"),
+    [(api.LearnerApi, Role.LEARNER), (api.SamplerApi, Role.SAMPLER), (api.OperatorApi, Role.OPERATOR)],
+)
+def test_protocol_of_a_role_has_what_the_table_opens_to_it_and_no_more(protocol, role):
+    # Not of these Protocols: health, the doctor's questions and backups have clients of their own.
+    open_to_it = ALLOWED[role] - {"Check", "Watch", "Diagnose", "Backup"}
+    methods = {name for name in dir(protocol) if not name.startswith("_")}
+
+    assert {name.replace("signed_", "").title().replace("_", "") for name in methods} == open_to_it
+    assert all(getattr(protocol, name).__doc__ for name in methods)
 
 
 def test_unknown_rpc_is_open_to_nobody_and_run_comes_before_role():

@@ -20,12 +20,12 @@ from heterorl.common.errors import CorruptData, RemoteError, Unreachable
 from heterorl.common.process import metrics
 from heterorl.common.process.bell import Bell
 from heterorl.common.process.clock import Clock
+from heterorl.common.process.patience import Patience
 from heterorl.common.process.words import peer_words
 from heterorl.common.types.common import Digest
 from heterorl.common.types.run import Command, Heartbeat, Registration
 from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.sampler.policy.record import VersionRecord, check_head
-from heterorl.sampler.waiting import Patience
 
 _LOG = logging.getLogger(__name__)
 NO_ROOT = Digest("")
@@ -75,7 +75,7 @@ class Session:
             RunReplaced: the run has lost versions that this sampler verified.
         """
         _LOG.info("registering site %s, incarnation %s", self.registration.site, self.registration.incarnation)
-        patience = Patience(rng=self._rng)
+        patience = Patience(clock=self._clock, rng=self._rng)
         while True:
             # Read before asking: while the answer is under way, newer versions may be verified here.
             seen_version = self._record.highest_version
@@ -87,7 +87,7 @@ class Session:
                 await self._skip_to(answer.next_sequence)
                 break
             except (RemoteError, CorruptData) as error:
-                delay_s = patience.after(error)
+                delay_s = patience.delay_s() if isinstance(error, CorruptData) else patience.next_delay(error)
                 # The link says when nobody answers, and when somebody does again.
                 level = logging.DEBUG if isinstance(error, Unreachable) else logging.INFO
                 _LOG.log(level, "registering waits %.1f s: %s", delay_s, error)

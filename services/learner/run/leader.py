@@ -66,7 +66,8 @@ class Leader:
 
     def patience(self) -> Patience:
         """A fresh row of waits between attempts."""
-        return Patience(clock=self.clock, rng=self.rng, base_s=self.config.retry_base_s, cap_s=self.config.retry_cap_s)
+        cap_s = self.config.retry_cap_s
+        return Patience(clock=self.clock, rng=self.rng, base_s=self.config.retry_base_s, cap_s=cap_s, asked_cap_s=cap_s)
 
     async def lead(self) -> None:
         """Hold the lease and train under it."""

@@ -22,13 +22,13 @@ from heterorl.common.errors import CorruptData, DiskFull, RemoteError, UnknownVe
 from heterorl.common.identity.trust import Trust
 from heterorl.common.process.bell import Bell, ring_or_time
 from heterorl.common.process.clock import Clock
+from heterorl.common.process.patience import Patience
 from heterorl.common.pull.pull import PulledVersion, Puller
 from heterorl.common.types.policy import PullPlan
 from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.sampler.policy.delay import Visibility
 from heterorl.sampler.policy.descent import check_descent
 from heterorl.sampler.policy.record import SeenVersion, VersionRecord, check_head
-from heterorl.sampler.waiting import Patience
 
 _LOG = logging.getLogger(__name__)
 DAMAGED_CAP_S = 300.0
@@ -69,9 +69,9 @@ class PolicySync:
         self._skipped_to = 0
         self.problem = ""
         """Why the newest version cannot be stored; empty while all is well."""
-        self._watch_patience = Patience(rng=rng)
-        self._sync_patience = Patience(rng=rng)
-        self._damage_patience = Patience(rng=rng, cap_s=DAMAGED_CAP_S)
+        self._watch_patience = Patience(clock=clock, rng=rng)
+        self._sync_patience = Patience(clock=clock, rng=rng)
+        self._damage_patience = Patience(clock=clock, rng=rng, cap_s=DAMAGED_CAP_S)
         self.head_version = -1
         self._published: dict[int, float] = {}
         # While bytes arrive the link works, and the next failure is the first of a row.

@@ -25,6 +25,7 @@ from heterorl.common.model.canary import ScoredText
 from heterorl.common.process import metrics
 from heterorl.common.process.bell import Bell, ring_or_time
 from heterorl.common.process.clock import Clock
+from heterorl.common.process.patience import Patience
 from heterorl.common.process.words import peer_words
 from heterorl.common.pull.pull import PulledVersion
 from heterorl.common.types.common import Digest
@@ -39,7 +40,6 @@ from heterorl.sampler.rollout.maker import Batch, RolloutMaker
 from heterorl.sampler.rollout.work import Work
 from heterorl.sampler.rollout.work_log import WorkLog
 from heterorl.sampler.session import NO_ROOT, Session
-from heterorl.sampler.waiting import Patience
 
 _LOG = logging.getLogger(__name__)
 ENGINE_CAP_S = 300.0
@@ -79,7 +79,7 @@ class Generation:
         self._session = session
         self._clock = clock
         self._bell = bell
-        self._engine_patience = Patience(rng=rng, cap_s=ENGINE_CAP_S)
+        self._engine_patience = Patience(clock=clock, rng=rng, cap_s=ENGINE_CAP_S)
         self._swap_time = clock.monotonic()
         self._work = Work(config=config, api=api, session=session, task=maker.task, clock=clock, rng=rng)
         self._state_roots: dict[int, Digest] = {}

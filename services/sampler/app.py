@@ -32,6 +32,7 @@ from heterorl.common.identity.trust import Trust
 from heterorl.common.process import metrics, notify, tracing
 from heterorl.common.process.bell import Bell
 from heterorl.common.process.clock import Clock, SystemClock, steady
+from heterorl.common.process.patience import Patience
 from heterorl.common.pull.pull import Puller
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.common import SiteId
@@ -123,6 +124,7 @@ def join(
     # A clock that was wrong when an earlier process spooled must hold nothing longer than the delay model would.
     outbox.release_by(now() + max_group_delay_s(config.delay))
     batch = asyncio.Lock()
+    patience = Patience(clock=clock, rng=rng)
     puller = Puller(
         api=api,
         spool=config.state_dir / "incoming",
@@ -132,6 +134,8 @@ def join(
         num_streams=config.pull_streams,
         threads=num_threads(config.engine.threads),
         flavour=config.flavour,
+        # While bytes arrive the link works, and the next failure is the first of a row.
+        on_frame=patience.reset,
     )
     policy = PolicySync(
         api=api,
@@ -142,6 +146,7 @@ def join(
         clock=clock,
         bell=bell,
         rng=rng,
+        patience=patience,
     )
     session = Session(
         api=api,

@@ -18,6 +18,7 @@ import pytest
 from heterorl.common.identity.trust import Trust
 from heterorl.common.process.bell import Bell
 from heterorl.common.process.clock import SystemClock
+from heterorl.common.process.patience import Patience
 from heterorl.common.pull.pull import Puller
 from heterorl.common.types.policy import PayloadKind
 from heterorl.common.types.run import Heartbeat
@@ -268,6 +269,7 @@ class Following:
             clock=SystemClock(),
             bell=self.bell,
             rng=random.Random(0),
+            patience=Patience(clock=SystemClock(), rng=random.Random(0)),
         )
 
     async def until(self, version: int):

@@ -12,7 +12,6 @@ restart goes on with the same scales. Must never quantise masters: what they rou
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,8 +25,8 @@ from heterorl.common.model.quantise import Flavour, dequantise, flavour_layout, 
 from heterorl.common.process.files import make_directory
 from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import in_thread
-from heterorl.common.pull.pull import Puller
-from heterorl.common.types.policy import FlavourVersion, PullPlan
+from heterorl.common.pull.trusted import TrustedPuller
+from heterorl.common.types.policy import FlavourVersion
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
 from heterorl.learner.publish.canary import Canary
@@ -228,17 +227,13 @@ class Flavours:
 
     async def _pull(self, name: Flavour, version: int) -> Arena:
         _LOG.info("rebuilding version %d of flavour %s from nothing", version, name)
-        puller = Puller(
+        puller = TrustedPuller(
             api=self._api,
             spool=self._directory / name / "incoming",
             layout=self._layouts[name],
-            clock=self._patience.clock,
+            patience=self._patience,
+            trust=self._trust,
             threads=self._threads,
             flavour=name,
         )
-        puller.fetcher.on_frame = self._patience.reset
-        pull = functools.partial(puller.pull, held=None, want_version=version, admit=self._admit)
-        return (await self._patience.insist(pull)).arena
-
-    async def _admit(self, plan: PullPlan) -> None:
-        self._trust.check(plan.manifests[-1], plan.signature, version=plan.target_version)
+        return (await puller.pull(version)).arena

@@ -7,7 +7,6 @@ have. The shadow is a restored checkpoint whose state root is the head's, or is 
 
 from __future__ import annotations
 
-import functools
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,8 +25,7 @@ from heterorl.common.errors import (
 from heterorl.common.identity.trust import Trust
 from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import in_thread
-from heterorl.common.pull.pull import Puller
-from heterorl.common.types.policy import PullPlan
+from heterorl.common.pull.trusted import TrustedPuller
 from heterorl.common.weights.arena import Arena
 from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
 from heterorl.learner.backends.backend import TrainBackend
@@ -286,16 +284,12 @@ class Resumption:
     async def rebuild(self, version: int) -> Arena:
         """The weights of a version as samplers have them, from the coordinator alone."""
         _LOG.info("rebuilding version %d from nothing", version)
-        puller = Puller(
+        puller = TrustedPuller(
             api=self.api,
             spool=self.directory / "incoming",
             layout=self.backend.layout,
-            clock=self.patience.clock,
+            patience=self.patience,
+            trust=self.trust,
             threads=self.publisher.threads,
         )
-        puller.fetcher.on_frame = self.patience.reset
-        pull = functools.partial(puller.pull, held=None, want_version=version, admit=self._admit)
-        return (await self.patience.insist(pull)).arena
-
-    async def _admit(self, plan: PullPlan) -> None:
-        self.trust.check(plan.manifests[-1], plan.signature, version=plan.target_version)
+        return (await puller.pull(version)).arena

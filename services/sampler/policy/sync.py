@@ -42,7 +42,7 @@ MAX_PUBLISHED = 4096
 
 
 class PolicySync:
-    """Two loops around one puller; see the module docstring."""
+    """Two loops around one puller; see the module docstring. `patience` is for pulls."""
 
     def __init__(
         self,
@@ -55,6 +55,7 @@ class PolicySync:
         clock: Clock,
         bell: Bell,
         rng: random.Random,
+        patience: Patience,
     ) -> None:
         self._api = api
         self._puller = puller
@@ -70,12 +71,10 @@ class PolicySync:
         self.problem = ""
         """Why the newest version cannot be stored; empty while all is well."""
         self._watch_patience = Patience(clock=clock, rng=rng)
-        self._sync_patience = Patience(clock=clock, rng=rng)
+        self._sync_patience = patience
         self._damage_patience = Patience(clock=clock, rng=rng, cap_s=DAMAGED_CAP_S)
         self.head_version = -1
         self._published: dict[int, float] = {}
-        # While bytes arrive the link works, and the next failure is the first of a row.
-        puller.fetcher.on_frame = self._sync_patience.reset
 
     def take(self, current: int) -> PulledVersion | None:
         """The staged version, when it is another than `current`."""

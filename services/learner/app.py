@@ -33,7 +33,7 @@ from heterorl.common.identity.signing import Signer
 from heterorl.common.process import metrics, notify, tracing
 from heterorl.common.process.clock import Clock, SystemClock
 from heterorl.common.process.files import make_directory
-from heterorl.common.process.threads import in_thread
+from heterorl.common.process.threads import cause_of, in_thread
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.common import Contract
 from heterorl.learner.assembly import assemble
@@ -156,11 +156,5 @@ async def run(
                 leading.cancel()
                 stopped.cancel()
         except BaseExceptionGroup as group:
-            raise _cause(group) from group
+            raise cause_of(group) from group
     return learner.result
-
-
-def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The one failure that ended the others."""
-    first = group.exceptions[0]
-    return _cause(first) if isinstance(first, BaseExceptionGroup) else first

@@ -33,6 +33,7 @@ from heterorl.common.process import metrics, notify, tracing
 from heterorl.common.process.bell import Bell
 from heterorl.common.process.clock import Clock, SystemClock, steady
 from heterorl.common.process.patience import Patience
+from heterorl.common.process.threads import cause_of
 from heterorl.common.pull.pull import Puller
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.common import SiteId
@@ -243,7 +244,7 @@ class Sampler:
                     for task in ends:
                         task.cancel()
         except BaseExceptionGroup as group:
-            raise _cause(group) from group
+            raise cause_of(group) from group
         await self._say_end()
 
     async def _say_end(self) -> None:
@@ -275,9 +276,3 @@ class Sampler:
 
 async def _until(event: asyncio.Event) -> None:
     await event.wait()
-
-
-def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The one failure that ended the others."""
-    first = group.exceptions[0]
-    return _cause(first) if isinstance(first, BaseExceptionGroup) else first

@@ -38,11 +38,11 @@ from heterorl.learner.train.logprobs import logit_temperature
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What `heterorl.learner.app.run` needs beside a coordinator."""
+    """What `heterorl.learner.app.join` needs beside a coordinator."""
 
     backend: TrainBackend
     contract: Contract
-    evaluator: Evaluator | None
+    evaluator: Evaluator | None = None
     signer: Signer | None = None
     canary: Canary | None = None
     yardstick: Yardstick | None = None

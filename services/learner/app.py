@@ -53,6 +53,8 @@ from heterorl.learner.publish.journal import Journal
 from heterorl.learner.publish.publish import Publisher
 from heterorl.learner.run.directory import hold_directory
 from heterorl.learner.run.leader import Leader
+from heterorl.learner.run.published import PublishedVersions
+from heterorl.learner.run.restore import Restorer
 from heterorl.learner.run.resume import Resumption
 from heterorl.learner.run.rollback import Rollback
 from heterorl.learner.run.run_file import write_run_file
@@ -229,17 +231,34 @@ def _begin_term(
         threads=threads,
         flavours=flavours if config.flavours else None,
     )
+    waits = patience()
+    published = PublishedVersions(
+        api=api, layout=backend.layout, spool=payloads / "incoming", patience=waits, trust=trust, threads=threads
+    )
+    restorer = Restorer(backend=backend, store=store, patience=waits, flavours=publisher.flavours)
     resumption = Resumption(
         api=api,
         backend=backend,
         publisher=publisher,
         store=store,
+        restorer=restorer,
+        published=published,
         journal=journal,
-        patience=patience(),
+        patience=waits,
         run_id=config.run_id,
         epoch=grant.epoch,
-        directory=payloads,
-        trust=trust,
+        state_dir=directory,
         adopt_without_optimizer=config.adopt_without_optimizer,
     )
-    return Term(store=store, journal=journal, publisher=publisher, rollback=Rollback(resumption))
+    rollback = Rollback(
+        api=api,
+        epoch=grant.epoch,
+        patience=waits,
+        backend=backend,
+        publisher=publisher,
+        published=published,
+        restorer=restorer,
+        resumption=resumption,
+        directory=payloads,
+    )
+    return Term(store=store, journal=journal, publisher=publisher, rollback=rollback)

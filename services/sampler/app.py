@@ -169,7 +169,6 @@ def join(
         batch=batch,
         rng=rng,
     )
-    session.policy_problem = lambda: policy.problem
     maker = RolloutMaker(
         engine=parts.engine,
         task=parts.task,
@@ -265,8 +264,13 @@ class Sampler:
         await self.session.register()
         async with asyncio.TaskGroup() as tasks:
             loops = [
-                tasks.create_task(loop())
-                for loop in (self.policy.watch, self.policy.sync, self.delivery.deliver, self.session.beat)
+                tasks.create_task(loop)
+                for loop in (
+                    self.policy.watch(),
+                    self.policy.sync(),
+                    self.delivery.deliver(),
+                    self.session.beat(self.generation.reported),
+                )
             ]
             await self.generation.generate()
             await self.generation.empty()

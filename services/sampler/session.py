@@ -14,6 +14,7 @@ import dataclasses
 import logging
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from heterorl.common.api import CoordinatorApi
 from heterorl.common.errors import CorruptData, RemoteError, Unreachable
@@ -31,8 +32,20 @@ _LOG = logging.getLogger(__name__)
 NO_ROOT = Digest("")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reported:
+    """What a heartbeat says of generation; `policy_version` is -1 while nothing can be generated with."""
+
+    policy_version: int = -1
+    state_root: Digest = NO_ROOT
+    tokens_per_s: float = 0.0
+    apply_s: float = 0.0
+    problem: str = ""
+    """Why nothing is generated, or the newest version is not used; empty while all is well."""
+
+
 class Session:
-    """Registration, heartbeats and orders; generation writes what it does into the public fields."""
+    """Registration, heartbeats and orders."""
 
     def __init__(
         self,
@@ -48,14 +61,6 @@ class Session:
         rng: random.Random,
     ) -> None:
         self.registration = registration
-        self.policy_version = -1
-        self.state_root = NO_ROOT
-        self.tokens_per_s = 0.0
-        self.apply_s = 0.0
-        self.problem = ""
-        """Why nothing is generated; empty while all is well."""
-        self.policy_problem: Callable[[], str] = str
-        """Why the newest version cannot be used, asked at each heartbeat."""
         self.is_draining = False
         self.stopped = asyncio.Event()
         self._api = api
@@ -100,19 +105,20 @@ class Session:
             async with self._batch:
                 await asyncio.to_thread(self._outbox.skip_to, sequence)
 
-    async def beat(self) -> None:
-        """Report and obey for ever."""
+    async def beat(self, reported: Callable[[], Reported]) -> None:
+        """Report and obey for ever; `reported` is asked at each heartbeat."""
         while True:
             level = await asyncio.to_thread(self._outbox.level)
+            state = reported()
             report = Heartbeat(
                 site=self.registration.site,
                 incarnation=self.registration.incarnation,
-                policy_version=self.policy_version,
-                state_root=self.state_root,
-                tokens_per_s=self.tokens_per_s,
+                policy_version=state.policy_version,
+                state_root=state.state_root,
+                tokens_per_s=state.tokens_per_s,
                 outbox_groups=level.num_groups,
-                apply_s=self.apply_s,
-                problem=self.problem or self.policy_problem(),
+                apply_s=state.apply_s,
+                problem=state.problem,
             )
             sent = self._clock.monotonic()
             try:

@@ -39,7 +39,7 @@ from heterorl.learner import app as learner_app
 from heterorl.learner.assembly import Parts, assemble
 from heterorl.learner.backends.torch import TorchBackend
 from heterorl.learner.config import LearnerConfig
-from heterorl.learner.evaluate import EngineGenerator, Evaluator
+from heterorl.learner.evaluate import Evaluator
 from heterorl.sampler import app as sampler_app
 from heterorl.sampler.assembly import assemble as assemble_sampler
 from heterorl.sampler.config import SamplerConfig
@@ -269,13 +269,13 @@ def _evaluator(cell: Cell, model_dir: Path) -> BenchmarkEvaluator:
     engine = _engine(
         cell, model_dir, prompter, cell.regime.num_evaluation, temperature=cell.regime.evaluation_temperature
     )
-    generator = EngineGenerator(engine, prompter)
     parts = split_evaluation(task, num_prompts=cell.regime.num_evaluation)
     return BenchmarkEvaluator(
         {
             name: Evaluator(
                 task=part,
-                generator=generator,
+                engine=engine,
+                prompter=prompter,
                 num_prompts=part.num_evaluation_prompts,
                 num_per_prompt=1,
                 seed=cell.seed,

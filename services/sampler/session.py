@@ -24,6 +24,7 @@ from heterorl.common.process.clock import Clock
 from heterorl.common.process.patience import Patience
 from heterorl.common.process.words import peer_words
 from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import NO_VERSION
 from heterorl.common.types.run import Command, Heartbeat, Registration
 from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.sampler.policy.record import VersionRecord, check_head
@@ -34,9 +35,9 @@ NO_ROOT = Digest("")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reported:
-    """What a heartbeat says of generation; `policy_version` is -1 while nothing can be generated with."""
+    """What a heartbeat says of generation; `policy_version` is NO_VERSION while nothing can be generated with."""
 
-    policy_version: int = -1
+    policy_version: int = NO_VERSION
     state_root: Digest = NO_ROOT
     tokens_per_s: float = 0.0
     apply_s: float = 0.0

@@ -29,7 +29,7 @@ from heterorl.common.pull.fetch import Fetcher
 from heterorl.common.pull.ladder import BELOW, Failure, Ladder, Rung
 from heterorl.common.pull.way import Way
 from heterorl.common.types.common import Digest
-from heterorl.common.types.policy import Manifest, PayloadKind, PlanKind, PullPlan
+from heterorl.common.types.policy import NO_VERSION, Manifest, PayloadKind, PlanKind, PullPlan
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.weights.container import max_file_bytes
 from heterorl.common.weights.manifest import verify_child, verify_merged, verify_snapshot, verify_state
@@ -140,7 +140,7 @@ class Puller:
         self._ladder.begin(is_held=held is not None)
         base_root = "" if held is not None else await self._base_root()
         plan = await self._api.plan_pull(
-            have_version=-1 if held is None else held.version,
+            have_version=NO_VERSION if held is None else held.version,
             have_root="" if held is None else held.manifest.state_root,
             want_version=want_version,
             accept_merged=self._ladder.is_open(Rung.MERGED),

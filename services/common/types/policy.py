@@ -11,6 +11,9 @@ from heterorl.common.types.rollout import GroupId
 SIGNATURE_BYTES = 64
 """Length of an Ed25519 signature."""
 
+NO_VERSION = -1
+"""The number of a version where there is none: before the first one, or with nothing held. Versions count from 0."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseGrant:

@@ -20,6 +20,7 @@ import enum
 from pathlib import Path
 
 from heterorl.common.errors import ConfigError, OperatorError
+from heterorl.common.types.policy import NO_VERSION
 from heterorl.learner.publish.cursor import Cursor
 
 
@@ -61,7 +62,7 @@ def decide_without(*, head_version: int, num_checkpoints: int, state_dir: Path, 
     Raises:
         OperatorError: there are checkpoints of a run whose versions the coordinator has lost.
     """
-    if head_version >= 0:
+    if head_version != NO_VERSION:
         return Way.ADOPT
     if num_checkpoints:
         raise OperatorError(

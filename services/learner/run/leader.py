@@ -14,7 +14,7 @@ from heterorl.common.process.clock import Clock
 from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import in_thread
 from heterorl.common.types.common import Contract
-from heterorl.common.types.policy import LeaseGrant
+from heterorl.common.types.policy import NO_VERSION, LeaseGrant
 from heterorl.learner.backends.backend import TrainBackend
 from heterorl.learner.checks.admission import Limits
 from heterorl.learner.checks.examiner import Examiner
@@ -52,7 +52,9 @@ class Leader:
     evaluator: Evaluator | None
     examiner: Examiner | None
     begin: Callable[[LeaseGrant], Term]
-    result: RunResult = field(default_factory=lambda: RunResult(step=0, version=-1, is_finished=False, has_begun=False))
+    result: RunResult = field(
+        default_factory=lambda: RunResult(step=0, version=NO_VERSION, is_finished=False, has_begun=False)
+    )
     max_staleness_versions: int = -1
     signal: RewardSignal = field(default_factory=RewardSignal)
     _session: Session | None = None

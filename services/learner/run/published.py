@@ -11,6 +11,7 @@ from heterorl.common.errors import StateMismatch
 from heterorl.common.identity.trust import Trust
 from heterorl.common.process.patience import Patience
 from heterorl.common.pull.trusted import TrustedPuller
+from heterorl.common.types.policy import NO_VERSION
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
 
@@ -43,8 +44,8 @@ class PublishedVersions:
         return signed.data
 
     async def digest(self, version: int) -> str:
-        """Digest of a version's manifest; empty for -1, which has none."""
-        return "" if version == -1 else manifest_digest(await self.manifest(version))
+        """Digest of a version's manifest; empty for NO_VERSION."""
+        return "" if version == NO_VERSION else manifest_digest(await self.manifest(version))
 
     async def rebuild(self, version: int) -> Arena:
         """The weights of a version as samplers have them, from the coordinator alone."""

@@ -23,6 +23,7 @@ from heterorl.common.errors import (
 )
 from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import in_thread
+from heterorl.common.types.policy import NO_VERSION
 from heterorl.common.weights.arena import Arena
 from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
 from heterorl.learner.backends.backend import TrainBackend
@@ -151,7 +152,9 @@ class Resumption:
     async def _republish(self, found: _Found) -> int | None:
         cursor, path = found.cursor, found.path
         is_rollback = cursor.lineage_version != cursor.parent_version
-        shadow = None if is_rollback or cursor.parent_version == -1 else await self._shadow_of(cursor.parent_version)
+        shadow = (
+            None if is_rollback or cursor.parent_version == NO_VERSION else await self._shadow_of(cursor.parent_version)
+        )
         self.publisher.position = Position(
             head_version=cursor.parent_version,
             lineage_version=cursor.lineage_version,

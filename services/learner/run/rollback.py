@@ -63,12 +63,12 @@ class Rollback:
         self._restorer = restorer
         self._resumption = resumption
         self._directory = directory
-        self._refused = -1
+        self._refused: int | None = None
 
     def is_due(self, version: int) -> bool:
-        """Whether an order to go back to `version` (-1: none) is still to be carried out."""
+        """Whether an order to go back to `version` (NO_VERSION: none) is still to be carried out."""
         if version < 0:
-            self._refused = -1
+            self._refused = None
         return version >= 0 and version != self._refused
 
     async def resume(self, *, is_start: bool) -> int:
@@ -81,11 +81,11 @@ class Rollback:
         Returns:
             The number of optimizer steps in the weights.
         """
-        step = await self._resumption.run() if is_start else -1
+        step = await self._resumption.run() if is_start else None
         rolled = await self.run()
         if rolled is not None:
             return rolled
-        if is_start:
+        if step is not None:
             return step
         return await undo(
             publisher=self._publisher, backend=self._backend, restorer=self._restorer, published=self._published

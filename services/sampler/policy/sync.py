@@ -24,7 +24,7 @@ from heterorl.common.process.bell import Bell, ring_or_time
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.patience import Patience
 from heterorl.common.pull.pull import PulledVersion, Puller
-from heterorl.common.types.policy import PullPlan
+from heterorl.common.types.policy import NO_VERSION, PullPlan
 from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.sampler.policy.delay import Visibility
 from heterorl.sampler.policy.descent import check_descent
@@ -73,7 +73,7 @@ class PolicySync:
         self._watch_patience = Patience(clock=clock, rng=rng)
         self._sync_patience = patience
         self._damage_patience = Patience(clock=clock, rng=rng, cap_s=DAMAGED_CAP_S)
-        self.head_version = -1
+        self.head_version = NO_VERSION
         self._published: dict[int, float] = {}
 
     def take(self, current: int) -> PulledVersion | None:
@@ -122,7 +122,7 @@ class PolicySync:
     async def _follow(self) -> None:
         seen_version = max(self.head_version, self._record.highest_version)
         # From nothing, not from what was seen: a coordinator whose head went back would never pass that cursor.
-        async for update in self._api.watch_head(after_version=-1):
+        async for update in self._api.watch_head(after_version=NO_VERSION):
             check_head(update.version, seen_version=seen_version)
             seen_version = update.version
             self._watch_patience.reset()
@@ -142,7 +142,7 @@ class PolicySync:
         """
         while True:
             ticket = self._bell.ticket()
-            current = -1 if self._staged is None else self._staged.version
+            current = NO_VERSION if self._staged is None else self._staged.version
             now = self._clock.monotonic()
             target, wake = self._visibility.target(now, current=current)
             if target <= current:

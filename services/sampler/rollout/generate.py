@@ -30,6 +30,7 @@ from heterorl.common.process.patience import Patience
 from heterorl.common.process.words import peer_words
 from heterorl.common.pull.pull import PulledVersion
 from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import NO_VERSION
 from heterorl.common.types.rollout import WorkAssignment
 from heterorl.common.types.run import CanaryReport
 from heterorl.common.types.standstill import RELEASE
@@ -101,7 +102,7 @@ class Generation:
             level = await asyncio.to_thread(self._outbox.level)
             metrics.OUTBOX_GROUPS.set(level.num_groups)
             metrics.OUTBOX_BYTES.set(level.num_bytes)
-            if self._engine.version < 0 and self._policy.take(-1) is not None:
+            if self._engine.version < 0 and self._policy.take(NO_VERSION) is not None:
                 await ring_or_time(ticket, clock=self._clock, seconds=self._swap_time - self._clock.monotonic())
                 continue
             if self._engine.version < 0 or level.num_bytes >= self._config.outbox_bytes:
@@ -236,7 +237,7 @@ class Generation:
 
     def _note_failure(self, error: EngineError) -> None:
         metrics.ENGINE_FAILURES.labels("stale" if isinstance(error, StaleWeights) else "died").inc()
-        self._reported = replace(self._reported, policy_version=-1, state_root=NO_ROOT)
+        self._reported = replace(self._reported, policy_version=NO_VERSION, state_root=NO_ROOT)
         self._swap_time = self._clock.monotonic() + self._engine_patience.delay_s()
         _LOG.error("nothing is generated until the engine has loaded a version: %s", error)
 

@@ -27,15 +27,17 @@ class SleepingClock:
 
     def __init__(self):
         self.slept = []
+        self.now = 0.0
 
     def wall(self):
-        return 0.0
+        return self.now
 
     def monotonic(self):
-        return sum(self.slept)
+        return self.now
 
     async def sleep(self, seconds):
         self.slept.append(seconds)
+        self.now += seconds
 
 
 def sent(error):
@@ -89,3 +91,18 @@ async def test_lost_answers_are_asked_for_until_the_budget_is_spent():
     assert all(seconds <= bound for seconds, bound in zip(slept, [0.1, 0.2, 0.4, 0.8], strict=True))
     with pytest.raises(Unreachable, match="Ask: no answer in 30 s, last UNAVAILABLE: cut"):
         await called(lost, times=10_000)
+
+
+async def test_thousands_of_failures_within_the_budget_are_only_failures():
+    tries = 0
+
+    async def attempt():
+        nonlocal tries
+        tries += 1
+        raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "down")
+
+    policy = RetryPolicy(budget_s=20_000.0, cap_s=5.0)
+    with pytest.raises(Unreachable, match="no answer in 20000 s"):
+        await call(attempt, name="GetStatus", policy=policy, clock=SleepingClock(), rng=random.Random(0))
+
+    assert tries > 5000

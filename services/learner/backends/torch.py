@@ -36,7 +36,7 @@ from heterorl.learner.train.stand_in import Rounding
 from heterorl.learner.train.statistics import build_report
 from heterorl.learner.train.step import accumulate_gradients, apply_gradients, learning_rate
 
-logger = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 
 
 class TorchBackend:
@@ -73,7 +73,7 @@ class TorchBackend:
         self._loss = loss
         self._rule = rule_of(loss)
         for note in caveats(self._rule):
-            logger.warning("%s", note)
+            _LOG.warning("%s", note)
         self._sampling = sampling
         self._clock = clock or SystemClock()
         self._temperature = logit_temperature(sampling)

@@ -7,26 +7,29 @@ import logging
 from heterorl.common.errors import CorruptData
 from heterorl.common.process.threads import in_thread
 from heterorl.common.wire.policy import manifest_from_bytes
-from heterorl.learner.run.resume import Resumption
+from heterorl.learner.backends.backend import TrainBackend
+from heterorl.learner.publish.publish import Publisher
+from heterorl.learner.run.published import PublishedVersions
+from heterorl.learner.run.restore import Restorer
 
 _LOG = logging.getLogger(__name__)
 
 
-async def undo(resumption: Resumption) -> int:
+async def undo(*, publisher: Publisher, backend: TrainBackend, restorer: Restorer, published: PublishedVersions) -> int:
     """Make the head the masters' state again; returns the number of steps in it.
 
     Exactly so where the head has a checkpoint. Else from what was published, and the optimizer keeps its moments: an
     older checkpoint would be exact too, but would abandon versions that are sound and used.
     """
-    position, backend = resumption.publisher.position, resumption.backend
+    position = publisher.position
     shadow = position.shadow
     assert shadow is not None, "a session begins with a published version"
     root = await in_thread(shadow.state_root)
-    for path in await in_thread(resumption.store.paths):
-        cursor = await resumption.read(path)
+    for path in await in_thread(restorer.store.paths):
+        cursor = await restorer.read(path)
         if cursor is not None and (cursor.version, cursor.state_root) == (position.head_version, root):
             try:
-                await resumption.restore(path, cursor)
+                await restorer.restore(path, cursor)
             except (CorruptData, OSError) as error:
                 _LOG.error("%s cannot be restored: %s", path, error)
             else:
@@ -38,4 +41,4 @@ async def undo(resumption: Resumption) -> int:
         position.head_version,
     )
     await in_thread(backend.load_published, shadow, keep_optimizer=True)
-    return manifest_from_bytes(await resumption.manifest(position.head_version)).step
+    return manifest_from_bytes(await published.manifest(position.head_version)).step

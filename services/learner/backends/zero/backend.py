@@ -42,7 +42,7 @@ from heterorl.learner.train.stand_in import Rounding
 from heterorl.learner.train.statistics import MicroBatchSample, build_report
 from heterorl.learner.train.step import apply_gradients, learning_rate
 
-logger = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 
 
 class DeepSpeedBackend:
@@ -72,7 +72,7 @@ class DeepSpeedBackend:
             )
         if ranks.rank == 0:
             for note in caveats(self._rule):
-                logger.warning("%s", note)
+                _LOG.warning("%s", note)
         model = load_model(model_dir, gradient_checkpointing=config.gradient_checkpointing)
         check_forward(model, batching=config.batching)
         # After the check, which is on the CPU.
@@ -200,7 +200,7 @@ class DeepSpeedBackend:
                 self._obey(command)
             except HeterorlError as error:
                 # Rank 0 has met the same and has told its caller, who may have another way.
-                logger.warning("rank %d: %s", self._ranks.rank, error)
+                _LOG.warning("rank %d: %s", self._ranks.rank, error)
 
     def _tell(self, command: Command) -> Command:
         data = command_to_bytes(command)

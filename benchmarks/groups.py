@@ -66,7 +66,7 @@ SITE, INCARNATION = SiteId("bench-1"), "b1946ac9"
 GROUP_SIZE, PROMPT_TOKENS, VOCABULARY = 8, 200, 150_000
 LENGTHS = {64: 64, 512: 48, 4096: 16}
 """Groups of one repeat, by the tokens of a completion."""
-CONVERSIONS = frozenset({"group_to_pb", "group_from_pb", "seal", "open_group"})
+CONVERSIONS = frozenset({"group_to_pb", "group_from_pb", "seal", "_group_of"})
 """Functions that turn every token of a group into another form."""
 _SERVICE = "/heterorl.v1.RolloutService/"
 

@@ -17,6 +17,7 @@ from heterorl.common.types.rollout import (
     PushOutcome,
     QueuedGroup,
     Rejection,
+    SealedGroup,
     WorkGrant,
 )
 from heterorl.common.types.run import (
@@ -116,8 +117,8 @@ class CoordinatorApi(Protocol):
 
     async def abandon_work(self, *, site: SiteId, incarnation: str, assignments: Sequence[int]) -> None: ...
 
-    async def push_groups(self, groups: Sequence[Group]) -> list[PushOutcome]:
-        """Push groups; outcomes of the first ones in order, of all unless the link broke in between."""
+    async def push_groups(self, groups: Sequence[Group | SealedGroup]) -> list[PushOutcome]:
+        """Push groups, sealed or not; outcomes of the first ones in order, of all unless the link broke in between."""
         ...
 
     def stream_groups(

@@ -7,30 +7,27 @@ import contextlib
 import logging
 import sqlite3
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from heterorl.common.errors import (
-    Draining,
-    HeterorlError,
-    InvalidRequest,
-    NotRegistered,
-    RunFinished,
-)
+from heterorl.common.errors import Draining, HeterorlError, InvalidRequest, NotRegistered, RunFinished
 from heterorl.common.types.common import Contract, SiteId
 from heterorl.common.types.rollout import (
     DropReason,
     Group,
     GroupId,
+    LeasedGroup,
     PushOutcome,
     PushStatus,
     QueuedGroup,
     Rejection,
+    SealedGroup,
     WorkAssignment,
     WorkGrant,
 )
+from heterorl.common.wire.rollout import opened
 from heterorl.coordinator.groups import horizon, ledger, queue, work
-from heterorl.coordinator.groups.intake import Arrival
+from heterorl.coordinator.groups.intake import Arrival, arrival_of
 from heterorl.coordinator.groups.schedule import Load, Pace, decide_grant
 from heterorl.coordinator.parts import Node
 from heterorl.coordinator.sites import quarantine
@@ -47,8 +44,6 @@ MAX_ASSIGNMENTS = 4096
 
 class Rollouts(Node):
     """Work and groups."""
-
-    # rollouts
 
     async def lease_work(
         self, *, site: SiteId, incarnation: str, max_groups: int, policy_version: int, request_id: str = ""
@@ -126,7 +121,7 @@ class Rollouts(Node):
 
         await self.database.run(operation)
 
-    async def push_groups(self, groups: Sequence[Group]) -> list[PushOutcome]:
+    async def push_groups(self, groups: Sequence[Group | SealedGroup]) -> list[PushOutcome]:
         """Take groups in; every terminal outcome is durable when it is returned."""
         return await self.take_groups(groups)
 
@@ -134,7 +129,7 @@ class Rollouts(Node):
         """What the first learner stated; None before."""
         return await self.database.run(lineage.read_contract)
 
-    async def take_groups(self, groups: Sequence[Group | Arrival]) -> list[PushOutcome]:
+    async def take_groups(self, groups: Sequence[Group | SealedGroup | Arrival]) -> list[PushOutcome]:
         """Take groups in, and record those that nobody can read as invalid."""
         self.room.check()
         now, instant = self.clock.wall(), self.clock.monotonic()
@@ -145,7 +140,8 @@ class Rollouts(Node):
             contract = lineage.read_contract(connection)
             assert contract is not None, "a site registers only after the contract is stated"
             head = lineage.read_head(connection).version
-            found = self.queue.ingest(connection, groups, contract=contract, head=head, now=now, instant=instant)
+            arrived = [arrival_of(group, contract, self.config) for group in groups]
+            found = self.queue.ingest(connection, arrived, head=head, now=now, instant=instant)
             for outcome in found:
                 if outcome.status is PushStatus.ACCEPTED:
                     self.sites.shares.note_answered(outcome.id.site)
@@ -160,6 +156,14 @@ class Rollouts(Node):
         self, *, epoch: int, held: Sequence[GroupId], credits: AsyncIterator[int]
     ) -> AsyncIterator[QueuedGroup]:
         """Lease whole groups to the learner, one per credit, until the epoch ends."""
+        async with contextlib.aclosing(self.stream_sealed(epoch=epoch, held=held, credits=credits)) as stream:
+            async for leased in stream:
+                yield opened(leased)
+
+    async def stream_sealed(
+        self, *, epoch: int, held: Sequence[GroupId], credits: AsyncIterator[int]
+    ) -> AsyncGenerator[LeasedGroup]:
+        """The same, unopened."""
         balance = 0
         is_open = True
         stream = object()
@@ -182,7 +186,7 @@ class Rollouts(Node):
 
         await self.change(begin)
         counter = asyncio.create_task(count_credits())
-        undelivered: deque[QueuedGroup] = deque()
+        undelivered: deque[LeasedGroup] = deque()
         try:
             while not self.is_closing:
                 ticket = self.bell.ticket()
@@ -207,7 +211,7 @@ class Rollouts(Node):
         if self.is_closing:
             raise Draining("the coordinator is stopping", retry_after_s=1.0)
 
-    def _lease_groups(self, epoch: int, stream: object, count: int, leased: deque[QueuedGroup]) -> _Lease:
+    def _lease_groups(self, epoch: int, stream: object, count: int, leased: deque[LeasedGroup]) -> _Lease:
         # Few at a time: credits bound what the learner holds, this bounds what is in memory here.
         return _Lease(
             queue=self.queue,
@@ -218,12 +222,12 @@ class Rollouts(Node):
             leased=leased,
         )
 
-    async def _undo_leases(self, stream: object, leased: deque[QueuedGroup]) -> None:
+    async def _undo_leases(self, stream: object, leased: deque[LeasedGroup]) -> None:
         """Put back what a stream leased and did not hand on; a newer stream has put it back already."""
 
         def operation(connection: sqlite3.Connection) -> None:
             if self.stream is stream:
-                queue.undo_lease(connection, [queued.group.id for queued in leased])
+                queue.undo_lease(connection, [one.sealed.id for one in leased])
 
         # Decided on the store's thread, behind a lease that is under way there.
         with contextlib.suppress(HeterorlError):
@@ -235,9 +239,8 @@ class Rollouts(Node):
         def operation(connection: sqlite3.Connection) -> None:
             lineage.check_epoch(connection, epoch)
             head, bound = lineage.read_head(connection).version, self.config.max_staleness_versions
-            queue.drop(
-                connection, horizon.too_stale(connection, ids, head=head, bound=bound), DropReason.STALE_AT_COMMIT
-            )
+            stale = horizon.too_stale(connection, ids, head=head, bound=bound)
+            queue.drop(connection, stale, DropReason.STALE_AT_COMMIT)
             queue.drop(connection, ids, DropReason.LEARNER_ABANDONED)
 
         # With the bell: what was too old behind these groups may be leased now.
@@ -278,7 +281,7 @@ class _Lease:
     is_newest: Callable[[], bool]
     count: int
     now: float
-    leased: deque[QueuedGroup]
+    leased: deque[LeasedGroup]
 
     def __call__(self, connection: sqlite3.Connection) -> bool:
         lineage.check_epoch(connection, self.epoch)

@@ -21,7 +21,7 @@ from heterorl.common.process.bell import Bell, ring_or_time
 from heterorl.common.process.clock import Clock, steady
 from heterorl.common.process.tracing import TRACER
 from heterorl.common.process.words import peer_words
-from heterorl.common.types.rollout import Group, PushOutcome, PushStatus
+from heterorl.common.types.rollout import PushOutcome, PushStatus, SealedGroup
 from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.sampler.waiting import Patience
 
@@ -66,7 +66,7 @@ class Delivery:
             else:
                 await ring_or_time(ticket, clock=self._clock, seconds=None if later is None else later - now)
 
-    async def _push(self, groups: Sequence[Group]) -> None:
+    async def _push(self, groups: Sequence[SealedGroup]) -> None:
         started = self._clock.monotonic()
         try:
             outcomes = await self._api.push_groups(groups)

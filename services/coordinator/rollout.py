@@ -213,13 +213,9 @@ class Rollouts(Node):
 
     def _lease_groups(self, epoch: int, stream: object, count: int, leased: deque[LeasedGroup]) -> _Lease:
         # Few at a time: credits bound what the learner holds, this bounds what is in memory here.
+        count, is_newest = min(count, LEASE_BATCH), lambda: self.stream is stream
         return _Lease(
-            queue=self.queue,
-            epoch=epoch,
-            is_newest=lambda: self.stream is stream,
-            count=min(count, LEASE_BATCH),
-            now=self.clock.wall(),
-            leased=leased,
+            queue=self.queue, epoch=epoch, is_newest=is_newest, count=count, now=self.clock.wall(), leased=leased
         )
 
     async def _undo_leases(self, stream: object, leased: deque[LeasedGroup]) -> None:

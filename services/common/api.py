@@ -18,6 +18,7 @@ from heterorl.common.types.rollout import (
     PushOutcome,
     QueuedGroup,
     Rejection,
+    SealedGroup,
     WorkGrant,
 )
 from heterorl.common.types.run import (
@@ -167,8 +168,8 @@ class SamplerApi(WeightsApi, Protocol):
         """Give back assignments that the site will not answer; others are handed them."""
         ...
 
-    async def push_groups(self, groups: Sequence[Group]) -> list[PushOutcome]:
-        """Push groups; outcomes of the first ones in order, of all unless the link broke in between."""
+    async def push_groups(self, groups: Sequence[Group | SealedGroup]) -> list[PushOutcome]:
+        """Push groups, sealed or not; outcomes of the first ones in order, of all unless the link broke in between."""
         ...
 
 

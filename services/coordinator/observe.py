@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from heterorl.common.process import metrics
 from heterorl.common.process.tracing import TRACER
-from heterorl.common.types.rollout import DropReason, PushOutcome, QueuedGroup
+from heterorl.common.types.rollout import DropReason, LeasedGroup, PushOutcome
 from heterorl.common.types.run import LedgerCounts, RunStatus, SiteStatus
 from heterorl.common.types.standstill import quarantined_sites
 from heterorl.coordinator.core import Coordinator
@@ -152,9 +152,9 @@ def observe_push(outcome: PushOutcome) -> None:
     metrics.PUSHED_GROUPS.labels(metrics.SITES.of(outcome.id.site), outcome.status.value, reason).inc()
 
 
-def observe_lease(queued: QueuedGroup) -> None:
+def observe_lease(leased: LeasedGroup) -> None:
     """Note the ages of a group that goes to the learner."""
-    site = metrics.SITES.of(queued.group.id.site)
-    metrics.QUEUE_AGE_SECONDS.labels(site).observe(queued.queue_age_s)
-    metrics.LEASED_POLICY_AGE_SECONDS.labels(site).observe(queued.policy_age_s)
-    TRACER.add("queue", trace=queued.group.trace, lasted_s=queued.queue_age_s)
+    site = metrics.SITES.of(leased.sealed.id.site)
+    metrics.QUEUE_AGE_SECONDS.labels(site).observe(leased.queue_age_s)
+    metrics.LEASED_POLICY_AGE_SECONDS.labels(site).observe(leased.policy_age_s)
+    TRACER.add("queue", trace=leased.sealed.trace, lasted_s=leased.queue_age_s)

@@ -7,29 +7,27 @@ import contextlib
 import logging
 import sqlite3
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
 
-from heterorl.common.errors import (
-    Draining,
-    HeterorlError,
-    InvalidRequest,
-    RunFinished,
-)
+from heterorl.common.errors import Draining, HeterorlError, InvalidRequest, RunFinished
 from heterorl.common.types.common import Contract, SiteId
 from heterorl.common.types.policy import stated_version
 from heterorl.common.types.rollout import (
     DropReason,
     Group,
     GroupId,
+    LeasedGroup,
     PushOutcome,
     PushStatus,
     QueuedGroup,
     Rejection,
+    SealedGroup,
     WorkAssignment,
     WorkGrant,
 )
+from heterorl.common.wire.rollout import opened
 from heterorl.coordinator.groups import horizon, ledger, queue, work
-from heterorl.coordinator.groups.intake import Arrival
+from heterorl.coordinator.groups.intake import Arrival, arrival_of
 from heterorl.coordinator.groups.schedule import Load, Pace, decide_grant
 from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.sites import quarantine
@@ -131,7 +129,7 @@ class RolloutColumn:
 
         await self._parts.database.run(operation)
 
-    async def push_groups(self, groups: Sequence[Group]) -> list[PushOutcome]:
+    async def push_groups(self, groups: Sequence[Group | SealedGroup]) -> list[PushOutcome]:
         """Take groups in; every terminal outcome is durable when it is returned."""
         return await self.take_groups(groups)
 
@@ -139,7 +137,7 @@ class RolloutColumn:
         """What the first learner stated; None before."""
         return await self._parts.database.run(lineage.read_contract)
 
-    async def take_groups(self, groups: Sequence[Group | Arrival]) -> list[PushOutcome]:
+    async def take_groups(self, groups: Sequence[Group | SealedGroup | Arrival]) -> list[PushOutcome]:
         """Take groups in, and record those that nobody can read as invalid."""
         self._parts.room.check()
         now, instant = self._parts.clock.wall(), self._parts.clock.monotonic()
@@ -150,7 +148,8 @@ class RolloutColumn:
             contract = lineage.read_contract(connection)
             assert contract is not None, "a site registers only after the contract is stated"
             head = stated_version(lineage.head_version(connection))
-            found = self._parts.queue.ingest(connection, groups, contract=contract, head=head, now=now, instant=instant)
+            arrived = [arrival_of(group, contract, self._parts.config) for group in groups]
+            found = self._parts.queue.ingest(connection, arrived, head=head, now=now, instant=instant)
             for outcome in found:
                 if outcome.status is PushStatus.ACCEPTED:
                     self._parts.sites.shares.note_answered(outcome.id.site)
@@ -165,6 +164,14 @@ class RolloutColumn:
         self, *, epoch: int, held: Sequence[GroupId], credits: AsyncIterator[int]
     ) -> AsyncIterator[QueuedGroup]:
         """Lease whole groups to the learner, one per credit, until the epoch ends."""
+        async with contextlib.aclosing(self.stream_sealed(epoch=epoch, held=held, credits=credits)) as stream:
+            async for leased in stream:
+                yield opened(leased)
+
+    async def stream_sealed(
+        self, *, epoch: int, held: Sequence[GroupId], credits: AsyncIterator[int]
+    ) -> AsyncGenerator[LeasedGroup]:
+        """The same, unopened."""
         balance = 0
         is_open = True
         stream = object()
@@ -187,7 +194,7 @@ class RolloutColumn:
 
         await self._parts.change(begin)
         counter = asyncio.create_task(count_credits())
-        undelivered: deque[QueuedGroup] = deque()
+        undelivered: deque[LeasedGroup] = deque()
         try:
             while not self._parts.closing.is_set():
                 ticket = self._parts.bell.ticket()
@@ -213,7 +220,7 @@ class RolloutColumn:
             raise Draining("the coordinator is stopping", retry_after_s=1.0)
 
     def _lease_groups(
-        self, epoch: int, stream: object, count: int, leased: deque[QueuedGroup]
+        self, epoch: int, stream: object, count: int, leased: deque[LeasedGroup]
     ) -> Callable[[sqlite3.Connection], bool]:
         """Store operation: lease groups under an epoch into `leased`; False when a newer stream has begun."""
         # Few at a time: credits bound what the learner holds, this bounds what is in memory here.
@@ -232,12 +239,12 @@ class RolloutColumn:
 
         return operation
 
-    async def _undo_leases(self, stream: object, leased: deque[QueuedGroup]) -> None:
+    async def _undo_leases(self, stream: object, leased: deque[LeasedGroup]) -> None:
         """Put back what a stream leased and did not hand on; a newer stream has put it back already."""
 
         def operation(connection: sqlite3.Connection) -> None:
             if self._stream is stream:
-                queue.undo_lease(connection, [queued.group.id for queued in leased])
+                queue.undo_lease(connection, [one.sealed.id for one in leased])
 
         # Decided on the store's thread, behind a lease that is under way there.
         with contextlib.suppress(HeterorlError):

@@ -12,11 +12,12 @@ from heterorl.common.identity.identity import Role
 from heterorl.common.rpc.diagnosis import MAX_ANSWER_BYTES
 from heterorl.common.rpc.status import from_rpc_error
 from heterorl.common.types.rollout import DropReason
-from heterorl.common.wire.rollout import group_from_pb, group_to_pb
+from heterorl.common.wire.seal import receive
 from heterorl.coordinator.rpc.access import RULES
 from heterorl.coordinator.rpc.bounds import bound_of
 from heterorl.coordinator.servicers import arrivals
 from heterorl.v1 import diagnosis_pb2, policy_pb2, rollout_pb2, run_pb2
+from tests.support.groups import group_to_pb
 from tests.support.protos import METHODS, NOT_SERVED, bytes_field, entries, fields, is_repeated, wrapped
 from tests.support.run import INCARNATION, SITE
 from tests.support.secure_run import SecureRun
@@ -225,7 +226,7 @@ async def test_messages_of_one_site_in_memory_are_bounded_while_they_are_many(se
 
 async def test_group_beyond_the_contract_is_refused_before_its_numbers_become_arrays(secure, monkeypatch):
     converted = []
-    monkeypatch.setattr(arrivals, "group_from_pb", lambda message: converted.append(message) or group_from_pb(message))
+    monkeypatch.setattr(arrivals, "receive", lambda message: converted.append(message) or receive(message))
     work = await secure.run.lease(3)
     sound, longer, wider = (group_to_pb(secure.run.group(one)) for one in work)
     longer.rollouts[1].token_ids.extend([5] * 100_000)

@@ -23,7 +23,6 @@ from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PlanKind
 from heterorl.common.types.rollout import DropReason, PushStatus, Rejection
 from heterorl.common.types.run import Command, Heartbeat
-from heterorl.common.wire.rollout import group_to_pb
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups.schedule import seed_of
@@ -32,6 +31,7 @@ from heterorl.coordinator.servicers.policy import PolicyServicer
 from heterorl.coordinator.servicers.rollout import RolloutServicer
 from heterorl.coordinator.servicers.run import RunServicer
 from heterorl.v1 import policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc, run_pb2_grpc
+from tests.support.groups import group_to_pb
 from tests.support.links import PLAINTEXT
 from tests.support.run import CONTRACT, INCARNATION, SITE, Run, rollout
 

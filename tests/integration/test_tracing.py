@@ -15,7 +15,7 @@ from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.rollout import FinishReason, RewardPart, VersionSpan
 from heterorl.common.wire.common import bytes_digest
-from heterorl.common.wire.rollout import group_from_bytes, group_to_bytes
+from heterorl.common.wire.seal import open_group, seal
 from heterorl.learner.observe import observe_step
 from heterorl.sampler.outbox.delivery import Delivery
 from heterorl.sampler.outbox.outbox import Outbox
@@ -157,9 +157,9 @@ def test_context_is_part_of_a_groups_bytes_and_checked_when_they_are_read():
     (group,) = maker().make([work], state_roots={0: Digest("0" * 64)}, first_sequence=1).groups
     followed = dataclasses.replace(group, trace=CONTEXT)
 
-    assert group_from_bytes(group_to_bytes(followed)).trace == CONTEXT
-    assert group_from_bytes(group_to_bytes(dataclasses.replace(group, trace="evil"))).trace == NO_TRACE
-    assert bytes_digest(group_to_bytes(group)) != bytes_digest(group_to_bytes(followed))
+    assert open_group(seal(followed)).trace == CONTEXT
+    assert open_group(seal(dataclasses.replace(group, trace="evil"))).trace == NO_TRACE
+    assert bytes_digest(seal(group).data) != bytes_digest(seal(followed).data)
 
 
 def test_endpoint_is_checked_and_the_extra_is_named(monkeypatch):

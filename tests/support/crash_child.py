@@ -14,7 +14,7 @@ from heterorl.common.process.clock import SystemClock
 from heterorl.common.types.rollout import PushStatus
 from heterorl.common.wire.common import bytes_digest
 from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
-from heterorl.common.wire.rollout import group_to_bytes
+from heterorl.common.wire.seal import seal
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from tests.support.run import Run
@@ -47,7 +47,7 @@ async def _push(core: Coordinator, run: Run, chooser: random.Random) -> None:
         for _ in range(chooser.choice([1, 1, 2])):
             for outcome, group in zip(await core.push_groups(groups), groups, strict=True):
                 assert outcome.status in (PushStatus.ACCEPTED, PushStatus.DUPLICATE), outcome
-                say(f"group {group.id.sequence} {bytes_digest(group_to_bytes(group))}")
+                say(f"group {group.id.sequence} {bytes_digest(seal(group).data)}")
 
 
 async def _publish(core: Coordinator, run: Run, chooser: random.Random) -> None:

@@ -13,8 +13,8 @@ from heterorl.common.process.metrics import BYTES
 from heterorl.common.types.common import SiteId
 from heterorl.common.wire.rollout import (
     group_id_from_pb,
+    leased_to_pb,
     outcome_to_pb,
-    queued_to_pb,
     rejections_from_pb,
     work_grant_to_pb,
 )
@@ -74,12 +74,12 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         held = [group_id_from_pb(group_id) for group_id in first.held]
         # Closed at once when the call ends, so that what was leased and not sent goes back now.
         async with contextlib.aclosing(
-            self._rollouts.stream_groups(epoch=first.epoch, held=held, credits=credits())  # type: ignore[type-var]
+            self._rollouts.stream_sealed(epoch=first.epoch, held=held, credits=credits())
         ) as stream:
-            async for queued in stream:
-                message = queued_to_pb(queued)
+            async for leased in stream:
+                message = leased_to_pb(leased)
                 BYTES.labels("groups", "out").inc(message.ByteSize())
-                observe.observe_lease(queued)
+                observe.observe_lease(leased)
                 yield message
 
     async def AbandonGroups(

@@ -20,7 +20,7 @@ from heterorl.common.process import metrics
 from heterorl.common.process.clock import Bell, Clock, ring_or_time, steady
 from heterorl.common.process.patience import Patience
 from heterorl.common.process.tracing import TRACER
-from heterorl.common.types.rollout import Group, PushOutcome, PushStatus
+from heterorl.common.types.rollout import PushOutcome, PushStatus, SealedGroup
 from heterorl.common.types.words import peer_words
 from heterorl.sampler.outbox.outbox import Outbox
 
@@ -65,7 +65,7 @@ class Delivery:
             else:
                 await ring_or_time(ticket, clock=self._clock, seconds=None if later is None else later - now)
 
-    async def _push(self, groups: Sequence[Group]) -> None:
+    async def _push(self, groups: Sequence[SealedGroup]) -> None:
         started = self._clock.monotonic()
         try:
             outcomes = await self._api.push_groups(groups)

@@ -576,7 +576,7 @@ async def test_groups_carry_the_version_that_drew_them_though_a_newer_one_is_sta
 
     assert any(group.oldest_version == 0 for group in pushed)
     assert all(group.state_root == world.run.roots[group.oldest_version] for group in pushed)
-    assert all(span.version == group.oldest_version for group in pushed for one in group.rollouts for span in one.spans)
+    assert all(group.versions == (group.oldest_version,) for group in pushed)
 
 
 async def test_coordinator_that_forgets_every_registration_is_not_asked_in_a_circle(world):

@@ -37,10 +37,11 @@ from heterorl.common.model.canary import ScoredText, canary_texts
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.tasks.task import Prompt
-from heterorl.common.types.values import LogprobMode, QueuedGroup, RewardPart, SamplingSemantics, SiteId, WorkAssignment
+from heterorl.common.types.common import LogprobMode, SamplingSemantics, SiteId
+from heterorl.common.types.rollout import QueuedGroup, RewardPart, WorkAssignment
 from heterorl.common.weights.arena import Arena
 from heterorl.common.weights.payload import write_delta
-from heterorl.common.wire.groups import bytes_digest
+from heterorl.common.wire.common import bytes_digest
 from heterorl.learner.backends.torch import TorchBackend
 from heterorl.learner.loss.config import GepoConfig
 from heterorl.learner.publish.canary import Canary

@@ -25,7 +25,8 @@ from heterorl.common.generation.hf import HfEngine
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.tasks.registry import TaskConfig, build_task
-from heterorl.common.types.values import LogprobMode, QueuedGroup, SamplingSemantics, SiteId, WorkAssignment
+from heterorl.common.types.common import LogprobMode, SamplingSemantics, SiteId
+from heterorl.common.types.rollout import QueuedGroup, WorkAssignment
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.weights.payload import apply_payload, write_delta, write_snapshot
 from heterorl.demo.tiny_model import build_tokenizer

@@ -76,18 +76,8 @@ PROMPT = np.arange(2, 18, dtype=np.int32)
 
 def heterorl_step(model_dir: Path, options: dict[str, Any]) -> Callable[[], object]:
     """A step of the torch backend."""
-    from heterorl.common.types.values import (
-        Digest,
-        FinishReason,
-        Group,
-        GroupId,
-        LogprobMode,
-        QueuedGroup,
-        Rollout,
-        SamplingSemantics,
-        SiteId,
-        VersionSpan,
-    )
+    from heterorl.common.types.common import Digest, LogprobMode, SamplingSemantics, SiteId
+    from heterorl.common.types.rollout import FinishReason, Group, GroupId, QueuedGroup, Rollout, VersionSpan
     from heterorl.learner.backends.torch import TorchBackend
     from heterorl.learner.loss.config import GrpoConfig
     from heterorl.learner.train.config import TorchBackendConfig

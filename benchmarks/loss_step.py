@@ -26,7 +26,8 @@ import transformers
 from pydantic import TypeAdapter
 from torch import nn
 
-from heterorl.common.types.values import Digest, FinishReason, Group, GroupId, Rollout, SiteId, VersionSpan
+from heterorl.common.types.common import Digest, SiteId
+from heterorl.common.types.rollout import FinishReason, Group, GroupId, Rollout, VersionSpan
 from heterorl.learner.loss.config import LossConfig
 from heterorl.learner.loss.registry import ALGORITHMS
 from heterorl.learner.train.batch import build_batch

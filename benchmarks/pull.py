@@ -43,20 +43,13 @@ from heterorl.common.process.patience import Patience
 from heterorl.common.pull.fetch import Fetcher
 from heterorl.common.pull.pull import PulledVersion, Puller
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.types.values import (
-    Contract,
-    Digest,
-    LogprobMode,
-    PayloadKind,
-    PayloadRef,
-    PublishRequest,
-    SamplingSemantics,
-)
+from heterorl.common.types.common import Contract, Digest, LogprobMode, SamplingSemantics
+from heterorl.common.types.policy import PayloadKind, PayloadRef, PublishRequest
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
 from heterorl.common.weights.container import max_file_bytes
 from heterorl.common.weights.manifest import build_manifest
 from heterorl.common.weights.payload import PayloadInfo, write_delta, write_snapshot
-from heterorl.common.wire.groups import manifest_digest, manifest_to_bytes
+from heterorl.common.wire.policy import manifest_digest, manifest_to_bytes
 from heterorl.demo.processes import start, stop
 from heterorl.learner.publish.upload import upload
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from heterorl.common.generation.hf import HfEngine
-from heterorl.common.types.values import LogprobMode, SamplingSemantics
+from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.demo.tiny_model import write_tiny_model
 from heterorl.sampler.vllm.engine import VllmEngine
 

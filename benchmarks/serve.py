@@ -34,11 +34,12 @@ from heterorl.common.errors import Unreachable
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.process.allocator import keep_freed_frames
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.types.values import Digest, Manifest, PayloadKind, PayloadRef, PublishRequest
+from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import Manifest, PayloadKind, PayloadRef, PublishRequest
 from heterorl.common.weights.arena import Layout, TensorSpec, digest_integers, state_root
 from heterorl.common.weights.codec import Method
 from heterorl.common.weights.container import NO_ROOT, Header, write_chunks, write_durably, write_header
-from heterorl.common.wire.groups import manifest_to_bytes
+from heterorl.common.wire.policy import manifest_to_bytes
 from heterorl.demo.processes import start, stop
 
 LIMIT_MB = 300

@@ -41,7 +41,8 @@ from heterorl.common.generation.seeded import group_key
 from heterorl.common.model.contract import SamplingConfig, build_contract
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.arithmetic import ArithmeticTask
-from heterorl.common.types.values import NO_LORA, Contract, Group, QueuedGroup, Rollout
+from heterorl.common.types.common import NO_LORA, Contract
+from heterorl.common.types.rollout import Group, QueuedGroup, Rollout
 from heterorl.common.weights.arena import Arena
 from heterorl.coordinator.groups.admission import ending_problem
 from heterorl.coordinator.groups.schedule import seed_of

@@ -17,16 +17,8 @@ from heterorl.common.generation.hf import HfEngine
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.tasks.task import Task
-from heterorl.common.types.values import (
-    Digest,
-    FinishReason,
-    Group,
-    RewardPart,
-    Rollout,
-    SamplingSemantics,
-    SiteId,
-    WorkAssignment,
-)
+from heterorl.common.types.common import Digest, SamplingSemantics, SiteId
+from heterorl.common.types.rollout import FinishReason, Group, RewardPart, Rollout, WorkAssignment
 from heterorl.coordinator.groups.schedule import prompt_of, seed_of
 from heterorl.learner.checks.replay import Replayer
 from heterorl.sampler.rollout.maker import RolloutMaker

@@ -57,7 +57,7 @@ def sites_release(
     insecure: InsecureOption = False,
 ) -> None:
     """End a site's quarantine and forget its failures; it gets work again at its next call."""
-    from heterorl.common.types.values import SiteId
+    from heterorl.common.types.common import SiteId
 
     address, tls = find_link(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
     request_id = secrets.token_hex(8)

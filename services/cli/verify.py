@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from heterorl.common.types.values import Manifest
+from heterorl.common.types.policy import Manifest
 from heterorl.coordinator.offline.history import History, read_histories
 from heterorl.coordinator.offline.kept import rebuildable, with_offered
 from heterorl.coordinator.offline.payloads import check_payloads, num_rebuilt, replay

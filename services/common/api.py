@@ -6,156 +6,28 @@ implements it over gRPC. Every method raises a `RemoteError` of heterorl.common.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-from heterorl.common.types.values import (
-    Contract,
-    Digest,
-    DropReason,
+from heterorl.common.types.common import Contract, Digest, SiteId, StepReport
+from heterorl.common.types.policy import HeadUpdate, LeaseGrant, PublishRequest, PullPlan, SignedManifest
+from heterorl.common.types.rollout import (
     Group,
     GroupId,
-    LeaseGrant,
-    PayloadRef,
-    PublishRequest,
     PushOutcome,
     QueuedGroup,
-    RunStatus,
-    SignedManifest,
-    SiteId,
-    StepReport,
-    WorkAssignment,
+    Rejection,
+    WorkGrant,
 )
-
-
-class PlanKind(enum.Enum):
-    """How a sampler gets from what it has to what it wants."""
-
-    SAME = "same"
-    DELTA = "delta"
-    MERGED = "merged"
-    CHAIN = "chain"
-    SNAPSHOT = "snapshot"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PullPlan:
-    """Payloads to apply in order (a snapshot, if any, comes first) and the manifests they lead to.
-
-    The last of `manifests` is the exact manifest bytes of the target; a plan may carry those of the way before it too,
-    one for each payload, and whoever needs them otherwise lists them. For SAME both are empty. `signature` belongs to
-    the last manifest; empty where its publisher did not sign.
-    """
-
-    kind: PlanKind
-    target_version: int
-    payloads: tuple[PayloadRef, ...]
-    manifests: tuple[bytes, ...]
-    reason: str
-    signature: bytes = b""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadUpdate:
-    """A version became readable `age_s` seconds ago; -1 means that none is published yet."""
-
-    version: int
-    age_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkGrant:
-    """Assignments, or none with the reason and when to ask again."""
-
-    assignments: tuple[WorkAssignment, ...]
-    reason: str
-    retry_after_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Registration:
-    """A sampler introduces itself. `max_delay_versions` is the largest version lag its delay model can cause.
-
-    `lowest_sequence` is the lowest that the incarnation may still push: all below it are settled or were never used.
-    """
-
-    site: SiteId
-    incarnation: str
-    contract: Contract
-    engine: str
-    dtype: str
-    max_delay_versions: int
-    flavour: str = ""
-    """Form of the weights that it pulls; empty for those that are trained."""
-    max_delay_s: float = 0.0
-    """Longest that its delay model keeps a version and its groups from the coordinator, there and back, seconds."""
-    lowest_sequence: int = 0
-    """0 is not stated."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegisterAnswer:
-    """What the run tells a new sampler. `next_sequence` is 1 + the highest sequence known of this incarnation."""
-
-    run_id: str
-    head_version: int
-    next_sequence: int
-    max_staleness_versions: int
-    max_message_bytes: int = 0
-    """Largest message that the coordinator takes and sends; 0 where it does not say."""
-
-
-class Command(enum.Enum):
-    """What a heartbeat's answer asks of a node."""
-
-    DRAIN = "drain"
-    STOP = "stop"
-    REGISTER = "register"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Heartbeat:
-    """What a sampler reports every few seconds."""
-
-    site: SiteId
-    incarnation: str
-    policy_version: int
-    state_root: str
-    tokens_per_s: float
-    outbox_groups: int
-    apply_s: float = 0.0
-    """Seconds that applying and verifying the newest weights took; 0 before the first."""
-    problem: str = ""
-    """Why nothing is generated; empty while all is well."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CanaryReport:
-    """A sampler's log-probs of the canary's tokens under a version."""
-
-    site: SiteId
-    incarnation: str
-    version: int
-    logprobs: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CanaryVerdict:
-    """Median of |difference| from the learner, nats (None: it stated none), and why the site is in quarantine."""
-
-    difference: float | None
-    quarantine: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rejection:
-    """A leased group that failed a check of the learner; `detail` says the numbers."""
-
-    id: GroupId
-    reason: DropReason
-    detail: str
+from heterorl.common.types.run import (
+    CanaryReport,
+    CanaryVerdict,
+    Command,
+    Heartbeat,
+    RegisterAnswer,
+    Registration,
+    RunStatus,
+)
 
 
 class CoordinatorApi(Protocol):

@@ -14,7 +14,6 @@ import sqlite3
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from heterorl.common.api import CanaryReport, CanaryVerdict, Command, Heartbeat, RegisterAnswer, Registration
 from heterorl.common.errors import (
     ContractMismatch,
     Draining,
@@ -23,8 +22,17 @@ from heterorl.common.errors import (
 )
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Clock
+from heterorl.common.types.common import SiteId, StepReport
+from heterorl.common.types.run import (
+    CanaryReport,
+    CanaryVerdict,
+    Command,
+    Heartbeat,
+    RegisterAnswer,
+    Registration,
+    RunStatus,
+)
 from heterorl.common.types.standstill import RELEASE
-from heterorl.common.types.values import RunStatus, SiteId, StepReport
 from heterorl.coordinator import status
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.opening import open_node

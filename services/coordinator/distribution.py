@@ -6,9 +6,9 @@ import functools
 import sqlite3
 from collections.abc import AsyncIterator, Callable
 
-from heterorl.common.api import HeadUpdate, PullPlan
 from heterorl.common.errors import Draining
-from heterorl.common.types.values import Digest, SignedManifest
+from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import HeadUpdate, PullPlan, SignedManifest
 from heterorl.coordinator.parts import Node
 from heterorl.coordinator.payloads.merging.spans import worth_merging
 from heterorl.coordinator.versions import lineage, manifests, plans

@@ -7,7 +7,8 @@ import sqlite3
 from collections.abc import Sequence
 
 from heterorl.common.errors import InvalidRequest, LeaseHeld
-from heterorl.common.types.values import Contract, LeaseGrant
+from heterorl.common.types.common import Contract
+from heterorl.common.types.policy import LeaseGrant
 from heterorl.coordinator.groups import group_size, queue
 from heterorl.coordinator.parts import Node
 from heterorl.coordinator.sites import audit

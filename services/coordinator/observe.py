@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from heterorl.common.process import metrics
 from heterorl.common.process.tracing import TRACER
+from heterorl.common.types.rollout import DropReason, PushOutcome, QueuedGroup
+from heterorl.common.types.run import LedgerCounts, RunStatus, SiteStatus
 from heterorl.common.types.standstill import quarantined_sites
-from heterorl.common.types.values import DropReason, LedgerCounts, PushOutcome, QueuedGroup, RunStatus, SiteStatus
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.versions import lineage
 

@@ -6,7 +6,6 @@ import logging
 import sqlite3
 from collections.abc import AsyncIterator, Mapping, Sequence
 
-from heterorl.common.api import PullPlan
 from heterorl.common.errors import (
     CorruptData,
     CorruptStore,
@@ -15,8 +14,10 @@ from heterorl.common.errors import (
     PayloadMissing,
     RunFinished,
 )
-from heterorl.common.types.values import Digest, GroupId, Manifest, PayloadRef, PublishRequest
-from heterorl.common.wire.groups import manifest_from_bytes
+from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import Manifest, PayloadRef, PublishRequest, PullPlan
+from heterorl.common.types.rollout import GroupId
+from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.coordinator import status
 from heterorl.coordinator.distribution import Distribution
 from heterorl.coordinator.groups import queue

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from heterorl.common.api import Rejection, WorkGrant
 from heterorl.common.errors import (
     Draining,
     HeterorlError,
@@ -18,16 +17,17 @@ from heterorl.common.errors import (
     NotRegistered,
     RunFinished,
 )
-from heterorl.common.types.values import (
-    Contract,
+from heterorl.common.types.common import Contract, SiteId
+from heterorl.common.types.rollout import (
     DropReason,
     Group,
     GroupId,
     PushOutcome,
     PushStatus,
     QueuedGroup,
-    SiteId,
+    Rejection,
     WorkAssignment,
+    WorkGrant,
 )
 from heterorl.coordinator.groups import horizon, ledger, queue, work
 from heterorl.coordinator.groups.intake import Arrival

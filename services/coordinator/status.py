@@ -6,7 +6,9 @@ import dataclasses
 import json
 import sqlite3
 
-from heterorl.common.types.values import PayloadKind, RunStatus, StepReport
+from heterorl.common.types.common import StepReport
+from heterorl.common.types.policy import PayloadKind
+from heterorl.common.types.run import RunStatus
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.payloads import index

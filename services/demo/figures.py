@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from heterorl.common.errors import DependencyMissing
-from heterorl.common.types.values import StepReport
+from heterorl.common.types.common import StepReport
 
 PICTURES = ("accuracy", "staleness", "kl", "iw_variance", "ess", "bytes")
 STRONG, WEAK = "#1f5fa8", "#e08a2e"

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from heterorl.common.types.values import RunStatus, StepReport
+from heterorl.common.types.common import StepReport
+from heterorl.common.types.run import RunStatus
 from heterorl.demo.config import Regime
 
 PROMISED_BY = "gepo"

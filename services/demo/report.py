@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Environment
 
 import heterorl
-from heterorl.common.types.values import StepReport
+from heterorl.common.types.common import StepReport
 from heterorl.demo.config import Regime
 from heterorl.demo.figures import PICTURES, drawings, picture, titles
 from heterorl.demo.look import CARDS, HEAD, NOTES, STYLE, columns_of

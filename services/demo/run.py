@@ -21,7 +21,8 @@ from heterorl.common.errors import HeterorlError, RemoteError
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.retry import RetryPolicy
-from heterorl.common.types.values import RunStatus, StepReport
+from heterorl.common.types.common import StepReport
+from heterorl.common.types.run import RunStatus
 from heterorl.demo.certificates import make_certificates
 from heterorl.demo.config import (
     FULL,

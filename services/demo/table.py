@@ -8,7 +8,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from heterorl.common.types.values import RunStatus, StepReport
+from heterorl.common.types.common import StepReport
+from heterorl.common.types.run import RunStatus
 
 _BARS = "_.-=+*#"
 _BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"

@@ -23,7 +23,7 @@ import grpc
 
 from heterorl import __version__
 from heterorl.common.errors import HeterorlError
-from heterorl.common.types.values import NO_LORA, Contract, Digest
+from heterorl.common.types.common import NO_LORA, Contract, Digest
 from heterorl.doctor.check import Trouble
 
 NUM_SYNCS = 16

@@ -6,7 +6,7 @@ import re
 
 from heterorl.common.identity.identity import Role
 from heterorl.common.rpc.diagnosis import Diagnosis
-from heterorl.common.types.values import Contract
+from heterorl.common.types.common import Contract
 from heterorl.coordinator.versions.lease import contract_difference
 from heterorl.doctor.check import Check, Trouble, fail, ok, skip, warn
 from heterorl.doctor.machine import Device, Disk, Versions, same_base

@@ -6,7 +6,8 @@ import dataclasses
 from collections import defaultdict
 
 from heterorl.common.tasks.task import Prompt, Task
-from heterorl.common.types.values import Digest, RewardPart
+from heterorl.common.types.common import Digest
+from heterorl.common.types.rollout import RewardPart
 
 
 class PartOfTask:

@@ -18,7 +18,8 @@ from heterorl.common.generation.engine import Completion, Engine
 from heterorl.common.model.canary import ScoredText
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.task import Task
-from heterorl.common.types.values import Float32Array, Int32Array, QueuedGroup, StepReport
+from heterorl.common.types.common import Float32Array, Int32Array, StepReport
+from heterorl.common.types.rollout import QueuedGroup
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.learner.backends.torch import TorchBackend
 from heterorl.learner.evaluate import Evaluation, Evaluator

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from heterorl.common.wire.groups import bytes_digest
+from heterorl.common.wire.common import bytes_digest
 from heterorl.lab.cell import Cell
 from heterorl.lab.world import Outcome
 

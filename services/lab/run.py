@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from heterorl.common.errors import ConfigError
 from heterorl.common.process.children import own_command
 from heterorl.common.process.config import load
-from heterorl.common.wire.groups import bytes_digest
+from heterorl.common.wire.common import bytes_digest
 from heterorl.lab.cell import Cell, list_cells
 from heterorl.lab.config import ExperimentConfig
 from heterorl.lab.results import cell_digest, failure

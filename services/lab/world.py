@@ -25,7 +25,7 @@ from heterorl.common.generation.hf import HfEngine
 from heterorl.common.model.contract import SamplingConfig
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.registry import build_task
-from heterorl.common.types.values import RunStatus
+from heterorl.common.types.run import RunStatus
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger

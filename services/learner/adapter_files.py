@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from heterorl.common.model.adapters import LoraLinear
-from heterorl.common.types.values import LoraSettings
+from heterorl.common.types.common import LoraSettings
 
 
 def write_adapter(directory: Path, model: nn.Module, lora: LoraSettings, *, dtype: torch.dtype, model_dir: str) -> None:

@@ -35,7 +35,7 @@ from heterorl.common.process.clock import Clock, SystemClock
 from heterorl.common.process.files import make_directory
 from heterorl.common.process.threads import in_thread
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.types.values import Contract
+from heterorl.common.types.common import Contract
 from heterorl.learner.assembly import assemble
 from heterorl.learner.backends.backend import TrainBackend
 from heterorl.learner.checks.examiner import Yardstick

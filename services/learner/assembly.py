@@ -20,7 +20,7 @@ from heterorl.common.model.prompts import Prompter
 from heterorl.common.model.trial import try_reward
 from heterorl.common.tasks.registry import build_task
 from heterorl.common.tasks.task import Task
-from heterorl.common.types.values import NO_LORA, Contract
+from heterorl.common.types.common import NO_LORA, Contract
 from heterorl.learner.backends.backend import TrainBackend
 from heterorl.learner.backends.torch import TorchBackend
 from heterorl.learner.backends.zero.backend import DeepSpeedBackend

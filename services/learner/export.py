@@ -9,11 +9,11 @@ from typing import Any
 from heterorl.common.errors import ConfigError, CorruptStore
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach, base_digest, merge
-from heterorl.common.types.values import NO_LORA, Digest, LoraSettings
+from heterorl.common.types.common import NO_LORA, Digest, LoraSettings
 from heterorl.common.weights.arena import Arena, Dtype
 from heterorl.common.weights.manifest import verify_state
 from heterorl.common.weights.payload import apply_payload
-from heterorl.common.wire.groups import manifest_from_bytes
+from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.learner.adapter_files import write_adapter
 from heterorl.learner.backends.state import read_lora
 from heterorl.learner.publish.checkpoint import (

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 
 from heterorl.common.process import metrics
 from heterorl.common.process.tracing import TRACER
-from heterorl.common.types.values import Manifest, PayloadKind, QueuedGroup, StepReport
+from heterorl.common.types.common import StepReport
+from heterorl.common.types.policy import Manifest, PayloadKind
+from heterorl.common.types.rollout import QueuedGroup
 
 _LOG = logging.getLogger(__name__)
 _NUMBERS = (

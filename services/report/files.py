@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from heterorl.common.errors import CorruptStore, OperatorError
+from heterorl.common.types.common import StepReport
 from heterorl.common.types.facts import facts_of
-from heterorl.common.types.values import StepReport
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.offline.history import STORE_FILE, is_in_use, open_store
 from heterorl.coordinator.status import FACTS, list_steps

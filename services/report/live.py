@@ -8,7 +8,7 @@ from pathlib import Path
 from heterorl.cli.live.sites import fold
 from heterorl.common.api import CoordinatorApi
 from heterorl.common.errors import OperatorError
-from heterorl.common.types.values import StepReport
+from heterorl.common.types.common import StepReport
 from heterorl.report.files import read_journal
 from heterorl.report.past_run import PastRun, SiteTotals
 

@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import Environment
 
 import heterorl
-from heterorl.common.types.values import StepReport
+from heterorl.common.types.common import StepReport
 from heterorl.demo.figures import HEIGHT, PICTURES, STRONG, WEAK, drawings, picture, titles
 from heterorl.demo.look import CARDS, HEAD, NOTES, STYLE, columns_of
 from heterorl.demo.look import PICTURES as PICTURES_OF_PAGE

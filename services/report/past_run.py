@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from heterorl.common.types.values import LedgerCounts, StepReport
+from heterorl.common.types.common import StepReport
+from heterorl.common.types.run import LedgerCounts
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

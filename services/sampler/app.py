@@ -27,14 +27,15 @@ from dataclasses import dataclass
 
 from rich.filesize import decimal
 
-from heterorl.common.api import CoordinatorApi, Registration
+from heterorl.common.api import CoordinatorApi
 from heterorl.common.identity.trust import Trust
 from heterorl.common.process import metrics, notify, tracing
 from heterorl.common.process.bell import Bell
 from heterorl.common.process.clock import Clock, SystemClock, steady
 from heterorl.common.pull.pull import Puller
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.types.values import SiteId
+from heterorl.common.types.common import SiteId
+from heterorl.common.types.run import Registration
 from heterorl.common.weights.parallel import num_threads
 from heterorl.sampler.assembly import Parts, assemble
 from heterorl.sampler.config import SamplerConfig

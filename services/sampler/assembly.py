@@ -17,7 +17,7 @@ from heterorl.common.model.prompts import Prompter
 from heterorl.common.model.trial import try_reward
 from heterorl.common.tasks.registry import build_task
 from heterorl.common.tasks.task import Task
-from heterorl.common.types.values import Contract, SamplingSemantics
+from heterorl.common.types.common import Contract, SamplingSemantics
 from heterorl.common.weights.arena import Arena
 from heterorl.sampler.config import HfEngineConfig, SamplerConfig
 from heterorl.sampler.policy.flavoured_engine import FlavouredEngine

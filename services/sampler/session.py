@@ -15,13 +15,14 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 
-from heterorl.common.api import Command, CoordinatorApi, Heartbeat, Registration
+from heterorl.common.api import CoordinatorApi
 from heterorl.common.errors import CorruptData, RemoteError, Unreachable
 from heterorl.common.process import metrics
 from heterorl.common.process.bell import Bell
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.words import peer_words
-from heterorl.common.types.values import Digest
+from heterorl.common.types.common import Digest
+from heterorl.common.types.run import Command, Heartbeat, Registration
 from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.sampler.policy.record import VersionRecord, check_head
 from heterorl.sampler.waiting import Patience

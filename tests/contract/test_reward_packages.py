@@ -17,9 +17,9 @@ ROOT = Path(__file__).parents[2]
 SCORE = """
 import json, sys
 from pathlib import Path
-from heterorl.common.config import load
+from heterorl.common.process.config import load
 from heterorl.common.tasks.registry import build_task
-from heterorl.common.tasks.trial import try_reward
+from heterorl.common.model.trial import try_reward
 from heterorl.{role}.config import {schema}
 
 config = load({schema}, Path(sys.argv[1]), sys.argv[2:])

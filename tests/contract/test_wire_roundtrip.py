@@ -7,50 +7,87 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heterorl.common.api import (
-    CanaryReport,
-    CanaryVerdict,
-    Command,
-    Heartbeat,
-    PlanKind,
-    PullPlan,
-    RegisterAnswer,
-    Registration,
-    WorkGrant,
-)
 from heterorl.common.errors import InvalidRequest, MalformedPayload
-from heterorl.common.types.values import (
-    NO_LORA,
-    Contract,
-    DropReason,
-    FinishReason,
-    FlavourStatus,
+from heterorl.common.types.common import NO_LORA, Contract, LogprobMode, LoraSettings, SamplingSemantics, StepReport
+from heterorl.common.types.digests import digest_field
+from heterorl.common.types.policy import (
     FlavourVersion,
-    Group,
-    GroupId,
-    LedgerCounts,
-    LogprobMode,
-    LoraSettings,
     Manifest,
     PayloadKind,
     PayloadRef,
+    PlanKind,
     PublishRequest,
+    PullPlan,
+)
+from heterorl.common.types.rollout import (
+    DropReason,
+    FinishReason,
+    Group,
+    GroupId,
     PushOutcome,
     PushStatus,
     QueuedGroup,
     RewardPart,
     Rollout,
-    RunStatus,
-    SamplingSemantics,
-    SiteStatus,
-    StepReport,
     VersionSpan,
     WorkAssignment,
+    WorkGrant,
 )
-from heterorl.common.wire import canary, messages
-from heterorl.common.wire import groups as wire
-from heterorl.common.wire.publication import publish_from_pb, publish_to_pb
-from heterorl.common.wire.run_status import status_from_pb, status_to_pb
+from heterorl.common.types.run import (
+    CanaryReport,
+    CanaryVerdict,
+    Command,
+    FlavourStatus,
+    Heartbeat,
+    LedgerCounts,
+    RegisterAnswer,
+    Registration,
+    RunStatus,
+    SiteStatus,
+)
+from heterorl.common.wire.common import (
+    contract_from_bytes,
+    contract_from_pb,
+    contract_to_bytes,
+    report_from_pb,
+    report_to_pb,
+)
+from heterorl.common.wire.policy import (
+    manifest_digest,
+    manifest_from_bytes,
+    manifest_to_bytes,
+    plan_from_pb,
+    plan_to_pb,
+    publish_from_pb,
+    publish_to_pb,
+)
+from heterorl.common.wire.rollout import (
+    group_from_bytes,
+    group_from_pb,
+    group_to_bytes,
+    outcome_from_pb,
+    outcome_to_pb,
+    queued_from_pb,
+    queued_to_pb,
+    work_grant_from_pb,
+    work_grant_to_pb,
+)
+from heterorl.common.wire.run import (
+    canary_from_pb,
+    canary_to_pb,
+    commands_from_pb,
+    commands_to_pb,
+    heartbeat_from_pb,
+    heartbeat_to_pb,
+    register_answer_from_pb,
+    register_answer_to_pb,
+    registration_from_pb,
+    registration_to_pb,
+    status_from_pb,
+    status_to_pb,
+    verdict_from_pb,
+    verdict_to_pb,
+)
 from heterorl.v1 import common_pb2, rollout_pb2
 
 text = st.text(alphabet="abc-0", min_size=1, max_size=8)
@@ -174,10 +211,10 @@ reports = st.builds(
 
 @given(groups)
 def test_group_survives_bytes_bit_for_bit(group):
-    data = wire.group_to_bytes(group)
-    back = wire.group_from_bytes(data)
+    data = group_to_bytes(group)
+    back = group_from_bytes(data)
 
-    assert wire.group_to_bytes(back) == data
+    assert group_to_bytes(back) == data
     assert (back.id, back.assignment, back.state_root) == (group.id, group.assignment, group.state_root)
     assert back.is_seeded == group.is_seeded
     for one, other in zip(back.rollouts, group.rollouts, strict=True):
@@ -198,27 +235,27 @@ def test_group_streamed_to_the_learner_keeps_what_the_coordinator_knows_of_it(
     group, policy_age, queue_age, seed, flavour
 ):
     queued = QueuedGroup(group=group, policy_age_s=policy_age, queue_age_s=queue_age, seed=seed, flavour=flavour)
-    back = messages.queued_from_pb(messages.queued_to_pb(queued))
+    back = queued_from_pb(queued_to_pb(queued))
 
-    assert wire.group_to_bytes(back.group) == wire.group_to_bytes(group)
+    assert group_to_bytes(back.group) == group_to_bytes(group)
     assert dataclasses.replace(back, group=group) == queued
 
 
 @given(contracts)
 def test_contract_survives_bytes(contract):
-    assert wire.contract_from_bytes(wire.contract_to_bytes(contract)) == contract
+    assert contract_from_bytes(contract_to_bytes(contract)) == contract
 
 
 @given(manifests)
 def test_manifest_survives_bytes_and_digest_is_of_the_bytes(manifest):
-    data = wire.manifest_to_bytes(manifest)
+    data = manifest_to_bytes(manifest)
 
-    assert wire.manifest_from_bytes(data) == manifest
-    assert wire.manifest_digest(data) != wire.manifest_digest(data + b"\x08\x00")
+    assert manifest_from_bytes(data) == manifest
+    assert manifest_digest(data) != manifest_digest(data + b"\x08\x00")
 
 
 CASES = [
-    (reports, messages.report_to_pb, messages.report_from_pb),
+    (reports, report_to_pb, report_from_pb),
     (
         st.builds(
             PublishRequest,
@@ -254,8 +291,8 @@ CASES = [
             manifests=st.lists(st.binary(max_size=9), max_size=2).map(tuple),
             reason=text,
         ),
-        messages.plan_to_pb,
-        messages.plan_from_pb,
+        plan_to_pb,
+        plan_from_pb,
     ),
     (
         st.builds(
@@ -267,8 +304,8 @@ CASES = [
             reason=text,
             retry_after_s=real,
         ),
-        messages.work_grant_to_pb,
-        messages.work_grant_from_pb,
+        work_grant_to_pb,
+        work_grant_from_pb,
     ),
     (
         st.builds(
@@ -283,13 +320,13 @@ CASES = [
             max_delay_s=real,
             lowest_sequence=uint,
         ),
-        messages.registration_to_pb,
-        messages.registration_from_pb,
+        registration_to_pb,
+        registration_from_pb,
     ),
     (
         st.builds(RegisterAnswer, run_id=text, head_version=version, next_sequence=uint, max_staleness_versions=uint),
-        messages.register_answer_to_pb,
-        messages.register_answer_from_pb,
+        register_answer_to_pb,
+        register_answer_from_pb,
     ),
     (
         st.builds(
@@ -303,20 +340,20 @@ CASES = [
             apply_s=real,
             problem=text,
         ),
-        messages.heartbeat_to_pb,
-        messages.heartbeat_from_pb,
+        heartbeat_to_pb,
+        heartbeat_from_pb,
     ),
     (
         st.builds(CanaryReport, site=text, incarnation=text, version=version, logprobs=st.lists(single).map(tuple)),
-        canary.canary_to_pb,
-        canary.canary_from_pb,
+        canary_to_pb,
+        canary_from_pb,
     ),
     (
         st.builds(CanaryVerdict, difference=st.none() | real, quarantine=text),
-        canary.verdict_to_pb,
-        canary.verdict_from_pb,
+        verdict_to_pb,
+        verdict_from_pb,
     ),
-    (st.lists(st.sampled_from(Command)).map(tuple), messages.commands_to_pb, messages.commands_from_pb),
+    (st.lists(st.sampled_from(Command)).map(tuple), commands_to_pb, commands_from_pb),
     (
         st.builds(
             PushOutcome,
@@ -326,8 +363,8 @@ CASES = [
             message=text,
             retry_after_s=real,
         ),
-        messages.outcome_to_pb,
-        messages.outcome_from_pb,
+        outcome_to_pb,
+        outcome_from_pb,
     ),
     (
         st.builds(
@@ -405,33 +442,29 @@ def test_message_survives_the_wire(strategy, to_pb, from_pb, data):
 
 def test_values_that_nothing_can_hold_are_refused_with_their_field():
     with pytest.raises(InvalidRequest, match="finish_reason"):
-        wire.group_from_pb(rollout_pb2.Group(rollouts=[rollout_pb2.Rollout()]))
+        group_from_pb(rollout_pb2.Group(rollouts=[rollout_pb2.Rollout()]))
     with pytest.raises(InvalidRequest, match="logprob_mode"):
-        wire.contract_from_pb(common_pb2.Contract())
+        contract_from_pb(common_pb2.Contract())
     with pytest.raises(MalformedPayload):
-        wire.group_from_bytes(b"\xff\xff")
+        group_from_bytes(b"\xff\xff")
     with pytest.raises(MalformedPayload):
-        wire.manifest_from_bytes(b"\xff\xff")
+        manifest_from_bytes(b"\xff\xff")
     with pytest.raises(InvalidRequest, match="kind"):
-        messages.plan_from_pb(
-            type(
-                messages.plan_to_pb(
-                    PullPlan(kind=PlanKind.SAME, target_version=0, payloads=(), manifests=(), reason="")
-                )
-            )()
+        plan_from_pb(
+            type(plan_to_pb(PullPlan(kind=PlanKind.SAME, target_version=0, payloads=(), manifests=(), reason="")))()
         )
 
 
 def test_token_id_beyond_int32_stays_outside_every_vocabulary():
     message = rollout_pb2.Group(rollouts=[rollout_pb2.Rollout(token_ids=[2**32 - 1], finish_reason=1)])
 
-    assert wire.group_from_pb(message).rollouts[0].token_ids.tolist() == [2**31 - 1]
+    assert group_from_pb(message).rollouts[0].token_ids.tolist() == [2**31 - 1]
 
 
 @pytest.mark.parametrize("bad", ["", "ab", "../" * 22, "A" * 64, "g" * 64])
 def test_digest_field_refuses_what_is_not_a_digest(bad):
     with pytest.raises(InvalidRequest, match="payload"):
-        messages.digest_field("payload", bad)
+        digest_field("payload", bad)
 
 
 def test_reports_have_the_same_fields_on_both_sides():

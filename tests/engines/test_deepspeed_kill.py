@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from heterorl.common.api import Registration
-from heterorl.common.types.values import FinishReason, PushStatus
-from heterorl.common.wire.groups import manifest_from_bytes
+from heterorl.common.types.rollout import FinishReason, PushStatus
+from heterorl.common.types.run import Registration
+from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.coordinator.rpc.server import Server
-from heterorl.coordinator.servicers.services import PolicyServicer, RolloutServicer, RunServicer
+from heterorl.coordinator.servicers.policy import PolicyServicer
+from heterorl.coordinator.servicers.rollout import RolloutServicer
+from heterorl.coordinator.servicers.run import RunServicer
 from heterorl.demo.tiny_model import write_tiny_model
 from heterorl.learner.assembly import assemble
 from heterorl.learner.config import LearnerConfig

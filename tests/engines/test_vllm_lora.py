@@ -11,7 +11,7 @@ from heterorl.common.errors import StaleWeights
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach, merge
 from heterorl.common.model.lora import LoraConfig
-from heterorl.common.types.values import VersionSpan
+from heterorl.common.types.rollout import VersionSpan
 from heterorl.sampler.vllm import weights
 from tests.support.engines import PROMPTS, Truth, semantics, vllm_engine, write_model
 

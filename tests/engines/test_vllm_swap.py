@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from heterorl.common.errors import EngineDied, EngineError, StaleWeights
-from heterorl.common.types.values import VersionSpan
+from heterorl.common.types.rollout import VersionSpan
 from heterorl.sampler.vllm import weights
 from tests.support.engines import PROMPTS, Truth, disturbed, semantics, vllm_engine, write_model
 

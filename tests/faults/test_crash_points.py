@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from heterorl.common.api import Heartbeat
 from heterorl.common.identity.trust import Trust
 from heterorl.common.process.bell import Bell
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.pull.pull import Puller
-from heterorl.common.types.values import PayloadKind
-from heterorl.common.wire.groups import manifest_digest, manifest_from_bytes
+from heterorl.common.types.policy import PayloadKind
+from heterorl.common.types.run import Heartbeat
+from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
 from heterorl.coordinator.payloads import index
 from heterorl.learner.run import incarnation
 from heterorl.sampler.policy.delay import Visibility

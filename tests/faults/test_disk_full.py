@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import StoreFull
-from heterorl.common.types.values import PushStatus
-from heterorl.common.wire.groups import bytes_digest
+from heterorl.common.types.rollout import PushStatus
+from heterorl.common.wire.common import bytes_digest
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger

@@ -10,30 +10,45 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from heterorl.common.errors import InvalidRequest
-from heterorl.common.types.values import Digest, PayloadKind, PayloadRef
+from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import PayloadKind, PayloadRef
 from heterorl.common.weights.manifest import chunks_of
-from heterorl.common.wire import groups, messages, rejections, run_status
-from heterorl.common.wire.publication import publish_from_pb
+from heterorl.common.wire.common import contract_from_pb, report_from_pb
+from heterorl.common.wire.policy import (
+    grant_from_pb,
+    manifest_from_bytes,
+    payload_from_pb,
+    plan_from_pb,
+    publish_from_pb,
+)
+from heterorl.common.wire.rollout import group_from_pb, outcome_from_pb, rejections_from_pb, work_grant_from_pb
+from heterorl.common.wire.run import (
+    commands_from_pb,
+    heartbeat_from_pb,
+    register_answer_from_pb,
+    registration_from_pb,
+    status_from_pb,
+)
 from heterorl.coordinator.versions.path import plan_pull
 from heterorl.v1 import common_pb2, policy_pb2, rollout_pb2, run_pb2
 from tests.fuzz.mutate import LONG_EDGES, mutated
 
 DECODERS: list[tuple[type[Message], Callable[[Any], Any]]] = [
-    (rollout_pb2.Group, groups.group_from_pb),
-    (common_pb2.Contract, groups.contract_from_pb),
-    (policy_pb2.PayloadRef, groups.payload_from_pb),
-    (common_pb2.StepReport, messages.report_from_pb),
-    (rollout_pb2.PushGroupsResponse, messages.outcome_from_pb),
-    (rollout_pb2.LeaseWorkResponse, messages.work_grant_from_pb),
-    (rollout_pb2.RejectGroupsRequest, rejections.rejections_from_pb),
-    (policy_pb2.AcquireLeaseResponse, messages.grant_from_pb),
+    (rollout_pb2.Group, group_from_pb),
+    (common_pb2.Contract, contract_from_pb),
+    (policy_pb2.PayloadRef, payload_from_pb),
+    (common_pb2.StepReport, report_from_pb),
+    (rollout_pb2.PushGroupsResponse, outcome_from_pb),
+    (rollout_pb2.LeaseWorkResponse, work_grant_from_pb),
+    (rollout_pb2.RejectGroupsRequest, rejections_from_pb),
+    (policy_pb2.AcquireLeaseResponse, grant_from_pb),
     (policy_pb2.PublishVersionRequest, publish_from_pb),
-    (policy_pb2.PlanPullResponse, messages.plan_from_pb),
-    (run_pb2.RegisterRequest, messages.registration_from_pb),
-    (run_pb2.RegisterResponse, messages.register_answer_from_pb),
-    (run_pb2.HeartbeatRequest, messages.heartbeat_from_pb),
-    (run_pb2.HeartbeatResponse, messages.commands_from_pb),
-    (run_pb2.GetStatusResponse, run_status.status_from_pb),
+    (policy_pb2.PlanPullResponse, plan_from_pb),
+    (run_pb2.RegisterRequest, registration_from_pb),
+    (run_pb2.RegisterResponse, register_answer_from_pb),
+    (run_pb2.HeartbeatRequest, heartbeat_from_pb),
+    (run_pb2.HeartbeatResponse, commands_from_pb),
+    (run_pb2.GetStatusResponse, status_from_pb),
 ]
 _INTEGERS = {
     FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
@@ -131,7 +146,7 @@ class ManifestTarget:
 
     def run(self, case: bytes) -> None:
         """Decode, and derive the chunks."""
-        manifest = groups.manifest_from_bytes(case)
+        manifest = manifest_from_bytes(case)
         chunks = chunks_of(manifest)
         assert len(chunks) == len(manifest.chunk_digests), "chunks and digests disagree"
         assert sum(chunk.num_bytes for chunk in chunks) == manifest.full_bytes, "chunks and bytes disagree"

@@ -14,8 +14,8 @@ from heterorl.common.api import CoordinatorApi
 from heterorl.common.errors import HeterorlError
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.pull.fetch import Fetcher
-from heterorl.common.types.values import Digest
-from heterorl.common.wire import messages
+from heterorl.common.types.common import Digest
+from heterorl.common.wire.policy import plan_from_pb
 from heterorl.v1 import policy_pb2
 from tests.fuzz.files import scratch
 
@@ -94,7 +94,7 @@ class FetchTarget:
 
     async def _fetch(self, message: policy_pb2.PlanPullResponse, frames: list[bytes]) -> None:
         asyncio.get_running_loop().set_default_executor(_Inline(max_workers=1))
-        plan = messages.plan_from_pb(message)
+        plan = plan_from_pb(message)
         api = cast("CoordinatorApi", _Source(frames))
         fetcher = Fetcher(api=api, spool=self._root / "spool", clock=SystemClock(), max_bytes=MAX_BYTES)
         fetcher.keep_only(plan.payloads)

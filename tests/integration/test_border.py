@@ -11,15 +11,15 @@ from heterorl.common import errors
 from heterorl.common.identity.identity import Role
 from heterorl.common.rpc.diagnosis import MAX_ANSWER_BYTES
 from heterorl.common.rpc.status import from_rpc_error
-from heterorl.common.types.values import DropReason
-from heterorl.common.wire.groups import group_from_pb, group_to_pb
+from heterorl.common.types.rollout import DropReason
+from heterorl.common.wire.rollout import group_from_pb, group_to_pb
 from heterorl.coordinator.rpc.bounds import bound_of
 from heterorl.coordinator.servicers import arrivals
 from heterorl.v1 import diagnosis_pb2, policy_pb2, rollout_pb2, run_pb2
 from tests.integration.test_access_matrix import METHODS, NOT_SERVED, RULES
 from tests.support.run import INCARNATION, SITE
 from tests.support.secure_run import SecureRun
-from tests.unit.common.test_scan import _bytes_field, _entries, _fields, _is_repeated, _wrapped
+from tests.unit.coordinator.rpc.test_scan import _bytes_field, _entries, _fields, _is_repeated, _wrapped
 
 OURS = sorted(name for name in METHODS if name not in NOT_SERVED)
 ROLE_OF = {name: min(RULES[name].roles, key=lambda role: (role is not Role.SAMPLER, role)) for name in OURS}

@@ -10,7 +10,7 @@ from heterorl.common.process.clock import SystemClock
 from heterorl.common.pull.pull import Puller
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.retry import RetryPolicy
-from heterorl.common.types.values import PayloadKind
+from heterorl.common.types.policy import PayloadKind
 from heterorl.demo.processes import start, stop
 from tests.support.cluster import free_port
 from tests.support.links import PLAINTEXT

@@ -15,7 +15,7 @@ from heterorl.common.process.clock import SystemClock
 from heterorl.common.pull.pull import Puller
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.weights.arena import Arena
-from heterorl.common.wire.groups import manifest_from_bytes
+from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.coordinator.sites import canary
 from heterorl.demo.tiny_model import write_tiny_model
 from heterorl.learner import app as learner_app

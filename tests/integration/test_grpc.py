@@ -12,7 +12,6 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from heterorl.common import errors
-from heterorl.common.api import Command, Heartbeat, PlanKind, Rejection
 from heterorl.common.errors import PortInUse
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import SystemClock
@@ -20,14 +19,18 @@ from heterorl.common.rpc.bandwidth import BandwidthConfig
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.rpc.status import from_rpc_error
-from heterorl.common.types.values import Digest, DropReason, PushStatus
-from heterorl.common.wire import messages
-from heterorl.common.wire.groups import group_to_pb
+from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import PlanKind
+from heterorl.common.types.rollout import DropReason, PushStatus, Rejection
+from heterorl.common.types.run import Command, Heartbeat
+from heterorl.common.wire.rollout import group_to_pb
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups.schedule import seed_of
 from heterorl.coordinator.rpc.server import Server
-from heterorl.coordinator.servicers.services import PolicyServicer, RolloutServicer, RunServicer
+from heterorl.coordinator.servicers.policy import PolicyServicer
+from heterorl.coordinator.servicers.rollout import RolloutServicer
+from heterorl.coordinator.servicers.run import RunServicer
 from heterorl.v1 import policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc, run_pb2_grpc
 from tests.support.links import PLAINTEXT
 from tests.support.run import CONTRACT, INCARNATION, SITE, Run, rollout
@@ -176,7 +179,9 @@ async def test_damaged_frames_are_told_at_once_in_both_directions(served, run, m
     async def frames():
         yield data
 
-    monkeypatch.setattr(messages, "frame_checksum", _Alternating())
+    alternating = _Alternating()
+    for module in ("common.rpc.client", "coordinator.servicers.policy"):
+        monkeypatch.setattr(f"heterorl.{module}.frame_checksum", alternating)
     with pytest.raises(errors.Unreachable, match="damaged"):
         await anext(served.client.read_payload(digest=plan.payloads[0].digest, offset=0))
     with pytest.raises(errors.DigestMismatch, match="damaged"):

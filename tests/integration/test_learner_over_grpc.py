@@ -6,7 +6,9 @@ import pytest
 
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.coordinator.rpc.server import Server
-from heterorl.coordinator.servicers.services import PolicyServicer, RolloutServicer, RunServicer
+from heterorl.coordinator.servicers.policy import PolicyServicer
+from heterorl.coordinator.servicers.rollout import RolloutServicer
+from heterorl.coordinator.servicers.run import RunServicer
 from heterorl.v1 import policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
 from tests.support.learner_world import FragileApi, Killed, fill, head_root, learn, learner_config, open_coordinator
 from tests.support.links import PLAINTEXT

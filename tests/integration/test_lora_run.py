@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from heterorl.common.api import Registration
 from heterorl.common.errors import ConfigError, ContractMismatch
 from heterorl.common.generation.hf import HfEngine
 from heterorl.common.model import tensors
 from heterorl.common.model.lora import LoraConfig
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.pull.pull import Puller
-from heterorl.common.wire.groups import manifest_from_bytes
+from heterorl.common.types.run import Registration
+from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.demo.tiny_model import write_tiny_model
 from heterorl.learner import app as learner_app
 from heterorl.learner.assembly import assemble as assemble_learner

@@ -12,9 +12,9 @@ import pytest
 
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.retry import RetryPolicy
-from heterorl.common.types.values import PayloadKind
+from heterorl.common.types.policy import PayloadKind
 from heterorl.coordinator.rpc.server import Server
-from heterorl.coordinator.servicers.services import PolicyServicer
+from heterorl.coordinator.servicers.policy import PolicyServicer
 from heterorl.v1 import policy_pb2_grpc
 from tests.support.links import PLAINTEXT
 from tests.support.merging import Counted, merging, published, puller

@@ -25,12 +25,14 @@ from heterorl.common.process.bell import Bell
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.pull.pull import Puller
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.types.values import PayloadKind, SignedManifest
-from heterorl.common.wire.groups import manifest_digest, manifest_from_bytes, manifest_to_bytes
+from heterorl.common.types.policy import PayloadKind, SignedManifest
+from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes, manifest_to_bytes
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.rpc.server import Server
-from heterorl.coordinator.servicers.services import PolicyServicer, RolloutServicer, RunServicer
+from heterorl.coordinator.servicers.policy import PolicyServicer
+from heterorl.coordinator.servicers.rollout import RolloutServicer
+from heterorl.coordinator.servicers.run import RunServicer
 from heterorl.sampler.policy.delay import Visibility
 from heterorl.sampler.policy.delay_models import FixedDelay, NoDelay
 from heterorl.sampler.policy.record import RunReplaced, VersionRecord

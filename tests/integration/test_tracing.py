@@ -13,8 +13,10 @@ from heterorl.common.process.bell import Bell
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.process.tracing import NO_TRACE, TRACER, Tracer, TracingConfig, well_formed
 from heterorl.common.tasks.task import Prompt
-from heterorl.common.types.values import Digest, FinishReason, RewardPart, SiteId, VersionSpan
-from heterorl.common.wire.groups import bytes_digest, group_from_bytes, group_to_bytes
+from heterorl.common.types.common import Digest, SiteId
+from heterorl.common.types.rollout import FinishReason, RewardPart, VersionSpan
+from heterorl.common.wire.common import bytes_digest
+from heterorl.common.wire.rollout import group_from_bytes, group_to_bytes
 from heterorl.learner.observe import observe_step
 from heterorl.sampler.outbox.delivery import Delivery
 from heterorl.sampler.outbox.outbox import Outbox

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from heterorl.cli.main import app
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.types.values import DropReason
+from heterorl.common.types.rollout import DropReason
 from tests.support.cluster import Cluster, account
 from tests.support.links import PLAINTEXT
 

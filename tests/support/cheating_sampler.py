@@ -17,7 +17,8 @@ from heterorl.cli import main as cli
 from heterorl.common.generation.engine import Completion
 from heterorl.common.model.canary import ScoredText
 from heterorl.common.tasks.task import Prompt
-from heterorl.common.types.values import Digest, FinishReason, WorkAssignment
+from heterorl.common.types.common import Digest
+from heterorl.common.types.rollout import FinishReason, WorkAssignment
 from heterorl.sampler.rollout.maker import Batch, RolloutMaker
 
 

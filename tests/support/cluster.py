@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from heterorl.common.types.values import GroupId, RunStatus
+from heterorl.common.types.rollout import GroupId
+from heterorl.common.types.run import RunStatus
 from heterorl.demo.processes import Child, start, stop
 from heterorl.demo.tiny_model import write_tiny_model
 from tests.support.certificates import Certificates

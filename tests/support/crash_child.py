@@ -11,8 +11,10 @@ import sys
 from pathlib import Path
 
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.types.values import PushStatus
-from heterorl.common.wire.groups import bytes_digest, group_to_bytes, manifest_digest, manifest_from_bytes
+from heterorl.common.types.rollout import PushStatus
+from heterorl.common.wire.common import bytes_digest
+from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
+from heterorl.common.wire.rollout import group_to_bytes
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from tests.support.run import Run

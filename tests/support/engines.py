@@ -11,7 +11,7 @@ import torch
 from heterorl.common.generation.engine import Completion
 from heterorl.common.generation.hf import HfEngine
 from heterorl.common.model import tensors
-from heterorl.common.types.values import Float32Array, Int32Array, LogprobMode, SamplingSemantics
+from heterorl.common.types.common import Float32Array, Int32Array, LogprobMode, SamplingSemantics
 from heterorl.common.weights.arena import Arena
 from heterorl.demo.tiny_model import build_tokenizer
 

@@ -13,25 +13,21 @@ from typing import Any
 import blake3
 import numpy as np
 
-from heterorl.common.api import Registration
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.types.values import (
-    Contract,
+from heterorl.common.types.common import Contract, LogprobMode, SamplingSemantics, SiteId, StepReport
+from heterorl.common.types.rollout import (
     FinishReason,
     Group,
     GroupId,
-    LogprobMode,
     PushStatus,
     QueuedGroup,
     RewardPart,
     Rollout,
-    SamplingSemantics,
-    SiteId,
-    StepReport,
     VersionSpan,
 )
+from heterorl.common.types.run import Registration
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
-from heterorl.common.wire.groups import manifest_from_bytes
+from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.learner import app

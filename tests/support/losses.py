@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from heterorl.common.types.values import Group
+from heterorl.common.types.rollout import Group
 from heterorl.learner.loss.config import (
     BnpoConfig,
     CispoConfig,

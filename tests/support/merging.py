@@ -14,7 +14,7 @@ import numpy as np
 
 from heterorl.common.api import CoordinatorApi
 from heterorl.common.pull.pull import Puller
-from heterorl.common.types.values import PayloadKind
+from heterorl.common.types.policy import PayloadKind
 from heterorl.common.weights.arena import Layout, TensorSpec
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator

@@ -9,30 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from heterorl.common.api import CoordinatorApi, Registration
+from heterorl.common.api import CoordinatorApi
 from heterorl.common.identity.signing import Signer
-from heterorl.common.types.values import (
-    Contract,
-    Digest,
-    FinishReason,
-    Group,
-    GroupId,
-    LogprobMode,
-    PayloadKind,
-    PayloadRef,
-    PublishRequest,
-    RewardPart,
-    Rollout,
-    SamplingSemantics,
-    SiteId,
-    StepReport,
-    VersionSpan,
-    WorkAssignment,
-)
+from heterorl.common.types.common import Contract, Digest, LogprobMode, SamplingSemantics, SiteId, StepReport
+from heterorl.common.types.policy import PayloadKind, PayloadRef, PublishRequest
+from heterorl.common.types.rollout import FinishReason, Group, GroupId, RewardPart, Rollout, VersionSpan, WorkAssignment
+from heterorl.common.types.run import Registration
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
 from heterorl.common.weights.manifest import build_manifest
 from heterorl.common.weights.payload import write_delta, write_snapshot
-from heterorl.common.wire.groups import manifest_digest, manifest_from_bytes, manifest_to_bytes
+from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes, manifest_to_bytes
 
 LAYOUT = Layout.build([TensorSpec(name="w", dtype="bf16", shape=(40,))], chunk_elements=16)
 CONTRACT = Contract(

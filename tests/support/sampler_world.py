@@ -20,7 +20,8 @@ from heterorl.common.generation.turns import spans_of
 from heterorl.common.model.canary import ScoredText
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.task import Prompt
-from heterorl.common.types.values import Digest, FinishReason, Float32Array, Int32Array, RewardPart
+from heterorl.common.types.common import Digest, Float32Array, Int32Array
+from heterorl.common.types.rollout import FinishReason, RewardPart
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator

@@ -21,7 +21,9 @@ from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.rpc.server import Server
 from heterorl.coordinator.servicers.backup import BackupServicer
 from heterorl.coordinator.servicers.diagnosis import DiagnosisServicer
-from heterorl.coordinator.servicers.services import PolicyServicer, RolloutServicer, RunServicer
+from heterorl.coordinator.servicers.policy import PolicyServicer
+from heterorl.coordinator.servicers.rollout import RolloutServicer
+from heterorl.coordinator.servicers.run import RunServicer
 from heterorl.v1 import backup_pb2_grpc, diagnosis_pb2_grpc, policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
 from tests.support.certificates import Certificates
 from tests.support.run import Run

@@ -10,18 +10,8 @@ import torch
 import transformers
 from torch import nn
 
-from heterorl.common.types.values import (
-    Digest,
-    FinishReason,
-    Group,
-    GroupId,
-    LogprobMode,
-    QueuedGroup,
-    Rollout,
-    SamplingSemantics,
-    SiteId,
-    VersionSpan,
-)
+from heterorl.common.types.common import Digest, LogprobMode, SamplingSemantics, SiteId
+from heterorl.common.types.rollout import FinishReason, Group, GroupId, QueuedGroup, Rollout, VersionSpan
 from heterorl.learner.train.model import prepare
 
 VOCAB_SIZE = 50

@@ -8,26 +8,24 @@ from pathlib import Path
 
 import numpy as np
 
-from heterorl.common.api import Registration
 from heterorl.common.errors import HeterorlError, NotRegistered, Unreachable
 from heterorl.common.model.contract import SamplingConfig, build_contract
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.model.tensors import layout_of
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.tasks.arithmetic import ArithmeticTask
-from heterorl.common.types.values import (
-    Contract,
-    Digest,
+from heterorl.common.types.common import Contract, Digest, SiteId
+from heterorl.common.types.rollout import (  # fmt: skip
     FinishReason,
     Group,
     GroupId,
     PushStatus,
     Rollout,
-    SiteId,
     VersionSpan,
     WorkAssignment,
-)  # fmt: skip
-from heterorl.common.wire.groups import manifest_from_bytes
+)
+from heterorl.common.types.run import Registration
+from heterorl.common.wire.policy import manifest_from_bytes
 
 
 def contract_of(model_dir: Path, *, digits: int, max_new_tokens: int, group_size: int) -> Contract:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from heterorl.common.types.values import SiteStatus
+from heterorl.common.types.run import SiteStatus
 
 NEVER_S = -1.0
 """Seen so long ago: not since the coordinator started."""

@@ -10,9 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from heterorl.cli.live.sites import fold, site_tables
+from heterorl.common.types.common import StepReport
 from heterorl.common.types.facts import steps_wanted
+from heterorl.common.types.run import RunStatus
 from heterorl.common.types.standstill import describe, quarantined_sites
-from heterorl.common.types.values import RunStatus, StepReport
 
 
 def status_json(status: RunStatus) -> dict[str, Any]:

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from rich.console import Group
 
     from heterorl.common.api import CoordinatorApi
-    from heterorl.common.types.values import RunStatus, StepReport
+    from heterorl.common.types.common import StepReport
+    from heterorl.common.types.run import RunStatus
 
 CALL_S = 5.0
 STEPS_A_CALL = 1000

@@ -24,7 +24,8 @@ from heterorl.cli.link import (
 
 if TYPE_CHECKING:
     from heterorl.common.rpc.client import CoordinatorClient
-    from heterorl.common.types.values import RunStatus, StepReport
+    from heterorl.common.types.common import StepReport
+    from heterorl.common.types.run import RunStatus
 
 STEPS = 200
 """Newest steps among which an accuracy is looked for."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from heterorl.common.types.values import LogprobMode, SamplingSemantics
+from heterorl.common.types.common import LogprobMode, SamplingSemantics
 
 
 def draw(logits_BV: Tensor, noise_BV: Tensor, sampling: SamplingSemantics) -> tuple[Tensor, Tensor]:

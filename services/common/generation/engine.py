@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from heterorl.common.model.canary import ScoredText
-from heterorl.common.types.values import FinishReason, Float32Array, Int32Array, VersionSpan
+from heterorl.common.types.common import Float32Array, Int32Array
+from heterorl.common.types.rollout import FinishReason, VersionSpan
 from heterorl.common.weights.arena import Arena, Layout
 
 

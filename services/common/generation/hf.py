@@ -20,7 +20,8 @@ from heterorl.common.model.adapters import attach, base_digest
 from heterorl.common.model.canary import ScoredText
 from heterorl.common.model.directory import first_line
 from heterorl.common.model.lora import ALL_WEIGHTS, LoraConfig
-from heterorl.common.types.values import Digest, FinishReason, Float32Array, Int32Array, LogprobMode, SamplingSemantics
+from heterorl.common.types.common import Digest, Float32Array, Int32Array, LogprobMode, SamplingSemantics
+from heterorl.common.types.rollout import FinishReason
 from heterorl.common.weights.arena import Arena, Dtype, Layout
 
 _COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -16,7 +16,7 @@ import hashlib
 
 import numpy as np
 
-from heterorl.common.types.values import Float32Array
+from heterorl.common.types.common import Float32Array
 
 KEY_BYTES = 16
 

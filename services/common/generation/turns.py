@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from heterorl.common.types.values import VersionSpan
+from heterorl.common.types.rollout import VersionSpan
 
 
 class Turns:

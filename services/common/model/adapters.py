@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.types.values import Digest, LoraSettings
+from heterorl.common.types.common import Digest, LoraSettings
 
 PARTS = ("lora_a", "lora_b")
 """Last parts of the names of an adapter's tensors: A [rank, in], B [out, rank]."""

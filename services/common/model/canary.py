@@ -12,7 +12,7 @@ import numpy as np
 
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.task import Task
-from heterorl.common.types.values import Int32Array
+from heterorl.common.types.common import Int32Array
 
 NUM_SEQUENCES = 4
 MAX_TOKENS = 64

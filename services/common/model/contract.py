@@ -8,8 +8,8 @@ from pydantic import Field
 
 from heterorl.common.process.config import Config
 from heterorl.common.tasks.task import Task
-from heterorl.common.types.values import NO_LORA, Contract, Digest, LogprobMode, LoraSettings, SamplingSemantics
-from heterorl.common.wire.groups import bytes_digest
+from heterorl.common.types.common import NO_LORA, Contract, Digest, LogprobMode, LoraSettings, SamplingSemantics
+from heterorl.common.wire.common import bytes_digest
 
 
 class SamplingConfig(Config):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from heterorl.common.process.config import Config
-from heterorl.common.types.values import NO_LORA, Digest, LoraSettings
+from heterorl.common.types.common import NO_LORA, Digest, LoraSettings
 
 
 class LoraConfig(Config):

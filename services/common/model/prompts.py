@@ -8,7 +8,7 @@ import numpy as np
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.model.directory import check_model_dir, first_line
-from heterorl.common.types.values import Int32Array
+from heterorl.common.types.common import Int32Array
 
 
 class Prompter:

@@ -16,19 +16,20 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from heterorl.common.api import CoordinatorApi, PlanKind, PullPlan
+from heterorl.common.api import CoordinatorApi
 from heterorl.common.errors import CorruptData, LimitExceeded, StateMismatch, UnknownPayload
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.words import peer_words
 from heterorl.common.pull.fetch import Fetcher
 from heterorl.common.pull.way import Way
-from heterorl.common.types.values import Digest, Manifest, PayloadKind
+from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import Manifest, PayloadKind, PlanKind, PullPlan
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.weights.container import max_file_bytes
 from heterorl.common.weights.manifest import verify_child, verify_merged, verify_snapshot, verify_state
 from heterorl.common.weights.payload import apply_payload
-from heterorl.common.wire.groups import manifest_digest, manifest_from_bytes
+from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
 
 _LOG = logging.getLogger(__name__)
 Admit = Callable[[PullPlan], Awaitable[None]]

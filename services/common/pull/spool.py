@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 import blake3
 
-from heterorl.common.types.values import Digest
+from heterorl.common.types.common import Digest
 
 BATCH_BYTES = 4 << 20
 SYNC_BYTES = 64 << 20

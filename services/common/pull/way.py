@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from heterorl.common.api import CoordinatorApi, PullPlan
+from heterorl.common.api import CoordinatorApi
 from heterorl.common.errors import LimitExceeded, MalformedPayload, StateMismatch
-from heterorl.common.wire.groups import manifest_from_bytes
+from heterorl.common.types.policy import PullPlan
+from heterorl.common.wire.policy import manifest_from_bytes
 
 PAGE = 256
 """Manifests asked for at once; the coordinator sends as many of them as fit one answer."""

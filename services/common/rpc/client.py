@@ -8,41 +8,42 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 
 import grpc.aio
 
-from heterorl.common.api import (
-    CanaryReport,
-    CanaryVerdict,
-    Command,
-    HeadUpdate,
-    Heartbeat,
-    PullPlan,
-    RegisterAnswer,
-    Registration,
-    Rejection,
-    WorkGrant,
-)
 from heterorl.common.errors import InvalidRequest, MalformedPayload, Unreachable
 from heterorl.common.process.metrics import BYTES
 from heterorl.common.rpc.attempt import once, timed
 from heterorl.common.rpc.calls import readable
 from heterorl.common.rpc.lease_calls import LeaseCalls
-from heterorl.common.types.values import (
-    Digest,
-    Group,
-    GroupId,
-    PublishRequest,
-    PushOutcome,
-    QueuedGroup,
+from heterorl.common.types.common import Digest, SiteId, StepReport
+from heterorl.common.types.policy import HeadUpdate, PublishRequest, PullPlan, SignedManifest
+from heterorl.common.types.rollout import Group, GroupId, PushOutcome, QueuedGroup, Rejection, WorkGrant
+from heterorl.common.types.run import (
+    CanaryReport,
+    CanaryVerdict,
+    Command,
+    Heartbeat,
+    RegisterAnswer,
+    Registration,
     RunStatus,
-    SignedManifest,
-    SiteId,
-    StepReport,
 )
-from heterorl.common.wire import canary, messages
-from heterorl.common.wire.groups import group_id_to_pb
-from heterorl.common.wire.publication import publish_to_pb
-from heterorl.common.wire.pushed import push_to_pb
-from heterorl.common.wire.rejections import rejections_to_pb
-from heterorl.common.wire.run_status import status_from_pb
+from heterorl.common.wire.common import report_from_pb
+from heterorl.common.wire.policy import frame_checksum, plan_from_pb, publish_to_pb
+from heterorl.common.wire.rollout import (
+    group_id_to_pb,
+    outcome_from_pb,
+    push_to_pb,
+    queued_from_pb,
+    rejections_to_pb,
+    work_grant_from_pb,
+)
+from heterorl.common.wire.run import (
+    canary_to_pb,
+    commands_from_pb,
+    heartbeat_to_pb,
+    register_answer_from_pb,
+    registration_to_pb,
+    status_from_pb,
+    verdict_from_pb,
+)
 from heterorl.v1 import policy_pb2, rollout_pb2, run_pb2
 
 PUSH_TIMEOUT_S = 120.0
@@ -76,7 +77,7 @@ class CoordinatorClient(LeaseCalls):
             )
             async for frame in frames:
                 await self._pace(self._up, "up", len(frame))
-                yield policy_pb2.UploadPayloadRequest(frame=frame, checksum=messages.frame_checksum(frame))
+                yield policy_pb2.UploadPayloadRequest(frame=frame, checksum=frame_checksum(frame))
 
         async def attempt() -> int:
             async with self._link.stubs() as stubs:
@@ -143,7 +144,7 @@ class CoordinatorClient(LeaseCalls):
         )
         answer = await self._call("PlanPull", request)
         try:
-            return messages.plan_from_pb(answer)
+            return plan_from_pb(answer)
         except InvalidRequest as error:
             # The peer's answer breaks the format, not our request: nothing about this node is to be corrected.
             raise MalformedPayload(f"the coordinator's plan, {error.args[0]}", action="distrust it") from error
@@ -154,7 +155,7 @@ class CoordinatorClient(LeaseCalls):
         async for message in self._streamed("ReadPayload", request):
             # Once: each access of a bytes field copies it.
             frame = message.frame
-            if messages.frame_checksum(frame) != message.checksum:
+            if frame_checksum(frame) != message.checksum:
                 raise Unreachable(f"a frame of payload {digest[:12]} was damaged on its way", retry_after_s=1.0)
             await self._pace(self._down, "down", len(frame))
             yield frame
@@ -170,7 +171,7 @@ class CoordinatorClient(LeaseCalls):
             policy_version=policy_version,
             request_id=request_id or secrets.token_hex(8),
         )
-        return messages.work_grant_from_pb(await self._call("LeaseWork", request))
+        return work_grant_from_pb(await self._call("LeaseWork", request))
 
     async def abandon_work(self, *, site: SiteId, incarnation: str, assignments: Sequence[int]) -> None:
         """Give assignments back."""
@@ -202,7 +203,7 @@ class CoordinatorClient(LeaseCalls):
                         async for message in stubs.method("PushGroups")(requests(), timeout=timeout_s):
                             # One for each group; what a peer sends beyond that, or of others, is not kept.
                             if len(outcomes) < len(pushed) and is_in_order:
-                                outcome = messages.outcome_from_pb(readable("PushGroups", message))
+                                outcome = outcome_from_pb(readable("PushGroups", message))
                                 is_in_order = outcome.id == groups[len(outcomes)].id
                                 outcomes += [outcome] * is_in_order
             except (grpc.aio.AioRpcError, Unreachable):
@@ -231,7 +232,7 @@ class CoordinatorClient(LeaseCalls):
 
         async for message in self._streamed("StreamGroups", requests()):
             BYTES.labels("groups", "in").inc(message.ByteSize())
-            yield messages.queued_from_pb(message)
+            yield queued_from_pb(message)
 
     async def abandon_groups(self, *, epoch: int, ids: Sequence[GroupId], reason: str) -> None:
         """Drop leased groups for good."""
@@ -246,20 +247,20 @@ class CoordinatorClient(LeaseCalls):
 
     async def register(self, registration: Registration) -> RegisterAnswer:
         """Introduce a sampler."""
-        request = messages.registration_to_pb(registration)
-        answer = messages.register_answer_from_pb(await self._call("Register", request))
+        request = registration_to_pb(registration)
+        answer = register_answer_from_pb(await self._call("Register", request))
         if answer.max_message_bytes:
             await self._link.send_up_to(answer.max_message_bytes)
         return answer
 
     async def heartbeat(self, beat: Heartbeat) -> tuple[Command, ...]:
         """Report a sampler's state and receive commands."""
-        request = messages.heartbeat_to_pb(beat)
-        return messages.commands_from_pb(await self._call("Heartbeat", request))
+        request = heartbeat_to_pb(beat)
+        return commands_from_pb(await self._call("Heartbeat", request))
 
     async def report_canary(self, report: CanaryReport) -> CanaryVerdict:
         """Report a sampler's log-probs of the canary."""
-        return canary.verdict_from_pb(await self._call("ReportCanary", canary.canary_to_pb(report)))
+        return verdict_from_pb(await self._call("ReportCanary", canary_to_pb(report)))
 
     async def get_status(self) -> RunStatus:
         """Ask for the state of the run."""
@@ -269,7 +270,7 @@ class CoordinatorClient(LeaseCalls):
         """Ask for step reports after a cursor."""
         request = run_pb2.ListStepsRequest(after_step=after_step, limit=limit)
         answer = await self._call("ListSteps", request)
-        return tuple(messages.report_from_pb(report) for report in answer.reports)
+        return tuple(report_from_pb(report) for report in answer.reports)
 
     async def drain(self, *, reason: str, epoch: int | None = None) -> None:
         """Ask the run to finish what is held and stop."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from heterorl.common.rpc.calls import Calls
-from heterorl.common.types.values import Contract
-from heterorl.common.wire.contract import contract_from_pb, contract_to_pb
+from heterorl.common.types.common import Contract
+from heterorl.common.wire.common import contract_from_pb, contract_to_pb
 from heterorl.v1 import diagnosis_pb2
 
 OVERHEAD_BYTES = 4096

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from heterorl.common.rpc.calls import Calls
-from heterorl.common.types.values import Contract, LeaseGrant
-from heterorl.common.wire import messages
-from heterorl.common.wire.contract import contract_to_pb
+from heterorl.common.types.common import Contract
+from heterorl.common.types.policy import LeaseGrant
+from heterorl.common.wire.common import contract_to_pb
+from heterorl.common.wire.policy import grant_from_pb
 from heterorl.v1 import policy_pb2
 
 
@@ -33,12 +34,12 @@ class LeaseCalls(Calls):
             incarnation=incarnation,
             groups_per_version=groups_per_version,
         )
-        return messages.grant_from_pb(await self._call("AcquireLease", request))
+        return grant_from_pb(await self._call("AcquireLease", request))
 
     async def renew_lease(self, *, epoch: int) -> LeaseGrant:
         """Extend the lease."""
         request = policy_pb2.RenewLeaseRequest(epoch=epoch)
-        return messages.grant_from_pb(await self._call("RenewLease", request))
+        return grant_from_pb(await self._call("RenewLease", request))
 
     async def release_lease(self, *, epoch: int) -> None:
         """End the lease."""

@@ -14,8 +14,9 @@ from typing import Literal
 from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.rewards.math_verify import MathVerifier
 from heterorl.common.tasks.task import Prompt
-from heterorl.common.types.values import Digest, RewardPart
-from heterorl.common.wire.groups import bytes_digest
+from heterorl.common.types.common import Digest
+from heterorl.common.types.rollout import RewardPart
+from heterorl.common.wire.common import bytes_digest
 
 MAX_LINE_BYTES = 1 << 20
 Row = tuple[str, str]

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from heterorl.common.tasks.number_pairs import NumberPairs
 from heterorl.common.tasks.task import Prompt
-from heterorl.common.types.values import Digest, RewardPart
-from heterorl.common.wire.groups import bytes_digest
+from heterorl.common.types.common import Digest
+from heterorl.common.types.rollout import RewardPart
+from heterorl.common.wire.common import bytes_digest
 
 
 class ProgressionTask(NumberPairs):

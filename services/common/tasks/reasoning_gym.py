@@ -13,8 +13,9 @@ from typing import Any
 
 from heterorl.common.errors import ConfigError, DependencyMissing, RewardError
 from heterorl.common.tasks.task import Prompt
-from heterorl.common.types.values import Digest, RewardPart
-from heterorl.common.wire.groups import bytes_digest
+from heterorl.common.types.common import Digest
+from heterorl.common.types.rollout import RewardPart
+from heterorl.common.wire.common import bytes_digest
 
 _SEED_STRIDE = 1_000_003
 """Item i of a data set is made from seed + i; data sets so far apart share no item."""

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from heterorl.common.tasks.task import Prompt, Task
-from heterorl.common.types.values import RewardPart
+from heterorl.common.types.rollout import RewardPart
 
 _LOG = logging.getLogger(__name__)
 LOUD_AFTER = 8

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from heterorl.common.types.values import Digest, RewardPart
+from heterorl.common.types.common import Digest
+from heterorl.common.types.rollout import RewardPart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from heterorl.common.errors import InvalidRequest, MalformedPayload
-from heterorl.common.types.values import Digest
+from heterorl.common.types.common import Digest
 
 DIGEST_CHARACTERS = 64
 _HEX = frozenset("0123456789abcdef")

@@ -6,7 +6,7 @@ person. Pure, so that the coordinator's log, its metric and a status on a screen
 
 from __future__ import annotations
 
-from heterorl.common.types.values import RunStatus
+from heterorl.common.types.run import RunStatus
 
 ACTIVE_S = 120.0
 """A site that was silent for so long is not counted: it does no work, in quarantine or not."""

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from heterorl.common.types.values import Digest
+from heterorl.common.types.common import Digest
 from heterorl.common.weights.parallel import in_order
 
 Dtype = Literal["bf16", "fp16", "fp32", "fp8_e4m3", "fp8_e5m2", "int8"]

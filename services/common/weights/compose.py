@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from heterorl.common.errors import StateMismatch
-from heterorl.common.types.values import Digest
+from heterorl.common.types.common import Digest
 from heterorl.common.weights.arena import Arena, Chunk, IntArray, zeros
 from heterorl.common.weights.codec import WHOLE_METHODS, Method, apply_chunk, encode_composed
 from heterorl.common.weights.container import (

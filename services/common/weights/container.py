@@ -31,7 +31,7 @@ import xxhash
 
 from heterorl.common.errors import LimitExceeded, MalformedPayload, StateMismatch
 from heterorl.common.process.files import sync_directory
-from heterorl.common.types.values import Digest
+from heterorl.common.types.common import Digest
 from heterorl.common.weights.arena import Chunk
 from heterorl.common.weights.codec import METHODS, WHOLE_METHODS
 

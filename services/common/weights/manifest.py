@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from heterorl.common.errors import MalformedPayload, StateMismatch
-from heterorl.common.types.values import Manifest, PayloadRef
+from heterorl.common.types.policy import Manifest, PayloadRef
 from heterorl.common.weights.arena import CHUNK_ELEMENTS, Arena, Chunk, chunk_length, cut, state_root
 from heterorl.common.weights.payload import PayloadInfo
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from heterorl.common.errors import StateMismatch
-from heterorl.common.types.values import Digest
+from heterorl.common.types.common import Digest
 from heterorl.common.weights.arena import Arena, Chunk, state_root
 from heterorl.common.weights.codec import apply_chunk, encode_chunk
 from heterorl.common.weights.container import (

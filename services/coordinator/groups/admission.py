@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from heterorl.common.types.values import Contract, DropReason, FinishReason, Group, Rollout
+from heterorl.common.types.common import Contract
+from heterorl.common.types.rollout import DropReason, FinishReason, Group, Rollout
 
 MAX_REWARD_PARTS = 64
 MAX_NAME = 128

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import sqlite3
 
-from heterorl.common.types.values import Group
-from heterorl.common.wire.groups import MAX_INT64
+from heterorl.common.types.rollout import Group
+from heterorl.common.wire.common import MAX_INT64
 
 
 def superseded_s(connection: sqlite3.Connection, version: int, *, reach: int, now: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from heterorl.common.types.values import Contract
+from heterorl.common.types.common import Contract
 from heterorl.coordinator.config import CoordinatorConfig
 
 ROLLOUT_OVERHEAD_BYTES = 1024

@@ -10,7 +10,7 @@ import sqlite3
 from collections.abc import Sequence
 from typing import Any
 
-from heterorl.common.types.values import GroupId
+from heterorl.common.types.rollout import GroupId
 from heterorl.coordinator.store.database import get_meta
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import sqlite3
 from dataclasses import dataclass
 
-from heterorl.common.types.values import Contract, DropReason, Group, GroupId, PushOutcome, PushStatus
-from heterorl.common.wire.groups import bytes_digest, group_to_bytes
+from heterorl.common.types.common import Contract
+from heterorl.common.types.rollout import DropReason, Group, GroupId, PushOutcome, PushStatus
+from heterorl.common.wire.common import bytes_digest
+from heterorl.common.wire.rollout import group_to_bytes
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.groups import ages, ledger, work
 from heterorl.coordinator.groups.admission import Facts, judge

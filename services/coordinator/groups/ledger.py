@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sqlite3
 
-from heterorl.common.types.values import DropReason, LedgerCounts
+from heterorl.common.types.rollout import DropReason
+from heterorl.common.types.run import LedgerCounts
 
 ACKED = "acked"
 CONSUMED = "consumed"

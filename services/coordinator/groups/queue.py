@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from heterorl.common.errors import MalformedPayload
-from heterorl.common.types.values import Contract, DropReason, Group, GroupId, PushOutcome, QueuedGroup
-from heterorl.common.wire.groups import bytes_digest, group_from_bytes
+from heterorl.common.types.common import Contract
+from heterorl.common.types.rollout import DropReason, Group, GroupId, PushOutcome, QueuedGroup
+from heterorl.common.wire.common import bytes_digest
+from heterorl.common.wire.rollout import group_from_bytes
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.groups import ages, horizon, intake, ledger, work
 from heterorl.coordinator.groups.intake import Arrival, Surroundings

@@ -11,7 +11,8 @@ import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from heterorl.common.types.values import DropReason, GroupId, SiteId
+from heterorl.common.types.common import SiteId
+from heterorl.common.types.rollout import DropReason, GroupId
 from heterorl.coordinator.groups.schedule import prompt_of, seed_of
 from heterorl.coordinator.sites import quarantine
 from heterorl.coordinator.store.database import get_meta, set_meta

@@ -19,7 +19,8 @@ from typing import TypeVar
 from urllib.parse import quote
 
 from heterorl.common.errors import CorruptStore, OperatorError
-from heterorl.common.types.values import Digest, PayloadKind, PayloadRef
+from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import PayloadKind, PayloadRef
 
 ResultT = TypeVar("ResultT")
 STORE_FILE = "coordinator.sqlite"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from heterorl.common.types.values import Manifest, PayloadKind
+from heterorl.common.types.policy import Manifest, PayloadKind
 from heterorl.coordinator.offline.history import History
 
 

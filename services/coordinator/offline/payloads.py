@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from heterorl.common.errors import CorruptData, MalformedPayload
-from heterorl.common.types.values import Digest, Manifest, PayloadKind, PayloadRef
+from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import Manifest, PayloadKind, PayloadRef
 from heterorl.common.weights.arena import Chunk, IntArray, digest_integers, state_root, zeros
 from heterorl.common.weights.codec import apply_chunk
 from heterorl.common.weights.manifest import chunks_of

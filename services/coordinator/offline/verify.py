@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 
 from heterorl.common.errors import MalformedPayload
 from heterorl.common.identity.signing import signed_by
-from heterorl.common.types.values import Manifest
+from heterorl.common.types.policy import Manifest
 from heterorl.common.weights.arena import state_root
-from heterorl.common.wire.groups import manifest_digest, manifest_from_bytes
+from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
 from heterorl.coordinator.offline.history import History, StoredVersion
 
 NOTHING = -1

@@ -25,7 +25,7 @@ from heterorl.common.errors import Busy, HeterorlError, InvalidRequest, StoreFul
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.files import make_directory, sync_directory
 from heterorl.common.rpc.backup import Backup
-from heterorl.common.types.values import Digest
+from heterorl.common.types.common import Digest
 from heterorl.coordinator.offline.history import STORE_FILE
 from heterorl.coordinator.payloads.keeper import Keeper
 from heterorl.coordinator.payloads.reading import Reading

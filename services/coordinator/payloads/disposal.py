@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 
-from heterorl.common.types.values import PayloadRef
+from heterorl.common.types.policy import PayloadRef
 from heterorl.coordinator.payloads import index
 from heterorl.coordinator.payloads.retention import Needs, Retirement, decide_retirement
 from heterorl.coordinator.versions import lineage

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from heterorl.common.errors import UnknownVersion
 from heterorl.common.process.files import make_directory
-from heterorl.common.types.values import Digest, PayloadKind, PayloadRef
-from heterorl.common.wire.groups import manifest_from_bytes
+from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import PayloadKind, PayloadRef
+from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.coordinator.payloads.retention import Graph
 from heterorl.coordinator.payloads.snapshots import Work
 from heterorl.coordinator.store.database import get_meta, set_meta

@@ -25,7 +25,8 @@ from typing import TypeVar
 from heterorl.common.errors import Busy, CorruptStore, Draining, StoreFull
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.metrics import RECLAIMED_BYTES
-from heterorl.common.types.values import Digest, PayloadKind
+from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import PayloadKind
 from heterorl.common.weights.compose import MAX_PAYLOADS
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.payloads import disposal, index

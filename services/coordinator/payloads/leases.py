@@ -10,7 +10,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from heterorl.common.types.values import Digest, PayloadRef
+from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import PayloadRef
 
 MAX_LEASES = 4096
 """Plans remembered; beyond, the one that was silent the longest is forgotten (its caller plans again)."""

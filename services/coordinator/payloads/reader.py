@@ -26,7 +26,7 @@ import xxhash
 
 from heterorl.common.errors import CorruptData, Draining, InvalidRequest
 from heterorl.common.process import descriptors
-from heterorl.common.types.values import Digest
+from heterorl.common.types.common import Digest
 from heterorl.coordinator.store.files import FRAME_BYTES
 
 BLOCKS_AT_ONCE = 2

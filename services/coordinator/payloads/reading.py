@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from heterorl.common.errors import Busy, CorruptStore, UnknownPayload
 from heterorl.common.process.metrics import DAMAGED_PAYLOADS, UNREADABLE_PAYLOADS
-from heterorl.common.types.values import Digest
+from heterorl.common.types.common import Digest
 from heterorl.coordinator.payloads import index
 from heterorl.coordinator.payloads.merging.cache import Merges
 from heterorl.coordinator.payloads.reader import DamagedFile, PayloadReader

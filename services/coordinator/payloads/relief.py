@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from heterorl.common.errors import CorruptStore, Draining
 from heterorl.common.process.clock import Clock
-from heterorl.common.types.values import Digest
+from heterorl.common.types.common import Digest
 from heterorl.coordinator.payloads.keeper import Keeper
 from heterorl.coordinator.payloads.merging.cache import Merges
 from heterorl.coordinator.store.room import Room

@@ -20,7 +20,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from heterorl.common.errors import UnknownVersion
-from heterorl.common.types.values import Digest, PayloadKind, PayloadRef
+from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import PayloadKind, PayloadRef
 from heterorl.coordinator.versions.path import NOTHING, plan_pull
 
 KEPT_SNAPSHOTS = 2

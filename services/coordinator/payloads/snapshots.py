@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from heterorl.common.errors import CorruptData, StateMismatch
-from heterorl.common.types.values import Manifest, PayloadKind, PayloadRef
+from heterorl.common.types.policy import Manifest, PayloadKind, PayloadRef
 from heterorl.common.weights.arena import Chunk, digest_integers, state_root, zeros
 from heterorl.common.weights.codec import apply_chunk
 from heterorl.common.weights.compose import compose

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from heterorl.common.errors import InvalidRequest
-from heterorl.common.types.values import Contract, Group
-from heterorl.common.wire.groups import MAX_INT64, bytes_digest, group_from_pb, group_id_from_pb, received
+from heterorl.common.types.common import Contract
+from heterorl.common.types.rollout import Group
+from heterorl.common.wire.common import MAX_INT64, bytes_digest
+from heterorl.common.wire.rollout import group_from_pb, group_id_from_pb, received
 from heterorl.coordinator.groups.intake import Arrival
 from heterorl.v1 import rollout_pb2
 

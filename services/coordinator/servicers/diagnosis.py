@@ -15,7 +15,7 @@ import grpc.aio
 from heterorl import __version__
 from heterorl.common.errors import InvalidRequest
 from heterorl.common.rpc.diagnosis import MAX_ANSWER_BYTES, Diagnosis, diagnosis_to_pb
-from heterorl.common.types.values import Contract
+from heterorl.common.types.common import Contract
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.versions import lineage
 from heterorl.v1 import diagnosis_pb2, diagnosis_pb2_grpc

@@ -13,7 +13,8 @@ from typing import Protocol
 
 from heterorl.common.api import CoordinatorApi
 from heterorl.common.process.metrics import BYTES
-from heterorl.common.types.values import Contract, Group, PushOutcome
+from heterorl.common.types.common import Contract
+from heterorl.common.types.rollout import Group, PushOutcome
 from heterorl.coordinator.groups.intake import Arrival
 from heterorl.coordinator.rpc.door import INLINE_BYTES, Requests
 from heterorl.coordinator.servicers import arrivals

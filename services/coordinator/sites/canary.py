@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from heterorl.common.api import CanaryReport, CanaryVerdict
 from heterorl.common.errors import InvalidRequest, Quarantined
-from heterorl.common.types.values import PublishRequest
+from heterorl.common.types.policy import PublishRequest
+from heterorl.common.types.run import CanaryReport, CanaryVerdict
 
 MAX_LOGPROBS = 4096
 KEPT_VERSIONS = 4096

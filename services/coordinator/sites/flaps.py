@@ -10,7 +10,7 @@ import sqlite3
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from heterorl.common.types.values import SiteId
+from heterorl.common.types.common import SiteId
 from heterorl.coordinator.sites import audit, canary
 from heterorl.coordinator.sites.audit import AuditKind
 

@@ -11,7 +11,8 @@ import sqlite3
 from dataclasses import dataclass
 
 from heterorl.common.errors import InvalidRequest, Quarantined
-from heterorl.common.types.values import DropReason, GroupId, SiteId
+from heterorl.common.types.common import SiteId
+from heterorl.common.types.rollout import DropReason, GroupId
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.sites import audit, canary
 from heterorl.coordinator.sites.audit import AuditKind

@@ -10,8 +10,9 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from heterorl.common.api import CanaryReport, Heartbeat, Registration
-from heterorl.common.types.values import SiteId, SiteStatus, WorkAssignment
+from heterorl.common.types.common import SiteId
+from heterorl.common.types.rollout import WorkAssignment
+from heterorl.common.types.run import CanaryReport, Heartbeat, Registration, SiteStatus
 from heterorl.coordinator.groups.work import Handed
 from heterorl.coordinator.sites import incarnations, quarantine, watermark
 from heterorl.coordinator.sites.quotas import Quotas

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sqlite3
 
-from heterorl.common.types.values import GroupId
+from heterorl.common.types.rollout import GroupId
 
 MAX_GAP = 100_000
 """Sequences that may be known beyond the first missing one; more would make the memory of duplicates unbounded."""

@@ -27,7 +27,7 @@ from heterorl.common.errors import (
     UnknownPayload,
 )
 from heterorl.common.process.files import make_directory, sync_directory
-from heterorl.common.types.values import Digest
+from heterorl.common.types.common import Digest
 from heterorl.common.weights.payload import file_digest
 from heterorl.coordinator.store.files import (
     FRAME_BYTES,

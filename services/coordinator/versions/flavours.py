@@ -16,8 +16,9 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 
 from heterorl.common.errors import ContractMismatch, InvalidRequest
-from heterorl.common.types.values import FlavourStatus, Manifest, PayloadKind, PublishRequest
-from heterorl.common.wire.groups import manifest_digest, manifest_from_bytes
+from heterorl.common.types.policy import Manifest, PayloadKind, PublishRequest
+from heterorl.common.types.run import FlavourStatus
+from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
 from heterorl.coordinator.store.database import get_meta, set_meta
 from heterorl.coordinator.versions import lineage, manifests
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from heterorl.common.types.values import Contract, LoraSettings, SamplingSemantics
+from heterorl.common.types.common import Contract, LoraSettings, SamplingSemantics
 
 _KEYS = {"lora.base_digest": "model_dir (the base model under the adapters)"}
 """Settings that a node's configuration knows by another name."""

@@ -19,16 +19,10 @@ from heterorl.common.errors import (
     StepConflict,
     UnknownVersion,
 )
-from heterorl.common.types.values import (
-    SIGNATURE_BYTES,
-    Contract,
-    Digest,
-    Manifest,
-    PayloadKind,
-    PayloadRef,
-    PublishRequest,
-)
-from heterorl.common.wire.groups import bytes_digest, contract_from_bytes, contract_to_bytes, manifest_digest
+from heterorl.common.types.common import Contract, Digest
+from heterorl.common.types.policy import SIGNATURE_BYTES, Manifest, PayloadKind, PayloadRef, PublishRequest
+from heterorl.common.wire.common import bytes_digest, contract_from_bytes, contract_to_bytes
+from heterorl.common.wire.policy import manifest_digest
 from heterorl.coordinator.store.database import get_meta
 from heterorl.coordinator.versions import manifests
 from heterorl.coordinator.versions.lease import contract_difference

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sqlite3
 
 from heterorl.common.errors import InvalidRequest, UnknownVersion
-from heterorl.common.types.values import SignedManifest
+from heterorl.common.types.policy import SignedManifest
 
 MAX_MANIFESTS = 256
 """Manifests in one answer."""

@@ -15,9 +15,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 
-from heterorl.common.api import PlanKind
 from heterorl.common.errors import UnknownVersion
-from heterorl.common.types.values import PayloadKind, PayloadRef
+from heterorl.common.types.policy import PayloadKind, PayloadRef, PlanKind
 
 NOTHING = -1
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Sequence
 
-from heterorl.common.api import PlanKind, PullPlan
 from heterorl.common.errors import UnknownVersion
-from heterorl.common.types.values import PayloadRef
+from heterorl.common.types.policy import PayloadRef, PlanKind, PullPlan
 from heterorl.coordinator.versions import lineage, manifests
 from heterorl.coordinator.versions.path import plan_pull
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 import functools
 import sqlite3
 
-from heterorl.common.api import PlanKind, PullPlan
 from heterorl.common.errors import InvalidRequest, UnknownVersion
-from heterorl.common.types.values import Manifest
+from heterorl.common.types.policy import Manifest, PlanKind, PullPlan
 from heterorl.coordinator.store import repeats
 from heterorl.coordinator.store.database import get_meta, set_meta
 from heterorl.coordinator.versions import lineage, plans

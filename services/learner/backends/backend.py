@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from heterorl.common.types.values import QueuedGroup, StepReport
+from heterorl.common.types.common import StepReport
+from heterorl.common.types.rollout import QueuedGroup
 from heterorl.common.weights.arena import Arena, Layout
 
 if TYPE_CHECKING:

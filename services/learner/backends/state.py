@@ -21,7 +21,7 @@ from torch import nn
 
 from heterorl.common.errors import CorruptStore
 from heterorl.common.model.adapters import trainable
-from heterorl.common.types.values import NO_LORA, LoraSettings
+from heterorl.common.types.common import NO_LORA, LoraSettings
 
 WEIGHTS_FILE = "weights.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"

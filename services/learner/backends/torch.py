@@ -20,7 +20,8 @@ from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach, base_digest, trainable
 from heterorl.common.model.lora import ALL_WEIGHTS, LoraConfig
 from heterorl.common.process.clock import Clock, SystemClock
-from heterorl.common.types.values import Digest, QueuedGroup, SamplingSemantics, StepReport
+from heterorl.common.types.common import Digest, SamplingSemantics, StepReport
+from heterorl.common.types.rollout import QueuedGroup
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.learner.backends.state import read_state, write_state
 from heterorl.learner.loss.config import LossConfig

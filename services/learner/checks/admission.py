@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from heterorl.common.types.values import Group
+from heterorl.common.types.rollout import Group
 
 MAX_REWARD = 1e6
 """Largest |reward| that is trained on."""

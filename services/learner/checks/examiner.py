@@ -22,7 +22,8 @@ from heterorl.common.process import metrics
 from heterorl.common.process.threads import in_thread
 from heterorl.common.tasks.scoring import FailureRow
 from heterorl.common.tasks.task import Task
-from heterorl.common.types.values import DropReason, Group, QueuedGroup, SiteId
+from heterorl.common.types.common import SiteId
+from heterorl.common.types.rollout import DropReason, Group, QueuedGroup
 from heterorl.learner.checks.judge import (
     SOUND,
     Finding,

@@ -14,7 +14,8 @@ import numpy as np
 from pydantic import Field
 
 from heterorl.common.process.config import Config
-from heterorl.common.types.values import DropReason, Float32Array
+from heterorl.common.types.common import Float32Array
+from heterorl.common.types.rollout import DropReason
 
 
 class VerificationConfig(Config):

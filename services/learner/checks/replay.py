@@ -18,7 +18,8 @@ from torch import nn
 from heterorl.common.generation.seeded import gumbel_noise
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach
-from heterorl.common.types.values import Group, LoraSettings, SamplingSemantics
+from heterorl.common.types.common import LoraSettings, SamplingSemantics
+from heterorl.common.types.rollout import Group
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.checks.judge import Replay
 from heterorl.learner.train.batch import TrainingSequence

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from heterorl.common.process import metrics
-from heterorl.common.types.values import FinishReason, Group, QueuedGroup
+from heterorl.common.types.rollout import FinishReason, Group, QueuedGroup
 
 _LOG = logging.getLogger(__name__)
 NUM_STEPS = 20

@@ -7,7 +7,7 @@ import numpy as np
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.scoring import score_group
 from heterorl.common.tasks.task import Task
-from heterorl.common.types.values import Group
+from heterorl.common.types.rollout import Group
 
 
 def reward_problem(group: Group, *, task: Task, prompter: Prompter, tolerance: float) -> str:

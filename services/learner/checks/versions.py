@@ -12,13 +12,14 @@ import logging
 from collections import OrderedDict
 from pathlib import Path
 
-from heterorl.common.api import CoordinatorApi, PullPlan
+from heterorl.common.api import CoordinatorApi
 from heterorl.common.errors import UnknownVersion
 from heterorl.common.identity.trust import Trust
 from heterorl.common.model.quantise import LIMIT, Flavour, dequantise, flavour_layout
 from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import in_thread
 from heterorl.common.pull.pull import PulledVersion, Puller
+from heterorl.common.types.policy import PullPlan
 from heterorl.common.weights.arena import Arena, Layout
 
 _LOG = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from types import MappingProxyType
 from heterorl.common.errors import CorruptData, CorruptStore, DiskFull
 from heterorl.common.model.quantise import Flavour, scale_layout
 from heterorl.common.process.files import make_directory
-from heterorl.common.types.values import Digest
+from heterorl.common.types.common import Digest
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.weights.payload import apply_payload, file_digest, write_snapshot
 from heterorl.learner.backends.backend import TrainBackend

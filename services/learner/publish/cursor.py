@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import blake3
 
 from heterorl.common.errors import CorruptStore
-from heterorl.common.types.values import Digest, GroupId, SiteId, StepReport
+from heterorl.common.types.common import Digest, SiteId, StepReport
+from heterorl.common.types.rollout import GroupId
 
 FORMAT = 1
 

@@ -6,11 +6,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from heterorl.common.types.values import Manifest, PayloadKind, PayloadRef
+from heterorl.common.types.policy import Manifest, PayloadKind, PayloadRef
 from heterorl.common.weights.arena import Arena
 from heterorl.common.weights.manifest import build_manifest
 from heterorl.common.weights.payload import PayloadInfo, write_delta, write_snapshot
-from heterorl.common.wire.groups import manifest_to_bytes
+from heterorl.common.wire.policy import manifest_to_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from heterorl.common.api import CoordinatorApi, PullPlan
+from heterorl.common.api import CoordinatorApi
 from heterorl.common.errors import CorruptData, StateMismatch, UnknownPayload, UnknownVersion
 from heterorl.common.identity.signing import Signer
 from heterorl.common.identity.trust import Trust
@@ -27,9 +27,9 @@ from heterorl.common.process.files import make_directory
 from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import in_thread
 from heterorl.common.pull.pull import Puller
-from heterorl.common.types.values import FlavourVersion
+from heterorl.common.types.policy import FlavourVersion, PullPlan
 from heterorl.common.weights.arena import Arena, Layout
-from heterorl.common.wire.groups import manifest_digest, manifest_from_bytes
+from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
 from heterorl.learner.publish.canary import Canary
 from heterorl.learner.publish.encode import Encoded, Position, encode_version
 

@@ -21,7 +21,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from heterorl.common.process.files import make_directory
-from heterorl.common.types.values import Manifest, PayloadKind, StepReport
+from heterorl.common.types.common import StepReport
+from heterorl.common.types.policy import Manifest, PayloadKind
 
 _LOG = logging.getLogger(__name__)
 VERSIONS_FILE = "versions.jsonl"

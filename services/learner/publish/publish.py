@@ -25,9 +25,11 @@ from heterorl.common.model.quantise import scales_of
 from heterorl.common.process.files import make_directory
 from heterorl.common.process.patience import Patience, is_transient
 from heterorl.common.process.threads import in_thread
-from heterorl.common.types.values import FlavourVersion, GroupId, PayloadRef, PublishRequest, StepReport
+from heterorl.common.types.common import StepReport
+from heterorl.common.types.policy import FlavourVersion, PayloadRef, PublishRequest
+from heterorl.common.types.rollout import GroupId
 from heterorl.common.weights.arena import Arena, Layout
-from heterorl.common.wire.groups import manifest_digest
+from heterorl.common.wire.policy import manifest_digest
 from heterorl.learner.backends.backend import TrainBackend
 from heterorl.learner.observe import observe_version
 from heterorl.learner.publish.canary import Canary

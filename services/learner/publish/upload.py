@@ -10,7 +10,7 @@ from heterorl.common.api import CoordinatorApi
 from heterorl.common.errors import DigestMismatch, RemoteError, Unreachable
 from heterorl.common.process.metrics import BYTES
 from heterorl.common.process.patience import Patience, is_transient
-from heterorl.common.types.values import PayloadRef
+from heterorl.common.types.policy import PayloadRef
 
 FRAME_BYTES = 1 << 20
 MAX_MISMATCHES = 3

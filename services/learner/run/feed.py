@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 
-from heterorl.common.api import CoordinatorApi, Rejection
+from heterorl.common.api import CoordinatorApi
 from heterorl.common.errors import RemoteError
 from heterorl.common.process.patience import Patience, is_transient
+from heterorl.common.types.rollout import Rejection
 from heterorl.learner.checks.admission import Limits, judge
 from heterorl.learner.checks.examiner import Examiner
 from heterorl.learner.run.inbox import Inbox

@@ -14,7 +14,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
 
-from heterorl.common.types.values import GroupId, QueuedGroup
+from heterorl.common.types.rollout import GroupId, QueuedGroup
 
 
 class Inbox:

@@ -15,7 +15,8 @@ from heterorl.common.identity.trust import Trust
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import in_thread
-from heterorl.common.types.values import Contract, LeaseGrant
+from heterorl.common.types.common import Contract
+from heterorl.common.types.policy import LeaseGrant
 from heterorl.common.weights.parallel import num_threads
 from heterorl.learner.backends.backend import TrainBackend
 from heterorl.learner.checks.admission import Limits

@@ -10,7 +10,8 @@ from heterorl.common.api import CoordinatorApi
 from heterorl.common.errors import ConfigError, LeaseHeld, RemoteError
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.patience import Patience, is_transient
-from heterorl.common.types.values import Contract, LeaseGrant
+from heterorl.common.types.common import Contract
+from heterorl.common.types.policy import LeaseGrant
 
 _LOG = logging.getLogger(__name__)
 MIN_RENEWAL_S, MAX_RENEWAL_S = 0.05, 300.0

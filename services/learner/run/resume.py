@@ -12,7 +12,7 @@ import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from heterorl.common.api import CoordinatorApi, PullPlan
+from heterorl.common.api import CoordinatorApi
 from heterorl.common.errors import (
     ConfigError,
     CorruptData,
@@ -27,8 +27,9 @@ from heterorl.common.identity.trust import Trust
 from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import in_thread
 from heterorl.common.pull.pull import Puller
+from heterorl.common.types.policy import PullPlan
 from heterorl.common.weights.arena import Arena
-from heterorl.common.wire.groups import manifest_digest, manifest_from_bytes
+from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
 from heterorl.learner.backends.backend import TrainBackend
 from heterorl.learner.publish.checkpoint import (
     CheckpointStore,

@@ -18,14 +18,14 @@ from pathlib import Path
 from heterorl.common.errors import CorruptData, NotReversible, StateMismatch, UnknownPayload, UnknownVersion
 from heterorl.common.process.threads import in_thread
 from heterorl.common.pull.fetch import Fetcher
-from heterorl.common.types.values import Manifest, PayloadKind
+from heterorl.common.types.policy import Manifest, PayloadKind
 from heterorl.common.weights.arena import Arena
 from heterorl.common.weights.compose import MAX_PAYLOADS, compose
 from heterorl.common.weights.container import max_file_bytes
 from heterorl.common.weights.manifest import verify_state
 from heterorl.common.weights.negate import negate
 from heterorl.common.weights.payload import apply_payload
-from heterorl.common.wire.groups import manifest_digest, manifest_from_bytes
+from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
 from heterorl.learner.run.resume import Resumption
 from heterorl.learner.run.undo import undo
 

@@ -7,12 +7,13 @@ import enum
 import logging
 from dataclasses import dataclass, field
 
-from heterorl.common.api import CoordinatorApi, Rejection
+from heterorl.common.api import CoordinatorApi
 from heterorl.common.errors import GroupNotAvailable, OperatorError
 from heterorl.common.process.metrics import EVALUATION_ACCURACY
 from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import in_thread
-from heterorl.common.types.values import DropReason, GroupId, QueuedGroup, StepReport
+from heterorl.common.types.common import StepReport
+from heterorl.common.types.rollout import DropReason, GroupId, QueuedGroup, Rejection
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.backends.backend import TrainBackend
 from heterorl.learner.checks.judge import judge_log_ratios

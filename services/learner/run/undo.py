@@ -6,7 +6,7 @@ import logging
 
 from heterorl.common.errors import CorruptData
 from heterorl.common.process.threads import in_thread
-from heterorl.common.wire.groups import manifest_from_bytes
+from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.learner.run.resume import Resumption
 
 _LOG = logging.getLogger(__name__)

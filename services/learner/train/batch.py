@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from heterorl.common.types.values import Float32Array, Group, Int32Array, Rollout
+from heterorl.common.types.common import Float32Array, Int32Array
+from heterorl.common.types.rollout import Group, Rollout
 from heterorl.learner.loss.advantages import beta_weights, group_advantages
 from heterorl.learner.loss.config import LossConfig
 from heterorl.learner.loss.denominators import group_log_denominator, log_denominators

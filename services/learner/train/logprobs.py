@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from heterorl.common.types.values import LogprobMode, SamplingSemantics
+from heterorl.common.types.common import LogprobMode, SamplingSemantics
 
 CHUNK_LOGITS = 16 << 20
 """Logits held at a time; 64 MiB in fp32."""

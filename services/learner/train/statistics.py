@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from heterorl.common.types.values import QueuedGroup, StepReport
+from heterorl.common.types.common import StepReport
+from heterorl.common.types.rollout import QueuedGroup
 from heterorl.learner.train.extras import SequenceSample, ess_fraction
 
 

@@ -21,7 +21,7 @@ from heterorl.common.process.bell import Bell, ring_or_time
 from heterorl.common.process.clock import Clock, steady
 from heterorl.common.process.tracing import TRACER
 from heterorl.common.process.words import peer_words
-from heterorl.common.types.values import Group, PushOutcome, PushStatus
+from heterorl.common.types.rollout import Group, PushOutcome, PushStatus
 from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.sampler.waiting import Patience
 

@@ -25,8 +25,9 @@ import xxhash
 from heterorl.common.errors import ConfigError, DiskFull, HeterorlError, InvalidRequest, MalformedPayload
 from heterorl.common.process import metrics
 from heterorl.common.process.files import make_directory
-from heterorl.common.types.values import Digest, Group, GroupId, SiteId
-from heterorl.common.wire.groups import group_from_bytes, group_to_bytes
+from heterorl.common.types.common import Digest, SiteId
+from heterorl.common.types.rollout import Group, GroupId
+from heterorl.common.wire.rollout import group_from_bytes, group_to_bytes
 from heterorl.sampler.outbox.spool_file import NAME, open_spool, set_aside, typed
 
 _LOG = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from heterorl.common.errors import DiskFull
 from heterorl.common.process.clock import Clock
-from heterorl.common.types.values import Group
+from heterorl.common.types.rollout import Group
 from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.sampler.policy.delay import group_delay_s
 from heterorl.sampler.policy.delay_models import DelayConfig

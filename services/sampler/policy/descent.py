@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from heterorl.common.errors import UnknownVersion, UnprovenDescent
-from heterorl.common.types.values import Manifest
-from heterorl.common.wire.groups import manifest_digest, manifest_from_bytes
+from heterorl.common.types.policy import Manifest
+from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
 from heterorl.sampler.policy.record import RunReplaced, SeenVersion
 
 Fetch = Callable[[int, int], Awaitable[Sequence[bytes]]]

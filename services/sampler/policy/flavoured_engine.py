@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from heterorl.common.generation.engine import Completion, Engine
 from heterorl.common.model.canary import ScoredText
 from heterorl.common.model.quantise import Flavour, dequantise, flavour_layout, quantise
-from heterorl.common.types.values import Float32Array, Int32Array
+from heterorl.common.types.common import Float32Array, Int32Array
 from heterorl.common.weights.arena import Arena, Layout
 
 

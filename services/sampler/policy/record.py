@@ -22,7 +22,7 @@ from typing import Any
 
 from heterorl.common.errors import CorruptStore, DiskFull, OperatorError
 from heterorl.common.process.files import make_directory, sync_directory
-from heterorl.common.types.values import Digest
+from heterorl.common.types.common import Digest
 
 
 class RunReplaced(OperatorError):

@@ -17,13 +17,14 @@ import asyncio
 import logging
 import random
 
-from heterorl.common.api import CoordinatorApi, PullPlan
+from heterorl.common.api import CoordinatorApi
 from heterorl.common.errors import CorruptData, DiskFull, RemoteError, UnknownVersion, Unreachable, UntrustedVersion
 from heterorl.common.identity.trust import Trust
 from heterorl.common.process.bell import Bell, ring_or_time
 from heterorl.common.process.clock import Clock
 from heterorl.common.pull.pull import PulledVersion, Puller
-from heterorl.common.wire.groups import manifest_from_bytes
+from heterorl.common.types.policy import PullPlan
+from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.sampler.policy.delay import Visibility
 from heterorl.sampler.policy.descent import check_descent
 from heterorl.sampler.policy.record import SeenVersion, VersionRecord, check_head

@@ -18,7 +18,8 @@ from heterorl.common.process.clock import Clock
 from heterorl.common.process.tracing import TRACER
 from heterorl.common.tasks.scoring import FailureRow, score_group
 from heterorl.common.tasks.task import Task
-from heterorl.common.types.values import Digest, Group, GroupId, RewardPart, Rollout, SiteId, WorkAssignment
+from heterorl.common.types.common import Digest, SiteId
+from heterorl.common.types.rollout import Group, GroupId, RewardPart, Rollout, WorkAssignment
 
 _LOG = logging.getLogger(__name__)
 

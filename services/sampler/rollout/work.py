@@ -10,7 +10,7 @@ from heterorl.common.errors import NotRegistered, RemoteError, RunFinished, Unre
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.words import peer_seconds, peer_words
 from heterorl.common.tasks.task import Task
-from heterorl.common.types.values import WorkAssignment
+from heterorl.common.types.rollout import WorkAssignment
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.session import Session
 from heterorl.sampler.waiting import Patience

@@ -17,7 +17,7 @@ from torch import nn
 
 from heterorl.common.errors import StaleWeights
 from heterorl.common.model.tensors import TORCH_DTYPE
-from heterorl.common.types.values import Float32Array, Int32Array, LogprobMode, SamplingSemantics
+from heterorl.common.types.common import Float32Array, Int32Array, LogprobMode, SamplingSemantics
 from heterorl.common.weights.arena import Arena, Layout
 
 PROMPT_LENGTHS = (3, 9, 17)

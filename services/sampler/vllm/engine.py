@@ -26,7 +26,7 @@ from heterorl.common.model.adapters import attach, base_digest
 from heterorl.common.model.canary import ScoredText
 from heterorl.common.model.directory import first_line
 from heterorl.common.model.lora import ALL_WEIGHTS, LoraConfig
-from heterorl.common.types.values import Digest, Float32Array, Int32Array, LogprobMode, SamplingSemantics
+from heterorl.common.types.common import Digest, Float32Array, Int32Array, LogprobMode, SamplingSemantics
 from heterorl.common.weights.arena import Arena, Dtype, Layout
 from heterorl.sampler.vllm import canary
 from heterorl.sampler.vllm.process import VllmProcess, import_vllm

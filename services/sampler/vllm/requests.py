@@ -14,14 +14,8 @@ import numpy as np
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.generation.engine import Completion
-from heterorl.common.types.values import (
-    FinishReason,
-    Float32Array,
-    Int32Array,
-    LogprobMode,
-    SamplingSemantics,
-    VersionSpan,
-)
+from heterorl.common.types.common import Float32Array, Int32Array, LogprobMode, SamplingSemantics
+from heterorl.common.types.rollout import FinishReason, VersionSpan
 
 MIN_TEMPERATURE = 0.01
 """Below it vLLM draws at another temperature than it is told."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.model.adapters import PARTS
-from heterorl.common.types.values import LoraSettings
+from heterorl.common.types.common import LoraSettings
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.sampler.vllm.private_directory import PrivateDirectory
 from heterorl.sampler.vllm.process import VllmProcess

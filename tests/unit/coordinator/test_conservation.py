@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from heterorl.common.api import Rejection
 from heterorl.common.errors import GroupNotAvailable, LeaseHeld, ParentNotHead, Quarantined, StaleEpoch
-from heterorl.common.types.values import DropReason, GroupId, PushStatus, SiteId
+from heterorl.common.types.common import SiteId
+from heterorl.common.types.rollout import DropReason, GroupId, PushStatus, Rejection
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger

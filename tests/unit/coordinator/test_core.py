@@ -7,7 +7,6 @@ import blake3
 import numpy as np
 import pytest
 
-from heterorl.common.api import Command, Heartbeat, PlanKind
 from heterorl.common.errors import (
     ContractMismatch,
     CorruptStore,
@@ -26,8 +25,12 @@ from heterorl.common.errors import (
     UnknownPayload,
     UnknownVersion,
 )  # fmt: skip
-from heterorl.common.types.values import Digest, DropReason, GroupId, PushStatus, RewardPart, SiteId, VersionSpan
-from heterorl.common.wire.groups import bytes_digest, manifest_from_bytes, manifest_to_bytes
+from heterorl.common.types.common import Digest, SiteId
+from heterorl.common.types.policy import PlanKind
+from heterorl.common.types.rollout import DropReason, GroupId, PushStatus, RewardPart, VersionSpan
+from heterorl.common.types.run import Command, Heartbeat
+from heterorl.common.wire.common import bytes_digest
+from heterorl.common.wire.policy import manifest_from_bytes, manifest_to_bytes
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.wire.groups import bytes_digest, manifest_digest, manifest_from_bytes
+from heterorl.common.wire.common import bytes_digest
+from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
 from tests.support.crash_child import config

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from heterorl.common.types.values import DropReason, FinishReason, PushStatus
+from heterorl.common.types.rollout import DropReason, FinishReason, PushStatus
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups.admission import ending_problem

@@ -2,7 +2,7 @@
 
 import pytest
 
-from heterorl.common.types.values import DropReason
+from heterorl.common.types.rollout import DropReason
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from tests.support.clock import ManualClock

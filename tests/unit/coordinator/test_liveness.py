@@ -6,10 +6,13 @@ import time
 
 import pytest
 
-from heterorl.common.api import Command, Heartbeat, PlanKind
 from heterorl.common.errors import GroupNotAvailable, InvalidRequest, LeaseHeld, RunFinished, UnknownVersion
-from heterorl.common.types.values import Digest, DropReason, GroupId, PayloadKind, PayloadRef, PushStatus
-from heterorl.common.wire.groups import bytes_digest, manifest_from_bytes, manifest_to_bytes
+from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import PayloadKind, PayloadRef, PlanKind
+from heterorl.common.types.rollout import DropReason, GroupId, PushStatus
+from heterorl.common.types.run import Command, Heartbeat
+from heterorl.common.wire.common import bytes_digest
+from heterorl.common.wire.policy import manifest_from_bytes, manifest_to_bytes
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger

@@ -10,11 +10,10 @@ import threading
 
 import pytest
 
-from heterorl.common.api import PlanKind
 from heterorl.common.errors import InvalidRequest
-from heterorl.common.types.values import PayloadKind, PayloadRef
+from heterorl.common.types.policy import PayloadKind, PayloadRef, PlanKind
 from heterorl.common.weights.container import read_chunk, read_header, write_chunks, write_durably, write_header
-from heterorl.common.wire.groups import manifest_from_bytes
+from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.payloads.merging import composer as composer_module

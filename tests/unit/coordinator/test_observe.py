@@ -4,10 +4,11 @@ import dataclasses
 
 import pytest
 
-from heterorl.common.api import Heartbeat
 from heterorl.common.process.metrics import REGISTRY
-from heterorl.common.types.values import DropReason, SiteId
-from heterorl.common.wire.groups import manifest_from_bytes
+from heterorl.common.types.common import SiteId
+from heterorl.common.types.rollout import DropReason
+from heterorl.common.types.run import Heartbeat
+from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.coordinator import observe
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator

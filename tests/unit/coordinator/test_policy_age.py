@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from heterorl.common.api import Heartbeat
 from heterorl.common.errors import ContractMismatch
-from heterorl.common.types.values import DropReason, PushStatus
+from heterorl.common.types.rollout import DropReason, PushStatus
+from heterorl.common.types.run import Heartbeat
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ages, ledger

@@ -96,7 +96,7 @@ async def test_groups_of_the_dead_link_go_to_the_stream_that_follows(core, run):
 
 
 async def _ids(core):
-    from heterorl.common.types.values import GroupId
+    from heterorl.common.types.rollout import GroupId
 
     rows = await core.database.run(
         lambda c: c.execute("SELECT site, incarnation, sequence FROM groups ORDER BY arrival").fetchall()

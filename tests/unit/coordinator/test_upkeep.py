@@ -5,12 +5,12 @@ import threading
 
 import pytest
 
-from heterorl.common.api import Heartbeat, PlanKind
 from heterorl.common.errors import PayloadMissing, StoreFull, UnknownPayload, UnknownVersion, UntrustedVersion
 from heterorl.common.process.metrics import DAMAGED_PAYLOADS
-from heterorl.common.types.values import PayloadKind
+from heterorl.common.types.policy import PayloadKind, PlanKind
+from heterorl.common.types.run import Heartbeat
 from heterorl.common.weights.payload import write_snapshot
-from heterorl.common.wire.groups import manifest_from_bytes
+from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.payloads import index

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from heterorl.common.types.values import LedgerCounts, RunStatus
+from heterorl.common.types.run import LedgerCounts, RunStatus
 from heterorl.demo.config import TINY
 from heterorl.demo.outcome import Record, broken_promises, digest_mismatches, measure, verdict
 from tests.support.run import REPORT

@@ -5,7 +5,7 @@ import io
 
 from rich.console import Console
 
-from heterorl.common.types.values import LedgerCounts, RunStatus, SiteStatus
+from heterorl.common.types.run import LedgerCounts, RunStatus, SiteStatus
 from heterorl.demo.table import line, newest_accuracy, render, sparkline
 from tests.support.run import REPORT
 

@@ -6,7 +6,7 @@ import pytest
 
 from heterorl.common.identity.identity import Identity, Role
 from heterorl.common.rpc.diagnosis import Diagnosis
-from heterorl.common.types.values import LoraSettings
+from heterorl.common.types.common import LoraSettings
 from heterorl.doctor import link, node
 from heterorl.doctor.check import Check, Level, Trouble, checks_json, checks_table, exit_code, fail, ok, skip, warn
 from heterorl.doctor.machine import Device, Disk, Versions

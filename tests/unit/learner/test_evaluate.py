@@ -9,7 +9,7 @@ from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.model import tensors
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.arithmetic import ArithmeticTask
-from heterorl.common.types.values import RewardPart
+from heterorl.common.types.rollout import RewardPart
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.assembly import assemble
 from heterorl.learner.config import LearnerConfig

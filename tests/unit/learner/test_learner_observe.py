@@ -4,7 +4,8 @@ import dataclasses
 import math
 
 from heterorl.common.process.metrics import REGISTRY
-from heterorl.common.types.values import Digest, Manifest, PayloadKind, PayloadRef
+from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import Manifest, PayloadKind, PayloadRef
 from heterorl.learner.observe import observe_start, observe_step, observe_version
 from tests.support.learner_world import queued
 from tests.support.run import REPORT

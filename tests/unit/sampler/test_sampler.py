@@ -5,7 +5,6 @@ import dataclasses
 import numpy as np
 import pytest
 
-from heterorl.common.api import Command, HeadUpdate, WorkGrant
 from heterorl.common.errors import (
     ContractMismatch,
     CorruptStore,
@@ -15,7 +14,9 @@ from heterorl.common.errors import (
     Unreachable,
 )
 from heterorl.common.model.canary import ScoredText
-from heterorl.common.types.values import PushOutcome, PushStatus, WorkAssignment
+from heterorl.common.types.policy import HeadUpdate
+from heterorl.common.types.rollout import PushOutcome, PushStatus, WorkAssignment, WorkGrant
+from heterorl.common.types.run import Command
 from heterorl.sampler.policy.record import RunReplaced
 from tests.support.run import CONTRACT
 from tests.support.sampler_world import World

@@ -8,8 +8,9 @@ from pathlib import Path
 from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.tasks.rewards.process import LoadFailed, RewardPool
 from heterorl.common.tasks.task import Prompt, Task
-from heterorl.common.types.values import Digest, RewardPart
-from heterorl.common.wire.groups import bytes_digest
+from heterorl.common.types.common import Digest
+from heterorl.common.types.rollout import RewardPart
+from heterorl.common.wire.common import bytes_digest
 
 MAX_PARTS = 64
 

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from heterorl.common.errors import Busy, CorruptData, MalformedPayload
 from heterorl.common.process.files import make_directory, sync_directory
-from heterorl.common.types.values import Digest, PayloadKind, PayloadRef
+from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import PayloadKind, PayloadRef
 from heterorl.common.weights.container import read_roots
 from heterorl.coordinator.payloads.merging.spans import Span, to_evict
 from heterorl.coordinator.store.database import Database

@@ -26,11 +26,12 @@ from pathlib import Path
 
 from heterorl.common.errors import CorruptData, CorruptStore, Draining, LimitExceeded, UnknownVersion
 from heterorl.common.process.clock import Clock
-from heterorl.common.types.values import Digest, PayloadKind, PayloadRef
+from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import PayloadKind, PayloadRef
 from heterorl.common.weights.arena import CHUNK_ELEMENTS
 from heterorl.common.weights.compose import MAX_PAYLOADS, compose
 from heterorl.common.weights.manifest import chunks_of
-from heterorl.common.wire.groups import manifest_from_bytes
+from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.payloads.merging.cache import Merges
 from heterorl.coordinator.payloads.merging.spans import Span, due_blocks

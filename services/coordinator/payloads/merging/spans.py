@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from heterorl.common.types.values import PayloadKind, PayloadRef
+from heterorl.common.types.policy import PayloadKind, PayloadRef
 
 RADIX = 4
 KEEP_VERSIONS = 8

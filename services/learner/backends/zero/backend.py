@@ -22,7 +22,8 @@ from torch import nn
 from heterorl.common.errors import ConfigError, CorruptStore, HeterorlError, StateMismatch
 from heterorl.common.model import tensors
 from heterorl.common.process.clock import Clock, SystemClock
-from heterorl.common.types.values import Group, QueuedGroup, SamplingSemantics, StepReport
+from heterorl.common.types.common import SamplingSemantics, StepReport
+from heterorl.common.types.rollout import Group, QueuedGroup
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.learner.backends.zero.checkpoint import read_checkpoint_files, write_checkpoint_files
 from heterorl.learner.backends.zero.collectives import Collectives

@@ -2,7 +2,7 @@
 
     u32 little-endian length n; n bytes of JSON {"do": ..., "sizes": [...], ...}; blobs of those sizes
 
-Blobs are groups in their wire form, of `heterorl.common.wire.groups`.
+Blobs are groups in their wire form, of `heterorl.common.wire.rollout`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from heterorl.common.types.values import Group
-from heterorl.common.wire.groups import group_from_bytes, group_to_bytes
+from heterorl.common.types.rollout import Group
+from heterorl.common.wire.rollout import group_from_bytes, group_to_bytes
 
 
 class Do(Enum):

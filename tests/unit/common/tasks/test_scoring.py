@@ -10,7 +10,7 @@ from heterorl.common.model.trial import try_reward
 from heterorl.common.tasks.registry import TaskConfig, build_task
 from heterorl.common.tasks.scoring import FailureRow, score_group
 from heterorl.common.tasks.task import Prompt
-from heterorl.common.types.values import RewardPart
+from heterorl.common.types.rollout import RewardPart
 
 
 class Scored:

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from heterorl.common.errors import MalformedPayload, StateMismatch
-from heterorl.common.types.values import Digest, Manifest, PayloadKind, PayloadRef
+from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import Manifest, PayloadKind, PayloadRef
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
 from heterorl.common.weights.manifest import (
     build_manifest,

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from heterorl.common.errors import CorruptData, StateMismatch
-from heterorl.common.types.values import Manifest
+from heterorl.common.types.policy import Manifest
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec, state_root
 from heterorl.common.weights.manifest import build_manifest, verify_child, verify_state
 from heterorl.common.weights.payload import apply_payload, file_digest, write_delta, write_snapshot

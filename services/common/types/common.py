@@ -1,0 +1,103 @@
+"""Values that all three columns use: names, the contract of a run, the semantics of sampling, the report of a step."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import NewType
+
+import numpy as np
+import numpy.typing as npt
+
+SiteId = NewType("SiteId", str)
+
+
+Digest = NewType("Digest", str)
+"""Lower-case hex blake3-256 of content; 64 characters."""
+
+
+Int32Array = npt.NDArray[np.int32]
+
+
+Float32Array = npt.NDArray[np.float32]
+
+
+class LogprobMode(enum.Enum):
+    """What a sampler log-prob means: of the raw logits, or of logits / temperature (no truncation either way)."""
+
+    RAW = "raw"
+    PROCESSED = "processed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingSemantics:
+    """How tokens are drawn and what their log-probs mean; both sides must agree before a rollout is accepted."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    max_new_tokens: int
+    logprob_mode: LogprobMode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSettings:
+    """Low-rank adapters of a run; `rank` 0: none, all weights are trained. `base_digest` names the frozen weights.
+
+    Example: LoraSettings(rank=8, alpha=16.0, target_modules=("q_proj", "v_proj"), base_digest=digest)
+    """
+
+    rank: int = 0
+    alpha: float = 0.0
+    target_modules: tuple[str, ...] = ()
+    base_digest: str = ""
+
+
+NO_LORA = LoraSettings()
+"""All weights are trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contract:
+    """What every node of a run must agree on; the first learner states it, later nodes must equal it.
+
+    `layout_id` names the tensor table of the model (heterorl.common.weights.arena); digests are blake3 hex.
+    """
+
+    tokenizer_digest: Digest
+    chat_template_digest: Digest
+    task_digest: Digest
+    # Before the layout, which depends on it: the first difference is the one that a node is told.
+    lora: LoraSettings = NO_LORA
+    layout_id: Digest
+    vocab_size: int
+    num_prompts: int
+    group_size: int
+    sampling: SamplingSemantics
+    eos_token_id: int = -1
+    """Token that ends a completion; -1 in contracts of programs that did not state it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What one optimizer step did; numbers only, names as in the field's papers."""
+
+    step: int
+    version: int
+    loss: float
+    reward_mean: float
+    kl: float
+    ess_fraction: float
+    iw_variance: float
+    clip_fraction: float
+    entropy: float
+    grad_norm: float
+    staleness_mean: float
+    staleness_max: int
+    policy_age_p50_s: float
+    num_groups: int
+    num_tokens: int
+    step_s: float
+    is_applied: bool
+    """False when a non-finite loss or gradient made the step a no-op."""
+    evaluation_accuracy: float | None = None

@@ -1,0 +1,161 @@
+"""Values about versions: manifests, payloads, publication, the plan of a pull, the learner's lease."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from heterorl.common.types.common import Digest, StepReport
+from heterorl.common.types.rollout import GroupId
+
+SIGNATURE_BYTES = 64
+"""Length of an Ed25519 signature."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseGrant:
+    """The learner's lease: every effect names its `epoch`; only the newest epoch has effects."""
+
+    epoch: int
+    holder: str
+    ttl_s: float
+    head_version: int
+    """Newest version, or -1 when none is published yet."""
+    rollback_to: int = -1
+    """Version whose content the next one is to have, by an operator's order; -1 for none."""
+    max_message_bytes: int = 0
+    """Largest message that the coordinator takes and sends; 0 where it does not say."""
+    max_staleness_versions: int = -1
+    """Versions between a group's oldest token and the parent of the version that consumes it, at most; -1: not said."""
+
+
+class PayloadKind(enum.Enum):
+    """What a payload rebuilds: a whole state, the step from a version's parent to it, or several such steps as one."""
+
+    SNAPSHOT = "snapshot"
+    DELTA = "delta"
+    MERGED = "merged"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PayloadRef:
+    """A content-addressed payload object. `from_version` is -1 for a snapshot."""
+
+    kind: PayloadKind
+    from_version: int
+    to_version: int
+    digest: Digest
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a version is: its weights by digest, its parent by digest, and the payloads that rebuild it.
+
+    `chunk_digests` are xxh3-128 (16 bytes each) of every arena chunk after the step, in arena order;
+    `state_root` = blake3(layout_id || chunk digests). `parent_digest` is the digest of the parent's manifest bytes,
+    empty for the first version. `parent_version` is -1 for the first version. `chunk_elements` is the length of every
+    chunk but the last of a width (half of it for elements of 4 bytes), 0 when not stated. `num_byte_elements` of the
+    elements have one byte each.
+    """
+
+    run_id: str
+    epoch: int
+    version: int
+    parent_version: int
+    parent_digest: str
+    layout_id: Digest
+    chunk_digests: tuple[bytes, ...]
+    state_root: Digest
+    step: int
+    num_changed: int
+    num_elements: int
+    full_bytes: int
+    payloads: tuple[PayloadRef, ...]
+    chunk_elements: int = 0
+    num_byte_elements: int = 0
+
+    @property
+    def abandoned(self) -> range:
+        """Versions that this one abandons: numbers are dense and never reused, so all between its parent and itself."""
+        return range(self.parent_version + 1, self.version)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignedManifest:
+    """Exact bytes of a manifest and the signature beside them; empty where the publisher did not sign."""
+
+    data: bytes
+    signature: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlavourVersion:
+    """A version's weights in another form, published with it: its own manifest, signature and canary log-probs.
+
+    Example: FlavourVersion(flavour="int8", manifest=data, signature=signature, canary=logprobs)
+    """
+
+    flavour: str
+    manifest: bytes
+    signature: bytes = b""
+    canary: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishRequest:
+    """One compare-and-set publication: the manifest's bytes, the groups it consumed, the steps it contains.
+
+    `step_id` is the idempotency key. `lineage_version` < `parent_version` abandons the versions in between.
+    """
+
+    epoch: int
+    step_id: str
+    parent_version: int
+    lineage_version: int
+    manifest: bytes
+    consumed: tuple[GroupId, ...]
+    reports: tuple[StepReport, ...]
+    signature: bytes = b""
+    """Ed25519 signature of `manifest`; empty when the run is not signed."""
+    canary: tuple[float, ...] = ()
+    """The learner's log-probs of the canary's tokens; empty when it states none."""
+    encode_s: float = 0.0
+    """For people to see; no part of the publication's content."""
+    flavours: tuple[FlavourVersion, ...] = ()
+    """The same version for samplers that asked for less; committed with it or not at all."""
+
+
+class PlanKind(enum.Enum):
+    """How a sampler gets from what it has to what it wants."""
+
+    SAME = "same"
+    DELTA = "delta"
+    MERGED = "merged"
+    CHAIN = "chain"
+    SNAPSHOT = "snapshot"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullPlan:
+    """Payloads to apply in order (a snapshot, if any, comes first) and the manifests they lead to.
+
+    The last of `manifests` is the exact manifest bytes of the target; a plan may carry those of the way before it too,
+    one for each payload, and whoever needs them otherwise lists them. For SAME both are empty. `signature` belongs to
+    the last manifest; empty where its publisher did not sign.
+    """
+
+    kind: PlanKind
+    target_version: int
+    payloads: tuple[PayloadRef, ...]
+    manifests: tuple[bytes, ...]
+    reason: str
+    signature: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadUpdate:
+    """A version became readable `age_s` seconds ago; -1 means that none is published yet."""
+
+    version: int
+    age_s: float

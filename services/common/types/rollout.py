@@ -1,0 +1,164 @@
+"""Values about rollouts: work handed out, groups, what became of a pushed group."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from heterorl.common.types.common import Digest, Float32Array, Int32Array, SiteId
+
+
+class FinishReason(enum.Enum):
+    """Why a rollout ended."""
+
+    EOS = "eos"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class GroupId:
+    """Identity of a group: its site, that site's incarnation and a dense sequence from 1; the key of deduplication.
+
+    Example: GroupId(site=SiteId("eu-1"), incarnation="b1946ac9", sequence=17)
+    """
+
+    site: SiteId
+    incarnation: str
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionSpan:
+    """Tokens [start, end) of a completion were produced by policy `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardPart:
+    """One named component of a reward."""
+
+    name: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rollout:
+    """One completion with the log-probs of the policy that produced it.
+
+    `token_ids` int32 [T] includes the end-of-sequence token when `finish_reason` is EOS; `sampler_logprobs`
+    float32 [T], each finite and <= 0; `spans` cover [0, T) in order without gaps.
+    """
+
+    token_ids: Int32Array
+    sampler_logprobs: Float32Array
+    spans: tuple[VersionSpan, ...]
+    reward: float
+    reward_parts: tuple[RewardPart, ...]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Group:
+    """The G rollouts of one prompt: the unit that is pushed, queued, leased and trained.
+
+    `oldest_version` is the smallest version in any span; `state_root` is the state root of that version's manifest;
+    `assignment` is the work assignment that asked for it; `prompt_index` is the position of the prompt in the task.
+    """
+
+    id: GroupId
+    assignment: int
+    prompt_index: int
+    prompt_token_ids: Int32Array
+    rollouts: tuple[Rollout, ...]
+    oldest_version: int
+    state_root: Digest
+    generation_s: float
+    is_seeded: bool = False
+    """Whether the tokens were drawn with the noise of heterorl.common.generation.seeded."""
+    trace: str = ""
+    """W3C trace context of the generation; empty when nobody follows the group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkAssignment:
+    """One prompt group to generate: which prompt, with which seed, until when the lease holds (seconds from now)."""
+
+    id: int
+    prompt_index: int
+    seed: int
+    lease_s: float
+
+
+class PushStatus(enum.Enum):
+    """The outcome of pushing one group; every one but RETRY is terminal and acknowledged durably."""
+
+    ACCEPTED = "accepted"
+    DUPLICATE = "duplicate"
+    DROPPED = "dropped"
+    RETRY = "retry"
+
+
+class DropReason(enum.Enum):
+    """The closed set of reasons for which an acknowledged group is not trained on."""
+
+    STALE_AT_INGEST = "stale_at_ingest"
+    STALE_AT_LEASE = "stale_at_lease"
+    STALE_AT_COMMIT = "stale_at_commit"
+    CONFLICT = "conflict"
+    INVALID = "invalid"
+    UNKNOWN_VERSION = "unknown_version"
+    WRONG_DIGEST = "wrong_digest"
+    SURPLUS = "surplus"
+    """Its assignment was already answered by another group (late answer after a re-lease)."""
+    LINEAGE_ABANDONED = "lineage_abandoned"
+    LEARNER_ABANDONED = "learner_abandoned"
+    REWARD_MISMATCH = "reward_mismatch"
+    LOGPROB_MISMATCH = "logprob_mismatch"
+    SAMPLING_MISMATCH = "sampling_mismatch"
+    QUARANTINED = "quarantined"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushOutcome:
+    """What the coordinator did with one group, and why."""
+
+    id: GroupId
+    status: PushStatus
+    reason: DropReason | None = None
+    message: str = ""
+    retry_after_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueuedGroup:
+    """A group as streamed to the learner: with what the coordinator knows of its age."""
+
+    group: Group
+    policy_age_s: float
+    """Seconds between the publication of the group's oldest version and this moment, by the coordinator's clock."""
+    queue_age_s: float
+    seed: int | None = None
+    """Sampling seed of the group's assignment; None from a coordinator that does not state it."""
+    flavour: str = ""
+    """Form of the weights that it was generated with; empty for those that are trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkGrant:
+    """Assignments, or none with the reason and when to ask again."""
+
+    assignments: tuple[WorkAssignment, ...]
+    reason: str
+    retry_after_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejection:
+    """A leased group that failed a check of the learner; `detail` says the numbers."""
+
+    id: GroupId
+    reason: DropReason
+    detail: str

@@ -1,0 +1,95 @@
+"""Messages <-> domain calls about work and groups. Decides nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+
+from heterorl.common.errors import InvalidRequest
+from heterorl.common.process.metrics import BYTES
+from heterorl.common.types.common import SiteId
+from heterorl.common.wire.rollout import (
+    group_id_from_pb,
+    outcome_to_pb,
+    queued_to_pb,
+    rejections_from_pb,
+    work_grant_to_pb,
+)
+from heterorl.coordinator import observe
+from heterorl.coordinator.servicers.push_stream import PushStreams, Taker
+from heterorl.v1 import rollout_pb2, rollout_pb2_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
+    """heterorl.v1.RolloutService."""
+
+    def __init__(self, api: Taker, *, max_prompt_tokens: int = 1 << 18) -> None:
+        self._api = api
+        self._pushes = PushStreams(api, max_prompt_tokens=max_prompt_tokens)
+
+    async def LeaseWork(self, request: rollout_pb2.LeaseWorkRequest, context: Context) -> rollout_pb2.LeaseWorkResponse:
+        grant = await self._api.lease_work(
+            site=SiteId(request.site),
+            incarnation=request.incarnation,
+            max_groups=request.max_groups,
+            policy_version=request.policy_version,
+            request_id=request.request_id,
+        )
+        return work_grant_to_pb(grant)
+
+    async def AbandonWork(
+        self, request: rollout_pb2.AbandonWorkRequest, context: Context
+    ) -> rollout_pb2.AbandonWorkResponse:
+        await self._api.abandon_work(
+            site=SiteId(request.site), incarnation=request.incarnation, assignments=list(request.assignments)
+        )
+        return rollout_pb2.AbandonWorkResponse()
+
+    async def PushGroups(
+        self, request_iterator: AsyncIterator[rollout_pb2.PushGroupsRequest], context: Context
+    ) -> AsyncIterator[rollout_pb2.PushGroupsResponse]:
+        async for outcome in self._pushes.outcomes(request_iterator):
+            observe.observe_push(outcome)
+            yield outcome_to_pb(outcome)
+
+    async def StreamGroups(
+        self, request_iterator: AsyncIterator[rollout_pb2.StreamGroupsRequest], context: Context
+    ) -> AsyncIterator[rollout_pb2.StreamGroupsResponse]:
+        first = await anext(request_iterator, None)
+        if first is None:
+            raise InvalidRequest("stream: the first message must state the epoch")
+
+        async def credits() -> AsyncIterator[int]:
+            if first.credits:
+                yield first.credits
+            async for message in request_iterator:
+                yield message.credits
+
+        held = [group_id_from_pb(group_id) for group_id in first.held]
+        # Closed at once when the call ends, so that what was leased and not sent goes back now.
+        async with contextlib.aclosing(
+            self._api.stream_groups(epoch=first.epoch, held=held, credits=credits())  # type: ignore[type-var]
+        ) as stream:
+            async for queued in stream:
+                message = queued_to_pb(queued)
+                BYTES.labels("groups", "out").inc(message.ByteSize())
+                observe.observe_lease(queued)
+                yield message
+
+    async def AbandonGroups(
+        self, request: rollout_pb2.AbandonGroupsRequest, context: Context
+    ) -> rollout_pb2.AbandonGroupsResponse:
+        ids = [group_id_from_pb(group_id) for group_id in request.ids]
+        await self._api.abandon_groups(epoch=request.epoch, ids=ids, reason=request.reason)
+        return rollout_pb2.AbandonGroupsResponse()
+
+    async def RejectGroups(
+        self, request: rollout_pb2.RejectGroupsRequest, context: Context
+    ) -> rollout_pb2.RejectGroupsResponse:
+        await self._api.reject_groups(epoch=request.epoch, rejections=rejections_from_pb(request))
+        return rollout_pb2.RejectGroupsResponse()

@@ -1,0 +1,169 @@
+"""The live view: what it shows, and that it outlives its coordinator."""
+
+import dataclasses
+import io
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from heterorl.cli.live.top import View, frame, poll
+from heterorl.cli.main import app
+from heterorl.common.errors import PermissionDenied, Unreachable
+from heterorl.common.process.clock import SystemClock
+from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.rpc.retry import RetryPolicy
+from heterorl.common.types.run import LedgerCounts, RunStatus
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.rpc.server import Server
+from heterorl.coordinator.servicers.run import RunServicer
+from heterorl.v1 import run_pb2_grpc
+from tests.support.cluster import free_port
+from tests.support.links import PLAINTEXT
+from tests.support.run import REPORT
+from tests.support.secure_run import SecureRun
+
+ONCE = RetryPolicy(budget_s=0.0)
+STATUS = RunStatus(
+    run_id="[/r]", head_version=4, epoch=1, learner="l", is_draining=False, uptime_s=9.0,
+    ledger=LedgerCounts(acked=6, pending=1, leased=1, consumed=4), bytes_full=100, bytes_last=10,
+    changed_fraction=0.1, sites=(), last_report=dataclasses.replace(REPORT, step=3),
+)  # fmt: skip
+
+
+class Scripted:
+    """A coordinator that answers what it is told to."""
+
+    def __init__(self, status=STATUS):
+        self.status = status
+        self.asked = []
+
+    async def get_status(self):
+        if isinstance(self.status, Exception):
+            raise self.status
+        return self.status
+
+    async def list_steps(self, *, after_step, limit):
+        self.asked.append(after_step)
+        return tuple(
+            dataclasses.replace(REPORT, step=step, reward_mean=step / 10)
+            for step in range(after_step + 1, self.status.last_report.step + 1)
+        )
+
+
+def shown(view, *, wall=1000.0):
+    console = Console(width=160, file=io.StringIO(), record=True, markup=False)
+    console.print(frame(view, wall=wall, width=console.width))
+    return console.export_text()
+
+
+async def test_picture_shows_run_series_and_rates():
+    view, api = View(address="c:1"), Scripted()
+    await poll(view, api, wall=1000.0, monotonic=0.0)
+    api.status = dataclasses.replace(
+        STATUS, head_version=6, ledger=dataclasses.replace(STATUS.ledger, consumed=34),
+        last_report=dataclasses.replace(REPORT, step=5),
+    )  # fmt: skip
+    await poll(view, api, wall=1030.0, monotonic=30.0)
+    text = shown(view)
+
+    assert "c:1" in text
+    assert "reachable" in text
+    assert "[/r]" in text
+    assert "0.500" in text
+    # Two versions and 30 groups in half a minute.
+    assert "4.0 versions and 60 groups a minute" in text
+    # Only what is new is asked for.
+    assert api.asked == [0, 3]
+
+
+async def test_unreachable_coordinator_keeps_the_last_picture_and_says_since_when():
+    view, api = View(address="c:1"), Scripted()
+    await poll(view, api, wall=1000.0, monotonic=0.0)
+    api.status = Unreachable("GetStatus: no answer")
+    await poll(view, api, wall=1002.0, monotonic=2.0)
+    await poll(view, api, wall=1060.0, monotonic=60.0)
+
+    text = shown(view, wall=1062.0)
+    assert "unreachable since" in text
+    assert "(60 s): GetStatus: no answer" in text
+    assert "run [/r]" in text
+
+    api.status = STATUS
+    await poll(view, api, wall=1070.0, monotonic=70.0)
+    assert view.unreachable_since is None
+    assert "unreachable" not in shown(view, wall=1070.0)
+
+
+async def test_steps_that_were_abandoned_and_another_run_are_forgotten():
+    view, api = View(address="c:1"), Scripted()
+    await poll(view, api, wall=0.0, monotonic=0.0)
+    api.status = dataclasses.replace(STATUS, last_report=dataclasses.replace(REPORT, step=2))
+    await poll(view, api, wall=1.0, monotonic=1.0)
+    assert sorted(view.reports) == [1, 2]
+
+    api.status = dataclasses.replace(STATUS, run_id="other", last_report=dataclasses.replace(REPORT, step=1))
+    await poll(view, api, wall=2.0, monotonic=2.0)
+    assert sorted(view.reports) == [1]
+
+
+async def test_certificate_that_is_no_operators_ends_the_view():
+    with pytest.raises(PermissionDenied):
+        await poll(View(address="c:1"), Scripted(PermissionDenied("a sampler may not")), wall=0.0, monotonic=0.0)
+
+
+async def test_nothing_known_yet():
+    view = View(address="c:1")
+    await poll(view, Scripted(Unreachable("x")), wall=0.0, monotonic=0.0)
+
+    assert "nothing is known" in shown(view)
+
+
+async def test_real_coordinator_goes_away_and_comes_back(tmp_path):
+    address = f"127.0.0.1:{free_port()}"
+    view = View(address=address)
+    async with CoordinatorClient(address, tls=PLAINTEXT, policy=ONCE) as client:
+        states = []
+        for is_up in (True, False, True):
+            if is_up:
+                core = await Coordinator.open(CoordinatorConfig(data_dir=tmp_path / "data"), SystemClock())
+                server = Server(max_message_bytes=2 << 20, max_concurrent_rpcs=64, run_id="run", tls=PLAINTEXT)
+                run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core), server.grpc)
+                await server.start(address)
+            # gRPC waits a moment before it dials again; the view does not care how often it asks.
+            for attempt in range(200):
+                await poll(view, client, wall=float(attempt), monotonic=float(attempt))
+                if (view.unreachable_since is None) == is_up:
+                    break
+                await SystemClock().sleep(0.05)
+            states.append(view.unreachable_since is None)
+            if is_up:
+                await core.end_streams()
+                await server.stop(0.0)
+                await core.close()
+
+    assert states == [True, False, True]
+    assert view.status.run_id == "run"
+
+
+async def test_once_prints_one_picture_over_certificates(tmp_path):
+    import asyncio
+
+    async with SecureRun(tmp_path) as secure:
+        await secure.run.publish()
+        node = secure.certificates.node("operator", "eu-1")
+        arguments = ["top", secure.address, "--once", "--credentials", str(node)]
+        result = await asyncio.to_thread(CliRunner().invoke, app, arguments)
+
+    assert result.exit_code == 0, result.exception
+    assert "reachable" in result.output
+    assert "run run" in result.output
+    assert "reward" in result.output
+
+
+def test_once_ends_with_1_when_nobody_answers():
+    result = CliRunner().invoke(app, ["top", f"127.0.0.1:{free_port()}", "--once", "--insecure"])
+
+    assert result.exit_code == 1
+    assert "unreachable since" in result.output

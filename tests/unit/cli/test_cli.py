@@ -1,0 +1,397 @@
+"""The command line and its configurations, as people meet them."""
+
+import ast
+import dataclasses
+import fcntl
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+import heterorl
+from heterorl.cli.link import find_link
+from heterorl.cli.live.sites import fold, site_tables
+from heterorl.cli.live.status import status_json, status_tables
+from heterorl.cli.main import app, main
+from heterorl.common.errors import ConfigError
+from heterorl.common.process.config import load, parse_override
+from heterorl.common.types.rollout import DropReason
+from heterorl.common.types.run import FlavourStatus, LedgerCounts, RunStatus, SiteStatus
+from heterorl.coordinator.config import CoordinatorConfig
+from tests.support.run import REPORT
+
+COMMANDS = [
+    "coordinator",
+    "learner",
+    "sampler",
+    "demo",
+    "export",
+    "rollback",
+    "backup",
+    "status",
+    "health",
+    "join",
+    "doctor",
+    "top",
+    "report",
+    "check-config",
+    "print-config",
+    "verify-lineage",
+]
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_help_names_every_command_and_nothing_else():
+    output = invoke("--help").output
+
+    assert [command.name or command.callback.__name__ for command in app.registered_commands] == COMMANDS
+    assert all(command in output for command in COMMANDS)
+    # By what one wants to do, not in one list.
+    assert all(panel in output for panel in ("Try it", "Run the services", "Watch a run", "Steer a run", "Who is who"))
+    alone = invoke()
+    assert alone.exit_code == 0
+    assert "Run the services" in alone.output
+
+
+def test_version_and_completion():
+    assert invoke("--version").output == f"heterorl {heterorl.__version__}\n"
+    asked = {"_HETERORL_COMPLETE": "complete_bash", "COMP_WORDS": "heterorl sta", "COMP_CWORD": "1"}
+    command = [sys.executable, "-m", "heterorl"]
+
+    result = subprocess.run(command, env=os.environ | asked, capture_output=True, text=True, timeout=50, check=False)
+
+    assert result.stdout.split() == ["status"]
+
+
+def _hears_interrupts():
+    # A shell starts what runs in its background deaf to Ctrl-C, and children inherit that.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def test_interrupt_while_the_program_is_loaded_shows_no_traceback():
+    command = [sys.executable, "-X", "importtime", "-m", "heterorl", "--help"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=_hears_interrupts
+    ) as process:
+        # Each module is named when it is loaded; this one is in the middle, and a small pipe lets the program get no
+        # further ahead of its reader than some modules.
+        fcntl.fcntl(process.stderr, fcntl.F_SETPIPE_SZ, 4096)
+        for line in process.stderr:
+            if "typer" in line:
+                break
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+
+    assert process.returncode == 130
+    assert "Traceback" not in rest
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command):
+    result = invoke(command, "--help")
+
+    assert result.exit_code == 0
+    assert len(result.output.splitlines()) > 5
+
+
+@pytest.mark.parametrize("service", ["coordinator", "learner", "sampler"])
+def test_default_configuration_is_valid_and_shows_where_values_come_from(service, tmp_path):
+    path = tmp_path / "c.toml"
+    path.write_text("metrics_port = 0\n[tls]\ninsecure = true\n")
+
+    assert invoke("check-config", service, "--config", str(path), "--keys-only").exit_code == 0
+    result = invoke("print-config", service, "--config", str(path), "--set", "metrics_port=7")
+    assert "--set" in result.output
+    assert "default" in result.output
+
+
+@pytest.mark.parametrize("service", ["coordinator", "learner", "sampler"])
+def test_plaintext_to_another_machine_is_refused_before_anything_starts(service):
+    key = "listen" if service == "coordinator" else "coordinator"
+    public = ["--set", f"{key}=10.0.0.1:5", "--set", "tls.insecure=true"]
+
+    for command in (["check-config", service], [service]):
+        assert "tls.ca: is not set" in str(invoke(*command).exception)
+        assert f"{key} is 10.0.0.1:5" in str(invoke(*command, *public).exception)
+
+
+def test_rollback_asks_for_certificates_and_a_version():
+    assert "tls.ca: is not set" in str(invoke("rollback", "127.0.0.1:1", "--to", "3").exception)
+    assert invoke("rollback", "127.0.0.1:1").exit_code == 2
+    assert invoke("rollback", "127.0.0.1:1", "--to", "-2").exit_code == 2
+
+
+def test_status_asks_for_certificates_unless_told_otherwise():
+    assert "tls.ca: is not set" in str(invoke("status", "127.0.0.1:1").exception)
+    assert "coordinator is 10.0.0.1:1" in str(invoke("status", "10.0.0.1:1", "--insecure").exception)
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "message"),
+    [
+        ("colour = 1", [], "colour: unknown key"),
+        ("seed = -1", [], "seed"),
+        ("", ["seed=x"], "seed"),
+        ("", ["nothing"], "key.path=value"),
+        ("", ["seed.deep=1", "seed=1"], ""),
+        ("seed = 1", ["seed.deep=1"], "not a section"),
+        ("not toml", [], "not TOML"),
+    ],
+)
+def test_wrong_configuration_names_the_key(tmp_path, text, overrides, message):
+    path = tmp_path / "c.toml"
+    path.write_text(text)
+
+    if message:
+        with pytest.raises(ConfigError, match=message):
+            load(CoordinatorConfig, path, overrides)
+    else:
+        assert load(CoordinatorConfig, path, overrides).seed == 1
+    with pytest.raises(ConfigError, match="cannot read"):
+        load(CoordinatorConfig, tmp_path / "missing.toml")
+
+
+def test_overrides_are_toml_values_or_plain_text():
+    assert parse_override("a.b=3") == (["a", "b"], 3)
+    assert parse_override("a=true") == (["a"], True)
+    assert parse_override("a=plain text") == (["a"], "plain text")
+
+
+def test_typed_error_is_one_line_and_exit_code_2(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["heterorl", "check-config", "coordinator", "--set", "colour=1"])
+
+    with pytest.raises(SystemExit) as end:
+        main()
+
+    assert end.value.code == 2
+    assert "colour: unknown key" in capsys.readouterr().err
+
+
+def test_brackets_in_foreign_text_are_shown_as_they_are(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["heterorl", "check-config", "coordinator", "--set", "[/x]:smile:=1"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "[/x]:smile:: unknown key" in capsys.readouterr().err
+
+    path = tmp_path / "[x].toml"
+    path.write_text('model_dir = "[/y]"')
+    result = invoke("print-config", "learner", "--config", str(path), "--set", 'state_dir="[/z]"')
+    assert result.exit_code == 0, result.exception
+    assert "[/y]" in result.output
+    assert "[/z]" in result.output
+
+    monkeypatch.setattr("heterorl.learner.export.export_model", lambda **_: None)
+    result = invoke("export", "--checkpoint", "c", "--model-dir", "m", "--out", "[/x]")
+    assert result.exit_code == 0, result.exception
+    assert "model written to [/x]" in result.output
+
+
+def test_every_screen_takes_text_literally():
+    sources = {path: path.read_text() for path in (Path(__file__).parents[3] / "services").rglob("*.py")}
+    calls = {
+        (path.name, ast.unparse(node))
+        for path, text in sources.items()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {"Console", "rich.console.Console", "Progress"}
+    }
+
+    # These bars show no text but their own.
+    assert {name for name, _ in calls} >= {"cli/main.py", "run.py", "warm_start.py"}
+    assert [
+        call
+        for name, call in calls
+        if "markup=False" not in call and name not in ("warm_start.py", "verify_command.py")
+    ] == []
+
+
+def test_module_runs_as_a_program():
+    result = subprocess.run([sys.executable, "-m", "heterorl", "--help"], capture_output=True, timeout=50, check=True)
+
+    assert b"heterorl" in result.stdout.lower() or b"Train language models" in result.stdout
+
+
+def test_status_is_shown_to_people_and_programs():
+    site = SiteStatus(
+        site="eu", incarnation="i", policy_version=3, state_root="", last_seen_s=1.0, groups_accepted=5,
+        groups_dropped=1, tokens_per_s=10.0, work_leased=2, apply_s=0.125,
+    )  # fmt: skip
+    ledger = LedgerCounts(acked=6, pending=1, leased=1, consumed=3, dropped={DropReason.SURPLUS: 1})
+    status = RunStatus(
+        run_id="r", head_version=4, epoch=1, learner="l", is_draining=True, uptime_s=9.0, ledger=ledger, bytes_full=100,
+        bytes_last=10, changed_fraction=0.1, sites=(site,), last_report=REPORT, delta_bytes=10, snapshot_bytes=80,
+        encode_s=0.5,
+    )  # fmt: skip
+
+    shown = status_json(status)
+    assert shown["ledger"]["dropped"] == {"surplus": 1}
+    assert shown["ledger"]["is_balanced"] is True
+    assert json.loads(json.dumps(shown))["sites"][0]["site"] == "eu"
+    foreign = dataclasses.replace(
+        status, run_id="[/r]", learner="[/l]", sites=(dataclasses.replace(site, site="[/s]"),)
+    )
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(*status_tables(foreign, width=200))
+    text = console.export_text()
+    assert [table.row_count for table in status_tables(status, width=200)] == [13, 1]
+    assert all(name in text for name in ("[/r]", "[/l]", "[/s]", "4, unsigned"))
+    assert all(part in text for part in ("delta 10 bytes (10.0x), full 80 bytes (1.2x)", "10.00%", "0.5 s", "0.125 s"))
+    ordered = dataclasses.replace(status, rollback_to=2)
+    console.print(*status_tables(ordered, width=200))
+    assert "back to version 2; not carried out yet" in console.export_text()
+    assert "carried out" not in text
+    form = FlavourStatus(
+        flavour="int8", version=4, full_bytes=50, delta_bytes=5, snapshot_bytes=0, changed_fraction=0.015
+    )
+    small = dataclasses.replace(site, flavour="int8", last_seen_s=0.5)
+    forms = dataclasses.replace(status, is_head_signed=True, flavours=(form,), sites=(site, small))
+    assert [table.row_count for table in status_tables(forms, width=200)] == [14, 1]
+    console.print(*status_tables(forms, width=200))
+    text = console.export_text(clear=False)
+    assert "50 bytes; delta 5 bytes (10.0x), 1.50% changed" in text
+    assert text.count("int8") == 2
+    assert status_json(forms)["sites"][1]["flavour"] == status_json(forms)["flavours"][0]["flavour"] == "int8"
+    assert "4, signed" in console.export_text()
+
+
+def test_sites_are_readable_at_eighty_columns():
+    site = SiteStatus(
+        site="frankfurt-12", incarnation="i", policy_version=1234, state_root="", last_seen_s=-0.2,
+        groups_accepted=123456, groups_dropped=17, tokens_per_s=7276.0, work_leased=5, apply_s=0.00757,
+        flavour="fp8_e4m3", canary_difference=0.0123, groups_failed=3, quota_used=0.5, groups_refused=9,
+    )  # fmt: skip
+    silent = dataclasses.replace(site, site="never-seen", last_seen_s=-1.0, quarantine="its groups fail")
+    status = RunStatus(
+        run_id="r", head_version=1240, epoch=1, learner="l", is_draining=False, uptime_s=9.0,
+        ledger=LedgerCounts(acked=0, pending=0, leased=0, consumed=0),
+        bytes_full=100, bytes_last=10, changed_fraction=0.1, sites=(site, silent), last_report=None,
+        store_bytes=744_559, store_limit_bytes=1 << 40,
+    )  # fmt: skip
+    pages = {}
+    for width in (80, 200):
+        console = Console(width=width, record=True, file=io.StringIO())
+        console.print(*status_tables(status, width=width))
+        pages[width] = console.export_text().splitlines()
+
+    # Whatever the width, no word is cut and no cell wrapped.
+    for words in (
+        ("frankfurt-12", "fp8_e4m3"),
+        ("site", "flavour"),
+        ("7276", "5"),
+        ("0.00757 s", "50%"),
+        ("never", "9"),
+    ):
+        for width, lines in pages.items():
+            for word in words:
+                assert any(word in line for line in lines), (width, word)
+    assert not any("\u2026" in line for lines in pages.values() for line in lines)
+    # Wide: one line a site. Narrow: two tables, each value under its heading.
+    assert any("frankfurt-12" in line and "fp8_e4m3" in line for line in pages[200])
+    work, state = (line.split() for line in pages[80] if "frankfurt-12" in line)
+    assert work == ["frankfurt-12", "1234", "6", "123456", "17", "7276", "5", "0", "s", "ago"]
+    assert state == ["frankfurt-12", "fp8_e4m3", "1", "0.012", "nats", "3", "9", "0.00757", "s", "50%"]
+    for name, value in (("version", "1234"), ("tokens/s", "7276"), ("leased", "5 ")):
+        head = next(line for line in pages[80] if "tokens/s" in line)
+        row = next(line for line in pages[80] if "frankfurt-12" in line)
+        assert head.index(name) == row.index(value)
+    assert any("745 KB of 1.1 TB" in line for line in pages[80])
+
+
+def test_one_row_a_site_whatever_it_was_started_how_often():
+    site = SiteStatus(
+        site="us-1", incarnation="old", policy_version=-1, state_root="", last_seen_s=-1.0, groups_accepted=3,
+        groups_dropped=1, tokens_per_s=0.0, work_leased=2,
+    )  # fmt: skip
+    newest = dataclasses.replace(site, incarnation="new", policy_version=7, last_seen_s=2.0, tokens_per_s=9.0)
+    older = dataclasses.replace(newest, incarnation="mid", policy_version=5, last_seen_s=300.0)
+    never = dataclasses.replace(site, site="eu-1")
+
+    us, eu = fold([site, newest, older, never])
+
+    assert (us.newest.incarnation, us.newest.policy_version, us.starts) == ("new", 7, 3)
+    assert (us.newest.groups_accepted, us.newest.groups_dropped, us.newest.work_leased) == (9, 3, 6)
+    assert (eu.newest.site, eu.starts) == ("eu-1", 1)
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(*site_tables([site, newest, older, never], head_version=8, width=200))
+    text = console.export_text()
+    assert text.count("us-1") == 1
+    assert "-1 " not in text.replace("us-1", "").replace("eu-1", "")
+    assert "none yet" in text
+
+
+def test_run_without_a_version_says_what_is_waited_for():
+    status = RunStatus(
+        run_id="r", head_version=-1, epoch=0, learner="", is_draining=False, uptime_s=9.0,
+        ledger=LedgerCounts(acked=0, pending=0, leased=0, consumed=0),
+        bytes_full=0, bytes_last=0, changed_fraction=0.0, sites=(), last_report=None,
+    )  # fmt: skip
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(*status_tables(status, width=120))
+    assert "none yet: a learner publishes version 0" in console.export_text()
+    known = dataclasses.replace(status, head_version=3, last_report=REPORT)
+    console.print(*status_tables(known, width=120, accuracy=0.25))
+    assert "held-out accuracy 0.250" in console.export_text()
+    console.print(*status_tables(dataclasses.replace(known, facts={"steps wanted": "77"}), width=120))
+    assert f"{REPORT.step} of 77: reward" in console.export_text()
+
+
+@pytest.mark.parametrize(
+    "command", [("status",), ("top", "--once"), ("health",), ("rollback", "--to", "3"), ("backup",)]
+)
+def test_links_of_operators_are_told_what_to_change(command, tmp_path):
+    def problem(*arguments):
+        return str(invoke(*command, *arguments).exception)
+
+    assert "'coord.example' is not host:port" in problem("coord.example", "--credentials", str(tmp_path))
+    assert "tls.ca: is not set" in problem("127.0.0.1:1")
+    assert "by --credentials" in problem("127.0.0.1:1", "--ca", "x", "--cert", "y")
+    assert f"cannot read {tmp_path}/ca.crt" in problem("127.0.0.1:1", "--credentials", str(tmp_path))
+    assert "given together with --key" in problem("127.0.0.1:1", "--credentials", str(tmp_path), "--key", "k")
+
+
+def test_commands_that_give_up_do_not_claim_to_go_on(monkeypatch):
+    monkeypatch.setattr("heterorl.cli.link.BUDGET_S", 0.0)
+
+    problem = str(invoke("status", "127.0.0.1:1", "--insecure").exception)
+
+    assert "127.0.0.1:1 refuses (start the coordinator, or correct the port" in problem
+    assert "goes on trying" not in problem
+    monkeypatch.setattr("heterorl.cli.link.explain_link", _nothing)
+    problem = str(invoke("status", "127.0.0.1:1", "--insecure").exception)
+    assert "check host and port" in problem
+    assert "use --credentials" in problem
+    assert "goes on trying" not in problem
+
+
+async def _nothing(address, *, tls):
+    return None
+
+
+def test_link_is_found_in_the_environment_and_in_what_join_noted(monkeypatch, tmp_path):
+    (tmp_path / "coordinator").write_text("coord.example:50051\n")
+    told = {"credentials": None, "ca": "", "cert": "", "key": "", "insecure": False}
+
+    with pytest.raises(ConfigError, match="ADDRESS: is not given"):
+        find_link("", **told)
+    monkeypatch.setenv("HETERORL_CREDENTIALS", str(tmp_path))
+    address, tls = find_link("", **told)
+    assert (address, tls.ca) == ("coord.example:50051", str(tmp_path / "ca.crt"))
+    monkeypatch.setenv("HETERORL_ADDRESS", "other.example:1")
+    assert find_link("", **told)[0] == "other.example:1"
+    # What is said beats what is set.
+    assert find_link("127.0.0.1:2", **told | {"insecure": True})[1].insecure
+    mine = find_link("said.example:3", **told | {"ca": "a", "cert": "b", "key": "c"})
+    assert (mine[0], mine[1].ca) == ("said.example:3", "a")
+    (tmp_path / "coordinator").write_text("no address")
+    monkeypatch.delenv("HETERORL_ADDRESS")
+    with pytest.raises(ConfigError, match="is not host:port"):
+        find_link("", **told)

@@ -1,0 +1,243 @@
+"""Payloads over several streams: cut, resumed, joined, and never returned with other bytes."""
+
+import asyncio
+import dataclasses
+
+import blake3
+import numpy as np
+import pytest
+
+from heterorl.common.errors import LimitExceeded, MalformedPayload, UnknownPayload, Unreachable
+from heterorl.common.pull.fetch import Fetcher
+from heterorl.common.pull.ranges import SPLIT_BYTES
+from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import PayloadKind, PayloadRef
+from tests.support.clock import ManualClock
+
+DATA = np.random.default_rng(0).bytes(9 * SPLIT_BYTES + 12345)
+FRAME = 1 << 20
+PAYLOAD = PayloadRef(
+    kind=PayloadKind.SNAPSHOT,
+    digest=Digest(blake3.blake3(DATA).hexdigest()),
+    num_bytes=len(DATA),
+    from_version=-1,
+    to_version=0,
+)
+
+
+class Source:
+    """Sends ranges of DATA; streams can be cut after a number of bytes, or stand still."""
+
+    def __init__(self):
+        self.asked = []
+        self.sent = 0
+        self.cut_after = {}
+        self.hold = None
+        self.open_streams = 0
+        self.most_streams = 0
+
+    async def read_payload(self, *, digest, offset, stop=None):
+        assert digest == PAYLOAD.digest
+        number = len(self.asked)
+        self.asked.append((offset, stop))
+        self.open_streams += 1
+        self.most_streams = max(self.most_streams, self.open_streams)
+        left = self.cut_after.get(number, len(DATA))
+        try:
+            end = len(DATA) if stop is None else stop
+            while offset < end and left > 0:
+                await asyncio.sleep(0)
+                if self.hold is not None and number == self.hold:
+                    await asyncio.Event().wait()
+                frame = DATA[offset : min(offset + FRAME, end, offset + left)]
+                offset, left, self.sent = offset + len(frame), left - len(frame), self.sent + len(frame)
+                yield frame
+        finally:
+            self.open_streams -= 1
+
+
+@pytest.fixture
+def source():
+    return Source()
+
+
+def _fetcher(source, tmp_path, num_streams):
+    return Fetcher(api=source, spool=tmp_path, clock=ManualClock(), num_streams=num_streams, max_bytes=1 << 40)
+
+
+@pytest.mark.parametrize("num_streams", [1, 2, 4])
+async def test_payload_arrives_whole_over_any_number_of_streams(source, tmp_path, num_streams):
+    path = await _fetcher(source, tmp_path, num_streams).fetch(PAYLOAD)
+
+    assert path.read_bytes() == DATA
+    assert list(tmp_path.iterdir()) == [path]
+    assert source.most_streams == num_streams
+    assert source.sent == len(DATA)
+
+
+async def test_no_byte_is_fetched_twice_however_the_streams_break(source, tmp_path):
+    rng = np.random.default_rng(1)
+    for number in range(30):
+        source.cut_after[number] = int(rng.integers(0, 3 * FRAME))
+    num_calls = 0
+    while True:
+        num_calls += 1
+        # Another process each time, with another number of streams.
+        try:
+            path = await _fetcher(source, tmp_path, int(rng.integers(1, 6))).fetch(PAYLOAD)
+            break
+        except Unreachable:
+            continue
+
+    assert path.read_bytes() == DATA
+    assert source.sent == len(DATA)
+    assert num_calls > 5
+    assert list(tmp_path.iterdir()) == [path]
+
+
+async def test_broken_stream_leaves_the_others_to_their_end(source, tmp_path):
+    source.cut_after[1] = 2 * FRAME
+
+    with pytest.raises(Unreachable):
+        await _fetcher(source, tmp_path, 4).fetch(PAYLOAD)
+
+    kept = sum(path.stat().st_size for path in tmp_path.iterdir())
+    assert kept == source.sent
+    # Only the rest of the second quarter is missing.
+    assert len(DATA) - kept == (len(DATA) // 2 - len(DATA) // 4) - 2 * FRAME
+
+
+async def test_wrong_bytes_of_one_stream_end_the_others_at_once(source, tmp_path):
+    source.hold = 0
+    plain = source.read_payload
+
+    async def read_payload(*, digest, offset, stop=None):
+        if stop is None:
+            yield DATA[-1:] * (len(DATA) - offset + 1)
+        async for frame in plain(digest=digest, offset=offset, stop=stop):
+            yield frame
+
+    source.read_payload = read_payload
+
+    with pytest.raises(LimitExceeded):
+        await _fetcher(source, tmp_path, 2).fetch(PAYLOAD)
+    assert source.open_streams == 0
+
+
+async def test_cancelled_fetch_leaves_no_stream_and_keeps_what_was_written(source, tmp_path):
+    source.hold = 1
+    fetching = asyncio.create_task(_fetcher(source, tmp_path, 2).fetch(PAYLOAD))
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert FRAME <= source.sent < len(DATA)
+    fetching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await fetching
+    assert source.open_streams == 0
+
+    source.hold = None
+    assert (await _fetcher(source, tmp_path, 2).fetch(PAYLOAD)).read_bytes() == DATA
+
+
+async def test_joining_goes_on_after_a_crash_at_any_point(source, tmp_path):
+    middle, third = 5 * SPLIT_BYTES, 7 * SPLIT_BYTES
+    base, parts = tmp_path / PAYLOAD.digest, {middle: DATA[middle:third], third: DATA[third:]}
+    # As a crash leaves it: half of the first part is appended already, and it is still there.
+    base.write_bytes(DATA[: middle + 1000])
+    for start, data in parts.items():
+        (tmp_path / f"{PAYLOAD.digest}.{start}").write_bytes(data)
+
+    path = await _fetcher(source, tmp_path, 2).fetch(PAYLOAD)
+
+    assert path.read_bytes() == DATA
+    assert source.asked == []
+    assert list(tmp_path.iterdir()) == [path]
+
+
+async def test_damaged_part_is_not_returned(source, tmp_path):
+    half = len(DATA) // 2
+    (tmp_path / PAYLOAD.digest).write_bytes(DATA[:half])
+    (tmp_path / f"{PAYLOAD.digest}.{half}").write_bytes(b"x" + DATA[half + 1 :])
+
+    with pytest.raises(MalformedPayload, match="another digest"):
+        await _fetcher(source, tmp_path, 2).fetch(PAYLOAD)
+
+
+async def test_part_that_is_too_long_is_refused(source, tmp_path):
+    (tmp_path / f"{PAYLOAD.digest}.{len(DATA) - 5}").write_bytes(b"123456")
+
+    with pytest.raises(LimitExceeded, match="longer"):
+        await _fetcher(source, tmp_path, 2).fetch(PAYLOAD)
+
+
+async def test_stream_that_sends_beyond_its_range_is_refused(source, tmp_path):
+    async def generous(*, digest, offset, stop=None):
+        yield DATA[offset : offset + FRAME] if stop is None else DATA[offset : stop + 1]
+
+    source.read_payload = generous
+
+    with pytest.raises(LimitExceeded, match="longer"):
+        await _fetcher(source, tmp_path, 2).fetch(PAYLOAD)
+
+
+@pytest.mark.parametrize("num_streams", [1, 2, 4])
+async def test_link_is_measured_over_all_streams_of_a_fetch(tmp_path, num_streams):
+    """Frames of all streams cross one link of 4 MiB/s side by side, the first ones 2 s after the call."""
+    clock = ManualClock()
+    data = DATA[: 4 * SPLIT_BYTES]
+    digest = Digest(blake3.blake3(data).hexdigest())
+    payload = dataclasses.replace(PAYLOAD, digest=digest, num_bytes=len(data))
+    num_sent = 0
+
+    async def read_payload(*, digest, offset, stop=None):
+        nonlocal num_sent
+        end = len(data) if stop is None else stop
+        while offset < end:
+            await asyncio.sleep(0)
+            if num_sent % num_streams == 0:
+                clock.advance((0.0 if num_sent else 2.0) + num_streams * FRAME / (4 << 20))
+            num_sent += 1
+            offset += FRAME
+            yield data[offset - FRAME : offset]
+
+    source = Source()
+    source.read_payload = read_payload
+    fetcher = Fetcher(api=source, spool=tmp_path, clock=clock, num_streams=num_streams, max_bytes=1 << 40)
+    assert fetcher.link.object_bytes == 0
+    await fetcher.fetch(payload)
+
+    # 4 MiB/s times 2 s
+    assert fetcher.link.object_bytes == 8 << 20
+
+
+async def test_broken_fetch_says_nothing_of_the_link(source, tmp_path):
+    source.cut_after[0] = 3 * FRAME
+    fetcher = _fetcher(source, tmp_path, 1)
+    fetcher.link.note(first_bytes=1, first_s=1.0, total_bytes=11, total_s=2.0)
+    before = fetcher.link.object_bytes
+    with pytest.raises(Unreachable):
+        await fetcher.fetch(PAYLOAD)
+
+    assert fetcher.link.object_bytes == before > 0
+
+
+@pytest.mark.parametrize("kind", [PayloadKind.MERGED, PayloadKind.DELTA, PayloadKind.SNAPSHOT])
+async def test_payload_that_is_gone_is_told_for_another_plan(source, tmp_path, kind):
+    async def gone(**_):
+        raise UnknownPayload("gone")
+        yield b""
+
+    source.read_payload = gone
+    payload = PayloadRef(kind=kind, digest=PAYLOAD.digest, num_bytes=len(DATA), from_version=0, to_version=1)
+
+    with pytest.raises(UnknownPayload):
+        await _fetcher(source, tmp_path, 2).fetch(payload)
+
+
+async def test_parts_of_other_payloads_are_removed(source, tmp_path):
+    for name in (PAYLOAD.digest, f"{PAYLOAD.digest}.77", "0" * 64, f"{'0' * 64}.99"):
+        (tmp_path / name).write_bytes(b"1")
+
+    _fetcher(source, tmp_path, 2).keep_only((PAYLOAD,))
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == [PAYLOAD.digest, f"{PAYLOAD.digest}.77"]

@@ -1,0 +1,119 @@
+"""Pushes over links that break in the middle, and deadlines that know bytes and caps; over real sockets."""
+
+import asyncio
+import contextlib
+
+import grpc
+import grpc.aio
+import pytest
+
+from heterorl.common.errors import Unreachable
+from heterorl.common.identity.tls import TlsConfig
+from heterorl.common.pull.fetch import STALL_S, Fetcher
+from heterorl.common.rpc.bandwidth import BandwidthConfig
+from heterorl.common.rpc.client import MIN_UP_BYTES_PER_S, PUSH_TIMEOUT_S, CoordinatorClient
+from heterorl.common.rpc.retry import RetryPolicy
+from heterorl.common.types.rollout import WorkAssignment
+from heterorl.v1 import rollout_pb2, rollout_pb2_grpc
+from tests.support.clock import ManualClock
+from tests.support.run import Run
+
+
+class Partial(rollout_pb2_grpc.RolloutServiceServicer):
+    """Answers some groups of a push, then ends as it is told."""
+
+    def __init__(self, *, answered, then):
+        self.answered, self.then = answered, then
+        self.calls = 0
+        self.left_s = 0.0
+
+    async def PushGroups(self, request_iterator, context):
+        self.calls += 1
+        self.left_s = context.time_remaining()
+        count = 0
+        async for request in request_iterator:
+            if count == self.answered:
+                break
+            count += 1
+            yield rollout_pb2.PushGroupsResponse(id=request.group.id, status=rollout_pb2.PUSH_STATUS_ACCEPTED)
+        if self.then == "abort":
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the link broke")
+        if self.then == "more":
+            for _ in range(100):
+                yield rollout_pb2.PushGroupsResponse(status=rollout_pb2.PUSH_STATUS_ACCEPTED)
+
+
+@contextlib.asynccontextmanager
+async def served(servicer, **options):
+    server = grpc.aio.server()
+    rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    policy = RetryPolicy(budget_s=0.2, base_s=0.01, cap_s=0.02)
+    try:
+        tls = TlsConfig(insecure=True)
+        async with CoordinatorClient(f"127.0.0.1:{port}", tls=tls, policy=policy, **options) as api:
+            yield api
+    finally:
+        await server.stop(0)
+
+
+@pytest.fixture
+def groups(tmp_path):
+    run = Run(None, tmp_path)
+    return [run.group(WorkAssignment(id=n, prompt_index=n, seed=1, lease_s=1.0), version=0) for n in range(4)]
+
+
+@pytest.mark.parametrize("then", ["abort", "end"])
+async def test_outcomes_before_the_break_are_kept(groups, then):
+    servicer = Partial(answered=2, then=then)
+    async with served(servicer) as api:
+        outcomes = await api.push_groups(groups)
+
+    assert [outcome.id for outcome in outcomes] == [group.id for group in groups[:2]]
+    assert servicer.calls == 1
+
+
+async def test_push_without_any_outcome_is_repeated_and_then_unreachable(groups):
+    servicer = Partial(answered=0, then="abort")
+    async with served(servicer) as api:
+        with pytest.raises(Unreachable):
+            await api.push_groups(groups)
+
+    assert servicer.calls > 1
+
+
+async def test_outcomes_beyond_the_groups_are_not_kept(groups):
+    async with served(Partial(answered=9, then="more")) as api:
+        assert len(await api.push_groups(groups)) == len(groups)
+
+
+@pytest.mark.parametrize("cap", [0.0, 1e4])
+async def test_deadline_of_a_push_knows_its_bytes_and_the_cap(groups, cap):
+    servicer = Partial(answered=9, then="end")
+    async with served(servicer, bandwidth=BandwidthConfig(up_bytes_per_s=cap)) as api:
+        await api.push_groups(groups)
+        # The largest batch over the slowest link, and the largest under a cap of that.
+        slowest = api._push_timeout_s(4 << 20)
+
+    assert servicer.left_s > PUSH_TIMEOUT_S - 5
+    assert slowest >= (4 << 20) / MIN_UP_BYTES_PER_S
+    if cap:
+        assert slowest >= (4 << 20) / MIN_UP_BYTES_PER_S + (4 << 20) / cap
+
+
+async def test_fetch_waits_longer_for_a_frame_where_its_own_cap_holds_it_back(tmp_path):
+    async with CoordinatorClient(
+        "127.0.0.1:1", tls=TlsConfig(insecure=True), bandwidth=BandwidthConfig(down_bytes_per_s=1000.0)
+    ) as api:
+        fetcher = Fetcher(api=api, spool=tmp_path, clock=ManualClock(), max_bytes=1 << 30, num_streams=4)
+        assert STALL_S + fetcher._capped_s == pytest.approx(60 + 4 * (1 << 20) / 1000)
+    assert Fetcher(api=object(), spool=tmp_path, clock=ManualClock(), max_bytes=1)._capped_s == 0.0
+    await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(("stated", "used"), [(1, 1 << 20), (2 << 20, 2 << 20), (1 << 40, 512 << 20)])
+async def test_limit_that_a_coordinator_states_never_silences_this_end(stated, used):
+    async with CoordinatorClient("127.0.0.1:1", tls=TlsConfig(insecure=True)) as api:
+        await api._link.send_up_to(stated)
+        assert api._link.send_bytes == used

@@ -1,0 +1,39 @@
+"""A group whose rollouts span versions is as old as its oldest token, by versions and by digest."""
+
+import numpy as np
+import pytest
+
+from heterorl.common.types.common import Digest
+from heterorl.common.types.rollout import DropReason, Group, GroupId, VersionSpan
+from heterorl.coordinator.groups.admission import Facts, judge
+from tests.support.run import CONTRACT, INCARNATION, SITE, rollout
+
+ROOT = Digest("a" * 64)
+MIXED = (VersionSpan(version=3, start=0, end=1), VersionSpan(version=8, start=1, end=3))
+
+
+@pytest.mark.parametrize(
+    ("bound", "head", "oldest", "expected"),
+    [
+        (7, 10, 3, None),
+        # 11 - 3 = 8, though most tokens are 3 versions old
+        (7, 11, 3, DropReason.STALE_AT_INGEST),
+        (7, 10, 8, DropReason.INVALID),
+        # the newest token is of a version that does not exist yet
+        (7, 7, 3, DropReason.UNKNOWN_VERSION),
+    ],
+)
+def test_staleness_counts_from_the_oldest_token(bound, head, oldest, expected):
+    group = Group(
+        id=GroupId(site=SITE, incarnation=INCARNATION, sequence=1), assignment=1, prompt_index=7,
+        prompt_token_ids=np.array([2, 3], np.int32), rollouts=(rollout(8), rollout(8, spans=MIXED)),
+        oldest_version=oldest, state_root=ROOT, generation_s=0.1,
+    )  # fmt: skip
+    facts = Facts(
+        contract=CONTRACT, head_version=head, max_staleness_versions=bound, max_policy_age_s=60.0, policy_age_s=1.0,
+        state_root=ROOT, assignment_prompt=7, is_answered=False,
+    )  # fmt: skip
+
+    reason, message = judge(group, facts)
+
+    assert reason is expected, message

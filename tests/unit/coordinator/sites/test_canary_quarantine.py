@@ -1,0 +1,171 @@
+"""The canary at the coordinator: who is quarantined, for how long, and what that stops."""
+
+import dataclasses
+import math
+from collections import Counter
+
+import pytest
+
+from heterorl.common.errors import InvalidRequest, NotRegistered, Quarantined
+from heterorl.common.types.run import CanaryReport
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.sites import audit
+from heterorl.coordinator.sites.canary import MAX_LOGPROBS, judge
+from heterorl.coordinator.sites.flaps import MAX_RECORDED, PERIOD_S, Flaps
+from tests.support.clock import ManualClock
+from tests.support.run import INCARNATION, SITE, Run
+
+STATED = (-0.5, -1.0, -1.5, -2.0)
+
+
+def report(logprobs, *, version=0, site=SITE, incarnation=INCARNATION):
+    return CanaryReport(site=site, incarnation=incarnation, version=version, logprobs=tuple(logprobs))
+
+
+@pytest.mark.parametrize(
+    ("offered", "is_quarantined"),
+    [
+        (STATED, False),
+        # One token far off is a rounding matter of that token; half of them are not.
+        ((-0.5, -1.0, -1.5, -9.0), False),
+        ((-0.5, -1.0, -1.9, -2.4), True),
+        ((-0.5, -1.0, -1.5), True),
+        ((), True),
+        ((math.nan,) * 4, True),
+        ((-math.inf,) * 4, True),
+    ],
+)
+def test_verdict_follows_the_median_over_tokens(offered, is_quarantined):
+    judgement = judge(report(offered), STATED, threshold=0.15)
+
+    assert bool(judgement.quarantine) == is_quarantined
+    assert judgement.quarantine is not None
+    assert judgement.difference is None or math.isfinite(judgement.difference)
+
+
+def test_nothing_is_decided_without_the_learners_canary_or_without_a_threshold():
+    assert judge(report(()), (), threshold=0.1).quarantine is None
+    assert judge(report((-9.0,) * 4), STATED, threshold=0.0).quarantine is None
+
+
+@pytest.fixture
+def config(tmp_path):
+    return CoordinatorConfig(data_dir=tmp_path / "data", groups_per_version=2, max_staleness_versions=3)
+
+
+async def _run(core, directory):
+    directory.mkdir()
+    run = Run(core, directory)
+    await run.begin()
+    for _ in range(2):
+        request = dataclasses.replace(await run.prepare(), canary=STATED)
+        run.head = await core.publish_version(request)
+    await run.register()
+    return run
+
+
+async def _status(core):
+    (site,) = (await core.get_status()).sites
+    return site
+
+
+async def test_site_that_is_off_gets_no_work_until_one_of_its_versions_is_right(config, tmp_path):
+    clock = ManualClock()
+    core = await Coordinator.open(config, clock)
+    run = await _run(core, tmp_path / "run")
+    assert (await _status(core)).canary_difference is None
+    verdict = await core.report_canary(report((-1.5, -2.0, -2.5, -3.0)))
+    assert "1 nats off" in verdict.quarantine
+    assert verdict.difference == pytest.approx(1.0)
+    with pytest.raises(Quarantined, match="version 0: canary log-probs"):
+        await run.lease()
+    site = await _status(core)
+    assert (site.canary_difference, site.quarantine) == (pytest.approx(1.0), verdict.quarantine)
+
+    # A coordinator that starts anew trusts it no more than the last one did.
+    await core.close()
+    core = await Coordinator.open(config, clock)
+    run.api = core
+    with pytest.raises(Quarantined):
+        await run.lease()
+
+    assert await core.report_canary(report(STATED, version=1)) == (
+        dataclasses.replace(verdict, difference=0.0, quarantine="")
+    )
+    assert await run.lease()
+    assert (await _status(core)).quarantine == ""
+    await core.close()
+
+
+async def test_canary_of_a_version_without_one_changes_nothing(config, tmp_path):
+    core = await Coordinator.open(config, ManualClock())
+    run = await _run(core, tmp_path / "run")
+    await core.report_canary(report((-9.0,) * 4))
+
+    verdict = await core.report_canary(report(STATED, version=7))
+
+    assert (verdict.difference, bool(verdict.quarantine)) == (None, True)
+    assert run.head == 1
+    await core.close()
+
+
+async def test_canary_of_a_stranger_and_oversized_ones_are_refused(config, tmp_path):
+    core = await Coordinator.open(config, ManualClock())
+    run = await _run(core, tmp_path / "run")
+    with pytest.raises(NotRegistered):
+        await core.report_canary(report(STATED, site="mars-1"))
+    with pytest.raises(InvalidRequest, match="logprobs"):
+        await core.report_canary(report((-1.0,) * (MAX_LOGPROBS + 1)))
+    for bad in ((-1.0,) * (MAX_LOGPROBS + 1), (math.nan,)):
+        request = dataclasses.replace(await run.prepare(), canary=bad)
+        with pytest.raises(InvalidRequest, match="canary_logprobs"):
+            await core.publish_version(request)
+    await core.close()
+
+
+async def test_site_that_flaps_writes_a_few_rows_and_a_sum_and_is_judged_each_time(config, tmp_path, caplog):
+    clock = ManualClock()
+    core = await Coordinator.open(config, clock)
+    run = await _run(core, tmp_path / "a")
+    wrong, right = (-9.0,) * 4, STATED
+    caplog.clear()
+    for number in range(200):
+        verdict = await core.report_canary(report((wrong, right)[number % 2], version=run.head))
+        assert bool(verdict.quarantine) == (number % 2 == 0)
+    await core.report_canary(report(wrong, version=run.head))
+    with pytest.raises(Quarantined):
+        await run.lease(1)
+
+    def kinds(connection):
+        return [row.kind for row in audit.read(connection) if row.subject == SITE]
+
+    assert kinds_of(await core.database.run(kinds)) == {"quarantine": 3, "quarantine_ended": 3}
+    assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 3
+    await core.note_refusals()
+    assert "quarantine_changes" not in await core.database.run(kinds)
+
+    clock.advance(PERIOD_S)
+    await core.note_refusals()
+    await core.note_refusals()
+
+    rows = await core.database.run(audit.read)
+    (summary,) = [row for row in rows if row.kind == "quarantine_changes"]
+    assert summary.detail.startswith(f"{201 - MAX_RECORDED} more changes")
+    assert "it is in quarantine: version" in summary.detail
+    assert audit.find_faults(rows) == []
+    # A new period: the next change is told again.
+    await core.report_canary(report(right, version=run.head))
+    assert kinds_of(await core.database.run(kinds))["quarantine_ended"] == 4
+    await core.close()
+
+
+def test_site_that_stays_below_the_bound_has_a_row_for_each_change_and_no_sum():
+    flaps = Flaps()
+    assert all(flaps.note(SITE, 0.0) for _ in range(MAX_RECORDED))
+    assert flaps.due(PERIOD_S) == {}
+    assert flaps.note(SITE, PERIOD_S)
+
+
+def kinds_of(kinds):
+    return dict(Counter(kinds))

@@ -1,0 +1,104 @@
+"""A site may register ever new incarnations: what is kept of them, and what a status costs, is bounded."""
+
+import dataclasses
+
+import pytest
+
+from heterorl.common.types.common import SiteId
+from heterorl.common.types.rollout import GroupId, PushStatus
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.sites.incarnations import EARLIER, KEPT, SHOWN
+from tests.support.clock import ManualClock
+from tests.support.run import INCARNATION, SITE, Run
+
+
+@pytest.fixture
+async def run(tmp_path):
+    core = await Coordinator.open(CoordinatorConfig(data_dir=tmp_path / "data", groups_per_version=64), ManualClock())
+    run = Run(core, tmp_path)
+    await run.begin()
+    await run.publish()
+    yield run
+    await core.close()
+
+
+async def _push(run, incarnation):
+    """One group of an incarnation, which is registered for it."""
+    await run.register(incarnation=incarnation)
+    grant = await run.api.lease_work(site=SITE, incarnation=incarnation, max_groups=1, policy_version=0)
+    group = dataclasses.replace(
+        run.group(grant.assignments[0]), id=GroupId(site=SITE, incarnation=incarnation, sequence=1)
+    )
+    (outcome,) = await run.api.push_groups([group])
+    return group, outcome
+
+
+async def _rows(run):
+    return await run.api.database.run(lambda connection: connection.execute("SELECT count(*) FROM sites").fetchone()[0])
+
+
+async def test_incarnations_that_never_pushed_are_forgotten_but_the_newest_few(run):
+    for number in range(100):
+        await run.register(incarnation=f"i{number}")
+
+    assert await _rows(run) == KEPT
+    shown = [entry.incarnation for entry in (await run.api.get_status()).sites]
+    assert sorted(shown) == sorted(f"i{number}" for number in range(100 - KEPT, 100))
+    assert len(run.api.sites._seen) == KEPT
+
+
+async def test_incarnation_that_holds_work_or_pushed_a_group_stays(run):
+    group, outcome = await _push(run, "pushed")
+    await run.register(incarnation="works")
+    await run.api.lease_work(site=SITE, incarnation="works", max_groups=1, policy_version=0)
+    for number in range(50):
+        await run.register(incarnation=f"i{number}")
+
+    assert await _rows(run) == KEPT + 2
+    assert outcome.status is PushStatus.ACCEPTED
+    # Its watermark is what tells a repetition from a new group.
+    assert (await run.api.push_groups([group]))[0].status is PushStatus.DUPLICATE
+    await run.api.abandon_work(site=SITE, incarnation="works", assignments=[1])
+    await run.register(incarnation="last")
+    assert await _rows(run) == KEPT + 1
+
+
+async def test_forgotten_incarnation_registers_again_and_goes_on(run):
+    await run.register(incarnation="old")
+    for number in range(KEPT):
+        await run.register(incarnation=f"i{number}")
+
+    _, outcome = await _push(run, "old")
+
+    assert outcome.status is PushStatus.ACCEPTED
+
+
+async def test_many_that_pushed_are_shown_as_one_with_all_their_groups(run):
+    for number in range(SHOWN + 4):
+        await _push(run, f"i{number}")
+    await run.register(site=SiteId("us-1"), incarnation=INCARNATION)
+    run.api.sites._seen.clear()
+
+    sites = (await run.api.get_status()).sites
+
+    own = [entry for entry in sites if entry.site == SITE]
+    assert len(own) == KEPT + 1
+    assert own[0].incarnation == EARLIER
+    assert own[0].last_seen_s < 0
+    assert sum(entry.groups_accepted for entry in own) == SHOWN + 4
+    assert [entry.incarnation for entry in sites if entry.site == "us-1"] == [INCARNATION]
+
+
+async def test_site_registered_by_an_earlier_program_is_pruned_too(run):
+    def fill(connection):
+        connection.executemany(
+            "INSERT INTO sites (site, incarnation, engine, dtype) VALUES (?, ?, '', '')",
+            [(SITE, f"before-{number}") for number in range(1000)],
+        )
+
+    await run.api.database.run(fill)
+
+    await run.register()
+
+    assert await _rows(run) == KEPT

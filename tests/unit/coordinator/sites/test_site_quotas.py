@@ -1,0 +1,253 @@
+"""What one site may push, hold and take of a batch; and that the others do not notice."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from heterorl.common.types.rollout import PushStatus
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.groups.order import Turns
+from heterorl.coordinator.groups.schedule import Load, Pace, decide_grant
+from heterorl.coordinator.sites import audit
+from heterorl.coordinator.sites.quotas import MAX_WAIT_S, Bucket, Quotas, Rate, filled, wait_s
+from heterorl.sampler.outbox.delivery import settle
+from tests.support.clock import ManualClock
+from tests.support.run import INCARNATION, Run, credits_of
+
+PLENTY = 1 << 40
+
+
+def quotas(tmp_path, **changes):
+    return Quotas(CoordinatorConfig(data_dir=tmp_path, **changes))
+
+
+def take(quotas, now, *, site="a", num_bytes=100):
+    return quotas.take(site, num_bytes=num_bytes, pending_bytes=0, pending_limit=PLENTY, now=now)[0]
+
+
+def test_bucket_gives_its_burst_at_once_and_its_rate_after_that(tmp_path):
+    mine = quotas(tmp_path, site_groups_per_s=2.0, site_burst_s=3.0)
+
+    # A burst of 3 s at 2/s is 6 groups; the next one needs half a second.
+    assert [take(mine, 0.0) for _ in range(7)] == [0.0] * 6 + [0.5]
+    assert take(mine, 0.25) == pytest.approx(0.25)
+    assert take(mine, 0.5) == 0.0
+    # However long the pause, no more than the burst.
+    assert [take(mine, 1e6) for _ in range(7)] == [0.0] * 6 + [0.5]
+
+
+def test_sites_have_buckets_of_their_own(tmp_path):
+    mine = quotas(tmp_path, site_groups_per_s=1.0, site_burst_s=1.0)
+
+    assert take(mine, 0.0) == 0.0
+    assert take(mine, 0.0) > 0.0
+    assert take(mine, 0.0, site="b") == 0.0
+    assert (mine.refusals_of("a"), mine.refusals_of("b")) == (1, 0)
+
+
+def test_group_larger_than_the_burst_passes_when_the_bucket_is_full(tmp_path):
+    mine = quotas(tmp_path, site_bytes_per_s=100.0, site_burst_s=1.0)
+
+    assert take(mine, 0.0, num_bytes=1000) == 0.0
+    # 900 bytes of debt, then 100 bytes of room: 10 s.
+    assert take(mine, 0.0, num_bytes=1000) == pytest.approx(10.0)
+    assert take(mine, 10.0, num_bytes=1000) == 0.0
+
+
+def test_refusal_of_one_quota_takes_nothing_of_the_other(tmp_path):
+    mine = quotas(tmp_path, site_groups_per_s=1.0, site_bytes_per_s=10.0, site_burst_s=1.0)
+    assert take(mine, 0.0, num_bytes=10) == 0.0
+
+    assert take(mine, 1.0, num_bytes=10) == 0.0
+    assert [take(mine, 1.5, num_bytes=5) for _ in range(3)] == [pytest.approx(0.5)] * 3
+    assert take(mine, 2.0, num_bytes=10) == 0.0
+
+
+@given(st.lists(st.tuples(st.floats(0, 5), st.integers(1, 50)), max_size=60))
+def test_accepted_bytes_never_exceed_rate_times_time_and_burst(pushes):
+    rate, burst, level, now, accepted = Rate(per_s=10.0, burst=40.0), 40.0, None, 0.0, 0
+    for pause, amount in pushes:
+        now += pause
+        bucket = filled(level, rate, now)
+        if wait_s(bucket, rate, amount) == 0:
+            level = Bucket(level=bucket.level - amount, at=now)
+            accepted += amount
+        # The one that passed last may have been larger than the burst.
+        assert accepted <= burst + 10.0 * now + 50
+    assert wait_s(Bucket(level=-1e9, at=0.0), rate, 1.0) == MAX_WAIT_S
+
+
+def test_site_may_hold_so_many_assignments():
+    load = Load(head_version=0, policy_version=0, outstanding=5, held=3)
+    pace = Pace(groups_per_version=8, max_staleness_versions=4, outstanding_limit=32, held_limit=4)
+
+    assert decide_grant(load, pace, wanted=8) == (1, "quota: the site holds 3 assignments, site_work_groups is 4")
+    assert decide_grant(load, dataclasses.replace(pace, held_limit=0), wanted=8)[0] == 8
+
+
+def serve(turns, waiting, count):
+    """Serve so many groups of {site: number of groups}; every group of a site is older than any of the next."""
+    waiting, served = dict(waiting), []
+    for _ in range(count):
+        oldest = {site: (number, left) for number, (site, left) in enumerate(waiting.items()) if left}
+        if not oldest:
+            break
+        site = turns.next(oldest)
+        waiting[site] -= 1
+        served.append(site)
+    return served
+
+
+def test_plain_turns_serve_the_oldest_policy():
+    turns = Turns(order="oldest", share=1.0, window=8)
+
+    assert turns.is_plain
+    assert serve(turns, {"loud": 6, "b": 2}, 8) == ["loud"] * 6 + ["b"] * 2
+
+
+def test_fair_turns_give_every_site_one_group_a_round():
+    served = serve(Turns(order="fair", share=1.0, window=8), {"loud": 100, "b": 3, "c": 5}, 12)
+
+    assert served[:9].count("b") == served[:9].count("c") == served[:9].count("loud") == 3
+    assert served[9:] == ["loud", "c", "loud"] or served[9:] == ["c", "loud", "c"]
+
+
+def test_share_bounds_a_site_while_others_have_groups_and_only_then():
+    turns = Turns(order="oldest", share=0.25, window=8)
+
+    served = serve(turns, {"loud": 100, "b": 6, "c": 6, "d": 6}, 40)
+    # At most 2 of any 8 in a row while the others have groups; afterwards nobody waits for nothing.
+    assert all(served[start : start + 8].count("loud") <= 2 for start in range(17))
+    assert served[24:] == ["loud"] * 16
+
+
+def test_share_that_cannot_be_kept_is_an_equal_one():
+    served = serve(Turns(order="oldest", share=0.25, window=8), {"loud": 100, "b": 20}, 40)
+
+    assert abs(served.count("loud") - 20) <= 1
+
+
+@given(
+    order=st.sampled_from(["oldest", "fair"]),
+    share=st.floats(0.01, 1.0),
+    waiting=st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 12), min_size=1),
+)
+def test_turns_never_idle_and_keep_the_share(order, share, waiting):
+    turns = Turns(order=order, share=share, window=6)
+    left, recent = dict(waiting), []
+    for _ in range(sum(waiting.values())):
+        oldest = {site: (ord(site), count) for site, count in left.items() if count}
+        site = turns.next(oldest)
+        assert site in oldest
+        # Served over its share only if every other site with groups is at its own, and has no less.
+        if recent[-5:].count(site) >= turns.cap:
+            assert all(recent[-5:].count(other) >= recent[-5:].count(site) for other in oldest)
+        left[site] -= 1
+        recent.append(site)
+    assert not any(left.values())
+
+
+@given(st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 12), min_size=2))
+def test_fair_turns_differ_by_at_most_one_while_all_have_groups(waiting):
+    served = serve(Turns(order="fair", share=1.0, window=4), waiting, len(waiting) * min(waiting.values()))
+
+    counts = [served.count(site) for site in waiting]
+    assert max(counts) - min(counts) <= 1
+
+
+def test_fair_turns_reach_every_site_however_many_there_are():
+    names = [f"site-{number}" for number in range(1500)]
+    turns = Turns(order="fair", share=1.0, window=8)
+
+    assert sorted(serve(turns, dict.fromkeys(names, 2), 1500)) == sorted(names)
+    # What left is forgotten, so that names do not pile up.
+    for number in range(5000):
+        serve(turns, {f"gone-{number}": 1}, 1)
+    assert len(turns._ring) <= 1025
+
+
+async def two_sites(core, directory, *, loud=12, quiet=3):
+    directory.mkdir()
+    run = Run(core, directory)
+    await run.begin()
+    await run.publish()
+    for site in ("loud", "quiet"):
+        await run.register(site=site)
+    for site, count in (("loud", loud), ("quiet", quiet)):
+        grant = await core.lease_work(site=site, incarnation=INCARNATION, max_groups=count, policy_version=0)
+        groups = []
+        for number, work in enumerate(grant.assignments, 1):
+            group = run.group(work)
+            groups.append(dataclasses.replace(group, id=dataclasses.replace(group.id, site=site, sequence=number)))
+        await core.push_groups(groups)
+    return run
+
+
+async def leased_sites(core, run, count):
+    sites = []
+    stream = core.stream_groups(epoch=run.epoch, held=(), credits=credits_of(count))
+    async for queued in stream:
+        sites.append(queued.group.id.site)
+        if len(sites) == count:
+            break
+    await stream.aclose()
+    return sites
+
+
+@pytest.mark.parametrize(
+    ("settings", "quiet_in_first_6"), [({}, 0), ({"lease_order": "fair"}, 3), ({"site_batch_share": 0.5}, 3)]
+)
+async def test_loud_site_takes_no_more_than_its_turn_of_a_batch(tmp_path, settings, quiet_in_first_6):
+    config = CoordinatorConfig(data_dir=tmp_path / "data", groups_per_version=6, **settings)
+    core = await Coordinator.open(config, ManualClock())
+    run = await two_sites(core, tmp_path / "run")
+
+    sites = await leased_sites(core, run, 15)
+
+    assert sites[:6].count("quiet") == quiet_in_first_6
+    assert sorted(sites) == ["loud"] * 12 + ["quiet"] * 3
+    await core.close()
+
+
+async def test_refused_push_is_taken_later_and_the_log_of_audit_sums_refusals_up(tmp_path):
+    clock = ManualClock()
+    config = CoordinatorConfig(
+        data_dir=tmp_path / "data", groups_per_version=8, site_groups_per_s=1.0, site_burst_s=2.0
+    )
+    core = await Coordinator.open(config, clock)
+    (tmp_path / "run").mkdir()
+    run = Run(core, tmp_path / "run")
+    await run.begin()
+    await run.publish()
+    await run.register()
+    groups = [run.group(work) for work in await run.lease(4)]
+
+    outcomes = await core.push_groups(groups)
+    assert [outcome.status.value for outcome in outcomes] == ["accepted", "accepted", "retry", "retry"]
+    assert "site_groups_per_s is 1" in outcomes[2].message
+    # What a sampler makes of it: both stay in its outbox, and it waits as asked.
+    assert settle(outcomes) == ([1, 2], pytest.approx(1.0))
+    (site,) = (await core.get_status()).sites
+    assert (site.groups_refused, site.quota_used) == (2, pytest.approx(1.0))
+    await core.note_refusals()
+    clock.advance(2.0)
+    assert {outcome.status for outcome in await core.push_groups(groups[2:])} == {PushStatus.ACCEPTED}
+    late = [run.group(work) for work in await run.lease(3)]
+    for count in (1, 2):
+        # Within a minute of the last summary none is written, whatever is refused.
+        await core.push_groups(late[:count])
+        await core.note_refusals()
+    clock.advance(60.0)
+    await core.note_refusals()
+    await core.note_refusals()
+
+    rows = [row for row in await core.database.run(audit.read) if row.kind == "quota_refusals"]
+    assert [(row.subject, row.detail) for row in rows] == [
+        ("eu-1", "2 pushes over the quota of groups"), ("eu-1", "3 pushes over the quota of groups"),
+    ]  # fmt: skip
+    status = await core.get_status()
+    assert (status.ledger.pending, status.ledger.is_balanced) == (4, True)
+    await core.close()

@@ -1,0 +1,265 @@
+"""Payload files: resumed in any pieces, across restarts, verified, bounded."""
+
+import asyncio
+import errno
+import os
+import tempfile
+from pathlib import Path
+
+import blake3
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from heterorl.common.errors import CorruptStore, DigestMismatch, InvalidRequest, StoreFull
+from heterorl.common.types.common import Digest
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.payloads.reader import PayloadReader
+from heterorl.coordinator.store.blobs import BlobStore
+from heterorl.coordinator.store.files import FRAME_BYTES
+from tests.support.clock import ManualClock
+from tests.support.crashes import Disk
+from tests.support.run import Run, frames
+
+MAX_BYTES = 1 << 20
+
+
+def store(path, *, store_bytes=1 << 30, max_payload_bytes=MAX_BYTES):
+    return BlobStore(path, store_bytes=store_bytes, max_payload_bytes=max_payload_bytes)
+
+
+def digest_of(data):
+    return Digest(blake3.blake3(data).hexdigest())
+
+
+async def append(blobs, data, *, digest=None, offset=0, end=None, num_bytes=None):
+    return await blobs.append(
+        digest=digest_of(data) if digest is None else digest,
+        num_bytes=num_bytes or len(data),
+        offset=offset,
+        frames=frames(data[offset:end], 7),
+    )
+
+
+async def content(blobs, digest, offset=0):
+    return b"".join([frame async for frame in PayloadReader().read(digest, blobs.path(digest), offset=offset)])
+
+
+async def broken_link(data):
+    yield data
+    raise ConnectionError("gone")
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.binary(min_size=1, max_size=200), st.lists(st.tuples(st.integers(0, 200), st.integers(0, 80)), max_size=6))
+def test_upload_in_any_pieces_with_restarts_and_repeats_arrives_whole(data, pieces):
+    async def upload(root):
+        digest = digest_of(data)
+        for start, length in pieces:
+            # Each piece begins somewhere in what is durable; a new store each time is a restart.
+            blobs = store(root)
+            have = blobs.query(digest)
+            if have < len(data):
+                start = min(start, have)
+                assert await append(blobs, data, offset=start, end=start + length) == min(start + length, len(data))
+            assert blobs._used == sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+        blobs = store(root)
+        assert await append(blobs, data, offset=min(blobs.query(digest), len(data) - 1)) == len(data)
+        assert await content(blobs, digest) == data
+        assert list((root / "partial").iterdir()) == []
+
+    with tempfile.TemporaryDirectory() as root:
+        asyncio.run(upload(Path(root)))
+
+
+async def test_power_cut_takes_neither_bytes_called_durable_nor_a_payload_in_a_folder_of_a_killed_process(tmp_path):
+    data = bytes(range(100))
+    disk = Disk(tmp_path / "root")
+    with disk.installed():
+        store(disk.root)
+        with disk.watch():
+            # A process that was killed here had not made the folder's name durable.
+            (disk.root / "blobs" / digest_of(data)[:2]).mkdir()
+            blobs = store(disk.root)
+            disk.acknowledged.append(await append(blobs, data, end=50))
+            disk.acknowledged.append(await append(blobs, data, offset=50))
+
+    for number, image in enumerate(disk.images):
+        again = store(image.write(tmp_path / f"image-{number}"))
+        assert again.query(digest_of(data)) >= max(image.acknowledged, default=0), image
+    assert image.acknowledged == (50, 100)
+
+
+@pytest.mark.parametrize(
+    "bad", ["../../etc/passwd", "", "0" * 63, "0" * 65, "G" * 64, "A" * 64, "0" * 63 + "\n", "\0" * 64]
+)
+async def test_digest_that_is_not_one_names_no_file(tmp_path, bad):
+    blobs = store(tmp_path)
+    for call in (blobs.size, blobs.query):
+        with pytest.raises(InvalidRequest):
+            call(bad)
+    with pytest.raises(InvalidRequest):
+        await append(blobs, b"data", digest=bad)
+    with pytest.raises(InvalidRequest):
+        await content(blobs, bad)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+async def test_offsets_outside_the_content_are_refused(tmp_path):
+    blobs = store(tmp_path)
+    with pytest.raises(InvalidRequest):
+        await blobs.append(digest=digest_of(b"abc"), num_bytes=3, offset=-1, frames=frames(b"abc"))
+    await append(blobs, b"abc")
+    with pytest.raises(InvalidRequest):
+        await content(blobs, digest_of(b"abc"), offset=-1)
+    assert await content(blobs, digest_of(b"abc"), offset=3) == b""
+
+
+async def test_wrong_content_is_discarded_and_its_bytes_are_free_again(tmp_path):
+    blobs = store(tmp_path, store_bytes=100)
+    for _ in range(5):
+        with pytest.raises(DigestMismatch):
+            await append(blobs, b"x" * 60, digest=Digest("1" * 64))
+    assert blobs.query(Digest("1" * 64)) == 0
+    assert await append(blobs, b"y" * 60) == 60
+
+
+async def test_uploads_side_by_side_share_what_is_left(tmp_path):
+    blobs = store(tmp_path, store_bytes=100)
+    results = await asyncio.gather(
+        *(append(blobs, bytes([number]) * 60) for number in range(3)), return_exceptions=True
+    )
+    assert sorted(type(result).__name__ for result in results) == ["StoreFull", "StoreFull", "int"]
+    assert blobs._used == 60
+
+
+async def test_broken_link_keeps_what_arrived_and_counts_it(tmp_path):
+    blobs = store(tmp_path, store_bytes=100)
+    data = b"z" * 90
+    with pytest.raises(ConnectionError):
+        await blobs.append(digest=digest_of(data), num_bytes=90, offset=0, frames=broken_link(data[:50]))
+    assert blobs.query(digest_of(data)) == 50
+    with pytest.raises(StoreFull):
+        await append(blobs, b"w" * 51)
+    assert await append(blobs, data, offset=50) == 90
+    assert blobs._used == store(tmp_path)._used == 90
+
+
+async def test_two_senders_of_one_payload_take_turns(tmp_path):
+    blobs = store(tmp_path)
+    data = bytes(range(200))
+    assert await asyncio.gather(*(append(blobs, data) for _ in range(3))) == [200] * 3
+    assert await content(blobs, digest_of(data)) == data
+
+
+async def test_content_is_read_in_frames_of_a_bounded_size(tmp_path):
+    blobs = store(tmp_path, max_payload_bytes=10 << 20)
+    data = os.urandom(2 * FRAME_BYTES + 5)
+    await blobs.append(digest=digest_of(data), num_bytes=len(data), offset=0, frames=frames(data))
+    digest = digest_of(data)
+    sizes = [len(frame) async for frame in PayloadReader().read(digest, blobs.path(digest), offset=0)]
+    assert sizes == [FRAME_BYTES, FRAME_BYTES, 5]
+
+
+@pytest.mark.parametrize(("code", "error"), [(errno.EIO, CorruptStore), (errno.ENOSPC, StoreFull)])
+async def test_file_whose_fsync_failed_is_not_resumed(tmp_path, monkeypatch, code, error):
+    # After a failed fsync the kernel may have dropped the pages and call the next fsync a success.
+    blobs = store(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", _fails(code))
+        with pytest.raises(error):
+            await append(blobs, b"data")
+    assert blobs.query(digest_of(b"data")) == 0
+    assert blobs._used == 0
+    assert await append(blobs, b"data") == 4
+
+
+@pytest.mark.parametrize("number", [2, 3])
+async def test_directory_whose_fsync_failed_ends_the_coordinator(tmp_path, monkeypatch, number):
+    core = await Coordinator.open(CoordinatorConfig(data_dir=tmp_path / "data"), ManualClock())
+    run = Run(core, tmp_path)
+    await run.begin()
+    data = b"data"
+    digest = digest_of(data)
+    (tmp_path / "data" / "blobs" / digest[:2]).mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", _fails(errno.EIO, first=number))
+        with pytest.raises(CorruptStore):
+            await run.upload(data, digest)
+    assert (await asyncio.wait_for(core.on_fatal, 5)) is None
+    with pytest.raises(CorruptStore):
+        await core.get_status()
+    await core.close()
+
+
+async def test_full_disk_at_the_rename_is_said_and_repeated_later(tmp_path, monkeypatch):
+    blobs = store(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", _fails(errno.ENOSPC))
+        with pytest.raises(StoreFull):
+            await append(blobs, b"data")
+    assert await append(blobs, b"data", offset=4) == 4
+    assert await content(blobs, digest_of(b"data")) == b"data"
+
+
+async def test_upload_that_cannot_begin_says_why(tmp_path):
+    blobs = store(tmp_path)
+    (tmp_path / "partial" / digest_of(b"data")).mkdir()
+    with pytest.raises(CorruptStore):
+        await append(blobs, b"data", offset=0)
+
+
+def _fails(code, *, first=1):
+    calls = []
+    real = os.fsync
+
+    def fails(*args):
+        calls.append(args)
+        if len(calls) < first:
+            return real(*args)
+        raise OSError(code, os.strerror(code))
+
+    return fails
+
+
+async def test_upload_cut_after_its_last_byte_is_named_when_it_is_needed(tmp_path):
+    data = b"whole"
+    (tmp_path / "partial").mkdir()
+    (tmp_path / "partial" / digest_of(data)).write_bytes(data)
+    wrong = Digest("1" * 64)
+    (tmp_path / "partial" / wrong).write_bytes(data)
+    blobs = store(tmp_path)
+
+    assert not await blobs.ensure(digest=digest_of(data), num_bytes=6)
+    assert await blobs.ensure(digest=digest_of(data), num_bytes=5)
+    assert await blobs.ensure(digest=digest_of(data), num_bytes=5)
+    with pytest.raises(DigestMismatch):
+        await blobs.ensure(digest=wrong, num_bytes=5)
+    with pytest.raises(InvalidRequest):
+        await blobs.ensure(digest=Digest("../x"), num_bytes=5)
+    assert await content(blobs, digest_of(data)) == data
+    assert blobs._used == 5
+
+
+async def test_payload_is_not_named_from_an_upload_that_began_anew(tmp_path):
+    blobs = store(tmp_path)
+    data = b"0123456789"
+    (tmp_path / "partial" / digest_of(data)).write_bytes(data)
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow():
+        yield data[:4]
+        begun.set()
+        await go_on.wait()
+        raise ConnectionError("gone")
+
+    sender = asyncio.create_task(blobs.append(digest=digest_of(data), num_bytes=10, offset=0, frames=slow()))
+    await begun.wait()
+    asked = asyncio.create_task(blobs.ensure(digest=digest_of(data), num_bytes=10))
+    await asyncio.sleep(0)
+    go_on.set()
+    with pytest.raises(ConnectionError):
+        await sender
+    assert not await asked
+    assert blobs.query(digest_of(data)) == 4

@@ -1,0 +1,317 @@
+"""Small parts of the learner: threads, patience, admission, the feed, the directory."""
+
+import asyncio
+import dataclasses
+import random
+import threading
+
+import numpy as np
+import pytest
+
+from heterorl.common.errors import (
+    ConfigError,
+    Draining,
+    InvalidRequest,
+    LeaseHeld,
+    QuotaExceeded,
+    StaleEpoch,
+    StoreFull,
+    Unauthenticated,
+    Unreachable,
+)
+from heterorl.common.process.patience import REMIND_S, Patience, is_transient
+from heterorl.common.process.threads import in_thread
+from heterorl.common.types.policy import LeaseGrant
+from heterorl.learner.checks.admission import Limits, judge
+from heterorl.learner.config import LearnerConfig
+from heterorl.learner.run.directory import hold_directory
+from heterorl.learner.run.feed import feed
+from heterorl.learner.run.inbox import Inbox
+from heterorl.learner.run.lease import acquire, renew
+from tests.support.learner_world import GROUP_SIZE, VOCAB, make_contract, make_group, queued
+
+LIMITS = Limits(group_size=GROUP_SIZE, vocab_size=VOCAB, max_sequence_tokens=0)
+
+
+class NotingClock:
+    """Time that passes by sleeping."""
+
+    def __init__(self):
+        self.slept = []
+
+    def wall(self):
+        return 0.0
+
+    def monotonic(self):
+        return sum(self.slept)
+
+    async def sleep(self, seconds):
+        self.slept.append(seconds)
+
+
+def patience(clock=None, **changes):
+    values = {"clock": clock or NotingClock(), "rng": random.Random(0), "base_s": 1.0, "cap_s": 8.0}
+    return Patience(**{**values, **changes})
+
+
+async def test_cancelled_caller_waits_for_its_thread():
+    entered, proceed, log = threading.Event(), threading.Event(), []
+
+    def work():
+        entered.set()
+        assert proceed.wait(30)
+        log.append("thread")
+
+    async def caller():
+        try:
+            await in_thread(work)
+        finally:
+            log.append("caller")
+
+    task = asyncio.create_task(caller())
+    assert await asyncio.to_thread(entered.wait, 30)
+    task.cancel()
+    await asyncio.sleep(0)
+    proceed.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+    assert log == ["thread", "caller"]
+
+
+async def test_error_of_a_thread_reaches_its_caller():
+    with pytest.raises(ZeroDivisionError):
+        await in_thread(lambda: 1 // 0)
+
+
+async def test_waits_grow_to_their_cap_and_begin_anew_after_a_success():
+    clock = NotingClock()
+    waiting = patience(clock, rng=random.Random(3))
+    upper = [1.0, 2.0, 4.0, 8.0, 8.0]
+
+    for _ in upper:
+        await waiting.wait()
+    waiting.reset()
+    await waiting.wait()
+
+    assert all(slept <= bound for slept, bound in zip(clock.slept, [*upper, 1.0], strict=True))
+    # With this seed the fourth wait is above the third bound's half: growth is there at all.
+    assert max(clock.slept) > 2.0
+
+
+async def test_peers_own_delay_is_respected_up_to_the_cap():
+    clock = NotingClock()
+
+    await patience(clock).wait(Unreachable("gone", retry_after_s=5.0))
+    await patience(clock).wait(Unreachable("gone", retry_after_s=1e9))
+
+    # The drawn part is below 1 s here; 1e9 s is cut to 8 s.
+    assert 5.0 <= clock.slept[0] <= 6.0
+    assert 8.0 <= clock.slept[1] <= 9.0
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (Unreachable("x"), True),
+        (Draining("x"), True),
+        (TimeoutError(), True),
+        (QuotaExceeded("x", retry_after_s=1.0), True),
+        (QuotaExceeded("x"), False),
+        (StaleEpoch("x"), False),
+        (LeaseHeld("x"), False),
+        (InvalidRequest("x"), False),
+    ],
+)
+def test_only_what_waiting_can_change_is_repeated(error, expected):
+    assert is_transient(error) is expected
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (Unreachable("no answer in 30 s"), "the coordinator does not answer"),
+        (TimeoutError(), "the coordinator does not answer, going on: TimeoutError"),
+        (StoreFull("the coordinator's disk is full", retry_after_s=5.0), "the coordinator cannot write"),
+        (Draining("the coordinator is stopping"), "the coordinator takes no calls now"),
+        (LeaseHeld("other holds the lease for 9.9 s", retry_after_s=9.9), "waiting for the lease: other holds"),
+        (QuotaExceeded("too many calls", retry_after_s=1.0), "the coordinator is busy"),
+        (Unauthenticated("no certificate", retry_after_s=1.0), "the coordinator asks for a later call"),
+    ],
+)
+async def test_wait_is_called_what_it_is(caplog, error, said):
+    await patience().wait(error)
+
+    (record,) = caplog.records
+    assert record.getMessage().startswith(said)
+    assert ("does not answer" in record.getMessage()) is isinstance(error, Unreachable | TimeoutError)
+
+
+async def test_wait_is_said_again_when_it_is_for_something_else_or_after_a_while(caplog):
+    clock = NotingClock()
+    waiting = patience(clock)
+    full, silent = StoreFull("full", retry_after_s=5.0), Unreachable("gone")
+
+    for error in (full, full, silent, silent, full):
+        await waiting.wait(error)
+    assert [record.getMessage()[:27] for record in caplog.records] == [
+        "the coordinator cannot writ", "the coordinator does not an", "the coordinator cannot writ"
+    ]  # fmt: skip
+    clock.slept.append(REMIND_S)
+    await waiting.wait(full)
+    await waiting.wait(full)
+
+    assert len(caplog.records) == 4, "reminded once"
+
+
+async def test_insist_repeats_until_answered():
+    answers = [Unreachable("lost"), TimeoutError(), 7]
+
+    async def call():
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    assert await patience().insist(call) == 7
+
+
+def _with(value, **changes):
+    return dataclasses.replace(value, **changes)
+
+
+def test_group_is_admitted_when_it_has_no_advantage():
+    group = make_group(1)
+    flat = _with(group, rollouts=tuple(_with(rollout, reward=1.0) for rollout in group.rollouts))
+
+    assert judge(flat, LIMITS) == ""
+
+
+def test_group_is_not_admitted_when_it_cannot_be_trained():
+    group = make_group(1)
+    nothing = np.zeros(0, np.int32)
+    longest = 3 + max(rollout.token_ids.size for rollout in group.rollouts)
+    empty = _with(group, rollouts=tuple(_with(rollout, token_ids=nothing) for rollout in group.rollouts))
+    foreign = _with(group, prompt_token_ids=np.array([VOCAB], np.int32))
+
+    assert "group size" in judge(_with(group, rollouts=group.rollouts[:1]), LIMITS)
+    assert "no rollout has a token" in judge(empty, LIMITS)
+    assert "vocabulary" in judge(foreign, LIMITS)
+    assert judge(group, dataclasses.replace(LIMITS, max_sequence_tokens=longest)) == ""
+    assert "max_sequence_tokens" in judge(group, dataclasses.replace(LIMITS, max_sequence_tokens=longest - 1))
+
+
+class Streams:
+    """An api whose streams are scripted: each is a list of groups and how it ends."""
+
+    def __init__(self, inbox, *scripts):
+        self.inbox, self.scripts, self.opened, self.abandoned = inbox, list(scripts), [], []
+
+    async def stream_groups(self, *, epoch, held, credits):
+        self.opened.append([group_id.sequence for group_id in held])
+        if not self.scripts:
+            await self.inbox.close()
+            return
+        groups, end = self.scripts.pop(0)
+        for entry in groups:
+            yield entry
+        if end is not None:
+            raise end
+
+    async def abandon_groups(self, *, epoch, ids, reason):
+        self.abandoned += [group_id.sequence for group_id in ids]
+
+
+async def test_feed_opens_the_stream_again_with_what_is_held():
+    inbox = Inbox(8)
+    api = Streams(inbox, ([queued(1), queued(2)], Unreachable("cut")), ([queued(3)], None))
+
+    await feed(api, inbox, epoch=1, limits=LIMITS, patience=patience())
+
+    assert api.opened == [[], [1, 2], [1, 2, 3]]
+
+
+async def test_feed_abandons_what_cannot_be_trained():
+    inbox = Inbox(8)
+    bad = queued(2)
+    bad = _with(bad, group=_with(bad.group, rollouts=bad.group.rollouts[:1]))
+    api = Streams(inbox, ([queued(1), bad, queued(3)], None))
+
+    await feed(api, inbox, epoch=1, limits=LIMITS, patience=patience())
+
+    assert api.abandoned == [2]
+    assert [group_id.sequence for group_id in inbox.held] == [1, 3]
+
+
+async def test_feed_ends_when_the_epoch_is_over():
+    inbox = Inbox(8)
+    api = Streams(inbox, ([], StaleEpoch("superseded")), ([queued(1)], None))
+
+    with pytest.raises(StaleEpoch):
+        await feed(api, inbox, epoch=1, limits=LIMITS, patience=patience())
+
+
+def test_state_directory_has_one_holder_at_a_time(tmp_path):
+    path = tmp_path / "a"
+
+    with hold_directory(path), pytest.raises(ConfigError, match="another learner"), hold_directory(path):
+        pass
+
+    with hold_directory(path):
+        pass
+
+
+def test_learner_configuration_has_defaults_and_refuses_a_cap_below_the_base():
+    assert LearnerConfig().loss.kind == "gepo"
+    with pytest.raises(ValueError, match="retry_cap_s"):
+        LearnerConfig(retry_base_s=2.0, retry_cap_s=1.0)
+
+
+async def test_lease_is_waited_for_also_when_its_holder_names_no_end():
+    class Holding:
+        def __init__(self):
+            grant = LeaseGrant(epoch=2, holder="a", ttl_s=9.0, head_version=-1)
+            self.answers = [LeaseHeld("another holds it"), grant]
+
+        async def acquire_lease(self, *, holder, contract, request_id, **changes):
+            answer = self.answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    grant = await acquire(Holding(), holder="a", contract=make_contract(), request_id="r", patience=patience())
+
+    assert grant.epoch == 2
+
+
+async def test_overload_of_the_coordinator_ends_neither_renewal_nor_lease():
+    """What gRPC says when all its calls are taken is weather, however often it is said."""
+    overloaded = [Unreachable("RESOURCE_EXHAUSTED: Concurrent RPC limit exceeded", retry_after_s=1.0)] * 20
+
+    class Overloaded:
+        def __init__(self):
+            self.answers = [*overloaded]
+
+        async def answer(self):
+            if self.answers:
+                raise self.answers.pop()
+            return LeaseGrant(epoch=2, holder="a", ttl_s=9.0, head_version=-1)
+
+        async def acquire_lease(self, **values):
+            return await self.answer()
+
+        async def renew_lease(self, *, epoch):
+            return await self.answer()
+
+    api = Overloaded()
+    grant = await acquire(api, holder="a", contract=make_contract(), request_id="r", patience=patience())
+    api.answers = [*overloaded]
+
+    async def heard(renewed):
+        assert renewed.epoch == 2
+        raise StaleEpoch("enough")
+
+    with pytest.raises(StaleEpoch, match="enough"):
+        await renew(api, grant=grant, clock=NotingClock(), patience=patience(), on_grant=heard)
+
+    assert api.answers == []

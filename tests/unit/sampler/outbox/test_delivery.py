@@ -1,0 +1,198 @@
+"""Delivery goes on through outages of any length and settles each group by its own outcome."""
+
+import asyncio
+import random
+
+import pytest
+
+from heterorl.common.errors import DiskFull, InvalidRequest, Unreachable
+from heterorl.common.process.bell import Bell
+from heterorl.common.types.rollout import DropReason, PushOutcome, PushStatus
+from heterorl.sampler.outbox.delivery import Delivery, settle
+from heterorl.sampler.outbox.outbox import Outbox
+from tests.support.run import Run
+from tests.unit.sampler.outbox.test_outbox import spooled_groups
+
+
+class SleepingClock:
+    """Time that passes by sleeping."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.slept = []
+
+    def wall(self):
+        return self.now
+
+    def monotonic(self):
+        return self.now
+
+    async def sleep(self, seconds):
+        self.slept.append(seconds)
+        self.now += seconds
+        await asyncio.sleep(0)
+
+
+class Coordinator:
+    """Answers pushes after `outage_s`; notes every call."""
+
+    def __init__(self, clock, outage_s=0.0):
+        self.clock, self.outage_s = clock, outage_s
+        self.pushed = []
+        self.status = PushStatus.ACCEPTED
+
+    async def push_groups(self, groups):
+        self.pushed.append([group.id for group in groups])
+        if self.clock.now < self.outage_s:
+            raise Unreachable("cut")
+        return [PushOutcome(id=group.id, status=self.status) for group in groups]
+
+
+@pytest.fixture
+def outbox(tmp_path):
+    outbox = Outbox(tmp_path / "spool")
+    outbox.put(spooled_groups(outbox, 3, tmp_path), release=[0.0] * 3)
+    yield outbox
+    outbox.close()
+
+
+async def delivered(outbox, api, clock, *, until):
+    delivery = Delivery(api=api, outbox=outbox, clock=clock, bell=Bell(), rng=random.Random(0))
+    loop = asyncio.create_task(delivery.deliver())
+    while True:
+        if until() or loop.done():
+            break
+        await asyncio.sleep(0)
+    loop.cancel()
+    await asyncio.wait([loop])
+    if not loop.cancelled():
+        loop.result()
+
+
+async def test_outage_of_hours_loses_nothing_and_is_no_busy_loop(outbox):
+    clock = SleepingClock()
+    api = Coordinator(clock, outage_s=7200.0)
+
+    await delivered(outbox, api, clock, until=lambda: clock.now > 7200 and not outbox.level().num_groups)
+
+    # Full jitter up to 15 s is 7.5 s on average: 7200 / 7.5 = 960 calls, with a deviation of 4.33 / 7.5 / sqrt(960),
+    # 2 percent.
+    assert len(api.pushed) == pytest.approx(960, rel=0.1)
+    assert max(clock.slept) <= 15.0
+    assert min(clock.slept) < 1.0
+    assert {tuple(ids) for ids in api.pushed} == {tuple(api.pushed[0])}
+    assert [group_id.sequence for group_id in api.pushed[-1]] == [1, 2, 3]
+
+
+async def test_coordinator_that_asks_to_retry_without_a_delay_is_not_asked_in_a_circle(outbox):
+    clock = SleepingClock()
+    api = Coordinator(clock)
+    api.status = PushStatus.RETRY
+
+    await delivered(outbox, api, clock, until=lambda: clock.now > 3600)
+
+    assert len(api.pushed) < 700
+    assert outbox.level().num_groups == 3
+
+
+async def test_request_that_can_never_succeed_ends_the_loop(outbox):
+    class Refusing:
+        async def push_groups(self, groups):
+            raise InvalidRequest("groups")
+
+    with pytest.raises(InvalidRequest, match="correct the named field"):
+        await delivered(outbox, Refusing(), SleepingClock(), until=lambda: False)
+    assert outbox.level().num_groups == 3
+
+
+def test_only_terminal_outcomes_settle_a_group(tmp_path):
+    run = Run(None, tmp_path)
+    ids = [run.group(work, version=0).id for work in _work(4)]
+    outcomes = [
+        PushOutcome(id=ids[0], status=PushStatus.ACCEPTED),
+        PushOutcome(id=ids[1], status=PushStatus.RETRY, retry_after_s=3.0),
+        PushOutcome(id=ids[2], status=PushStatus.DUPLICATE),
+        PushOutcome(id=ids[3], status=PushStatus.DROPPED, reason=DropReason.STALE_AT_INGEST),
+    ]
+
+    assert settle(outcomes) == ([1, 3, 4], 3.0)
+
+
+def _work(count):
+    from heterorl.common.types.rollout import WorkAssignment
+
+    return [WorkAssignment(id=number, prompt_index=number, seed=1, lease_s=1.0) for number in range(count)]
+
+
+async def test_outcomes_that_came_before_the_link_broke_count(outbox):
+    class Breaking(Coordinator):
+        async def push_groups(self, groups):
+            return (await super().push_groups(groups))[:1]
+
+    api = Breaking(SleepingClock())
+    await delivered(outbox, api, api.clock, until=lambda: not outbox.level().num_groups)
+
+    assert [[group_id.sequence for group_id in ids] for ids in api.pushed] == [[1, 2, 3], [2, 3], [3]]
+    assert api.clock.slept == [], "each call made progress"
+
+
+async def test_outcome_of_another_group_settles_nothing(outbox):
+    class Confused(Coordinator):
+        async def push_groups(self, groups):
+            return list(reversed(await super().push_groups(groups)))
+
+    api = Confused(SleepingClock())
+    await delivered(outbox, api, api.clock, until=lambda: api.clock.now > 60)
+
+    # Of three groups the middle one keeps its place; then of two none does.
+    assert [group_id.sequence for group_id in api.pushed[-1]] == [1, 3]
+
+
+async def test_disk_that_is_full_when_groups_are_forgotten_repeats_the_push(outbox, monkeypatch, caplog):
+    api = Coordinator(SleepingClock())
+    real, failures = outbox.delete, [DiskFull("/state")] * 3
+
+    def delete(*args, **options):
+        if failures:
+            raise failures.pop()
+        return real(*args, **options)
+
+    monkeypatch.setattr(outbox, "delete", delete)
+    await delivered(outbox, api, api.clock, until=lambda: not outbox.level().num_groups)
+
+    assert len(api.pushed) == 4
+    assert "no space left under /state" in caplog.text
+
+
+async def test_clock_that_is_set_back_holds_no_group(outbox):
+    class Stepping(SleepingClock):
+        wall_now = 2_000_000_000.0
+
+        def wall(self):
+            return self.wall_now
+
+    clock = Stepping()
+    delivery = Delivery(api=Coordinator(clock), outbox=outbox, clock=clock, bell=Bell(), rng=random.Random(0))
+    outbox._write("UPDATE groups SET release = ?", [(clock.wall(),)])
+    clock.wall_now -= 210_000_000.0
+    loop = asyncio.create_task(delivery.deliver())
+    async with asyncio.timeout(20):
+        while delivery.num_delivered < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    loop.cancel()
+    await asyncio.wait([loop])
+
+    assert delivery.num_delivered == 3
+
+
+def test_words_of_the_coordinator_are_one_line(caplog, tmp_path):
+    run = Run(None, tmp_path)
+    ids = [run.group(work, version=0).id for work in _work(2)]
+    text = "no\n2026-01-01 00:00:00,000 CRITICAL services: the store failed\x1b[2J" + "x" * 10_000
+    settle([PushOutcome(id=i, status=PushStatus.DROPPED, reason=DropReason.INVALID, message=text) for i in ids])
+
+    (record,) = caplog.records
+    assert record.getMessage().startswith("2 of 2 groups were not taken (invalid), the first is group 1: no 2026")
+    assert "\n" not in record.getMessage()
+    assert "\x1b" not in record.getMessage()
+    assert len(record.getMessage()) < 500

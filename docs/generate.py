@@ -60,7 +60,7 @@ Read six files in this order, and you have seen a whole run:
 """
 _START = {
     "services/common/api.py": "the coordinator as learner, samplers and operators call it",
-    "services/common/types/values.py": "what travels: a group, its rollouts, a manifest, a payload",
+    "services/common/types/rollout.py": "what travels: a group and its rollouts; `policy.py` beside it has the manifest",
     "services/coordinator/core.py": "how the coordinator joins its parts over one store",
     "services/sampler/app.py": "the sampler's loops, and what each of them waits for",
     "services/learner/run/session.py": "the learner's loop: groups in, a step, a version out",
@@ -302,7 +302,8 @@ def _packages() -> Iterator[tuple[str, str, str]]:
             continue
         text = ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or ""
         first = re.search(r"Open `([\w/.]+)`", text)
-        file = "" if first is None else f"`{first[1].removesuffix('.py')}.py`"
+        name = "" if first is None else f"{first[1].removesuffix('.py')}.py"
+        file = f"`{name}`" if name and (source.parent / name).is_file() else ""
         yield folder, _escape(text.partition("\n\n")[0]), file
 
 

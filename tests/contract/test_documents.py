@@ -164,6 +164,21 @@ def test_glossary_is_in_order_and_its_words_are_the_codes():
     assert [term for term in terms if term.lower().replace("-", " ") not in code.replace("-", " ").replace("_", " ")] == []
 
 
+def test_keys_beside_those_of_other_libraries_are_keys_of_ours():
+    rows = re.findall(r"^\| [^|]+ \| ([^|]+) \| [^|]+ \| [^|]+ \| [^|]+ \|$", _text("docs/peers.md"), re.MULTILINE)
+    named = {key.split(" ")[0] for cell in rows for key in re.findall(r"`([^`]+)`", cell)}
+    ours = {
+        f"{section.path}.{key.name}".lstrip(".")
+        for schema in generate.SERVICES.values()
+        for section in generate.sections(schema)
+        for model in section.models.values()
+        for key in generate.keys(model)
+    }
+
+    assert named - ours - {"cap"} == set()
+    assert len(named) > 30
+
+
 def test_site_builds_without_a_broken_link(tmp_path):
     mkdocs = Path(sys.executable).parent / "mkdocs"
     if not mkdocs.exists() and shutil.which("mkdocs") is None:

@@ -49,7 +49,7 @@ _MAP_HEAD = """# Map of the code
 
 The package `heterorl` is the folder `services`. Imports go down only: `cli`, `doctor`, `lab` and `demo` stand above
 coordinator, learner and sampler; `common` lies below them. A folder is one subject, a file one noun. The docstring of
-each folder's `__init__.py` says what the folder guarantees; `make docs` makes this page from those docstrings.
+each folder says what the folder guarantees; `make docs` makes this page from those docstrings.
 
 ## Start here
 
@@ -60,7 +60,7 @@ Read six files in this order, and you have seen a whole run:
 """
 _START = {
     "services/common/api.py": "the coordinator as learner, samplers and operators call it",
-    "services/common/types/rollout.py": "what travels: a group and its rollouts; `policy.py` beside it has the manifest",
+    "services/common/types/rollout.py": "what travels up: a group and its rollouts",
     "services/coordinator/core.py": "how the coordinator joins its parts over one store",
     "services/sampler/app.py": "the sampler's loops, and what each of them waits for",
     "services/learner/run/session.py": "the learner's loop: groups in, a step, a version out",
@@ -303,8 +303,7 @@ def _packages() -> Iterator[tuple[str, str, str]]:
         text = ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or ""
         first = re.search(r"Open `([\w/.]+)`", text)
         name = "" if first is None else f"{first[1].removesuffix('.py')}.py"
-        file = f"`{name}`" if name and (source.parent / name).is_file() else ""
-        yield folder, _escape(text.partition("\n\n")[0]), file
+        yield folder, _escape(text.partition("\n\n")[0]), name if (source.parent / name).is_file() else ""
 
 
 def _sentence(model: type[Config]) -> str:

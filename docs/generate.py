@@ -79,7 +79,7 @@ _BESIDE = """
 
 | folder | what it holds |
 |---|---|
-| `protos/` | the messages and services of the wire, the script that makes the stubs, the baseline that `buf` compares with |
+| `protos/` | the messages and services of the wire, the maker of stubs, the baseline for `buf` |
 | `tests/unit/` | one folder for each folder of `services/`; no process, no sleep |
 | `tests/contract/` | rules of the house: imports, sizes, documents, configurations, deployment files |
 | `tests/integration/` | real servers and real SQLite in one process |

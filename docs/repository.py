@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 PAGES = ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "DECISIONS.md", "deploy/README.md", "deploy/runbook.md")
 """Markdown outside docs/ that is read as a page."""
+WIDE = {"configuration.md", "peers.md"}
+"""Pages whose tables need the room of the table of contents."""
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 """A link of Markdown: what stands before the target, the path, the fragment, the end."""
 
@@ -40,6 +42,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001
     """Rewrite links from places in the repository to places on the site."""
     here = Path(page.file.src_uri).parent
+    if page.file.src_uri in WIDE:
+        page.meta["hide"] = ["toc"]
 
     def site(match: re.Match[str]) -> str:
         before, target, fragment, after = match.groups()

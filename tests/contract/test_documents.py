@@ -115,7 +115,9 @@ def test_the_check_of_names_sees_what_is_wrong(word, is_wrong):
 
 
 def _anchors(text: str) -> set[str]:
-    titles = re.findall(r"^#+ +(.+?) *$", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
+    titles = re.findall(
+        r"^#+ +(.+?) *$", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE
+    )
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
@@ -161,7 +163,9 @@ def test_glossary_is_in_order_and_its_words_are_the_codes():
 
     assert len(terms) >= 60
     assert terms == sorted(terms, key=str.lower)
-    assert [term for term in terms if term.lower().replace("-", " ") not in code.replace("-", " ").replace("_", " ")] == []
+    assert [
+        term for term in terms if term.lower().replace("-", " ") not in code.replace("-", " ").replace("_", " ")
+    ] == []
 
 
 def test_keys_beside_those_of_other_libraries_are_keys_of_ours():

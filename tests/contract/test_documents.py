@@ -9,9 +9,11 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 
 import pytest
+from typer.main import get_command
 
 from docs import generate
 from docs.repository import LINK
+from heterorl.cli.main import app
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
@@ -166,6 +168,58 @@ def test_glossary_is_in_order_and_its_words_are_the_codes():
     assert [
         term for term in terms if term.lower().replace("-", " ") not in code.replace("-", " ").replace("_", " ")
     ] == []
+
+
+def _code(text: str) -> str:
+    """Blocks and back-ticked words, one a line; a sentence around them is no command."""
+    fence = re.compile(r"^```.*?\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
+    spans = re.findall(r"`([^`]+)`", fence.sub("", text))
+    return "\n".join([*fence.findall(text), *(" ".join(span.split()) for span in spans)])
+
+
+def _commands() -> dict[str, set[str]]:
+    """Each command of the console script, with its group, and its options."""
+    found = {}
+
+    def walk(command, name):
+        found[name] = {option for parameter in command.params for option in parameter.opts}
+        for below, sub in getattr(command, "commands", {}).items():
+            walk(sub, f"{name} {below}")
+
+    walk(get_command(app), "heterorl")
+    return found
+
+
+def _wrong_commands(text: str) -> list[str]:
+    known = _commands()
+    wrong = []
+    for line in _code(text).splitlines():
+        for words, rest in re.findall(r"(?:^|[\s/(])(heterorl(?: +[a-z][a-z-]+)+)([^#|&<>;`]*)", line):
+            command = " ".join(words.split())
+            while command not in known:
+                command = command.rpartition(" ")[0]
+            if command == "heterorl":
+                wrong.append(words)
+            wrong += [option for option in re.findall(r"--[a-z][a-z-]+", rest) if option not in known[command]]
+    return wrong
+
+
+def _wrong_targets(text: str) -> set[str]:
+    targets = set(re.findall(r"^([a-z0-9-]+):.*##", _text("Makefile"), re.MULTILINE))
+    commands = re.sub(r"#.*", "", _code(text))
+    return set(re.findall(r"(?:^|[\s(])make ([a-z][a-z0-9-]*)", commands, re.MULTILINE)) - targets
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_every_command_option_and_make_target_exists(name):
+    assert _wrong_commands(_text(name)) == []
+    assert _wrong_targets(_text(name)) == set()
+
+
+def test_the_check_of_commands_sees_what_is_wrong():
+    assert _wrong_commands("```\nheterorl sights\n```\n`heterorl top --fast`") == ["heterorl sights", "--fast"]
+    assert _wrong_commands("`heterorl sites release SITE --reason TEXT`") == []
+    assert _wrong_targets("`make demo` and `make cake`") == {"cake"}
 
 
 def test_keys_beside_those_of_other_libraries_are_keys_of_ours():

@@ -99,7 +99,7 @@ def _serve(service: Service, config: Path | None, overrides: list[str] | None, l
     if service != "coordinator":
         # Before torch is loaded, which takes longer than to see that a directory is not there.
         check_model_dir(loaded.model_dir)
-    module = importlib.import_module(f"services.{service}.app")
+    module = importlib.import_module(f"heterorl.{service}.app")
     keep_freed_frames()
     raise typer.Exit(asyncio.run(module.main(loaded, **options)))
 

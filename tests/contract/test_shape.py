@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = sorted((ROOT / "services").rglob("*.py"))
+SOURCES = sorted(path for path in (ROOT / "services").rglob("*.py") if "v1" not in path.parts)
 MAX_LINES = 300
 
 

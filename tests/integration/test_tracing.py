@@ -110,7 +110,7 @@ async def test_one_trace_follows_a_group_across_the_sites(spans, tmp_path):
     assert {span.parent.span_id for span in made.values()} == {root.context.span_id}
     assert queued.group.trace == f"00-{root.context.trace_id:032x}-{root.context.span_id:016x}-01"
     assert dict(root.attributes) == {"heterorl.site": SITE, "heterorl.assignment": 0, "heterorl.version": 0}
-    assert made["push"].attributes["heterorl.cli.live.status"] == "accepted"
+    assert made["push"].attributes["heterorl.status"] == "accepted"
     assert dict(made["train"].attributes) == {
         "heterorl.step": 1, "heterorl.staleness": 3, "heterorl.is_applied": True
     }  # fmt: skip

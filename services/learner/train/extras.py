@@ -43,11 +43,11 @@ class SequenceSample:
 
 
 @torch.no_grad()
-def measure(inputs: LossInputs, terms: LossTerms) -> SequenceSample:
+def measure(inputs: LossInputs, learner_BT: torch.Tensor, terms: LossTerms) -> SequenceSample:
     """Take the numbers of one micro-batch; moved to the CPU in one piece."""
     mask_BT = inputs.mask_BT
-    ratios_BT = torch.where(mask_BT, inputs.learner_BT - inputs.sampler_BT, 0.0)
-    means_B = masked_mean(inputs.learner_BT, mask_BT)
+    ratios_BT = torch.where(mask_BT, learner_BT - inputs.sampler_BT, 0.0)
+    means_B = masked_mean(learner_BT, mask_BT)
     lengths_B = mask_BT.sum(1).double()
     is_token = terms.weights.dim() == 2
     weights_B = masked_mean(terms.weights, mask_BT) if is_token else terms.weights

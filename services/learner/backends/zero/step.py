@@ -23,12 +23,13 @@ from torch import nn
 from heterorl.learner.backends.zero.collectives import Collectives
 from heterorl.learner.loss.rule import Rule
 from heterorl.learner.train.batch import Batch, TrainingSequence
+from heterorl.learner.train.coupling import couple
 from heterorl.learner.train.extras import SequenceSample
 from heterorl.learner.train.logprobs import token_logprobs
 from heterorl.learner.train.micro_batch import Batching, MicroBatch, collate
 from heterorl.learner.train.shares import Shares, empty_pass, share_out
 from heterorl.learner.train.statistics import MicroBatchSample
-from heterorl.learner.train.step import micro_batch_loss, planned
+from heterorl.learner.train.step import micro_batch_loss
 
 
 class LogprobModel(nn.Module):
@@ -107,7 +108,7 @@ class Passes:
         if not shares.num_passes:
             return []
         if self.rule.needs_first_pass:
-            shares = self._planned(shares, batch)
+            shares = self._coupled(shares)
         own = shares.parts[self.ranks.rank]
         samples: list[MicroBatchSample] = []
         everyone: list[MicroBatchSample] = []
@@ -139,16 +140,15 @@ class Passes:
         )
         return micro_batch, logprobs_N, entropies_N
 
-    def _planned(self, shares: Shares, batch: Batch) -> Shares:
+    def _coupled(self, shares: Shares) -> Shares:
         own = shares.parts[self.ranks.rank]
         with torch.no_grad():
             passes = [self._forward(own, number)[1] for number in range(shares.num_passes)]
         values_N = torch.cat([torch.zeros(0), *(part.cpu().double() for part in passes[: len(own)])])
         answers = self.ranks.all_gather_bytes(save({"logprobs": values_N.double().contiguous()}))
         logprobs = [load(answer)["logprobs"] for answer in answers]
-        return shares.replaced(
-            planned(self.rule, batch, shares.ordered(), logprobs, max_new_tokens=self.max_new_tokens)
-        )
+        ordered = Batch(sequences=tuple(shares.ordered()))
+        return shares.replaced(couple(self.rule, ordered, logprobs, max_new_tokens=self.max_new_tokens).sequences)
 
 
 def _exchange(ranks: Collectives, samples: Sequence[MicroBatchSample]) -> list[MicroBatchSample]:

@@ -24,7 +24,7 @@ from heterorl.common.weights.arena import Arena
 from heterorl.learner.checks.judge import Replay
 from heterorl.learner.train.batch import TrainingSequence
 from heterorl.learner.train.logprobs import CHUNK_LOGITS, logit_temperature
-from heterorl.learner.train.micro_batch import collate
+from heterorl.learner.train.micro_batch import MicroBatch, collate
 from heterorl.learner.train.model import learner_logprobs, load_model
 from heterorl.learner.train.stand_in import arena_weights
 
@@ -74,7 +74,7 @@ class Replayer:
         return result
 
     def _pass(self, group: Group, part: Sequence[int], *, key: int | None) -> list[Replay]:
-        batch = collate([_sequence(group, number) for number in part], batching="padded").to(self._device)
+        batch = _collated(group, part).to(self._device)
         hidden_RSH = self._model.base_model(
             input_ids=batch.input_ids_RS, position_ids=batch.position_ids_RS, use_cache=False
         ).last_hidden_state
@@ -127,14 +127,12 @@ def log_ratios(model: nn.Module, groups: Sequence[Group], *, weights: Arena, tem
 def _group_log_ratios(model: nn.Module, group: Group, *, device: torch.device, temperature: float) -> list[float]:
     ratios: list[float] = []
     for part in _parts(group):
-        sequences = [_sequence(group, number) for number in part]
-        logprobs_N, _ = learner_logprobs(
-            model, collate(sequences, batching="padded").to(device), temperature=temperature
-        )
-        pieces = logprobs_N.double().cpu().split([sequence.token_ids.size for sequence in sequences])
+        rollouts = [group.rollouts[number] for number in part]
+        logprobs_N, _ = learner_logprobs(model, _collated(group, part).to(device), temperature=temperature)
+        pieces = logprobs_N.double().cpu().split([rollout.token_ids.size for rollout in rollouts])
         ratios += [
-            float(piece.mean()) - float(sequence.sampler_logprobs.mean(dtype=np.float64))
-            for piece, sequence in zip(pieces, sequences, strict=True)
+            float(piece.mean()) - float(rollout.sampler_logprobs.mean(dtype=np.float64))
+            for piece, rollout in zip(pieces, rollouts, strict=True)
         ]
     return ratios
 
@@ -147,12 +145,7 @@ def _parts(group: Group) -> list[list[int]]:
     return [numbers[start : start + rows] for start in range(0, len(numbers), rows)]
 
 
-def _sequence(group: Group, number: int) -> TrainingSequence:
-    rollout = group.rollouts[number]
-    return TrainingSequence(
-        prompt_token_ids=group.prompt_token_ids,
-        token_ids=rollout.token_ids,
-        sampler_logprobs=rollout.sampler_logprobs,
-        advantage=0.0,
-        log_denominator=0.0,
-    )
+def _collated(group: Group, part: Sequence[int]) -> MicroBatch:
+    rollouts = [group.rollouts[number] for number in part]
+    sequences = [TrainingSequence.scored(group.prompt_token_ids, rollout.token_ids) for rollout in rollouts]
+    return collate(sequences, batching="padded")

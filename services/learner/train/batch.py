@@ -47,6 +47,22 @@ class TrainingSequence:
     is_selected: np.ndarray[tuple[int], np.dtype[np.bool_]] | None = None
     """Tokens that the step's selection keeps; None is all."""
 
+    @classmethod
+    def scored(cls, prompt: Int32Array, tokens: Int32Array) -> TrainingSequence:
+        """A sequence whose log-probs alone are wanted: it has no reward, no group, and nobody sampled it.
+
+        Args:
+            prompt: token ids, at least one.
+            tokens: ids of the completion.
+        """
+        return cls(
+            prompt_token_ids=prompt,
+            token_ids=tokens,
+            sampler_logprobs=np.zeros(tokens.size, np.float32),
+            advantage=0.0,
+            log_denominator=0.0,
+        )
+
     @property
     def num_inputs(self) -> int:
         """Tokens that the model reads: all but the last, which nothing follows."""

@@ -82,16 +82,7 @@ def check_forward(model: nn.Module, *, batching: Batching) -> None:
     device = next(model.parameters()).device
     vocab_size = network.get_output_embeddings().weight.shape[0]
     ids = [np.arange(1, 1 + length, dtype=np.int32) * 7 % vocab_size for length in (6, 4, 9)]
-    sequences = [
-        TrainingSequence(
-            prompt_token_ids=tokens[:2],
-            token_ids=tokens[2:],
-            sampler_logprobs=np.zeros(tokens.size - 2, np.float32),
-            advantage=0.0,
-            log_denominator=0.0,
-        )
-        for tokens in ids
-    ]
+    sequences = [TrainingSequence.scored(tokens[:2], tokens[2:]) for tokens in ids]
     together, _ = learner_logprobs(model, collate(sequences, batching=batching).to(device), temperature=1.0)
     alone = []
     for tokens in ids:

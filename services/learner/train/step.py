@@ -23,10 +23,9 @@ from heterorl.learner.loss.registry import rule_of
 from heterorl.learner.loss.rule import Rule
 from heterorl.learner.train.batch import Batch, TrainingSequence
 from heterorl.learner.train.coupling import couple, step_coefficients
-from heterorl.learner.train.extras import measure
 from heterorl.learner.train.micro_batch import Batching, MicroBatch, collate, split
 from heterorl.learner.train.model import learner_logprobs
-from heterorl.learner.train.statistics import MicroBatchSample
+from heterorl.learner.train.report import MicroBatchSample, measure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -34,12 +34,11 @@ from heterorl.learner.loss.config import LossConfig
 from heterorl.learner.loss.registry import caveats, rule_of
 from heterorl.learner.train.batch import build_batch
 from heterorl.learner.train.config import DeepSpeedBackendConfig
-from heterorl.learner.train.extras import join, step_extras, step_size_factor
 from heterorl.learner.train.kernels import apply_liger, compile_forward
 from heterorl.learner.train.logprobs import logit_temperature
 from heterorl.learner.train.model import check_forward, load_model
+from heterorl.learner.train.report import MicroBatchSample, build_report, join, step_extras, step_size_factor
 from heterorl.learner.train.stand_in import Rounding
-from heterorl.learner.train.statistics import MicroBatchSample, build_report
 from heterorl.learner.train.step import apply_gradients, learning_rate
 
 logger = logging.getLogger(__name__)
@@ -112,7 +111,7 @@ class DeepSpeedBackend:
 
     @property
     def last_extras(self) -> dict[str, float]:
-        """Numbers of the newest step beyond its report, see `extras.step_extras`; with the step size taken, lr."""
+        """Numbers of the newest step beyond its report, see `report.step_extras`; with the step size taken, lr."""
         return self._last_extras
 
     @property

@@ -10,8 +10,8 @@ from heterorl.learner.loss.policy_loss import policy_loss
 from heterorl.learner.loss.registry import rule_of
 from heterorl.learner.train.batch import build_batch
 from heterorl.learner.train.coupling import step_coefficients
-from heterorl.learner.train.extras import SequenceSample, join, measure, step_extras, step_size_factor
 from heterorl.learner.train.micro_batch import collate
+from heterorl.learner.train.report import SequenceSample, join, measure, step_extras, step_size_factor
 from tests.support.losses import GOLDEN_LEARNER, GOLDEN_REWARDS, GOLDEN_SAMPLER, groups_of
 
 F64 = torch.float64

@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from heterorl.common.types.common import StepReport
+from heterorl.common.types.rollout import QueuedGroup
 from heterorl.learner.loss.config import LossConfig
 from heterorl.learner.loss.denominators import group_log_denominator, masked_mean
 from heterorl.learner.loss.objectives import kl_estimates
@@ -25,7 +27,7 @@ from heterorl.learner.train.batch import Batch, TrainingSequence
 from heterorl.learner.train.coupling import couple, step_coefficients
 from heterorl.learner.train.micro_batch import Batching, MicroBatch, collate, split
 from heterorl.learner.train.model import learner_logprobs
-from heterorl.learner.train.report import MicroBatchSample, measure
+from heterorl.learner.train.report import MicroBatchSample, build_report, join, measure, step_extras, step_size_factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -125,6 +127,63 @@ def apply_gradients(
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return is_applied, grad_norm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepEnd:
+    """A step after its update: whether weights moved, the norm of the gradient, and what was measured.
+
+    `extras` are numbers beyond the report, see `report.step_extras`; with the step size taken, lr.
+    """
+
+    samples: Sequence[MicroBatchSample]
+    is_applied: bool
+    grad_norm: float
+    extras: dict[str, float]
+
+    def report(self, groups: Sequence[QueuedGroup], *, step: int, head_version: int, step_s: float) -> StepReport:
+        """Close the step; see `report.build_report`."""
+        return build_report(
+            self.samples,
+            groups,
+            step=step,
+            head_version=head_version,
+            grad_norm=self.grad_norm,
+            step_s=step_s,
+            is_applied=self.is_applied,
+        )
+
+
+def end_step(
+    samples: Sequence[MicroBatchSample],
+    *,
+    rule: Rule,
+    lr: float,
+    warmup_steps: int,
+    applied_steps: int,
+    update: Callable[[float, float], tuple[bool, float]],
+) -> StepEnd:
+    """Choose the step size, update the weights, and take the numbers; the same whatever holds the weights.
+
+    Args:
+        samples: of all micro-batches; without any there is no gradient and no update.
+        rule: the loss.
+        lr: step size after warm-up.
+        warmup_steps: over which it grows.
+        applied_steps: steps taken before this one.
+        update: takes the loss and the step size; returns whether the step was taken, and the norm of the gradient.
+    """
+    sequences = join([sample.sequences for sample in samples])
+    step_size = learning_rate(lr=lr, warmup_steps=warmup_steps, applied_steps=applied_steps) * step_size_factor(
+        rule, sequences
+    )
+    is_applied, grad_norm = update(sum(sample.loss for sample in samples), step_size) if samples else (False, 0.0)
+    return StepEnd(
+        samples=samples,
+        is_applied=is_applied,
+        grad_norm=grad_norm,
+        extras=step_extras(sequences) | {"lr": step_size},
+    )
 
 
 def learning_rate(*, lr: float, warmup_steps: int, applied_steps: int) -> float:

@@ -29,7 +29,6 @@ from heterorl.learner.loss.registry import caveats, rule_of
 from heterorl.learner.train.batch import build_batch
 from heterorl.learner.train.config import TorchBackendConfig
 from heterorl.learner.train.kernels import apply_liger, compile_forward
-from heterorl.learner.train.logprobs import logit_temperature
 from heterorl.learner.train.model import check_forward, load_model
 from heterorl.learner.train.stand_in import Rounding
 from heterorl.learner.train.step import accumulate_gradients, apply_gradients, end_step
@@ -74,7 +73,7 @@ class TorchBackend:
             _LOG.warning("%s", note)
         self._sampling = sampling
         self._clock = clock or SystemClock()
-        self._temperature = logit_temperature(sampling)
+        self._temperature = sampling.logprob_temperature
         self._layout = tensors.layout_of(self._model, config.published_dtype)
         self._rounding: Rounding | None = None
         if config.forward_weights == "published":

@@ -25,7 +25,6 @@ from heterorl.learner.observe import observe_step
 from heterorl.learner.publish.journal import Journal
 from heterorl.learner.publish.publish import Publisher
 from heterorl.learner.run.inbox import Inbox
-from heterorl.learner.train.logprobs import logit_temperature
 
 _LOG = logging.getLogger(__name__)
 
@@ -130,7 +129,7 @@ class Session:
                 kept += taken
                 continue
             groups = [queued.group for queued in taken]
-            temperature = logit_temperature(self.config.sampling.semantics())
+            temperature = self.config.sampling.semantics().logprob_temperature
             shadow = self.publisher.position.shadow
             assert shadow is not None, "a published version leaves its shadow"
             model = self.backend.torch_model

@@ -26,7 +26,7 @@ from heterorl.common.model.adapters import attach, base_digest
 from heterorl.common.model.canary import ScoredText
 from heterorl.common.model.directory import first_line
 from heterorl.common.model.lora import ALL_WEIGHTS, LoraConfig
-from heterorl.common.types.common import Digest, Float32Array, Int32Array, LogprobMode, SamplingSemantics
+from heterorl.common.types.common import Digest, Float32Array, Int32Array, SamplingSemantics
 from heterorl.common.weights.arena import Arena, Dtype, Layout
 from heterorl.sampler.vllm import canary
 from heterorl.sampler.vllm.process import VllmProcess, import_vllm
@@ -225,8 +225,7 @@ class VllmEngine:
         Raises:
             EngineDied: the process ended.
         """
-        is_raw = self._sampling.logprob_mode is LogprobMode.RAW
-        if not is_raw and self._sampling.temperature != 1.0:
+        if self._sampling.logprob_temperature != 1.0:
             return []
         forced = settings(self._sampling, seed=0, max_tokens=1, prompt_logprobs=0)
         sequences = [np.concatenate([text.prompt, text.completion]) for text in texts]

@@ -35,7 +35,6 @@ from heterorl.learner.loss.registry import caveats, rule_of
 from heterorl.learner.train.batch import build_batch
 from heterorl.learner.train.config import DeepSpeedBackendConfig
 from heterorl.learner.train.kernels import apply_liger, compile_forward
-from heterorl.learner.train.logprobs import logit_temperature
 from heterorl.learner.train.model import check_forward, load_model
 from heterorl.learner.train.stand_in import Rounding
 from heterorl.learner.train.step import StepEnd, apply_gradients, end_step
@@ -88,7 +87,7 @@ class DeepSpeedBackend:
         self._max_new_tokens = sampling.max_new_tokens
         self._ranks = ranks
         self._clock = clock or SystemClock()
-        built = build_engine(model, config, temperature=logit_temperature(sampling), ranks=ranks)
+        built = build_engine(model, config, temperature=sampling.logprob_temperature, ranks=ranks)
         self._engine, self._state = built.engine, built.state
         compile_forward(model, config)
         self._passes = Passes(

@@ -137,6 +137,7 @@ class Database:
     def _commit(self, batch: list[tuple[Operation, asyncio.Future[Any]]]) -> None:
         results: list[tuple[Any, BaseException | None]] = []
         connection = self._connection
+        # Not the run's clock: what is measured is the disk's work, for which a simulated clock stands still.
         started = time.perf_counter()
         try:
             if self._is_failed:

@@ -35,7 +35,7 @@ from heterorl.learner.loss.config import (
 )
 from heterorl.learner.loss.objectives import LossTerms
 from heterorl.learner.loss.policy_loss import policy_loss
-from heterorl.learner.loss.registry import rule_of
+from heterorl.learner.loss.rule import rule_of
 from heterorl.learner.train.batch import Batch, build_batch
 from heterorl.learner.train.coupling import couple, step_coefficients
 from heterorl.learner.train.micro_batch import collate

@@ -25,7 +25,7 @@ from heterorl.common.types.rollout import QueuedGroup
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.learner.backends.state import read_state, write_state
 from heterorl.learner.loss.config import LossConfig
-from heterorl.learner.loss.registry import caveats, rule_of
+from heterorl.learner.loss.rule import caveats, rule_of
 from heterorl.learner.train.batch import build_batch
 from heterorl.learner.train.config import TorchBackendConfig
 from heterorl.learner.train.kernels import apply_liger, compile_forward

@@ -17,8 +17,7 @@ from heterorl.common.types.rollout import Group, Rollout
 from heterorl.learner.loss.advantages import beta_weights, group_advantages
 from heterorl.learner.loss.config import LossConfig
 from heterorl.learner.loss.denominators import group_log_denominator, log_denominators
-from heterorl.learner.loss.registry import rule_of
-from heterorl.learner.loss.rule import Rule
+from heterorl.learner.loss.rule import Rule, rule_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

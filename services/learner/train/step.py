@@ -21,8 +21,7 @@ from heterorl.learner.loss.config import LossConfig
 from heterorl.learner.loss.denominators import group_log_denominator, masked_mean
 from heterorl.learner.loss.objectives import kl_estimates
 from heterorl.learner.loss.policy_loss import LossInputs, policy_loss
-from heterorl.learner.loss.registry import rule_of
-from heterorl.learner.loss.rule import Rule
+from heterorl.learner.loss.rule import Rule, rule_of
 from heterorl.learner.train.batch import Batch, TrainingSequence
 from heterorl.learner.train.coupling import couple, step_coefficients
 from heterorl.learner.train.micro_batch import Batching, MicroBatch, collate, split

@@ -31,7 +31,7 @@ from heterorl.learner.backends.zero.commands import Command, Do, command_from_by
 from heterorl.learner.backends.zero.engine import build_engine
 from heterorl.learner.backends.zero.step import Passes
 from heterorl.learner.loss.config import LossConfig
-from heterorl.learner.loss.registry import caveats, rule_of
+from heterorl.learner.loss.rule import caveats, rule_of
 from heterorl.learner.train.batch import build_batch
 from heterorl.learner.train.config import DeepSpeedBackendConfig
 from heterorl.learner.train.kernels import apply_liger, compile_forward

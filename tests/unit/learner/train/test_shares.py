@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterorl.learner.loss.config import EqpConfig, GepoConfig, GrpoConfig, GspoConfig, M2poConfig
-from heterorl.learner.loss.registry import rule_of
+from heterorl.learner.loss.rule import rule_of
 from heterorl.learner.train.batch import Batch, build_batch
 from heterorl.learner.train.coupling import couple
 from heterorl.learner.train.micro_batch import collate

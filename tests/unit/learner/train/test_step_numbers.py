@@ -7,7 +7,7 @@ import torch
 
 from heterorl.learner.loss.config import GepoConfig, GrpoConfig, GspoConfig
 from heterorl.learner.loss.policy_loss import policy_loss
-from heterorl.learner.loss.registry import rule_of
+from heterorl.learner.loss.rule import rule_of
 from heterorl.learner.train.batch import build_batch
 from heterorl.learner.train.coupling import step_coefficients
 from heterorl.learner.train.micro_batch import collate

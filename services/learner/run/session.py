@@ -13,7 +13,7 @@ from heterorl.common.process.metrics import EVALUATION_ACCURACY
 from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import in_thread
 from heterorl.common.types.common import StepReport
-from heterorl.common.types.rollout import DropReason, GroupId, QueuedGroup, Rejection
+from heterorl.common.types.rollout import GroupId, QueuedGroup, Rejection
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.backends.backend import TrainBackend
 from heterorl.learner.checks.judge import judge_log_ratios
@@ -134,12 +134,12 @@ class Session:
             assert shadow is not None, "a published version leaves its shadow"
             model = self.backend.torch_model
             found = await in_thread(log_ratios, model, groups, weights=shadow, temperature=temperature)
-            problems = [judge_log_ratios(ratios, config) for ratios in found]
-            kept += [queued for queued, problem in zip(taken, problems, strict=True) if not problem]
+            findings = [judge_log_ratios(ratios, config) for ratios in found]
+            kept += [queued for queued, finding in zip(taken, findings, strict=True) if finding.is_sound]
             rejections = [
-                Rejection(id=group.id, reason=DropReason.LOGPROB_MISMATCH, detail=problem)
-                for group, problem in zip(groups, problems, strict=True)
-                if problem
+                Rejection(id=group.id, reason=finding.reason, detail=finding.detail)
+                for group, finding in zip(groups, findings, strict=True)
+                if finding.reason is not None
             ]
             if rejections:
                 await self._tell(rejections)

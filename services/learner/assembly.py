@@ -33,7 +33,6 @@ from heterorl.learner.config import LearnerConfig
 from heterorl.learner.evaluate import Evaluator
 from heterorl.learner.publish.canary import Canary
 from heterorl.learner.train.config import DeepSpeedBackendConfig, TorchBackendConfig
-from heterorl.learner.train.logprobs import logit_temperature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +79,7 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1) -> Parts:
     # In ZeRO stage 3 no rank alone has the weights, and versions are published without a canary.
     is_whole = isinstance(config.backend, TorchBackendConfig) or config.backend.stage < 3
     texts = canary_texts(task, prompter)
-    canary = Canary(model, texts, temperature=logit_temperature(sampling)) if is_whole else None
+    canary = Canary(model, texts, temperature=sampling.logprob_temperature) if is_whole else None
     if config.verification.max_log_ratio > 0 and not is_whole:
         raise ConfigError("verification.max_log_ratio", "in ZeRO stage 3 no rank has the weights", action="set it to 0")
     replayer = None

@@ -52,14 +52,13 @@ from heterorl.learner.publish.flavours import Flavours
 from heterorl.learner.publish.journal import Journal
 from heterorl.learner.publish.publish import Publisher
 from heterorl.learner.run.directory import hold_directory
-from heterorl.learner.run.leader import Leader
+from heterorl.learner.run.leader import Leader, Term
 from heterorl.learner.run.published import PublishedVersions
 from heterorl.learner.run.restore import Restorer
 from heterorl.learner.run.resume import Resumption
 from heterorl.learner.run.rollback import Rollback
 from heterorl.learner.run.run_file import write_run_file
 from heterorl.learner.run.run_result import RunResult
-from heterorl.learner.run.term import Term
 
 _LOG = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@
         PortInUse  DiskFull  DependencyMissing
       RemoteError             an answer of a peer, one per ErrorReason (services/common/rpc maps it to a status)
         InvalidRequest  ContractMismatch  UnknownVersion  UnknownPayload  DigestMismatch  StaleEpoch  LeaseHeld
-        ParentNotHead  StepConflict  GroupNotAvailable  PayloadMissing  TooStale  QuotaExceeded  Draining
+        ParentNotHead  StepConflict  GroupNotAvailable  PayloadMissing  QuotaExceeded  Draining
         NotRegistered  Quarantined  RunFinished  StoreFull  Unauthenticated  PermissionDenied  MessageTooLarge
         Unreachable
           Busy                    it is out of something, or its disk does not answer, for now
@@ -151,12 +151,6 @@ class PayloadMissing(RemoteError):
     """A manifest names a payload that was not uploaded completely."""
 
     action = "upload the payload, then publish again with the same step id"
-
-
-class TooStale(RemoteError):
-    """The caller's policy is too far behind to be given work."""
-
-    action = "pull newer weights"
 
 
 class QuotaExceeded(RemoteError):

@@ -45,7 +45,7 @@ from heterorl.sampler.assembly import assemble as assemble_sampler
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.sampler.policy.delay_models import NoDelay
-from heterorl.sampler.policy.record import VersionRecord
+from heterorl.sampler.policy.record import VersionRecord, record_name
 
 STEP_S = 1.0
 """Virtual seconds of a learner step."""
@@ -128,7 +128,7 @@ def _sampler(
         dataclasses.replace(parts, engine=engine, canary=()),
         api=_link(cell, coordinator, config.site),
         outbox=outbox,
-        record=VersionRecord(config.state_dir / "versions.jsonl"),
+        record=VersionRecord(config.state_dir / record_name("")),
         clock=clock,
         rng=random.Random(f"{cell.seed}/{config.site}/jitter"),
     )

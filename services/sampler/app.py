@@ -30,8 +30,7 @@ from rich.filesize import decimal
 from heterorl.common.api import CoordinatorApi
 from heterorl.common.identity.trust import Trust
 from heterorl.common.process import metrics, notify, tracing
-from heterorl.common.process.bell import Bell
-from heterorl.common.process.clock import Clock, SystemClock, steady
+from heterorl.common.process.clock import Bell, Clock, SystemClock, steady
 from heterorl.common.pull.pull import Puller
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.common import SiteId

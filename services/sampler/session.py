@@ -18,11 +18,10 @@ from collections.abc import Callable, Sequence
 from heterorl.common.api import CoordinatorApi
 from heterorl.common.errors import CorruptData, RemoteError, Unreachable
 from heterorl.common.process import metrics
-from heterorl.common.process.bell import Bell
-from heterorl.common.process.clock import Clock
-from heterorl.common.process.words import peer_words
+from heterorl.common.process.clock import Bell, Clock
 from heterorl.common.types.common import Digest
 from heterorl.common.types.run import Command, Heartbeat, Registration
+from heterorl.common.types.words import peer_words
 from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.sampler.policy.record import VersionRecord, check_head
 from heterorl.sampler.waiting import Patience

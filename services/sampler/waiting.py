@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 from heterorl.common.errors import ContractMismatch, InvalidRequest, PermissionDenied, RemoteError, Unauthenticated
-from heterorl.common.process.words import peer_seconds
+from heterorl.common.types.words import peer_seconds
 
 PERMANENT = (ContractMismatch, InvalidRequest, PermissionDenied)
 """Refusals of a peer that no repetition changes: a person must correct this node."""

@@ -113,7 +113,7 @@ async def test_quantised_site_trains_with_the_others_and_is_judged_by_its_own_we
     # The learner's own weights came back bit by bit after each canary: what it holds is what it published last.
     masters = Arena(parts.backend.layout)
     parts.backend.store(masters)
-    assert masters.state_root() == manifest_from_bytes(await core.get_manifest(version=4)).state_root
+    assert masters.state_root() == manifest_from_bytes((await core.get_signed_manifest(version=4)).data).state_root
     whole = Arena(parts.backend.layout)
     layout = flavour_layout(parts.backend.layout, "int8")
     dequantise((await _state(core, tmp_path, 4, layout=layout, flavour="int8")).arena, whole, "int8")

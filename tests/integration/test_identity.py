@@ -339,7 +339,7 @@ async def test_plaintext_on_loopback_goes_through_no_proxy(tmp_path, monkeypatch
     monkeypatch.delenv("no_proxy", raising=False)
     server = Server(max_message_bytes=2 << 20, max_concurrent_rpcs=8, run_id="run", tls=PLAINTEXT)
     core = await Coordinator.open(CoordinatorConfig(data_dir=tmp_path), SystemClock())
-    run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core), server.grpc)
+    run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core.run), server.grpc)
     port = await server.start("127.0.0.1:0")
 
     async with CoordinatorClient(f"127.0.0.1:{port}", tls=PLAINTEXT, policy=QUICK) as client:

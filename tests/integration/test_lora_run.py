@@ -56,7 +56,7 @@ async def test_adapters_are_trained_sent_verified_and_exported(tmp_path):
     result, _ = await asyncio.gather(learning, sampler.run(asyncio.Event()))
 
     assert result.is_finished
-    manifests = [manifest_from_bytes(await core.get_manifest(version=version)) for version in range(4)]
+    manifests = [manifest_from_bytes((await core.get_signed_manifest(version=version)).data) for version in range(4)]
     # Two layers: q and v (32 -> 32), down (128 -> 32), rank 4, two bytes each.
     adapter_bytes = 2 * 2 * 4 * (2 * (32 + 32) + (128 + 32))
     assert {manifest.full_bytes for manifest in manifests} == {adapter_bytes}

@@ -9,8 +9,7 @@ import pytest
 from heterorl.common.errors import ConfigError, DependencyMissing
 from heterorl.common.generation.engine import Completion
 from heterorl.common.process import tracing
-from heterorl.common.process.bell import Bell
-from heterorl.common.process.clock import SystemClock
+from heterorl.common.process.clock import Bell, SystemClock
 from heterorl.common.process.tracing import NO_TRACE, TRACER, Tracer, TracingConfig, well_formed
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.common import Digest, SiteId

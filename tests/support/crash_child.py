@@ -32,7 +32,7 @@ async def main(directory: Path, seed: int) -> None:
     run.head = (await core.get_status()).head_version
     if run.head < 0:
         await run.publish()
-    run.roots[run.head] = manifest_from_bytes(await core.get_manifest(version=run.head)).state_root
+    run.roots[run.head] = manifest_from_bytes((await core.get_signed_manifest(version=run.head)).data).state_root
     run.sequence = (await core.register(run.registration())).next_sequence - 1
     say("ready")
     await asyncio.gather(_push(core, run, chooser), _publish(core, run, chooser))

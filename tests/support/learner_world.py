@@ -308,7 +308,7 @@ async def fill(
     async for update in coordinator.watch_head(after_version=-1):
         head = update.version
         break
-    manifest = manifest_from_bytes(await coordinator.get_manifest(version=head))
+    manifest = manifest_from_bytes((await coordinator.get_signed_manifest(version=head)).data)
     await coordinator.register(
         Registration(
             site=SITE,
@@ -356,7 +356,7 @@ async def learn(config: LearnerConfig, api: Any, backend: Any = None, **changes:
 
 async def head_root(coordinator: Any) -> str:
     head = (await coordinator.get_status()).head_version
-    return str(manifest_from_bytes(await coordinator.get_manifest(version=head)).state_root)
+    return str(manifest_from_bytes((await coordinator.get_signed_manifest(version=head)).data).state_root)
 
 
 def rows(path: Path) -> list[dict[str, Any]]:

@@ -25,9 +25,9 @@ from heterorl.common.pull.link_estimate import LinkEstimate
 from heterorl.common.pull.ranges import Gap, Piece, find_gaps
 from heterorl.common.pull.spool import PieceWriter, RunningDigest, join, settle
 from heterorl.common.rpc.calls import Calls
-from heterorl.common.rpc.options import FRAME_BYTES
 from heterorl.common.types.digests import file_name
 from heterorl.common.types.policy import PayloadRef
+from heterorl.common.weights.container import FRAME_BYTES
 
 STALL_S = 60.0
 """A link that brings no frame (at most 1 MiB) for so long is given up; the bytes received stay. The time in which a cap

@@ -20,11 +20,11 @@ from heterorl.common.api import CoordinatorApi
 from heterorl.common.errors import CorruptData, LimitExceeded, StateMismatch, UnknownPayload
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Clock
-from heterorl.common.process.words import peer_words
 from heterorl.common.pull.fetch import Fetcher
 from heterorl.common.pull.way import Way
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import Manifest, PayloadKind, PlanKind, PullPlan
+from heterorl.common.types.words import peer_words
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.weights.container import max_file_bytes
 from heterorl.common.weights.manifest import verify_child, verify_merged, verify_snapshot, verify_state

@@ -105,10 +105,6 @@ class CoordinatorClient(LeaseCalls):
             age_s = max(0.0, message.age_s) if math.isfinite(message.age_s) else 0.0
             yield HeadUpdate(version=message.version, age_s=age_s)
 
-    async def get_manifest(self, *, version: int) -> bytes:
-        """Fetch the exact bytes of a manifest."""
-        return (await self.get_signed_manifest(version=version)).data
-
     async def get_signed_manifest(self, *, version: int, flavour: str = "") -> SignedManifest:
         """Fetch the exact bytes of a manifest and its signature."""
         request = policy_pb2.GetManifestRequest(version=version, flavour=flavour)

@@ -60,7 +60,7 @@ async def call(
             problem = f"{error.code().name}: {error.details()}"
             if typed is None and outage is not None:
                 outage.failed(f"{name}: {problem}")
-        wait_s = rng.uniform(0.0, min(policy.cap_s, policy.base_s * 2**num_failures))
+        wait_s = rng.uniform(0.0, min(policy.cap_s, policy.base_s * 2 ** min(num_failures, 32)))
         if cause is not None:
             wait_s += cause.retry_after_s
         num_failures += 1

@@ -115,8 +115,8 @@ def _record(
     )
     watermark.remember(connection, group_id)
     ledger.add(connection, ledger.ACKED, 1)
-    site = "dropped" if reason else "accepted"
-    connection.execute(f"UPDATE sites SET {site} = {site} + 1 WHERE site = ? AND incarnation = ?", key[:2])
+    column = "dropped" if reason else "accepted"
+    connection.execute(f"UPDATE sites SET {column} = {column} + 1 WHERE site = ? AND incarnation = ?", key[:2])
     if reason is None:
         work.answer(connection, arrived.assignment)
         return PushOutcome(id=group_id, status=PushStatus.ACCEPTED)

@@ -11,11 +11,10 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
-from heterorl.common.api import CoordinatorApi
 from heterorl.common.errors import NotRegistered
 from heterorl.common.process.metrics import BYTES
 from heterorl.common.types.common import Contract
-from heterorl.common.types.rollout import Group, GroupId, LeasedGroup, PushOutcome, SealedGroup
+from heterorl.common.types.rollout import Group, PushOutcome, SealedGroup
 from heterorl.coordinator.groups.intake import Arrival
 from heterorl.coordinator.rpc.door import INLINE_BYTES, Requests
 from heterorl.coordinator.servicers import arrivals
@@ -27,14 +26,10 @@ _Pushed = tuple[rollout_pb2.PushGroupsRequest, int]
 """A message and its bytes on the wire."""
 
 
-class Taker(CoordinatorApi, Protocol):
-    """A coordinator that also records groups which nobody can read, and hands groups on as their bytes."""
+class Taker(Protocol):
+    """Takes groups in, and records those which nobody can read."""
 
     async def take_groups(self, groups: Sequence[Group | SealedGroup | Arrival]) -> list[PushOutcome]: ...
-
-    def stream_sealed(
-        self, *, epoch: int, held: Sequence[GroupId], credits: AsyncIterator[int]
-    ) -> AsyncIterator[LeasedGroup]: ...
 
     async def stated_contract(self) -> Contract | None: ...
 

@@ -11,8 +11,8 @@ from heterorl.common.errors import DigestMismatch, RemoteError, Unreachable
 from heterorl.common.process.metrics import BYTES
 from heterorl.common.process.patience import Patience, is_transient
 from heterorl.common.types.policy import PayloadRef
+from heterorl.common.weights.container import FRAME_BYTES
 
-FRAME_BYTES = 1 << 20
 MAX_MISMATCHES = 3
 """Complete uploads of which the coordinator says that the bytes are others; then the disk is to blame."""
 

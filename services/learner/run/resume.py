@@ -1,8 +1,7 @@
 """Where to go on: from the checkpoints on disk and what the coordinator has committed.
 
-The same path serves a fresh start, a restart after any crash, and a step that the coordinator refused. Afterwards the
-backend holds the weights of the head, the publisher's position is the coordinator's, and its shadow is what samplers
-have. The shadow is a restored checkpoint whose state root is the head's, or is rebuilt from the coordinator.
+One path serves a fresh start, a restart after any crash, and a refused step. Afterwards the backend holds the weights
+of the head, and the publisher's shadow is what samplers have: a checkpoint with the head's root, or rebuilt.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from typing import Any
 import heterorl
 from heterorl.common.api import CoordinatorApi
 from heterorl.common.errors import RemoteError, StaleEpoch
+from heterorl.common.process.files import replacing
 from heterorl.common.process.patience import Patience
 from heterorl.common.types.facts import facts_of
 from heterorl.learner.config import LearnerConfig
@@ -20,9 +21,8 @@ RUN_FILE = "run.json"
 def write_run_file(config: LearnerConfig) -> None:
     """Write the release and every key of the configuration, whole or not at all; keys name files, not secrets."""
     path = config.state_dir / RUN_FILE
-    temporary = path.with_suffix(".new")
-    temporary.write_text(json.dumps(_run(config), indent=2) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    with replacing(path, is_durable=False) as file:
+        file.write((json.dumps(_run(config), indent=2) + "\n").encode())
 
 
 async def describe_run(api: CoordinatorApi, config: LearnerConfig, *, epoch: int, patience: Patience) -> None:

@@ -17,11 +17,10 @@ from collections.abc import Callable, Sequence
 from heterorl.common.api import CoordinatorApi
 from heterorl.common.errors import DiskFull, RemoteError, Unreachable
 from heterorl.common.process import metrics
-from heterorl.common.process.bell import Bell, ring_or_time
-from heterorl.common.process.clock import Clock, steady
+from heterorl.common.process.clock import Bell, Clock, ring_or_time, steady
 from heterorl.common.process.tracing import TRACER
-from heterorl.common.process.words import peer_words
 from heterorl.common.types.rollout import PushOutcome, PushStatus, SealedGroup
+from heterorl.common.types.words import peer_words
 from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.sampler.waiting import Patience
 

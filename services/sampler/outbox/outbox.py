@@ -9,7 +9,6 @@ coordinator refuses and counts, so that nothing behind it waits; one process own
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import sqlite3
 import threading
@@ -24,7 +23,7 @@ import xxhash
 
 from heterorl.common.errors import ConfigError, DiskFull, HeterorlError, InvalidRequest, MalformedPayload
 from heterorl.common.process import metrics
-from heterorl.common.process.files import make_directory
+from heterorl.common.process.files import make_directory, try_lock
 from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.rollout import Group, GroupId, SealedGroup
 from heterorl.common.wire.seal import open_group, read_sealed, seal
@@ -289,10 +288,8 @@ def _checksum(sequence: int, data: bytes) -> bytes:
 
 def _lock(path: Path) -> BinaryIO:
     file = path.open("wb")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+    if not try_lock(file):
         file.close()
         action = "stop the other process or give each sampler its own state_dir"
-        raise ConfigError("state_dir", f"another sampler uses {path.parent}", action=action) from error
+        raise ConfigError("state_dir", f"another sampler uses {path.parent}", action=action)
     return file

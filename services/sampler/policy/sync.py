@@ -20,8 +20,7 @@ import random
 from heterorl.common.api import CoordinatorApi
 from heterorl.common.errors import CorruptData, DiskFull, RemoteError, UnknownVersion, Unreachable, UntrustedVersion
 from heterorl.common.identity.trust import Trust
-from heterorl.common.process.bell import Bell, ring_or_time
-from heterorl.common.process.clock import Clock
+from heterorl.common.process.clock import Bell, Clock, ring_or_time
 from heterorl.common.pull.pull import PulledVersion, Puller
 from heterorl.common.types.policy import PullPlan
 from heterorl.common.wire.policy import manifest_from_bytes
@@ -33,8 +32,6 @@ from heterorl.sampler.waiting import Patience
 _LOG = logging.getLogger(__name__)
 DAMAGED_CAP_S = 300.0
 """A version that fails its checks costs a whole snapshot per attempt: attempts become this rare."""
-
-
 MAX_SKIPPED = 256
 """Versions that are found missing in one attempt; the next attempt goes on behind them."""
 MAX_PUBLISHED = 4096

@@ -23,14 +23,13 @@ from heterorl.common.errors import EngineError, RemoteError, StaleWeights
 from heterorl.common.generation.engine import Engine
 from heterorl.common.model.canary import ScoredText
 from heterorl.common.process import metrics
-from heterorl.common.process.bell import Bell, ring_or_time
-from heterorl.common.process.clock import Clock
-from heterorl.common.process.words import peer_words
+from heterorl.common.process.clock import Bell, Clock, ring_or_time
 from heterorl.common.pull.pull import PulledVersion
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import WorkAssignment
 from heterorl.common.types.run import CanaryReport
 from heterorl.common.types.standstill import RELEASE
+from heterorl.common.types.words import peer_words
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.sampler.outbox.spooling import Spooling

@@ -8,9 +8,9 @@ import random
 from heterorl.common.api import CoordinatorApi
 from heterorl.common.errors import NotRegistered, RemoteError, RunFinished, Unreachable
 from heterorl.common.process.clock import Clock
-from heterorl.common.process.words import peer_seconds, peer_words
 from heterorl.common.tasks.task import Task
 from heterorl.common.types.rollout import WorkAssignment
+from heterorl.common.types.words import peer_seconds, peer_words
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.session import Session
 from heterorl.sampler.waiting import Patience

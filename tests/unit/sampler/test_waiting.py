@@ -13,8 +13,8 @@ from heterorl.common.errors import (
     Unauthenticated,
     Unreachable,
 )
-from heterorl.common.process.bell import ring_or_time
-from heterorl.common.process.words import peer_seconds
+from heterorl.common.process.clock import ring_or_time
+from heterorl.common.types.words import peer_seconds
 from heterorl.sampler.waiting import Patience
 from tests.support.clock import ManualClock
 

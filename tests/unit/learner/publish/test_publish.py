@@ -35,6 +35,7 @@ from heterorl.learner.publish.publish import Publisher
 from heterorl.learner.run.fate import Action, decide
 from heterorl.learner.run.incarnation import read_incarnation
 from heterorl.learner.run.resume import Resumption
+from tests.support.cursors import make_cursor
 from tests.support.learner_world import (
     LAYOUT,
     FragileApi,
@@ -49,7 +50,6 @@ from tests.support.learner_world import (
     queued,
     rows,
 )
-from tests.unit.learner.publish.test_checkpoint import make_cursor
 
 
 class World:
@@ -134,8 +134,8 @@ async def test_first_version_is_a_snapshot_and_the_next_a_delta(coordinator, tmp
     await world.resume()
     await world.advance()
 
-    assert _kinds(await coordinator.get_manifest(version=0)) == [PayloadKind.SNAPSHOT]
-    assert _kinds(await coordinator.get_manifest(version=1)) == [PayloadKind.DELTA]
+    assert _kinds((await coordinator.get_signed_manifest(version=0)).data) == [PayloadKind.SNAPSHOT]
+    assert _kinds((await coordinator.get_signed_manifest(version=1)).data) == [PayloadKind.DELTA]
 
 
 async def test_snapshot_is_published_beside_the_delta_at_its_cadence(coordinator, tmp_path):
@@ -144,7 +144,7 @@ async def test_snapshot_is_published_beside_the_delta_at_its_cadence(coordinator
     for _ in range(2):
         await world.advance()
 
-    assert _kinds(await coordinator.get_manifest(version=2)) == [PayloadKind.DELTA, PayloadKind.SNAPSHOT]
+    assert _kinds((await coordinator.get_signed_manifest(version=2)).data) == [PayloadKind.DELTA, PayloadKind.SNAPSHOT]
     plan = await coordinator.plan_pull(have_version=-1, have_root="", want_version=2)
     assert plan.kind is PlanKind.SNAPSHOT
     assert len(plan.payloads) == 1
@@ -311,7 +311,7 @@ async def test_resumed_learner_takes_an_older_checkpoint_when_the_newest_is_dama
     await world.resume()
     for _ in range(3):
         await world.advance()
-    root_of_2 = manifest_from_bytes(await coordinator.get_manifest(version=2)).state_root
+    root_of_2 = manifest_from_bytes((await coordinator.get_signed_manifest(version=2)).data).state_root
     newest = world.store.paths()[0]
     (newest / "backend" / "weights.npy").write_bytes(b"")
 
@@ -320,7 +320,7 @@ async def test_resumed_learner_takes_an_older_checkpoint_when_the_newest_is_dama
 
     # Version 3 is abandoned; version 4 holds the weights of version 2, as a snapshot, and training goes on from it.
     assert step == 2
-    manifest = manifest_from_bytes(await coordinator.get_manifest(version=4))
+    manifest = manifest_from_bytes((await coordinator.get_signed_manifest(version=4)).data)
     assert (manifest.version, manifest.parent_version, manifest.state_root) == (4, 2, root_of_2)
     await again.advance()
     assert (await coordinator.get_status()).head_version == 5
@@ -607,7 +607,10 @@ async def test_version_of_other_weights_altogether_is_published_full(coordinator
     await world.publisher.publish(await world.publisher.stage(world.backend), step=2, saved_by=world.backend)
 
     kinds = [
-        [payload.kind for payload in manifest_from_bytes(await coordinator.get_manifest(version=version)).payloads]
+        [
+            payload.kind
+            for payload in manifest_from_bytes((await coordinator.get_signed_manifest(version=version)).data).payloads
+        ]
         for version in range(3)
     ]
     assert kinds == [[PayloadKind.SNAPSHOT], [PayloadKind.SNAPSHOT], [PayloadKind.DELTA]]

@@ -6,12 +6,12 @@ import random
 import pytest
 
 from heterorl.common.errors import DiskFull, InvalidRequest, Unreachable
-from heterorl.common.process.bell import Bell
+from heterorl.common.process.clock import Bell
 from heterorl.common.types.rollout import DropReason, PushOutcome, PushStatus
 from heterorl.sampler.outbox.delivery import Delivery, settle
 from heterorl.sampler.outbox.outbox import Outbox
+from tests.support.outboxes import spooled_groups
 from tests.support.run import Run
-from tests.unit.sampler.outbox.test_outbox import spooled_groups
 
 
 class SleepingClock:

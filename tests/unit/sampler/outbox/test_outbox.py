@@ -10,21 +10,11 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import ConfigError, CorruptStore, DiskFull, MalformedPayload
-from heterorl.common.types.common import SiteId
-from heterorl.common.types.rollout import GroupId, VersionSpan, WorkAssignment
+from heterorl.common.types.rollout import VersionSpan
 from heterorl.common.wire.seal import open_group, seal
 from heterorl.sampler.outbox.outbox import Outbox
-from tests.support.run import Run, rollout
-
-
-def spooled_groups(outbox, count, tmp_path, **changes):
-    maker = Run(None, tmp_path)
-    made = []
-    for number in range(count):
-        work = WorkAssignment(id=number, prompt_index=number, seed=1, lease_s=1.0)
-        identity = GroupId(site=SiteId("s"), incarnation=outbox.incarnation, sequence=outbox.next_sequence + number)
-        made.append(maker.group(work, version=0, id=identity, **changes))
-    return made
+from tests.support.outboxes import spooled_groups
+from tests.support.run import rollout
 
 
 def test_outbox_keeps_groups_identity_and_sequence_across_a_restart(tmp_path):

@@ -1,4 +1,4 @@
-"""Payloads on their way to callers, and what becomes of those that are not what they should be.
+"""What becomes of payloads that are not what they should be: whoever finds one says so here.
 
 Only two things are damage: a file that is not there although the store offers it, and a proof that fails. Whatever else
 the system says (no descriptor left, no permission, a disk that does not answer) is about today, not about the bytes:
@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Iterable
+from collections.abc import Awaitable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
-from heterorl.common.errors import Busy, CorruptStore, UnknownPayload
+from heterorl.common.errors import Busy, CorruptStore, RemoteError, UnknownPayload
 from heterorl.common.process.metrics import DAMAGED_PAYLOADS, UNREADABLE_PAYLOADS
 from heterorl.common.types.common import Digest
 from heterorl.coordinator.payloads import index
 from heterorl.coordinator.payloads.merging.cache import Merges
-from heterorl.coordinator.payloads.reader import DamagedFile, PayloadReader
+from heterorl.coordinator.payloads.reader import DamagedFile
 from heterorl.coordinator.store.blobs import BlobStore
 from heterorl.coordinator.store.database import Database
 from heterorl.coordinator.store.files import BUSY_S, file_size, unreadable
@@ -28,43 +28,36 @@ _LOG = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
 
 
-class Reading:
-    """Reads payloads and takes damaged ones out of use. Belongs to the event loop."""
+class Damage:
+    """Takes damaged payloads out of use. Belongs to the event loop."""
 
     def __init__(self, *, database: Database, blobs: BlobStore, merges: Merges) -> None:
         self._database = database
         self._blobs = blobs
         self._merges = merges
-        self._reader = PayloadReader()
         self._told: set[Digest] = set()
 
-    async def close(self) -> None:
-        """End the passes of readers."""
-        await self._reader.close()
+    async def of_read(self, digest: Digest, error: OSError | DamagedFile) -> RemoteError:
+        """What a read that ended so means for its caller; what is not what its name says is never offered again.
 
-    async def read(self, digest: Digest, path: Path, *, offset: int, stop: int | None) -> AsyncIterator[bytes]:
-        """Yield frames of a payload; what is not what its name says is put aside and never offered again.
-
-        Raises:
+        Returns:
             UnknownPayload: not there, or not what it was; the caller plans again.
             Busy: it cannot be read now.
         """
-        try:
-            async for frame in self._reader.read(digest, path, offset=offset, stop=stop):
-                yield frame
-        except FileNotFoundError as error:
+        if isinstance(error, FileNotFoundError):
             self._check_is_there()
             if await self._database.run(lambda connection: index.is_named(connection, digest)):
                 await self.put_aside(digest, str(error))
-            raise UnknownPayload(f"payload {digest[:12]} is not stored") from error
-        except DamagedFile as error:
+            return UnknownPayload(f"payload {digest[:12]} is not stored")
+        if isinstance(error, DamagedFile):
             await self.put_aside(digest, str(error))
-            raise UnknownPayload(f"payload {digest[:12]} was damaged on disk") from error
-        except OSError as error:
-            self._tell(digest, error)
-            raise unreadable(error) from error
-        else:
-            self._told.discard(digest)
+            return UnknownPayload(f"payload {digest[:12]} was damaged on disk")
+        self._tell(digest, error)
+        return unreadable(error)
+
+    def note_read(self, digest: Digest) -> None:
+        """A payload was read to its end: the next time that it cannot be, it is told again."""
+        self._told.discard(digest)
 
     async def put_aside(self, digest: Digest, problem: str) -> None:
         """Offer a payload no longer, and move its file where a person finds it."""

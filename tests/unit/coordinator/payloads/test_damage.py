@@ -11,7 +11,7 @@ from heterorl.common.errors import Busy, UnknownPayload
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.payloads import index, reader
-from heterorl.coordinator.payloads.reading import Reading
+from heterorl.coordinator.payloads.damage import Damage
 from tests.support.clock import ManualClock
 from tests.support.run import Run
 
@@ -121,7 +121,7 @@ async def test_nobody_can_tell_whether_a_payload_is_there(core, payload, monkeyp
             with pytest.raises(Busy):
                 look(payload.digest)
         with pytest.raises(Busy):
-            await core.reading.put_aside_missing([(payload.digest, path)])
+            await core.damage.put_aside_missing([(payload.digest, path)])
     assert [payload] == list((await plan(core)).payloads)
 
 
@@ -133,4 +133,4 @@ async def test_damaged_payload_is_put_aside_where_a_person_finds_it(core, payloa
         await read(core, payload)
 
     assert (tmp_path / "data" / "damaged" / payload.digest).is_file()
-    assert isinstance(core.reading, Reading)
+    assert isinstance(core.damage, Damage)

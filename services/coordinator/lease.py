@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 from heterorl.common.errors import InvalidRequest, LeaseHeld
 from heterorl.common.types.common import Contract
-from heterorl.common.types.policy import LeaseGrant
+from heterorl.common.types.policy import LeaseGrant, stated_version
 from heterorl.coordinator.groups import group_size, queue
-from heterorl.coordinator.parts import Node
+from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.sites import audit
 from heterorl.coordinator.sites.audit import AuditKind
 from heterorl.coordinator.store.database import get_meta, set_meta
-from heterorl.coordinator.versions import flavours as forms
 from heterorl.coordinator.versions import lineage, rollback
+from heterorl.coordinator.versions.flavours import check_names, offer
 from heterorl.coordinator.versions.lease import Lease, decide_acquire
 
 _LOG = logging.getLogger(__name__)
@@ -26,8 +26,14 @@ SAME_HOLDER = (
 )
 
 
-class Leases(Node):
+class LearnerLease:
     """Who may publish."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._expires = parts.started + parts.config.learner_lease_s
+        """Instant of the monotonic clock; read and written by store operations only. A lease found in the store gets a
+        fresh term."""
 
     async def acquire_lease(
         self,
@@ -44,14 +50,14 @@ class Leases(Node):
             raise InvalidRequest("holder and request_id must not be empty")
         if len(incarnation) > MAX_INCARNATION:
             raise InvalidRequest(f"incarnation: longer than {MAX_INCARNATION} characters")
-        forms.check_names(flavours)
-        problem = group_size.problem_of(contract, self.config)
+        check_names(flavours)
+        problem = group_size.problem_of(contract, self._parts.config)
         if problem:
             raise InvalidRequest(problem, action=group_size.ACTION)
-        now = self.clock.monotonic()
+        now = self._parts.clock.monotonic()
 
-        def operation(connection: sqlite3.Connection) -> tuple[int, int, str]:
-            lease = read_lease(connection, expires=self.lease_expires)
+        def operation(connection: sqlite3.Connection) -> tuple[int, int | None, str]:
+            lease = read_lease(connection, expires=self._expires)
             decision, reason = decide_acquire(now, lease, holder=holder, request_id=request_id, incarnation=incarnation)
             if decision.epoch is None:
                 action = SAME_HOLDER if lease.holder == holder else None
@@ -69,42 +75,44 @@ class Leases(Node):
                 set_meta(connection, "lease_groups_per_version", str(groups_per_version))
                 queue.return_leased(connection)
                 detail = f"epoch {decision.epoch}"
-                audit.append(connection, AuditKind.LEARNER_LEASE, subject=holder, detail=detail, now=self.clock.wall())
+                audit.append(
+                    connection, AuditKind.LEARNER_LEASE, subject=holder, detail=detail, now=self._parts.clock.wall()
+                )
                 set_meta(connection, "num_prompts", str(contract.num_prompts))
                 set_meta(connection, "draining", "")
-                forms.offer(connection, flavours)
+                offer(connection, flavours)
             # Inside the operation: the next request for the lease, in the same commit perhaps, must see this one.
-            self.lease_expires = now + self.config.learner_lease_s
-            return decision.epoch, lineage.read_head(connection).version, reason
+            self._expires = now + self._parts.config.learner_lease_s
+            return decision.epoch, lineage.head_version(connection), reason
 
-        epoch, head, reason = await self.change(operation)
+        epoch, head, reason = await self._parts.change(operation)
         _LOG.info("learner %s: %s", holder, reason)
         return LeaseGrant(
             epoch=epoch,
             holder=holder,
-            ttl_s=self.config.learner_lease_s,
-            head_version=head,
-            max_message_bytes=self.config.max_message_bytes,
-            max_staleness_versions=self.config.max_staleness_versions,
+            ttl_s=self._parts.config.learner_lease_s,
+            head_version=stated_version(head),
+            max_message_bytes=self._parts.config.max_message_bytes,
+            max_staleness_versions=self._parts.config.max_staleness_versions,
         )
 
     async def renew_lease(self, *, epoch: int) -> LeaseGrant:
         """Extend the lease, also after its expiry while nobody else took it."""
-        now = self.clock.monotonic()
+        now = self._parts.clock.monotonic()
 
         def operation(connection: sqlite3.Connection) -> LeaseGrant:
             lineage.check_epoch(connection, epoch)
-            self.lease_expires = now + self.config.learner_lease_s
+            self._expires = now + self._parts.config.learner_lease_s
             return LeaseGrant(
                 epoch=epoch,
                 holder=get_meta(connection, "holder") or "",
-                ttl_s=self.config.learner_lease_s,
-                head_version=lineage.read_head(connection).version,
-                rollback_to=rollback.ordered(connection),
-                max_staleness_versions=self.config.max_staleness_versions,
+                ttl_s=self._parts.config.learner_lease_s,
+                head_version=stated_version(lineage.head_version(connection)),
+                rollback_to=stated_version(rollback.ordered(connection)),
+                max_staleness_versions=self._parts.config.max_staleness_versions,
             )
 
-        return await self.database.run(operation)
+        return await self._parts.database.run(operation)
 
     async def release_lease(self, *, epoch: int) -> None:
         """End the lease; its groups return to the queue."""
@@ -114,7 +122,7 @@ class Leases(Node):
             set_meta(connection, "lease_released", "1")
             queue.return_leased(connection)
 
-        await self.change(operation)
+        await self._parts.change(operation)
 
 
 def read_lease(connection: sqlite3.Connection, *, expires: float) -> Lease:

@@ -149,7 +149,7 @@ class Bench:
             max_message_bytes=config.max_message_bytes, max_concurrent_rpcs=64, run_id="bench",
             tls=ServerTlsConfig(insecure=True),
         )  # fmt: skip
-        servicer, handlers = RolloutServicer(core), Handlers()
+        servicer, handlers = RolloutServicer(core.rollout), Handlers()
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, server.grpc)
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, handlers)
         return cls(

@@ -32,7 +32,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from heterorl.common.api import CoordinatorApi
+from heterorl.common.api import LearnerApi
 from heterorl.common.identity.trust import Trust
 from heterorl.common.process import metrics, notify, tracing
 from heterorl.common.process.clock import Clock, SystemClock
@@ -52,14 +52,13 @@ from heterorl.learner.publish.flavours import Flavours
 from heterorl.learner.publish.journal import Journal
 from heterorl.learner.publish.publish import Publisher
 from heterorl.learner.run.directory import hold_directory
-from heterorl.learner.run.leader import Leader
+from heterorl.learner.run.leader import Leader, Term
 from heterorl.learner.run.published import PublishedVersions
 from heterorl.learner.run.restore import Restorer
 from heterorl.learner.run.resume import Resumption
 from heterorl.learner.run.rollback import Rollback
 from heterorl.learner.run.run_file import write_run_file
 from heterorl.learner.run.run_result import RunResult
-from heterorl.learner.run.term import Term
 
 _LOG = logging.getLogger(__name__)
 
@@ -108,7 +107,7 @@ async def _train(
     _LOG.info("%s", result)
 
 
-def join(config: LearnerConfig, parts: Parts, *, api: CoordinatorApi, clock: Clock, rng: random.Random) -> Learner:
+def join(config: LearnerConfig, parts: Parts, *, api: LearnerApi, clock: Clock, rng: random.Random) -> Learner:
     """Join loaded parts to a coordinator; nothing is asked and nothing written yet.
 
     Args:
@@ -169,7 +168,7 @@ class Learner:
 
 
 def _examiner(
-    config: LearnerConfig, parts: Parts, *, api: CoordinatorApi, patience: Patience, trust: Trust
+    config: LearnerConfig, parts: Parts, *, api: LearnerApi, patience: Patience, trust: Trust
 ) -> Examiner | None:
     if parts.yardstick is None:
         return None
@@ -193,7 +192,7 @@ def _begin_term(
     parts: Parts,
     grant: LeaseGrant,
     *,
-    api: CoordinatorApi,
+    api: LearnerApi,
     patience: Callable[[], Patience],
     trust: Trust,
 ) -> Term:

@@ -4,7 +4,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from heterorl.learner.loss.registry import rule_of
+from heterorl.learner.loss.rule import rule_of
 
 from heterorl.common.process.config import load
 from heterorl.coordinator.config import CoordinatorConfig

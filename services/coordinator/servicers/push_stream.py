@@ -14,7 +14,7 @@ from typing import Protocol
 from heterorl.common.errors import NotRegistered
 from heterorl.common.process.metrics import BYTES
 from heterorl.common.types.common import Contract
-from heterorl.common.types.rollout import Group, GroupId, LeasedGroup, PushOutcome, SealedGroup
+from heterorl.common.types.rollout import Group, PushOutcome, SealedGroup
 from heterorl.coordinator.groups.intake import Arrival
 from heterorl.coordinator.rpc.door import INLINE_BYTES, Requests
 from heterorl.coordinator.servicers import arrivals
@@ -30,10 +30,6 @@ class Taker(Protocol):
     """Takes groups in, also those which nobody can read, and hands groups on as their bytes."""
 
     async def take_groups(self, groups: Sequence[Group | SealedGroup | Arrival]) -> list[PushOutcome]: ...
-
-    def stream_sealed(
-        self, *, epoch: int, held: Sequence[GroupId], credits: AsyncIterator[int]
-    ) -> AsyncIterator[LeasedGroup]: ...
 
     async def stated_contract(self) -> Contract | None: ...
 

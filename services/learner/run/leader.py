@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from heterorl.common.api import CoordinatorApi
+from heterorl.common.api import LearnerApi
 from heterorl.common.errors import ConfigError, RemoteError, StaleEpoch
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.patience import Patience
@@ -21,6 +21,8 @@ from heterorl.learner.checks.examiner import Examiner
 from heterorl.learner.checks.reward_signal import RewardSignal
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.evaluate import Evaluator
+from heterorl.learner.publish.checkpoint import CheckpointStore
+from heterorl.learner.publish.journal import Journal
 from heterorl.learner.publish.publish import Publisher
 from heterorl.learner.run.feed import feed
 from heterorl.learner.run.inbox import Inbox
@@ -30,10 +32,19 @@ from heterorl.learner.run.rollback import Rollback
 from heterorl.learner.run.run_file import describe_run
 from heterorl.learner.run.run_result import RunResult
 from heterorl.learner.run.session import Outcome, Session
-from heterorl.learner.run.term import Term
 
 _LOG = logging.getLogger(__name__)
 RELEASE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """The parts that know an epoch, and the files that are theirs while the state directory is held."""
+
+    store: CheckpointStore
+    journal: Journal
+    publisher: Publisher
+    rollback: Rollback
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,7 +55,7 @@ class Leader:
     """
 
     config: LearnerConfig
-    api: CoordinatorApi
+    api: LearnerApi
     contract: Contract
     clock: Clock
     patience: Callable[[], Patience]

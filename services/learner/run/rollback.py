@@ -15,7 +15,7 @@ import functools
 import logging
 from pathlib import Path
 
-from heterorl.common.api import CoordinatorApi
+from heterorl.common.api import LearnerApi
 from heterorl.common.errors import CorruptData, NotReversible, StateMismatch, UnknownPayload, UnknownVersion
 from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import in_thread
@@ -33,7 +33,6 @@ from heterorl.learner.publish.publish import Publisher
 from heterorl.learner.run.published import PublishedVersions
 from heterorl.learner.run.restore import Restorer
 from heterorl.learner.run.resume import Resumption
-from heterorl.learner.run.undo import undo
 
 _LOG = logging.getLogger(__name__)
 
@@ -44,7 +43,7 @@ class Rollback:
     def __init__(
         self,
         *,
-        api: CoordinatorApi,
+        api: LearnerApi,
         epoch: int,
         patience: Patience,
         backend: TrainBackend,
@@ -175,3 +174,32 @@ def _undone(paths: list[Path], shadow: Arena, target: Manifest, directory: Path)
         merged.unlink(missing_ok=True)
         back.unlink(missing_ok=True)
     return arena
+
+
+async def undo(*, publisher: Publisher, backend: TrainBackend, restorer: Restorer, published: PublishedVersions) -> int:
+    """Make the head the masters' state again; returns the number of steps in it.
+
+    Exactly so where the head has a checkpoint. Else from what was published, and the optimizer keeps its moments: an
+    older checkpoint would be exact too, but would abandon versions that are sound and used.
+    """
+    position = publisher.position
+    shadow = position.shadow
+    assert shadow is not None, "a session begins with a published version"
+    root = await in_thread(shadow.state_root)
+    for path in await in_thread(restorer.store.paths):
+        cursor = await restorer.read(path)
+        if cursor is not None and (cursor.version, cursor.state_root) == (position.head_version, root):
+            try:
+                await restorer.restore(path, cursor)
+            except (CorruptData, OSError) as error:
+                _LOG.error("%s cannot be restored: %s", path, error)
+            else:
+                _LOG.info("back at version %d: checkpoint %s, any later step is gone", cursor.version, path.name)
+                return cursor.step
+    _LOG.warning(
+        "version %d has no checkpoint: its published weights become the masters, any later step is gone,"
+        " the optimizer keeps its moments",
+        position.head_version,
+    )
+    await in_thread(backend.load_published, shadow, keep_optimizer=True)
+    return manifest_from_bytes(await published.manifest(position.head_version)).step

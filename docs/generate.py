@@ -64,7 +64,7 @@ _START = {
     "services/coordinator/core.py": "how the coordinator joins its parts over one store",
     "services/sampler/app.py": "the sampler's loops, and what each of them waits for",
     "services/learner/run/session.py": "the learner's loop: groups in, a step, a version out",
-    "services/learner/loss/rule.py": "a loss as a value of parts; the table of algorithms stands beside it",
+    "services/learner/loss/rule.py": "a loss as a value of parts, and the table of all algorithms",
 }
 _FOLDERS_HEAD = """
 Then follow [a group and a version through the code](../ARCHITECTURE.md#the-life-of-a-group), station by station.

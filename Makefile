@@ -59,11 +59,12 @@ test-gpu: $(SETUP)  ## Run the tests that need a GPU; where there is none they a
 test-images: $(SETUP)  ## Build the coordinator's image without a container engine and run it; needs a package index
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m image
 
-check: $(SETUP)  ## Check style, types, import layers and protos
+check: $(SETUP)  ## Check style, types, import layers, documents and protos
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	PYTHONPATH=src $(BIN)/lint-imports
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	cd protos && ../$(BIN)/buf lint && ../$(BIN)/buf breaking --against baseline.binpb
 
 kills: $(SETUP)  ## Kill real processes N (1000) times during RUNS (1) runs and account for every group
@@ -113,8 +114,11 @@ fuzz: $(SETUP)  ## Mutate N inputs of every decoder of foreign bytes; no crash m
 dashboards: $(SETUP)  ## Write the Grafana dashboards from deploy/grafana/panels.py
 	$(BIN)/python -m deploy.grafana.generate
 
-docs: $(SETUP)  ## Write docs/configuration.md from the schemas
+docs: $(SETUP)  ## Write docs/configuration.md from the schemas and docs/map.md from the packages
 	$(BIN)/python -m docs.generate
+
+site: $(SETUP)  ## Build the documents into runs/site; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 protos: $(SETUP)  ## Write the Python stubs of the protos
 	$(BIN)/python protos/generate.py

@@ -27,6 +27,7 @@ from heterorl.common.generation.hf import HfEngine
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.demo.tiny_model import write_tiny_model
 from heterorl.sampler.vllm.engine import VllmEngine
+from heterorl.sampler.vllm.options import VllmOptions
 
 NUM_PROMPTS, GROUP_SIZE, MAX_NEW_TOKENS, NUM_SWAPS = 8, 8, 64, 8
 EOS = 1
@@ -83,18 +84,21 @@ def main() -> None:
             )
         )
         common: dict[str, Any] = {
-            "model_dir": model_dir, "published_dtype": "bf16", "compute_dtype": "fp32", "sampling": sampling,
-            "batch_rows": NUM_PROMPTS * GROUP_SIZE, "eos_token_id": EOS,
+            "model_dir": model_dir, "published_dtype": "bf16", "sampling": sampling, "eos_token_id": EOS,
         }  # fmt: skip
-        makers: list[Callable[[], HfEngine | VllmEngine]] = [lambda: HfEngine(**common, device="cpu")]
+        num_rows = NUM_PROMPTS * GROUP_SIZE
+        makers: list[Callable[[], HfEngine | VllmEngine]] = [
+            lambda: HfEngine(**common, compute_dtype="fp32", batch_rows=num_rows, device="cpu")
+        ]
         if find_spec("vllm") is not None:
-            makers.append(lambda: VllmEngine(**common, weights_dir=Path(name), kv_cache_bytes=256 << 20))
+            options = VllmOptions(compute_dtype="fp32", batch_rows=num_rows, kv_cache_bytes=256 << 20)
+            makers.append(lambda: VllmEngine(**common, weights_dir=Path(name), options=options))
         rows = [measure(make) for make in makers]
     for row in rows:
         print(row)
     document = {
         "processor": "cpu", "cores": os.cpu_count(), "load_average": round(os.getloadavg()[0], 1),
-        "python": platform.python_version(), "rows": NUM_PROMPTS * GROUP_SIZE, "max_new_tokens": MAX_NEW_TOKENS,
+        "python": platform.python_version(), "rows": num_rows, "max_new_tokens": MAX_NEW_TOKENS,
         "swaps": NUM_SWAPS, "engines": rows,
     }  # fmt: skip
     arguments.out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")

@@ -101,7 +101,7 @@ def judge(site: Site, contract: Contract, group: Group) -> tuple[list[dict[str, 
                 "ending": bool(ending_problem(rollout, contract)),
                 "reward": _is_reward_wrong(site, group, rollout),
                 "log-probs": logprob_difference(rollout.sampler_logprobs, replay.logprobs) > CONFIG.logprob_tolerance,
-                "draws": bool(judge_margins([replay], CONFIG)),
+                "draws": not judge_margins([replay], CONFIG).is_sound,
             }
         )
     return verdicts, replays
@@ -125,7 +125,7 @@ def measure(site: Site, contract: Contract, cheated: Cheated) -> dict[str, Any]:
         verdicts, replays = judge(site, contract, group)
         num_groups += 1
         stated = [rollout.sampler_logprobs for rollout in group.rollouts]
-        is_group_off = bool(judge_logprobs(stated, replays, CONFIG))
+        is_group_off = not judge_logprobs(stated, replays, CONFIG).is_sound
         groups_caught += is_group_off or any(any(verdict.values()) for verdict in verdicts)
         group_differences.append(
             logprob_difference(np.concatenate(stated), np.concatenate([replay.logprobs for replay in replays]))

@@ -44,14 +44,12 @@ def _unpack(data: bytes, dtype: Any) -> npt.NDArray[Any]:
     return np.frombuffer(_DECOMPRESSOR.decompress(data), dtype)
 
 
-def _ours(*, split: bool) -> tuple[Callable[[Chunk, Chunk], Coded], Callable[[Coded, Chunk], None]]:
-    def encode(old: Chunk, new: Chunk) -> Coded:
-        return encode_chunk(old, new, split=split)[:2]
+def _ours_encode(old: Chunk, new: Chunk) -> Coded:
+    return encode_chunk(old, new)[:2]
 
-    def apply(coded: Coded, chunk: Chunk) -> None:
-        apply_chunk(coded[0], memoryview(coded[1]), chunk)
 
-    return encode, apply
+def _ours_apply(coded: Coded, chunk: Chunk) -> None:
+    apply_chunk(coded[0], memoryview(coded[1]), chunk)
 
 
 def _xor_encode(old: Chunk, new: Chunk) -> Coded:
@@ -100,7 +98,6 @@ def _full_apply(coded: Coded, chunk: Chunk) -> None:
 
 def schemes() -> list[Scheme]:
     """All schemes that can run here; ZipNN only where it is installed."""
-    gapulp, split = _ours(split=False), _ours(split=True)
     rivals = [
         ("xor_zstd", "XOR of all elements, zstd-1", _xor_encode, _xor_apply),
         ("coo_zstd", "int32 index, new value, zstd-1", _absolute_encode, _absolute_apply),
@@ -108,8 +105,7 @@ def schemes() -> list[Scheme]:
         ("gap_xor_zstd", "u16 index gap, XOR of value, zstd-1", _gap_xor_encode, _gap_xor_apply),
     ]
     found = [
-        Scheme(name="gapulp", describe="ours: gaps and integer steps", encode=gapulp[0], apply=gapulp[1]),
-        Scheme(name="split", describe="ours: small weights apart, opt-in", encode=split[0], apply=split[1]),
+        Scheme(name="gapulp", describe="ours: gaps and integer steps", encode=_ours_encode, apply=_ours_apply),
         *(Scheme(name=name, describe=text, encode=encode, apply=apply) for name, text, encode, apply in rivals),
         Scheme(name="full_zstd", describe="all weights, zstd-1", encode=_full_encode, apply=_full_apply, is_whole=True),
     ]

@@ -9,12 +9,7 @@ import sqlite3
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
 
-from heterorl.common.errors import (
-    Draining,
-    HeterorlError,
-    InvalidRequest,
-    RunFinished,
-)
+from heterorl.common.errors import Draining, HeterorlError, InvalidRequest, RunFinished
 from heterorl.common.types.common import Contract, SiteId
 from heterorl.common.types.policy import stated_version
 from heterorl.common.types.rollout import (

@@ -30,19 +30,18 @@ from heterorl.learner.backends.zero.ranks import LocalRanks
 from heterorl.learner.checks.examiner import Yardstick
 from heterorl.learner.checks.replay import Replayer
 from heterorl.learner.config import LearnerConfig
-from heterorl.learner.evaluate import EngineGenerator, Evaluator
+from heterorl.learner.evaluate import Evaluator
 from heterorl.learner.publish.canary import Canary
 from heterorl.learner.train.config import DeepSpeedBackendConfig, TorchBackendConfig
-from heterorl.learner.train.logprobs import logit_temperature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What `heterorl.learner.app.run` needs beside a coordinator."""
+    """What `heterorl.learner.app.join` needs beside a coordinator."""
 
     backend: TrainBackend
     contract: Contract
-    evaluator: Evaluator | None
+    evaluator: Evaluator | None = None
     signer: Signer | None = None
     canary: Canary | None = None
     yardstick: Yardstick | None = None
@@ -80,7 +79,7 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1) -> Parts:
     # In ZeRO stage 3 no rank alone has the weights, and versions are published without a canary.
     is_whole = isinstance(config.backend, TorchBackendConfig) or config.backend.stage < 3
     texts = canary_texts(task, prompter)
-    canary = Canary(model, texts, temperature=logit_temperature(sampling)) if is_whole else None
+    canary = Canary(model, texts, temperature=sampling.logprob_temperature) if is_whole else None
     if config.verification.max_log_ratio > 0 and not is_whole:
         raise ConfigError("verification.max_log_ratio", "in ZeRO stage 3 no rank has the weights", action="set it to 0")
     replayer = None
@@ -178,7 +177,8 @@ def _build_evaluator(config: LearnerConfig, task: Task, prompter: Prompter) -> E
     )
     return Evaluator(
         task=task,
-        generator=EngineGenerator(engine, prompter),
+        engine=engine,
+        prompter=prompter,
         num_prompts=options.num_prompts,
         num_per_prompt=options.num_per_prompt,
         seed=options.seed,

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
 from heterorl.common.errors import ConfigError, CorruptStore
 from heterorl.common.model import tensors
-from heterorl.common.model.adapters import attach, base_digest, merge
+from heterorl.common.model.adapters import LoraLinear, attach, base_digest, merge
 from heterorl.common.types.common import NO_LORA, Digest, LoraSettings
 from heterorl.common.weights.arena import Arena, Dtype
 from heterorl.common.weights.manifest import verify_state
 from heterorl.common.weights.payload import apply_payload
 from heterorl.common.wire.policy import manifest_from_bytes
-from heterorl.learner.adapter_files import write_adapter
 from heterorl.learner.backends.state import read_lora
 from heterorl.learner.publish.checkpoint import (
     BACKEND_DIRECTORY,
@@ -77,7 +81,7 @@ def export_model(*, model_dir: str | Path, source: Path | Arena, out_dir: Path, 
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     if adapter_only:
-        write_adapter(temporary, model, lora, dtype=tensors.TORCH_DTYPE[dtype], model_dir=str(model_dir))
+        _write_adapter(temporary, model, lora, dtype=tensors.TORCH_DTYPE[dtype], model_dir=str(model_dir))
     else:
         merge(model)
         model.to(tensors.TORCH_DTYPE[dtype]).save_pretrained(temporary, safe_serialization=True)
@@ -93,6 +97,30 @@ def _attach(model: Any, lora: LoraSettings) -> None:
             "model_dir", "is not the model that the adapters were trained on", action="name the run's model_dir"
         )
     attach(model, lora)
+
+
+def _write_adapter(
+    directory: Path, model: nn.Module, lora: LoraSettings, *, dtype: torch.dtype, model_dir: str
+) -> None:
+    """The adapters as the files that `peft` reads, in the type that they were published in."""
+    weights = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLinear):
+            for part, tensor in (("lora_A", module.lora_a), ("lora_B", module.lora_b)):
+                weights[f"base_model.model.{name}.{part}.weight"] = tensor.detach().cpu().to(dtype).contiguous()
+    save_file(weights, directory / "adapter_model.safetensors")
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model_dir,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": list(lora.target_modules),
+        "inference_mode": True,
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
 
 def read_published(path: Path, model: Any) -> Arena:

@@ -22,6 +22,7 @@ from heterorl.common.weights.arena import Arena
 from heterorl.sampler.config import HfEngineConfig, SamplerConfig
 from heterorl.sampler.policy.flavoured_engine import FlavouredEngine
 from heterorl.sampler.vllm.engine import VllmEngine
+from heterorl.sampler.vllm.options import VllmOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,17 +98,19 @@ def _build_engine(config: SamplerConfig, sampling: SamplingSemantics, *, eos_tok
     return VllmEngine(
         model_dir=config.model_dir,
         published_dtype=config.published_dtype,
-        compute_dtype=settings.compute_dtype,
         sampling=sampling,
-        batch_rows=settings.batch_rows,
         eos_token_id=eos_token_id,
         weights_dir=Path(settings.weights_dir) if settings.weights_dir else config.state_dir / "engine",
-        tensor_parallel_size=settings.tensor_parallel_size,
-        enforce_eager=settings.enforce_eager,
-        has_prefix_cache=settings.prefix_cache,
-        max_model_len=settings.max_model_len,
-        kv_cache_bytes=settings.kv_cache_bytes,
-        memory_share=settings.memory_share,
-        canary_tolerance=settings.canary_tolerance,
+        options=VllmOptions(
+            compute_dtype=settings.compute_dtype,
+            batch_rows=settings.batch_rows,
+            tensor_parallel_size=settings.tensor_parallel_size,
+            enforce_eager=settings.enforce_eager,
+            has_prefix_cache=settings.prefix_cache,
+            max_model_len=settings.max_model_len,
+            kv_cache_bytes=settings.kv_cache_bytes,
+            memory_share=settings.memory_share,
+            canary_tolerance=settings.canary_tolerance,
+        ),
         lora=config.lora,
     )

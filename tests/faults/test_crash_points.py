@@ -17,6 +17,7 @@ import pytest
 
 from heterorl.common.identity.trust import Trust
 from heterorl.common.process.clock import Bell, SystemClock
+from heterorl.common.process.patience import Patience
 from heterorl.common.pull.pull import Puller
 from heterorl.common.types.policy import PayloadKind
 from heterorl.common.types.run import Heartbeat
@@ -271,6 +272,7 @@ class Following:
             clock=SystemClock(),
             bell=self.bell,
             rng=random.Random(0),
+            patience=Patience(clock=SystemClock(), rng=random.Random(0)),
         )
 
     async def until(self, version: int):

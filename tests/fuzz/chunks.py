@@ -37,7 +37,7 @@ class ChunkTarget:
                 new = old.copy()
                 mask = generator.random(size) < share
                 new[mask] += generator.choice([-300, -4, -1, 1, 2, 9], int(mask.sum())).astype(DTYPES[width])
-                found = [encode_chunk(old, new), encode_chunk(old, new, split=True), encode_chunk(None, new)]
+                found = [encode_chunk(old, new), encode_chunk(None, new)]
                 found.append(encode_composed(new - old, is_whole=False))
                 self._coded += [(int(method), data) for method, data, _ in found]
 
@@ -50,7 +50,7 @@ class ChunkTarget:
                 method = draw.choice((*range(8), 255, 2**32 - 1))
             return method, mutated(data, draw, other=draw.choice(self._coded)[1]), chunk
         size = self._chunks[chunk].size
-        steps = draw.choice((self._gapulp, self._gapulp, self._split, self._dense, self._planes))
+        steps = draw.choice((self._gapulp, self._gapulp, self._dense, self._planes))
         return *steps(draw, size), chunk
 
     def run(self, case: tuple[int, bytes, int]) -> None:
@@ -88,11 +88,6 @@ class ChunkTarget:
         if draw.random() < 0.2:
             numbers[draw.randrange(8)] = draw.choice(EDGES)
         return struct.pack("<8I", *numbers) + frames[0] + signs + b"".join(frames[1:])
-
-    def _split(self, draw: random.Random, size: int) -> tuple[int, bytes]:
-        parts = [self._streams(draw, draw.choice((size, size // 8 + 1))) if draw.random() < 0.8 else b"" for _ in "ab"]
-        threshold = draw.choice((0, 1, 60, 110, 117, 120, 124, 255, 256, draw.randrange(256)))
-        return int(Method.SPLIT), struct.pack("<2I", threshold, self._near(draw, len(parts[0]))) + b"".join(parts)
 
     def _dense(self, draw: random.Random, size: int) -> tuple[int, bytes]:
         folded = bytearray(self._near(draw, size))

@@ -63,7 +63,7 @@ class _Payloads:
         self.root = self.old.state_root()
         self.files = []
         for number, density in enumerate((0.02, 0.2, 0.9)):
-            write_delta(self.path, self.old, changed_arena(self.old, seed=number, density=density), split=number == 0)
+            write_delta(self.path, self.old, changed_arena(self.old, seed=number, density=density))
             self.files.append(self.path.read_bytes())
         write_snapshot(self.path, self.old)
         self.files.append(self.path.read_bytes())

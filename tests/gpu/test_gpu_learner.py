@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from heterorl.common.model.logprobs import CHUNK_LOGITS, token_logprobs
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.backends.torch import TorchBackend
 from heterorl.learner.loss.config import GepoConfig
 from heterorl.learner.train.config import TorchBackendConfig
-from heterorl.learner.train.logprobs import CHUNK_LOGITS, token_logprobs
 from tests.support.training import SAMPLING, random_groups, tiny_model
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]

@@ -22,6 +22,7 @@ from heterorl.common.errors import InvalidRequest, StateMismatch, UnsignedManife
 from heterorl.common.identity.signing import load_signer, new_key, signed_by
 from heterorl.common.identity.trust import Trust
 from heterorl.common.process.clock import Bell, SystemClock
+from heterorl.common.process.patience import Patience
 from heterorl.common.pull.pull import Puller
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.policy import PayloadKind, SignedManifest
@@ -111,6 +112,7 @@ async def sampling(client, directory, keys, *, delay=NO_DELAY, layout=LAYOUT):
         clock=SystemClock(),
         bell=bell,
         rng=random.Random(0),
+        patience=Patience(clock=SystemClock(), rng=random.Random(0)),
     )
     logger = logging.getLogger("heterorl.sampler.policy.sync")
     logger.addHandler(heard)

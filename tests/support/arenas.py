@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from heterorl.common.weights.arena import Arena, IntArray, Layout, TensorSpec
+from heterorl.common.weights.steps import StepWriter, changes
 
 SPECS: tuple[TensorSpec, ...] = (
     TensorSpec(name="embed", dtype="bf16", shape=(31, 7)),
@@ -48,3 +49,11 @@ def changed_arena(arena: Arena, *, seed: int, density: float = 0.1) -> Arena:
         mask = generator.random(chunk.size) < density
         chunk[mask] = random_bits(generator, chunk)[mask]
     return other
+
+
+def encode_steps(old: IntArray | None, new: IntArray) -> tuple[bytes, int]:
+    """Code the elements where `old` and `new` differ, at least one; without `old`, `new` holds the steps."""
+    writer = StepWriter()
+    for block in changes(old, new):
+        writer.add(*block)
+    return writer.finish(), writer.num_changed

@@ -11,6 +11,7 @@ import torch
 from heterorl.common.generation.engine import Completion
 from heterorl.common.generation.hf import HfEngine
 from heterorl.common.model import tensors
+from heterorl.common.model.lora import ALL_WEIGHTS
 from heterorl.common.types.common import Float32Array, Int32Array, LogprobMode, SamplingSemantics
 from heterorl.common.weights.arena import Arena
 from heterorl.demo.tiny_model import build_tokenizer
@@ -49,11 +50,13 @@ def hf_engine(model_dir: Path, **changes: Any) -> HfEngine:
 
 def vllm_engine(model_dir: Path, weights_dir: Path, **changes: Any) -> Any:
     from heterorl.sampler.vllm.engine import VllmEngine
+    from heterorl.sampler.vllm.options import VllmOptions
 
     values = {"compute_dtype": "fp32", "batch_rows": 32, "kv_cache_bytes": 32 << 20, **changes.pop("engine", {})}
+    lora = values.pop("lora", ALL_WEIGHTS)
     return VllmEngine(
         model_dir=str(model_dir), published_dtype="fp32", sampling=semantics(**changes), eos_token_id=EOS,
-        weights_dir=weights_dir, **values,
+        weights_dir=weights_dir, options=VllmOptions(**values), lora=lora,
     )  # fmt: skip
 
 

@@ -35,9 +35,9 @@ from heterorl.learner.loss.config import (
 )
 from heterorl.learner.loss.objectives import LossTerms
 from heterorl.learner.loss.policy_loss import policy_loss
-from heterorl.learner.loss.registry import rule_of
+from heterorl.learner.loss.rule import rule_of
 from heterorl.learner.train.batch import Batch, build_batch
-from heterorl.learner.train.coupling import loss_inputs, plan, step_coefficients
+from heterorl.learner.train.coupling import couple, step_coefficients
 from heterorl.learner.train.micro_batch import collate
 from tests.support.training import group, rollout
 
@@ -118,25 +118,22 @@ def run_loss(
         batch = Batch(sequences=tuple(dataclasses.replace(one, advantage=value) for one, value in pairs))
     logprobs = [torch.tensor(row, dtype=torch.float64) for row in learner]
     if rule.needs_first_pass:
-        batch = plan(rule, batch, logprobs, max_new_tokens=max_tokens)
+        batch = couple(rule, batch, logprobs, max_new_tokens=max_tokens)
     value, terms = 0.0, []
     gradients = [torch.zeros(0)] * len(logprobs)
     for part in parts or [range(len(batch.sequences))]:
-        micro_batch = collate([batch.sequences[position] for position in part], batching="padded")
-        extra = max(0, width - micro_batch.mask_BT.shape[1])
-        micro_batch = dataclasses.replace(
-            micro_batch,
+        inputs = collate([batch.sequences[position] for position in part], batching="padded").loss_inputs
+        extra = max(0, width - inputs.mask_BT.shape[1])
+        inputs = dataclasses.replace(
+            inputs,
             **{
-                name: torch.nn.functional.pad(getattr(micro_batch, name), (0, extra))
-                for name in ("mask_BT", "sampler_logprobs_BT", "staleness_BT", "is_selected_BT")
+                name: torch.nn.functional.pad(getattr(inputs, name), (0, extra))
+                for name in ("mask_BT", "sampler_BT", "staleness_BT", "is_selected_BT")
             },
         )
-        learner_BT = torch.zeros_like(micro_batch.sampler_logprobs_BT).masked_scatter(
-            micro_batch.mask_BT, torch.cat([logprobs[position] for position in part])
-        )
-        learner_BT.requires_grad_()
-        coefficients_BT = step_coefficients(rule, micro_batch.mask_BT, batch, max_new_tokens=max_tokens)
-        one = policy_loss(rule, loss_inputs(micro_batch, learner_BT, coefficients_BT))
+        learner_BT = inputs.padded(torch.cat([logprobs[position] for position in part])).requires_grad_()
+        coefficients_BT = step_coefficients(rule, inputs.mask_BT, batch, max_new_tokens=max_tokens)
+        one = policy_loss(rule, inputs, learner_BT, coefficients_BT=coefficients_BT)
         total = one.contributions_B.sum()
         total.backward()
         assert learner_BT.grad is not None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from heterorl.common.types.common import LogprobMode, SamplingSemantics
+from heterorl.common.model.logprobs import logprobs_of, tempered
+from heterorl.common.types.common import SamplingSemantics
 
 
 def draw(logits_BV: Tensor, noise_BV: Tensor, sampling: SamplingSemantics) -> tuple[Tensor, Tensor]:
@@ -22,10 +23,10 @@ def draw(logits_BV: Tensor, noise_BV: Tensor, sampling: SamplingSemantics) -> tu
         (token ids int64 [B], log-probs float32 [B]).
     """
     logits = logits_BV.float()
-    scaled = logits / sampling.temperature
+    scaled = tempered(logits, sampling.temperature)
     tokens = (truncated(scaled, sampling) + noise_BV).argmax(1)
-    shown = scaled if sampling.logprob_mode is LogprobMode.PROCESSED else logits
-    logprobs = shown.gather(1, tokens[:, None])[:, 0] - torch.logsumexp(shown, 1)
+    shown = scaled if sampling.logprob_temperature == sampling.temperature else logits
+    logprobs = logprobs_of(shown, tokens)
     # Rounding may leave a certain token at +1e-8; a log-prob is never positive.
     return tokens, logprobs.clamp(max=0.0)
 

@@ -19,8 +19,9 @@ from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach, base_digest
 from heterorl.common.model.canary import ScoredText
 from heterorl.common.model.directory import first_line
+from heterorl.common.model.logprobs import logprobs_of, tempered
 from heterorl.common.model.lora import ALL_WEIGHTS, LoraConfig
-from heterorl.common.types.common import Digest, Float32Array, Int32Array, LogprobMode, SamplingSemantics
+from heterorl.common.types.common import Digest, Float32Array, Int32Array, SamplingSemantics
 from heterorl.common.types.rollout import FinishReason
 from heterorl.common.weights.arena import Arena, Dtype, Layout
 
@@ -101,14 +102,12 @@ class HfEngine:
     @torch.inference_mode()
     def score(self, texts: Sequence[ScoredText]) -> list[Float32Array]:
         """Score one text after another: few and short."""
-        is_raw = self._sampling.logprob_mode is LogprobMode.RAW
-        temperature = 1.0 if is_raw else self._sampling.temperature
         scores = []
         for text in texts:
             ids = torch.from_numpy(np.concatenate([text.prompt, text.completion]).astype(np.int64)).to(self._device)
             logits = self.model(input_ids=ids[None], use_cache=False).logits[0, text.prompt.size - 1 : -1].float()
-            targets = ids[text.prompt.size :, None]
-            logprobs = (logits / temperature).log_softmax(-1).gather(1, targets)[:, 0]
+            shown = tempered(logits, self._sampling.logprob_temperature)
+            logprobs = logprobs_of(shown, ids[text.prompt.size :])
             scores.append(logprobs.cpu().numpy().astype(np.float32))
         return scores
 

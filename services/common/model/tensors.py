@@ -14,7 +14,6 @@ TORCH_DTYPE: dict[Dtype, torch.dtype] = {
     "fp16": torch.float16,
     "fp32": torch.float32,
     "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
 }
 """int8 is missing: what it stands for depends on scales that belong to the quantiser."""
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32}

@@ -39,6 +39,24 @@ class SamplingSemantics:
     max_new_tokens: int
     logprob_mode: LogprobMode
 
+    @property
+    def logprob_temperature(self) -> float:
+        """What logits are divided by before their log-softmax gives the log-probs that are stated.
+
+        Raises:
+            ValueError: draws at this temperature have no log-probs.
+        """
+        if self.logprob_mode is LogprobMode.RAW:
+            return 1.0
+        if not self.temperature > 0.0:
+            raise ValueError(f"temperature {self.temperature} has no log-probs: it must be positive")
+        return self.temperature
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether top_p or top_k keeps tokens from being drawn, which no log-prob shows."""
+        return self.top_p < 1.0 or self.top_k > 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSettings:

@@ -24,6 +24,10 @@ def stated_version(version: int | None) -> int:
     return NO_VERSION if version is None else version
 
 
+NO_VERSION = -1
+"""The number of a version where there is none: before the first one, or with nothing held. Versions count from 0."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseGrant:
     """The learner's lease: every effect names its `epoch`; only the newest epoch has effects."""

@@ -2,7 +2,7 @@
 
     0  SAME      nothing: no element changed.
     1  GAPULP    changed elements by position and integer step; written out in heterorl.common.weights.steps.
-    2  SPLIT     the same with small weights apart, from heterorl.common.weights.split; only where it is asked for.
+    2            unused; refused as unknown.
     3  DENSE8    the steps of all elements, one byte each; written out in heterorl.common.weights.dense.
     4  PLANES    the elements by significance of their bytes; there too.
     5  RAW       little-endian integers.
@@ -26,7 +26,6 @@ import numpy as np
 from heterorl.common.errors import MalformedPayload
 from heterorl.common.weights.arena import IntArray
 from heterorl.common.weights.dense import apply_dense, apply_planes, encode_dense, encode_planes
-from heterorl.common.weights.split import apply_split, encode_split
 from heterorl.common.weights.step_reader import StepReader
 from heterorl.common.weights.steps import MAX_WIDE_SHARE, StepWriter, changes, count_changes
 
@@ -36,7 +35,6 @@ class Method(enum.IntEnum):
 
     SAME = 0
     GAPULP = 1
-    SPLIT = 2
     DENSE8 = 3
     PLANES = 4
     RAW = 5
@@ -50,17 +48,13 @@ DENSE_SHARE = 0.6
 """Share of changed elements above which steps are not coded by position."""
 
 
-def encode_chunk(old: IntArray | None, new: IntArray, *, split: bool = False) -> tuple[Method, bytes, int]:
+def encode_chunk(old: IntArray | None, new: IntArray) -> tuple[Method, bytes, int]:
     """Code a chunk against the state before (None: no such state); returns (method, bytes, elements changed).
 
-    The bytes are never more than those of the chunk itself. With `split`, sparse changes are coded by SPLIT.
+    The bytes are never more than those of the chunk itself.
     """
     if old is None:
         return *_whole(new), new.size
-    if split:
-        parts = encode_split(old, new)
-        if parts is not None and len(parts[0]) <= new.nbytes // 2:
-            return Method.SPLIT, *parts
     best, num_changed = _steps(old, new)
     # Planes of weights save about a third; steps that save a half need no rival.
     if best is not None and len(best[1]) <= new.nbytes // 2:
@@ -100,8 +94,6 @@ def apply_chunk(method: int, data: memoryview, chunk: IntArray) -> None:
         for index, step in StepReader(data, num_elements=chunk.size, dtype=chunk.dtype).blocks():
             # Positions ascend strictly, so plain addition (which wraps) touches each element once.
             chunk[index] += step
-    elif method == Method.SPLIT:
-        apply_split(data, chunk)
     elif method == Method.DENSE8:
         apply_dense(data, chunk)
     elif method == Method.PLANES:

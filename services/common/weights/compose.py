@@ -5,9 +5,7 @@ Of each chunk, what a sequence of payloads does is one of two things: add steps,
     add a, then add b   =  add a + b        set a, then add b  =  set a + b
     add a, then set b   =  set b            set a, then set b  =  set b
 
-so a chunk that some delta stores whole stays whole, with the values after the last one, and no base is needed. The one
-exception is SPLIT, whose bytes mean something only beside the state that they start from: it needs that state, unless
-the chunk was stored whole before it.
+so a chunk that some delta stores whole stays whole, with the values after the last one, and no base is needed.
 The sum in the element's width is associative and the encoder sees nothing but it: composing in any bracketing gives
 the same bytes. Steps that cancel vanish; a chunk that nobody changed stays SAME. A snapshot may come first and gives a
 snapshot. Chunks are taken one after another: memory is one chunk, its coded form and the temporaries of the codec,
@@ -25,11 +23,10 @@ from typing import BinaryIO
 
 from heterorl.common.errors import StateMismatch
 from heterorl.common.types.common import Digest
-from heterorl.common.weights.arena import Arena, Chunk, IntArray, zeros
+from heterorl.common.weights.arena import Chunk, zeros
 from heterorl.common.weights.codec import WHOLE_METHODS, Method, apply_chunk, encode_composed
 from heterorl.common.weights.container import (
     Header,
-    Record,
     read_chunk,
     read_header,
     write_chunks,
@@ -58,7 +55,6 @@ def compose(
     *,
     layout_id: str,
     chunks: Sequence[Chunk],
-    base: Arena | None = None,
     on_chunk: Callable[[], None] = lambda: None,
 ) -> ComposedPayload:
     """Write one payload that does what `paths` do one after another; durable when it returns.
@@ -68,13 +64,11 @@ def compose(
         target: the file to write.
         layout_id: layout of all of them.
         chunks: its chunks.
-        base: the state that the first payload starts from; needed for payloads with SPLIT chunks, else ignored.
         on_chunk: called before each chunk; what it raises ends the work and leaves no file.
 
     Raises:
         ValueError: no payloads, or too many.
-        StateMismatch: a payload does not follow the one before or has another layout, `base` is not where the first
-            starts, or a chunk is coded by SPLIT and there is no base.
+        StateMismatch: a payload does not follow the one before or has another layout.
         MalformedPayload: a payload breaks the format.
         LimitExceeded: a stated size is impossible for the chunks.
     """
@@ -86,17 +80,13 @@ def compose(
         for before, after in itertools.pairwise(headers):
             if after.from_root != before.to_root:
                 raise StateMismatch(f"a payload starts from {after.from_root[:12]}, not from {before.to_root[:12]}")
-        if base is not None and not headers[0].is_snapshot and base.state_root() != headers[0].from_root:
-            raise StateMismatch(
-                f"the base is not the state {headers[0].from_root[:12]} that the first payload starts from"
-            )
         num_changed = 0
 
         def coded() -> Iterator[tuple[int, bytes]]:
             nonlocal num_changed
             for number, chunk in enumerate(chunks):
                 on_chunk()
-                method, data, changed = _compose_chunk(files, headers, number, chunk, base=base)
+                method, data, changed = _compose_chunk(files, headers, number, chunk)
                 num_changed += changed
                 yield method, data
 
@@ -123,29 +113,13 @@ def compose(
 
 
 def _compose_chunk(
-    files: Sequence[BinaryIO], headers: Sequence[Header], number: int, chunk: Chunk, *, base: Arena | None
+    files: Sequence[BinaryIO], headers: Sequence[Header], number: int, chunk: Chunk
 ) -> tuple[Method, bytes, int]:
     records = [header.records[number] for header in headers]
-    before = _state_for_split(records, number, base)
-    values = zeros(chunk) if before is None else before.copy()
+    values = zeros(chunk)
     is_whole = False
     for file, record in zip(files, records, strict=True):
         data = read_chunk(file, record, number=number)
         apply_chunk(record.method, memoryview(data), values)
         is_whole = is_whole or record.method in WHOLE_METHODS
-    if before is not None and not is_whole:
-        values -= before
     return encode_composed(values, is_whole=is_whole)
-
-
-def _state_for_split(records: Sequence[Record], number: int, base: Arena | None) -> IntArray | None:
-    """The chunk's state before, when a SPLIT record has to see it; None when nothing has.
-
-    Once a chunk was stored whole, what is accumulated is the state itself.
-    """
-    before_whole = itertools.takewhile(lambda record: record.method not in WHOLE_METHODS, records)
-    if all(record.method != Method.SPLIT for record in before_whole):
-        return None
-    if base is None:
-        raise StateMismatch(f"chunk {number} is coded by SPLIT, which cannot be composed without the state before it")
-    return base.chunk(number)

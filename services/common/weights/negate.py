@@ -4,7 +4,6 @@
     GAPULP DENSE8        the steps, each negated in the element's width (its smallest value is its own negation), and
     STEP_RAW             coded again by their own density: what is one byte as -128 is none as 128
     PLANES RAW           hold the state after, of which nothing but the state before itself makes the way back: refused
-    SPLIT                means something only beside the state before: refused
 
 With a and b deltas one after another, negate(compose(a, b)) = compose(negate(b), negate(a)), byte for byte, and both
 are the bytes of the direct delta wherever that is coded as steps.
@@ -40,7 +39,7 @@ def negate_chunk(method: int, data: bytes, chunk: Chunk) -> tuple[Method, bytes,
         NotReversible: the chunk holds no steps, or such as need the state before.
         MalformedPayload, LimitExceeded: as `apply_chunk`.
     """
-    if method in WHOLE_METHODS or method == Method.SPLIT:
+    if method in WHOLE_METHODS:
         raise NotReversible(f"a {Method(method).name} chunk does not say what was there before")
     steps = zeros(chunk)
     apply_chunk(method, memoryview(data), steps)

@@ -56,18 +56,16 @@ class PayloadInfo:
 
 def write_snapshot(path: Path, arena: Arena, *, threads: int = 1) -> PayloadInfo:
     """Write a payload that rebuilds `arena` from nothing; durable when it returns."""
-    return _write(path, None, arena, split=False, threads=threads)
+    return _write(path, None, arena, threads=threads)
 
 
-def write_delta(path: Path, old: Arena, new: Arena, *, split: bool = False, threads: int = 1) -> PayloadInfo:
+def write_delta(path: Path, old: Arena, new: Arena, *, threads: int = 1) -> PayloadInfo:
     """Write a payload that leads from `old` to `new`; durable when it returns.
 
     Args:
         path: the file; its bytes do not depend on the number of threads.
         old: the state before.
         new: the state after, of the same layout.
-        split: code small weights apart, for a link where bytes are dear: a fifth fewer of them for more work on both
-            sides, and no merging without the weights.
         threads: chunks coded at once, each with at most 20 MB beside the arenas.
 
     Raises:
@@ -75,7 +73,7 @@ def write_delta(path: Path, old: Arena, new: Arena, *, split: bool = False, thre
     """
     if old.layout.layout_id != new.layout.layout_id:
         raise ValueError("a delta cannot change the layout; write a snapshot")
-    return _write(path, old, new, split=split, threads=threads)
+    return _write(path, old, new, threads=threads)
 
 
 def apply_payload(path: Path, staging: Arena, *, expected_from_root: str | None, threads: int = 1) -> None:
@@ -144,13 +142,13 @@ class PayloadChunks:
             return record.method, read_chunk(file, record, number=number)
 
 
-def _write(path: Path, old: Arena | None, new: Arena, *, split: bool, threads: int) -> PayloadInfo:
+def _write(path: Path, old: Arena | None, new: Arena, *, threads: int) -> PayloadInfo:
     digests: list[bytes] = []
     num_changed = 0
 
     def encode(number: int) -> tuple[int, bytes, int, bytes]:
         before = None if old is None else old.chunk(number)
-        return *encode_chunk(before, new.chunk(number), split=split), new.digest_chunk(number)
+        return *encode_chunk(before, new.chunk(number)), new.digest_chunk(number)
 
     def coded() -> Iterator[tuple[int, bytes]]:
         nonlocal num_changed

@@ -132,14 +132,6 @@ class StepWriter:
             self.num_wide += self._wide[-1].size
 
 
-def encode_steps(old: IntArray | None, new: IntArray) -> tuple[bytes, int]:
-    """Code the elements where `old` and `new` differ, at least one; without `old`, `new` holds the steps."""
-    writer = StepWriter()
-    for block in changes(old, new):
-        writer.add(*block)
-    return writer.finish(), writer.num_changed
-
-
 def to_planes(values: UnsignedArray) -> bytes:
     """All lowest bytes, then all second lowest, ..."""
     little = values.astype(values.dtype.newbyteorder("<"), copy=False)

@@ -25,18 +25,15 @@ from heterorl.common.types.rollout import QueuedGroup
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.learner.backends.state import read_state, write_state
 from heterorl.learner.loss.config import LossConfig
-from heterorl.learner.loss.registry import caveats, rule_of
+from heterorl.learner.loss.rule import caveats, rule_of
 from heterorl.learner.train.batch import build_batch
 from heterorl.learner.train.config import TorchBackendConfig
-from heterorl.learner.train.extras import join, step_extras, step_size_factor
 from heterorl.learner.train.kernels import apply_liger, compile_forward
-from heterorl.learner.train.logprobs import logit_temperature
 from heterorl.learner.train.model import check_forward, load_model
 from heterorl.learner.train.stand_in import Rounding
-from heterorl.learner.train.statistics import build_report
-from heterorl.learner.train.step import accumulate_gradients, apply_gradients, learning_rate
+from heterorl.learner.train.step import accumulate_gradients, apply_gradients, end_step
 
-logger = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 
 
 class TorchBackend:
@@ -73,10 +70,10 @@ class TorchBackend:
         self._loss = loss
         self._rule = rule_of(loss)
         for note in caveats(self._rule):
-            logger.warning("%s", note)
+            _LOG.warning("%s", note)
         self._sampling = sampling
         self._clock = clock or SystemClock()
-        self._temperature = logit_temperature(sampling)
+        self._temperature = sampling.logprob_temperature
         self._layout = tensors.layout_of(self._model, config.published_dtype)
         self._rounding: Rounding | None = None
         if config.forward_weights == "published":
@@ -87,7 +84,7 @@ class TorchBackend:
 
     @property
     def last_extras(self) -> dict[str, float]:
-        """Numbers of the newest step beyond its report, see `extras.step_extras`; with the step size taken, lr."""
+        """Numbers of the newest step beyond its report, see `report.step_extras`; with the step size taken, lr."""
         return self._last_extras
 
     @property
@@ -118,28 +115,18 @@ class TorchBackend:
                 batching=self._config.batching,
                 autocast_dtype=torch.bfloat16 if self._config.compute_dtype == "bf16" else None,
             )
-        sequences = join([sample.sequences for sample in samples])
-        lr = learning_rate(
-            lr=self._config.lr, warmup_steps=self._config.warmup_steps, applied_steps=self._applied_steps
-        ) * step_size_factor(self._rule, sequences)
-        is_applied, grad_norm = apply_gradients(
-            self._model.parameters(),
-            self._optimizer,
-            loss=sum(sample.loss for sample in samples),
-            lr=lr,
-            grad_clip=self._config.grad_clip,
-        )
-        self._applied_steps += is_applied
-        self._last_extras = step_extras(sequences) | {"lr": lr}
-        return build_report(
+        end = end_step(
             samples,
-            groups,
-            step=step,
-            head_version=head_version,
-            grad_norm=grad_norm,
-            step_s=self._clock.monotonic() - started,
-            is_applied=is_applied,
+            rule=self._rule,
+            lr=self._config.lr,
+            warmup_steps=self._config.warmup_steps,
+            applied_steps=self._applied_steps,
+            update=self._update,
         )
+        self._applied_steps += end.is_applied
+        self._last_extras = end.extras
+        step_s = self._clock.monotonic() - started
+        return end.report(groups, step=step, head_version=head_version, step_s=step_s)
 
     def store(self, arena: Arena, *, published: Arena | None = None) -> None:
         """Round the masters to the published type and write their bits; see TrainBackend."""
@@ -173,6 +160,11 @@ class TorchBackend:
         optimizer = self._new_optimizer()
         self._applied_steps = read_state(directory, self._model, optimizer)
         self._optimizer = optimizer
+
+    def _update(self, loss: float, lr: float) -> tuple[bool, float]:
+        return apply_gradients(
+            self._model.parameters(), self._optimizer, loss=loss, lr=lr, grad_clip=self._config.grad_clip
+        )
 
     def _new_optimizer(self) -> torch.optim.AdamW:
         return torch.optim.AdamW(

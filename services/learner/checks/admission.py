@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from heterorl.common.types.rollout import Group
+from heterorl.learner.checks.judge import SOUND, Finding
 
 MAX_REWARD = 1e6
 """Largest |reward| that is trained on."""
@@ -23,29 +24,30 @@ class Limits:
     has_unit_rewards: bool = False
 
 
-def judge(group: Group, limits: Limits) -> str:
-    """Why the group can never be trained on; empty when it can.
+def judge(group: Group, limits: Limits) -> Finding:
+    """Why the group can never be trained on, if so.
 
     A group without any advantage is fine: it takes part in a step and pulls nothing.
     """
     if len(group.rollouts) != limits.group_size:
-        return f"{len(group.rollouts)} rollouts, the group size is {limits.group_size}"
+        return Finding(detail=f"{len(group.rollouts)} rollouts, the group size is {limits.group_size}")
     if group.prompt_token_ids.size == 0:
-        return "the prompt has no token"
+        return Finding(detail="the prompt has no token")
     absurd = [rollout.reward for rollout in group.rollouts if not abs(rollout.reward) <= MAX_REWARD]
     if absurd:
-        return f"a reward of {absurd[0]:g}; beyond {MAX_REWARD:g} an average of rewards overflows or says nothing"
+        detail = f"a reward of {absurd[0]:g}; beyond {MAX_REWARD:g} an average of rewards overflows or says nothing"
+        return Finding(detail=detail)
     if limits.has_unit_rewards and not all(0 <= rollout.reward <= 1 for rollout in group.rollouts):
-        return "a reward outside [0, 1], which loss.advantage = beta is not defined for"
+        return Finding(detail="a reward outside [0, 1], which loss.advantage = beta is not defined for")
     longest = max(rollout.token_ids.size for rollout in group.rollouts)
     if longest == 0:
-        return "no rollout has a token"
+        return Finding(detail="no rollout has a token")
     if any(rollout.sampler_logprobs.size != rollout.token_ids.size for rollout in group.rollouts):
-        return "a rollout has not one log-prob per token"
+        return Finding(detail="a rollout has not one log-prob per token")
     total = group.prompt_token_ids.size + longest
     if limits.max_sequence_tokens and total > limits.max_sequence_tokens:
-        return f"a sequence of {total} tokens; max_sequence_tokens is {limits.max_sequence_tokens}"
+        return Finding(detail=f"a sequence of {total} tokens; max_sequence_tokens is {limits.max_sequence_tokens}")
     ids = [group.prompt_token_ids, *(rollout.token_ids for rollout in group.rollouts)]
     if any(part.size and (part.min() < 0 or part.max() >= limits.vocab_size) for part in ids):
-        return f"a token is outside the vocabulary of {limits.vocab_size}"
-    return ""
+        return Finding(detail=f"a token is outside the vocabulary of {limits.vocab_size}")
+    return SOUND

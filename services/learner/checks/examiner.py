@@ -34,7 +34,7 @@ from heterorl.learner.checks.judge import (
     judge_margins,
 )
 from heterorl.learner.checks.replay import Replayer
-from heterorl.learner.checks.rewards import reward_problem
+from heterorl.learner.checks.rewards import judge_rewards
 from heterorl.learner.checks.versions import RecentVersions
 
 _LOG = logging.getLogger(__name__)
@@ -74,8 +74,8 @@ class Examiner:
         group, config = queued.group, self.yardstick.config
         if config.recompute_rewards:
             try:
-                problem = await in_thread(
-                    reward_problem,
+                finding = await in_thread(
+                    judge_rewards,
                     group,
                     task=self.yardstick.task,
                     prompter=self.yardstick.prompter,
@@ -84,11 +84,11 @@ class Examiner:
             except RewardError as error:
                 _count(group, "reward", "skipped")
                 self.failures.failed(error)
-                return Finding(problem=f"its rewards could not be computed: {error}")
+                return Finding(detail=f"its rewards could not be computed: {error}")
             self.failures.passed()
-            _count(group, "reward", "failed" if problem else "passed")
-            if problem:
-                return Finding(reason=DropReason.REWARD_MISMATCH, detail=problem)
+            _count(group, "reward", "passed" if finding.is_sound else "failed")
+            if not finding.is_sound:
+                return finding
         if config.require_seeded and not group.is_seeded:
             _count(group, "sampling", "failed")
             return Finding(reason=DropReason.SAMPLING_MISMATCH, detail="its site does not use seeded_sampling")
@@ -96,7 +96,7 @@ class Examiner:
         if share == 0 or self.rng.random() >= share:
             return SOUND
         finding = await self._replay(queued)
-        if finding is SOUND:
+        if finding.is_sound:
             self.passed[group.id.site] += 1
         return finding
 
@@ -116,24 +116,24 @@ class Examiner:
             # Each costs a pull and a pass: a site that names hundreds would stop the checks of all others.
             _count(group, "logprob", "skipped")
             return Finding(
-                problem=f"it names {len(versions)} versions; verification.max_versions is {config.max_versions}"
+                detail=f"it names {len(versions)} versions; verification.max_versions is {config.max_versions}"
             )
         for version in versions:
             try:
                 arena = await self.versions.get(version, queued.flavour)
             except (UnknownVersion, UnknownPayload, CorruptData, UntrustedVersion) as error:
                 _count(group, "logprob", "skipped")
-                return Finding(problem=f"version {version} cannot be had to check it: {error}")
+                return Finding(detail=f"version {version} cannot be had to check it: {error}")
             await in_thread(self.yardstick.replayer.load, arena, version, queued.flavour)
             found = await in_thread(self.yardstick.replayer.replay, group, key=key)
             replays = found if not replays else _spliced(group, version, into=replays, other=found)
-        problem = judge_logprobs([rollout.sampler_logprobs for rollout in group.rollouts], replays, config)
-        _count(group, "logprob", "failed" if problem else "passed")
-        if problem:
-            return Finding(reason=DropReason.LOGPROB_MISMATCH, detail=problem)
-        problem = judge_margins(replays, config)
-        _count(group, "sampling", "failed" if problem else "skipped" if key is None else "passed")
-        return Finding(reason=DropReason.SAMPLING_MISMATCH, detail=problem) if problem else SOUND
+        finding = judge_logprobs([rollout.sampler_logprobs for rollout in group.rollouts], replays, config)
+        _count(group, "logprob", "passed" if finding.is_sound else "failed")
+        if not finding.is_sound:
+            return finding
+        finding = judge_margins(replays, config)
+        _count(group, "sampling", "failed" if not finding.is_sound else "skipped" if key is None else "passed")
+        return finding
 
 
 def _spliced(group: Group, version: int, *, into: list[Replay], other: list[Replay]) -> list[Replay]:

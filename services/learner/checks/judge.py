@@ -54,6 +54,28 @@ class VerificationConfig(Config):
     """Where the checks are computed."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What any check says of a group: `reason` when it failed, so that it is rejected and held against its site;
+    `detail` alone when it cannot be trained on or could not be checked, so that it is abandoned; neither when it is
+    sound.
+
+    Example: Finding(reason=DropReason.REWARD_MISMATCH, detail="rollouts[3].reward: 1, computed 0")
+    """
+
+    reason: DropReason | None = None
+    detail: str = ""
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing was found."""
+        return self.reason is None and not self.detail
+
+
+SOUND = Finding()
+"""Nothing was found."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Replay:
     """A rollout computed again: log-probs [T], and where it was drawn by name, margins [T] of the repeated draw."""
@@ -75,49 +97,41 @@ def logprob_difference(stated: Float32Array, replayed: Float32Array) -> float:
     return difference if np.isfinite(difference) else float("inf")
 
 
-def judge_logprobs(stated: Sequence[Float32Array], replays: Sequence[Replay], config: VerificationConfig) -> str:
-    """What is wrong with the stated log-probs of a group; empty when nothing is."""
+def judge_logprobs(stated: Sequence[Float32Array], replays: Sequence[Replay], config: VerificationConfig) -> Finding:
+    """What is wrong with the stated log-probs of a group."""
     for number, (mine, replay) in enumerate(zip(stated, replays, strict=True)):
         difference = logprob_difference(mine, replay.logprobs)
         if difference > config.logprob_tolerance:
-            return f"rollouts[{number}]: log-probs are {difference:.3g} nats off, allowed {config.logprob_tolerance:g}"
+            detail = (
+                f"rollouts[{number}]: log-probs are {difference:.3g} nats off, allowed {config.logprob_tolerance:g}"
+            )
+            return Finding(reason=DropReason.LOGPROB_MISMATCH, detail=detail)
     difference = logprob_difference(np.concatenate(stated), np.concatenate([replay.logprobs for replay in replays]))
     if difference > config.group_logprob_tolerance:
-        return f"rollouts: log-probs are {difference:.3g} nats off, allowed {config.group_logprob_tolerance:g}"
-    return ""
+        detail = f"rollouts: log-probs are {difference:.3g} nats off, allowed {config.group_logprob_tolerance:g}"
+        return Finding(reason=DropReason.LOGPROB_MISMATCH, detail=detail)
+    return SOUND
 
 
-def judge_margins(replays: Sequence[Replay], config: VerificationConfig) -> str:
-    """What is wrong with the draws of a group; empty when nothing is, or none can be repeated."""
+def judge_margins(replays: Sequence[Replay], config: VerificationConfig) -> Finding:
+    """What is wrong with the draws of a group; nothing where none can be repeated."""
     for number, replay in enumerate(replays):
         if replay.margins is None:
             continue
         share = float((replay.margins <= config.margin_tolerance).mean())
         if not share >= config.margin_share:
             worst = float(replay.margins.max())
-            return f"rollouts[{number}]: {1 - share:.1%} of the tokens are not what the seed draws, margin {worst:.3g}"
-    return ""
+            detail = (
+                f"rollouts[{number}]: {1 - share:.1%} of the tokens are not what the seed draws, margin {worst:.3g}"
+            )
+            return Finding(reason=DropReason.SAMPLING_MISMATCH, detail=detail)
+    return SOUND
 
 
-def judge_log_ratios(ratios: Sequence[float], config: VerificationConfig) -> str:
-    """What is wrong with a group's sequence log-ratios under the weights being trained; empty when nothing is."""
+def judge_log_ratios(ratios: Sequence[float], config: VerificationConfig) -> Finding:
+    """What is wrong with a group's sequence log-ratios under the weights being trained."""
     for number, ratio in enumerate(ratios):
         if not abs(ratio) <= config.max_log_ratio:
-            return f"rollouts[{number}]: mean log-ratio {ratio:.3g} nats, allowed {config.max_log_ratio:g}"
-    return ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """What the checks of a group found: `reason` when it failed one, else a `problem` that kept it from being checked.
-
-    Example: Finding(reason=DropReason.REWARD_MISMATCH, detail="rollouts[3].reward: 1, computed 0")
-    """
-
-    reason: DropReason | None = None
-    detail: str = ""
-    problem: str = ""
-
-
-SOUND = Finding()
-"""Nothing was found."""
+            detail = f"rollouts[{number}]: mean log-ratio {ratio:.3g} nats, allowed {config.max_log_ratio:g}"
+            return Finding(reason=DropReason.LOGPROB_MISMATCH, detail=detail)
+    return SOUND

@@ -18,14 +18,14 @@ from torch import nn
 from heterorl.common.generation.seeded import gumbel_noise
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach
+from heterorl.common.model.logprobs import CHUNK_LOGITS, logprobs_of, project, tempered
 from heterorl.common.types.common import LoraSettings, SamplingSemantics
 from heterorl.common.types.rollout import Group
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.checks.judge import Replay
 from heterorl.learner.train.batch import TrainingSequence
-from heterorl.learner.train.logprobs import CHUNK_LOGITS, logit_temperature
-from heterorl.learner.train.micro_batch import collate
-from heterorl.learner.train.model import learner_logprobs, load_model
+from heterorl.learner.train.micro_batch import MicroBatch, collate
+from heterorl.learner.train.model import hidden_states, learner_logprobs, load_model, output_embedding
 from heterorl.learner.train.stand_in import arena_weights
 
 MAX_PASS_TOKENS = 32_768
@@ -52,7 +52,7 @@ class Replayer:
     @property
     def can_repeat_draws(self) -> bool:
         """Whether draws are of all tokens, so that the Gumbel-max trick decides them alone."""
-        return self._sampling.top_p == 1.0 and not self._sampling.top_k
+        return not self._sampling.is_truncated
 
     def load(self, arena: Arena, version: int, flavour: str = "") -> None:
         """Take a version's weights, or what a flavour of it stands for; nothing where they are loaded already."""
@@ -74,22 +74,16 @@ class Replayer:
         return result
 
     def _pass(self, group: Group, part: Sequence[int], *, key: int | None) -> list[Replay]:
-        batch = collate([_sequence(group, number) for number in part], batching="padded").to(self._device)
-        hidden_RSH = self._model.base_model(
-            input_ids=batch.input_ids_RS, position_ids=batch.position_ids_RS, use_cache=False
-        ).last_hidden_state
-        hidden_NH = hidden_RSH.flatten(0, 1).index_select(0, batch.sources_N)
-        weight_VH = self._model.get_output_embeddings().weight
+        batch = _collated(group, part).to(self._device)
+        hidden_NH = hidden_states(self._model, batch.input_ids_RS, batch.position_ids_RS, batch.sources_N)
+        weight_VH = output_embedding(self._model)
         places = [(number, position) for number in part for position in range(group.rollouts[number].token_ids.size)]
-        shown = logit_temperature(self._sampling)
         logprobs_N, margins_N = [], []
         step = max(1, CHUNK_LOGITS // weight_VH.shape[0])
         for start in range(0, len(places), step):
             chunk = slice(start, start + step)
-            logits_CV = (hidden_NH[chunk] @ weight_VH.T).float()
-            targets_C1 = batch.targets_N[chunk, None]
-            scaled_CV = logits_CV / shown
-            logprobs_N.append((scaled_CV.gather(1, targets_C1)[:, 0] - scaled_CV.logsumexp(1)).cpu())
+            logits_CV, targets_C = project(hidden_NH[chunk], weight_VH), batch.targets_N[chunk]
+            logprobs_N.append(logprobs_of(tempered(logits_CV, self._sampling.logprob_temperature), targets_C).cpu())
             if key is not None:
                 noise = np.stack(
                     [
@@ -97,8 +91,8 @@ class Replayer:
                         for number, position in places[chunk]
                     ]
                 )
-                drawn_CV = logits_CV / self._sampling.temperature + torch.from_numpy(noise).to(self._device)
-                margins_N.append((drawn_CV.max(1).values - drawn_CV.gather(1, targets_C1)[:, 0]).cpu())
+                drawn_CV = tempered(logits_CV, self._sampling.temperature) + torch.from_numpy(noise).to(self._device)
+                margins_N.append((drawn_CV.max(1).values - drawn_CV.gather(1, targets_C[:, None])[:, 0]).cpu())
         logprobs = torch.cat(logprobs_N).numpy()
         margins = torch.cat(margins_N).numpy() if key is not None else None
         ends = np.cumsum([group.rollouts[number].token_ids.size for number in part])[:-1]
@@ -127,14 +121,12 @@ def log_ratios(model: nn.Module, groups: Sequence[Group], *, weights: Arena, tem
 def _group_log_ratios(model: nn.Module, group: Group, *, device: torch.device, temperature: float) -> list[float]:
     ratios: list[float] = []
     for part in _parts(group):
-        sequences = [_sequence(group, number) for number in part]
-        logprobs_N, _ = learner_logprobs(
-            model, collate(sequences, batching="padded").to(device), temperature=temperature
-        )
-        pieces = logprobs_N.double().cpu().split([sequence.token_ids.size for sequence in sequences])
+        rollouts = [group.rollouts[number] for number in part]
+        logprobs_N, _ = learner_logprobs(model, _collated(group, part).to(device), temperature=temperature)
+        pieces = logprobs_N.double().cpu().split([rollout.token_ids.size for rollout in rollouts])
         ratios += [
-            float(piece.mean()) - float(sequence.sampler_logprobs.mean(dtype=np.float64))
-            for piece, sequence in zip(pieces, sequences, strict=True)
+            float(piece.mean()) - float(rollout.sampler_logprobs.mean(dtype=np.float64))
+            for piece, rollout in zip(pieces, rollouts, strict=True)
         ]
     return ratios
 
@@ -147,12 +139,7 @@ def _parts(group: Group) -> list[list[int]]:
     return [numbers[start : start + rows] for start in range(0, len(numbers), rows)]
 
 
-def _sequence(group: Group, number: int) -> TrainingSequence:
-    rollout = group.rollouts[number]
-    return TrainingSequence(
-        prompt_token_ids=group.prompt_token_ids,
-        token_ids=rollout.token_ids,
-        sampler_logprobs=rollout.sampler_logprobs,
-        advantage=0.0,
-        log_denominator=0.0,
-    )
+def _collated(group: Group, part: Sequence[int]) -> MicroBatch:
+    rollouts = [group.rollouts[number] for number in part]
+    sequences = [TrainingSequence.scored(group.prompt_token_ids, rollout.token_ids) for rollout in rollouts]
+    return collate(sequences, batching="padded")

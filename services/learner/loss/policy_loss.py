@@ -7,7 +7,7 @@ Suffixes: B sequences, T completion tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -27,20 +27,18 @@ from heterorl.learner.loss.rule import Rule
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossInputs:
-    """Tensors of one micro-batch; all but the learner's log-probs are constants.
+    """What the loss knows of one micro-batch before any pass: constants, float64 but for the two masks.
 
-    Example: LossInputs(learner_BT=log_p, sampler_BT=log_q, mask_BT=mask, advantages_B=a, centred_rewards_B=r,
-    log_denominators_B=d, log_expectations_B=e, couplings_B=zeros, staleness_BT=zeros, is_selected_BT=mask,
-    coefficients_BT=c)
+    Example: LossInputs(sampler_BT=log_q, mask_BT=mask, advantages_B=a, centred_rewards_B=r, log_denominators_B=d,
+    log_expectations_B=e, couplings_B=zeros, staleness_BT=zeros, is_selected_BT=mask)
     """
 
-    learner_BT: torch.Tensor
-    """log p under the current policy."""
     sampler_BT: torch.Tensor
-    """log q under the policy that sampled."""
+    """log q under the policy that sampled, nats."""
     mask_BT: torch.Tensor
     """bool, True at completion tokens."""
     advantages_B: torch.Tensor
+    """A of each rollout, in the unit of the rule's advantage."""
     centred_rewards_B: torch.Tensor
     """Reward minus the group's mean, for what is measured; no loss reads it."""
     log_denominators_B: torch.Tensor
@@ -53,20 +51,30 @@ class LossInputs:
     """Versions between each token's sampler and the learner."""
     is_selected_BT: torch.Tensor
     """bool, True at tokens that the step's selection keeps."""
-    coefficients_BT: torch.Tensor
-    """From `losses.token_coefficients`."""
+
+    def to(self, device: torch.device) -> LossInputs:
+        """The same tensors on `device`."""
+        return LossInputs(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+
+    def padded(self, values_N: torch.Tensor) -> torch.Tensor:
+        """Values of all completion tokens, one rollout after another, as float64 [B, T]; 0 in padding."""
+        return torch.zeros_like(self.sampler_BT).masked_scatter(self.mask_BT, values_N.to(torch.float64))
 
 
-def policy_loss(rule: Rule, inputs: LossInputs) -> LossTerms:
-    """-sum_it c_it k_it J_it with the objective J of `losses`, masks k and coefficients c.
+def policy_loss(
+    rule: Rule, inputs: LossInputs, learner_BT: torch.Tensor, *, coefficients_BT: torch.Tensor
+) -> LossTerms:
+    """-sum_it c_it k_it J_it with the objective J of `objectives`, masks k and coefficients c.
 
     Args:
         rule: the parts to compose.
         inputs: one micro-batch.
+        learner_BT: log p under the current policy; the only tensor that gradient reaches.
+        coefficients_BT: of `objectives.token_coefficients`.
     """
     mask_BT = inputs.mask_BT
-    _check(inputs)
-    learner_BT = torch.where(mask_BT, inputs.learner_BT, 0.0)
+    _check(inputs, learner_BT, coefficients_BT)
+    learner_BT = torch.where(mask_BT, learner_BT, 0.0)
     sampler_BT = torch.where(mask_BT, inputs.sampler_BT.detach(), 0.0)
     advantages_B = inputs.advantages_B.detach()
 
@@ -76,7 +84,7 @@ def policy_loss(rule: Rule, inputs: LossInputs) -> LossTerms:
             is_kept_BT
             & has_not_drifted(learner_BT, sampler_BT, mask_BT, advantages_B, limit=rule.opsm_threshold)[:, None]
         )
-    coefficients_BT = torch.where(is_kept_BT, inputs.coefficients_BT, 0.0)
+    coefficients_BT = torch.where(is_kept_BT, coefficients_BT, 0.0)
 
     if rule.level == "token":
         objective = _token_objective(rule, learner_BT, sampler_BT, advantages_B[:, None], inputs.staleness_BT)
@@ -195,11 +203,11 @@ def _objective(
     )
 
 
-def _check(inputs: LossInputs) -> None:
-    assert inputs.learner_BT.dim() == 2
-    assert inputs.learner_BT.is_floating_point()
+def _check(inputs: LossInputs, learner_BT: torch.Tensor, coefficients_BT: torch.Tensor) -> None:
+    assert learner_BT.dim() == 2
+    assert learner_BT.is_floating_point()
     assert inputs.mask_BT.dtype == torch.bool
-    assert inputs.learner_BT.shape == inputs.sampler_BT.shape == inputs.mask_BT.shape == inputs.coefficients_BT.shape
-    assert inputs.learner_BT.shape == inputs.staleness_BT.shape == inputs.is_selected_BT.shape
-    assert inputs.advantages_B.shape == inputs.log_denominators_B.shape == inputs.learner_BT.shape[:1]
-    assert inputs.couplings_B.shape == inputs.log_expectations_B.shape == inputs.learner_BT.shape[:1]
+    assert learner_BT.shape == inputs.sampler_BT.shape == inputs.mask_BT.shape == coefficients_BT.shape
+    assert learner_BT.shape == inputs.staleness_BT.shape == inputs.is_selected_BT.shape
+    assert inputs.advantages_B.shape == inputs.log_denominators_B.shape == learner_BT.shape[:1]
+    assert inputs.couplings_B.shape == inputs.log_expectations_B.shape == learner_BT.shape[:1]

@@ -1,11 +1,13 @@
-"""A loss as the composition of its parts; every algorithm of the catalogue is one value of this class."""
+"""A loss as the composition of its parts, and from a configuration to them; every algorithm of the catalogue is one
+value of Rule. Nothing else in the learner asks for `kind`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
-from heterorl.learner.loss.config import Advantage, Aggregation, Denominator
+from heterorl.learner.loss.config import Advantage, Aggregation, Denominator, LossConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,21 +25,28 @@ class Rule:
     normalisation: Literal["length", "raw"] = "length"
     """Rollout probabilities from the mean or from the sum of token log-probs."""
     scope: Literal["prompt_group", "microbatch"] = "prompt_group"
+    """Rollouts that the group's mean is over: those of one prompt, or whatever shares the pass."""
     kl_threshold: float = 0.0
     """Rollouts with a mean k3 below this use their own denominator; 0 turns it off."""
     defensive_fraction: float = 0.0
     """a of D <- (1 - a) D + a sg(p)."""
     proximal: Literal["none", "step_start", "loglinear"] = "none"
+    """Policy around which decoupled PPO clips: none, the learner at the start of the step, or an estimate from ages."""
     behaviour_cap: float = 1.0
+    """Largest ratio of that policy to the sampler's, a plain number; larger ones are capped without gradient."""
 
     # How the weight enters the loss.
     clip: Literal["zero", "preserve", "none", "truncate", "drop", "token_log"] = "zero"
     """zero, preserve, none: w A with PPO's one-sided clip, its gradient-preserving form, without; truncate, drop:
     sg(w) A log p with w limited to the range or 0 outside it; token_log: clip log ratios, then average (GMPO)."""
     low: float = 0.0
+    """Lower end of the range: a ratio; under token_log a log ratio, nats."""
     high: float = float("inf")
+    """Upper end of the range, in the unit of `low`."""
     clip_on: Literal["own", "gepo", "gspo"] = "own"
+    """Weight that decides whether a rollout is clipped: the rule's own, or that of another algorithm."""
     positive_weight: Literal["own", "one"] = "own"
+    """Weight of rollouts with A > 0: the rule's own, or 1 for plain likelihood (TOPR)."""
 
     # What is averaged, and how.
     advantage: Advantage = "mean"
@@ -65,3 +74,67 @@ class Rule:
     def needs_first_pass(self) -> bool:
         """Whether the loss of one rollout depends on the learner's log-probs of others."""
         return self.denominator == "expected_learner" or self.m2_budget > 0.0
+
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "gepo": {"level": "sequence"},
+    "gepo_plus": {"level": "sequence"},
+    "ds_gepo": {"level": "sequence"},
+    "eqp": {"level": "sequence", "denominator": "expected_learner"},
+    "gspo": {"level": "sequence"},
+    "ds_gspo": {"level": "sequence"},
+    "gspo_token": {"level": "spread"},
+    "gmpo": {"level": "sequence", "clip": "token_log"},
+    "grpo": {},
+    "dr_grpo": {},
+    "dapo": {},
+    "bnpo": {},
+    "delta_l": {},
+    "opsm": {},
+    "decoupled_ppo": {},
+    "m2po": {"clip": "none"},
+    "topr": {
+        "level": "sequence",
+        "normalisation": "raw",
+        "clip": "truncate",
+        "high": 1.0,
+        "positive_weight": "one",
+    },
+    "cispo": {"clip": "truncate"},
+    "tis": {"clip": "truncate"},
+    "mis": {"clip": "drop"},
+}
+"""What each algorithm fixes; the rest is its configuration's keys or the defaults of `Rule`."""
+
+LEVELS: dict[str, dict[str, Any]] = {
+    "token": {"level": "token"},
+    "sequence": {"level": "sequence", "normalisation": "raw"},
+    "geometric": {"level": "sequence", "normalisation": "length"},
+}
+
+_PARTS = {field.name for field in fields(Rule)}
+
+
+def rule_of(config: LossConfig) -> Rule:
+    """The parts that the configuration names."""
+    keys: dict[str, Any] = dict(config)
+    parts = {name: value for name, value in keys.items() if name in _PARTS} | ALGORITHMS[config.kind]
+    if "eps_low" in keys:
+        parts |= {"low": 1.0 - keys["eps_low"], "high": 1.0 + keys["eps_high"]}
+    if "eps_log" in keys:
+        parts |= {"low": -keys["eps_log"], "high": keys["eps_log"]}
+    if "cap" in keys:
+        parts |= {"low": keys.get("floor", 0.0), "high": keys["cap"]}
+    if config.kind in ("mis", "tis"):
+        parts |= LEVELS[config.level]
+    return Rule(**parts)
+
+
+def caveats(rule: Rule) -> tuple[str, ...]:
+    """What an operator should be told once about a choice that is allowed but rarely wanted."""
+    notes = []
+    if rule.has_group_denominator and rule.normalisation == "raw":
+        notes.append("loss.normalisation = raw: the denominator is that of the shortest rollout of each group")
+    if rule.scope == "microbatch":
+        notes.append("loss.scope = microbatch: the loss depends on micro_batch_tokens; for reproduction only")
+    return tuple(notes)

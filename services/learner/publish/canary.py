@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -28,7 +27,9 @@ class Canary:
     def __init__(self, model: nn.Module, texts: Sequence[ScoredText], *, temperature: float) -> None:
         self._model = model
         self._temperature = temperature
-        self.batch = collate([_sequence(text) for text in texts], batching="padded")
+        self.batch = collate(
+            [TrainingSequence.scored(text.prompt, text.completion) for text in texts], batching="padded"
+        )
 
     @torch.no_grad()
     def score(self, weights: Arena) -> tuple[float, ...]:
@@ -46,13 +47,3 @@ class Canary:
             _LOG.warning("no canary: the published weights do not fit beside the model")
             return ()
         return tuple(logprobs_N.float().cpu().tolist())
-
-
-def _sequence(text: ScoredText) -> TrainingSequence:
-    return TrainingSequence(
-        prompt_token_ids=text.prompt,
-        token_ids=text.completion,
-        sampler_logprobs=np.zeros(text.completion.size, np.float32),
-        advantage=0.0,
-        log_denominator=0.0,
-    )

@@ -61,6 +61,7 @@ def encode_version(
     takes the delta's place when the delta is not smaller: it leads to the version from anywhere. A delta of less than
     half the weights needs no comparison, because planes save about a third.
     """
+    # Not the run's clock: what is measured is the machine's work, for which a simulated clock stands still.
     started = time.perf_counter()
     version = position.head_version + 1
     shadow = position.shadow

@@ -9,7 +9,7 @@ from pathlib import Path
 from heterorl.common.api import CoordinatorApi
 from heterorl.common.errors import DigestMismatch, RemoteError, Unreachable
 from heterorl.common.process.metrics import BYTES
-from heterorl.common.process.patience import Patience, is_transient
+from heterorl.common.process.patience import Patience
 from heterorl.common.types.policy import PayloadRef
 from heterorl.common.weights.container import FRAME_BYTES
 
@@ -46,8 +46,6 @@ async def upload(api: CoordinatorApi, payload: PayloadRef, path: Path, *, epoch:
             if num_mismatches == MAX_MISMATCHES:
                 raise
         except (RemoteError, TimeoutError) as error:
-            if not is_transient(error):
-                raise
             await patience.wait(error)
 
 

@@ -37,21 +37,19 @@ async def feed(
         try:
             async for queued in api.stream_groups(epoch=epoch, held=held, credits=credits):
                 patience.reset()
-                reason = judge(queued.group, limits)
-                if not reason and examiner is not None:
+                finding = judge(queued.group, limits)
+                if finding.is_sound and examiner is not None:
                     finding = await examiner.examine(queued)
-                    if finding.reason is not None:
-                        rejection = Rejection(id=queued.group.id, reason=finding.reason, detail=finding.detail)
-                        _LOG.warning("group %s is rejected: %s", queued.group.id, finding.detail)
-                        await api.reject_groups(epoch=epoch, rejections=[rejection])
-                        await inbox.skip()
-                        continue
-                    reason = finding.problem
-                if not reason:
+                if finding.is_sound:
                     await inbox.put(queued)
                     continue
-                _LOG.warning("group %s is abandoned: %s", queued.group.id, reason)
-                await api.abandon_groups(epoch=epoch, ids=[queued.group.id], reason=reason)
+                if finding.reason is not None:
+                    rejection = Rejection(id=queued.group.id, reason=finding.reason, detail=finding.detail)
+                    _LOG.warning("group %s is rejected: %s", queued.group.id, finding.detail)
+                    await api.reject_groups(epoch=epoch, rejections=[rejection])
+                else:
+                    _LOG.warning("group %s is abandoned: %s", queued.group.id, finding.detail)
+                    await api.abandon_groups(epoch=epoch, ids=[queued.group.id], reason=finding.detail)
                 await inbox.skip()
         except (RemoteError, TimeoutError) as error:
             if not is_transient(error):

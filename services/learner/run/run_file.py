@@ -32,12 +32,26 @@ async def describe_run(api: CoordinatorApi, config: LearnerConfig, *, epoch: int
         StaleEpoch: another learner took over.
     """
     facts = facts_of(_run(config))
+
+    async def tell() -> None:
+        try:
+            await api.describe_run(epoch=epoch, facts=facts)
+        except RemoteError as error:
+            # Whoever does not know the question has no name for its refusal, and will not know it later.
+            if type(error) is not RemoteError:
+                raise
+            _warn(error)
+
     try:
-        await patience.insist(lambda: api.describe_run(epoch=epoch, facts=facts))
+        await patience.insist(tell)
     except StaleEpoch:
         raise
     except RemoteError as error:
-        _LOG.warning("the coordinator does not take what is said of the run, going on: %s", error)
+        _warn(error)
+
+
+def _warn(error: RemoteError) -> None:
+    _LOG.warning("the coordinator does not take what is said of the run, going on: %s", error)
 
 
 def _run(config: LearnerConfig) -> dict[str, Any]:

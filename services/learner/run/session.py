@@ -13,7 +13,7 @@ from heterorl.common.process.metrics import EVALUATION_ACCURACY
 from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import in_thread
 from heterorl.common.types.common import StepReport
-from heterorl.common.types.rollout import DropReason, GroupId, QueuedGroup, Rejection
+from heterorl.common.types.rollout import GroupId, QueuedGroup, Rejection
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.backends.backend import TrainBackend
 from heterorl.learner.checks.judge import judge_log_ratios
@@ -25,7 +25,6 @@ from heterorl.learner.observe import observe_step
 from heterorl.learner.publish.journal import Journal
 from heterorl.learner.publish.publish import Publisher
 from heterorl.learner.run.inbox import Inbox
-from heterorl.learner.train.logprobs import logit_temperature
 
 _LOG = logging.getLogger(__name__)
 
@@ -130,17 +129,17 @@ class Session:
                 kept += taken
                 continue
             groups = [queued.group for queued in taken]
-            temperature = logit_temperature(self.config.sampling.semantics())
+            temperature = self.config.sampling.semantics().logprob_temperature
             shadow = self.publisher.position.shadow
             assert shadow is not None, "a published version leaves its shadow"
             model = self.backend.torch_model
             found = await in_thread(log_ratios, model, groups, weights=shadow, temperature=temperature)
-            problems = [judge_log_ratios(ratios, config) for ratios in found]
-            kept += [queued for queued, problem in zip(taken, problems, strict=True) if not problem]
+            findings = [judge_log_ratios(ratios, config) for ratios in found]
+            kept += [queued for queued, finding in zip(taken, findings, strict=True) if finding.is_sound]
             rejections = [
-                Rejection(id=group.id, reason=DropReason.LOGPROB_MISMATCH, detail=problem)
-                for group, problem in zip(groups, problems, strict=True)
-                if problem
+                Rejection(id=group.id, reason=finding.reason, detail=finding.detail)
+                for group, finding in zip(groups, findings, strict=True)
+                if finding.reason is not None
             ]
             if rejections:
                 await self._tell(rejections)

@@ -17,8 +17,7 @@ from heterorl.common.types.rollout import Group, Rollout
 from heterorl.learner.loss.advantages import beta_weights, group_advantages
 from heterorl.learner.loss.config import LossConfig
 from heterorl.learner.loss.denominators import group_log_denominator, log_denominators
-from heterorl.learner.loss.registry import rule_of
-from heterorl.learner.loss.rule import Rule
+from heterorl.learner.loss.rule import Rule, rule_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,6 +45,22 @@ class TrainingSequence:
     """See `policy_loss.LossInputs`; known after a first pass only."""
     is_selected: np.ndarray[tuple[int], np.dtype[np.bool_]] | None = None
     """Tokens that the step's selection keeps; None is all."""
+
+    @classmethod
+    def scored(cls, prompt: Int32Array, tokens: Int32Array) -> TrainingSequence:
+        """A sequence whose log-probs alone are wanted: it has no reward, no group, and nobody sampled it.
+
+        Args:
+            prompt: token ids, at least one.
+            tokens: ids of the completion.
+        """
+        return cls(
+            prompt_token_ids=prompt,
+            token_ids=tokens,
+            sampler_logprobs=np.zeros(tokens.size, np.float32),
+            advantage=0.0,
+            log_denominator=0.0,
+        )
 
     @property
     def num_inputs(self) -> int:

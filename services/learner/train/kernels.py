@@ -18,7 +18,7 @@ from heterorl.learner.train.config import DeepSpeedBackendConfig, TorchBackendCo
 def apply_liger(model: nn.Module, config: TorchBackendConfig | DeepSpeedBackendConfig) -> None:
     """Put Liger's norms, rotary positions and gated layers into a model that is loaded, if the configuration says so.
 
-    Their losses stay out: log-probs are computed in chunks of the vocabulary already (`logprobs.py`). Liger replaces
+    Their losses stay out: log-probs are computed in chunks of the vocabulary already (`model.logprobs`). Liger replaces
     the model's classes in transformers too, so models of the same kind that this process loads later have them as well.
 
     Raises:

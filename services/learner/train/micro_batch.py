@@ -11,12 +11,13 @@ Suffixes: R rows of S tokens for the model; B sequences of T completion tokens f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
 
+from heterorl.learner.loss.policy_loss import LossInputs
 from heterorl.learner.train.batch import TrainingSequence
 
 Batching = Literal["padded", "packed"]
@@ -27,26 +28,24 @@ class MicroBatch:
     """Sequences of one forward and backward pass.
 
     `sources_N` are flat positions (row * S + column) of the hidden states that predict the completion tokens
-    `targets_N`; both run through `mask_BT` row by row. Floats are float64: these tensors are small, the loss exact.
+    `targets_N`; both run through the mask of `loss_inputs` row by row, whose tensors are small: the loss is exact.
     """
 
     input_ids_RS: torch.Tensor
     position_ids_RS: torch.Tensor
     sources_N: torch.Tensor
     targets_N: torch.Tensor
-    mask_BT: torch.Tensor
-    sampler_logprobs_BT: torch.Tensor
-    advantages_B: torch.Tensor
-    centred_rewards_B: torch.Tensor
-    log_denominators_B: torch.Tensor
-    log_expectations_B: torch.Tensor
-    couplings_B: torch.Tensor
-    staleness_BT: torch.Tensor
-    is_selected_BT: torch.Tensor
+    loss_inputs: LossInputs
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same tensors on `device`."""
-        return MicroBatch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+        return MicroBatch(
+            input_ids_RS=self.input_ids_RS.to(device),
+            position_ids_RS=self.position_ids_RS.to(device),
+            sources_N=self.sources_N.to(device),
+            targets_N=self.targets_N.to(device),
+            loss_inputs=self.loss_inputs.to(device),
+        )
 
 
 def split(
@@ -81,30 +80,38 @@ def collate(sequences: Sequence[TrainingSequence], *, batching: Batching) -> Mic
     input_ids = np.zeros(rows * width, np.int64)
     # Padding goes on counting: a jump in the positions would be read as the start of a packed sequence.
     position_ids = np.tile(np.arange(width), rows)
-    longest = max(sequence.token_ids.size for sequence in sequences)
-    mask_BT = np.zeros((len(sequences), longest), np.bool_)
-    is_selected_BT = np.zeros((len(sequences), longest), np.bool_)
-    sampler_logprobs_BT = np.zeros((len(sequences), longest), np.float64)
-    staleness_BT = np.zeros((len(sequences), longest), np.float64)
     sources: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
-    for row, (sequence, start, length) in enumerate(zip(sequences, starts, lengths, strict=True)):
-        num_prompt, num_tokens = sequence.prompt_token_ids.size, sequence.token_ids.size
+    for sequence, start, length in zip(sequences, starts, lengths, strict=True):
+        num_prompt = sequence.prompt_token_ids.size
         input_ids[start : start + num_prompt] = sequence.prompt_token_ids
         input_ids[start + num_prompt : start + length] = sequence.token_ids[:-1]
         if is_packed:
             position_ids[start : start + length] = np.arange(length)
-        mask_BT[row, :num_tokens] = True
-        is_selected_BT[row, :num_tokens] = True if sequence.is_selected is None else sequence.is_selected
-        sampler_logprobs_BT[row, :num_tokens] = sequence.sampler_logprobs
-        staleness_BT[row, :num_tokens] = 0 if sequence.staleness is None else sequence.staleness
         sources.append(np.arange(start + num_prompt - 1, start + length))
     return MicroBatch(
         input_ids_RS=torch.from_numpy(input_ids.reshape(rows, width)),
         position_ids_RS=torch.from_numpy(position_ids.reshape(rows, width)),
         sources_N=torch.from_numpy(np.concatenate(sources)),
         targets_N=torch.from_numpy(np.concatenate([sequence.token_ids for sequence in sequences]).astype(np.int64)),
+        loss_inputs=_loss_inputs(sequences),
+    )
+
+
+def _loss_inputs(sequences: Sequence[TrainingSequence]) -> LossInputs:
+    longest = max(sequence.token_ids.size for sequence in sequences)
+    mask_BT = np.zeros((len(sequences), longest), np.bool_)
+    is_selected_BT = np.zeros((len(sequences), longest), np.bool_)
+    sampler_BT = np.zeros((len(sequences), longest), np.float64)
+    staleness_BT = np.zeros((len(sequences), longest), np.float64)
+    for row, sequence in enumerate(sequences):
+        tokens = slice(sequence.token_ids.size)
+        mask_BT[row, tokens] = True
+        is_selected_BT[row, tokens] = True if sequence.is_selected is None else sequence.is_selected
+        sampler_BT[row, tokens] = sequence.sampler_logprobs
+        staleness_BT[row, tokens] = 0 if sequence.staleness is None else sequence.staleness
+    return LossInputs(
+        sampler_BT=torch.from_numpy(sampler_BT),
         mask_BT=torch.from_numpy(mask_BT),
-        sampler_logprobs_BT=torch.from_numpy(sampler_logprobs_BT),
         advantages_B=_vector([sequence.advantage for sequence in sequences]),
         centred_rewards_B=_vector([sequence.centred_reward for sequence in sequences]),
         log_denominators_B=_vector([sequence.log_denominator for sequence in sequences]),

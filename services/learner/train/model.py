@@ -14,8 +14,8 @@ from torch import nn
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.model.directory import first_line
+from heterorl.common.model.logprobs import token_logprobs
 from heterorl.learner.train.batch import TrainingSequence
-from heterorl.learner.train.logprobs import token_logprobs
 from heterorl.learner.train.micro_batch import Batching, MicroBatch, collate
 
 CHECK_TOLERANCE = 1e-3
@@ -60,14 +60,27 @@ def learner_logprobs(
     model: nn.Module, micro_batch: MicroBatch, *, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs and entropies [N] of the micro-batch's completion tokens under the current weights."""
+    hidden_NH = hidden_states(model, micro_batch.input_ids_RS, micro_batch.position_ids_RS, micro_batch.sources_N)
+    return token_logprobs(hidden_NH, output_embedding(model), micro_batch.targets_N, temperature=temperature)
+
+
+def hidden_states(
+    model: nn.Module, input_ids_RS: torch.Tensor, position_ids_RS: torch.Tensor, sources_N: torch.Tensor
+) -> torch.Tensor:
+    """Last hidden states [N, H] at the positions that predict a completion token; see MicroBatch."""
     network: Any = model
     hidden_RSH: torch.Tensor = network.base_model(
-        input_ids=micro_batch.input_ids_RS, position_ids=micro_batch.position_ids_RS, use_cache=False
+        input_ids=input_ids_RS, position_ids=position_ids_RS, use_cache=False
     ).last_hidden_state
     # index_select, not indexing: the gradient of indexing adds in an undefined order on several threads.
-    hidden_NH = hidden_RSH.flatten(0, 1).index_select(0, micro_batch.sources_N)
+    return hidden_RSH.flatten(0, 1).index_select(0, sources_N)
+
+
+def output_embedding(model: nn.Module) -> torch.Tensor:
+    """The weight [V, H] that makes logits of hidden states."""
+    network: Any = model
     head: nn.Linear = network.get_output_embeddings()
-    return token_logprobs(hidden_NH, head.weight, micro_batch.targets_N, temperature=temperature)
+    return head.weight
 
 
 @torch.no_grad()
@@ -82,16 +95,7 @@ def check_forward(model: nn.Module, *, batching: Batching) -> None:
     device = next(model.parameters()).device
     vocab_size = network.get_output_embeddings().weight.shape[0]
     ids = [np.arange(1, 1 + length, dtype=np.int32) * 7 % vocab_size for length in (6, 4, 9)]
-    sequences = [
-        TrainingSequence(
-            prompt_token_ids=tokens[:2],
-            token_ids=tokens[2:],
-            sampler_logprobs=np.zeros(tokens.size - 2, np.float32),
-            advantage=0.0,
-            log_denominator=0.0,
-        )
-        for tokens in ids
-    ]
+    sequences = [TrainingSequence.scored(tokens[:2], tokens[2:]) for tokens in ids]
     together, _ = learner_logprobs(model, collate(sequences, batching=batching).to(device), temperature=1.0)
     alone = []
     for tokens in ids:

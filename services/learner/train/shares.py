@@ -89,10 +89,4 @@ def share_out(sequences: Sequence[TrainingSequence], *, num_ranks: int, max_toke
 
 def empty_pass() -> TrainingSequence:
     """What a rank without work reads, so that the others' collective operations meet; its loss is multiplied by 0."""
-    return TrainingSequence(
-        prompt_token_ids=np.zeros(1, np.int32),
-        token_ids=np.zeros(1, np.int32),
-        sampler_logprobs=np.zeros(1, np.float32),
-        advantage=0.0,
-        log_denominator=0.0,
-    )
+    return TrainingSequence.scored(np.zeros(1, np.int32), np.zeros(1, np.int32))

@@ -9,24 +9,24 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from heterorl.common.types.common import StepReport
+from heterorl.common.types.rollout import QueuedGroup
 from heterorl.learner.loss.config import LossConfig
 from heterorl.learner.loss.denominators import group_log_denominator, masked_mean
 from heterorl.learner.loss.objectives import kl_estimates
-from heterorl.learner.loss.policy_loss import policy_loss
-from heterorl.learner.loss.registry import rule_of
-from heterorl.learner.loss.rule import Rule
+from heterorl.learner.loss.policy_loss import LossInputs, policy_loss
+from heterorl.learner.loss.rule import Rule, rule_of
 from heterorl.learner.train.batch import Batch, TrainingSequence
-from heterorl.learner.train.coupling import loss_inputs, plan, step_coefficients
-from heterorl.learner.train.extras import measure
+from heterorl.learner.train.coupling import couple, step_coefficients
 from heterorl.learner.train.micro_batch import Batching, MicroBatch, collate, split
 from heterorl.learner.train.model import learner_logprobs
-from heterorl.learner.train.statistics import MicroBatchSample
+from heterorl.learner.train.report import MicroBatchSample, build_report, join, measure, step_extras, step_size_factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -79,50 +79,27 @@ def accumulate_gradients(
     rule = rule_of(loss)
     forward = _Forward(model=model, temperature=temperature, batching=batching, autocast_dtype=autocast_dtype)
     parts = split(batch.sequences, max_tokens=micro_batch_tokens, batching=batching)
-    ready = None
+    only_pass = None
     if rule.needs_first_pass and parts:
         if len(parts) == 1:
-            ready = forward(forward.collate(parts[0]))
-            first = [ready[0].detach()]
+            only_pass = forward(forward.collate(parts[0]))
+            logprobs = [only_pass[0].detach()]
         else:
             with torch.no_grad():
-                first = [forward(forward.collate(part))[0] for part in parts]
-        ready_parts = iter(
-            planned(rule, batch, [entry for part in parts for entry in part], first, max_new_tokens=max_new_tokens)
-        )
-        parts = [[next(ready_parts) for _ in part] for part in parts]
+                logprobs = [forward(forward.collate(part))[0] for part in parts]
+        ordered = Batch(sequences=tuple(sequence for part in parts for sequence in part))
+        coupled = iter(couple(rule, ordered, logprobs, max_new_tokens=max_new_tokens).sequences)
+        parts = [[next(coupled) for _ in part] for part in parts]
     samples = []
     for sequences in parts:
         micro_batch = forward.collate(sequences)
-        logprobs_N, entropies_N = forward(micro_batch) if ready is None else ready
+        logprobs_N, entropies_N = forward(micro_batch) if only_pass is None else only_pass
         total, sample = micro_batch_loss(
             rule, micro_batch, logprobs_N, entropies_N, batch, max_new_tokens=max_new_tokens
         )
         total.backward()  # type: ignore[no-untyped-call]
         samples.append(sample)
     return samples
-
-
-def planned(
-    rule: Rule,
-    batch: Batch,
-    sequences: Sequence[TrainingSequence],
-    logprobs: Sequence[torch.Tensor],
-    *,
-    max_new_tokens: int,
-) -> tuple[TrainingSequence, ...]:
-    """The same sequences with what couples them filled in.
-
-    Args:
-        rule: the loss.
-        batch: the whole step.
-        sequences: all of the step, in the order of `logprobs`.
-        logprobs: of all their tokens one after another, in pieces of any length.
-        max_new_tokens: the run's limit on completion tokens.
-    """
-    values = torch.cat(list(logprobs)).split([sequence.token_ids.size for sequence in sequences])
-    whole = dataclasses.replace(batch, sequences=tuple(sequences))
-    return plan(rule, whole, values, max_new_tokens=max_new_tokens).sequences
 
 
 def apply_gradients(
@@ -151,6 +128,63 @@ def apply_gradients(
     return is_applied, grad_norm
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepEnd:
+    """A step after its update: whether weights moved, the norm of the gradient, and what was measured.
+
+    `extras` are numbers beyond the report, see `report.step_extras`; with the step size taken, lr.
+    """
+
+    samples: Sequence[MicroBatchSample]
+    is_applied: bool
+    grad_norm: float
+    extras: dict[str, float]
+
+    def report(self, groups: Sequence[QueuedGroup], *, step: int, head_version: int, step_s: float) -> StepReport:
+        """Close the step; see `report.build_report`."""
+        return build_report(
+            self.samples,
+            groups,
+            step=step,
+            head_version=head_version,
+            grad_norm=self.grad_norm,
+            step_s=step_s,
+            is_applied=self.is_applied,
+        )
+
+
+def end_step(
+    samples: Sequence[MicroBatchSample],
+    *,
+    rule: Rule,
+    lr: float,
+    warmup_steps: int,
+    applied_steps: int,
+    update: Callable[[float, float], tuple[bool, float]],
+) -> StepEnd:
+    """Choose the step size, update the weights, and take the numbers; the same whatever holds the weights.
+
+    Args:
+        samples: of all micro-batches; without any there is no gradient and no update.
+        rule: the loss.
+        lr: step size after warm-up.
+        warmup_steps: over which it grows.
+        applied_steps: steps taken before this one.
+        update: takes the loss and the step size; returns whether the step was taken, and the norm of the gradient.
+    """
+    sequences = join([sample.sequences for sample in samples])
+    step_size = learning_rate(lr=lr, warmup_steps=warmup_steps, applied_steps=applied_steps) * step_size_factor(
+        rule, sequences
+    )
+    is_applied, grad_norm = update(sum(sample.loss for sample in samples), step_size) if samples else (False, 0.0)
+    return StepEnd(
+        samples=samples,
+        is_applied=is_applied,
+        grad_norm=grad_norm,
+        extras=step_extras(sequences) | {"lr": step_size},
+    )
+
+
 def learning_rate(*, lr: float, warmup_steps: int, applied_steps: int) -> float:
     """Step size of the next step: lr * min(1, (applied_steps + 1) / warmup_steps)."""
     return lr * min(1.0, (applied_steps + 1) / warmup_steps) if warmup_steps else lr
@@ -175,15 +209,14 @@ def micro_batch_loss(
         batch: the whole step, from which all averaging constants come.
         max_new_tokens: the run's limit on completion tokens.
     """
-    mask_BT = micro_batch.mask_BT
-    learner_BT = torch.zeros_like(micro_batch.sampler_logprobs_BT).masked_scatter(mask_BT, logprobs_N.to(torch.float64))
+    inputs = micro_batch.loss_inputs
+    mask_BT, sampler_BT = inputs.mask_BT, inputs.sampler_BT
+    learner_BT = inputs.padded(logprobs_N)
     if rule.scope == "microbatch":
-        micro_batch = _with_shared_denominator(rule, micro_batch)
+        inputs = _with_shared_denominator(rule, inputs)
     coefficients_BT = step_coefficients(rule, mask_BT, batch, max_new_tokens=max_new_tokens)
-    inputs = loss_inputs(micro_batch, learner_BT, coefficients_BT)
-    terms = policy_loss(rule, inputs)
+    terms = policy_loss(rule, inputs, learner_BT, coefficients_BT=coefficients_BT)
     total = terms.contributions_B.sum()
-    sampler_BT = micro_batch.sampler_logprobs_BT
     kl_BT = kl_estimates(learner_BT, sampler_BT, mask_BT, max_log_ratio=rule.max_log_weight)
     if rule.kl_coefficient > 0.0:
         total = total + rule.kl_coefficient * (coefficients_BT * kl_BT).sum()
@@ -194,16 +227,16 @@ def micro_batch_loss(
         is_clipped_M=terms.is_clipped[clippable].cpu(),
         kl_B=kl_BT.detach().sum(1).cpu(),
         entropies_N=entropies_N.detach().double().cpu(),
-        sequences=measure(inputs, terms),
+        sequences=measure(inputs, learner_BT, terms),
     )
     return total, sample
 
 
-def _with_shared_denominator(rule: Rule, micro_batch: MicroBatch) -> MicroBatch:
+def _with_shared_denominator(rule: Rule, inputs: LossInputs) -> LossInputs:
     # The published code of GEPO takes its mean over whatever shares the pass, whichever prompts that mixes.
     assert rule.denominator != "own"
     assert rule.denominator != "expected_learner"
-    mask_BT, sampler_BT = micro_batch.mask_BT, micro_batch.sampler_logprobs_BT
+    mask_BT, sampler_BT = inputs.mask_BT, inputs.sampler_BT
     log_probs_B = sampler_BT.sum(1) if rule.normalisation == "raw" else masked_mean(sampler_BT, mask_BT)
     shared = group_log_denominator(log_probs_B, mask_BT.any(1), kind=rule.denominator)
-    return dataclasses.replace(micro_batch, log_denominators_B=torch.full_like(micro_batch.log_denominators_B, shared))
+    return dataclasses.replace(inputs, log_denominators_B=torch.full_like(inputs.log_denominators_B, shared))

@@ -15,14 +15,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from heterorl.common.api import CoordinatorApi
-from heterorl.common.errors import DiskFull, RemoteError, Unreachable
+from heterorl.common.errors import DiskFull, MessageTooLarge, RemoteError, Unreachable
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Bell, Clock, ring_or_time, steady
+from heterorl.common.process.patience import Patience
 from heterorl.common.process.tracing import TRACER
 from heterorl.common.types.rollout import PushOutcome, PushStatus, SealedGroup
 from heterorl.common.types.words import peer_words
 from heterorl.sampler.outbox.outbox import Outbox
-from heterorl.sampler.waiting import Patience
 
 _LOG = logging.getLogger(__name__)
 BATCH_GROUPS = 16
@@ -48,7 +48,7 @@ class Delivery:
         self._clock = clock
         self._now = now or steady(clock)
         self._bell = bell
-        self._patience = Patience(rng=rng)
+        self._patience = Patience(clock=clock, rng=rng)
         self.num_delivered = 0
         """Groups that the coordinator took since this process began."""
         self.num_refused = 0
@@ -70,7 +70,9 @@ class Delivery:
         try:
             outcomes = await self._api.push_groups(groups)
         except RemoteError as error:
-            delay_s = self._patience.after(error)
+            # A coordinator that takes less than it did says how much when the site registers again.
+            is_too_large = isinstance(error, MessageTooLarge)
+            delay_s = self._patience.delay_s() if is_too_large else self._patience.next_delay(error)
             # The link says when nobody answers, and when somebody does again.
             level = logging.DEBUG if isinstance(error, Unreachable) else logging.INFO
             _LOG.log(level, "%d groups wait %.1f s in the outbox: %s", len(groups), delay_s, error)

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from heterorl.common.errors import StaleWeights
+from heterorl.common.model.logprobs import logprobs_of, tempered
 from heterorl.common.model.tensors import TORCH_DTYPE
-from heterorl.common.types.common import Float32Array, Int32Array, LogprobMode, SamplingSemantics
+from heterorl.common.types.common import Float32Array, Int32Array, SamplingSemantics
 from heterorl.common.weights.arena import Arena, Layout
 
 PROMPT_LENGTHS = (3, 9, 17)
@@ -66,9 +67,8 @@ class Reference:
             for sequence, start in zip(sequences, starts, strict=True):
                 ids = torch.from_numpy(sequence.astype(np.int64))[None]
                 logits = self._model(input_ids=ids, use_cache=False).logits[0, :-1].float()
-                if sampling.logprob_mode is LogprobMode.PROCESSED:
-                    logits[start - 1 :] /= sampling.temperature
-                chosen = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+                tempered(logits[start - 1 :], sampling.logprob_temperature, in_place=True)
+                chosen = logprobs_of(logits, ids[0, 1:])
                 result.append(chosen.numpy().astype(np.float32))
         return result
 

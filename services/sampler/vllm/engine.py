@@ -15,7 +15,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -26,21 +26,15 @@ from heterorl.common.model.adapters import attach, base_digest
 from heterorl.common.model.canary import ScoredText
 from heterorl.common.model.directory import first_line
 from heterorl.common.model.lora import ALL_WEIGHTS, LoraConfig
-from heterorl.common.types.common import Digest, Float32Array, Int32Array, LogprobMode, SamplingSemantics
+from heterorl.common.types.common import Digest, Float32Array, Int32Array, SamplingSemantics
 from heterorl.common.weights.arena import Arena, Dtype, Layout
 from heterorl.sampler.vllm import canary
+from heterorl.sampler.vllm.options import VllmOptions
 from heterorl.sampler.vllm.process import VllmProcess, import_vllm
 from heterorl.sampler.vllm.requests import chosen, completion, logprobs_mode, seed_of, settings
 from heterorl.sampler.vllm.weights import WeightsOnTheWay
 
 _LOG = logging.getLogger(__name__)
-ComputeDtype = Literal["fp32", "bf16", "fp16"]
-_COMPUTE: dict[ComputeDtype, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-TOLERANCE: dict[ComputeDtype, float] = {"fp32": 1e-4, "fp16": 0.02, "bf16": 0.1}
-"""Mean difference from the reference that rounding explains, nats."""
-
-NUM_URGENT = 8
-"""Requests of a canary that run beside a whole batch."""
 
 
 class VllmEngine:
@@ -51,18 +45,10 @@ class VllmEngine:
         *,
         model_dir: str,
         published_dtype: Dtype,
-        compute_dtype: ComputeDtype,
         sampling: SamplingSemantics,
-        batch_rows: int,
         eos_token_id: int,
         weights_dir: Path,
-        tensor_parallel_size: int = 1,
-        enforce_eager: bool = True,
-        has_prefix_cache: bool = True,
-        max_model_len: int = 0,
-        kv_cache_bytes: int = 0,
-        memory_share: float = 0.9,
-        canary_tolerance: float = 0.0,
+        options: VllmOptions,
         lora: LoraConfig = ALL_WEIGHTS,
     ) -> None:
         """Load the model twice: into vLLM, and on the CPU as the reference, which keeps no weights of its own.
@@ -70,18 +56,10 @@ class VllmEngine:
         Args:
             model_dir: Hugging Face directory or hub id.
             published_dtype: type of the weights that `load` takes.
-            compute_dtype: type of the matrix products.
             sampling: how tokens are drawn.
-            batch_rows: completions generated at once.
             eos_token_id: ends a completion; nothing else does.
             weights_dir: where a private directory for the weights on their way is made.
-            tensor_parallel_size: workers that share the model.
-            enforce_eager: compile nothing, record no graphs.
-            has_prefix_cache: let completions of one version share the keys and values of equal prompt prefixes.
-            max_model_len: longest prompt and completion, tokens; 0 is the model's.
-            kv_cache_bytes: memory of keys and values; 0 leaves it to vLLM.
-            memory_share: of the device's memory, for weights, keys and values.
-            canary_tolerance: of the mean difference from the reference, nats; 0 is TOLERANCE.
+            options: how vLLM computes.
             lora: adapters to take instead of all weights; the base model stays, in vLLM and in the reference.
 
         Raises:
@@ -97,7 +75,7 @@ class VllmEngine:
             attach(self.model, self.lora)
         self._layout = tensors.layout_of(self.model, published_dtype)
         self._sampling, self._eos = sampling, eos_token_id
-        self._tolerance = canary_tolerance or TOLERANCE[compute_dtype]
+        self._tolerance = options.tolerance
         self._reference: canary.Reference | None = None
         self._version = -1
         self._is_trusted = True
@@ -105,30 +83,18 @@ class VllmEngine:
         # Held by a whole `load`; `generate` takes it to begin and to end.
         self._loading = threading.Lock()
         self.name = f"vllm-{package.__version__}"
-        self.dtype: str = compute_dtype
+        self.dtype: str = options.compute_dtype
         self.swap_bytes = 0
         self.canary_difference = 0.0
-        self.max_model_len = max_model_len or int(self.model.config.max_position_embeddings)
+        self.max_model_len = options.max_model_len or int(self.model.config.max_position_embeddings)
         self._weights = WeightsOnTheWay(
             self.model, model_dir=model_dir, layout=self._layout, lora=self.lora, parent=weights_dir
         )
-        self._arguments: dict[str, Any] = {
-            "dtype": _COMPUTE[compute_dtype],
-            "tensor_parallel_size": tensor_parallel_size,
-            "enforce_eager": enforce_eager,
-            "enable_prefix_caching": has_prefix_cache,
-            "max_model_len": self.max_model_len,
-            "max_num_seqs": batch_rows + NUM_URGENT,
-            "kv_cache_memory_bytes": kv_cache_bytes or None,
-            "gpu_memory_utilization": memory_share,
-            "logprobs_mode": mode,
-            "generation_config": "vllm",
-            "skip_tokenizer_init": True,
-            "disable_log_stats": True,
-            "worker_extension_cls": "heterorl.sampler.vllm.worker.ArenaWorker",
+        self._arguments = {
+            **options.arguments(max_model_len=self.max_model_len, logprobs_mode=mode),
             **self._weights.arguments(),
         }
-        self._max_running = batch_rows
+        self._max_running = options.batch_rows
         self._process: VllmProcess | None = self._start(model_dir)
 
     @property
@@ -225,8 +191,7 @@ class VllmEngine:
         Raises:
             EngineDied: the process ended.
         """
-        is_raw = self._sampling.logprob_mode is LogprobMode.RAW
-        if not is_raw and self._sampling.temperature != 1.0:
+        if self._sampling.logprob_temperature != 1.0:
             return []
         forced = settings(self._sampling, seed=0, max_tokens=1, prompt_logprobs=0)
         sequences = [np.concatenate([text.prompt, text.completion]) for text in texts]

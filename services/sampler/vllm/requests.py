@@ -31,10 +31,10 @@ def logprobs_mode(sampling: SamplingSemantics) -> str:
     """
     if sampling.temperature < MIN_TEMPERATURE:
         raise ConfigError("sampling.temperature", f"vLLM draws at no temperature below {MIN_TEMPERATURE}")
-    is_truncated = sampling.top_p < 1.0 or sampling.top_k > 0
-    if sampling.logprob_mode is LogprobMode.RAW or (is_truncated and sampling.temperature == 1.0):
+    is_of_logits = sampling.logprob_temperature == 1.0
+    if sampling.logprob_mode is LogprobMode.RAW or (sampling.is_truncated and is_of_logits):
         return "raw_logprobs"
-    if is_truncated:
+    if sampling.is_truncated:
         # vLLM renormalises processed log-probs over what truncation leaves; the contract does not.
         raise ConfigError(
             "sampling",

@@ -14,8 +14,7 @@ from pathlib import Path
 from heterorl.common.process.files import replacing
 from heterorl.common.weights.arena import WIDTH, Arena, Dtype, Layout
 
-_NAMES: dict[Dtype, str] = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "fp8_e4m3": "F8_E4M3", "fp8_e5m2": "F8_E5M2",
-                            "int8": "I8"}  # fmt: skip
+_NAMES: dict[Dtype, str] = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "fp8_e4m3": "F8_E4M3", "int8": "I8"}
 
 
 def write_weights(

@@ -31,18 +31,15 @@ from heterorl.learner.backends.zero.commands import Command, Do, command_from_by
 from heterorl.learner.backends.zero.engine import build_engine
 from heterorl.learner.backends.zero.step import Passes
 from heterorl.learner.loss.config import LossConfig
-from heterorl.learner.loss.registry import caveats, rule_of
+from heterorl.learner.loss.rule import caveats, rule_of
 from heterorl.learner.train.batch import build_batch
 from heterorl.learner.train.config import DeepSpeedBackendConfig
-from heterorl.learner.train.extras import join, step_extras, step_size_factor
 from heterorl.learner.train.kernels import apply_liger, compile_forward
-from heterorl.learner.train.logprobs import logit_temperature
 from heterorl.learner.train.model import check_forward, load_model
 from heterorl.learner.train.stand_in import Rounding
-from heterorl.learner.train.statistics import MicroBatchSample, build_report
-from heterorl.learner.train.step import apply_gradients, learning_rate
+from heterorl.learner.train.step import StepEnd, apply_gradients, end_step
 
-logger = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 
 
 class DeepSpeedBackend:
@@ -72,7 +69,7 @@ class DeepSpeedBackend:
             )
         if ranks.rank == 0:
             for note in caveats(self._rule):
-                logger.warning("%s", note)
+                _LOG.warning("%s", note)
         model = load_model(model_dir, gradient_checkpointing=config.gradient_checkpointing)
         check_forward(model, batching=config.batching)
         # After the check, which is on the CPU.
@@ -90,7 +87,7 @@ class DeepSpeedBackend:
         self._max_new_tokens = sampling.max_new_tokens
         self._ranks = ranks
         self._clock = clock or SystemClock()
-        built = build_engine(model, config, temperature=logit_temperature(sampling), ranks=ranks)
+        built = build_engine(model, config, temperature=sampling.logprob_temperature, ranks=ranks)
         self._engine, self._state = built.engine, built.state
         compile_forward(model, config)
         self._passes = Passes(
@@ -112,7 +109,7 @@ class DeepSpeedBackend:
 
     @property
     def last_extras(self) -> dict[str, float]:
-        """Numbers of the newest step beyond its report, see `extras.step_extras`; with the step size taken, lr."""
+        """Numbers of the newest step beyond its report, see `report.step_extras`; with the step size taken, lr."""
         return self._last_extras
 
     @property
@@ -131,16 +128,9 @@ class DeepSpeedBackend:
         command = self._tell(
             Command(do=Do.TRAIN, groups=tuple(queued.group for queued in groups), head_version=head_version)
         )
-        samples, is_applied, grad_norm = self._train(command.groups, head_version)
-        return build_report(
-            samples,
-            groups,
-            step=step,
-            head_version=head_version,
-            grad_norm=grad_norm,
-            step_s=self._clock.monotonic() - started,
-            is_applied=is_applied,
-        )
+        end = self._train(command.groups, head_version)
+        step_s = self._clock.monotonic() - started
+        return end.report(groups, step=step, head_version=head_version, step_s=step_s)
 
     def store(self, arena: Arena, *, published: Arena | None = None) -> None:
         """Round the masters to the published type and write their bits; see TrainBackend.
@@ -200,7 +190,7 @@ class DeepSpeedBackend:
                 self._obey(command)
             except HeterorlError as error:
                 # Rank 0 has met the same and has told its caller, who may have another way.
-                logger.warning("rank %d: %s", self._ranks.rank, error)
+                _LOG.warning("rank %d: %s", self._ranks.rank, error)
 
     def _tell(self, command: Command) -> Command:
         data = command_to_bytes(command)
@@ -221,20 +211,22 @@ class DeepSpeedBackend:
         else:
             self._restore(command.directory)
 
-    def _train(self, groups: Sequence[Group], head_version: int) -> tuple[list[MicroBatchSample], bool, float]:
+    def _train(self, groups: Sequence[Group], head_version: int) -> StepEnd:
         with self._rounding.applied() if self._rounding is not None else contextlib.nullcontext():
             samples = self._passes.accumulate(build_batch(groups, loss=self._loss, head_version=head_version))
-        sequences = join([sample.sequences for sample in samples])
-        lr = learning_rate(
-            lr=self._config.lr, warmup_steps=self._config.warmup_steps, applied_steps=self._applied_steps
-        ) * step_size_factor(self._rule, sequences)
-        loss = sum(sample.loss for sample in samples)
-        is_applied, grad_norm = self._apply(loss, lr) if samples else (False, 0.0)
-        self._applied_steps += is_applied
-        self._last_extras = step_extras(sequences) | {"lr": lr}
-        return samples, is_applied, grad_norm
+        end = end_step(
+            samples,
+            rule=self._rule,
+            lr=self._config.lr,
+            warmup_steps=self._config.warmup_steps,
+            applied_steps=self._applied_steps,
+            update=self._update,
+        )
+        self._applied_steps += end.is_applied
+        self._last_extras = end.extras
+        return end
 
-    def _apply(self, loss: float, lr: float) -> tuple[bool, float]:
+    def _update(self, loss: float, lr: float) -> tuple[bool, float]:
         """Clip and step; DeepSpeed leaves everything alone when the gradient is not finite."""
         optimizer = self._engine.optimizer
         if self._config.stage == 0:

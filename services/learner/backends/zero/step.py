@@ -20,15 +20,16 @@ import torch
 from safetensors.torch import load, save
 from torch import nn
 
+from heterorl.common.model.logprobs import token_logprobs
 from heterorl.learner.backends.zero.collectives import Collectives
 from heterorl.learner.loss.rule import Rule
 from heterorl.learner.train.batch import Batch, TrainingSequence
-from heterorl.learner.train.extras import SequenceSample
-from heterorl.learner.train.logprobs import token_logprobs
+from heterorl.learner.train.coupling import couple
 from heterorl.learner.train.micro_batch import Batching, MicroBatch, collate
+from heterorl.learner.train.model import hidden_states
+from heterorl.learner.train.report import MicroBatchSample, SequenceSample
 from heterorl.learner.train.shares import Shares, empty_pass, share_out
-from heterorl.learner.train.statistics import MicroBatchSample
-from heterorl.learner.train.step import micro_batch_loss, planned
+from heterorl.learner.train.step import micro_batch_loss
 
 
 class LogprobModel(nn.Module):
@@ -49,14 +50,10 @@ class LogprobModel(nn.Module):
         targets_N: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `heterorl.learner.train.model.learner_logprobs`."""
-        network: Any = self.model
         dtype = self._autocast_dtype
         # In here, because the engine turns off an autocast around it.
         with torch.autocast(input_ids_RS.device.type, dtype) if dtype else contextlib.nullcontext():
-            hidden_RSH = network.base_model(
-                input_ids=input_ids_RS, position_ids=position_ids_RS, use_cache=False
-            ).last_hidden_state
-            hidden_NH = hidden_RSH.flatten(0, 1).index_select(0, sources_N)
+            hidden_NH = hidden_states(self.model, input_ids_RS, position_ids_RS, sources_N)
             logprobs_N: torch.Tensor
             logprobs_N, entropies_N = self.head(hidden_NH, targets_N)
         return logprobs_N, entropies_N
@@ -107,7 +104,7 @@ class Passes:
         if not shares.num_passes:
             return []
         if self.rule.needs_first_pass:
-            shares = self._planned(shares, batch)
+            shares = self._coupled(shares)
         own = shares.parts[self.ranks.rank]
         samples: list[MicroBatchSample] = []
         everyone: list[MicroBatchSample] = []
@@ -139,16 +136,15 @@ class Passes:
         )
         return micro_batch, logprobs_N, entropies_N
 
-    def _planned(self, shares: Shares, batch: Batch) -> Shares:
+    def _coupled(self, shares: Shares) -> Shares:
         own = shares.parts[self.ranks.rank]
         with torch.no_grad():
             passes = [self._forward(own, number)[1] for number in range(shares.num_passes)]
         values_N = torch.cat([torch.zeros(0), *(part.cpu().double() for part in passes[: len(own)])])
         answers = self.ranks.all_gather_bytes(save({"logprobs": values_N.double().contiguous()}))
         logprobs = [load(answer)["logprobs"] for answer in answers]
-        return shares.replaced(
-            planned(self.rule, batch, shares.ordered(), logprobs, max_new_tokens=self.max_new_tokens)
-        )
+        ordered = Batch(sequences=tuple(shares.ordered()))
+        return shares.replaced(couple(self.rule, ordered, logprobs, max_new_tokens=self.max_new_tokens).sequences)
 
 
 def _exchange(ranks: Collectives, samples: Sequence[MicroBatchSample]) -> list[MicroBatchSample]:

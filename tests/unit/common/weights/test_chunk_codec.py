@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from heterorl.common.errors import CorruptData, MalformedPayload
 from heterorl.common.weights.codec import Method, apply_chunk, encode_chunk
-from heterorl.common.weights.steps import encode_steps
+from tests.support.arenas import encode_steps
 
 WIDTHS = [np.int8, np.int16, np.int32]
 BF16_NAN, BF16_INF, BF16_MINUS_ZERO = 0x7FC1, 0x7F80, -0x8000

@@ -321,53 +321,6 @@ def test_memory_is_that_of_a_few_chunks_whatever_the_size_of_the_model(tmp_path,
     assert peaks[1] < peaks[0] + chunk_bytes // 2, "the peak does not grow with the model"
 
 
-def split_chain(directory, states):
-    paths = [directory / f"split-{number}" for number in range(len(states) - 1)]
-    for path, old, new in zip(paths, states, states[1:], strict=False):
-        write_delta(path, old, new, split=True)
-    return paths
-
-
-def weight_states(layout, count, *, seed=0):
-    """Bits of normal bf16 weights; an element changes with a probability that falls with its magnitude."""
-    generator = np.random.default_rng(seed)
-    states = [Arena(layout)]
-    values = (generator.standard_normal(layout.num_elements) * 0.02).astype(np.float32)
-    states[0].view("w")[...] = (values.view(np.int32) >> 16).astype(np.int16).reshape(states[0].view("w").shape)
-    for _ in range(count):
-        states.append(states[-1].copy())
-        mask = generator.random(values.size) < 4e-5 / (np.abs(values) + 1e-6)
-        states[-1].view("w")[mask] += generator.choice([-1, 1], int(mask.sum())).astype(np.int16)
-    return states
-
-
-def test_split_chunks_compose_with_the_state_before_to_the_bytes_of_the_direct_difference(tmp_path):
-    layout = Layout.build([TensorSpec(name="w", dtype="bf16", shape=(1 << 17,))], chunk_elements=1 << 16)
-    states = weight_states(layout, 3)
-    paths = split_chain(tmp_path, states)
-    assert Method.SPLIT in methods(paths[0], layout)
-    write_delta(tmp_path / "direct", states[0], states[-1])
-
-    compose(paths, tmp_path / "out", layout_id=layout.layout_id, chunks=layout.chunks, base=states[0])
-
-    assert (tmp_path / "out").read_bytes() == (tmp_path / "direct").read_bytes()
-    with pytest.raises(StateMismatch, match="without the state before"):
-        joined(tmp_path, paths, layout=layout)
-    with pytest.raises(StateMismatch, match="base is not the state"):
-        compose(paths, tmp_path / "out", layout_id=layout.layout_id, chunks=layout.chunks, base=states[1])
-
-
-def test_split_after_a_snapshot_composes_without_a_base(tmp_path):
-    layout = Layout.build([TensorSpec(name="w", dtype="bf16", shape=(1 << 16,))], chunk_elements=1 << 16)
-    states = weight_states(layout, 2)
-    write_snapshot(tmp_path / "first", states[0])
-    write_snapshot(tmp_path / "last", states[-1])
-
-    _, path = joined(tmp_path, [tmp_path / "first", *split_chain(tmp_path, states)], layout=layout)
-
-    assert path.read_bytes() == (tmp_path / "last").read_bytes()
-
-
 ALL_WIDTHS = Layout.build(
     [
         TensorSpec(name="a", dtype="fp8_e4m3", shape=(300,)),

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from heterorl.common.errors import CorruptData, LimitExceeded, MalformedPayload
 from heterorl.common.weights.codec import Method, apply_chunk, encode_chunk, encode_composed
 from heterorl.common.weights.dense import encode_dense, encode_planes
-from heterorl.common.weights.split import encode_split
-from heterorl.common.weights.steps import encode_steps
 from heterorl.common.weights.zstd_reader import compress
+from tests.support.arenas import encode_steps
 
 WIDTHS = (np.int8, np.int16, np.int32)
 SPECIAL = {
@@ -26,9 +25,6 @@ def encoded(method, old, new):
     """The bytes of one method, or None where it is not offered."""
     if method is Method.GAPULP:
         return encode_steps(old, new)[0] if (old != new).any() else None
-    if method is Method.SPLIT:
-        coded = encode_split(old, new)
-        return None if coded is None else coded[0]
     if method is Method.DENSE8:
         return encode_dense(old, new)
     return {
@@ -94,18 +90,17 @@ def test_every_method_is_exact_and_canonical(pair, method):
 
 
 @settings(max_examples=60, deadline=None)
-@given(pair=pairs(), split=st.booleans())
-def test_chosen_method_is_exact_canonical_and_never_larger_than_the_chunk(pair, split):
+@given(pair=pairs())
+def test_chosen_method_is_exact_canonical_and_never_larger_than_the_chunk(pair):
     old, new = pair
 
-    method, data, num_changed = encode_chunk(old, new, split=split)
+    method, data, num_changed = encode_chunk(old, new)
 
     state = applied(method, data, old)
     assert state.tobytes() == new.tobytes()
     assert num_changed == np.count_nonzero(old != new)
     assert len(data) <= new.nbytes
-    assert encode_chunk(old, state, split=split) == (method, data, num_changed)
-    assert split or method is not Method.SPLIT
+    assert encode_chunk(old, state) == (method, data, num_changed)
 
 
 @settings(max_examples=60, deadline=None)
@@ -134,94 +129,20 @@ def test_every_method_meets_the_widths_it_is_for(dtype):
 
     assert encode_chunk(old, new)[0] is Method.GAPULP
     assert encode_chunk(old, dense)[0] is Method.DENSE8
-    for method in set(Method) - {Method.SAME, Method.SPLIT}:
+    for method in set(Method) - {Method.SAME}:
         assert encoded(method, old, new) is not None
-
-
-@pytest.mark.parametrize("dtype", [np.int16, np.int32])
-def test_small_weights_apart_cost_less_when_they_change_more(dtype):
-    generator = np.random.default_rng(0)
-    values = (generator.standard_normal(1 << 18) * 0.02).astype(np.float32)
-    old = values.view(np.int32) if dtype is np.int32 else (values.view(np.int32) >> 16).astype(np.int16)
-    new = old.copy()
-    new[generator.random(old.size) < 4e-5 / (np.abs(values) + 1e-6)] += dtype(1)
-
-    method, data, num_changed = encode_chunk(old, new, split=True)
-
-    assert method is Method.SPLIT
-    assert len(data) < 0.9 * len(encode_chunk(old, new)[1])
-    assert applied(method, data, old).tobytes() == new.tobytes()
-    assert num_changed == np.count_nonzero(old != new)
-
-
-def test_split_is_not_offered_where_too_many_elements_are_small_or_changed():
-    old = np.arange(1000, dtype=np.int16)
-    dense = old + np.int16(1)
-
-    assert encode_split(old, dense) is None
-    assert encode_split(old, old) is None
-    assert encode_chunk(old, dense, split=True)[0] is not Method.SPLIT
 
 
 # --- guards of the decoders --------------------------------------------------------------------------------------
 
 
-def split_chunk(threshold, first, second):
-    return struct.pack("<2I", threshold, len(first)) + first + second
+def test_a_number_that_names_no_method_is_refused_and_leaves_the_chunk():
+    chunk = np.arange(8, dtype=np.int16)
 
-
-@pytest.fixture
-def parts():
-    """A chunk of 80 elements, two of them small (positions 3 and 70), with steps for one of either kind."""
-    old = np.full(80, 0x3F80, np.int16)
-    old[[3, 70]] = 0x0080
-    other, small = np.zeros(80, np.int16), np.zeros(2, np.int16)
-    other[5], small[1] = 1, -2
-    return old, encode_steps(None, other)[0], encode_steps(None, small)[0]
-
-
-def test_split_by_hand_changes_the_two_elements(parts):
-    old, first, second = parts
-
-    state = applied(Method.SPLIT, split_chunk(2, first, second), old)
-
-    assert {int(i): int(state[i]) - int(old[i]) for i in np.flatnonzero(state != old)} == {5: 1, 70: -2}
-    assert applied(Method.SPLIT, split_chunk(2, first, b""), old)[70] == old[70]
-    assert applied(Method.SPLIT, split_chunk(2, b"", second), old)[5] == old[5]
-
-
-def on_position(position, size):
-    steps = np.zeros(size, np.int16)
-    steps[position] = 1
-    return encode_steps(None, steps)[0]
-
-
-@pytest.mark.parametrize(
-    ("build", "match"),
-    [
-        (lambda first, second: b"1234567", "shorter than its header"),
-        (lambda first, second: split_chunk(0, first, second), "threshold of 0"),
-        (lambda first, second: split_chunk(256, first, second), "threshold of 256"),
-        (lambda first, second: split_chunk(2, first, second)[:-9], "add up"),
-        (lambda first, second: struct.pack("<2I", 2, 10_000) + first + second, "is cut"),
-        (lambda first, second: split_chunk(200, first, second), "too many elements"),
-        (lambda first, second: split_chunk(2, b"", b""), "changes nothing"),
-        (lambda first, second: split_chunk(2, on_position(70, 80), second), "small element among the others"),
-        (lambda first, second: split_chunk(2, first, on_position(2, 3)), "position 2 in a chunk of 2"),
-        (
-            lambda first, second: split_chunk(2, first, encode_steps(None, np.ones(3, np.int16))[0]),
-            "steps in a chunk of 2",
-        ),
-        (lambda first, second: split_chunk(2, encode_steps(None, np.ones(21, np.int16))[0], second), "21 changes"),
-    ],
-)
-def test_split_that_breaks_its_format_is_refused_and_leaves_the_chunk(parts, build, match):
-    old, first, second = parts
-    chunk = old.copy()
-
-    with pytest.raises(MalformedPayload, match=match):
-        apply_chunk(Method.SPLIT, memoryview(build(first, second)), chunk)
-    assert np.array_equal(chunk, old)
+    for number in (2, 7, 255):
+        with pytest.raises(MalformedPayload, match=f"unknown method {number}"):
+            apply_chunk(number, memoryview(b"12345678"), chunk)
+    assert np.array_equal(chunk, np.arange(8))
 
 
 def dense(folded, wide=b"", *, num_wide=None, dtype=np.int16, tail=b""):

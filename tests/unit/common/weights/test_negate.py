@@ -130,7 +130,7 @@ def test_what_holds_no_steps_is_refused_by_its_name_and_leaves_no_file(tmp_path)
         with pytest.raises(NotReversible, match=problem):
             negate(tmp_path / name, tmp_path / "back", **shape)
     assert not (tmp_path / "back").exists()
-    for method in (Method.SPLIT, Method.PLANES, Method.RAW):
+    for method in (Method.PLANES, Method.RAW):
         with pytest.raises(NotReversible, match=f"a {method.name} chunk"):
             negate_chunk(method, b"", WIDE.chunks[0])
 

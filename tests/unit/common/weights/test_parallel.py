@@ -58,12 +58,11 @@ def test_no_configured_number_is_one_thread_for_each_core():
     assert num_threads(0) >= 1
 
 
-@pytest.mark.parametrize("split", [False, True])
-def test_bytes_and_weights_do_not_depend_on_the_number_of_threads(tmp_path, split):
+def test_bytes_and_weights_do_not_depend_on_the_number_of_threads(tmp_path):
     layout = small_layout(chunk_elements=16)
     old = random_arena(layout, seed=1)
     new = changed_arena(old, seed=2, density=0.2)
-    infos = [write_delta(tmp_path / f"d{n}", old, new, split=split, threads=n) for n in (1, 2, 5)]
+    infos = [write_delta(tmp_path / f"d{n}", old, new, threads=n) for n in (1, 2, 5)]
     whole = [write_snapshot(tmp_path / f"s{n}", new, threads=n) for n in (1, 2, 5)]
 
     assert infos[0] == infos[1] == infos[2]
@@ -106,18 +105,11 @@ def full_chunk(dtype):
 
 @pytest.mark.parametrize("dtype", [np.int8, np.int16, np.int32])
 @pytest.mark.parametrize(
-    ("density", "is_wild", "split"),
-    [
-        (0.013, False, False),
-        (0.013, False, True),
-        (0.24, False, True),
-        (0.59, True, False),
-        (1.0, False, False),
-        (1.0, True, False),
-    ],
-    ids=["sparse", "split", "dense split", "at the limit, any steps", "all, small steps", "all, any steps"],
+    ("density", "is_wild"),
+    [(0.013, False), (0.24, False), (0.59, True), (1.0, False), (1.0, True)],
+    ids=["sparse", "a quarter", "at the limit, any steps", "all, small steps", "all, any steps"],
 )
-def test_a_chunk_needs_less_than_the_bound_whatever_changed(dtype, density, is_wild, split):
+def test_a_chunk_needs_less_than_the_bound_whatever_changed(dtype, density, is_wild):
     old = full_chunk(dtype)
     generator = np.random.default_rng(1)
     new = old.copy()
@@ -126,7 +118,7 @@ def test_a_chunk_needs_less_than_the_bound_whatever_changed(dtype, density, is_w
     new[mask] += steps[mask] if is_wild else steps
     del mask, steps
 
-    (method, data, _), encode_peak = peak_of(lambda: encode_chunk(old, new, split=split))
+    (method, data, _), encode_peak = peak_of(lambda: encode_chunk(old, new))
     state = old.copy()
     _, apply_peak = peak_of(lambda: apply_chunk(method, memoryview(data), state))
 

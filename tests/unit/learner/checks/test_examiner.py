@@ -32,7 +32,7 @@ from heterorl.learner.checks.judge import (
     judge_margins,
 )
 from heterorl.learner.checks.replay import Replayer, log_ratios
-from heterorl.learner.checks.rewards import reward_problem
+from heterorl.learner.checks.rewards import judge_rewards
 from heterorl.learner.run.feed import feed
 from heterorl.learner.run.inbox import Inbox
 from tests.support.clock import ManualClock
@@ -118,18 +118,18 @@ async def test_forged_reward_is_named_with_both_values(site, honest):
 def test_reward_that_is_no_number_never_passes(site, honest, reward):
     forged = with_rollout(honest[0], reward=reward)
 
-    assert reward_problem(forged, task=site.task, prompter=site.prompter, tolerance=1e-6)
+    assert not judge_rewards(forged, task=site.task, prompter=site.prompter, tolerance=1e-6).is_sound
 
 
 def test_parts_of_a_reward_do_not_matter_but_its_prompt_does(site, honest):
-    def problem(group):
-        return reward_problem(group, task=site.task, prompter=site.prompter, tolerance=1e-6)
+    def finding(group):
+        return judge_rewards(group, task=site.task, prompter=site.prompter, tolerance=1e-6)
 
-    assert problem(with_rollout(honest[0], reward_parts=(RewardPart(name="x", value=9.0),))) == ""
+    assert finding(with_rollout(honest[0], reward_parts=(RewardPart(name="x", value=9.0),))).is_sound
     other = honest[0].prompt_token_ids.copy()
     other[0] = (other[0] + 1) % 10 + 2
-    assert "prompt_token_ids" in problem(dataclasses.replace(honest[0], prompt_token_ids=other))
-    assert "the task has" in problem(dataclasses.replace(honest[0], prompt_index=10**9))
+    assert "prompt_token_ids" in finding(dataclasses.replace(honest[0], prompt_token_ids=other)).detail
+    assert "the task has" in finding(dataclasses.replace(honest[0], prompt_index=10**9)).detail
 
 
 async def test_verifier_that_fails_blames_nobody(site, honest, monkeypatch):
@@ -139,7 +139,7 @@ async def test_verifier_that_fails_blames_nobody(site, honest, monkeypatch):
     monkeypatch.setattr(site.task, "score", broken, raising=False)
     finding = await examine(site, honest[0])
 
-    assert (finding.reason, "timed out" in finding.problem) == (None, True)
+    assert (finding.reason, "timed out" in finding.detail) == (None, True)
 
 
 async def test_a_reward_that_hangs_delays_one_group_and_no_other(site, honest, tmp_path, caplog):
@@ -155,9 +155,9 @@ async def test_a_reward_that_hangs_delays_one_group_and_no_other(site, honest, t
 
     findings = [await examiner.examine(queued(group)) for group in (*honest, *[honest[0]] * 9)]
 
-    assert "no answer in 2 s" in findings[0].problem
+    assert "no answer in 2 s" in findings[0].detail
     assert findings[0].reason is None
-    assert [finding for finding in findings[1 : len(honest)] if finding.problem or finding.reason] == []
+    assert [finding for finding in findings[1 : len(honest)] if finding.detail or finding.reason] == []
     assert "NO REWARD for 8 groups in a row" in caplog.text
 
 
@@ -241,7 +241,7 @@ async def test_group_of_a_version_that_is_gone_is_given_up_without_blame(site, h
 
     finding = await examiner.examine(queued(honest[0]))
 
-    assert (finding.reason, "version 0 cannot be had" in finding.problem) == (None, True)
+    assert (finding.reason, "version 0 cannot be had" in finding.detail) == (None, True)
     assert examiner.passed[honest[0].id.site] == 0
 
 
@@ -276,10 +276,10 @@ def test_numbers_that_are_none_never_pass():
     nan = np.full(3, np.nan, np.float32)
     good = np.zeros(3, np.float32)
 
-    assert judge_logprobs([nan], [Replay(logprobs=good, margins=None)], VerificationConfig())
-    assert judge_logprobs([good], [Replay(logprobs=nan, margins=None)], VerificationConfig())
-    assert judge_margins([Replay(logprobs=good, margins=nan)], VerificationConfig())
-    assert judge_log_ratios([float("nan")], VerificationConfig(max_log_ratio=1.0))
+    assert not judge_logprobs([nan], [Replay(logprobs=good, margins=None)], VerificationConfig()).is_sound
+    assert not judge_logprobs([good], [Replay(logprobs=nan, margins=None)], VerificationConfig()).is_sound
+    assert not judge_margins([Replay(logprobs=good, margins=nan)], VerificationConfig()).is_sound
+    assert not judge_log_ratios([float("nan")], VerificationConfig(max_log_ratio=1.0)).is_sound
 
 
 def test_small_differences_in_all_rollouts_are_found_in_the_group_as_a_whole():
@@ -291,9 +291,11 @@ def test_small_differences_in_all_rollouts_are_found_in_the_group_as_a_whole():
         ]
 
     config = VerificationConfig(logprob_tolerance=0.08, group_logprob_tolerance=0.03)
-    assert judge_logprobs(stated, off(0.07, 0.0, 0.0, 0.0), config) == ""
-    assert judge_logprobs(stated, off(0.04, 0.04, 0.04, 0.04), config).startswith("rollouts: log-probs are 0.04 nats")
-    assert judge_logprobs(stated, off(0.09, 0.0, 0.0, 0.0), config).startswith("rollouts[0]")
+    assert judge_logprobs(stated, off(0.07, 0.0, 0.0, 0.0), config).is_sound
+    assert judge_logprobs(stated, off(0.04, 0.04, 0.04, 0.04), config).detail.startswith(
+        "rollouts: log-probs are 0.04 nats"
+    )
+    assert judge_logprobs(stated, off(0.09, 0.0, 0.0, 0.0), config).detail.startswith("rollouts[0]")
 
 
 def test_one_token_of_a_hundred_may_differ_and_two_may_not():
@@ -302,8 +304,8 @@ def test_one_token_of_a_hundred_may_differ_and_two_may_not():
         values[:num_bad] = 5.0
         return [Replay(logprobs=values, margins=values)]
 
-    assert judge_margins(margins(1), VerificationConfig()) == ""
-    assert judge_margins(margins(2), VerificationConfig()).startswith("rollouts[0]: 2.0% of the tokens")
+    assert judge_margins(margins(1), VerificationConfig()).is_sound
+    assert judge_margins(margins(2), VerificationConfig()).detail.startswith("rollouts[0]: 2.0% of the tokens")
 
 
 def test_log_ratio_is_the_mean_difference_under_the_model(site, honest):
@@ -320,8 +322,8 @@ def test_log_ratio_is_the_mean_difference_under_the_model(site, honest):
 
     # The model is the one that drew: every ratio is 0 but that of the rollout that says it was less likely.
     assert ratios == pytest.approx([0.0, 2.0, 0.0, 0.0], abs=1e-4)
-    assert judge_log_ratios(ratios, VerificationConfig(max_log_ratio=1.9)).startswith("rollouts[1]")
-    assert judge_log_ratios(ratios, VerificationConfig(max_log_ratio=2.1)) == ""
+    assert judge_log_ratios(ratios, VerificationConfig(max_log_ratio=1.9)).detail.startswith("rollouts[1]")
+    assert judge_log_ratios(ratios, VerificationConfig(max_log_ratio=2.1)).is_sound
 
 
 class Stream:
@@ -404,5 +406,5 @@ async def test_group_that_names_too_many_versions_is_not_checked_and_not_held_ag
     finding = await examiner_of(site, versions=versions, **{**ALWAYS, "max_versions": 1}).examine(queued(mixed))
 
     assert finding.reason is None
-    assert "verification.max_versions" in finding.problem
+    assert "verification.max_versions" in finding.detail
     assert versions.asked == []

@@ -4,7 +4,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from heterorl.learner.loss.config import GepoConfig, LossConfig
-from heterorl.learner.loss.registry import ALGORITHMS, caveats, rule_of
+from heterorl.learner.loss.rule import ALGORITHMS, caveats, rule_of
 from heterorl.learner.train.config import TorchBackendConfig
 from tests.support.losses import CATALOGUE
 

@@ -8,9 +8,9 @@ import torch
 
 from heterorl.learner.loss.config import DecoupledPpoConfig, GepoConfig, GspoConfig, LossConfig, TisConfig
 from heterorl.learner.loss.policy_loss import policy_loss
-from heterorl.learner.loss.registry import rule_of
+from heterorl.learner.loss.rule import rule_of
 from heterorl.learner.train.batch import build_batch
-from heterorl.learner.train.coupling import loss_inputs, plan, step_coefficients
+from heterorl.learner.train.coupling import couple, step_coefficients
 from heterorl.learner.train.micro_batch import collate
 from tests.support.losses import CATALOGUE, groups_of, run_loss
 
@@ -63,20 +63,17 @@ def _inputs(config: LossConfig, learner, groups):
     rule = rule_of(config)
     batch = build_batch(groups, loss=config, head_version=3)
     logprobs = [torch.tensor(row, dtype=torch.float64) for row in learner]
-    batch = plan(rule, batch, logprobs, max_new_tokens=8)
-    micro_batch = collate(batch.sequences, batching="padded")
-    learner_BT = torch.zeros_like(micro_batch.sampler_logprobs_BT).masked_scatter(
-        micro_batch.mask_BT, torch.cat(logprobs)
-    )
-    coefficients = step_coefficients(rule, micro_batch.mask_BT, batch, max_new_tokens=8)
-    return rule, micro_batch, learner_BT, coefficients
+    if rule.needs_first_pass:
+        batch = couple(rule, batch, logprobs, max_new_tokens=8)
+    inputs = collate(batch.sequences, batching="padded").loss_inputs
+    coefficients = step_coefficients(rule, inputs.mask_BT, batch, max_new_tokens=8)
+    return rule, inputs, inputs.padded(torch.cat(logprobs)), coefficients
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_gradient_reaches_learner_logprobs_only(name):
     learner, groups = _case(4)
-    rule, micro_batch, learner_BT, coefficients = _inputs(CATALOGUE[name], learner, groups)
-    inputs = loss_inputs(micro_batch, learner_BT, coefficients)
+    rule, inputs, learner_BT, coefficients = _inputs(CATALOGUE[name], learner, groups)
     constants = [
         inputs.sampler_BT,
         inputs.advantages_B,
@@ -88,7 +85,7 @@ def test_gradient_reaches_learner_logprobs_only(name):
     for tensor in (learner_BT, *constants):
         tensor.requires_grad_()
 
-    policy_loss(rule, inputs).contributions_B.sum().backward()
+    policy_loss(rule, inputs, learner_BT, coefficients_BT=coefficients).contributions_B.sum().backward()
 
     assert learner_BT.grad.abs().max() > 0
     assert all(tensor.grad is None for tensor in constants if tensor is not inputs.staleness_BT)
@@ -98,13 +95,13 @@ def test_gradient_reaches_learner_logprobs_only(name):
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_what_stands_in_padding_changes_nothing(name):
     learner, groups = _case(5)
-    rule, micro_batch, learner_BT, coefficients = _inputs(CATALOGUE[name], learner, groups)
-    mask = micro_batch.mask_BT
-    clean = policy_loss(rule, loss_inputs(micro_batch, learner_BT, coefficients)).contributions_B
+    rule, inputs, learner_BT, coefficients = _inputs(CATALOGUE[name], learner, groups)
+    mask = inputs.mask_BT
+    clean = policy_loss(rule, inputs, learner_BT, coefficients_BT=coefficients).contributions_B
     garbage = learner_BT.masked_fill(~mask, float("nan")).requires_grad_()
-    micro_batch.sampler_logprobs_BT.masked_fill_(~mask, float("inf"))
+    inputs.sampler_BT.masked_fill_(~mask, float("inf"))
 
-    dirty = policy_loss(rule, loss_inputs(micro_batch, garbage, coefficients)).contributions_B
+    dirty = policy_loss(rule, inputs, garbage, coefficients_BT=coefficients).contributions_B
     dirty.sum().backward()
 
     assert torch.equal(clean, dirty)
@@ -122,10 +119,10 @@ PLAIN = [
 @pytest.mark.parametrize("name", PLAIN)
 def test_gradient_equals_finite_differences(name):
     learner, groups = _case(6)
-    rule, micro_batch, learner_BT, coefficients = _inputs(CATALOGUE[name], learner, groups)
+    rule, inputs, learner_BT, coefficients = _inputs(CATALOGUE[name], learner, groups)
 
     def contributions(values):
-        return policy_loss(rule, loss_inputs(micro_batch, values, coefficients)).contributions_B
+        return policy_loss(rule, inputs, values, coefficients_BT=coefficients).contributions_B
 
     assert torch.autograd.gradcheck(contributions, learner_BT.requires_grad_())
 
@@ -205,21 +202,21 @@ def test_groups_of_equal_rewards_add_no_policy_gradient(name):
 @pytest.mark.parametrize("config", [GspoConfig(), GepoConfig(), CATALOGUE["grpo"]])
 def test_clip_mask_is_exactly_where_the_gradient_vanishes(config):
     learner, groups = _case(8, shape=[[1] * 8] * 5, spread=0.6)
-    rule, micro_batch, learner_BT, coefficients = _inputs(config, learner, groups)
+    rule, inputs, learner_BT, coefficients = _inputs(config, learner, groups)
     learner_BT.requires_grad_()
 
-    terms = policy_loss(rule, loss_inputs(micro_batch, learner_BT, coefficients))
+    terms = policy_loss(rule, inputs, learner_BT, coefficients_BT=coefficients)
     terms.contributions_B.sum().backward()
 
     moves = learner_BT.grad[:, 0] != 0
     is_clipped = terms.is_clipped.flatten()
-    assert torch.equal(moves[micro_batch.advantages_B != 0], ~is_clipped[micro_batch.advantages_B != 0])
+    assert torch.equal(moves[inputs.advantages_B != 0], ~is_clipped[inputs.advantages_B != 0])
     assert is_clipped.any()
 
 
 def test_loss_refuses_misaligned_tensors():
     learner, groups = _case(1)
-    rule, micro_batch, learner_BT, coefficients = _inputs(GepoConfig(), learner, groups)
+    rule, inputs, learner_BT, coefficients = _inputs(GepoConfig(), learner, groups)
 
     with pytest.raises(AssertionError):
-        policy_loss(rule, loss_inputs(micro_batch, learner_BT[:, :2], coefficients))
+        policy_loss(rule, inputs, learner_BT[:, :2], coefficients_BT=coefficients)

@@ -13,7 +13,6 @@ from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.common.weights.arena import Arena
 from heterorl.demo.tiny_model import write_tiny_model
 from heterorl.learner.publish.canary import Canary
-from heterorl.learner.train.logprobs import logit_temperature
 from heterorl.learner.train.model import load_model
 
 
@@ -52,7 +51,7 @@ def test_canary_is_held_out_prompts_with_their_answers(model_dir):
 def test_learner_and_engine_score_the_canary_alike_and_other_weights_differently(model_dir, sampling):
     texts = canary_texts(ArithmeticTask(digits=2), Prompter(str(model_dir), use_chat_template=False))
     model, engine = load_model(model_dir), _engine(model_dir, sampling)
-    canary = Canary(model, texts, temperature=logit_temperature(sampling))
+    canary = Canary(model, texts, temperature=sampling.logprob_temperature)
 
     arena = Arena(engine.layout)
     tensors.store(model, arena)

@@ -32,8 +32,10 @@ from heterorl.learner.publish.checkpoint import CheckpointStore
 from heterorl.learner.publish.encode import Position, encode_version
 from heterorl.learner.publish.journal import Journal
 from heterorl.learner.publish.publish import Publisher
-from heterorl.learner.run.fate import Action, decide
+from heterorl.learner.run.fate import Way, decide
 from heterorl.learner.run.incarnation import read_incarnation
+from heterorl.learner.run.published import PublishedVersions
+from heterorl.learner.run.restore import Restorer
 from heterorl.learner.run.resume import Resumption
 from tests.support.cursors import make_cursor
 from tests.support.learner_world import (
@@ -86,11 +88,15 @@ class World:
             backend=self.backend,
             publisher=self.publisher,
             store=self.store,
+            restorer=Restorer(backend=self.backend, store=self.store, patience=self.patience),
+            published=PublishedVersions(
+                api=self.api, layout=LAYOUT, spool=self.directory / "payloads" / "incoming", patience=self.patience
+            ),
             journal=self.journal,
             patience=self.patience,
             run_id="run",
             epoch=self.epoch,
-            directory=self.directory / "payloads",
+            state_dir=self.directory,
             adopt_without_optimizer=adopt_without_optimizer,
         )
         self.step = await resumption.run()
@@ -289,12 +295,12 @@ async def test_missing_payload_is_uploaded_again(coordinator, tmp_path):
 @pytest.mark.parametrize(
     ("parent", "head", "committed", "is_in_lineage", "action"),
     [
-        (4, 4, None, False, Action.REPUBLISH),
-        (4, 5, None, False, Action.SKIP),
-        (5, 4, None, False, Action.SKIP),
-        (4, 5, 5, True, Action.CONTINUE),
-        (4, 7, 5, True, Action.ROLL_BACK),
-        (4, 7, 5, False, Action.SKIP),
+        (4, 4, None, False, Way.REPUBLISH),
+        (4, 5, None, False, Way.SKIP),
+        (5, 4, None, False, Way.SKIP),
+        (4, 5, 5, True, Way.CONTINUE),
+        (4, 7, 5, True, Way.ROLL_BACK),
+        (4, 7, 5, False, Way.SKIP),
     ],
 )
 def test_checkpoint_is_judged_by_the_fate_of_its_publication(parent, head, committed, is_in_lineage, action):

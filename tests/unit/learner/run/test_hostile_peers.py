@@ -45,25 +45,25 @@ def _rewarded(*rewards):
 @pytest.mark.parametrize("reward", [1.1 * MAX_REWARD, -1e300, math.inf, math.nan])
 def test_group_with_an_absurd_reward_is_not_trained_on(reward):
     """One of them makes the step of all sites not finite, and ten such steps in a row end the learner."""
-    assert "a reward of" in judge(_rewarded(0.0, reward), LIMITS)
-    assert judge(_rewarded(0.0, -MAX_REWARD), LIMITS) == ""
+    assert "a reward of" in judge(_rewarded(0.0, reward), LIMITS).detail
+    assert judge(_rewarded(0.0, -MAX_REWARD), LIMITS).is_sound
 
 
 def test_group_is_not_trained_on_where_the_advantage_is_not_defined_for_its_rewards():
     """The step would raise, the learner end, the group return to the queue and be leased first to the next learner."""
     unit = dataclasses.replace(LIMITS, has_unit_rewards=True)
 
-    assert "outside [0, 1]" in judge(_rewarded(0.0, 1.5), unit)
-    assert judge(_rewarded(0.0, 1.0), unit) == ""
-    assert judge(_rewarded(0.0, 1.5), LIMITS) == ""
+    assert "outside [0, 1]" in judge(_rewarded(0.0, 1.5), unit).detail
+    assert judge(_rewarded(0.0, 1.0), unit).is_sound
+    assert judge(_rewarded(0.0, 1.5), LIMITS).is_sound
 
 
 def test_group_that_cannot_become_a_batch_is_not_trained_on():
     group = make_group(1)
     first = dataclasses.replace(group.rollouts[0], sampler_logprobs=np.zeros(0, np.float32))
 
-    assert "log-prob" in judge(dataclasses.replace(group, rollouts=(first, *group.rollouts[1:])), LIMITS)
-    assert "prompt" in judge(dataclasses.replace(group, prompt_token_ids=np.zeros(0, np.int32)), LIMITS)
+    assert "log-prob" in judge(dataclasses.replace(group, rollouts=(first, *group.rollouts[1:])), LIMITS).detail
+    assert "prompt" in judge(dataclasses.replace(group, prompt_token_ids=np.zeros(0, np.int32)), LIMITS).detail
 
 
 async def test_group_without_a_credit_takes_no_memory():

@@ -10,10 +10,12 @@ import pytest
 
 from heterorl.common.errors import (
     ConfigError,
+    CorruptData,
     Draining,
     InvalidRequest,
     LeaseHeld,
     QuotaExceeded,
+    RemoteError,
     StaleEpoch,
     StoreFull,
     Unauthenticated,
@@ -50,7 +52,7 @@ class NotingClock:
 
 
 def patience(clock=None, **changes):
-    values = {"clock": clock or NotingClock(), "rng": random.Random(0), "base_s": 1.0, "cap_s": 8.0}
+    values = {"clock": clock or NotingClock(), "rng": random.Random(0), "base_s": 1.0, "cap_s": 8.0, "asked_cap_s": 8.0}
     return Patience(**{**values, **changes})
 
 
@@ -119,7 +121,9 @@ async def test_peers_own_delay_is_respected_up_to_the_cap():
         (QuotaExceeded("x", retry_after_s=1.0), True),
         (QuotaExceeded("x"), False),
         (StaleEpoch("x"), False),
-        (LeaseHeld("x"), False),
+        (LeaseHeld("x"), True),
+        (RemoteError("a reason that this release does not know"), True),
+        (CorruptData("x"), False),
         (InvalidRequest("x"), False),
     ],
 )
@@ -184,7 +188,7 @@ def test_group_is_admitted_when_it_has_no_advantage():
     group = make_group(1)
     flat = _with(group, rollouts=tuple(_with(rollout, reward=1.0) for rollout in group.rollouts))
 
-    assert judge(flat, LIMITS) == ""
+    assert judge(flat, LIMITS).is_sound
 
 
 def test_group_is_not_admitted_when_it_cannot_be_trained():
@@ -194,11 +198,11 @@ def test_group_is_not_admitted_when_it_cannot_be_trained():
     empty = _with(group, rollouts=tuple(_with(rollout, token_ids=nothing) for rollout in group.rollouts))
     foreign = _with(group, prompt_token_ids=np.array([VOCAB], np.int32))
 
-    assert "group size" in judge(_with(group, rollouts=group.rollouts[:1]), LIMITS)
-    assert "no rollout has a token" in judge(empty, LIMITS)
-    assert "vocabulary" in judge(foreign, LIMITS)
-    assert judge(group, dataclasses.replace(LIMITS, max_sequence_tokens=longest)) == ""
-    assert "max_sequence_tokens" in judge(group, dataclasses.replace(LIMITS, max_sequence_tokens=longest - 1))
+    assert "group size" in judge(_with(group, rollouts=group.rollouts[:1]), LIMITS).detail
+    assert "no rollout has a token" in judge(empty, LIMITS).detail
+    assert "vocabulary" in judge(foreign, LIMITS).detail
+    assert judge(group, dataclasses.replace(LIMITS, max_sequence_tokens=longest)).is_sound
+    assert "max_sequence_tokens" in judge(group, dataclasses.replace(LIMITS, max_sequence_tokens=longest - 1)).detail
 
 
 class Streams:

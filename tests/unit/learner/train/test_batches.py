@@ -105,7 +105,7 @@ def test_padded_layout_points_at_the_predictor_of_each_token():
     assert micro_batch.position_ids_RS.tolist() == [[0, 1, 2, 3]] * 2
     assert micro_batch.sources_N.tolist() == [1, 2, 3, 4, 5]
     assert micro_batch.targets_N.tolist() == [20, 21, 22, 20, 21]
-    assert micro_batch.mask_BT.tolist() == [[True, True, True], [True, True, False]]
+    assert micro_batch.loss_inputs.mask_BT.tolist() == [[True, True, True], [True, True, False]]
 
 
 def test_packed_layout_starts_positions_again_with_each_sequence():
@@ -123,10 +123,10 @@ def test_collate_keeps_numbers_with_their_sequence(batching):
 
     micro_batch = collate([one, other], batching=batching)
 
-    assert micro_batch.advantages_B.tolist() == [0.5, -2.0]
-    assert micro_batch.log_denominators_B.tolist() == [-0.25, -3.0]
-    assert micro_batch.sampler_logprobs_BT.tolist() == [[-0.5] * 3, [-0.5, -0.5, 0.0]]
-    assert micro_batch.sampler_logprobs_BT.dtype == torch.float64
+    assert micro_batch.loss_inputs.advantages_B.tolist() == [0.5, -2.0]
+    assert micro_batch.loss_inputs.log_denominators_B.tolist() == [-0.25, -3.0]
+    assert micro_batch.loss_inputs.sampler_BT.tolist() == [[-0.5] * 3, [-0.5, -0.5, 0.0]]
+    assert micro_batch.loss_inputs.sampler_BT.dtype == torch.float64
 
 
 def _group_of(rewards, *, prompt=(1, 2), sequence=1):
@@ -181,7 +181,7 @@ def test_staleness_of_a_token_is_that_of_its_own_version():
     batch = build_batch([mixed], loss=DecoupledPpoConfig(proximal="loglinear"), head_version=10)
 
     assert [sequence.staleness.tolist() for sequence in batch.sequences] == [[7, 2, 2], [0]]
-    assert collate(batch.sequences, batching="padded").staleness_BT.tolist() == [[7, 2, 2], [0, 0, 0]]
+    assert collate(batch.sequences, batching="padded").loss_inputs.staleness_BT.tolist() == [[7, 2, 2], [0, 0, 0]]
 
 
 @pytest.mark.parametrize("loss", [GepoConfig(), GspoConfig(), GrpoConfig(), DecoupledPpoConfig()])

@@ -6,12 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterorl.learner.loss.config import EqpConfig, GepoConfig, GrpoConfig, GspoConfig, M2poConfig
-from heterorl.learner.loss.registry import rule_of
-from heterorl.learner.train.batch import build_batch
+from heterorl.learner.loss.rule import rule_of
+from heterorl.learner.train.batch import Batch, build_batch
+from heterorl.learner.train.coupling import couple
 from heterorl.learner.train.micro_batch import collate
 from heterorl.learner.train.model import learner_logprobs
 from heterorl.learner.train.shares import assign_groups, empty_pass, share_out
-from heterorl.learner.train.step import micro_batch_loss, planned
+from heterorl.learner.train.step import micro_batch_loss
 from tests.support.training import random_groups, tiny_model
 
 F64 = torch.float64
@@ -31,7 +32,8 @@ def _gradient(loss, groups, *, num_ranks, batching="padded"):
                 for parts in shares.parts
                 for part in parts
             ]
-        shares = shares.replaced(planned(rule, batch, shares.ordered(), values, max_new_tokens=16))
+        ordered = Batch(sequences=tuple(shares.ordered()))
+        shares = shares.replaced(couple(rule, ordered, values, max_new_tokens=16).sequences)
     total = 0.0
     for parts in shares.parts:
         for part in parts:

@@ -84,7 +84,7 @@ async def test_batch_whose_swap_failed_gives_no_group_and_its_work_is_handed_bac
     world.engine.load_failures = [StaleWeights(1, difference=0.65, tolerance=1e-4)]
     await world.run.publish()
     await world.until(lambda: failures() > before)
-    assert world.sampler.session.policy_version == -1
+    assert world.sampler.generation.reported().policy_version == -1
 
     world.engine.proceed.set()
     await world.until(lambda: world.link.calls["abandon_work"] > abandoned)

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from heterorl.learner.train.extras import ess_fraction, join
-from heterorl.learner.train.statistics import MicroBatchSample, build_report
+from heterorl.learner.train.report import MicroBatchSample, build_report, ess_fraction, join
 from tests.support.training import group, queued, rollout
 
 F64 = torch.float64

@@ -1,7 +1,8 @@
-"""Numbers of one step by which algorithms are compared: the same quantities whatever loss is trained.
+"""What is measured of one step: per rollout in each micro-batch, then for the whole step, then its report.
 
-Guarantees: finite whenever the log-probs are; computed from per-rollout numbers, so splits do not matter.
-Suffixes: B sequences, T completion tokens.
+Guarantees: the same quantities whatever loss is trained; finite whenever the log-probs are; computed from per-rollout
+and per-token numbers, so splits do not matter.
+Suffixes: B sequences, T completion tokens, N all completion tokens, M importance weights.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
 
+from heterorl.common.types.common import StepReport
+from heterorl.common.types.rollout import QueuedGroup
 from heterorl.learner.loss.denominators import masked_mean
 from heterorl.learner.loss.objectives import MAX_LOG_WEIGHT, LossTerms
 from heterorl.learner.loss.policy_loss import LossInputs
@@ -42,12 +46,28 @@ class SequenceSample:
     lengths_B: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MicroBatchSample:
+    """What one micro-batch measured; all on the CPU, float64, without gradient.
+
+    `weights_M` and `is_clipped_M` are per sequence or per token, as the loss counts; `kl_B` is summed over tokens;
+    `sequences` is what algorithms are compared by.
+    """
+
+    loss: float
+    weights_M: torch.Tensor
+    is_clipped_M: torch.Tensor
+    kl_B: torch.Tensor
+    entropies_N: torch.Tensor
+    sequences: SequenceSample
+
+
 @torch.no_grad()
-def measure(inputs: LossInputs, terms: LossTerms) -> SequenceSample:
+def measure(inputs: LossInputs, learner_BT: torch.Tensor, terms: LossTerms) -> SequenceSample:
     """Take the numbers of one micro-batch; moved to the CPU in one piece."""
     mask_BT = inputs.mask_BT
-    ratios_BT = torch.where(mask_BT, inputs.learner_BT - inputs.sampler_BT, 0.0)
-    means_B = masked_mean(inputs.learner_BT, mask_BT)
+    ratios_BT = torch.where(mask_BT, learner_BT - inputs.sampler_BT, 0.0)
+    means_B = masked_mean(learner_BT, mask_BT)
     lengths_B = mask_BT.sum(1).double()
     is_token = terms.weights.dim() == 2
     weights_B = masked_mean(terms.weights, mask_BT) if is_token else terms.weights
@@ -138,6 +158,54 @@ def step_extras(sample: SequenceSample) -> dict[str, float]:
     return numbers
 
 
+def mean(values: torch.Tensor) -> float:
+    """Arithmetic mean; 0 of nothing."""
+    return float(values.double().mean()) if values.numel() else 0.0
+
+
+def build_report(
+    samples: Sequence[MicroBatchSample],
+    groups: Sequence[QueuedGroup],
+    *,
+    step: int,
+    head_version: int,
+    grad_norm: float,
+    step_s: float,
+    is_applied: bool,
+) -> StepReport:
+    """Close a step.
+
+    `version` is the one this step leads to, head_version + 1. `kl` estimates KL(q || p) of whole sequences in nats:
+    mean over rollouts of sum_t k3_t (see `objectives.kl_estimates`); the plain sum of log q - log p has the same
+    expectation, can be negative and varies far more. `ess_fraction` and `iw_variance` (ddof 0) are of the weights the
+    loss used. `entropy` is a mean over tokens; staleness and policy age are over groups.
+    """
+    weights_M = _concatenate([sample.weights_M for sample in samples])
+    kl_B = _concatenate([sample.kl_B for sample in samples])
+    entropies_N = _concatenate([sample.entropies_N for sample in samples])
+    staleness = [head_version - queued.group.oldest_version for queued in groups]
+    rewards = [rollout.reward for queued in groups for rollout in queued.group.rollouts]
+    return StepReport(
+        step=step,
+        version=head_version + 1,
+        loss=sum(sample.loss for sample in samples),
+        reward_mean=float(np.mean(rewards)) if rewards else 0.0,
+        kl=mean(kl_B),
+        ess_fraction=ess_fraction(weights_M),
+        iw_variance=float(weights_M.var(correction=0)) if weights_M.numel() else 0.0,
+        clip_fraction=mean(_concatenate([sample.is_clipped_M.double() for sample in samples])),
+        entropy=mean(entropies_N),
+        grad_norm=grad_norm,
+        staleness_mean=float(np.mean(staleness)) if staleness else 0.0,
+        staleness_max=max(staleness, default=0),
+        policy_age_p50_s=float(np.median([queued.policy_age_s for queued in groups])) if groups else 0.0,
+        num_groups=len(groups),
+        num_tokens=entropies_N.numel(),
+        step_s=step_s,
+        is_applied=is_applied,
+    )
+
+
 def _capped_products(sample: SequenceSample) -> torch.Tensor:
     # Shifted by the largest logarithm: a share does not change, and exp(-20000) would be 0 for every rollout.
     capped_B = sample.log_products_B.clamp(max=math.log(SEQUENCE_RATIO_CAP))
@@ -146,3 +214,7 @@ def _capped_products(sample: SequenceSample) -> torch.Tensor:
 
 def _ratio(total: torch.Tensor, count: float) -> float:
     return float(total) / count if count else 0.0
+
+
+def _concatenate(parts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)

@@ -7,11 +7,11 @@ import torch
 
 from heterorl.learner.loss.config import GepoConfig, GrpoConfig, GspoConfig
 from heterorl.learner.loss.policy_loss import policy_loss
-from heterorl.learner.loss.registry import rule_of
+from heterorl.learner.loss.rule import rule_of
 from heterorl.learner.train.batch import build_batch
-from heterorl.learner.train.coupling import loss_inputs, step_coefficients
-from heterorl.learner.train.extras import SequenceSample, join, measure, step_extras, step_size_factor
+from heterorl.learner.train.coupling import step_coefficients
 from heterorl.learner.train.micro_batch import collate
+from heterorl.learner.train.report import SequenceSample, join, measure, step_extras, step_size_factor
 from tests.support.losses import GOLDEN_LEARNER, GOLDEN_REWARDS, GOLDEN_SAMPLER, groups_of
 
 F64 = torch.float64
@@ -25,12 +25,11 @@ def _golden(config, parts=((0, 1, 2, 3),)):
     batch = build_batch(groups_of([GOLDEN_SAMPLER], [GOLDEN_REWARDS]), loss=config)
     samples = []
     for part in parts:
-        micro_batch = collate([batch.sequences[i] for i in part], batching="padded")
+        inputs = collate([batch.sequences[i] for i in part], batching="padded").loss_inputs
         rows = torch.cat([torch.tensor(GOLDEN_LEARNER[i], dtype=F64) for i in part])
-        learner = torch.zeros_like(micro_batch.sampler_logprobs_BT).masked_scatter(micro_batch.mask_BT, rows)
-        coefficients = step_coefficients(rule, micro_batch.mask_BT, batch, max_new_tokens=8)
-        inputs = loss_inputs(micro_batch, learner, coefficients)
-        samples.append(measure(inputs, policy_loss(rule, inputs)))
+        learner = inputs.padded(rows)
+        coefficients = step_coefficients(rule, inputs.mask_BT, batch, max_new_tokens=8)
+        samples.append(measure(inputs, learner, policy_loss(rule, inputs, learner, coefficients_BT=coefficients)))
     return join(samples)
 
 

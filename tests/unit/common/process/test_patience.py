@@ -14,8 +14,8 @@ from heterorl.common.errors import (
     Unreachable,
 )
 from heterorl.common.process.clock import ring_or_time
+from heterorl.common.process.patience import Patience
 from heterorl.common.types.words import peer_seconds
-from heterorl.sampler.waiting import Patience
 from tests.support.clock import ManualClock
 
 
@@ -40,7 +40,7 @@ async def test_wait_ends_by_the_ring_or_by_time_and_leaves_no_task():
 def test_delays_are_drawn_from_nothing_up_to_a_bound_that_doubles_to_the_cap():
     rows = []
     for seed in range(400):
-        patience = Patience(rng=random.Random(seed), base_s=1.0, cap_s=8.0)
+        patience = Patience(clock=ManualClock(), rng=random.Random(seed), base_s=1.0, cap_s=8.0)
         rows.append([patience.delay_s() for _ in range(6)])
 
     for number, longest in enumerate([1, 2, 4, 8, 8, 8]):
@@ -51,10 +51,10 @@ def test_delays_are_drawn_from_nothing_up_to_a_bound_that_doubles_to_the_cap():
 
 
 def test_delay_is_never_less_than_the_peer_asks_for_and_starts_anew_after_a_success():
-    patience = Patience(rng=random.Random(0))
-    assert patience.after(QuotaExceeded("full", retry_after_s=30.0)) >= 30.0
+    patience = Patience(clock=ManualClock(), rng=random.Random(0))
+    assert patience.next_delay(QuotaExceeded("full", retry_after_s=30.0)) >= 30.0
     for _ in range(40):
-        assert patience.after(Unreachable("cut")) <= 15.0
+        assert patience.next_delay(Unreachable("cut")) <= 15.0
     patience.reset()
 
     assert patience.delay_s() <= 1.0
@@ -66,11 +66,14 @@ def test_delay_is_never_less_than_the_peer_asks_for_and_starts_anew_after_a_succ
 )
 def test_refusal_that_no_repetition_changes_is_not_waited_for(error):
     with pytest.raises(type(error)):
-        Patience(rng=random.Random(0)).after(error)
+        Patience(clock=ManualClock(), rng=random.Random(0)).next_delay(error)
 
 
 def test_an_expired_certificate_is_waited_for_because_a_new_one_may_come():
-    assert Patience(rng=random.Random(0)).after(Unauthenticated("expired", retry_after_s=5.0)) >= 5.0
+    assert (
+        Patience(clock=ManualClock(), rng=random.Random(0)).next_delay(Unauthenticated("expired", retry_after_s=5.0))
+        >= 5.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,4 +82,4 @@ def test_an_expired_certificate_is_waited_for_because_a_new_one_may_come():
 )
 def test_wait_that_a_peer_asks_for_has_an_end(asked, waited):
     assert peer_seconds(asked) == waited
-    assert waited <= Patience(rng=random.Random(0)).delay_s(asked_s=asked) <= waited + 1.0
+    assert waited <= Patience(clock=ManualClock(), rng=random.Random(0)).delay_s(asked_s=asked) <= waited + 1.0

@@ -1,7 +1,11 @@
-"""Log-probs and entropies of tokens from hidden states, without ever holding [tokens x vocabulary].
+"""What a log-prob is: hidden states -> logits -> logits at a temperature -> log-probs, for engines, learner and checks.
 
-Guarantees: equal to log_softmax(hidden @ weight.T / temperature) gathered at the targets, in value and gradient;
-forward and backward hold the logits of one chunk of tokens at a time (the backward pass computes them again);
+The only place that divides logits; which temperature a run's log-probs have says
+`SamplingSemantics.logprob_temperature`. `token_logprobs` takes all of the way without ever holding [tokens x
+vocabulary].
+
+Guarantees: `token_logprobs` is log_softmax(hidden @ weight.T / temperature) gathered at the targets, in value and
+gradient; forward and backward hold the logits of one chunk of tokens at a time (the backward pass computes them again);
 normalised in fp32 or wider. Entropies carry no gradient.
 
 Suffixes: N tokens, H hidden width, V vocabulary, C tokens of one chunk.
@@ -14,19 +18,26 @@ from typing import Any
 
 import torch
 
-from heterorl.common.types.common import LogprobMode, SamplingSemantics
-
 CHUNK_LOGITS = 16 << 20
 """Logits held at a time; 64 MiB in fp32."""
 
 
-def logit_temperature(sampling: SamplingSemantics) -> float:
-    """What logits are divided by so that learner log-probs mean what sampler log-probs mean."""
-    if sampling.logprob_mode is LogprobMode.RAW:
-        return 1.0
-    if not sampling.temperature > 0.0:
-        raise ValueError(f"temperature {sampling.temperature} has no log-probs: it must be positive")
-    return sampling.temperature
+def project(hidden_NH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
+    """Raw logits [N, V] of hidden states under an output embedding; products in their type, then fp32 or wider."""
+    logits_NV = hidden_NH @ weight_VH.T
+    return logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+
+
+def tempered(logits: torch.Tensor, temperature: float, *, in_place: bool = False) -> torch.Tensor:
+    """Logits divided by a temperature; the same tensor at 1, and where it may be overwritten."""
+    if temperature == 1.0:
+        return logits
+    return logits.div_(temperature) if in_place else logits / temperature
+
+
+def logprobs_of(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+    """Log-prob [N] of each target under logits that are tempered already; a row is normalised over all tokens."""
+    return logits_NV.gather(1, targets_N[:, None])[:, 0] - torch.logsumexp(logits_NV, 1)
 
 
 def token_logprobs(
@@ -63,12 +74,6 @@ def _chunks(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
     return (slice(start, min(start + chunk_tokens, num_tokens)) for start in range(0, num_tokens, chunk_tokens))
 
 
-def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperature: float) -> torch.Tensor:
-    logits_CV = hidden_CH @ weight_VH.T
-    logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
-    return logits_CV if temperature == 1.0 else logits_CV.div_(temperature)
-
-
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -84,7 +89,7 @@ class _TokenLogprobs(torch.autograd.Function):
         with torch.autocast(hidden_NH.device.type, enabled=False):
             weight = weight_VH.to(hidden_NH.dtype)
             for chunk in _chunks(hidden_NH.shape[0], chunk_tokens):
-                logits_CV = _logits(hidden_NH[chunk], weight, temperature)
+                logits_CV = tempered(project(hidden_NH[chunk], weight), temperature, in_place=True)
                 lse_C = torch.logsumexp(logits_CV, 1)
                 lse_N[chunk] = lse_C
                 logprobs_N[chunk] = logits_CV.gather(1, targets_N[chunk, None])[:, 0] - lse_C
@@ -109,7 +114,8 @@ class _TokenLogprobs(torch.autograd.Function):
         weight = weight_VH.to(hidden_NH.dtype)
         for chunk in _chunks(hidden_NH.shape[0], ctx.chunk_tokens):
             # d logprob / d logit = onehot(target) - softmax
-            slope_CV = _logits(hidden_NH[chunk], weight, ctx.temperature).sub_(lse_N[chunk, None]).exp_()
+            slope_CV = tempered(project(hidden_NH[chunk], weight), ctx.temperature, in_place=True)
+            slope_CV.sub_(lse_N[chunk, None]).exp_()
             slope_CV.mul_(-gradient_N[chunk, None])
             slope_CV.scatter_add_(1, targets_N[chunk, None], gradient_N[chunk, None])
             slope_CV = slope_CV.to(hidden_NH.dtype)

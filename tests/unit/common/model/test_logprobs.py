@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from heterorl.common.model.logprobs import logprobs_of, project, tempered, token_logprobs
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
-from heterorl.learner.train.logprobs import logit_temperature, token_logprobs
 
 F64 = torch.float64
 
@@ -125,11 +125,24 @@ def _sampling(mode, temperature):
     return SamplingSemantics(temperature=temperature, top_p=1.0, top_k=0, max_new_tokens=8, logprob_mode=mode)
 
 
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_steps_of_the_projection_agree_with_all_of_it(temperature):
+    hidden_NH, weight_VH, targets_N = _case(7, 8, 11, dtype=torch.float32)
+
+    logits_NV = project(hidden_NH, weight_VH).detach()
+    shown_NV = tempered(logits_NV, temperature)
+    whole_N, _ = token_logprobs(hidden_NH, weight_VH, targets_N, temperature=temperature)
+
+    assert torch.equal(logprobs_of(shown_NV, targets_N), whole_N)
+    assert (shown_NV is logits_NV) == (temperature == 1.0)
+    assert torch.equal(tempered(logits_NV.clone(), temperature, in_place=True), shown_NV)
+
+
 def test_temperature_follows_the_meaning_of_sampler_logprobs():
-    assert logit_temperature(_sampling(LogprobMode.PROCESSED, 0.6)) == 0.6
-    assert logit_temperature(_sampling(LogprobMode.RAW, 0.6)) == 1.0
+    assert _sampling(LogprobMode.PROCESSED, 0.6).logprob_temperature == 0.6
+    assert _sampling(LogprobMode.RAW, 0.6).logprob_temperature == 1.0
 
 
 def test_temperature_of_zero_is_refused():
     with pytest.raises(ValueError, match="must be positive"):
-        logit_temperature(_sampling(LogprobMode.PROCESSED, 0.0))
+        _ = _sampling(LogprobMode.PROCESSED, 0.0).logprob_temperature

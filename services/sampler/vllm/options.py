@@ -1,0 +1,68 @@
+"""How vLLM computes: what an operator chooses of it, and the arguments that become of this. Must never import vllm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+ComputeDtype = Literal["fp32", "bf16", "fp16"]
+_COMPUTE: dict[ComputeDtype, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+TOLERANCE: dict[ComputeDtype, float] = {"fp32": 1e-4, "fp16": 0.02, "bf16": 0.1}
+"""Mean difference from the reference that rounding explains, nats."""
+NUM_URGENT = 8
+"""Requests of a canary that run beside a whole batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmOptions:
+    """Nothing here changes what is drawn, up to rounding.
+
+    Example: VllmOptions(compute_dtype="bf16", batch_rows=256)
+    """
+
+    compute_dtype: ComputeDtype
+    """Type of the matrix products."""
+    batch_rows: int
+    """Completions generated at once."""
+    tensor_parallel_size: int = 1
+    """Workers that share the model."""
+    enforce_eager: bool = True
+    """Compile nothing, record no graphs."""
+    has_prefix_cache: bool = True
+    """Let completions of one version share the keys and values of equal prompt prefixes."""
+    max_model_len: int = 0
+    """Longest prompt and completion, tokens; 0 is the model's."""
+    kv_cache_bytes: int = 0
+    """Memory of keys and values; 0 leaves it to vLLM."""
+    memory_share: float = 0.9
+    """Of the device's memory, for weights, keys and values."""
+    canary_tolerance: float = 0.0
+    """Of the mean difference from the reference, nats; 0 is TOLERANCE."""
+
+    @property
+    def tolerance(self) -> float:
+        """Largest mean difference of a sequence from the reference, nats."""
+        return self.canary_tolerance or TOLERANCE[self.compute_dtype]
+
+    def arguments(self, *, max_model_len: int, logprobs_mode: str) -> dict[str, Any]:
+        """Arguments of vLLM's engine but for the model and its weights.
+
+        Args:
+            max_model_len: longest prompt and completion, tokens; that of the model where the options name none.
+            logprobs_mode: of `requests.logprobs_mode`.
+        """
+        return {
+            "dtype": _COMPUTE[self.compute_dtype],
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "enforce_eager": self.enforce_eager,
+            "enable_prefix_caching": self.has_prefix_cache,
+            "max_model_len": max_model_len,
+            "max_num_seqs": self.batch_rows + NUM_URGENT,
+            "kv_cache_memory_bytes": self.kv_cache_bytes or None,
+            "gpu_memory_utilization": self.memory_share,
+            "logprobs_mode": logprobs_mode,
+            "generation_config": "vllm",
+            "skip_tokenizer_init": True,
+            "disable_log_stats": True,
+            "worker_extension_cls": "heterorl.sampler.vllm.worker.ArenaWorker",
+        }

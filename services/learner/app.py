@@ -32,7 +32,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from heterorl.common.api import CoordinatorApi
+from heterorl.common.api import LearnerApi
 from heterorl.common.identity.trust import Trust
 from heterorl.common.process import metrics, notify, tracing
 from heterorl.common.process.clock import Clock, SystemClock
@@ -107,7 +107,7 @@ async def _train(
     _LOG.info("%s", result)
 
 
-def join(config: LearnerConfig, parts: Parts, *, api: CoordinatorApi, clock: Clock, rng: random.Random) -> Learner:
+def join(config: LearnerConfig, parts: Parts, *, api: LearnerApi, clock: Clock, rng: random.Random) -> Learner:
     """Join loaded parts to a coordinator; nothing is asked and nothing written yet.
 
     Args:
@@ -168,7 +168,7 @@ class Learner:
 
 
 def _examiner(
-    config: LearnerConfig, parts: Parts, *, api: CoordinatorApi, patience: Patience, trust: Trust
+    config: LearnerConfig, parts: Parts, *, api: LearnerApi, patience: Patience, trust: Trust
 ) -> Examiner | None:
     if parts.yardstick is None:
         return None
@@ -192,7 +192,7 @@ def _begin_term(
     parts: Parts,
     grant: LeaseGrant,
     *,
-    api: CoordinatorApi,
+    api: LearnerApi,
     patience: Callable[[], Patience],
     trust: Trust,
 ) -> Term:

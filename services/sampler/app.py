@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from rich.filesize import decimal
 
-from heterorl.common.api import CoordinatorApi
+from heterorl.common.api import SamplerApi
 from heterorl.common.identity.trust import Trust
 from heterorl.common.process import metrics, notify, tracing
 from heterorl.common.process.clock import Bell, Clock, SystemClock, steady
@@ -90,7 +90,7 @@ async def _sample(config: SamplerConfig, clock: Clock, stop: asyncio.Event, noti
 
 
 def build(
-    config: SamplerConfig, api: CoordinatorApi, outbox: Outbox, clock: Clock, rng: random.Random | None = None
+    config: SamplerConfig, api: SamplerApi, outbox: Outbox, clock: Clock, rng: random.Random | None = None
 ) -> Sampler:
     """Load what the configuration names and join it to a coordinator. Blocking.
 
@@ -111,7 +111,7 @@ def join(
     config: SamplerConfig,
     parts: Parts,
     *,
-    api: CoordinatorApi,
+    api: SamplerApi,
     outbox: Outbox,
     record: VersionRecord,
     clock: Clock,

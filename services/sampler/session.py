@@ -16,7 +16,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from heterorl.common.api import CoordinatorApi
+from heterorl.common.api import SamplerApi
 from heterorl.common.errors import CorruptData, RemoteError, Unreachable
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Bell, Clock
@@ -50,7 +50,7 @@ class Session:
     def __init__(
         self,
         *,
-        api: CoordinatorApi,
+        api: SamplerApi,
         registration: Registration,
         outbox: Outbox,
         record: VersionRecord,

@@ -17,7 +17,7 @@ import shutil
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
-from heterorl.common.api import CoordinatorApi
+from heterorl.common.api import WeightsApi
 from heterorl.common.errors import DiskFull, LimitExceeded, MalformedPayload, Unreachable
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Clock
@@ -43,7 +43,7 @@ class Fetcher:
     def __init__(
         self,
         *,
-        api: CoordinatorApi,
+        api: WeightsApi,
         spool: Path,
         clock: Clock,
         max_bytes: int,

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from heterorl.common.api import CoordinatorApi
+from heterorl.common.api import WeightsApi
 from heterorl.common.errors import CorruptData, LimitExceeded, StateMismatch, UnknownPayload
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Clock
@@ -68,7 +68,7 @@ class Puller:
     def __init__(
         self,
         *,
-        api: CoordinatorApi,
+        api: WeightsApi,
         spool: Path,
         layout: Layout,
         clock: Clock,

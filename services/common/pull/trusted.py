@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-from heterorl.common.api import CoordinatorApi
+from heterorl.common.api import WeightsApi
 from heterorl.common.identity.trust import Trust
 from heterorl.common.process.patience import Patience
 from heterorl.common.pull.pull import PulledVersion, Puller
@@ -23,7 +23,7 @@ class TrustedPuller:
     def __init__(
         self,
         *,
-        api: CoordinatorApi,
+        api: WeightsApi,
         spool: Path,
         layout: Layout,
         patience: Patience,

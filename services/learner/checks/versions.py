@@ -11,7 +11,7 @@ import logging
 from collections import OrderedDict
 from pathlib import Path
 
-from heterorl.common.api import CoordinatorApi
+from heterorl.common.api import LearnerApi
 from heterorl.common.errors import UnknownVersion
 from heterorl.common.identity.trust import Trust
 from heterorl.common.model.quantise import LIMIT, Flavour, dequantise, flavour_layout
@@ -29,7 +29,7 @@ class RecentVersions:
 
     def __init__(
         self,
-        api: CoordinatorApi,
+        api: LearnerApi,
         *,
         spool: Path,
         layout: Layout,

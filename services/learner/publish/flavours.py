@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from heterorl.common.api import CoordinatorApi
+from heterorl.common.api import LearnerApi
 from heterorl.common.errors import CorruptData, StateMismatch, UnknownPayload, UnknownVersion
 from heterorl.common.identity.signing import Signer
 from heterorl.common.identity.trust import Trust
@@ -66,7 +66,7 @@ class Flavours:
 
     def __init__(
         self,
-        api: CoordinatorApi,
+        api: LearnerApi,
         *,
         names: Sequence[Flavour],
         layout: Layout,

@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from heterorl.common.api import CoordinatorApi
+from heterorl.common.api import LearnerApi
 from heterorl.common.errors import GroupNotAvailable, PayloadMissing, RemoteError
 from heterorl.common.identity.signing import Signer
 from heterorl.common.model.quantise import scales_of
@@ -50,7 +50,7 @@ class Publisher:
 
     def __init__(
         self,
-        api: CoordinatorApi,
+        api: LearnerApi,
         *,
         run_id: str,
         epoch: int,

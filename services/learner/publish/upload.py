@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from heterorl.common.api import CoordinatorApi
+from heterorl.common.api import LearnerApi
 from heterorl.common.errors import DigestMismatch, RemoteError, Unreachable
 from heterorl.common.process.metrics import BYTES
 from heterorl.common.process.patience import Patience
@@ -17,7 +17,7 @@ MAX_MISMATCHES = 3
 """Complete uploads of which the coordinator says that the bytes are others; then the disk is to blame."""
 
 
-async def upload(api: CoordinatorApi, payload: PayloadRef, path: Path, *, epoch: int, patience: Patience) -> None:
+async def upload(api: LearnerApi, payload: PayloadRef, path: Path, *, epoch: int, patience: Patience) -> None:
     """Upload until every byte is durable at the coordinator.
 
     Raises:

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from heterorl.common.api import CoordinatorApi
+from heterorl.common.api import LearnerApi
 from heterorl.common.errors import ConfigError, RemoteError, StaleEpoch
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.patience import Patience
@@ -55,7 +55,7 @@ class Leader:
     """
 
     config: LearnerConfig
-    api: CoordinatorApi
+    api: LearnerApi
     contract: Contract
     clock: Clock
     patience: Callable[[], Patience]

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
 
-from heterorl.common.api import CoordinatorApi
+from heterorl.common.api import LearnerApi
 from heterorl.common.errors import ConfigError
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.patience import Patience
@@ -20,7 +20,7 @@ RENEWALS_PER_TERM = 3
 
 
 async def acquire(
-    api: CoordinatorApi,
+    api: LearnerApi,
     *,
     holder: str,
     contract: Contract,
@@ -81,7 +81,7 @@ async def _ignore(grant: LeaseGrant) -> None:
 
 
 async def renew(
-    api: CoordinatorApi,
+    api: LearnerApi,
     *,
     grant: LeaseGrant,
     clock: Clock,

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from heterorl.common.api import CoordinatorApi
+from heterorl.common.api import LearnerApi
 from heterorl.common.errors import StateMismatch
 from heterorl.common.identity.trust import Trust
 from heterorl.common.process.patience import Patience
@@ -22,7 +22,7 @@ _LOG = logging.getLogger(__name__)
 class PublishedVersions:
     """Asks the coordinator; `spool` is for payloads that are fetched, and is its own."""
 
-    api: CoordinatorApi
+    api: LearnerApi
     layout: Layout
     spool: Path
     patience: Patience

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from heterorl.common.api import CoordinatorApi
+from heterorl.common.api import LearnerApi
 from heterorl.common.errors import (
     ConfigError,
     CorruptData,
@@ -54,7 +54,7 @@ class _Found:
 class Resumption:
     """Brings backend, publisher and coordinator to the same version."""
 
-    api: CoordinatorApi
+    api: LearnerApi
     backend: TrainBackend
     publisher: Publisher
     store: CheckpointStore

@@ -15,7 +15,7 @@ import functools
 import logging
 from pathlib import Path
 
-from heterorl.common.api import CoordinatorApi
+from heterorl.common.api import LearnerApi
 from heterorl.common.errors import CorruptData, NotReversible, StateMismatch, UnknownPayload, UnknownVersion
 from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import in_thread
@@ -43,7 +43,7 @@ class Rollback:
     def __init__(
         self,
         *,
-        api: CoordinatorApi,
+        api: LearnerApi,
         epoch: int,
         patience: Patience,
         backend: TrainBackend,

@@ -7,7 +7,7 @@ import logging
 from typing import Any
 
 import heterorl
-from heterorl.common.api import CoordinatorApi
+from heterorl.common.api import LearnerApi
 from heterorl.common.errors import RemoteError, StaleEpoch
 from heterorl.common.process.files import replacing
 from heterorl.common.process.patience import Patience
@@ -25,7 +25,7 @@ def write_run_file(config: LearnerConfig) -> None:
         file.write((json.dumps(_run(config), indent=2) + "\n").encode())
 
 
-async def describe_run(api: CoordinatorApi, config: LearnerConfig, *, epoch: int, patience: Patience) -> None:
+async def describe_run(api: LearnerApi, config: LearnerConfig, *, epoch: int, patience: Patience) -> None:
     """Tell the coordinator too, for people who look at the run; one of an earlier release does not know the question.
 
     Raises:

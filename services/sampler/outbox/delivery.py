@@ -14,7 +14,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from heterorl.common.api import CoordinatorApi
+from heterorl.common.api import SamplerApi
 from heterorl.common.errors import DiskFull, MessageTooLarge, RemoteError, Unreachable
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Bell, Clock, ring_or_time, steady
@@ -36,7 +36,7 @@ class Delivery:
     def __init__(
         self,
         *,
-        api: CoordinatorApi,
+        api: SamplerApi,
         outbox: Outbox,
         clock: Clock,
         bell: Bell,

@@ -17,7 +17,7 @@ import asyncio
 import logging
 import random
 
-from heterorl.common.api import CoordinatorApi
+from heterorl.common.api import SamplerApi
 from heterorl.common.errors import CorruptData, DiskFull, RemoteError, UnknownVersion, Unreachable, UntrustedVersion
 from heterorl.common.identity.trust import Trust
 from heterorl.common.process.clock import Bell, Clock, ring_or_time
@@ -44,7 +44,7 @@ class PolicySync:
     def __init__(
         self,
         *,
-        api: CoordinatorApi,
+        api: SamplerApi,
         puller: Puller,
         visibility: Visibility,
         record: VersionRecord,

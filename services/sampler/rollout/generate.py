@@ -19,7 +19,7 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from heterorl.common.api import CoordinatorApi
+from heterorl.common.api import SamplerApi
 from heterorl.common.errors import EngineError, RemoteError, StaleWeights
 from heterorl.common.generation.engine import Engine
 from heterorl.common.model.canary import ScoredText
@@ -54,7 +54,7 @@ class Generation:
         self,
         *,
         config: SamplerConfig,
-        api: CoordinatorApi,
+        api: SamplerApi,
         engine: Engine,
         canary: Sequence[ScoredText] = (),
         maker: RolloutMaker,

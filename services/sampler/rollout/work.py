@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 
-from heterorl.common.api import CoordinatorApi
+from heterorl.common.api import SamplerApi
 from heterorl.common.errors import NotRegistered, RemoteError, RunFinished, Unreachable
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.patience import Patience
@@ -25,7 +25,7 @@ class Work:
         self,
         *,
         config: SamplerConfig,
-        api: CoordinatorApi,
+        api: SamplerApi,
         session: Session,
         task: Task,
         clock: Clock,

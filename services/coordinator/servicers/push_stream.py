@@ -27,7 +27,7 @@ _Pushed = tuple[rollout_pb2.PushGroupsRequest, int]
 
 
 class Taker(Protocol):
-    """Takes groups in, also those which nobody can read, and hands groups on as their bytes."""
+    """Takes groups in, and records those which nobody can read."""
 
     async def take_groups(self, groups: Sequence[Group | SealedGroup | Arrival]) -> list[PushOutcome]: ...
 

@@ -11,8 +11,13 @@ RUNS ?= 1
 PYTEST_GPU ?= $(BIN)/pytest
 SERVER ?= http://127.0.0.1:9090
 MINUTES ?= 30
+# A part of the tests: make test T=tests/unit/sampler.
+T ?=
 
-.PHONY: docs help demo test test-fast test-engines test-compile test-gpu test-images check kills rotations wan dashboards-images lab-quick lab-stale64 lab-stale256 lab-recommend bench-losses bench-learner protos lock clean bench-merge subsets dashboards bench-weights bench-pull bench-serve bench-sampler bench-verify bench-forward fuzz
+# What has a sentence is a target for people: it is shown, and no file stands for it.
+MARK := \#\#
+SHOWN := $(shell sed -nE 's/^([a-z0-9-]+):.*  $(MARK) .*/\1/p' $(MAKEFILE_LIST))
+.PHONY: $(SHOWN)
 
 help:  ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 19
@@ -35,9 +40,9 @@ $(ENGINES_SETUP): requirements/engines.txt pyproject.toml
 demo: $(SETUP)  ## Train a small model by GEPO with samplers 64 versions behind; ends with a report
 	$(BIN)/heterorl demo
 
-test: $(SETUP)  ## Run all tests with coverage
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --cov --cov-report= -q -m "not image and not compiler" --ignore tests/gpu
-	$(BIN)/coverage report --skip-covered --fail-under=90 | tail -n 40
+test: $(SETUP)  ## Run all tests with coverage, or one part without: T=tests/unit/sampler
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(if $(T),,-n 2 --cov --cov-report=) -q -m "not image and not compiler" --ignore tests/gpu $(T)
+	$(if $(T),,$(BIN)/coverage report --skip-covered --fail-under=90 | tail -n 40)
 
 test-fast: $(SETUP)  ## Run the tests that start no processes
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -q -m "not slow" --ignore tests/gpu
@@ -54,11 +59,12 @@ test-gpu: $(SETUP)  ## Run the tests that need a GPU; where there is none they a
 test-images: $(SETUP)  ## Build the coordinator's image without a container engine and run it; needs a package index
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m image
 
-check: $(SETUP)  ## Check style, types, import layers and protos
+check: $(SETUP)  ## Check style, types, import layers, documents and protos
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	PYTHONPATH=src $(BIN)/lint-imports
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	cd protos && ../$(BIN)/buf lint && ../$(BIN)/buf breaking --against baseline.binpb
 
 kills: $(SETUP)  ## Kill real processes N (1000) times during RUNS (1) runs and account for every group
@@ -74,43 +80,33 @@ dashboards-images: $(SETUP)  ## Draw every dashboard from a Prometheus's data: S
 	$(BIN)/python -m deploy.grafana.preview $(SERVER) --out runs/dashboards --minutes $(MINUTES)
 
 lab-quick: $(SETUP)  ## GRPO, GSPO and GEPO online and 64 versions behind, in two minutes
-	$(BIN)/heterorl lab run quick
-
 lab-stale64: $(SETUP)  ## Every loss of the sources at 0, 8 and 64 versions, 5 seeds: 55 minutes on two cores
-	$(BIN)/heterorl lab run stale64
-
 lab-stale256: $(SETUP)  ## GEPO beside the methods made for stale data, 64 to 256 versions behind: 80 minutes on two cores
-	$(BIN)/heterorl lab run stale256
-
 lab-recommend: $(SETUP)  ## Plain GEPO beside its combinations, 64 versions behind, 10 seeds: 30 minutes on two cores
-	$(BIN)/heterorl lab run recommend
+$(filter lab-%,$(SHOWN)): lab-%:
+	$(BIN)/heterorl lab run $*
 
 bench-forward: $(SETUP)  ## What a learner's forward pass should see, on a pretrained model: MODEL=DIR; an hour on two cores, goes on where it ended
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.forward --model $(MODEL) --resume --out benchmarks/results/forward.json
-
 bench-losses: $(SETUP)  ## Time a learner step under each loss beside the cheapest
-	$(BIN)/python -m benchmarks.loss_step --out benchmarks/results/losses.json
-
 bench-learner: $(SETUP)  ## A GRPO step beside TRL's: tokens per second and peak memory at a vocabulary of 32 000
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.learner --out benchmarks/results/learner.json
-
+bench-groups: $(SETUP)  ## What a group costs the coordinator: CPU from a push's bytes to the learner's, beside what its bytes alone cost
 bench-merge: $(SETUP)  ## Merged deltas beside the chain: bytes and seconds for samplers 1 to 256 versions behind
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.weights_merge --out benchmarks/results/weights_merge.json
-
 bench-weights: $(SETUP)  ## Weight deltas of real GRPO steps: ours, open schemes, the entropy bound; trains once, 4 minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.weights --out benchmarks/results/weights.json
-
 bench-pull: $(SETUP)  ## A 1 GB model from coordinator to sampler, beside bare gRPC, raw TCP and memcpy; 5 GB of memory
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.pull --out benchmarks/results/pull.json
-
 bench-serve: $(SETUP)  ## A coordinator's memory while 8 samplers read a 4 GB model at once; 4 GB of disk
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.serve --out benchmarks/results/serve.json
-
 bench-sampler: $(ENGINES_SETUP)  ## Tokens per second and the pause of a swap, for transformers and vLLM
-	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(ENGINES)/python -m benchmarks.sampler --out benchmarks/results/sampler.json
-
 bench-verify: $(SETUP)  ## What the checks of untrusted sites see: each cheat's detection, honest rollouts' false rejects; 4 minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.verify --out benchmarks/results/verify.json
+# Module and results are named as the target is, and one thread computes, except where a line says otherwise.
+THREADS = OMP_NUM_THREADS=1
+bench-losses: MODULE = loss_step
+bench-losses: THREADS =
+bench-merge: MODULE = weights_merge
+bench-merge: RESULTS = weights_merge
+bench-forward: OPTIONS = --model $(MODEL) --resume
+bench-sampler: BIN = $(ENGINES)
+bench-sampler: THREADS += VLLM_CPU_OMP_THREADS_BIND=nobind
+$(filter bench-%,$(SHOWN)): bench-%:
+	$(THREADS) $(BIN)/python -m benchmarks.$(or $(MODULE),$*) $(OPTIONS) --out benchmarks/results/$(or $(RESULTS),$*).json
 
 fuzz: $(SETUP)  ## Mutate N inputs of every decoder of foreign bytes; no crash may be found
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --cases $(N)
@@ -118,8 +114,11 @@ fuzz: $(SETUP)  ## Mutate N inputs of every decoder of foreign bytes; no crash m
 dashboards: $(SETUP)  ## Write the Grafana dashboards from deploy/grafana/panels.py
 	$(BIN)/python -m deploy.grafana.generate
 
-docs: $(SETUP)  ## Write docs/configuration.md from the schemas
+docs: $(SETUP)  ## Write docs/configuration.md from the schemas and docs/map.md from the packages
 	$(BIN)/python -m docs.generate
+
+site: $(SETUP)  ## Build the documents into runs/site; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 protos: $(SETUP)  ## Write the Python stubs of the protos
 	$(BIN)/python protos/generate.py

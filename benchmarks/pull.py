@@ -37,11 +37,11 @@ from rich.table import Table
 
 from benchmarks.bare_streams import read_bare, read_bare_to_file, read_tcp, serve_bare, serve_tcp, serving
 from heterorl.common.identity.tls import TlsConfig
-from heterorl.common.process.allocator import keep_freed_frames
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.process.patience import Patience
 from heterorl.common.pull.fetch import Fetcher
 from heterorl.common.pull.pull import PulledVersion, Puller
+from heterorl.common.rpc.allocator import keep_freed_frames
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.common import Contract, Digest, LogprobMode, SamplingSemantics
 from heterorl.common.types.policy import PayloadKind, PayloadRef, PublishRequest

@@ -32,7 +32,7 @@ from rich.table import Table
 from benchmarks.pull import contract_of, free_port
 from heterorl.common.errors import Unreachable
 from heterorl.common.identity.tls import TlsConfig
-from heterorl.common.process.allocator import keep_freed_frames
+from heterorl.common.rpc.allocator import keep_freed_frames
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import Manifest, PayloadKind, PayloadRef, PublishRequest

@@ -1,10 +1,11 @@
-"""Makes the reference of all configuration keys from the schemas that check them.
+"""Makes two pages: all configuration keys from the schemas that check them, and the map of the code from its packages.
 
-python -m docs.generate writes docs/configuration.md; a test compares it with the schemas.
+python -m docs.generate writes docs/configuration.md and docs/map.md; tests compare both with what they are made of.
 """
 
 from __future__ import annotations
 
+import ast
 import enum
 import json
 import re
@@ -22,6 +23,8 @@ from heterorl.learner.config import LearnerConfig
 from heterorl.sampler.config import SamplerConfig
 
 PATH = Path(__file__).parent / "configuration.md"
+MAP = Path(__file__).parent / "map.md"
+PACKAGE = Path(__file__).parents[1] / "services"
 SERVICES: dict[str, type[Config]] = {
     "coordinator": CoordinatorConfig,
     "learner": LearnerConfig,
@@ -40,6 +43,57 @@ _UNITS = {
 }  # fmt: skip
 _WORDS = ("nats", "seconds", "bytes", "tokens", "versions")
 _LIMITS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+
+
+_MAP_HEAD = """# Map of the code
+
+The package `heterorl` is the folder `services`. Imports go down only: `cli`, `doctor`, `lab` and `demo` stand above
+coordinator, learner and sampler; `common` lies below them. A folder is one subject, a file one noun. The docstring of
+each folder says what the folder guarantees; `make docs` makes this page from those docstrings.
+
+## Start here
+
+Read six files in this order, and you have seen a whole run:
+
+| file | what it shows |
+|---|---|
+"""
+_START = {
+    "services/common/api.py": "the coordinator as learner, samplers and operators call it",
+    "services/common/types/rollout.py": "what travels up: a group and its rollouts",
+    "services/coordinator/core.py": "how the coordinator joins its parts over one store",
+    "services/sampler/app.py": "the sampler's loops, and what each of them waits for",
+    "services/learner/run/session.py": "the learner's loop: groups in, a step, a version out",
+    "services/learner/loss/rule.py": "a loss as a value of parts; the table of algorithms stands beside it",
+}
+_FOLDERS_HEAD = """
+Then follow [a group and a version through the code](../ARCHITECTURE.md#the-life-of-a-group), station by station.
+
+## Every folder
+
+| folder | what it holds | open first |
+|---|---|---|
+"""
+_BESIDE = """
+## Beside the package
+
+| folder | what it holds |
+|---|---|
+| `protos/` | the messages and services of the wire, the maker of stubs, the baseline for `buf` |
+| `tests/unit/` | one folder for each folder of `services/`; no process, no sleep |
+| `tests/contract/` | rules of the house: imports, sizes, documents, configurations, deployment files |
+| `tests/integration/` | real servers and real SQLite in one process |
+| `tests/e2e/` | whole runs as processes |
+| `tests/faults/` | kills, cut lines, full disks, rotated certificates |
+| `tests/fuzz/` | damaged input for each decoder of foreign bytes |
+| `tests/engines/`, `tests/gpu/` | vLLM and DeepSpeed in an environment of their own; what needs a GPU |
+| `tests/support/` | fakes of clock, network and faults; builders of values |
+| `benchmarks/` | what the numbers in [results](results.md) were made with, and the numbers |
+| `deploy/` | systemd units, images, Compose files, dashboards, alerts, the runbook |
+| `requirements/` | exact versions: of development, of each service, of the engines |
+| `examples/` | a first run, a reward, a loss |
+| `docs/` | this site; `make site` builds it |
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,9 +285,31 @@ def render() -> str:
     return "\n".join(lines)
 
 
+def render_map() -> str:
+    """The whole page about the code: six files, then each package by its own docstring."""
+    start = "".join(f"| `{file}` | {meaning} |\n" for file, meaning in _START.items())
+    folders = "".join(
+        f"| `{folder}/` | {' '.join(summary.split())} | {first} |\n" for folder, summary, first in _packages()
+    )
+    return _MAP_HEAD + start + _FOLDERS_HEAD + folders + _BESIDE
+
+
+def _packages() -> Iterator[tuple[str, str, str]]:
+    """Each package's folder, the first paragraph of its docstring, and the file that it says to open first."""
+    for source in sorted(PACKAGE.rglob("__init__.py"), key=lambda path: path.parent.parts):
+        folder = source.parent.relative_to(PACKAGE.parent).as_posix()
+        if folder.startswith("services/v1"):
+            continue
+        text = ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or ""
+        first = re.search(r"Open `([\w/.]+)`", text)
+        name = "" if first is None else f"{first[1].removesuffix('.py')}.py"
+        yield folder, _escape(text.partition("\n\n")[0]), name if (source.parent / name).is_file() else ""
+
+
 def _sentence(model: type[Config]) -> str:
     return " ".join((model.__doc__ or "").split())
 
 
 if __name__ == "__main__":
     PATH.write_text(render(), encoding="utf-8")
+    MAP.write_text(render_map(), encoding="utf-8")

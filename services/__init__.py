@@ -1,3 +1,6 @@
-"""heterorl: reinforcement-learning post-training across data centres joined only by the Internet."""
+"""heterorl: reinforcement-learning post-training across data centres joined only by the Internet.
+
+Three services, `coordinator`, `learner`, `sampler`, over `common`; `cli` is what a person types. Open `entry` first.
+"""
 
 __version__ = "0.1.0"

@@ -17,6 +17,8 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
+from heterorl.common.process.files import sync_directory
+
 SECRET = 0o600
 PUBLIC = 0o644
 
@@ -34,11 +36,7 @@ def write_file(path: Path, data: bytes, *, mode: int) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    sync_directory(path.parent)
 
 
 @contextlib.contextmanager

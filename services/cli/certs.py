@@ -66,7 +66,8 @@ def issue(
     from heterorl.certs.directory import REVOKED, Authority
     from heterorl.certs.files import PUBLIC, write_file
     from heterorl.common.identity.identity import Role
-    from heterorl.common.identity.tls import ADDRESS_FILE, check_address
+    from heterorl.common.identity.tls import ADDRESS_FILE
+    from heterorl.common.process.address import check_address
 
     if coordinator:
         check_address("--coordinator", coordinator)

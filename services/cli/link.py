@@ -74,7 +74,8 @@ def link_files(address: str, *, credentials: Path | None, ca: str, cert: str, ke
         ConfigError: the address is not host:port, no certificates are named, or they are named twice.
     """
     from heterorl.common.errors import ConfigError
-    from heterorl.common.identity.tls import TlsConfig, check_address, files_in
+    from heterorl.common.identity.tls import TlsConfig, files_in
+    from heterorl.common.process.address import check_address
 
     check_address("ADDRESS", address)
     stated = [name for name, value in (("--ca", ca), ("--cert", cert), ("--key", key)) if value]

@@ -90,7 +90,7 @@ def _who(service: Service, config: Any = None) -> dict[str, str]:
 
 def _serve(service: Service, config: Path | None, overrides: list[str] | None, log: LogStyle, **options: int) -> None:
     from heterorl.common.process import logs
-    from heterorl.common.process.allocator import keep_freed_frames
+    from heterorl.common.rpc.allocator import keep_freed_frames
 
     logs.configure(style=log, fields=_who(service))
     loaded = load_service(service, config, overrides or ())
@@ -99,7 +99,7 @@ def _serve(service: Service, config: Path | None, overrides: list[str] | None, l
     if service != "coordinator":
         # Before torch is loaded, which takes longer than to see that a directory is not there.
         check_model_dir(loaded.model_dir)
-    module = importlib.import_module(f"services.{service}.app")
+    module = importlib.import_module(f"heterorl.{service}.app")
     keep_freed_frames()
     raise typer.Exit(asyncio.run(module.main(loaded, **options)))
 

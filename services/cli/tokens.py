@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.identity.tls import check_address
+from heterorl.common.process.address import check_address
 
 DESK_PORT = 50052
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}

@@ -1,7 +1,8 @@
-"""The coordinator as its callers see it, in domain types: one Protocol, two implementations.
+"""The coordinator as its callers see it, in domain types: a Protocol for each role, two implementations of all.
 
-`heterorl.coordinator.core.Coordinator` implements it directly (tests, simulation); `heterorl.common.rpc.client`
-implements it over gRPC. Every method raises a `RemoteError` of heterorl.common.errors. Times are seconds.
+Roles are those of certificates (heterorl.coordinator.rpc.access says which may call what). One process that holds a
+`heterorl.coordinator.core.Coordinator` calls it directly (tests, the lab); `heterorl.common.rpc.client` implements
+the same over gRPC. Every method raises a `RemoteError` of heterorl.common.errors. Times are seconds.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from heterorl.common.types.rollout import (
     PushOutcome,
     QueuedGroup,
     Rejection,
+    SealedGroup,
     WorkGrant,
 )
 from heterorl.common.types.run import (
@@ -30,53 +32,12 @@ from heterorl.common.types.run import (
 )
 
 
-class CoordinatorApi(Protocol):
-    """All that a learner, a sampler or an operator can ask of a coordinator."""
+class WeightsApi(Protocol):
+    """What whoever needs weights can ask, a learner as well as a sampler."""
 
-    # policy: the learner's side
-    async def acquire_lease(
-        self,
-        *,
-        holder: str,
-        contract: Contract,
-        request_id: str,
-        flavours: Sequence[str] = (),
-        incarnation: str = "",
-        groups_per_version: int = 0,
-    ) -> LeaseGrant:
-        """Become the run's learner, who publishes each version in these flavours too.
-
-        `incarnation` names the learner's state directory: while a lease lasts, only the same one gets it again.
-        `groups_per_version` groups make one version; 0 where the learner does not say.
-        """
-        ...
-
-    async def renew_lease(self, *, epoch: int) -> LeaseGrant: ...
-
-    async def release_lease(self, *, epoch: int) -> None: ...
-
-    async def query_upload(self, *, digest: Digest) -> int:
-        """Bytes of this payload that are already durable (its full size once complete)."""
-        ...
-
-    async def upload_payload(
-        self, *, epoch: int, digest: Digest, num_bytes: int, offset: int, frames: AsyncIterator[bytes]
-    ) -> int:
-        """Append frames (at most 1 MiB each) from `offset`; returns the bytes now durable."""
-        ...
-
-    async def publish_version(self, request: PublishRequest) -> int: ...
-
-    async def get_step(self, *, step_id: str) -> int | None:
-        """The version that this step id became, or None."""
-        ...
-
-    # policy: everybody's side
     def watch_head(self, *, after_version: int) -> AsyncIterator[HeadUpdate]:
         """Yield the newest head whenever it is greater than the last one yielded (intermediate ones may be skipped)."""
         ...
-
-    async def get_manifest(self, *, version: int) -> bytes: ...
 
     async def get_signed_manifest(self, *, version: int, flavour: str = "") -> SignedManifest:
         """The exact bytes of a manifest with the signature that its publisher sent."""
@@ -105,19 +66,55 @@ class CoordinatorApi(Protocol):
         """
         ...
 
-    def read_payload(self, *, digest: Digest, offset: int, stop: int | None = None) -> AsyncIterator[bytes]: ...
-
-    # rollouts
-    async def lease_work(
-        self, *, site: SiteId, incarnation: str, max_groups: int, policy_version: int, request_id: str = ""
-    ) -> WorkGrant:
-        """Ask for assignments; the newest `request_id` said again is given what it was given, while that is leased."""
+    def read_payload(self, *, digest: Digest, offset: int, stop: int | None = None) -> AsyncIterator[bytes]:
+        """Yield the bytes [offset, stop) of a payload in frames of at most 1 MiB; without `stop`, to its end."""
         ...
 
-    async def abandon_work(self, *, site: SiteId, incarnation: str, assignments: Sequence[int]) -> None: ...
 
-    async def push_groups(self, groups: Sequence[Group]) -> list[PushOutcome]:
-        """Push groups; outcomes of the first ones in order, of all unless the link broke in between."""
+class LearnerApi(WeightsApi, Protocol):
+    """What the run's learner can ask."""
+
+    async def acquire_lease(
+        self,
+        *,
+        holder: str,
+        contract: Contract,
+        request_id: str,
+        flavours: Sequence[str] = (),
+        incarnation: str = "",
+        groups_per_version: int = 0,
+    ) -> LeaseGrant:
+        """Become the run's learner, who publishes each version in these flavours too.
+
+        `incarnation` names the learner's state directory: while a lease lasts, only the same one gets it again.
+        `groups_per_version` groups make one version; 0 where the learner does not say.
+        """
+        ...
+
+    async def renew_lease(self, *, epoch: int) -> LeaseGrant:
+        """Keep the lease for another term, also after its end while nobody else took it."""
+        ...
+
+    async def release_lease(self, *, epoch: int) -> None:
+        """Give the lease back; the learner's groups return to the queue, and another one need not wait."""
+        ...
+
+    async def query_upload(self, *, digest: Digest) -> int:
+        """Bytes of this payload that are already durable (its full size once complete)."""
+        ...
+
+    async def upload_payload(
+        self, *, epoch: int, digest: Digest, num_bytes: int, offset: int, frames: AsyncIterator[bytes]
+    ) -> int:
+        """Append frames (at most 1 MiB each) from `offset`; returns the bytes now durable."""
+        ...
+
+    async def publish_version(self, request: PublishRequest) -> int:
+        """Commit one version and consume its groups, wholly or not at all; the same step id gives the same version."""
+        ...
+
+    async def get_step(self, *, step_id: str) -> int | None:
+        """The version that this step id became, or None."""
         ...
 
     def stream_groups(
@@ -137,18 +134,55 @@ class CoordinatorApi(Protocol):
         """Drop leased groups that failed a check, each once, and count that against their sites."""
         ...
 
-    # run
-    async def register(self, registration: Registration) -> RegisterAnswer: ...
+    async def drain(self, *, reason: str, epoch: int | None = None) -> None:
+        """Hand out no more work; a learner names its epoch, an operator none."""
+        ...
 
-    async def heartbeat(self, beat: Heartbeat) -> tuple[Command, ...]: ...
+    async def describe_run(self, *, epoch: int, facts: Mapping[str, str]) -> None:
+        """Say what the run trains, for people who look at it."""
+        ...
+
+
+class SamplerApi(WeightsApi, Protocol):
+    """What a sampler can ask, for its own site alone."""
+
+    async def register(self, registration: Registration) -> RegisterAnswer:
+        """Join the run; the contract must be the run's. The answer says from which sequence the site goes on."""
+        ...
+
+    async def heartbeat(self, beat: Heartbeat) -> tuple[Command, ...]:
+        """Say that the site lives and how it is; returns what it is to do."""
+        ...
 
     async def report_canary(self, report: CanaryReport) -> CanaryVerdict:
         """Compare with the learner's; a site that is off gets no work until a later version of its is right."""
         ...
 
-    async def get_status(self) -> RunStatus: ...
+    async def lease_work(
+        self, *, site: SiteId, incarnation: str, max_groups: int, policy_version: int, request_id: str = ""
+    ) -> WorkGrant:
+        """Ask for assignments; the newest `request_id` said again is given what it was given, while that is leased."""
+        ...
 
-    async def list_steps(self, *, after_step: int, limit: int) -> tuple[StepReport, ...]: ...
+    async def abandon_work(self, *, site: SiteId, incarnation: str, assignments: Sequence[int]) -> None:
+        """Give back assignments that the site will not answer; others are handed them."""
+        ...
+
+    async def push_groups(self, groups: Sequence[Group | SealedGroup]) -> list[PushOutcome]:
+        """Push groups, sealed or not; outcomes of the first ones in order, of all unless the link broke in between."""
+        ...
+
+
+class OperatorApi(Protocol):
+    """What a person who watches over the run can ask."""
+
+    async def get_status(self) -> RunStatus:
+        """The run as it is now."""
+        ...
+
+    async def list_steps(self, *, after_step: int, limit: int) -> tuple[StepReport, ...]:
+        """At most `limit` (1 to 1000) reports of the steps after `after_step`, oldest first."""
+        ...
 
     async def drain(self, *, reason: str, epoch: int | None = None) -> None:
         """Hand out no more work; a learner names its epoch, an operator none."""
@@ -162,6 +196,6 @@ class CoordinatorApi(Protocol):
         """End a site's quarantine and forget its failures; returns why it was there, empty when it was not."""
         ...
 
-    async def describe_run(self, *, epoch: int, facts: Mapping[str, str]) -> None:
-        """Say what the run trains, for people who look at it."""
-        ...
+
+class CoordinatorApi(LearnerApi, SamplerApi, OperatorApi, Protocol):
+    """All of them: what one client over gRPC offers, and a coordinator in the same process."""

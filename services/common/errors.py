@@ -4,9 +4,10 @@
       OperatorError           the person running us must change something
         ConfigError             a key, value or file
         PortInUse  DiskFull  DependencyMissing
-      RemoteError             an answer of a peer, one per ErrorReason (services/common/rpc maps it to a status)
+      RemoteError             an answer of a peer, one per ErrorReason (services/common/rpc maps it to a status);
+                              each says itself whether waiting helps (`is_transient`)
         InvalidRequest  ContractMismatch  UnknownVersion  UnknownPayload  DigestMismatch  StaleEpoch  LeaseHeld
-        ParentNotHead  StepConflict  GroupNotAvailable  PayloadMissing  TooStale  QuotaExceeded  Draining
+        ParentNotHead  StepConflict  GroupNotAvailable  PayloadMissing  QuotaExceeded  Draining
         NotRegistered  Quarantined  RunFinished  StoreFull  Unauthenticated  PermissionDenied  MessageTooLarge
         Unreachable
           Busy                    it is out of something, or its disk does not answer, for now
@@ -23,6 +24,8 @@
 """
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 
 class HeterorlError(Exception):
@@ -78,9 +81,20 @@ class DependencyMissing(OperatorError):
 
 
 class RemoteError(HeterorlError):
-    """A typed refusal by a peer. `retry_after_s` is set on those worth repeating; 0 means do not repeat as is."""
+    """A typed refusal by a peer.
+
+    `retry_after_s` is how long the peer asks to wait; 0 where it names no time. `is_transient` says whether the same
+    call may succeed later although its caller changes nothing; each class states it for itself. `is_overload` marks
+    those that pass within seconds, so that a call repeats itself within its budget.
+    """
 
     retry_after_s: float = 0.0
+    is_overload: ClassVar[bool] = False
+
+    @property
+    def is_transient(self) -> bool:
+        """Whether waiting helps; of this class itself, an answer without a reason that this release knows, it may."""
+        return True
 
     def __init__(self, message: str, *, action: str | None = None, retry_after_s: float = 0.0) -> None:
         super().__init__(message, action=action)
@@ -91,114 +105,135 @@ class InvalidRequest(RemoteError):
     """A field of the request is outside its bounds."""
 
     action = "correct the named field; the same request will be refused again"
+    is_transient = False
 
 
 class ContractMismatch(RemoteError):
     """A node disagrees with the run's contract (tokenizer, template, layout, task, sampling semantics)."""
 
     action = "give this node the run's model, tokenizer, task and sampling settings"
+    is_transient = False
 
 
 class UnknownVersion(RemoteError):
     """The version does not exist in this run."""
 
     action = "ask for the head and pull that"
+    is_transient = False
 
 
 class UnknownPayload(RemoteError):
     """No payload with that digest is stored."""
 
     action = "plan the pull again"
+    is_transient = False
 
 
 class DigestMismatch(RemoteError):
     """Content does not hash to the digest stated for it."""
 
     action = "send the content again from its source"
+    is_transient = False
 
 
 class StaleEpoch(RemoteError):
     """The caller's learner lease was superseded: none of its effects is accepted."""
 
     action = "stop, discard unpublished work, and acquire a new lease"
+    is_transient = False
 
 
 class LeaseHeld(RemoteError):
     """Another learner holds the lease."""
 
     action = "wait for the other learner to stop or for its lease to expire"
+    is_transient = True
 
 
 class ParentNotHead(RemoteError):
     """Compare-and-set failed: the stated parent is not the newest version."""
 
     action = "read the head and resume from its checkpoint"
+    is_transient = False
 
 
 class StepConflict(RemoteError):
     """The step id was already used with other content."""
 
     action = "use a new step id for new content"
+    is_transient = False
 
 
 class GroupNotAvailable(RemoteError):
     """A group to be consumed is not leased by this epoch nor pending, or became too stale."""
 
     action = "discard the step and take new groups"
+    is_transient = False
 
 
 class PayloadMissing(RemoteError):
     """A manifest names a payload that was not uploaded completely."""
 
     action = "upload the payload, then publish again with the same step id"
-
-
-class TooStale(RemoteError):
-    """The caller's policy is too far behind to be given work."""
-
-    action = "pull newer weights"
+    is_transient = False
 
 
 class QuotaExceeded(RemoteError):
     """A bound on bytes, credits or requests is reached."""
 
     action = "wait for the stated delay, then repeat"
+    is_overload = True
+
+    @property
+    def is_transient(self) -> bool:
+        """Whether the bound passes; one on a size names no delay and never does."""
+        return self.retry_after_s > 0
 
 
 class MessageTooLarge(RemoteError):
     """One message is larger than its receiver takes or its sender may send; nobody read it."""
 
     action = "raise max_message_bytes at the coordinator and at its peer, or send less in one message"
+    is_transient = False
 
 
 class Draining(RemoteError):
     """The service is shutting down or the run drains."""
 
     action = "finish what is held, then reconnect"
+    # Another process takes over, or the run ends and says so.
+    is_transient = True
 
 
 class NotRegistered(RemoteError):
     """The coordinator does not know this (site, incarnation)."""
 
     action = "register, then repeat"
+    # A heartbeat is answered by the order to register, which is obeyed beside every other call.
+    is_transient = True
 
 
 class Quarantined(RemoteError):
     """The site's canary contradicts the learner's: its weights, settings or kernels are not what it states."""
 
     action = "correct the engine's settings, or have an operator end it: heterorl sites release"
+    # A version that scores right ends it, or an operator.
+    is_transient = True
 
 
 class RunFinished(RemoteError):
     """The run has reached its configured end."""
 
     action = "stop"
+    is_transient = False
 
 
 class StoreFull(RemoteError):
     """The coordinator's disk is full."""
 
     action = "free space on the coordinator; repeat after the stated delay"
+    is_transient = True
+    is_overload = True
 
 
 class Unauthenticated(RemoteError):
@@ -206,23 +241,32 @@ class Unauthenticated(RemoteError):
 
     action = "give this node a certificate of this run: heterorl certs issue or renew, or join by a new token"
 
+    @property
+    def is_transient(self) -> bool:
+        """Whether new files are enough; a revoked certificate names no delay."""
+        return self.retry_after_s > 0
+
 
 class PermissionDenied(RemoteError):
     """The identity is known, and its role or site may not do this."""
 
     action = "use a certificate of the right role and site; the same request will be refused again"
+    is_transient = False
 
 
 class Unreachable(RemoteError):
     """The peer did not answer within the retry budget."""
 
     action = "check the address and the network; the caller keeps its work and goes on trying"
+    is_transient = True
 
 
 class Busy(Unreachable):
     """The coordinator is out of descriptors, or its disk does not answer, for now; nothing was changed or lost."""
 
     action = "repeat after the stated delay; the coordinator's log names what is missing"
+    is_transient = True
+    is_overload = True
 
 
 class CorruptData(HeterorlError):

@@ -24,6 +24,7 @@ from pathlib import Path
 from heterorl.common.errors import CorruptStore, Draining
 from heterorl.common.process import descriptors, metrics, notify, tracing
 from heterorl.common.process.clock import Clock, SystemClock
+from heterorl.common.process.files import replacing
 from heterorl.coordinator import observe
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
@@ -62,11 +63,11 @@ async def _serve(config: CoordinatorConfig, clock: Clock, stop: asyncio.Event, n
         run_id=config.run_id,
         tls=config.tls,
     )
-    policy_pb2_grpc.add_PolicyServiceServicer_to_server(PolicyServicer(core), server.grpc)
-    rollouts = RolloutServicer(core, max_prompt_tokens=config.max_prompt_tokens)
+    policy_pb2_grpc.add_PolicyServiceServicer_to_server(PolicyServicer(core.policy, core.lease), server.grpc)
+    rollouts = RolloutServicer(core.rollout, max_prompt_tokens=config.max_prompt_tokens)
     rollout_pb2_grpc.add_RolloutServiceServicer_to_server(rollouts, server.grpc)
-    run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core), server.grpc)
-    diagnosis_pb2_grpc.add_DiagnosisServiceServicer_to_server(DiagnosisServicer(core), server.grpc)
+    run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core.run), server.grpc)
+    diagnosis_pb2_grpc.add_DiagnosisServiceServicer_to_server(DiagnosisServicer(core.parts), server.grpc)
     backup_pb2_grpc.add_BackupServiceServicer_to_server(BackupServicer(core.backups), server.grpc)
     try:
         port = await server.start(config.listen)
@@ -123,10 +124,9 @@ def _announce(config: CoordinatorConfig, port: int) -> None:
     """Write host:port beside the data, for those who let the system choose the port."""
     host = config.listen.rpartition(":")[0]
     path = Path(config.data_dir) / "address"
-    temporary = path.with_suffix(".tmp")
     try:
-        temporary.write_text(f"{host}:{port}\n", encoding="ascii")
-        temporary.replace(path)
+        with replacing(path, is_durable=False) as file:
+            file.write(f"{host}:{port}\n".encode("ascii"))
     except OSError as error:
         # A convenience: on a full disk the coordinator serves all the same.
         _LOG.warning("%s is not written: %s", path, error)
@@ -142,7 +142,7 @@ async def _gauges(core: Coordinator, server: Server, clock: Clock) -> None:
         for words in presence.look(await observe.observe_run(core)):
             _LOG.info("%s", words)
         if revoked != (now := server.revoked_serials()):
-            await core.note_revoked(now)
+            await core.run.note_revoked(now)
             revoked = now
 
     steady = Steady("gauges", clock)

@@ -111,9 +111,9 @@ class CoordinatorConfig(Config):
             raise ValueError("keep_versions is below max_staleness_versions: what samplers may still pull would go")
         return self
 
-    def is_finished(self, head: int) -> bool:
-        """Whether the run has reached its end."""
-        return 0 < self.max_versions <= head
+    def is_finished(self, head: int | None) -> bool:
+        """Whether the run has reached its end with this head."""
+        return head is not None and 0 < self.max_versions <= head
 
     @property
     def merge_window_versions(self) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from heterorl.common.process import metrics
 from heterorl.common.process.tracing import TRACER
-from heterorl.common.types.rollout import DropReason, PushOutcome, QueuedGroup
+from heterorl.common.types.rollout import DropReason, LeasedGroup, PushOutcome
 from heterorl.common.types.run import LedgerCounts, RunStatus, SiteStatus
 from heterorl.common.types.standstill import quarantined_sites
 from heterorl.coordinator.core import Coordinator
@@ -52,13 +52,13 @@ def read_waiting(connection: sqlite3.Connection) -> Waiting:
     return Waiting(
         bytes_by_site={site: int(count) for site, count in rows},
         oldest_arrival=oldest,
-        head_published=None if head.version == lineage.NONE else head.published,
+        head_published=None if head is None else head.published,
     )
 
 
 async def observe_run(core: Coordinator) -> tuple[SiteStatus, ...]:
     """Show the run as it is now; returns its sites."""
-    status = await core.get_status()
+    status = await core.run.get_status()
     waiting = await core.database.run(read_waiting)
     config, now = core.config, core.clock.wall()
     metrics.HEAD_VERSION.set(status.head_version)
@@ -69,7 +69,7 @@ async def observe_run(core: Coordinator) -> tuple[SiteStatus, ...]:
     metrics.DRAINING.set(is_ending)
     idle = () if is_ending else quarantined_sites(status)
     metrics.STANDSTILL.set(bool(idle))
-    core.standstill.note(idle)
+    core.parts.standstill.note(idle)
     metrics.MAX_POLICY_AGE_SECONDS.set(config.max_policy_age_s)
     metrics.MAX_STALENESS_VERSIONS.set(config.max_staleness_versions)
     oldest = waiting.oldest_arrival
@@ -83,21 +83,21 @@ async def observe_run(core: Coordinator) -> tuple[SiteStatus, ...]:
     _observe_ledger(status.ledger)
     _observe_sites(status.sites, waiting.bytes_by_site)
     for site in {entry.site for entry in status.sites}:
-        for quota, share in core.queue.quotas.used(site, core.clock.monotonic()).items():
+        for quota, share in core.parts.queue.quotas.used(site, core.clock.monotonic()).items():
             metrics.SITE_QUOTA_RATIO.labels(metrics.SITES.of(site), quota).set(share)
             # A counter that appears with its first refusal has not increased, for whoever watches rates.
             metrics.QUOTA_REFUSALS.labels(metrics.SITES.of(site), quota)
-    await core.note_refusals()
+    await core.run.note_refusals()
     return status.sites
 
 
 def _observe_flavours(status: RunStatus) -> None:
-    """Bytes of each form; no more names than a learner may publish."""
+    """Bytes of each flavour; no more names than a learner may publish."""
     trained = (TRAINED_LABEL, status.bytes_full, status.delta_bytes, status.snapshot_bytes)
-    forms = [(form.flavour, form.full_bytes, form.delta_bytes, form.snapshot_bytes) for form in status.flavours]
+    others = [(each.flavour, each.full_bytes, each.delta_bytes, each.snapshot_bytes) for each in status.flavours]
     # What is published no more is shown no more.
     metrics.FLAVOUR_BYTES.clear()
-    for flavour, *sizes in (trained, *forms):
+    for flavour, *sizes in (trained, *others):
         for kind, num_bytes in zip(("full", "delta", "snapshot"), sizes, strict=True):
             metrics.FLAVOUR_BYTES.labels(flavour, kind).set(num_bytes)
 
@@ -152,9 +152,9 @@ def observe_push(outcome: PushOutcome) -> None:
     metrics.PUSHED_GROUPS.labels(metrics.SITES.of(outcome.id.site), outcome.status.value, reason).inc()
 
 
-def observe_lease(queued: QueuedGroup) -> None:
+def observe_lease(leased: LeasedGroup) -> None:
     """Note the ages of a group that goes to the learner."""
-    site = metrics.SITES.of(queued.group.id.site)
-    metrics.QUEUE_AGE_SECONDS.labels(site).observe(queued.queue_age_s)
-    metrics.LEASED_POLICY_AGE_SECONDS.labels(site).observe(queued.policy_age_s)
-    TRACER.add("queue", trace=queued.group.trace, lasted_s=queued.queue_age_s)
+    site = metrics.SITES.of(leased.sealed.id.site)
+    metrics.QUEUE_AGE_SECONDS.labels(site).observe(leased.queue_age_s)
+    metrics.LEASED_POLICY_AGE_SECONDS.labels(site).observe(leased.policy_age_s)
+    TRACER.add("queue", trace=leased.sealed.trace, lasted_s=leased.queue_age_s)

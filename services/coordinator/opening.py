@@ -6,17 +6,18 @@ import asyncio
 import sqlite3
 
 from heterorl.common.errors import ConfigError, ContractMismatch
-from heterorl.common.process.bell import Bell
-from heterorl.common.process.clock import Clock
+from heterorl.common.process.clock import Bell, Clock
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.groups import group_size, queue
-from heterorl.coordinator.parts import Node
+from heterorl.coordinator.groups.deadlines import Deadlines
+from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.payloads.backup import Backups
+from heterorl.coordinator.payloads.damage import Damage
 from heterorl.coordinator.payloads.keeper import Keeper
 from heterorl.coordinator.payloads.leases import PullLeases
 from heterorl.coordinator.payloads.merging.cache import Merges
 from heterorl.coordinator.payloads.merging.composer import Composer
-from heterorl.coordinator.payloads.reading import Reading
+from heterorl.coordinator.payloads.reader import PayloadReader
 from heterorl.coordinator.payloads.relief import Relief
 from heterorl.coordinator.sites.flaps import Flaps
 from heterorl.coordinator.sites.sites import Sites
@@ -26,7 +27,7 @@ from heterorl.coordinator.store.room import Room, operators_error
 from heterorl.coordinator.versions import lineage
 
 
-async def open_node(config: CoordinatorConfig, clock: Clock, *, store: type[Database]) -> Node:
+async def open_parts(config: CoordinatorConfig, clock: Clock, *, store: type[Database]) -> Parts:
     """Open the data directory; every lease found there gets a fresh term.
 
     Raises:
@@ -35,8 +36,13 @@ async def open_node(config: CoordinatorConfig, clock: Clock, *, store: type[Data
     """
     room = Room(config.data_dir, ballast_bytes=config.ballast_bytes, clock=clock)
     room.give_up()
-    database = await store.open(config.data_dir / "coordinator.sqlite")
+    database = await store.open(config.data_dir / "coordinator.sqlite", on_full=room.note_refusal)
     now = clock.monotonic()
+
+    async def make_room(missing_bytes: int) -> None:
+        # The keeper is opened below, over these files; nothing is uploaded before.
+        await keeper.collect(missing_bytes=missing_bytes)
+
     try:
         await database.run(lambda connection: _start(connection, config))
         blobs = await asyncio.to_thread(
@@ -44,19 +50,21 @@ async def open_node(config: CoordinatorConfig, clock: Clock, *, store: type[Data
             config.data_dir,
             store_bytes=config.store_bytes,
             max_payload_bytes=config.max_payload_bytes,
+            make_room=make_room,
+            on_full=room.note_refusal,
         )
         merges = Merges(config.data_dir / "merged")
         await merges.open(database)
-        sites = Sites(work_lease_s=config.work_lease_s)
+        sites = Sites()
         leases = PullLeases(term_s=config.pull_lease_s, started=now)
-        reading = Reading(database=database, blobs=blobs, merges=merges)
+        damage = Damage(database=database, blobs=blobs, merges=merges)
         keeper = Keeper(
             config=config,
             clock=clock,
             database=database,
             blobs=blobs,
             merges=merges,
-            reading=reading,
+            damage=damage,
             leases=leases,
             in_use=sites.versions_in_use,
         )
@@ -73,8 +81,7 @@ async def open_node(config: CoordinatorConfig, clock: Clock, *, store: type[Data
         leased=lambda: leases.payloads(clock.monotonic()),
         clock=clock,
     )
-    database.on_full = blobs.on_full = relief.note_refusal
-    return Node(
+    return Parts(
         config=config,
         clock=clock,
         database=database,
@@ -90,7 +97,8 @@ async def open_node(config: CoordinatorConfig, clock: Clock, *, store: type[Data
             clock=clock,
         ),
         leases=leases,
-        reading=reading,
+        reader=PayloadReader(),
+        damage=damage,
         keeper=keeper,
         room=room,
         relief=relief,
@@ -99,17 +107,17 @@ async def open_node(config: CoordinatorConfig, clock: Clock, *, store: type[Data
             run_id=config.run_id,
             database=database,
             blobs=blobs,
-            reading=reading,
+            damage=damage,
             keeper=keeper,
             clock=clock,
         ),
         sites=sites,
+        deadlines=Deadlines(sites=sites, work_lease_s=config.work_lease_s),
         bell=Bell(),
         head_bell=Bell(),
         queue=queue.Queue.of(config),
         flaps=Flaps(),
         started=now,
-        lease_expires=now + config.learner_lease_s,
     )
 
 

@@ -1,4 +1,4 @@
-"""What the parts of the coordinator share: the store, the payloads, the sites, the bell, the clock."""
+"""What the columns of the coordinator share: the store, the payloads, the sites, the bells, the clock."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from heterorl.common.process.bell import Bell
-from heterorl.common.process.clock import Clock
+from heterorl.common.process.clock import Bell, Clock
 from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.groups.deadlines import Deadlines
 from heterorl.coordinator.groups.queue import Queue
 from heterorl.coordinator.payloads.backup import Backups
+from heterorl.coordinator.payloads.damage import Damage
 from heterorl.coordinator.payloads.keeper import Keeper
 from heterorl.coordinator.payloads.leases import PullLeases
 from heterorl.coordinator.payloads.merging.cache import Merges
 from heterorl.coordinator.payloads.merging.composer import Composer
-from heterorl.coordinator.payloads.reading import Reading
+from heterorl.coordinator.payloads.reader import PayloadReader
 from heterorl.coordinator.payloads.relief import Relief
 from heterorl.coordinator.sites.flaps import Flaps
 from heterorl.coordinator.sites.sites import Sites
@@ -29,9 +30,9 @@ from heterorl.coordinator.store.room import Room
 ResultT = TypeVar("ResultT")
 
 
-@dataclass(slots=True)
-class Node:
-    """One coordinator's parts. Times are instants of the monotonic clock."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """One coordinator's parts, put together once. Times are instants of the monotonic clock."""
 
     config: CoordinatorConfig
     clock: Clock
@@ -40,12 +41,14 @@ class Node:
     merges: Merges
     composer: Composer
     leases: PullLeases
-    reading: Reading
+    reader: PayloadReader
+    damage: Damage
     keeper: Keeper
     room: Room
     relief: Relief
     backups: Backups
     sites: Sites
+    deadlines: Deadlines
     bell: Bell
     """Groups came or went, or the lease: for the learner's stream."""
     head_bell: Bell
@@ -53,11 +56,9 @@ class Node:
     queue: Queue
     flaps: Flaps
     started: float
-    lease_expires: float
-    is_closing: bool = False
     standstill: Standstill = field(default_factory=Standstill)
-    stream: object = None
-    """The learner's newest stream of groups; read and written by store operations only."""
+    closing: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the coordinator stops: streams end."""
 
     async def change(
         self, operation: Callable[[sqlite3.Connection], ResultT], *, is_publication: bool = False

@@ -1,132 +1,212 @@
-"""The learner's side of policy: publication and orders to go back. See heterorl.common.api for each call."""
+"""The column of policy: versions, their weights and the way to them. See heterorl.common.api for each call.
+
+Who may publish is heterorl.coordinator.lease's to say.
+"""
 
 from __future__ import annotations
 
+import functools
 import logging
 import sqlite3
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from heterorl.common.errors import (
     CorruptData,
     CorruptStore,
+    Draining,
     GroupNotAvailable,
     InvalidRequest,
     PayloadMissing,
     RunFinished,
 )
 from heterorl.common.types.common import Digest
-from heterorl.common.types.policy import Manifest, PayloadRef, PublishRequest, PullPlan
-from heterorl.common.types.rollout import GroupId
+from heterorl.common.types.policy import (
+    HeadUpdate,
+    Manifest,
+    PayloadRef,
+    PublishRequest,
+    PullPlan,
+    SignedManifest,
+    version_or_none,
+)
 from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.coordinator import status
-from heterorl.coordinator.distribution import Distribution
 from heterorl.coordinator.groups import queue
-from heterorl.coordinator.learner_lease import Leases
-from heterorl.coordinator.sites import audit, canary
-from heterorl.coordinator.sites.audit import AuditKind
+from heterorl.coordinator.parts import Parts
+from heterorl.coordinator.payloads.merging.spans import worth_merging
+from heterorl.coordinator.payloads.reader import DamagedFile
+from heterorl.coordinator.sites import canary
 from heterorl.coordinator.store.database import set_meta
-from heterorl.coordinator.versions import flavours as forms
-from heterorl.coordinator.versions import lineage, rollback
+from heterorl.coordinator.versions import flavours, lineage, plans, rollback
+from heterorl.coordinator.versions.chain import Chain
 
 _LOG = logging.getLogger(__name__)
 
 
-class Policies(Leases, Distribution):
-    """Versions and their weights."""
+class PolicyColumn:
+    """Publication, and distribution to whoever needs weights."""
 
-    # policy: the learner's side
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    # the learner's side
 
     async def query_upload(self, *, digest: Digest) -> int:
         """Bytes of a payload that are durable."""
-        return self.blobs.query(digest)
+        return self._parts.blobs.query(digest)
 
     async def upload_payload(
         self, *, epoch: int, digest: Digest, num_bytes: int, offset: int, frames: AsyncIterator[bytes]
     ) -> int:
         """Append to a payload under the epoch's fence."""
-        self.room.check()
-        await self.database.run(lambda connection: lineage.check_epoch(connection, epoch))
+        self._parts.room.check()
+        await self._parts.database.run(lambda connection: lineage.check_epoch(connection, epoch))
         try:
-            return await self.blobs.append(digest=digest, num_bytes=num_bytes, offset=offset, frames=frames)
+            return await self._parts.blobs.append(digest=digest, num_bytes=num_bytes, offset=offset, frames=frames)
         except CorruptStore as error:
-            self.database.fail(str(error))
+            self._parts.database.fail(str(error))
             raise
 
     async def publish_version(self, request: PublishRequest) -> int:
         """Commit one version and consume its groups, in one transaction."""
         try:
             manifest = manifest_from_bytes(request.manifest)
-            flavours = {entry.flavour: manifest_from_bytes(entry.manifest) for entry in request.flavours}
+            parsed = {entry.flavour: manifest_from_bytes(entry.manifest) for entry in request.flavours}
         except CorruptData as error:
             raise InvalidRequest(f"manifest: {error}") from error
-        payloads = [payload for each in (manifest, *flavours.values()) for payload in each.payloads]
-        with self.blobs.held(payload.digest for payload in payloads):
-            return await self._publish(request, manifest, flavours, payloads)
+        payloads = [payload for each in (manifest, *parsed.values()) for payload in each.payloads]
+        with self._parts.blobs.held(payload.digest for payload in payloads):
+            return await self._publish(request, manifest, parsed, payloads)
 
     async def _publish(
         self,
         request: PublishRequest,
         manifest: Manifest,
-        flavours: Mapping[str, Manifest],
+        parsed: Mapping[str, Manifest],
         payloads: Sequence[PayloadRef],
     ) -> int:
         for payload in payloads:
-            if not await self.blobs.ensure(digest=payload.digest, num_bytes=payload.num_bytes):
+            if not await self._parts.blobs.ensure(digest=payload.digest, num_bytes=payload.num_bytes):
                 raise PayloadMissing(f"{payload.kind.value} {payload.digest[:12]} is not complete")
         steps = [status.encode(report) for report in request.reports]
-        now = self.clock.wall()
+        now = self._parts.clock.wall()
 
-        def operation(connection: sqlite3.Connection) -> tuple[int, list[GroupId], str]:
-            version = lineage.check_publication(connection, request, manifest, self.config.run_id)
+        def operation(connection: sqlite3.Connection) -> tuple[int | None, str]:
+            version = lineage.check_publication(connection, request, manifest, self._parts.config.run_id)
             if version is not None:
-                return version, [], ""
-            forms.check_publication(connection, request, manifest, flavours)
-            if self.config.is_finished(request.parent_version):
-                raise RunFinished(f"the run ends with version {self.config.max_versions}")
-            refused, why = self.queue.consume(
+                return version, ""
+            flavours.check_publication(connection, request, manifest, parsed)
+            if self._parts.config.is_finished(request.parent_version):
+                raise RunFinished(f"the run ends with version {self._parts.config.max_versions}")
+            refused, why = self._parts.queue.consume(
                 connection, request.consumed, version=manifest.version, parent=request.parent_version
             )
             if refused:
                 # Returned, not raised: the drops of stale groups must be committed.
-                return lineage.NONE, refused, why
+                return None, why
             abandoned = lineage.abandon_versions(connection, request)
             queue.abandon_consumed(connection, abandoned)
             queue.drop_abandoned(connection, abandoned)
             lineage.write_version(connection, request, manifest, now=now, reports=steps)
-            forms.write_versions(connection, request, flavours)
+            flavours.write_versions(connection, request, parsed)
             canary.write_stated(connection, manifest.version, request)
             set_meta(connection, "encode_s", str(request.encode_s))
             rollback.settle(connection, manifest)
-            return manifest.version, [], ""
+            return manifest.version, ""
 
-        version, refused, why = await self.change(operation, is_publication=True)
-        if refused:
+        version, why = await self._parts.change(operation, is_publication=True)
+        if version is None:
             raise GroupNotAvailable(why)
-        self.composer.poke()
-        self.keeper.poke()
+        self._parts.composer.poke()
+        self._parts.keeper.poke()
         _LOG.debug("version %d published", version)
         return version
 
     async def get_step(self, *, step_id: str) -> int | None:
         """The version that a step id became."""
-        return await self.database.run(lambda connection: lineage.version_of_step(connection, step_id))
+        return await self._parts.database.run(lambda connection: lineage.version_of_step(connection, step_id))
 
-    async def rollback(self, *, to_version: int, request_id: str) -> int:
-        """Order the learner to publish the content of a version anew, in place of an earlier order."""
+    # everybody's side
 
-        def operation(connection: sqlite3.Connection) -> tuple[tuple[PullPlan, ...], int]:
-            is_new = not rollback.is_known(connection, request_id)
-            ways = rollback.place(connection, to_version=to_version, request_id=request_id)
-            detail = f"to version {to_version}" if to_version >= 0 else "taken back"
-            if is_new:
-                kind, now = AuditKind.ROLLBACK_ORDER, self.clock.wall()
-                audit.append(connection, kind, subject=request_id, detail=detail, now=now)
-            return ways, lineage.read_head(connection).version
+    async def watch_head(self, *, after_version: int) -> AsyncIterator[HeadUpdate]:
+        """Yield every head that passes the cursor, until the coordinator stops."""
+        while not self._parts.closing.is_set():
+            ticket = self._parts.head_bell.ticket()
+            head = await self._parts.database.run(lineage.read_head)
+            if head is not None and head.version > after_version:
+                after_version = head.version
+                yield HeadUpdate(version=head.version, age_s=max(0.0, self._parts.clock.wall() - head.published))
+            else:
+                await ticket.wait()
+        raise Draining("the coordinator is stopping", retry_after_s=1.0)
 
-        ways, head = await self.database.run(operation)
-        # What the learner will ask for must not be deleted before it does.
-        for way in ways:
-            start = lineage.NONE if way.target_version == to_version else to_version
-            self.leases.grant(have_version=start, payloads=way.payloads, now=self.clock.monotonic())
-        _LOG.warning("operator: %s", f"go back to version {to_version}" if to_version >= 0 else "do not go back")
-        return head
+    async def get_signed_manifest(self, *, version: int, flavour: str = "") -> SignedManifest:
+        """Exact bytes of a manifest and its signature."""
+        return await self._parts.database.run(lambda connection: Chain(connection, flavour).signed_manifest(version))
+
+    async def list_manifests(self, *, first_version: int, last_version: int, flavour: str = "") -> tuple[bytes, ...]:
+        """Exact bytes of the newest manifests of a range, as many as fit one answer."""
+
+        def operation(connection: sqlite3.Connection) -> tuple[bytes, ...]:
+            return Chain(connection, flavour).manifests(first=first_version, last=last_version)
+
+        return await self._parts.database.run(operation)
+
+    async def plan_pull(
+        self,
+        *,
+        have_version: int,
+        have_root: str,
+        want_version: int,
+        accept_merged: bool = False,
+        base_root: str = "",
+        object_bytes: int = 0,
+        flavour: str = "",
+    ) -> PullPlan:
+        """Plan the cheapest way to a version by what is there; what would be cheaper is made for the next caller."""
+        merges, have = self._parts.merges, version_or_none(have_version)
+        merged_into = functools.partial(merges.into, flavour=flavour) if accept_merged else plans.no_merged
+
+        def operation(connection: sqlite3.Connection) -> tuple[PullPlan, int | None]:
+            plan = plans.plan(
+                Chain(connection, flavour),
+                have_version=have,
+                have_root=have_root,
+                want_version=version_or_none(want_version),
+                base_root=base_root,
+                object_bytes=object_bytes,
+                merged_into=merged_into,
+            )
+            return plan, lineage.head_version(connection)
+
+        plan, head = await self._leased(operation, have)
+        if accept_merged:
+            while await merges.forget_missing(plan.payloads):
+                self._parts.composer.poke()
+                plan, head = await self._leased(operation, have)
+            span = worth_merging(plan.payloads, head=head, flavour=flavour)
+            if span is not None:
+                self._parts.composer.request(span)
+        return plan
+
+    async def _leased(
+        self, operation: Callable[[sqlite3.Connection], tuple[PullPlan, int | None]], have_version: int | None
+    ) -> tuple[PullPlan, int | None]:
+        plan, head = await self._parts.database.run(operation)
+        # Nothing is awaited in between: a deletion decided after this plan was made sees its lease.
+        self._parts.leases.grant(have_version=have_version, payloads=plan.payloads, now=self._parts.clock.monotonic())
+        return plan, head
+
+    async def read_payload(self, *, digest: Digest, offset: int, stop: int | None = None) -> AsyncIterator[bytes]:
+        """Yield frames of a payload that still has the bytes of its name."""
+        merged = self._parts.merges.find(digest)
+        path = self._parts.blobs.path(digest) if merged is None else merged
+        with self._parts.leases.reading(digest):
+            self._parts.leases.touch(digest, self._parts.clock.monotonic())
+            try:
+                async for frame in self._parts.reader.read(digest, path, offset=offset, stop=stop):
+                    self._parts.leases.touch(digest, self._parts.clock.monotonic())
+                    yield frame
+            except (OSError, DamagedFile) as error:
+                raise await self._parts.damage.of_read(digest, error) from error
+            self._parts.damage.note_read(digest)

@@ -1,4 +1,4 @@
-"""The rollout half of the coordinator: work out, groups in, groups on to the learner. See heterorl.common.api."""
+"""The column of rollouts: work out, groups in, groups on to the learner. See heterorl.common.api."""
 
 from __future__ import annotations
 
@@ -7,35 +7,33 @@ import contextlib
 import logging
 import sqlite3
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
 
-from heterorl.common.errors import (
-    Draining,
-    HeterorlError,
-    InvalidRequest,
-    NotRegistered,
-    RunFinished,
-)
+from heterorl.common.errors import Draining, HeterorlError, InvalidRequest, RunFinished
 from heterorl.common.types.common import Contract, SiteId
+from heterorl.common.types.policy import stated_version
 from heterorl.common.types.rollout import (
     DropReason,
     Group,
     GroupId,
+    LeasedGroup,
     PushOutcome,
     PushStatus,
     QueuedGroup,
     Rejection,
+    SealedGroup,
     WorkAssignment,
     WorkGrant,
 )
+from heterorl.common.wire.rollout import opened
 from heterorl.coordinator.groups import horizon, ledger, queue, work
-from heterorl.coordinator.groups.intake import Arrival
+from heterorl.coordinator.groups.intake import Arrival, arrival_of
 from heterorl.coordinator.groups.schedule import Load, Pace, decide_grant
-from heterorl.coordinator.parts import Node
+from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.sites import quarantine
 from heterorl.coordinator.store.database import get_meta
 from heterorl.coordinator.versions import lineage
+from heterorl.coordinator.versions.chain import Chain
 
 _LOG = logging.getLogger(__name__)
 RETRY_AFTER_S = 0.5
@@ -45,40 +43,45 @@ MAX_ASSIGNMENTS = 4096
 """Named by one call: each is a statement on the store's only thread."""
 
 
-class Rollouts(Node):
+class RolloutColumn:
     """Work and groups."""
 
-    # rollouts
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._stream: object = None
+        """The learner's newest stream of groups; read and written by store operations only."""
 
     async def lease_work(
         self, *, site: SiteId, incarnation: str, max_groups: int, policy_version: int, request_id: str = ""
     ) -> WorkGrant:
         """Hand out prompt groups, paced and shared out."""
-        now = self.clock.monotonic()
+        now = self._parts.clock.monotonic()
         if not 1 <= max_groups <= MAX_ASSIGNMENTS:
             raise InvalidRequest(f"max_groups: {max_groups} is not in 1..{MAX_ASSIGNMENTS}")
         if len(request_id) > MAX_REQUEST_ID:
             raise InvalidRequest(f"request_id: {len(request_id)} characters, allowed are {MAX_REQUEST_ID}")
 
         def operation(connection: sqlite3.Connection) -> tuple[tuple[WorkAssignment, ...], str]:
-            _check_site(connection, site, incarnation)
-            if self.config.is_finished(lineage.read_head(connection).version):
-                raise RunFinished(f"the run ended with version {self.config.max_versions}")
+            self._parts.sites.require(connection, site, incarnation)
+            if self._parts.config.is_finished(lineage.head_version(connection)):
+                raise RunFinished(f"the run ended with version {self._parts.config.max_versions}")
             if get_meta(connection, "draining"):
                 raise Draining(f"the run drains: {get_meta(connection, 'draining')}")
-            head = lineage.read_head(connection).version
+            head = stated_version(lineage.head_version(connection))
             contract = lineage.read_contract(connection)
             if contract is None or not 0 <= policy_version <= head:
                 return (), f"policy {policy_version} is not one of this run's versions 0..{head}"
-            if not lineage.is_in_lineage(connection, policy_version):
+            if not Chain(connection).is_in_lineage(policy_version):
                 return (), f"policy {policy_version} was abandoned; pull version {head}"
             quarantine.check_site(connection, site)
-            work.expire(connection, self.sites.expired(connection, work.leased(connection), now))
-            if head - policy_version <= self.config.max_staleness_versions:
-                self.sites.shares.note_asked(site, now)
+            work.expire(connection, self._parts.deadlines.expired(connection, work.leased(connection), now))
+            if head - policy_version <= self._parts.config.max_staleness_versions:
+                self._parts.sites.shares.note_asked(site, now)
             again = work.handed_before(connection, site=site, incarnation=incarnation, request_id=request_id)
             if again:
-                return self.sites.leased(connection, again, (site, incarnation), now), "given to this request before"
+                return self._parts.deadlines.begin(
+                    connection, again, (site, incarnation), now
+                ), "given to this request before"
             counts, held = ledger.counts(connection), work.leased(connection)
             load = Load(
                 head_version=head,
@@ -94,19 +97,19 @@ class Rollouts(Node):
                 incarnation=incarnation,
                 count=granted,
                 num_prompts=contract.num_prompts,
-                seed=self.config.seed,
+                seed=self._parts.config.seed,
                 request_id=request_id,
             )
-            return self.sites.leased(connection, handed, (site, incarnation), now), reason
+            return self._parts.deadlines.begin(connection, handed, (site, incarnation), now), reason
 
-        assignments, reason = await self.database.run(operation)
-        self.sites.see(site, incarnation, now, policy_version=policy_version)
+        assignments, reason = await self._parts.database.run(operation)
+        self._parts.sites.see(site, incarnation, now, policy_version=policy_version)
         return WorkGrant(assignments=assignments, reason=reason, retry_after_s=0.0 if assignments else RETRY_AFTER_S)
 
     def _pace(self, site: SiteId, holders: Collection[str], now: float) -> Pace:
-        config = self.config
+        config = self._parts.config
         limit = config.outstanding_limit
-        share = self.sites.shares.allowance(site, holders=holders, limit=limit, now=now)
+        share = self._parts.sites.shares.allowance(site, holders=holders, limit=limit, now=now)
         return Pace(
             groups_per_version=config.groups_per_version,
             max_staleness_versions=config.max_staleness_versions,
@@ -121,45 +124,54 @@ class Rollouts(Node):
             raise InvalidRequest(f"assignments: {len(assignments)}, at most {MAX_ASSIGNMENTS} are taken at once")
 
         def operation(connection: sqlite3.Connection) -> None:
-            _check_site(connection, site, incarnation)
+            self._parts.sites.require(connection, site, incarnation)
             work.give_back(connection, site=site, incarnation=incarnation, assignments=list(assignments))
 
-        await self.database.run(operation)
+        await self._parts.database.run(operation)
 
-    async def push_groups(self, groups: Sequence[Group]) -> list[PushOutcome]:
+    async def push_groups(self, groups: Sequence[Group | SealedGroup]) -> list[PushOutcome]:
         """Take groups in; every terminal outcome is durable when it is returned."""
         return await self.take_groups(groups)
 
     async def stated_contract(self) -> Contract | None:
         """What the first learner stated; None before."""
-        return await self.database.run(lineage.read_contract)
+        return await self._parts.database.run(lineage.read_contract)
 
-    async def take_groups(self, groups: Sequence[Group | Arrival]) -> list[PushOutcome]:
+    async def take_groups(self, groups: Sequence[Group | SealedGroup | Arrival]) -> list[PushOutcome]:
         """Take groups in, and record those that nobody can read as invalid."""
-        self.room.check()
-        now, instant = self.clock.wall(), self.clock.monotonic()
+        self._parts.room.check()
+        now, instant = self._parts.clock.wall(), self._parts.clock.monotonic()
 
         def operation(connection: sqlite3.Connection) -> list[PushOutcome]:
             for site, incarnation in {(group.id.site, group.id.incarnation) for group in groups}:
-                _check_site(connection, site, incarnation)
+                self._parts.sites.require(connection, site, incarnation)
             contract = lineage.read_contract(connection)
             assert contract is not None, "a site registers only after the contract is stated"
-            head = lineage.read_head(connection).version
-            found = self.queue.ingest(connection, groups, contract=contract, head=head, now=now, instant=instant)
+            head = stated_version(lineage.head_version(connection))
+            arrived = [arrival_of(group, contract, self._parts.config) for group in groups]
+            found = self._parts.queue.ingest(connection, arrived, head=head, now=now, instant=instant)
             for outcome in found:
                 if outcome.status is PushStatus.ACCEPTED:
-                    self.sites.shares.note_answered(outcome.id.site)
+                    self._parts.sites.shares.note_answered(outcome.id.site)
             return found
 
-        outcomes = await self.change(operation)
+        outcomes = await self._parts.change(operation)
         for group in groups:
-            self.sites.see(group.id.site, group.id.incarnation, self.clock.monotonic())
+            self._parts.sites.see(group.id.site, group.id.incarnation, self._parts.clock.monotonic())
         return outcomes
 
     async def stream_groups(
         self, *, epoch: int, held: Sequence[GroupId], credits: AsyncIterator[int]
     ) -> AsyncIterator[QueuedGroup]:
         """Lease whole groups to the learner, one per credit, until the epoch ends."""
+        async with contextlib.aclosing(self.stream_sealed(epoch=epoch, held=held, credits=credits)) as stream:
+            async for leased in stream:
+                yield opened(leased)
+
+    async def stream_sealed(
+        self, *, epoch: int, held: Sequence[GroupId], credits: AsyncIterator[int]
+    ) -> AsyncGenerator[LeasedGroup]:
+        """The same, unopened."""
         balance = 0
         is_open = True
         stream = object()
@@ -168,26 +180,26 @@ class Rollouts(Node):
             lineage.check_epoch(connection, epoch)
             queue.return_leased(connection, held=held)
             # The learner dialled again: whatever an earlier stream would lease from now on would reach nobody.
-            self.stream = stream
+            self._stream = stream
 
         async def count_credits() -> None:
             nonlocal balance, is_open
             try:
                 async for credit in credits:
                     balance += credit
-                    self.bell.ring()
+                    self._parts.bell.ring()
             finally:
                 is_open = False
-                self.bell.ring()
+                self._parts.bell.ring()
 
-        await self.change(begin)
+        await self._parts.change(begin)
         counter = asyncio.create_task(count_credits())
-        undelivered: deque[QueuedGroup] = deque()
+        undelivered: deque[LeasedGroup] = deque()
         try:
-            while not self.is_closing:
-                ticket = self.bell.ticket()
+            while not self._parts.closing.is_set():
+                ticket = self._parts.bell.ticket()
                 asked = balance
-                leasing = self.database.submit(self._lease_groups(epoch, stream, asked, undelivered))
+                leasing = self._parts.database.submit(self._lease_groups(epoch, stream, asked, undelivered))
                 if not await asyncio.shield(leasing):
                     _LOG.info("a stream of epoch %d ends: the learner opened another one", epoch)
                     break
@@ -204,44 +216,53 @@ class Rollouts(Node):
             await self._undo_leases(stream, undelivered)
             with contextlib.suppress(asyncio.CancelledError):
                 await counter
-        if self.is_closing:
+        if self._parts.closing.is_set():
             raise Draining("the coordinator is stopping", retry_after_s=1.0)
 
-    def _lease_groups(self, epoch: int, stream: object, count: int, leased: deque[QueuedGroup]) -> _Lease:
+    def _lease_groups(
+        self, epoch: int, stream: object, count: int, leased: deque[LeasedGroup]
+    ) -> Callable[[sqlite3.Connection], bool]:
+        """Store operation: lease groups under an epoch into `leased`; False when a newer stream has begun."""
         # Few at a time: credits bound what the learner holds, this bounds what is in memory here.
-        return _Lease(
-            queue=self.queue,
-            epoch=epoch,
-            is_newest=lambda: self.stream is stream,
-            count=min(count, LEASE_BATCH),
-            now=self.clock.wall(),
-            leased=leased,
-        )
+        count, now, groups = min(count, LEASE_BATCH), self._parts.clock.wall(), self._parts.queue
 
-    async def _undo_leases(self, stream: object, leased: deque[QueuedGroup]) -> None:
+        def operation(connection: sqlite3.Connection) -> bool:
+            lineage.check_epoch(connection, epoch)
+            if self._stream is not stream:
+                return False
+            # An operation that is undone is run again.
+            leased.clear()
+            if count > 0:
+                head = stated_version(lineage.head_version(connection))
+                leased.extend(groups.lease(connection, count=count, head=head, now=now))
+            return True
+
+        return operation
+
+    async def _undo_leases(self, stream: object, leased: deque[LeasedGroup]) -> None:
         """Put back what a stream leased and did not hand on; a newer stream has put it back already."""
 
         def operation(connection: sqlite3.Connection) -> None:
-            if self.stream is stream:
-                queue.undo_lease(connection, [queued.group.id for queued in leased])
+            if self._stream is stream:
+                queue.undo_lease(connection, [one.sealed.id for one in leased])
 
         # Decided on the store's thread, behind a lease that is under way there.
         with contextlib.suppress(HeterorlError):
-            await self.change(operation)
+            await self._parts.change(operation)
 
     async def abandon_groups(self, *, epoch: int, ids: Sequence[GroupId], reason: str) -> None:
         """Drop groups that the learner cannot train on; those that became too stale count as such."""
 
         def operation(connection: sqlite3.Connection) -> None:
             lineage.check_epoch(connection, epoch)
-            head, bound = lineage.read_head(connection).version, self.config.max_staleness_versions
+            head, bound = stated_version(lineage.head_version(connection)), self._parts.config.max_staleness_versions
             queue.drop(
                 connection, horizon.too_stale(connection, ids, head=head, bound=bound), DropReason.STALE_AT_COMMIT
             )
             queue.drop(connection, ids, DropReason.LEARNER_ABANDONED)
 
         # With the bell: what was too old behind these groups may be leased now.
-        await self.change(operation)
+        await self._parts.change(operation)
         _LOG.warning("the learner abandoned %d groups: %s", len(ids), reason)
 
     async def reject_groups(self, *, epoch: int, rejections: Sequence[Rejection]) -> None:
@@ -249,7 +270,7 @@ class Rollouts(Node):
         bad = [entry.reason.value for entry in rejections if entry.reason not in quarantine.REJECTABLE]
         if bad:
             raise InvalidRequest(f"rejections.reason: {bad[0]} is no check of the learner")
-        rule, now = quarantine.rule_of(self.config), self.clock.wall()
+        rule, now = quarantine.rule_of(self._parts.config), self._parts.clock.wall()
 
         def operation(connection: sqlite3.Connection) -> dict[SiteId, str]:
             lineage.check_epoch(connection, epoch)
@@ -265,34 +286,5 @@ class Rollouts(Node):
                     work.open_held(connection, entry.id.site)
             return quarantined
 
-        for site, why in (await self.change(operation)).items():
+        for site, why in (await self._parts.change(operation)).items():
             _LOG.error("site %s goes into quarantine until an operator releases it: %s", site, why)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Lease:
-    """Store operation: lease groups under an epoch into `leased`; False when the stream is not the newest any more."""
-
-    queue: queue.Queue
-    epoch: int
-    is_newest: Callable[[], bool]
-    count: int
-    now: float
-    leased: deque[QueuedGroup]
-
-    def __call__(self, connection: sqlite3.Connection) -> bool:
-        lineage.check_epoch(connection, self.epoch)
-        if not self.is_newest():
-            return False
-        # An operation that is undone is run again.
-        self.leased.clear()
-        if self.count > 0:
-            head = lineage.read_head(connection).version
-            self.leased.extend(self.queue.lease(connection, count=self.count, head=head, now=self.now))
-        return True
-
-
-def _check_site(connection: sqlite3.Connection, site: str, incarnation: str) -> None:
-    row = connection.execute("SELECT 1 FROM sites WHERE site = ? AND incarnation = ?", (site, incarnation)).fetchone()
-    if row is None:
-        raise NotRegistered(f"site {site}, incarnation {incarnation}, is not registered")

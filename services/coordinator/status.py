@@ -7,7 +7,7 @@ import json
 import sqlite3
 
 from heterorl.common.types.common import StepReport
-from heterorl.common.types.policy import PayloadKind
+from heterorl.common.types.policy import NO_VERSION, PayloadKind, stated_version
 from heterorl.common.types.run import RunStatus
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.groups import ledger
@@ -16,7 +16,8 @@ from heterorl.coordinator.sites import quarantine
 from heterorl.coordinator.sites.quotas import Quotas
 from heterorl.coordinator.sites.sites import Sites
 from heterorl.coordinator.store.database import get_meta
-from heterorl.coordinator.versions import flavours, lineage, manifests, rollback
+from heterorl.coordinator.versions import flavours, lineage, rollback
+from heterorl.coordinator.versions.chain import Chain
 
 FACTS = "facts"
 """Where the store keeps what the learner said of the run."""
@@ -48,37 +49,36 @@ def run_status(
     store_problem: str = "",
 ) -> RunStatus:
     """The state of the run."""
-    row = connection.execute(
-        "SELECT version, bytes_full, bytes_last, changed_fraction FROM versions ORDER BY version DESC LIMIT 1"
-    ).fetchone()
+    head = lineage.read_head(connection)
     last = connection.execute("SELECT report FROM steps ORDER BY step DESC, version DESC LIMIT 1").fetchone()
-    snapshot_version, snapshot_published = index.newest_snapshot(connection)
-    sizes = {payload.kind: payload.num_bytes for payload in lineage.payloads_into(connection, row[0])} if row else {}
+    snapshot = index.newest_snapshot(connection)
+    chain = Chain(connection)
+    sizes = {payload.kind: payload.num_bytes for payload in chain.into(head.version)} if head else {}
     is_held = get_meta(connection, "lease_released") == "0"
     return RunStatus(
         run_id=config.run_id,
-        head_version=row[0] if row else lineage.NONE,
+        head_version=head.version if head else NO_VERSION,
         epoch=int(get_meta(connection, "epoch") or 0),
         learner=(get_meta(connection, "holder") or "") if is_held else "",
         is_draining=bool(get_meta(connection, "draining")),
         uptime_s=uptime_s,
         ledger=ledger.counts(connection),
-        bytes_full=row[1] if row else 0,
-        bytes_last=row[2] if row else 0,
-        changed_fraction=row[3] if row else 0.0,
+        bytes_full=head.full_bytes if head else 0,
+        bytes_last=head.last_bytes if head else 0,
+        changed_fraction=head.changed_fraction if head else 0.0,
         sites=sites.statuses(connection, now, quotas=quotas, rule=quarantine.rule_of(config)),
         last_report=StepReport(**json.loads(last[0])) if last else None,
-        is_head_signed=bool(row and manifests.read_signature(connection, row[0])),
+        is_head_signed=bool(head and chain.signature(head.version)),
         store_bytes=store_bytes,
         store_limit_bytes=config.store_bytes,
-        snapshot_version=snapshot_version,
-        snapshot_age_s=max(0.0, wall - snapshot_published) if snapshot_version >= 0 else 0.0,
+        snapshot_version=snapshot[0] if snapshot else NO_VERSION,
+        snapshot_age_s=max(0.0, wall - snapshot[1]) if snapshot else 0.0,
         reclaimed_bytes=index.reclaimed_bytes(connection),
         delta_bytes=sizes.get(PayloadKind.DELTA, 0),
         snapshot_bytes=sizes.get(PayloadKind.SNAPSHOT, 0),
         encode_s=float(get_meta(connection, "encode_s") or 0.0),
         flavours=flavours.statuses(connection),
-        rollback_to=rollback.ordered(connection),
+        rollback_to=stated_version(rollback.ordered(connection)),
         facts=json.loads(get_meta(connection, FACTS) or "{}"),
         store_problem=store_problem,
     )

@@ -7,12 +7,12 @@ holds anything but has no marker is refused untouched.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from heterorl.common.errors import ConfigError
+from heterorl.common.process.files import try_lock
 from heterorl.demo.config import SITES
 from heterorl.demo.figures import PICTURES
 
@@ -46,11 +46,9 @@ def claim(out: Path) -> Iterator[Path]:
     except OSError as error:
         raise ConfigError("--out", f"cannot write to {out}: {error.strerror}") from error
     with file:
-        try:
-            # Ends with the process, however that ends; the children do not inherit it.
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ConfigError("--out", f"another demo is running in {out}", action="name another directory") from error
+        # The children do not inherit it.
+        if not try_lock(file):
+            raise ConfigError("--out", f"another demo is running in {out}", action="name another directory")
         if file.tell() == 0:
             file.write(_NOTE)
             file.flush()

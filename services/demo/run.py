@@ -41,6 +41,7 @@ from heterorl.demo.outcome import Ending, Record, broken_promises, measure, star
 from heterorl.demo.processes import Child, start, stop_together
 from heterorl.demo.report import write_report
 from heterorl.demo.table import line, render
+from heterorl.sampler.policy.record import record_name
 
 REFRESH_S = 0.5
 LINE_S = 5.0
@@ -220,7 +221,7 @@ class _Demo:
             status=self._status,
             versions=_rows(out / "learner" / "versions.jsonl"),
             evaluations=_rows(out / "learner" / "evaluations.jsonl"),
-            samplers=[_rows(out / site / "versions.jsonl") for site in SITES],
+            samplers=[_rows(out / site / record_name("")) for site in SITES],
         )
         summary: dict[str, Any] = {
             "status": Ending.INTERRUPTED.value,

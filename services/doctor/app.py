@@ -22,7 +22,7 @@ from heterorl.common.rpc.diagnosis import Diagnosis, DiagnosisClient
 from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.doctor import link, machine, network, node
 from heterorl.doctor.check import Check, Trouble, skip
-from heterorl.doctor.network import in_thread
+from heterorl.doctor.network import in_forgotten_thread
 
 MESSAGE_BYTES = 16 << 20
 """What a service without the setting takes."""
@@ -164,16 +164,16 @@ class _Machine:
 
 async def _measure_machine(patient: Patient) -> _Machine:
     limits = patient.limits
-    disk = await in_thread(lambda: machine.measure_disk(patient.state_dir), timeout_s=limits.disk_s)
+    disk = await in_forgotten_thread(lambda: machine.measure_disk(patient.state_dir), timeout_s=limits.disk_s)
     is_gpu = patient.device.startswith("cuda")
     device = None
     if is_gpu:
-        device = await in_thread(lambda: machine.measure_device(patient.device), timeout_s=limits.device_s)
+        device = await in_forgotten_thread(lambda: machine.measure_device(patient.device), timeout_s=limits.device_s)
     contract = None
     config = patient.model_config
     if config is not None:
         measure = lambda: machine.measure_contract(config, published_dtype=patient.published_dtype)  # noqa: E731
-        contract = await in_thread(measure, timeout_s=limits.model_s)
+        contract = await in_forgotten_thread(measure, timeout_s=limits.model_s)
     return _Machine(disk=disk, memory=machine.measure_memory(), device=device, contract=contract)
 
 

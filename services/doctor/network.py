@@ -70,7 +70,7 @@ class Trial:
     is_timeout: bool = False
 
 
-async def in_thread(function: Callable[[], ResultT], *, timeout_s: float) -> ResultT | Trouble:
+async def in_forgotten_thread(function: Callable[[], ResultT], *, timeout_s: float) -> ResultT | Trouble:
     """Run a blocking function in a thread that nobody waits for when it hangs, not even the end of the process."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[ResultT] = loop.create_future()
@@ -109,7 +109,7 @@ async def resolve(host: str, port: int, *, timeout_s: float) -> tuple[str, ...] 
             return Trouble(kind="unknown", detail=str(error))
         return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
 
-    return await in_thread(ask, timeout_s=timeout_s)
+    return await in_forgotten_thread(ask, timeout_s=timeout_s)
 
 
 async def connect(addresses: Sequence[str], port: int, *, timeout_s: float) -> Connected | Trouble:
@@ -240,7 +240,7 @@ async def path_mtu(address: str, port: int, *, timeout_s: float) -> int | Troubl
         except OSError as error:
             return Trouble(kind="unknown", detail=str(error))
 
-    return await in_thread(measure, timeout_s=timeout_s)
+    return await in_forgotten_thread(measure, timeout_s=timeout_s)
 
 
 def _hosts(certificate: x509.Certificate) -> tuple[str, ...]:

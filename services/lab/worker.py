@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from heterorl.common.errors import HeterorlError
+from heterorl.common.process.files import replacing
 from heterorl.lab.cell import Cell, list_cells
 from heterorl.lab.config import ExperimentConfig
 from heterorl.lab.results import failure, summarise
@@ -26,9 +27,8 @@ from heterorl.lab.world import run_cell
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a file that is there whole or not at all."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, allow_nan=False) + "\n", encoding="ascii")
-    temporary.replace(path)
+    with replacing(path, is_durable=False) as file:
+        file.write((json.dumps(content, allow_nan=False) + "\n").encode("ascii"))
 
 
 def _run(cell: Cell, *, out: Path, cache: Path) -> dict[str, Any]:

@@ -36,16 +36,16 @@ from heterorl.lab.link import Link
 from heterorl.lab.measure import BenchmarkEvaluator, ChargedEngine, MeasuredBackend, Probe
 from heterorl.lab.virtual_loop import VirtualClock, VirtualLoop, run_virtually
 from heterorl.learner import app as learner_app
-from heterorl.learner.assembly import assemble
+from heterorl.learner.assembly import Parts, assemble
 from heterorl.learner.backends.torch import TorchBackend
 from heterorl.learner.config import LearnerConfig
-from heterorl.learner.evaluate import EngineGenerator, Evaluator
+from heterorl.learner.evaluate import Evaluator
 from heterorl.sampler import app as sampler_app
 from heterorl.sampler.assembly import assemble as assemble_sampler
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.sampler.policy.delay_models import NoDelay
-from heterorl.sampler.policy.record import VersionRecord
+from heterorl.sampler.policy.record import VersionRecord, record_name
 
 STEP_S = 1.0
 """Virtual seconds of a learner step."""
@@ -82,18 +82,17 @@ async def _run(cell: Cell, loop: VirtualLoop, *, model_dir: Path, directory: Pat
         _sampler(cell, number, outbox, coordinator, clock, loop, model_dir=model_dir, directory=directory)
         for number, outbox in enumerate(outboxes)
     ]
+    learner = learner_app.join(
+        learner_config,
+        Parts(backend=backend, contract=parts.contract, evaluator=evaluator),
+        api=_link(cell, coordinator, "learner"),
+        clock=clock,
+        rng=random.Random(cell.seed),
+    )
     async with asyncio.TaskGroup() as tasks:
         for sampler in samplers:
             tasks.create_task(sampler.run(stop))
-        await learner_app.run(
-            learner_config,
-            api=_link(cell, coordinator, "learner"),
-            backend=backend,
-            contract=parts.contract,
-            clock=clock,
-            rng=random.Random(cell.seed),
-            evaluator=evaluator,
-        )
+        await learner.run(stop)
         stop.set()
     for outbox in outboxes:
         outbox.close()
@@ -128,7 +127,7 @@ def _sampler(
         dataclasses.replace(parts, engine=engine, canary=()),
         api=_link(cell, coordinator, config.site),
         outbox=outbox,
-        record=VersionRecord(config.state_dir / "versions.jsonl"),
+        record=VersionRecord(config.state_dir / record_name("")),
         clock=clock,
         rng=random.Random(f"{cell.seed}/{config.site}/jitter"),
     )
@@ -270,13 +269,13 @@ def _evaluator(cell: Cell, model_dir: Path) -> BenchmarkEvaluator:
     engine = _engine(
         cell, model_dir, prompter, cell.regime.num_evaluation, temperature=cell.regime.evaluation_temperature
     )
-    generator = EngineGenerator(engine, prompter)
     parts = split_evaluation(task, num_prompts=cell.regime.num_evaluation)
     return BenchmarkEvaluator(
         {
             name: Evaluator(
                 task=part,
-                generator=generator,
+                engine=engine,
+                prompter=prompter,
                 num_prompts=part.num_evaluation_prompts,
                 num_per_prompt=1,
                 seed=cell.seed,

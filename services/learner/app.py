@@ -23,28 +23,40 @@ max_steps is reached the last version is published first, then the run drains.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import random
+import secrets
 import signal
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
-from heterorl.common.api import CoordinatorApi
-from heterorl.common.identity.signing import Signer
+from heterorl.common.api import LearnerApi
+from heterorl.common.identity.trust import Trust
 from heterorl.common.process import metrics, notify, tracing
 from heterorl.common.process.clock import Clock, SystemClock
 from heterorl.common.process.files import make_directory
-from heterorl.common.process.threads import in_thread
+from heterorl.common.process.patience import Patience
+from heterorl.common.process.threads import cause_of, in_thread
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.types.common import Contract
-from heterorl.learner.assembly import assemble
-from heterorl.learner.backends.backend import TrainBackend
-from heterorl.learner.checks.examiner import Yardstick
+from heterorl.common.types.policy import LeaseGrant
+from heterorl.common.weights.parallel import num_threads
+from heterorl.learner.assembly import Parts, assemble
+from heterorl.learner.checks.examiner import Examiner
+from heterorl.learner.checks.versions import RecentVersions
 from heterorl.learner.config import LearnerConfig
-from heterorl.learner.evaluate import Evaluator
 from heterorl.learner.observe import observe_start
-from heterorl.learner.publish.canary import Canary
+from heterorl.learner.publish.checkpoint import CheckpointStore
+from heterorl.learner.publish.flavours import Flavours
+from heterorl.learner.publish.journal import Journal
+from heterorl.learner.publish.publish import Publisher
 from heterorl.learner.run.directory import hold_directory
-from heterorl.learner.run.leader import Leader
+from heterorl.learner.run.leader import Leader, Term
+from heterorl.learner.run.published import PublishedVersions
+from heterorl.learner.run.restore import Restorer
+from heterorl.learner.run.resume import Resumption
+from heterorl.learner.run.rollback import Rollback
 from heterorl.learner.run.run_file import write_run_file
 from heterorl.learner.run.run_result import RunResult
 
@@ -86,81 +98,166 @@ async def _train(
         max_message_bytes=config.max_message_bytes,
         bandwidth=config.bandwidth,
     ) as client:
-        result = await run(
-            config,
-            api=client,
-            backend=parts.backend,
-            contract=parts.contract,
-            clock=clock,
-            rng=random.Random(),
-            evaluator=parts.evaluator,
-            signer=parts.signer,
-            canary=parts.canary,
-            yardstick=parts.yardstick,
-            stop=stop,
-            on_ready=lambda: notifier.ready(f"run {config.run_id}, holder {config.holder}"),
+        learner = join(config, parts, api=client, clock=clock, rng=random.Random())
+        result = await learner.run(
+            stop, on_ready=lambda: notifier.ready(f"run {config.run_id}, holder {config.holder}")
         )
     notifier.stopping()
     await in_thread(parts.close)
     _LOG.info("%s", result)
 
 
-async def run(
-    config: LearnerConfig,
-    *,
-    api: CoordinatorApi,
-    backend: TrainBackend,
-    contract: Contract,
-    clock: Clock,
-    rng: random.Random,
-    evaluator: Evaluator | None = None,
-    signer: Signer | None = None,
-    canary: Canary | None = None,
-    yardstick: Yardstick | None = None,
-    stop: asyncio.Event | None = None,
-    on_ready: Callable[[], None] = lambda: None,
-) -> RunResult:
-    """Train until `max_steps` or until `stop` is set.
+def join(config: LearnerConfig, parts: Parts, *, api: LearnerApi, clock: Clock, rng: random.Random) -> Learner:
+    """Join loaded parts to a coordinator; nothing is asked and nothing written yet.
 
-    `signer` signs every version and must have signed the head; `canary` is stated with each; `yardstick` is what
-    groups are checked with (None: they are not). `on_ready` is called when
-    the lease is asked for.
-
-    Raises:
-        UntrustedVersion: the coordinator's head is not signed by this learner nor by a trusted earlier one.
-        StaleEpoch: another learner took over; nothing of this one has any further effect.
-        ParentNotHead, ContractMismatch: this learner and the run disagree.
-        OperatorError: the configuration or the machine must be changed.
+    Args:
+        config: the learner's.
+        parts: what `assemble` loads. A signer signs every version and must have signed the head; a canary is stated
+            with each; a yardstick is what groups are checked with, and without one they are not.
+        api: the coordinator, over gRPC or in process.
+        clock: the only source of time of every loop.
+        rng: source of jitter.
     """
-    learner = Leader(
+    cap_s = config.retry_cap_s
+    patience = functools.partial(
+        Patience, clock=clock, rng=rng, base_s=config.retry_base_s, cap_s=cap_s, asked_cap_s=cap_s
+    )
+    trust = Trust(() if parts.signer is None else (parts.signer.public_key, *config.trusted_keys))
+    leader = Leader(
         config=config,
         api=api,
-        backend=backend,
-        contract=contract,
+        contract=parts.contract,
         clock=clock,
-        rng=rng,
-        evaluator=evaluator,
-        signer=signer,
-        canary=canary,
-        yardstick=yardstick,
-        result=RunResult(step=0, version=-1, is_finished=False, has_begun=False),
+        patience=patience,
+        backend=parts.backend,
+        evaluator=parts.evaluator,
+        examiner=_examiner(config, parts, api=api, patience=patience(), trust=trust),
+        begin=functools.partial(_begin_term, config, parts, api=api, patience=patience, trust=trust),
     )
-    stopping = stop or asyncio.Event()
-    with hold_directory(config.state_dir):
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                leading = tasks.create_task(learner.lead())
-                stopped = tasks.create_task(stopping.wait())
-                on_ready()
-                await asyncio.wait([leading, stopped], return_when=asyncio.FIRST_COMPLETED)
-                leading.cancel()
-                stopped.cancel()
-        except BaseExceptionGroup as group:
-            raise _cause(group) from group
-    return learner.result
+    return Learner(leader=leader, state_dir=config.state_dir)
 
 
-def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The one failure that ended the others."""
-    first = group.exceptions[0]
-    return _cause(first) if isinstance(first, BaseExceptionGroup) else first
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learner:
+    """The joined parts of one learner, of which one process at a time may use the state directory."""
+
+    leader: Leader
+    state_dir: Path
+
+    async def run(self, stop: asyncio.Event, *, on_ready: Callable[[], None] = lambda: None) -> RunResult:
+        """Train until `max_steps` or until `stop` is set; `on_ready` is called when the lease is asked for.
+
+        Raises:
+            UntrustedVersion: the coordinator's head is not signed by this learner nor by a trusted earlier one.
+            StaleEpoch: another learner took over; nothing of this one has any further effect.
+            ParentNotHead, ContractMismatch: this learner and the run disagree.
+            OperatorError: the configuration or the machine must be changed.
+        """
+        with hold_directory(self.state_dir):
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    leading = tasks.create_task(self.leader.lead())
+                    stopped = tasks.create_task(stop.wait())
+                    on_ready()
+                    await asyncio.wait([leading, stopped], return_when=asyncio.FIRST_COMPLETED)
+                    leading.cancel()
+                    stopped.cancel()
+            except BaseExceptionGroup as group:
+                raise cause_of(group) from group
+        return self.leader.result
+
+
+def _examiner(
+    config: LearnerConfig, parts: Parts, *, api: LearnerApi, patience: Patience, trust: Trust
+) -> Examiner | None:
+    if parts.yardstick is None:
+        return None
+    versions = None
+    if parts.yardstick.replayer is not None:
+        versions = RecentVersions(
+            api,
+            spool=config.state_dir / "checks",
+            layout=parts.backend.layout,
+            patience=patience,
+            trust=trust,
+            num_kept=config.verification.kept_versions,
+            threads=num_threads(config.backend.threads),
+        )
+    # Of the operating system: no site may foresee which of its groups are checked.
+    return Examiner(yardstick=parts.yardstick, versions=versions, rng=secrets.SystemRandom())
+
+
+def _begin_term(
+    config: LearnerConfig,
+    parts: Parts,
+    grant: LeaseGrant,
+    *,
+    api: LearnerApi,
+    patience: Callable[[], Patience],
+    trust: Trust,
+) -> Term:
+    """Make what works under a lease; the state directory is held."""
+    directory = config.state_dir
+    payloads = directory / "payloads"
+    backend = parts.backend
+    store = CheckpointStore(directory / "checkpoints")
+    journal = Journal(directory)
+    threads = num_threads(config.backend.threads)
+    flavours = Flavours(
+        api,
+        names=config.flavours,
+        layout=backend.layout,
+        run_id=config.run_id,
+        epoch=grant.epoch,
+        directory=payloads,
+        patience=patience(),
+        trust=trust,
+        threads=threads,
+    )
+    publisher = Publisher(
+        api,
+        run_id=config.run_id,
+        epoch=grant.epoch,
+        layout=backend.layout,
+        directory=payloads,
+        store=store,
+        journal=journal,
+        patience=patience(),
+        snapshot_every_versions=config.snapshot_every_versions,
+        checkpoint_every_versions=config.checkpoint_every_versions,
+        signer=parts.signer,
+        canary=parts.canary,
+        threads=threads,
+        flavours=flavours if config.flavours else None,
+    )
+    waits = patience()
+    published = PublishedVersions(
+        api=api, layout=backend.layout, spool=payloads / "incoming", patience=waits, trust=trust, threads=threads
+    )
+    restorer = Restorer(backend=backend, store=store, patience=waits, flavours=publisher.flavours)
+    resumption = Resumption(
+        api=api,
+        backend=backend,
+        publisher=publisher,
+        store=store,
+        restorer=restorer,
+        published=published,
+        journal=journal,
+        patience=waits,
+        run_id=config.run_id,
+        epoch=grant.epoch,
+        state_dir=directory,
+        adopt_without_optimizer=config.adopt_without_optimizer,
+    )
+    rollback = Rollback(
+        api=api,
+        epoch=grant.epoch,
+        patience=waits,
+        backend=backend,
+        publisher=publisher,
+        published=published,
+        restorer=restorer,
+        resumption=resumption,
+        directory=payloads,
+    )
+    return Term(store=store, journal=journal, publisher=publisher, rollback=rollback)

@@ -30,18 +30,18 @@ from heterorl.learner.backends.zero.ranks import LocalRanks
 from heterorl.learner.checks.examiner import Yardstick
 from heterorl.learner.checks.replay import Replayer
 from heterorl.learner.config import LearnerConfig
-from heterorl.learner.evaluate import EngineGenerator, Evaluator
+from heterorl.learner.evaluate import Evaluator
 from heterorl.learner.publish.canary import Canary
 from heterorl.learner.train.config import DeepSpeedBackendConfig, TorchBackendConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What `heterorl.learner.app.run` needs beside a coordinator."""
+    """What `heterorl.learner.app.join` needs beside a coordinator."""
 
     backend: TrainBackend
     contract: Contract
-    evaluator: Evaluator | None
+    evaluator: Evaluator | None = None
     signer: Signer | None = None
     canary: Canary | None = None
     yardstick: Yardstick | None = None
@@ -177,7 +177,8 @@ def _build_evaluator(config: LearnerConfig, task: Task, prompter: Prompter) -> E
     )
     return Evaluator(
         task=task,
-        generator=EngineGenerator(engine, prompter),
+        engine=engine,
+        prompter=prompter,
         num_prompts=options.num_prompts,
         num_per_prompt=options.num_per_prompt,
         seed=options.seed,

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from heterorl.common.errors import RewardError
 from heterorl.common.generation.engine import Engine
@@ -15,18 +13,6 @@ from heterorl.common.tasks.task import Task
 from heterorl.common.weights.arena import Arena
 
 _LOG = logging.getLogger(__name__)
-
-
-class Generator(Protocol):
-    """Text in, text out, with given weights."""
-
-    def load(self, arena: Arena, version: int) -> None:
-        """Take the weights of a version."""
-        ...
-
-    def generate(self, prompts: Sequence[str], *, seeds: Sequence[int], num_per_prompt: int) -> list[list[str]]:
-        """Complete every prompt `num_per_prompt` times."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +30,12 @@ class Evaluation:
 class Evaluator:
     """Scores the first `num_prompts` held-out prompts with the same seeds every time, so that versions compare."""
 
-    def __init__(self, *, task: Task, generator: Generator, num_prompts: int, num_per_prompt: int, seed: int) -> None:
+    def __init__(
+        self, *, task: Task, engine: Engine, prompter: Prompter, num_prompts: int, num_per_prompt: int, seed: int
+    ) -> None:
         self._task = task
-        self._generator = generator
+        self._engine = engine
+        self._prompter = prompter
         self._num_prompts = min(num_prompts, task.num_evaluation_prompts)
         self._num_per_prompt = num_per_prompt
         self._seed = seed
@@ -57,17 +46,18 @@ class Evaluator:
         A completion whose verifier fails is left out and counted: it is not a wrong answer.
         """
         started = time.perf_counter()
-        self._generator.load(arena, version)
+        self._engine.load(arena, version)
         prompts = [self._task.evaluation_prompt(index) for index in range(self._num_prompts)]
-        completions = self._generator.generate(
-            [prompt.text for prompt in prompts],
+        completions = self._engine.generate(
+            [self._prompter.encode(prompt.text) for prompt in prompts],
             seeds=[self._seed + index for index in range(len(prompts))],
             num_per_prompt=self._num_per_prompt,
         )
         rewards: list[float] = []
         num_errors = 0
-        for prompt, texts in zip(prompts, completions, strict=True):
-            for text in texts:
+        for prompt, group in zip(prompts, completions, strict=True):
+            for completion in group:
+                text = self._prompter.decode(completion.token_ids)
                 try:
                     rewards.append(sum(part.value for part in self._task.score(prompt, text)))
                 except RewardError as error:
@@ -81,22 +71,3 @@ class Evaluator:
             num_errors=num_errors,
             seconds=time.perf_counter() - started,
         )
-
-
-class EngineGenerator:
-    """Implements Generator with a generation engine and the run's way of encoding prompts."""
-
-    def __init__(self, engine: Engine, prompter: Prompter) -> None:
-        self._engine = engine
-        self._prompter = prompter
-
-    def load(self, arena: Arena, version: int) -> None:
-        """Take the weights of a version."""
-        self._engine.load(arena, version)
-
-    def generate(self, prompts: Sequence[str], *, seeds: Sequence[int], num_per_prompt: int) -> list[list[str]]:
-        """Complete every prompt."""
-        groups = self._engine.generate(
-            [self._prompter.encode(prompt) for prompt in prompts], seeds=seeds, num_per_prompt=num_per_prompt
-        )
-        return [[self._prompter.decode(completion.token_ids) for completion in group] for group in groups]

@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from heterorl.cli.live.sites import fold
-from heterorl.common.api import CoordinatorApi
+from heterorl.common.api import OperatorApi
 from heterorl.common.errors import OperatorError
 from heterorl.common.types.common import StepReport
+from heterorl.common.types.incarnations import fold
 from heterorl.report.files import read_journal
 from heterorl.report.past_run import PastRun, SiteTotals
 
 STEPS_A_CALL = 1000
 
 
-async def ask_run(api: CoordinatorApi, *, address: str, journal: Path | None = None) -> PastRun:
+async def ask_run(api: OperatorApi, *, address: str, journal: Path | None = None) -> PastRun:
     """Ask a running coordinator; a learner's state_dir adds versions, accuracies and configuration.
 
     Raises:

@@ -27,11 +27,12 @@ from dataclasses import dataclass
 
 from rich.filesize import decimal
 
-from heterorl.common.api import CoordinatorApi
+from heterorl.common.api import SamplerApi
 from heterorl.common.identity.trust import Trust
 from heterorl.common.process import metrics, notify, tracing
-from heterorl.common.process.bell import Bell
-from heterorl.common.process.clock import Clock, SystemClock, steady
+from heterorl.common.process.clock import Bell, Clock, SystemClock, steady
+from heterorl.common.process.patience import Patience
+from heterorl.common.process.threads import cause_of
 from heterorl.common.pull.pull import Puller
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.common import SiteId
@@ -89,7 +90,7 @@ async def _sample(config: SamplerConfig, clock: Clock, stop: asyncio.Event, noti
 
 
 def build(
-    config: SamplerConfig, api: CoordinatorApi, outbox: Outbox, clock: Clock, rng: random.Random | None = None
+    config: SamplerConfig, api: SamplerApi, outbox: Outbox, clock: Clock, rng: random.Random | None = None
 ) -> Sampler:
     """Load what the configuration names and join it to a coordinator. Blocking.
 
@@ -110,7 +111,7 @@ def join(
     config: SamplerConfig,
     parts: Parts,
     *,
-    api: CoordinatorApi,
+    api: SamplerApi,
     outbox: Outbox,
     record: VersionRecord,
     clock: Clock,
@@ -123,6 +124,7 @@ def join(
     # A clock that was wrong when an earlier process spooled must hold nothing longer than the delay model would.
     outbox.release_by(now() + max_group_delay_s(config.delay))
     batch = asyncio.Lock()
+    patience = Patience(clock=clock, rng=rng)
     puller = Puller(
         api=api,
         spool=config.state_dir / "incoming",
@@ -132,6 +134,8 @@ def join(
         num_streams=config.pull_streams,
         threads=num_threads(config.engine.threads),
         flavour=config.flavour,
+        # While bytes arrive the link works, and the next failure is the first of a row.
+        on_frame=patience.reset,
     )
     policy = PolicySync(
         api=api,
@@ -142,6 +146,7 @@ def join(
         clock=clock,
         bell=bell,
         rng=rng,
+        patience=patience,
     )
     session = Session(
         api=api,
@@ -163,7 +168,6 @@ def join(
         batch=batch,
         rng=rng,
     )
-    session.policy_problem = lambda: policy.problem
     maker = RolloutMaker(
         engine=parts.engine,
         task=parts.task,
@@ -238,7 +242,7 @@ class Sampler:
                     for task in ends:
                         task.cancel()
         except BaseExceptionGroup as group:
-            raise _cause(group) from group
+            raise cause_of(group) from group
         await self._say_end()
 
     async def _say_end(self) -> None:
@@ -259,8 +263,13 @@ class Sampler:
         await self.session.register()
         async with asyncio.TaskGroup() as tasks:
             loops = [
-                tasks.create_task(loop())
-                for loop in (self.policy.watch, self.policy.sync, self.delivery.deliver, self.session.beat)
+                tasks.create_task(loop)
+                for loop in (
+                    self.policy.watch(),
+                    self.policy.sync(),
+                    self.delivery.deliver(),
+                    self.session.beat(self.generation.reported),
+                )
             ]
             await self.generation.generate()
             await self.generation.empty()
@@ -270,9 +279,3 @@ class Sampler:
 
 async def _until(event: asyncio.Event) -> None:
     await event.wait()
-
-
-def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The one failure that ended the others."""
-    first = group.exceptions[0]
-    return _cause(first) if isinstance(first, BaseExceptionGroup) else first

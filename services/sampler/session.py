@@ -14,30 +14,43 @@ import dataclasses
 import logging
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from heterorl.common.api import CoordinatorApi
+from heterorl.common.api import SamplerApi
 from heterorl.common.errors import CorruptData, RemoteError, Unreachable
 from heterorl.common.process import metrics
-from heterorl.common.process.bell import Bell
-from heterorl.common.process.clock import Clock
-from heterorl.common.process.words import peer_words
+from heterorl.common.process.clock import Bell, Clock
+from heterorl.common.process.patience import Patience
 from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import NO_VERSION
 from heterorl.common.types.run import Command, Heartbeat, Registration
+from heterorl.common.types.words import peer_words
 from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.sampler.policy.record import VersionRecord, check_head
-from heterorl.sampler.waiting import Patience
 
 _LOG = logging.getLogger(__name__)
 NO_ROOT = Digest("")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reported:
+    """What a heartbeat says of generation; `policy_version` is NO_VERSION while nothing can be generated with."""
+
+    policy_version: int = NO_VERSION
+    state_root: Digest = NO_ROOT
+    tokens_per_s: float = 0.0
+    apply_s: float = 0.0
+    problem: str = ""
+    """Why nothing is generated, or the newest version is not used; empty while all is well."""
+
+
 class Session:
-    """Registration, heartbeats and orders; generation writes what it does into the public fields."""
+    """Registration, heartbeats and orders."""
 
     def __init__(
         self,
         *,
-        api: CoordinatorApi,
+        api: SamplerApi,
         registration: Registration,
         outbox: Outbox,
         record: VersionRecord,
@@ -48,14 +61,6 @@ class Session:
         rng: random.Random,
     ) -> None:
         self.registration = registration
-        self.policy_version = -1
-        self.state_root = NO_ROOT
-        self.tokens_per_s = 0.0
-        self.apply_s = 0.0
-        self.problem = ""
-        """Why nothing is generated; empty while all is well."""
-        self.policy_problem: Callable[[], str] = str
-        """Why the newest version cannot be used, asked at each heartbeat."""
         self.is_draining = False
         self.stopped = asyncio.Event()
         self._api = api
@@ -75,7 +80,7 @@ class Session:
             RunReplaced: the run has lost versions that this sampler verified.
         """
         _LOG.info("registering site %s, incarnation %s", self.registration.site, self.registration.incarnation)
-        patience = Patience(rng=self._rng)
+        patience = Patience(clock=self._clock, rng=self._rng)
         while True:
             # Read before asking: while the answer is under way, newer versions may be verified here.
             seen_version = self._record.highest_version
@@ -87,7 +92,7 @@ class Session:
                 await self._skip_to(answer.next_sequence)
                 break
             except (RemoteError, CorruptData) as error:
-                delay_s = patience.after(error)
+                delay_s = patience.delay_s() if isinstance(error, CorruptData) else patience.next_delay(error)
                 # The link says when nobody answers, and when somebody does again.
                 level = logging.DEBUG if isinstance(error, Unreachable) else logging.INFO
                 _LOG.log(level, "registering waits %.1f s: %s", delay_s, error)
@@ -100,19 +105,20 @@ class Session:
             async with self._batch:
                 await asyncio.to_thread(self._outbox.skip_to, sequence)
 
-    async def beat(self) -> None:
-        """Report and obey for ever."""
+    async def beat(self, reported: Callable[[], Reported]) -> None:
+        """Report and obey for ever; `reported` is asked at each heartbeat."""
         while True:
             level = await asyncio.to_thread(self._outbox.level)
+            state = reported()
             report = Heartbeat(
                 site=self.registration.site,
                 incarnation=self.registration.incarnation,
-                policy_version=self.policy_version,
-                state_root=self.state_root,
-                tokens_per_s=self.tokens_per_s,
+                policy_version=state.policy_version,
+                state_root=state.state_root,
+                tokens_per_s=state.tokens_per_s,
                 outbox_groups=level.num_groups,
-                apply_s=self.apply_s,
-                problem=self.problem or self.policy_problem(),
+                apply_s=state.apply_s,
+                problem=state.problem,
             )
             sent = self._clock.monotonic()
             try:

@@ -47,8 +47,6 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """A group to be consumed is not available."""
     ERROR_REASON_PAYLOAD_MISSING: _ErrorReason.ValueType  # 11
     """A manifest names a payload that is not complete."""
-    ERROR_REASON_TOO_STALE: _ErrorReason.ValueType  # 12
-    """The caller's policy is too far behind."""
     ERROR_REASON_QUOTA_EXCEEDED: _ErrorReason.ValueType  # 13
     """A bound on bytes, credits or requests is reached."""
     ERROR_REASON_DRAINING: _ErrorReason.ValueType  # 14
@@ -97,8 +95,6 @@ ERROR_REASON_GROUP_NOT_AVAILABLE: ErrorReason.ValueType  # 10
 """A group to be consumed is not available."""
 ERROR_REASON_PAYLOAD_MISSING: ErrorReason.ValueType  # 11
 """A manifest names a payload that is not complete."""
-ERROR_REASON_TOO_STALE: ErrorReason.ValueType  # 12
-"""The caller's policy is too far behind."""
 ERROR_REASON_QUOTA_EXCEEDED: ErrorReason.ValueType  # 13
 """A bound on bytes, credits or requests is reached."""
 ERROR_REASON_DRAINING: ErrorReason.ValueType  # 14

@@ -74,8 +74,8 @@ class RolloutServiceServicer(object):
     def LeaseWork(self, request, context):
         """LeaseWork hands out prompt groups, paced so that they will not be too stale when trained.
 
-        FAILED_PRECONDITION NOT_REGISTERED: register. FAILED_PRECONDITION TOO_STALE: pull newer weights. UNAVAILABLE
-        DRAINING or FAILED_PRECONDITION RUN_FINISHED: stop. An empty answer: ask again after the stated delay.
+        FAILED_PRECONDITION NOT_REGISTERED: register. UNAVAILABLE DRAINING or FAILED_PRECONDITION RUN_FINISHED: stop. An
+        empty answer: ask again after the stated delay, with newer weights where the policy is too far behind.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

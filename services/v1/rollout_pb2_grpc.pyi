@@ -183,8 +183,8 @@ class RolloutServiceStub(typing.Generic[_RolloutServiceLeaseWorkType, _RolloutSe
     LeaseWork: _RolloutServiceLeaseWorkType
     """LeaseWork hands out prompt groups, paced so that they will not be too stale when trained.
 
-    FAILED_PRECONDITION NOT_REGISTERED: register. FAILED_PRECONDITION TOO_STALE: pull newer weights. UNAVAILABLE
-    DRAINING or FAILED_PRECONDITION RUN_FINISHED: stop. An empty answer: ask again after the stated delay.
+    FAILED_PRECONDITION NOT_REGISTERED: register. UNAVAILABLE DRAINING or FAILED_PRECONDITION RUN_FINISHED: stop. An
+    empty answer: ask again after the stated delay, with newer weights where the policy is too far behind.
     """
 
     AbandonWork: _RolloutServiceAbandonWorkType
@@ -255,8 +255,8 @@ class RolloutServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[heterorl.v1.rollout_pb2.LeaseWorkResponse, collections.abc.Awaitable[heterorl.v1.rollout_pb2.LeaseWorkResponse]]:
         """LeaseWork hands out prompt groups, paced so that they will not be too stale when trained.
 
-        FAILED_PRECONDITION NOT_REGISTERED: register. FAILED_PRECONDITION TOO_STALE: pull newer weights. UNAVAILABLE
-        DRAINING or FAILED_PRECONDITION RUN_FINISHED: stop. An empty answer: ask again after the stated delay.
+        FAILED_PRECONDITION NOT_REGISTERED: register. UNAVAILABLE DRAINING or FAILED_PRECONDITION RUN_FINISHED: stop. An
+        empty answer: ask again after the stated delay, with newer weights where the policy is too far behind.
         """
 
     @abc.abstractmethod

@@ -58,6 +58,36 @@ def test_internal_without_our_detail_is_the_transports():
     assert from_rpc_error(core) is None
 
 
+WAITABLE = {
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.UNAUTHENTICATED,
+}
+"""Statuses whose cause may pass without the caller; of any other one a repetition is refused again."""
+DELAYS = [0.0, 2.5]
+
+
+@pytest.mark.parametrize("error_class", sorted(_all_below(RemoteError), key=lambda item: item.__name__))
+def test_every_refusal_states_itself_whether_waiting_helps(error_class):
+    assert "is_transient" in vars(error_class), "inherited is not decided"
+    for delay_s in DELAYS:
+        assert isinstance(error_class("x", retry_after_s=delay_s).is_transient, bool)
+    assert not error_class.is_overload or error_class("x", retry_after_s=1.0).is_transient
+
+
+@pytest.mark.parametrize("error_class", sorted(TABLE, key=lambda item: item.__name__))
+def test_table_and_refusals_agree_on_what_may_pass(error_class):
+    _, code = TABLE[error_class]
+    for delay_s in DELAYS:
+        error = error_class("x", retry_after_s=delay_s)
+        assert is_transient(error) is is_transient(_received(error)) is error.is_transient
+        assert code in WAITABLE or not error.is_transient
+        assert code is not grpc.StatusCode.UNAVAILABLE or error.is_transient
+    if error_class.is_overload:
+        assert code in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED}
+
+
 def _bare(code, details):
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details)
 

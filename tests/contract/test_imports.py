@@ -30,7 +30,6 @@ LOOPS = [
     "sampler/policy/record.py",
     "sampler/rollout/maker.py",
     "sampler/session.py",
-    "sampler/waiting.py",
 ]
 """These wait, but by the clock they are given, so that a virtual one can drive them."""
 

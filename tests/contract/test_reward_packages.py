@@ -29,8 +29,8 @@ print(json.dumps(try_reward(task, None)))
 CONFIGS = [
     ("learner", LearnerConfig, ROOT / "deploy/config/learner.toml"),
     ("sampler", SamplerConfig, ROOT / "deploy/config/sampler.toml"),
-    ("learner", LearnerConfig, ROOT / "deploy/examples/first-run/learner.toml"),
-    ("sampler", SamplerConfig, ROOT / "deploy/examples/first-run/eu-1.toml"),
+    ("learner", LearnerConfig, ROOT / "examples/first-run/learner.toml"),
+    ("sampler", SamplerConfig, ROOT / "examples/first-run/eu-1.toml"),
 ]
 
 
@@ -89,7 +89,7 @@ def test_the_environment_has_nothing_else(tmp_path):
 
 
 def test_the_first_runs_files_agree():
-    directory = ROOT / "deploy/examples/first-run"
+    directory = ROOT / "examples/first-run"
     learner = load(LearnerConfig, directory / "learner.toml")
     for name in ("eu-1", "us-1"):
         site = load(SamplerConfig, directory / f"{name}.toml")

@@ -24,6 +24,7 @@ from heterorl.common.types.rollout import (
     FinishReason,
     Group,
     GroupId,
+    LeasedGroup,
     PushOutcome,
     PushStatus,
     QueuedGroup,
@@ -62,13 +63,10 @@ from heterorl.common.wire.policy import (
     publish_to_pb,
 )
 from heterorl.common.wire.rollout import (
-    group_from_bytes,
-    group_from_pb,
-    group_to_bytes,
+    leased_to_pb,
     outcome_from_pb,
     outcome_to_pb,
     queued_from_pb,
-    queued_to_pb,
     work_grant_from_pb,
     work_grant_to_pb,
 )
@@ -88,7 +86,9 @@ from heterorl.common.wire.run import (
     verdict_from_pb,
     verdict_to_pb,
 )
+from heterorl.common.wire.seal import open_group, read_sealed, receive, seal
 from heterorl.v1 import common_pb2, rollout_pb2
+from tests.support.groups import group_to_pb
 
 text = st.text(alphabet="abc-0", min_size=1, max_size=8)
 uint = st.integers(0, 2**40)
@@ -211,10 +211,10 @@ reports = st.builds(
 
 @given(groups)
 def test_group_survives_bytes_bit_for_bit(group):
-    data = group_to_bytes(group)
-    back = group_from_bytes(data)
+    sealed = seal(group)
+    back = open_group(read_sealed(sealed.data))
 
-    assert group_to_bytes(back) == data
+    assert seal(back) == read_sealed(sealed.data) == sealed
     assert (back.id, back.assignment, back.state_root) == (group.id, group.assignment, group.state_root)
     assert back.is_seeded == group.is_seeded
     for one, other in zip(back.rollouts, group.rollouts, strict=True):
@@ -234,11 +234,14 @@ def test_group_survives_bytes_bit_for_bit(group):
 def test_group_streamed_to_the_learner_keeps_what_the_coordinator_knows_of_it(
     group, policy_age, queue_age, seed, flavour
 ):
-    queued = QueuedGroup(group=group, policy_age_s=policy_age, queue_age_s=queue_age, seed=seed, flavour=flavour)
-    back = queued_from_pb(queued_to_pb(queued))
+    ages = {"policy_age_s": policy_age, "queue_age_s": queue_age, "seed": seed, "flavour": flavour}
+    data = leased_to_pb(LeasedGroup(sealed=seal(group), **ages)).SerializeToString()
+    message = rollout_pb2.StreamGroupsResponse.FromString(data)
+    back = queued_from_pb(message)
 
-    assert group_to_bytes(back.group) == group_to_bytes(group)
-    assert dataclasses.replace(back, group=group) == queued
+    assert data == rollout_pb2.StreamGroupsResponse(group=group_to_pb(group), **ages).SerializeToString()
+    assert seal(back.group) == seal(group)
+    assert dataclasses.replace(back, group=group) == QueuedGroup(group=group, **ages)
 
 
 @given(contracts)
@@ -442,11 +445,11 @@ def test_message_survives_the_wire(strategy, to_pb, from_pb, data):
 
 def test_values_that_nothing_can_hold_are_refused_with_their_field():
     with pytest.raises(InvalidRequest, match="finish_reason"):
-        group_from_pb(rollout_pb2.Group(rollouts=[rollout_pb2.Rollout()]))
+        receive(rollout_pb2.Group(rollouts=[rollout_pb2.Rollout()]))
     with pytest.raises(InvalidRequest, match="logprob_mode"):
         contract_from_pb(common_pb2.Contract())
     with pytest.raises(MalformedPayload):
-        group_from_bytes(b"\xff\xff")
+        read_sealed(b"\xff\xff")
     with pytest.raises(MalformedPayload):
         manifest_from_bytes(b"\xff\xff")
     with pytest.raises(InvalidRequest, match="kind"):
@@ -458,7 +461,7 @@ def test_values_that_nothing_can_hold_are_refused_with_their_field():
 def test_token_id_beyond_int32_stays_outside_every_vocabulary():
     message = rollout_pb2.Group(rollouts=[rollout_pb2.Rollout(token_ids=[2**32 - 1], finish_reason=1)])
 
-    assert group_from_pb(message).rollouts[0].token_ids.tolist() == [2**31 - 1]
+    assert receive(message)[1].rollouts[0].token_ids.tolist() == [2**31 - 1]
 
 
 @pytest.mark.parametrize("bad", ["", "ab", "../" * 22, "A" * 64, "g" * 64])

@@ -32,9 +32,9 @@ pytestmark = pytest.mark.timeout(900)
 async def served(tmp_path):
     core = await open_coordinator(tmp_path)
     server = Server(max_message_bytes=16 << 20, max_concurrent_rpcs=64, run_id="run", tls=PLAINTEXT)
-    policy_pb2_grpc.add_PolicyServiceServicer_to_server(PolicyServicer(core), server.grpc)
-    rollout_pb2_grpc.add_RolloutServiceServicer_to_server(RolloutServicer(core), server.grpc)
-    run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core), server.grpc)
+    policy_pb2_grpc.add_PolicyServiceServicer_to_server(PolicyServicer(core.policy, core.lease), server.grpc)
+    rollout_pb2_grpc.add_RolloutServiceServicer_to_server(RolloutServicer(core.rollout), server.grpc)
+    run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core.run), server.grpc)
     port = await server.start("127.0.0.1:0")
     yield core, port
     await core.end_streams()
@@ -100,7 +100,7 @@ def _ended(rollout, eos_token_id):
 
 async def _push(core, contract, numbers):
     head = (await core.get_status()).head_version
-    manifest = manifest_from_bytes(await core.get_manifest(version=head))
+    manifest = manifest_from_bytes((await core.get_signed_manifest(version=head)).data)
     await core.register(
         Registration(
             site=SITE, incarnation=INCARNATION, contract=contract, engine="test", dtype="fp32", max_delay_versions=0

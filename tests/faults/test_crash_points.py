@@ -16,13 +16,15 @@ import numpy as np
 import pytest
 
 from heterorl.common.identity.trust import Trust
-from heterorl.common.process.bell import Bell
-from heterorl.common.process.clock import SystemClock
+from heterorl.common.process.clock import Bell, SystemClock
+from heterorl.common.process.patience import Patience
 from heterorl.common.pull.pull import Puller
 from heterorl.common.types.policy import PayloadKind
 from heterorl.common.types.run import Heartbeat
+from heterorl.common.weights.payload import file_digest
 from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
 from heterorl.coordinator.payloads import index
+from heterorl.coordinator.versions.chain import Chain
 from heterorl.learner.run import incarnation
 from heterorl.sampler.policy.delay import Visibility
 from heterorl.sampler.policy.delay_models import NoDelay
@@ -122,7 +124,9 @@ async def test_learner_that_publishes(tmp_path):
             await learn_on(core, disk.root, api, max_steps=STEPS - 1)
         await learn_on(core, disk.root, api, max_steps=STEPS)
         reference = await roots_of(core)
-        kinds = {payload.kind for payload in manifest_from_bytes(await core.get_manifest(version=1)).payloads}
+        kinds = {
+            payload.kind for payload in manifest_from_bytes((await core.get_signed_manifest(version=1)).data).payloads
+        }
         await core.close()
     assert kinds == {PayloadKind.DELTA}
     assert set(reference) == set(range(STEPS + 1))
@@ -135,11 +139,11 @@ async def check_learner(directory: Path, image: Image, reference: dict[int, str]
         before = await roots_of(core)
         for kind, *facts in image.acknowledged:
             if kind == "version":
-                assert manifest_digest(await core.get_manifest(version=facts[0])) == facts[1]
+                assert manifest_digest((await core.get_signed_manifest(version=facts[0])).data) == facts[1]
             else:
                 assert (await core.get_status()).ledger.acked == facts[0]
-        offered = (await core.database.run(index.graph)).payloads
-        assert all([await core.blobs.is_sound(payload.digest) for payload in offered])
+        offered = (await core.database.run(lambda connection: index.graph(Chain(connection)))).payloads
+        assert all(file_digest(core.blobs.path(payload.digest)) == payload.digest for payload in offered)
         for version, root in before.items():
             pull = Puller(api=core, spool=directory / "spool", layout=LAYOUT, clock=SystemClock())
             pulled = await pull.pull(held=None, want_version=version)
@@ -211,12 +215,12 @@ async def test_coordinator_that_writes_and_deletes(tmp_path, scenario):
     async def check(directory: Path, image: Image) -> None:
         async with keeping(directory, **SMALL) as (core, _):
             # Before anything else: what is offered is there and whole.
-            graph = await core.database.run(index.graph)
-            assert all([await core.blobs.is_sound(payload.digest) for payload in graph.payloads])
+            graph = await core.database.run(lambda connection: index.graph(Chain(connection)))
+            assert all(file_digest(core.blobs.path(payload.digest)) == payload.digest for payload in graph.payloads)
             assert await core.database.run(index.retired) == []
             assert files(directory / "data" / "rebuilt") == []
             for version, root in image.acknowledged:
-                assert manifest_from_bytes(await core.get_manifest(version=version)).state_root == root
+                assert manifest_from_bytes((await core.get_signed_manifest(version=version)).data).state_root == root
             for start, want in ((None, run.head - 1), (held[0], -1), (held[1], -1)):
                 pulled = await puller(core, directory / "spool").pull(held=start, want_version=want)
                 assert pulled.arena.state_root() == run.roots[pulled.version]
@@ -268,6 +272,7 @@ class Following:
             clock=SystemClock(),
             bell=self.bell,
             rng=random.Random(0),
+            patience=Patience(clock=SystemClock(), rng=random.Random(0)),
         )
 
     async def until(self, version: int):

@@ -21,7 +21,7 @@ from heterorl.common.wire.policy import (
     plan_from_pb,
     publish_from_pb,
 )
-from heterorl.common.wire.rollout import group_from_pb, outcome_from_pb, rejections_from_pb, work_grant_from_pb
+from heterorl.common.wire.rollout import outcome_from_pb, rejections_from_pb, work_grant_from_pb
 from heterorl.common.wire.run import (
     commands_from_pb,
     heartbeat_from_pb,
@@ -29,12 +29,13 @@ from heterorl.common.wire.run import (
     registration_from_pb,
     status_from_pb,
 )
+from heterorl.common.wire.seal import receive
 from heterorl.coordinator.versions.path import plan_pull
 from heterorl.v1 import common_pb2, policy_pb2, rollout_pb2, run_pb2
 from tests.fuzz.mutate import LONG_EDGES, mutated
 
 DECODERS: list[tuple[type[Message], Callable[[Any], Any]]] = [
-    (rollout_pb2.Group, group_from_pb),
+    (rollout_pb2.Group, receive),
     (common_pb2.Contract, contract_from_pb),
     (policy_pb2.PayloadRef, payload_from_pb),
     (common_pb2.StepReport, report_from_pb),

@@ -4,36 +4,20 @@ An rpc in the protos without a row in the table, or without a handler, fails her
 """
 
 import asyncio
-import importlib
-import pkgutil
 
 import grpc.aio
 import pytest
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from google.protobuf import message_factory
-from grpc_health.v1 import health_pb2
 
-import heterorl.v1
 from heterorl.certs.authority import Pair
 from heterorl.common.identity.identity import Role
 from heterorl.coordinator.rpc.access import RULES
 from tests.support.certificates import DAY, Certificates
+from tests.support.protos import METHODS, NOT_SERVED
 from tests.support.run import SITE
 from tests.support.secure_run import SecureRun, refusals
 
-PROTOS = [
-    importlib.import_module(f"heterorl.v1.{module.name}")
-    for module in pkgutil.iter_modules(heterorl.v1.__path__)
-    if module.name.endswith("_pb2")
-]
-METHODS = {
-    f"/{service.full_name}/{method.name}": method
-    for module in (*PROTOS, health_pb2)
-    for service in module.DESCRIPTOR.services_by_name.values()
-    for method in service.methods
-}
-NOT_SERVED = {"/grpc.health.v1.Health/List"}
-"""Comes with the package of health checks."""
 GOOD = f"spiffe://run/site/{SITE}/role/sampler"
 REFUSED = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
 

@@ -12,14 +12,15 @@ from heterorl.common.identity.identity import Role
 from heterorl.common.rpc.diagnosis import MAX_ANSWER_BYTES
 from heterorl.common.rpc.status import from_rpc_error
 from heterorl.common.types.rollout import DropReason
-from heterorl.common.wire.rollout import group_from_pb, group_to_pb
+from heterorl.common.wire.seal import receive
+from heterorl.coordinator.rpc.access import RULES
 from heterorl.coordinator.rpc.bounds import bound_of
 from heterorl.coordinator.servicers import arrivals
 from heterorl.v1 import diagnosis_pb2, policy_pb2, rollout_pb2, run_pb2
-from tests.integration.test_access_matrix import METHODS, NOT_SERVED, RULES
+from tests.support.groups import group_to_pb
+from tests.support.protos import METHODS, NOT_SERVED, bytes_field, entries, fields, is_repeated, wrapped
 from tests.support.run import INCARNATION, SITE
 from tests.support.secure_run import SecureRun
-from tests.unit.coordinator.rpc.test_scan import _bytes_field, _entries, _fields, _is_repeated, _wrapped
 
 OURS = sorted(name for name in METHODS if name not in NOT_SERVED)
 ROLE_OF = {name: min(RULES[name].roles, key=lambda role: (role is not Role.SAMPLER, role)) for name in OURS}
@@ -86,9 +87,9 @@ def _bounded(request):
     """Ways to fields that a message of the largest size has room to break; padding is bounded by that size alone."""
     return [
         way
-        for way in _fields(request)
+        for way in fields(request)
         for bound in [bound_of(way[-1].containing_type.name, way[-1].name)]
-        if (bound.count < 1 << 15 if _is_repeated(way[-1]) else bound.length < 1 << 13)
+        if (bound.count < 1 << 15 if is_repeated(way[-1]) else bound.length < 1 << 13)
     ]
 
 
@@ -109,9 +110,9 @@ async def test_bytes_that_are_no_message_are_refused_at_every_rpc_and_leave_noth
 )
 async def test_too_much_in_one_field_is_refused_at_every_rpc_by_the_fields_name(secure, name):
     request = METHODS[name].input_type
-    way = max(_bounded(request), key=lambda way: (_is_repeated(way[-1]), len(way)))
+    way = max(_bounded(request), key=lambda way: (is_repeated(way[-1]), len(way)))
     path = ".".join(field.name for field in way)
-    data = _wrapped(way, _entries(way[-1], 1 << 15) if _is_repeated(way[-1]) else _bytes_field(way[-1], b"a" * 8192))
+    data = wrapped(way, entries(way[-1], 1 << 15) if is_repeated(way[-1]) else bytes_field(way[-1], b"a" * 8192))
     async with _channel(secure, ROLE_OF[name]) as channel:
         code, error = await _refusal(channel, name, data)
 
@@ -225,7 +226,7 @@ async def test_messages_of_one_site_in_memory_are_bounded_while_they_are_many(se
 
 async def test_group_beyond_the_contract_is_refused_before_its_numbers_become_arrays(secure, monkeypatch):
     converted = []
-    monkeypatch.setattr(arrivals, "group_from_pb", lambda message: converted.append(message) or group_from_pb(message))
+    monkeypatch.setattr(arrivals, "receive", lambda message: converted.append(message) or receive(message))
     work = await secure.run.lease(3)
     sound, longer, wider = (group_to_pb(secure.run.group(one)) for one in work)
     longer.rollouts[1].token_ids.extend([5] * 100_000)

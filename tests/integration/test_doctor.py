@@ -32,7 +32,7 @@ from heterorl.demo.tiny_model import write_tiny_model
 from heterorl.doctor import machine
 from heterorl.doctor.app import Limits, Patient, examine
 from heterorl.doctor.check import Level, Trouble
-from heterorl.doctor.network import Connected, connect, in_thread
+from heterorl.doctor.network import Connected, connect, in_forgotten_thread
 from heterorl.learner.config import LearnerConfig
 from heterorl.sampler.assembly import assemble
 from heterorl.sampler.config import SamplerConfig
@@ -289,7 +289,7 @@ async def test_answer_larger_than_a_mebibyte_is_refused_with_words(secure):
 async def test_coordinator_of_an_older_release_is_named(tmp_path):
     core = await Coordinator.open(CoordinatorConfig(data_dir=tmp_path / "data"), SystemClock())
     server = Server(max_message_bytes=2 << 20, max_concurrent_rpcs=64, run_id="run", tls=PLAINTEXT)
-    run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core), server.grpc)
+    run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core.run), server.grpc)
     port = await server.start("127.0.0.1:0")
     checks = await diagnose(f"127.0.0.1:{port}", PLAINTEXT, tmp_path)
     await server.stop(0.0)
@@ -300,7 +300,7 @@ async def test_coordinator_of_an_older_release_is_named(tmp_path):
 
 async def test_hanging_measurement_is_left_behind():
     forever = threading.Event()
-    fact = await in_thread(forever.wait, timeout_s=0.05)
+    fact = await in_forgotten_thread(forever.wait, timeout_s=0.05)
     forever.set()
 
     assert fact == Trouble(kind="timeout", detail="no answer in 0.05 s")

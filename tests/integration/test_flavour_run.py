@@ -19,6 +19,7 @@ from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.coordinator.sites import canary
 from heterorl.demo.tiny_model import write_tiny_model
 from heterorl.learner import app as learner_app
+from heterorl.learner.assembly import Parts
 from heterorl.learner.assembly import assemble as assemble_learner
 from heterorl.learner.config import LearnerConfig
 from heterorl.sampler import app as sampler_app
@@ -87,10 +88,13 @@ async def test_quantised_site_trains_with_the_others_and_is_judged_by_its_own_we
         )  # fmt: skip
         outboxes.append(Outbox(config.state_dir))
         samplers.append(sampler_app.build(config, Watched(), outboxes[-1], SystemClock(), random.Random(0)))
-    learning = learner_app.run(
-        learner, api=core, backend=parts.backend, contract=parts.contract, clock=SystemClock(), rng=random.Random(0),
-        canary=parts.canary,
-    )  # fmt: skip
+    learning = learner_app.join(
+        learner,
+        Parts(backend=parts.backend, contract=parts.contract, canary=parts.canary),
+        api=core,
+        clock=SystemClock(),
+        rng=random.Random(0),
+    ).run(asyncio.Event())
 
     await asyncio.gather(learning, *(sampler.run(asyncio.Event()) for sampler in samplers))
 
@@ -113,7 +117,7 @@ async def test_quantised_site_trains_with_the_others_and_is_judged_by_its_own_we
     # The learner's own weights came back bit by bit after each canary: what it holds is what it published last.
     masters = Arena(parts.backend.layout)
     parts.backend.store(masters)
-    assert masters.state_root() == manifest_from_bytes(await core.get_manifest(version=4)).state_root
+    assert masters.state_root() == manifest_from_bytes((await core.get_signed_manifest(version=4)).data).state_root
     whole = Arena(parts.backend.layout)
     layout = flavour_layout(parts.backend.layout, "int8")
     dequantise((await _state(core, tmp_path, 4, layout=layout, flavour="int8")).arena, whole, "int8")

@@ -1,10 +1,8 @@
-"""A project with a package `services` of its own runs ours undisturbed: command line, module, ranks, workers."""
+"""A project with a package `services` of its own runs ours undisturbed: every program and every process of ours."""
 
-import os
+import json
 import subprocess
 import sys
-import tomllib
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -13,44 +11,28 @@ from heterorl import __version__
 from heterorl.common.process.children import own_command
 from heterorl.common.tasks.registry import TaskConfig, build_task
 from heterorl.demo import processes
+from tests.support.foreign import MARK, foreign_project, run
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """A working directory with a package `services`, on PYTHONPATH too, as its owner has it."""
-    for name in ("services", "services/common"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "services" / "__init__.py").write_text("raise RuntimeError('a foreign package was imported')\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", f".{os.pathsep}{tmp_path}")
-    return tmp_path
+    with foreign_project(tmp_path, monkeypatch) as project:
+        yield project
 
 
-def run(*words, expected=0):
-    result = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
-    assert result.returncode == expected, result.stderr
-    assert "foreign" not in result.stderr
-    return result.stdout
+def test_the_foreign_package_is_there_and_is_noticed(tmp_path, monkeypatch):
+    with pytest.raises(AssertionError, match="-c"), foreign_project(tmp_path, monkeypatch):
+        assert MARK in run(sys.executable, "-c", "try:\n    import services.x\nexcept RuntimeError as e:\n    print(e)")
 
 
-@pytest.mark.timeout(120)
-def test_the_console_script_runs(project):
-    entry = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["heterorl"]
-    module, _, function = entry.partition(":")
-    # As an installer writes it.
-    script = project / "bin" / "heterorl"
-    script.parent.mkdir()
-    script.write_text(
-        f"import sys\nfrom {module} import {function}\nif __name__ == '__main__':\n    sys.exit({function}())\n"
-    )
-
-    assert "heterorl keys" in run(sys.executable, str(script), "keys", "--help")
+def test_the_module_is_a_program(project):
     assert "heterorl keys" in run(sys.executable, "-m", "heterorl", "keys", "--help")
+    assert run(sys.executable, "-m", "heterorl", "--version") == f"heterorl {__version__}\n"
 
 
-@pytest.mark.timeout(120)
 def test_the_package_says_its_version_and_brings_its_services(project):
     code = "import heterorl.coordinator.app; print(heterorl.__version__, heterorl.__file__)"
 
@@ -58,35 +40,68 @@ def test_the_package_says_its_version_and_brings_its_services(project):
     assert (version, Path(place).resolve()) == (__version__, ROOT / "services" / "__init__.py")
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("module", ["heterorl.learner.rank", "heterorl.lab.worker", "heterorl"])
-def test_processes_of_our_own_are_ours(project, module):
-    # The lab's worker takes paths and answers nothing to --help.
-    out = subprocess.run(
-        [*own_command(module, "--help")],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
-
-    assert "foreign" not in out.stderr
-    assert "No module named" not in out.stderr
-    if module != "heterorl.lab.worker":
-        assert out.returncode == 0, out.stderr
+def test_services_themselves_start(project):
+    """The demo's way to start one, with a configuration that each refuses once all of it is loaded."""
+    children = [
+        processes.start(service, name=service, tables={"colour": 1}, directory=project / service)
+        for service in ("coordinator", "learner", "sampler")
+    ]
+    try:
+        for child in children:
+            child.process.wait(100)
+            assert "colour: unknown key" in child.log.read_text()
+    finally:
+        for child in children:
+            child.process.kill()
+            child.process.wait()
+            child.file.close()
 
 
-@pytest.mark.timeout(120)
-def test_the_demos_processes_are_ours(project):
-    child = processes.start("coordinator", name="c", tables={"colour": 1}, directory=project / "run")
-    child.process.wait(100)
-    child.file.close()
+def test_a_rank_of_a_learner_waits_for_its_orders_and_ends_with_them(project):
+    command = own_command("heterorl.learner.rank", "--rank", "1", "--world-size", "2", "--rendezvous", "file")
 
-    assert "colour: unknown key" in child.log.read_text()
+    run(*command, stdin="\n")
 
 
-@pytest.mark.timeout(120)
+EXPERIMENT = """
+name = "small"
+seeds = [0]
+algorithms = [{ name = "gepo" }]
+[[tasks]]
+name = "add1"
+task = { name = "arithmetic", digits = 1 }
+max_new_tokens = 3
+hidden_size = 16
+num_layers = 1
+warm_start_target = 0.01
+[regime]
+max_steps = 2
+groups_per_step = 2
+group_size = 2
+evaluate_every = 2
+num_evaluation = 8
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_worker_of_the_lab_runs_a_cell(project):
+    (project / "small.toml").write_text(EXPERIMENT)
+
+    run(*own_command("heterorl", "lab", "run", "small.toml", "--jobs", "1"), timeout_s=250)
+
+    (row,) = (project / "runs/lab/small/runs").glob("*.json")
+    assert json.loads(row.read_text())["failed"] is None
+
+
+def test_the_wrapper_of_logs_wraps(project):
+    code = "from heterorl.common.process import logs; import os; logs.configure(style='json'); os.write(2, b'foreign words')"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True).stderr
+
+    (line,) = [json.loads(line) for line in said.splitlines()]
+    assert (line["message"], line["logger"]) == ("foreign words", "stderr")
+
+
 def test_verifiers_and_own_rewards_run(project):
     (project / "train.jsonl").write_text('{"prompt": "a", "answer": 1}\n{"prompt": "b", "answer": 2}\n')
     task = build_task(TaskConfig(name="jsonl:train.jsonl", match="math_verify", reward_timeout_s=30))
@@ -96,23 +111,3 @@ def test_verifiers_and_own_rewards_run(project):
     (project / "mine.py").write_text("def score(prompt, completion, answer):\n    return 0.5\n")
     task = build_task(TaskConfig(name="jsonl:train.jsonl", reward="mine:score"))
     assert task.score(prompt, "x")[0].value == 0.5
-
-
-@pytest.mark.timeout(120)
-def test_a_wheel_holds_everything_under_one_name(project, monkeypatch):
-    wheels = project / "wheels"
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(wheels)],
-        cwd=ROOT, check=True, capture_output=True, timeout=100,
-    )  # fmt: skip
-    (wheel,) = wheels.glob("*.whl")
-    site = project / "site-packages"
-    zipfile.ZipFile(wheel).extractall(site)
-
-    assert {path.name for path in site.iterdir() if path.suffix != ".dist-info"} == {"heterorl"}
-    kept = {path.relative_to(ROOT / "services") for path in (ROOT / "services").rglob("*.py")}
-    assert {path.relative_to(site / "heterorl") for path in (site / "heterorl").rglob("*.py")} == kept
-    monkeypatch.setenv("PYTHONPATH", f"{site}{os.pathsep}{project}")
-    code = "import heterorl; print(heterorl.__file__)"
-    assert run(sys.executable, "-c", code).strip() == str(site / "heterorl" / "__init__.py")
-    assert "heterorl keys" in run(sys.executable, "-m", "heterorl", "keys", "--help")

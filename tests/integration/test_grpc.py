@@ -23,7 +23,6 @@ from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PlanKind
 from heterorl.common.types.rollout import DropReason, PushStatus, Rejection
 from heterorl.common.types.run import Command, Heartbeat
-from heterorl.common.wire.rollout import group_to_pb
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups.schedule import seed_of
@@ -32,6 +31,7 @@ from heterorl.coordinator.servicers.policy import PolicyServicer
 from heterorl.coordinator.servicers.rollout import RolloutServicer
 from heterorl.coordinator.servicers.run import RunServicer
 from heterorl.v1 import policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc, run_pb2_grpc
+from tests.support.groups import group_to_pb
 from tests.support.links import PLAINTEXT
 from tests.support.run import CONTRACT, INCARNATION, SITE, Run, rollout
 
@@ -49,9 +49,11 @@ class Served:
         self.server = Server(
             max_message_bytes=self.config.max_message_bytes, max_concurrent_rpcs=64, run_id="run", tls=PLAINTEXT
         )
-        policy_pb2_grpc.add_PolicyServiceServicer_to_server(PolicyServicer(self.core), self.server.grpc)
-        rollout_pb2_grpc.add_RolloutServiceServicer_to_server(RolloutServicer(self.core), self.server.grpc)
-        run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(self.core), self.server.grpc)
+        policy_pb2_grpc.add_PolicyServiceServicer_to_server(
+            PolicyServicer(self.core.policy, self.core.lease), self.server.grpc
+        )
+        rollout_pb2_grpc.add_RolloutServiceServicer_to_server(RolloutServicer(self.core.rollout), self.server.grpc)
+        run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(self.core.run), self.server.grpc)
         self.port = await self.server.start("127.0.0.1:0")
         self.client = CoordinatorClient(f"127.0.0.1:{self.port}", tls=PLAINTEXT, policy=QUICK)
         return self
@@ -235,7 +237,10 @@ async def test_manifests_of_a_way_come_in_one_call_newest_first(served, run):
     await run.publish()
 
     found = await served.client.list_manifests(first_version=1, last_version=2)
-    assert found == (await served.client.get_manifest(version=2), await served.client.get_manifest(version=1))
+    assert found == (
+        (await served.client.get_signed_manifest(version=2)).data,
+        (await served.client.get_signed_manifest(version=1)).data,
+    )
 
 
 async def test_typed_refusals_arrive_typed(served, run):
@@ -248,7 +253,7 @@ async def test_typed_refusals_arrive_typed(served, run):
     with pytest.raises(errors.StaleEpoch):
         await stream(client, dataclasses.make_dataclass("Old", [("epoch", int)])(99), 1)
     with pytest.raises(errors.UnknownVersion):
-        await client.get_manifest(version=99)
+        await client.get_signed_manifest(version=99)
     with pytest.raises(errors.UnknownVersion):
         await client.list_manifests(first_version=0, last_version=99)
     with pytest.raises(errors.InvalidRequest, match="no range"):
@@ -343,7 +348,7 @@ async def test_group_of_a_newer_program_is_recorded_like_any_other_that_is_inval
 async def test_answers_settle_only_the_groups_that_they_name_in_order(served, run, monkeypatch, lie):
     """What a link cut short is kept; from the first outcome on that is not its group's, nothing is believed."""
     groups = [run.group(work) for work in await run.lease(3)]
-    honest = served.core.take_groups
+    honest = served.core.rollout.take_groups
 
     async def take_groups(arrived):
         outcomes = await honest(arrived)
@@ -356,7 +361,7 @@ async def test_answers_settle_only_the_groups_that_they_name_in_order(served, ru
             for one, sequence in zip(outcomes, sequences, strict=True)
         ]
 
-    monkeypatch.setattr(type(served.core), "take_groups", lambda self, arrived: take_groups(arrived))
+    monkeypatch.setattr(served.core.rollout, "take_groups", take_groups)
     if lie in ("none", "another order"):
         with pytest.raises(errors.Unreachable, match="no outcome for the first of 3 groups"):
             await served.client.push_groups(groups)
@@ -383,7 +388,7 @@ async def test_lost_answer_of_a_grant_costs_no_assignment(served, run, monkeypat
             raise errors.StoreFull("full, but it was done", retry_after_s=0.01)
         return grant
 
-    monkeypatch.setattr(type(served.core), "lease_work", lambda self, **wanted: lease_work(**wanted))
+    monkeypatch.setattr(served.core.rollout, "lease_work", lease_work)
     assert [work.id for work in await run.lease(3)] == [0, 1, 2]
     assert len(asked) == 2
     assert asked[0] == asked[1] != ""
@@ -497,7 +502,7 @@ async def test_client_rides_through_a_restart_of_the_coordinator(tmp_path):
     asking = asyncio.create_task(patient.get_status())
     core = await Coordinator.open(served.config, SystemClock())
     server = Server(max_message_bytes=2 << 20, max_concurrent_rpcs=8, run_id="run", tls=PLAINTEXT)
-    run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core), server.grpc)
+    run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core.run), server.grpc)
     await server.start(f"127.0.0.1:{port}")
 
     assert (await asking).epoch == run.epoch

@@ -10,6 +10,7 @@ import torch
 from heterorl.common.process.clock import SystemClock
 from heterorl.demo.tiny_model import write_tiny_model
 from heterorl.learner import app as learner_app
+from heterorl.learner.assembly import Parts
 from heterorl.learner.assembly import assemble as assemble_learner
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.train.model import learner_logprobs
@@ -70,10 +71,13 @@ async def test_masters_further_off_than_the_bound_quarantine_nobody(tmp_path, op
     )
     outbox = Outbox(config.state_dir)
     sampler = sampler_app.build(config, Watched(), outbox, SystemClock(), random.Random(0))
-    learning = learner_app.run(
-        learner, api=core, backend=parts.backend, contract=parts.contract, clock=SystemClock(), rng=random.Random(0),
-        canary=parts.canary,
-    )  # fmt: skip
+    learning = learner_app.join(
+        learner,
+        Parts(backend=parts.backend, contract=parts.contract, canary=parts.canary),
+        api=core,
+        clock=SystemClock(),
+        rng=random.Random(0),
+    ).run(asyncio.Event())
 
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(learning)

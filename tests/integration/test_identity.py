@@ -20,13 +20,13 @@ from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.retry import RetryPolicy
-from heterorl.common.wire.rollout import group_to_pb
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.rpc.server import Server
 from heterorl.coordinator.servicers.run import RunServicer
 from heterorl.v1 import policy_pb2, rollout_pb2, run_pb2, run_pb2_grpc
 from tests.support.certificates import DAY, Certificates, now, paths
+from tests.support.groups import group_to_pb
 from tests.support.links import PLAINTEXT
 from tests.support.run import INCARNATION, SITE, credits_of
 from tests.support.secure_run import SecureRun, refusals
@@ -339,7 +339,7 @@ async def test_plaintext_on_loopback_goes_through_no_proxy(tmp_path, monkeypatch
     monkeypatch.delenv("no_proxy", raising=False)
     server = Server(max_message_bytes=2 << 20, max_concurrent_rpcs=8, run_id="run", tls=PLAINTEXT)
     core = await Coordinator.open(CoordinatorConfig(data_dir=tmp_path), SystemClock())
-    run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core), server.grpc)
+    run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core.run), server.grpc)
     port = await server.start("127.0.0.1:0")
 
     async with CoordinatorClient(f"127.0.0.1:{port}", tls=PLAINTEXT, policy=QUICK) as client:

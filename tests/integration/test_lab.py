@@ -138,7 +138,7 @@ warm_start_target = 0.01
 
 def start(directory: Path, *arguments: str) -> subprocess.Popen:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "heterorl.cli.main", "lab", "run", "small.toml", "--jobs", "1", *arguments]
+    command = [sys.executable, "-m", "heterorl", "lab", "run", "small.toml", "--jobs", "1", *arguments]
     return subprocess.Popen(command, cwd=directory, env=environment, stderr=subprocess.PIPE, text=True)
 
 

@@ -21,6 +21,7 @@ from heterorl.common.types.run import Registration
 from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.demo.tiny_model import write_tiny_model
 from heterorl.learner import app as learner_app
+from heterorl.learner.assembly import Parts
 from heterorl.learner.assembly import assemble as assemble_learner
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.export import export_model
@@ -48,15 +49,18 @@ async def test_adapters_are_trained_sent_verified_and_exported(tmp_path):
     parts = assemble_learner(learner_config)
     outbox = Outbox(sampler_config.state_dir)
     sampler = sampler_app.build(sampler_config, core, outbox, SystemClock(), random.Random(0))
-    learning = learner_app.run(
-        learner_config, api=core, backend=parts.backend, contract=parts.contract, clock=SystemClock(),
+    learning = learner_app.join(
+        learner_config,
+        Parts(backend=parts.backend, contract=parts.contract),
+        api=core,
+        clock=SystemClock(),
         rng=random.Random(0),
-    )  # fmt: skip
+    ).run(asyncio.Event())
 
     result, _ = await asyncio.gather(learning, sampler.run(asyncio.Event()))
 
     assert result.is_finished
-    manifests = [manifest_from_bytes(await core.get_manifest(version=version)) for version in range(4)]
+    manifests = [manifest_from_bytes((await core.get_signed_manifest(version=version)).data) for version in range(4)]
     # Two layers: q and v (32 -> 32), down (128 -> 32), rank 4, two bytes each.
     adapter_bytes = 2 * 2 * 4 * (2 * (32 + 32) + (128 + 32))
     assert {manifest.full_bytes for manifest in manifests} == {adapter_bytes}

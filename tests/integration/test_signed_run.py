@@ -21,8 +21,8 @@ from cryptography.hazmat.primitives.serialization import (
 from heterorl.common.errors import InvalidRequest, StateMismatch, UnsignedManifest, WrongSignature
 from heterorl.common.identity.signing import load_signer, new_key, signed_by
 from heterorl.common.identity.trust import Trust
-from heterorl.common.process.bell import Bell
-from heterorl.common.process.clock import SystemClock
+from heterorl.common.process.clock import Bell, SystemClock
+from heterorl.common.process.patience import Patience
 from heterorl.common.pull.pull import Puller
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.policy import PayloadKind, SignedManifest
@@ -53,9 +53,9 @@ async def serving(data_dir):
         CoordinatorConfig(data_dir=data_dir, groups_per_version=2, max_staleness_versions=500), SystemClock()
     )
     server = Server(max_message_bytes=16 << 20, max_concurrent_rpcs=64, run_id="run", tls=PLAINTEXT)
-    policy_pb2_grpc.add_PolicyServiceServicer_to_server(PolicyServicer(core), server.grpc)
-    rollout_pb2_grpc.add_RolloutServiceServicer_to_server(RolloutServicer(core), server.grpc)
-    run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core), server.grpc)
+    policy_pb2_grpc.add_PolicyServiceServicer_to_server(PolicyServicer(core.policy, core.lease), server.grpc)
+    rollout_pb2_grpc.add_RolloutServiceServicer_to_server(RolloutServicer(core.rollout), server.grpc)
+    run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core.run), server.grpc)
     port = await server.start("127.0.0.1:0")
     try:
         async with CoordinatorClient(f"127.0.0.1:{port}", tls=PLAINTEXT) as client:
@@ -112,6 +112,7 @@ async def sampling(client, directory, keys, *, delay=NO_DELAY, layout=LAYOUT):
         clock=SystemClock(),
         bell=bell,
         rng=random.Random(0),
+        patience=Patience(clock=SystemClock(), rng=random.Random(0)),
     )
     logger = logging.getLogger("heterorl.sampler.policy.sync")
     logger.addHandler(heard)

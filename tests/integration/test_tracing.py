@@ -9,14 +9,13 @@ import pytest
 from heterorl.common.errors import ConfigError, DependencyMissing
 from heterorl.common.generation.engine import Completion
 from heterorl.common.process import tracing
-from heterorl.common.process.bell import Bell
-from heterorl.common.process.clock import SystemClock
+from heterorl.common.process.clock import Bell, SystemClock
 from heterorl.common.process.tracing import NO_TRACE, TRACER, Tracer, TracingConfig, well_formed
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.rollout import FinishReason, RewardPart, VersionSpan
 from heterorl.common.wire.common import bytes_digest
-from heterorl.common.wire.rollout import group_from_bytes, group_to_bytes
+from heterorl.common.wire.seal import open_group, seal
 from heterorl.learner.observe import observe_step
 from heterorl.sampler.outbox.delivery import Delivery
 from heterorl.sampler.outbox.outbox import Outbox
@@ -110,7 +109,7 @@ async def test_one_trace_follows_a_group_across_the_sites(spans, tmp_path):
     assert {span.parent.span_id for span in made.values()} == {root.context.span_id}
     assert queued.group.trace == f"00-{root.context.trace_id:032x}-{root.context.span_id:016x}-01"
     assert dict(root.attributes) == {"heterorl.site": SITE, "heterorl.assignment": 0, "heterorl.version": 0}
-    assert made["push"].attributes["heterorl.cli.live.status"] == "accepted"
+    assert made["push"].attributes["heterorl.status"] == "accepted"
     assert dict(made["train"].attributes) == {
         "heterorl.step": 1, "heterorl.staleness": 3, "heterorl.is_applied": True
     }  # fmt: skip
@@ -158,9 +157,9 @@ def test_context_is_part_of_a_groups_bytes_and_checked_when_they_are_read():
     (group,) = maker().make([work], state_roots={0: Digest("0" * 64)}, first_sequence=1).groups
     followed = dataclasses.replace(group, trace=CONTEXT)
 
-    assert group_from_bytes(group_to_bytes(followed)).trace == CONTEXT
-    assert group_from_bytes(group_to_bytes(dataclasses.replace(group, trace="evil"))).trace == NO_TRACE
-    assert bytes_digest(group_to_bytes(group)) != bytes_digest(group_to_bytes(followed))
+    assert open_group(seal(followed)).trace == CONTEXT
+    assert open_group(seal(dataclasses.replace(group, trace="evil"))).trace == NO_TRACE
+    assert bytes_digest(seal(group).data) != bytes_digest(seal(followed).data)
 
 
 def test_endpoint_is_checked_and_the_extra_is_named(monkeypatch):

@@ -14,7 +14,7 @@ from heterorl.common.process.clock import SystemClock
 from heterorl.common.types.rollout import PushStatus
 from heterorl.common.wire.common import bytes_digest
 from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
-from heterorl.common.wire.rollout import group_to_bytes
+from heterorl.common.wire.seal import seal
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from tests.support.run import Run
@@ -32,7 +32,7 @@ async def main(directory: Path, seed: int) -> None:
     run.head = (await core.get_status()).head_version
     if run.head < 0:
         await run.publish()
-    run.roots[run.head] = manifest_from_bytes(await core.get_manifest(version=run.head)).state_root
+    run.roots[run.head] = manifest_from_bytes((await core.get_signed_manifest(version=run.head)).data).state_root
     run.sequence = (await core.register(run.registration())).next_sequence - 1
     say("ready")
     await asyncio.gather(_push(core, run, chooser), _publish(core, run, chooser))
@@ -47,7 +47,7 @@ async def _push(core: Coordinator, run: Run, chooser: random.Random) -> None:
         for _ in range(chooser.choice([1, 1, 2])):
             for outcome, group in zip(await core.push_groups(groups), groups, strict=True):
                 assert outcome.status in (PushStatus.ACCEPTED, PushStatus.DUPLICATE), outcome
-                say(f"group {group.id.sequence} {bytes_digest(group_to_bytes(group))}")
+                say(f"group {group.id.sequence} {bytes_digest(seal(group).data)}")
 
 
 async def _publish(core: Coordinator, run: Run, chooser: random.Random) -> None:

@@ -31,6 +31,7 @@ from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.learner import app
+from heterorl.learner.assembly import Parts
 from heterorl.learner.config import LearnerConfig
 
 SITE, INCARNATION = SiteId("eu-1"), "b1946ac9"
@@ -308,7 +309,7 @@ async def fill(
     async for update in coordinator.watch_head(after_version=-1):
         head = update.version
         break
-    manifest = manifest_from_bytes(await coordinator.get_manifest(version=head))
+    manifest = manifest_from_bytes((await coordinator.get_signed_manifest(version=head)).data)
     await coordinator.register(
         Registration(
             site=SITE,
@@ -350,13 +351,17 @@ def learner_config(directory: Path, **changes: Any) -> LearnerConfig:
 
 
 async def learn(config: LearnerConfig, api: Any, backend: Any = None, **changes: Any) -> app.RunResult:
-    values: dict[str, Any] = {"contract": make_contract(), "clock": SystemClock(), "rng": random.Random(0)}
-    return await app.run(config, api=api, backend=backend or NumpyBackend(), **{**values, **changes})
+    """Train with these parts; `changes` are other parts, clock, rng, stop and on_ready."""
+    values: dict[str, Any] = {"clock": SystemClock(), "rng": random.Random(0)}
+    joining = {name: changes.pop(name, value) for name, value in values.items()}
+    stop, on_ready = changes.pop("stop", asyncio.Event()), changes.pop("on_ready", lambda: None)
+    parts = Parts(**{"backend": backend or NumpyBackend(), "contract": make_contract(), **changes})
+    return await app.join(config, parts, api=api, **joining).run(stop, on_ready=on_ready)
 
 
 async def head_root(coordinator: Any) -> str:
     head = (await coordinator.get_status()).head_version
-    return str(manifest_from_bytes(await coordinator.get_manifest(version=head)).state_root)
+    return str(manifest_from_bytes((await coordinator.get_signed_manifest(version=head)).data).state_root)
 
 
 def rows(path: Path) -> list[dict[str, Any]]:

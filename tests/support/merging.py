@@ -14,13 +14,27 @@ import numpy as np
 
 from heterorl.common.api import CoordinatorApi
 from heterorl.common.pull.pull import Puller
-from heterorl.common.types.policy import PayloadKind
+from heterorl.common.types.policy import PayloadKind, PayloadRef
 from heterorl.common.weights.arena import Layout, TensorSpec
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from tests.support.arenas import random_arena
 from tests.support.clock import ManualClock
 from tests.support.run import CONTRACT, Run
+
+
+def count_composed(core: Coordinator) -> list[PayloadRef]:
+    """The merged deltas that are made from now on."""
+    made: list[PayloadRef] = []
+    add = core.merges.add
+
+    def note(payload: PayloadRef, flavour: str = "") -> None:
+        made.append(payload)
+        add(payload, flavour)
+
+    core.merges.add = note  # type: ignore[method-assign]
+    return made
+
 
 LARGER = Layout.build(
     [

@@ -101,7 +101,7 @@ class Run:
             kind=kind, from_version=start, to_version=version, digest=info.digest, num_bytes=info.num_bytes
         )
         await self.upload(path.read_bytes(), payload.digest)
-        parent_digest = "" if parent < 0 else manifest_digest(await self.api.get_manifest(version=parent))
+        parent_digest = "" if parent < 0 else manifest_digest((await self.api.get_signed_manifest(version=parent)).data)
         manifest = build_manifest(
             run_id="run", epoch=self.epoch, version=version, parent_version=parent, parent_digest=parent_digest,
             arena=self.arena, step=version, info=info, payloads=(payload,),

@@ -50,10 +50,12 @@ class SecureRun:
             tls=self.certificates.server_tls(),
             wall_time=lambda: time.time() + self.ahead_s,
         )
-        policy_pb2_grpc.add_PolicyServiceServicer_to_server(PolicyServicer(self.core), self.server.grpc)
-        rollout_pb2_grpc.add_RolloutServiceServicer_to_server(RolloutServicer(self.core), self.server.grpc)
-        run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(self.core), self.server.grpc)
-        diagnosis_pb2_grpc.add_DiagnosisServiceServicer_to_server(DiagnosisServicer(self.core), self.server.grpc)
+        policy_pb2_grpc.add_PolicyServiceServicer_to_server(
+            PolicyServicer(self.core.policy, self.core.lease), self.server.grpc
+        )
+        rollout_pb2_grpc.add_RolloutServiceServicer_to_server(RolloutServicer(self.core.rollout), self.server.grpc)
+        run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(self.core.run), self.server.grpc)
+        diagnosis_pb2_grpc.add_DiagnosisServiceServicer_to_server(DiagnosisServicer(self.core.parts), self.server.grpc)
         backup_pb2_grpc.add_BackupServiceServicer_to_server(BackupServicer(self.core.backups), self.server.grpc)
         self.port = await self.server.start("127.0.0.1:0")
         self.address = f"127.0.0.1:{self.port}"

@@ -107,7 +107,7 @@ class Witness:
     async def _push(self) -> None:
         while True:
             head = (await self._operator.get_status()).head_version
-            root = manifest_from_bytes(await self._client.get_manifest(version=head)).state_root
+            root = manifest_from_bytes((await self._client.get_signed_manifest(version=head)).data).state_root
             grant = await self._client.lease_work(
                 site=self._site, incarnation=self._incarnation, max_groups=2, policy_version=head
             )

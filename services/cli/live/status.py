@@ -9,9 +9,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from heterorl.cli.live.sites import fold, site_tables
+from heterorl.cli.live.sites import site_tables
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.facts import steps_wanted
+from heterorl.common.types.incarnations import fold
 from heterorl.common.types.run import RunStatus
 from heterorl.common.types.standstill import describe, quarantined_sites
 

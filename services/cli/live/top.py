@@ -30,7 +30,7 @@ from heterorl.cli.link import (
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from heterorl.common.api import CoordinatorApi
+    from heterorl.common.api import OperatorApi
     from heterorl.common.types.common import StepReport
     from heterorl.common.types.run import RunStatus
 
@@ -66,7 +66,7 @@ class View:
     marks: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
 
-async def poll(view: View, api: CoordinatorApi, *, wall: float, monotonic: float) -> None:
+async def poll(view: View, api: OperatorApi, *, wall: float, monotonic: float) -> None:
     """Ask once and note the answer, or since when there is none.
 
     Raises:
@@ -96,7 +96,7 @@ async def poll(view: View, api: CoordinatorApi, *, wall: float, monotonic: float
     view.marks.append((monotonic, status.head_version, status.ledger.consumed))
 
 
-async def _read_steps(view: View, api: CoordinatorApi, status: RunStatus) -> None:
+async def _read_steps(view: View, api: OperatorApi, status: RunStatus) -> None:
     newest = status.last_report.step if status.last_report is not None else 0
     # A learner that lost its last versions takes their steps again, under the same numbers.
     for step in [step for step in view.reports if step > newest]:

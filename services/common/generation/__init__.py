@@ -1,1 +1,4 @@
-"""Generation engines behind one Protocol; samplers generate with them, learners evaluate with them."""
+"""Generation engines behind one Protocol; samplers generate with them, learners evaluate with them.
+
+Open `engine` first. `hf` is the plain one; `draw` and `seeded` make a token that can be drawn again.
+"""

@@ -5,13 +5,12 @@ Guarantees: plaintext needs both the operator's word and an address of loopback.
 
 from __future__ import annotations
 
-import ipaddress
-import re
 from pathlib import Path
 
 from pydantic import Field
 
 from heterorl.common.errors import ConfigError
+from heterorl.common.process.address import is_loopback
 from heterorl.common.process.config import Config
 
 ADDRESS_FILE = "coordinator"
@@ -51,28 +50,6 @@ def noted_address(directory: Path) -> str:
         return (directory / ADDRESS_FILE).read_text(encoding="ascii")[:300].strip()
     except (OSError, UnicodeDecodeError):
         return ""
-
-
-def check_address(key: str, address: str) -> None:
-    """Check that what the option `key` says is host:port.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    match = re.fullmatch(r"[!-~]+:(\d{1,5})", address)
-    if match is None or int(match[1]) > 65535:
-        raise ConfigError(key, f"{address[:100]!r} is not host:port", action="for example coord.example:50051")
-
-
-def is_loopback(address: str) -> bool:
-    """Whether host:port can only be reached from this machine; a name other than localhost never counts."""
-    host = address.rpartition(":")[0]
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def check_tls(tls: TlsConfig, *, key: str, address: str) -> None:

@@ -1,4 +1,4 @@
-"""Time as a parameter: decisions take instants, effects take a Clock, tests take their own."""
+"""Time as a parameter: decisions take instants, effects take a Clock, tests their own; a Bell ends a wait early."""
 
 from __future__ import annotations
 
@@ -44,3 +44,33 @@ def steady(clock: Clock) -> Callable[[], float]:
     """Wall time as it is now, carried on by the monotonic clock: no step of the wall clock reaches who waits by it."""
     offset = clock.wall() - clock.monotonic()
     return lambda: clock.monotonic() + offset
+
+
+class Bell:
+    """Wakes all who wait: take a ticket, look at the state, then wait on the ticket; no ring in between is lost."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def ticket(self) -> asyncio.Event:
+        """The event that the next ring sets."""
+        return self._event
+
+    def ring(self) -> None:
+        """Wake everyone who holds the current ticket."""
+        event, self._event = self._event, asyncio.Event()
+        event.set()
+
+
+async def ring_or_time(ticket: asyncio.Event, *, clock: Clock, seconds: float | None) -> None:
+    """Wait for the ticket's ring, at most `seconds` (None: without end); leaves no task behind."""
+    if seconds is None:
+        await ticket.wait()
+        return
+    waiting = [asyncio.ensure_future(ticket.wait()), asyncio.ensure_future(clock.sleep(max(0.0, seconds)))]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)

@@ -1,16 +1,65 @@
-"""Directories whose names survive a power cut: a new name is durable only after an fsync of the directory it is in.
+"""Files and directories that are there whole or not at all, for one process at a time, and after a power cut.
 
-What needs a descriptor gets it before anything changes: a process that is out of them has done nothing by halves.
+A new name is durable only after an fsync of the directory it is in. What needs a descriptor gets it before anything
+changes: a process that is out of them has done nothing by halves.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, BinaryIO
 
 from heterorl.common.process import descriptors
+
+SUFFIX = ".tmp"
+"""Of a file that is not whole yet."""
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, is_durable: bool = True, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """A file that gets its name when the body ends, and is gone when the body fails.
+
+    Args:
+        path: what it replaces, if that is there.
+        is_durable: bytes and name survive a power cut.
+        mode: of a new file, before the umask.
+    """
+    temporary = path.with_name(path.name + SUFFIX)
+    try:
+        with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            yield file
+            file.flush()
+            if is_durable:
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if is_durable:
+        sync_directory(path.parent)
+
+
+def write_all(file: BinaryIO, data: bytes) -> None:
+    """Write every byte to a file without a buffer, which may take fewer at once."""
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) :]
+
+
+def try_lock(file: IO[bytes] | IO[str]) -> bool:
+    """Lock a file until it is closed, at the latest when this process ends, however it ends.
+
+    False where it cannot be had: another process holds it.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def make_directory(path: Path, *, mode: int = 0o777) -> None:

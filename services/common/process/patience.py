@@ -1,4 +1,12 @@
-"""Repeating calls that the network may have lost: idempotent ones only, full jitter, the peer's own delay on top."""
+"""Repeating calls that may have been lost: full jitter, the peer's delay on top, never what repeating cannot change.
+
+    error                    next_delay
+    RemoteError              as its class states (`is_transient`): a delay, or the error again
+    TimeoutError             a delay
+    anything else            the error again
+
+Whoever waits for something else than an answer (a disk, an engine, damaged bytes) counts with `delay_s`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +18,7 @@ from typing import TypeVar
 
 from heterorl.common.errors import Draining, LeaseHeld, QuotaExceeded, RemoteError, StoreFull, Unreachable
 from heterorl.common.process.clock import Clock
+from heterorl.common.types.words import MAX_ASKED_S, peer_seconds
 
 _LOG = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
@@ -28,10 +37,8 @@ _WAITS: tuple[tuple[type[Exception], str], ...] = (
 
 
 def is_transient(error: Exception) -> bool:
-    """Whether the same call may succeed later without anybody changing anything."""
-    if isinstance(error, Unreachable | Draining | TimeoutError):
-        return True
-    return isinstance(error, RemoteError) and error.retry_after_s > 0
+    """Whether the same call may succeed later without its caller changing anything."""
+    return error.is_transient if isinstance(error, RemoteError) else isinstance(error, TimeoutError)
 
 
 def wait_of(error: Exception) -> str:
@@ -41,37 +48,51 @@ def wait_of(error: Exception) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class Patience:
-    """Waits that grow with failures in a row: drawn from [0, min(cap_s, base_s * 2^n)] seconds."""
+    """Waits that grow with failures in a row: drawn from [0, min(cap_s, base_s * 2^n)] on top of what is asked for.
+
+    `asked_cap_s` bounds what a peer may ask for at once.
+    """
 
     clock: Clock
     rng: random.Random
-    base_s: float
-    cap_s: float
+    base_s: float = 1.0
+    cap_s: float = 15.0
+    asked_cap_s: float = MAX_ASKED_S
     num_failures: int = 0
     said: str = ""
     said_at: float = 0.0
 
-    async def wait(self, error: Exception | None = None) -> None:
-        """Sleep before the next attempt; says what is waited for when that changes, and now and then."""
-        delay_s = self.rng.uniform(0.0, min(self.cap_s, self.base_s * 2 ** min(self.num_failures, 32)))
-        if isinstance(error, RemoteError):
-            delay_s += min(self.cap_s, error.retry_after_s)
-        if error is not None:
-            self._say(error)
+    def delay_s(self, *, asked_s: float = 0.0) -> float:
+        """Count a failure and say how long to wait; never less than the peer asks for."""
+        longest = min(self.cap_s, self.base_s * 2 ** min(self.num_failures, 32))
         self.num_failures += 1
-        await self.clock.sleep(delay_s)
+        return min(self.asked_cap_s, peer_seconds(asked_s)) + self.rng.uniform(0.0, longest)
 
-    def _say(self, error: Exception) -> None:
-        what = wait_of(error)
-        now = self.clock.monotonic()
-        if what != self.said or now - self.said_at >= REMIND_S:
-            _LOG.warning("%s: %s", what, str(error) or type(error).__name__)
-            self.said, self.said_at = what, now
+    def next_delay(self, error: Exception) -> float:
+        """How long to wait after a failure.
+
+        Raises:
+            RemoteError: the failure itself, when no repetition changes it.
+        """
+        if not is_transient(error):
+            raise error
+        return self.delay_s(asked_s=error.retry_after_s if isinstance(error, RemoteError) else 0.0)
 
     def reset(self) -> None:
         """Note a success."""
         self.num_failures = 0
         self.said = ""
+
+    async def wait(self, error: Exception | None = None) -> None:
+        """Sleep before the next attempt; says what is waited for when that changes, and now and then.
+
+        Raises:
+            RemoteError: the failure itself, when no repetition changes it.
+        """
+        delay_s = self.delay_s() if error is None else self.next_delay(error)
+        if error is not None:
+            self._say(error)
+        await self.clock.sleep(delay_s)
 
     async def insist(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
         """Repeat an idempotent call until it is answered.
@@ -83,9 +104,14 @@ class Patience:
             try:
                 result = await call()
             except (RemoteError, TimeoutError) as error:
-                if not is_transient(error):
-                    raise
                 await self.wait(error)
             else:
                 self.reset()
                 return result
+
+    def _say(self, error: Exception) -> None:
+        what = wait_of(error)
+        now = self.clock.monotonic()
+        if what != self.said or now - self.said_at >= REMIND_S:
+            _LOG.warning("%s: %s", what, str(error) or type(error).__name__)
+            self.said, self.said_at = what, now

@@ -1,4 +1,5 @@
-"""Heavy work beside the event loop: one thread at a time, and never left running behind its caller's back."""
+"""Work beside each other: heavy work in one thread at a time, never left running behind its caller's back; what of
+several tasks ended the others."""
 
 from __future__ import annotations
 
@@ -26,3 +27,9 @@ async def in_thread(
         if not work.cancelled():
             work.exception()
         raise
+
+
+def cause_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The one failure that ended the other tasks of a group."""
+    first = group.exceptions[0]
+    return cause_of(first) if isinstance(first, BaseExceptionGroup) else first

@@ -24,7 +24,7 @@ from pydantic import Field
 
 from heterorl import __version__
 from heterorl.common.errors import ConfigError, DependencyMissing
-from heterorl.common.identity.tls import is_loopback
+from heterorl.common.process.address import is_loopback
 from heterorl.common.process.config import Config
 
 NO_TRACE = ""

@@ -17,7 +17,7 @@ import shutil
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
-from heterorl.common.api import CoordinatorApi
+from heterorl.common.api import WeightsApi
 from heterorl.common.errors import DiskFull, LimitExceeded, MalformedPayload, Unreachable
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Clock
@@ -25,9 +25,9 @@ from heterorl.common.pull.link_estimate import LinkEstimate
 from heterorl.common.pull.ranges import Gap, Piece, find_gaps
 from heterorl.common.pull.spool import PieceWriter, RunningDigest, join, settle
 from heterorl.common.rpc.calls import Calls
-from heterorl.common.rpc.options import FRAME_BYTES
 from heterorl.common.types.digests import file_name
 from heterorl.common.types.policy import PayloadRef
+from heterorl.common.weights.container import FRAME_BYTES
 
 STALL_S = 60.0
 """A link that brings no frame (at most 1 MiB) for so long is given up; the bytes received stay. The time in which a cap
@@ -40,7 +40,16 @@ class Fetcher:
     `on_frame` is called whenever bytes arrive, so that the caller can tell a slow link from a dead one.
     """
 
-    def __init__(self, *, api: CoordinatorApi, spool: Path, clock: Clock, max_bytes: int, num_streams: int = 1) -> None:
+    def __init__(
+        self,
+        *,
+        api: WeightsApi,
+        spool: Path,
+        clock: Clock,
+        max_bytes: int,
+        num_streams: int = 1,
+        on_frame: Callable[[], None] = lambda: None,
+    ) -> None:
         self._api = api
         self._max_bytes = max_bytes
         self._spool = spool
@@ -50,7 +59,7 @@ class Fetcher:
         # Each stream may have a frame that waits for the cap, and they are served in order.
         self._capped_s = num_streams * FRAME_BYTES / cap if cap else 0.0
         self.link = LinkEstimate()
-        self.on_frame: Callable[[], None] = _ignore
+        self._on_frame = on_frame
         spool.mkdir(parents=True, exist_ok=True)
 
     async def fetch(self, payload: PayloadRef) -> Path:
@@ -187,7 +196,7 @@ class Fetcher:
                     raise LimitExceeded(f"payload {payload.digest[:12]} is longer than stated")
                 watch.note(len(frame), is_first=offset == gap.begin + len(frame))
                 count(len(frame))
-                self.on_frame()
+                self._on_frame()
                 # A slow disk is not a slow link.
                 pulse.pause()
                 await writer.put(frame)
@@ -249,7 +258,3 @@ class _Stopwatch:
             first_bytes, first_s = self._first
             total_s = self._clock.monotonic() - self._begin
             link.note(first_bytes=first_bytes, first_s=first_s, total_bytes=self._num_bytes, total_s=total_s)
-
-
-def _ignore() -> None:
-    pass

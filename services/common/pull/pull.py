@@ -2,9 +2,13 @@
 
 Guarantees: what is returned has exactly the manifest's state; what was held is never changed; a fetch goes on from the
 bytes on disk, also after a restart; a stalled link fails in bounded time; anything that fails its check is thrown away
-and the version is built again: without merged deltas, if there were any, and at last from a snapshot. Where the run's
-first version is the caller's base model, nothing of it is fetched. A plan whose payloads went meanwhile is made anew a
-few times; beyond that never repeats a call: whoever asked decides when to ask again.
+and the version is built another way, down the ladder
+
+    merged deltas -> single deltas from what is held -> from the base model -> from a snapshot
+
+whose table is in `ladder`. Where the run's first version is the caller's base model, nothing of it is fetched. A plan
+whose payloads went meanwhile is made anew a few times; beyond that never repeats a call: whoever asked decides when to
+ask again.
 """
 
 from __future__ import annotations
@@ -16,15 +20,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from heterorl.common.api import CoordinatorApi
+from heterorl.common.api import WeightsApi
 from heterorl.common.errors import CorruptData, LimitExceeded, StateMismatch, UnknownPayload
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Clock
-from heterorl.common.process.words import peer_words
 from heterorl.common.pull.fetch import Fetcher
+from heterorl.common.pull.ladder import BELOW, Failure, Ladder, Rung
 from heterorl.common.pull.way import Way
 from heterorl.common.types.common import Digest
-from heterorl.common.types.policy import Manifest, PayloadKind, PlanKind, PullPlan
+from heterorl.common.types.policy import NO_VERSION, Manifest, PayloadKind, PlanKind, PullPlan
+from heterorl.common.types.words import peer_words
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.weights.container import max_file_bytes
 from heterorl.common.weights.manifest import verify_child, verify_merged, verify_snapshot, verify_state
@@ -35,8 +40,6 @@ _LOG = logging.getLogger(__name__)
 Admit = Callable[[PullPlan], Awaitable[None]]
 """Looks at the last manifest of a plan, its target's, and raises when the version is not to be built; not asked about
 what is held."""
-MAX_REPLANS = 3
-"""Times that a plan is made anew because the coordinator no longer has one of its payloads."""
 MAX_COPIES = 8
 """Largest plan, in payloads of the largest size: a longer way is begun again from a snapshot. Bounds the disk used."""
 
@@ -59,12 +62,13 @@ class Puller:
     """Builds versions of one layout, in one flavour, in one spool directory, which is its own.
 
     `base` gives the weights that the caller has without the run, if any; it is asked until a version was built.
+    `on_frame` is called whenever bytes arrive.
     """
 
     def __init__(
         self,
         *,
-        api: CoordinatorApi,
+        api: WeightsApi,
         spool: Path,
         layout: Layout,
         clock: Clock,
@@ -72,6 +76,7 @@ class Puller:
         num_streams: int = 1,
         threads: int = 1,
         flavour: str = "",
+        on_frame: Callable[[], None] = lambda: None,
     ) -> None:
         self._threads = threads
         self._flavour = flavour
@@ -79,7 +84,9 @@ class Puller:
         self._layout = layout
         self._clock = clock
         self._max_bytes = max_file_bytes(layout.chunks)
-        self.fetcher = Fetcher(api=api, spool=spool, clock=clock, num_streams=num_streams, max_bytes=self._max_bytes)
+        self._fetcher = Fetcher(
+            api=api, spool=spool, clock=clock, num_streams=num_streams, max_bytes=self._max_bytes, on_frame=on_frame
+        )
         self.way = Way(api=api, flavour=flavour)
         self.apply_s = 0.0
         """Seconds that applying and verifying took the last time; 0 before the first."""
@@ -87,12 +94,9 @@ class Puller:
         """Seconds that fetching took the last time."""
         self.fetched_bytes = 0
         """Bytes of the payloads of the last time."""
-        self._is_held_distrusted = False
-        self._are_merged_distrusted = False
-        self._has_merged = False
-        self._load_base: Callable[[], Arena | None] = base
+        self._ladder = Ladder()
+        self._load_base = base
         self._base: Arena | None = None
-        self._is_from_base = False
 
     async def pull(self, *, held: PulledVersion | None, want_version: int, admit: Admit | None = None) -> PulledVersion:
         """Build `want_version` (-1: the head) from what is held; `admit` may refuse a plan before a byte is fetched.
@@ -104,66 +108,56 @@ class Puller:
             Unreachable: the link broke or stalled; calling again goes on from the bytes received.
             CorruptData: even the snapshot fails its checks.
         """
-        start = None if self._is_held_distrusted else held
-        num_replans = 0
+        self._ladder.begin_call()
         while True:
             try:
-                pulled = await self._pull(start, want_version, admit)
+                pulled = await self._pull(held, want_version, admit)
                 break
             except UnknownPayload as error:
                 # Deleted, or found damaged; the next plan does without it.
-                num_replans += 1
-                if num_replans > MAX_REPLANS:
+                if not self._ladder.fail(Failure.GONE):
                     raise
                 _LOG.info("the plan for version %d is made anew: %s", want_version, error)
-                self._are_merged_distrusted = self._are_merged_distrusted or self._has_merged
             except CorruptData as error:
                 self._discard(error)
-                if start is None and not self._has_merged and not self._is_from_base:
+                if not self._ladder.fail(Failure.DAMAGED):
                     raise
-                # Each next way is dearer and depends on less. Remembered, since it may take several calls; the way that
-                # failed would only fail again in between.
-                if self._has_merged:
-                    self._are_merged_distrusted, way = True, "from single deltas"
-                elif self._is_from_base:
-                    self._forget_base()
-                    way = "from a snapshot"
-                else:
-                    self._is_held_distrusted, start, way = True, None, "from a snapshot"
+                way = BELOW[self._ladder.rung]
                 _LOG.error("version %d failed its checks, building it %s: %s", want_version, way, error)
-        self._is_held_distrusted = self._are_merged_distrusted = False
-        # Whoever holds a version needs its base no more, and memory for it is that of a whole state.
-        self._forget_base()
+        self._ladder.built()
+        # Memory for the base is that of a whole state.
+        self._base = None
         return pulled
-
-    def _forget_base(self) -> None:
-        self._base, self._load_base = None, lambda: None
 
     def _discard(self, error: CorruptData) -> None:
         metrics.DIGEST_MISMATCHES.inc()
         _LOG.debug("discarding what was fetched: %s", error)
-        self.fetcher.keep_only(())
+        self._fetcher.keep_only(())
 
     async def _pull(self, held: PulledVersion | None, want_version: int, admit: Admit | None) -> PulledVersion:
-        self._has_merged = self._is_from_base = False
+        if not self._ladder.is_open(Rung.SINGLES):
+            held = None
+        self._ladder.begin(is_held=held is not None)
         base_root = "" if held is not None else await self._base_root()
         plan = await self._api.plan_pull(
-            have_version=-1 if held is None else held.version,
+            have_version=NO_VERSION if held is None else held.version,
             have_root="" if held is None else held.manifest.state_root,
             want_version=want_version,
-            accept_merged=not self._are_merged_distrusted,
+            accept_merged=self._ladder.is_open(Rung.MERGED),
             base_root=base_root,
-            object_bytes=self.fetcher.link.object_bytes,
+            object_bytes=self._fetcher.link.object_bytes,
             flavour=self._flavour,
         )
         if base_root:
             held, plan = await self._from_base(plan, base_root)
         # Before the plan is judged: a wrong one is asked for again without what nobody signed.
-        self._has_merged = any(payload.kind is PayloadKind.MERGED for payload in plan.payloads)
+        is_from_base = self._ladder.rung is Rung.BASE
+        if any(payload.kind is PayloadKind.MERGED for payload in plan.payloads):
+            self._ladder.rest_on(Rung.MERGED)
         self._check(plan, held=held, want_version=want_version)
         self.way.begin(plan)
         if plan.kind is PlanKind.SAME and held is not None:
-            if self._is_from_base and admit is not None:
+            if is_from_base and admit is not None:
                 await admit(plan)
             return held
         _LOG.debug("version %d: %s", plan.target_version, peer_words(plan.reason))
@@ -171,16 +165,16 @@ class Puller:
             await admit(plan)
         # Only now: the way of a version that is not to be built is not asked for.
         plan = dataclasses.replace(plan, manifests=await self.way.manifests(plan))
-        self.fetcher.keep_only(plan.payloads)
+        self._fetcher.keep_only(plan.payloads)
         started = self._clock.monotonic()
-        paths = [await self.fetcher.fetch(payload) for payload in plan.payloads]
+        paths = [await self._fetcher.fetch(payload) for payload in plan.payloads]
         fetched = self._clock.monotonic()
         self.fetch_s, self.fetched_bytes = fetched - started, sum(payload.num_bytes for payload in plan.payloads)
         metrics.PULL_SECONDS.observe(self.fetch_s)
         pulled = await asyncio.to_thread(self._apply, plan, paths, held)
         self.apply_s = self._clock.monotonic() - fetched
         metrics.APPLY_SECONDS.observe(self.apply_s)
-        self.fetcher.keep_only(())
+        self._fetcher.keep_only(())
         self.way.end()
         return pulled
 
@@ -191,12 +185,15 @@ class Puller:
             return
         _check_target(plan, self._layout)
         for payload in plan.payloads:
-            self.fetcher.check(payload)
+            self._fetcher.check(payload)
         total = sum(payload.num_bytes for payload in plan.payloads)
         if total > MAX_COPIES * self._max_bytes:
             raise LimitExceeded(f"a plan of {total} bytes is over {MAX_COPIES} copies of the weights")
 
     async def _base_root(self) -> Digest | str:
+        if not self._ladder.is_open(Rung.BASE):
+            self._base = None
+            return ""
         if self._base is None:
             self._base = await asyncio.to_thread(self._load_base)
         return "" if self._base is None else await asyncio.to_thread(self._base.state_root, threads=self._threads)
@@ -208,7 +205,7 @@ class Puller:
         """
         if plan.payloads and plan.payloads[0].kind is PayloadKind.SNAPSHOT:
             return None, plan
-        self._is_from_base = True
+        self._ladder.rest_on(Rung.BASE)
         start = plan.payloads[0].from_version if plan.payloads else plan.target_version
         signed = await self._api.get_signed_manifest(version=start, flavour=self._flavour)
         manifest = manifest_from_bytes(signed.data)

@@ -14,10 +14,10 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
-from typing import BinaryIO
 
 import blake3
 
+from heterorl.common.process.files import write_all
 from heterorl.common.types.common import Digest
 
 BATCH_BYTES = 4 << 20
@@ -131,7 +131,7 @@ class PieceWriter:
             self._digest.catch_up(self._path)
         self._is_new = False
         for frame in batch:
-            _write_all(self._file, frame)
+            write_all(self._file, frame)
             if self._digest is not None:
                 self._digest.update(frame)
             self._num_unsynced += len(frame)
@@ -169,7 +169,7 @@ def join(path: Path, parts: dict[int, Path], digest: RunningDigest) -> Digest:
         with path.open("ab", buffering=0) as whole, part.open("rb", buffering=0) as more:
             more.seek(os.fstat(whole.fileno()).st_size - start)
             while block := more.read(COPY_BYTES):
-                _write_all(whole, block)
+                write_all(whole, block)
             os.fsync(whole.fileno())
         part.unlink()
     digest.catch_up(path)
@@ -181,9 +181,3 @@ def _sync(descriptor: int) -> None:
         os.fdatasync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _write_all(file: BinaryIO, data: bytes) -> None:
-    num_written = file.write(data)
-    while num_written < len(data):
-        num_written += file.write(memoryview(data)[num_written:])

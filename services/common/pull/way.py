@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from heterorl.common.api import CoordinatorApi
+from heterorl.common.api import WeightsApi
 from heterorl.common.errors import LimitExceeded, MalformedPayload, StateMismatch
 from heterorl.common.types.policy import PullPlan
 from heterorl.common.wire.policy import manifest_from_bytes
@@ -22,7 +22,7 @@ MAX_BYTES = 256 << 20
 class Way:
     """The manifests of one plan at a time, of one flavour."""
 
-    def __init__(self, *, api: CoordinatorApi, flavour: str) -> None:
+    def __init__(self, *, api: WeightsApi, flavour: str) -> None:
         self._api = api
         self._flavour = flavour
         self._wanted: frozenset[int] = frozenset()

@@ -15,7 +15,7 @@ from heterorl.common.rpc.calls import readable
 from heterorl.common.rpc.lease_calls import LeaseCalls
 from heterorl.common.types.common import Digest, SiteId, StepReport
 from heterorl.common.types.policy import HeadUpdate, PublishRequest, PullPlan, SignedManifest
-from heterorl.common.types.rollout import Group, GroupId, PushOutcome, QueuedGroup, Rejection, WorkGrant
+from heterorl.common.types.rollout import Group, GroupId, PushOutcome, QueuedGroup, Rejection, SealedGroup, WorkGrant
 from heterorl.common.types.run import (
     CanaryReport,
     CanaryVerdict,
@@ -44,6 +44,7 @@ from heterorl.common.wire.run import (
     status_from_pb,
     verdict_from_pb,
 )
+from heterorl.common.wire.seal import sealed
 from heterorl.v1 import policy_pb2, rollout_pb2, run_pb2
 
 PUSH_TIMEOUT_S = 120.0
@@ -103,10 +104,6 @@ class CoordinatorClient(LeaseCalls):
         async for message in self._streamed("WatchHead", request):
             age_s = max(0.0, message.age_s) if math.isfinite(message.age_s) else 0.0
             yield HeadUpdate(version=message.version, age_s=age_s)
-
-    async def get_manifest(self, *, version: int) -> bytes:
-        """Fetch the exact bytes of a manifest."""
-        return (await self.get_signed_manifest(version=version)).data
 
     async def get_signed_manifest(self, *, version: int, flavour: str = "") -> SignedManifest:
         """Fetch the exact bytes of a manifest and its signature."""
@@ -180,12 +177,12 @@ class CoordinatorClient(LeaseCalls):
             request = rollout_pb2.AbandonWorkRequest(site=site, incarnation=incarnation, assignments=list(some))
             await self._call("AbandonWork", request)
 
-    async def push_groups(self, groups: Sequence[Group]) -> list[PushOutcome]:
+    async def push_groups(self, groups: Sequence[Group | SealedGroup]) -> list[PushOutcome]:
         """Push groups and return outcomes of the first ones, in order; repeating the call is harmless.
 
         Fewer than were pushed came before the link broke: what is settled is settled, whatever became of the rest.
         """
-        pushed = [push_to_pb(group, limit_bytes=self._link.send_bytes) for group in groups]
+        pushed = [push_to_pb(sealed(group), limit_bytes=self._link.send_bytes) for group in groups]
         timeout_s = self._push_timeout_s(sum(message.ByteSize() for message in pushed))
 
         async def requests() -> AsyncIterator[rollout_pb2.PushGroupsRequest]:

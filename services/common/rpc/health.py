@@ -17,14 +17,14 @@ MESSAGE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Health:
+class Answer:
     """Whether a server serves, and in a few words why or why not."""
 
     is_serving: bool
     reason: str
 
 
-async def check_health(address: str, *, tls: TlsConfig, timeout_s: float) -> Health:
+async def check_health(address: str, *, tls: TlsConfig, timeout_s: float) -> Answer:
     """Ask the server at host:port once, with a certificate of any role; whatever goes wrong is an answer too.
 
     Raises:
@@ -36,9 +36,9 @@ async def check_health(address: str, *, tls: TlsConfig, timeout_s: float) -> Hea
         try:
             answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            return Health(is_serving=False, reason=f"{address}: {error.code().name}: {error.details()}")
+            return Answer(is_serving=False, reason=f"{address}: {error.code().name}: {error.details()}")
     name = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
-    return Health(is_serving=answer.status == health_pb2.HealthCheckResponse.SERVING, reason=f"{address}: {name}")
+    return Answer(is_serving=answer.status == health_pb2.HealthCheckResponse.SERVING, reason=f"{address}: {name}")
 
 
 def _channel(address: str, tls: TlsConfig) -> grpc.aio.Channel:

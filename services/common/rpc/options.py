@@ -7,10 +7,6 @@ apart: by default they come to wait two minutes, in which a healed line stands u
 
 from __future__ import annotations
 
-FRAME_BYTES = 1 << 20
-"""Weights travel in frames of this size."""
-
-
 MIN_MESSAGE_BYTES = 1 << 20
 """Below the smallest limit that any configuration may set."""
 MAX_MESSAGE_BYTES = 512 << 20

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterator
 
 from heterorl.common.process.clock import Clock
-from heterorl.common.process.words import peer_words
+from heterorl.common.types.words import peer_words
 
 _LOG = logging.getLogger(__name__)
 SAY_AFTER_S = 2.0

@@ -9,8 +9,9 @@ from typing import TypeVar
 
 import grpc.aio
 
-from heterorl.common.errors import Busy, QuotaExceeded, RemoteError, StoreFull, Unreachable
+from heterorl.common.errors import HeterorlError, RemoteError, Unreachable
 from heterorl.common.process.clock import Clock
+from heterorl.common.process.patience import Patience
 from heterorl.common.rpc.outage import Outage
 from heterorl.common.rpc.status import from_rpc_error
 
@@ -42,7 +43,7 @@ async def call(
         Unreachable: the transport kept failing for `budget_s`.
     """
     started = clock.monotonic()
-    num_failures = 0
+    patience = Patience(clock=clock, rng=rng, base_s=policy.base_s, cap_s=policy.cap_s)
     while True:
         try:
             answer = await attempt()
@@ -53,17 +54,18 @@ async def call(
             typed = from_rpc_error(error)
             if typed is not None and outage is not None:
                 outage.answered()
-            is_overload = isinstance(typed, Busy | QuotaExceeded | StoreFull) and typed.retry_after_s > 0
-            if typed is not None and not is_overload:
+            if typed is not None and not _is_brief(typed):
                 raise typed from error
-            cause: RemoteError | None = typed if isinstance(typed, RemoteError) else None
             problem = f"{error.code().name}: {error.details()}"
             if typed is None and outage is not None:
                 outage.failed(f"{name}: {problem}")
-        wait_s = rng.uniform(0.0, min(policy.cap_s, policy.base_s * 2**num_failures))
-        if cause is not None:
-            wait_s += cause.retry_after_s
-        num_failures += 1
+        # A transport that fails asks for no delay of its own.
+        wait_s = patience.delay_s() if typed is None else patience.next_delay(typed)
         if clock.monotonic() - started + wait_s > policy.budget_s:
-            raise cause or Unreachable(f"{name}: no answer in {policy.budget_s:g} s, last {problem}", retry_after_s=1.0)
+            raise typed or Unreachable(f"{name}: no answer in {policy.budget_s:g} s, last {problem}", retry_after_s=1.0)
         await clock.sleep(wait_s)
+
+
+def _is_brief(error: HeterorlError) -> bool:
+    """Whether a refusal passes within a call's budget; longer waits are the caller's, which may do more meanwhile."""
+    return isinstance(error, RemoteError) and error.is_overload and error.is_transient and error.retry_after_s > 0

@@ -17,7 +17,7 @@ from grpc_status import rpc_status
 
 from heterorl.common import errors
 from heterorl.common.errors import HeterorlError, RemoteError
-from heterorl.common.process.words import peer_seconds, peer_words
+from heterorl.common.types.words import peer_seconds, peer_words
 from heterorl.v1 import errors_pb2
 
 _R = errors_pb2.ErrorReason
@@ -34,7 +34,6 @@ TABLE: dict[type[RemoteError], tuple[errors_pb2.ErrorReason.ValueType, grpc.Stat
     errors.StepConflict: (_R.ERROR_REASON_STEP_CONFLICT, grpc.StatusCode.ALREADY_EXISTS),
     errors.GroupNotAvailable: (_R.ERROR_REASON_GROUP_NOT_AVAILABLE, grpc.StatusCode.FAILED_PRECONDITION),
     errors.PayloadMissing: (_R.ERROR_REASON_PAYLOAD_MISSING, grpc.StatusCode.FAILED_PRECONDITION),
-    errors.TooStale: (_R.ERROR_REASON_TOO_STALE, grpc.StatusCode.FAILED_PRECONDITION),
     errors.QuotaExceeded: (_R.ERROR_REASON_QUOTA_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED),
     errors.MessageTooLarge: (_R.ERROR_REASON_MESSAGE_TOO_LARGE, grpc.StatusCode.RESOURCE_EXHAUSTED),
     errors.Draining: (_R.ERROR_REASON_DRAINING, grpc.StatusCode.UNAVAILABLE),

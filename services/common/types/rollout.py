@@ -83,6 +83,23 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SealedGroup:
+    """A group as its canonical bytes, with what those need who pass it on; see heterorl.common.wire.seal.
+
+    `versions` are those of its spans, each once, ascending; the rest is the group's own.
+    """
+
+    id: GroupId
+    data: bytes
+    assignment: int
+    prompt_index: int
+    oldest_version: int
+    state_root: Digest
+    versions: tuple[int, ...]
+    trace: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkAssignment:
     """One prompt group to generate: which prompt, with which seed, until when the lease holds (seconds from now)."""
 
@@ -133,10 +150,9 @@ class PushOutcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QueuedGroup:
-    """A group as streamed to the learner: with what the coordinator knows of its age."""
+class _Leased:
+    """What the coordinator knows of a group that it leases to the learner."""
 
-    group: Group
     policy_age_s: float
     """Seconds between the publication of the group's oldest version and this moment, by the coordinator's clock."""
     queue_age_s: float
@@ -144,6 +160,20 @@ class QueuedGroup:
     """Sampling seed of the group's assignment; None from a coordinator that does not state it."""
     flavour: str = ""
     """Form of the weights that it was generated with; empty for those that are trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeasedGroup(_Leased):
+    """A group on its way to the learner, as it lies in the store."""
+
+    sealed: SealedGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueuedGroup(_Leased):
+    """A group as the learner has it."""
+
+    group: Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

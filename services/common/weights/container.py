@@ -30,7 +30,7 @@ import blake3
 import xxhash
 
 from heterorl.common.errors import LimitExceeded, MalformedPayload, StateMismatch
-from heterorl.common.process.files import sync_directory
+from heterorl.common.process.files import replacing
 from heterorl.common.types.common import Digest
 from heterorl.common.weights.arena import Chunk
 from heterorl.common.weights.codec import METHODS, WHOLE_METHODS
@@ -42,6 +42,8 @@ _FIXED = Struct("<32s32s32sI")
 _RECORD = Struct("<IQQ")
 _CHECKSUM = Struct("<Q")
 _BLOCK_BYTES = 1 << 20
+FRAME_BYTES = 1 << 20
+"""Payloads travel in frames of at most this size."""
 ResultT = TypeVar("ResultT")
 
 
@@ -169,19 +171,11 @@ def write_header(file: BinaryIO, header: Header) -> None:
 
 def write_durably(path: Path, write: Callable[[BinaryIO], ResultT]) -> tuple[ResultT, Digest, int]:
     """Write a file that has its name only once it is whole and durable; returns (result, blake3, size in bytes)."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with temporary.open("wb") as file:
-            result = write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        digest = file_digest(temporary)
-        num_bytes = temporary.stat().st_size
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_directory(path.parent)
+    with replacing(path) as file:
+        result = write(file)
+        file.flush()
+        digest = file_digest(Path(file.name))
+        num_bytes = os.fstat(file.fileno()).st_size
     return result, digest, num_bytes
 
 

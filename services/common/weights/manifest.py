@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from heterorl.common.errors import MalformedPayload, StateMismatch
-from heterorl.common.types.policy import Manifest, PayloadRef
+from heterorl.common.types.policy import NO_VERSION, Manifest, PayloadRef
 from heterorl.common.weights.arena import CHUNK_ELEMENTS, Arena, Chunk, chunk_length, cut, state_root
 from heterorl.common.weights.payload import PayloadInfo
-
-NO_VERSION = -1
 
 
 def build_manifest(

@@ -50,7 +50,6 @@ _MODE_OF = {pb: value for value, pb in _MODE.items()}
 
 
 def contract_to_pb(value: Contract) -> common_pb2.Contract:
-    """Convert a contract."""
     sampling = value.sampling
     return common_pb2.Contract(
         tokenizer_digest=value.tokenizer_digest,
@@ -138,7 +137,6 @@ def report_to_pb(value: StepReport) -> common_pb2.StepReport:
 
 
 def report_from_pb(message: common_pb2.StepReport) -> StepReport:
-    """Convert a step report."""
     values = {name: getattr(message, name) for name in StepReport.__slots__ if name != "evaluation_accuracy"}
     accuracy = message.evaluation_accuracy if message.HasField("evaluation_accuracy") else None
     return StepReport(**values, evaluation_accuracy=accuracy)

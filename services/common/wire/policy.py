@@ -35,7 +35,6 @@ _PAYLOAD_OF = {pb: value for value, pb in _PAYLOAD.items()}
 
 
 def payload_to_pb(value: PayloadRef) -> policy_pb2.PayloadRef:
-    """Convert a payload's reference."""
     return policy_pb2.PayloadRef(
         kind=_PAYLOAD[value.kind],
         from_version=value.from_version,
@@ -140,7 +139,6 @@ def frame_checksum(frame: bytes) -> int:
 
 
 def grant_from_pb(message: policy_pb2.AcquireLeaseResponse | policy_pb2.RenewLeaseResponse) -> LeaseGrant:
-    """Convert a lease."""
     is_ordered = isinstance(message, policy_pb2.RenewLeaseResponse) and message.HasField("rollback_to")
     return LeaseGrant(
         epoch=message.epoch,
@@ -154,7 +152,6 @@ def grant_from_pb(message: policy_pb2.AcquireLeaseResponse | policy_pb2.RenewLea
 
 
 def plan_to_pb(value: PullPlan) -> policy_pb2.PlanPullResponse:
-    """Convert a pull plan."""
     return policy_pb2.PlanPullResponse(
         kind=_PLAN[value.kind],
         target_version=value.target_version,
@@ -185,7 +182,6 @@ def plan_from_pb(message: policy_pb2.PlanPullResponse) -> PullPlan:
 
 
 def publish_to_pb(value: PublishRequest) -> policy_pb2.PublishVersionRequest:
-    """Convert a publication."""
     return policy_pb2.PublishVersionRequest(
         epoch=value.epoch,
         request_id=value.step_id,
@@ -202,7 +198,6 @@ def publish_to_pb(value: PublishRequest) -> policy_pb2.PublishVersionRequest:
 
 
 def publish_from_pb(message: policy_pb2.PublishVersionRequest) -> PublishRequest:
-    """Convert a publication."""
     return PublishRequest(
         epoch=message.epoch,
         step_id=message.request_id,
@@ -234,7 +229,6 @@ def _flavour_from_pb(message: policy_pb2.FlavourVersion) -> FlavourVersion:
 
 
 def grant_to_pb(value: LeaseGrant) -> policy_pb2.AcquireLeaseResponse:
-    """Convert a new lease."""
     return policy_pb2.AcquireLeaseResponse(
         epoch=value.epoch,
         ttl_s=value.ttl_s,
@@ -246,7 +240,6 @@ def grant_to_pb(value: LeaseGrant) -> policy_pb2.AcquireLeaseResponse:
 
 
 def renewal_to_pb(value: LeaseGrant) -> policy_pb2.RenewLeaseResponse:
-    """Convert a renewed lease."""
     return policy_pb2.RenewLeaseResponse(
         epoch=value.epoch,
         ttl_s=value.ttl_s,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from heterorl.common.process.words import peer_words
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.digests import digest_field as digest_field
 from heterorl.common.types.run import (
@@ -17,6 +16,7 @@ from heterorl.common.types.run import (
     RunStatus,
     SiteStatus,
 )
+from heterorl.common.types.words import peer_words
 from heterorl.common.wire.common import contract_from_pb, contract_to_pb, report_from_pb, report_to_pb
 from heterorl.common.wire.rollout import (
     reason_from_pb,
@@ -31,7 +31,6 @@ _COMMAND_OF = {pb: value for value, pb in _COMMAND.items()}
 
 
 def registration_to_pb(value: Registration) -> run_pb2.RegisterRequest:
-    """Convert a registration."""
     return run_pb2.RegisterRequest(
         site=value.site,
         incarnation=value.incarnation,
@@ -46,7 +45,6 @@ def registration_to_pb(value: Registration) -> run_pb2.RegisterRequest:
 
 
 def registration_from_pb(message: run_pb2.RegisterRequest) -> Registration:
-    """Convert a registration."""
     return Registration(
         site=SiteId(message.site),
         incarnation=message.incarnation,
@@ -61,7 +59,6 @@ def registration_from_pb(message: run_pb2.RegisterRequest) -> Registration:
 
 
 def register_answer_to_pb(value: RegisterAnswer) -> run_pb2.RegisterResponse:
-    """Convert the answer to a registration."""
     return run_pb2.RegisterResponse(
         run_id=value.run_id,
         head_version=value.head_version,
@@ -72,7 +69,6 @@ def register_answer_to_pb(value: RegisterAnswer) -> run_pb2.RegisterResponse:
 
 
 def register_answer_from_pb(message: run_pb2.RegisterResponse) -> RegisterAnswer:
-    """Convert the answer to a registration."""
     return RegisterAnswer(
         run_id=message.run_id,
         head_version=message.head_version,
@@ -83,7 +79,6 @@ def register_answer_from_pb(message: run_pb2.RegisterResponse) -> RegisterAnswer
 
 
 def heartbeat_to_pb(value: Heartbeat) -> run_pb2.HeartbeatRequest:
-    """Convert a heartbeat."""
     return run_pb2.HeartbeatRequest(
         site=value.site,
         incarnation=value.incarnation,
@@ -97,7 +92,6 @@ def heartbeat_to_pb(value: Heartbeat) -> run_pb2.HeartbeatRequest:
 
 
 def heartbeat_from_pb(message: run_pb2.HeartbeatRequest) -> Heartbeat:
-    """Convert a heartbeat."""
     return Heartbeat(
         site=SiteId(message.site),
         incarnation=message.incarnation,
@@ -111,7 +105,6 @@ def heartbeat_from_pb(message: run_pb2.HeartbeatRequest) -> Heartbeat:
 
 
 def commands_to_pb(commands: tuple[Command, ...]) -> run_pb2.HeartbeatResponse:
-    """Convert the commands in a heartbeat's answer."""
     return run_pb2.HeartbeatResponse(commands=[_COMMAND[command] for command in commands])
 
 
@@ -121,14 +114,12 @@ def commands_from_pb(message: run_pb2.HeartbeatResponse) -> tuple[Command, ...]:
 
 
 def canary_to_pb(value: CanaryReport) -> run_pb2.ReportCanaryRequest:
-    """Convert a canary."""
     return run_pb2.ReportCanaryRequest(
         site=value.site, incarnation=value.incarnation, version=value.version, logprobs=value.logprobs
     )
 
 
 def canary_from_pb(message: run_pb2.ReportCanaryRequest) -> CanaryReport:
-    """Convert a canary."""
     return CanaryReport(
         site=SiteId(message.site),
         incarnation=message.incarnation,
@@ -138,19 +129,16 @@ def canary_from_pb(message: run_pb2.ReportCanaryRequest) -> CanaryReport:
 
 
 def verdict_to_pb(value: CanaryVerdict) -> run_pb2.ReportCanaryResponse:
-    """Convert the outcome of a canary."""
     return run_pb2.ReportCanaryResponse(difference=value.difference, quarantine=value.quarantine)
 
 
 def verdict_from_pb(message: run_pb2.ReportCanaryResponse) -> CanaryVerdict:
-    """Convert the outcome of a canary."""
     return CanaryVerdict(
         difference=message.difference if message.HasField("difference") else None, quarantine=message.quarantine
     )
 
 
 def status_to_pb(value: RunStatus) -> run_pb2.GetStatusResponse:
-    """Convert the state of a run."""
     ledger = value.ledger
     return run_pb2.GetStatusResponse(
         run_id=value.run_id,
@@ -193,7 +181,6 @@ def status_to_pb(value: RunStatus) -> run_pb2.GetStatusResponse:
 
 
 def status_from_pb(message: run_pb2.GetStatusResponse) -> RunStatus:
-    """Convert the state of a run."""
     reasons = ((reason_from_pb(entry.reason), entry.count) for entry in message.dropped)
     dropped = {reason: count for reason, count in reasons if reason is not None}
     return RunStatus(

@@ -1,15 +1,17 @@
-"""Whether a pushed group may be trained on: pure, with the reason and a sentence that names the field."""
+"""Whether a pushed group may be trained on: pure, with the reason and a sentence that names the field.
+
+What is inside is judged of the opened group, before its commit begins; its surroundings of the sealed one, within it.
+"""
 
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass
 
 import numpy as np
 
 from heterorl.common.types.common import Contract
-from heterorl.common.types.rollout import DropReason, FinishReason, Group, Rollout
+from heterorl.common.types.rollout import DropReason, FinishReason, Group, Rollout, SealedGroup
 
 MAX_REWARD_PARTS = 64
 MAX_NAME = 128
@@ -22,11 +24,9 @@ class Facts:
     `state_root` is that of the group's oldest version (None: no such version); `assignment_prompt` is the prompt of
     its assignment (None: not this site's, or never given out); `is_answered` when the assignment has its group;
     `quarantine` is why the learner's checks put its site into quarantine (empty: they did not); `abandoned_version` is
-    one of its spans' versions that was abandoned (None: none was); `policy_age_s` counts from the next version on;
-    `num_bytes` is the group's size and `max_group_bytes` what a message to the learner has room for.
+    one of its spans' versions that was abandoned (None: none was); `policy_age_s` counts from the next version on.
     """
 
-    contract: Contract
     head_version: int
     max_staleness_versions: int
     max_policy_age_s: float
@@ -35,22 +35,16 @@ class Facts:
     assignment_prompt: int | None
     is_answered: bool
     quarantine: str = ""
-    num_bytes: int = 0
-    max_group_bytes: int = sys.maxsize
-    max_prompt_tokens: int = sys.maxsize
     abandoned_version: int | None = None
 
 
-def judge(group: Group, facts: Facts) -> tuple[DropReason | None, str]:
-    """Accept (None) or name the reason; the content is judged before the age, so that bad senders are seen."""
-    problem = _size_problem(group, facts) or _shape_problem(group, facts.contract)
-    if problem:
-        return DropReason.INVALID, problem
+def judge(group: SealedGroup, facts: Facts) -> tuple[DropReason | None, str]:
+    """Accept (None) or name the reason; what is inside was judged before, so that bad senders are seen."""
     if facts.quarantine:
         return DropReason.QUARANTINED, f"the site is in quarantine: {facts.quarantine}"
     if group.oldest_version < 0 or facts.state_root is None:
         return DropReason.UNKNOWN_VERSION, f"oldest_version: {group.oldest_version} does not exist"
-    newest = max(span.version for rollout in group.rollouts for span in rollout.spans)
+    newest = max(group.versions)
     if newest > facts.head_version:
         return DropReason.UNKNOWN_VERSION, f"spans: version {newest} is newer than the head, {facts.head_version}"
     if facts.abandoned_version is not None:
@@ -72,16 +66,18 @@ def judge(group: Group, facts: Facts) -> tuple[DropReason | None, str]:
     return None, ""
 
 
-def _size_problem(group: Group, facts: Facts) -> str:
-    if facts.num_bytes > facts.max_group_bytes:
-        # It came in, and would not fit the message that takes it to the learner.
-        return f"group: {facts.num_bytes} bytes, at most {facts.max_group_bytes} fit max_message_bytes"
-    if group.prompt_token_ids.size > facts.max_prompt_tokens:
-        return f"prompt_token_ids: {group.prompt_token_ids.size} tokens, max_prompt_tokens is {facts.max_prompt_tokens}"
-    return ""
+def size_problem(num_bytes: int, max_group_bytes: int) -> str:
+    """What is wrong with a group's size; empty when nothing is."""
+    if num_bytes <= max_group_bytes:
+        return ""
+    # It came in, and would not fit the message that takes it to the learner.
+    return f"group: {num_bytes} bytes, at most {max_group_bytes} fit max_message_bytes"
 
 
-def _shape_problem(group: Group, contract: Contract) -> str:
+def content_problem(group: Group, contract: Contract, *, max_prompt_tokens: int) -> str:
+    """What is wrong with what a group says, whatever surrounds it; empty when nothing is."""
+    if group.prompt_token_ids.size > max_prompt_tokens:
+        return f"prompt_token_ids: {group.prompt_token_ids.size} tokens, max_prompt_tokens is {max_prompt_tokens}"
     if len(group.rollouts) != contract.group_size:
         return f"rollouts: {len(group.rollouts)}, the group size is {contract.group_size}"
     prompt = group.prompt_token_ids

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections.abc import Sequence
 
-from heterorl.common.types.rollout import Group
 from heterorl.common.wire.common import MAX_INT64
 
 
@@ -40,11 +40,10 @@ def oldest_usable(connection: sqlite3.Connection, *, head: int, max_versions: in
     return floor if row[0] is None else int(row[0])
 
 
-def abandoned_span(connection: sqlite3.Connection, group: Group) -> int | None:
-    """An abandoned version that tokens of a group were drawn from; None when there is none."""
-    versions = {span.version for rollout in group.rollouts for span in rollout.spans}
+def abandoned_span(connection: sqlite3.Connection, versions: Sequence[int]) -> int | None:
+    """An abandoned version among those that tokens of a group were drawn from; None when there is none."""
     (found,) = connection.execute(
         "SELECT min(version) FROM versions WHERE is_abandoned = 1 AND version IN (SELECT value FROM json_each(?))",
-        (json.dumps(sorted(versions)),),
+        (json.dumps(versions),),
     ).fetchone()
     return None if found is None else int(found)

@@ -10,12 +10,12 @@ import sqlite3
 from dataclasses import dataclass
 
 from heterorl.common.types.common import Contract
-from heterorl.common.types.rollout import DropReason, Group, GroupId, PushOutcome, PushStatus
+from heterorl.common.types.rollout import DropReason, Group, GroupId, PushOutcome, PushStatus, SealedGroup
 from heterorl.common.wire.common import bytes_digest
-from heterorl.common.wire.rollout import group_to_bytes
+from heterorl.common.wire.seal import open_group, sealed
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.groups import ages, ledger, work
-from heterorl.coordinator.groups.admission import Facts, judge
+from heterorl.coordinator.groups.admission import Facts, content_problem, judge, size_problem
 from heterorl.coordinator.sites import quarantine, watermark
 from heterorl.coordinator.sites.quotas import Quotas
 
@@ -24,9 +24,10 @@ RETRY_AFTER_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """What of a pushed group is recorded, whether or not it can be read; `problem` says why it cannot (empty: it can).
+    """A pushed group as the store takes it in; `problem` says what is wrong inside it (empty: nothing is).
 
-    `digest` is that of its serialised bytes, which tells the same group again from another one.
+    `digest` is that of its serialised bytes, which tells the same group again from another one. `sealed` is None of one
+    that cannot be read: then `problem` says why.
     """
 
     id: GroupId
@@ -35,6 +36,7 @@ class Arrival:
     num_bytes: int
     digest: str
     problem: str
+    sealed: SealedGroup | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,49 +45,58 @@ class Surroundings:
 
     config: CoordinatorConfig
     quotas: Quotas
-    contract: Contract
     head: int
     now: float
     instant: float
 
 
-def take(connection: sqlite3.Connection, entry: Group | Arrival, around: Surroundings) -> PushOutcome:
-    """Take one group in, with its outcome."""
-    payload = group_to_bytes(entry) if isinstance(entry, Group) else b""
-    arrived = _described(entry, payload) if isinstance(entry, Group) else entry
-    if watermark.is_known(connection, entry.id):
-        return _known(connection, arrived)
-    wait_s, busy = _busy(connection, arrived, around)
-    if busy:
-        return PushOutcome(id=entry.id, status=PushStatus.RETRY, message=busy, retry_after_s=wait_s)
-    reason: DropReason | None = DropReason.INVALID
-    message = arrived.problem
-    if isinstance(entry, Group):
-        reason, message = judge(entry, _facts(connection, entry, len(payload), around))
-    return _record(connection, arrived, None if reason else payload, reason, message, now=around.now)
-
-
-def _described(group: Group, payload: bytes) -> Arrival:
+def examined(group: SealedGroup, inside: Group, contract: Contract, *, max_prompt_tokens: int) -> Arrival:
+    """Judge a group's content and digest its bytes: all that takes its tokens, so that no commit waits for it."""
     return Arrival(
         id=group.id,
         assignment=group.assignment,
         oldest_version=group.oldest_version,
-        num_bytes=len(payload),
-        digest=bytes_digest(payload),
-        problem="",
+        num_bytes=len(group.data),
+        digest=bytes_digest(group.data),
+        problem=content_problem(inside, contract, max_prompt_tokens=max_prompt_tokens),
+        sealed=group,
     )
+
+
+def arrival_of(entry: Group | SealedGroup | Arrival, contract: Contract, config: CoordinatorConfig) -> Arrival:
+    """The same, of a group that a caller in this process pushed; one that was examined stays as it is."""
+    if isinstance(entry, Arrival):
+        return entry
+    inside = entry if isinstance(entry, Group) else open_group(entry)
+    return examined(sealed(entry), inside, contract, max_prompt_tokens=config.max_prompt_tokens)
+
+
+def take(connection: sqlite3.Connection, arrived: Arrival, around: Surroundings) -> PushOutcome:
+    """Take one group in, with its outcome."""
+    if watermark.is_known(connection, arrived.id):
+        return _known(connection, arrived)
+    wait_s, busy = _busy(connection, arrived, around)
+    if busy:
+        return PushOutcome(id=arrived.id, status=PushStatus.RETRY, message=busy, retry_after_s=wait_s)
+    reason: DropReason | None = DropReason.INVALID
+    message, group = arrived.problem, arrived.sealed
+    if group is not None:
+        message = size_problem(arrived.num_bytes, around.config.max_group_bytes) or message
+        if not message:
+            reason, message = judge(group, _facts(connection, group, around))
+    return _record(connection, arrived, reason, message, now=around.now)
 
 
 def _record(
     connection: sqlite3.Connection,
     arrived: Arrival,
-    payload: bytes | None,
     reason: DropReason | None,
     message: str,
     *,
     now: float,
 ) -> PushOutcome:
     group_id = arrived.id
+    payload = arrived.sealed.data if arrived.sealed is not None and reason is None else None
     key = (group_id.site, group_id.incarnation, group_id.sequence)
     connection.execute(
         "INSERT INTO groups (site, incarnation, sequence, digest, state, reason, assignment, oldest_version,"
@@ -104,8 +115,8 @@ def _record(
     )
     watermark.remember(connection, group_id)
     ledger.add(connection, ledger.ACKED, 1)
-    site = "dropped" if reason else "accepted"
-    connection.execute(f"UPDATE sites SET {site} = {site} + 1 WHERE site = ? AND incarnation = ?", key[:2])
+    column = "dropped" if reason else "accepted"
+    connection.execute(f"UPDATE sites SET {column} = {column} + 1 WHERE site = ? AND incarnation = ?", key[:2])
     if reason is None:
         work.answer(connection, arrived.assignment)
         return PushOutcome(id=group_id, status=PushStatus.ACCEPTED)
@@ -131,7 +142,7 @@ def _busy(connection: sqlite3.Connection, arrived: Arrival, around: Surroundings
     )
 
 
-def _facts(connection: sqlite3.Connection, group: Group, num_bytes: int, around: Surroundings) -> Facts:
+def _facts(connection: sqlite3.Connection, group: SealedGroup, around: Surroundings) -> Facts:
     config = around.config
     version = connection.execute(
         "SELECT coalesce((SELECT f.state_root FROM flavour_versions f WHERE f.version = v.version"
@@ -141,7 +152,6 @@ def _facts(connection: sqlite3.Connection, group: Group, num_bytes: int, around:
     age_s = ages.superseded_s(connection, group.oldest_version, reach=config.max_staleness_versions + 1, now=around.now)
     prompt, is_answered = work.lookup(connection, group.assignment, group.id)
     return Facts(
-        contract=around.contract,
         head_version=around.head,
         max_staleness_versions=config.max_staleness_versions,
         max_policy_age_s=config.max_policy_age_s,
@@ -150,10 +160,7 @@ def _facts(connection: sqlite3.Connection, group: Group, num_bytes: int, around:
         assignment_prompt=prompt,
         is_answered=is_answered,
         quarantine=quarantine.conviction_of(connection, group.id.site),
-        num_bytes=num_bytes,
-        max_group_bytes=config.max_group_bytes,
-        max_prompt_tokens=config.max_prompt_tokens,
-        abandoned_version=ages.abandoned_span(connection, group),
+        abandoned_version=ages.abandoned_span(connection, group.versions),
     )
 
 

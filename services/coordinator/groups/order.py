@@ -24,7 +24,7 @@ Order = Literal["oldest", "fair"]
 class Turns:
     """The order of sites between leases. `window` is how many groups a batch has, `share` a site's largest part of it.
 
-    In memory: after a restart the first round begins anew.
+    In memory: after a restart the first round begins anew. For store operations alone.
     """
 
     order: Order

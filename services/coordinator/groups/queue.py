@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from heterorl.common.errors import MalformedPayload
-from heterorl.common.types.common import Contract
-from heterorl.common.types.rollout import DropReason, Group, GroupId, PushOutcome, QueuedGroup
+from heterorl.common.types.rollout import DropReason, GroupId, LeasedGroup, PushOutcome, SealedGroup
 from heterorl.common.wire.common import bytes_digest
-from heterorl.common.wire.rollout import group_from_bytes
+from heterorl.common.wire.seal import read_sealed
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.groups import ages, horizon, intake, ledger, work
 from heterorl.coordinator.groups.intake import Arrival, Surroundings
@@ -47,23 +46,20 @@ class Queue:
     def ingest(
         self,
         connection: sqlite3.Connection,
-        groups: Sequence[Group | Arrival],
+        groups: Sequence[Arrival],
         *,
-        contract: Contract,
         head: int,
         now: float,
         instant: float,
     ) -> list[PushOutcome]:
         """Take groups in, each with its own outcome; `now` is wall time, `instant` the monotonic clock's."""
-        around = Surroundings(
-            config=self.config, quotas=self.quotas, contract=contract, head=head, now=now, instant=instant
-        )
+        around = Surroundings(config=self.config, quotas=self.quotas, head=head, now=now, instant=instant)
         return [intake.take(connection, group, around) for group in groups]
 
-    def lease(self, connection: sqlite3.Connection, *, count: int, head: int, now: float) -> list[QueuedGroup]:
+    def lease(self, connection: sqlite3.Connection, *, count: int, head: int, now: float) -> list[LeasedGroup]:
         """Lease up to `count` groups to the learner, oldest policy first; drops what is too stale on the way."""
         self._drop_stale(connection, head=head, now=now)
-        leased: list[QueuedGroup] = []
+        leased: list[LeasedGroup] = []
         # Again while damaged groups leave room: whoever waits is woken by arrivals only.
         while rows := self._next(connection, count - len(leased), head):
             for arrival, digest, data, arrived, published, assignment, *key in rows:
@@ -72,7 +68,7 @@ class Queue:
                     _LOG.critical("group %s fails its digest or fits no message, and is not trained on", key)
                     group = None
                 reason = DropReason.INVALID
-                if group is not None and ages.abandoned_span(connection, group) is not None:
+                if group is not None and ages.abandoned_span(connection, group.versions) is not None:
                     # Its oldest token is of the lineage, a later one is not.
                     group, reason = None, DropReason.UNKNOWN_VERSION
                 if group is None:
@@ -83,7 +79,7 @@ class Queue:
                 seed = seed_of(assignment, seed=self.config.seed)
                 flavour = flavours.of_state(connection, group.oldest_version, group.state_root)
                 leased.append(
-                    QueuedGroup(group=group, policy_age_s=age, queue_age_s=waited, seed=seed, flavour=flavour)
+                    LeasedGroup(sealed=group, policy_age_s=age, queue_age_s=waited, seed=seed, flavour=flavour)
                 )
         return leased
 
@@ -218,10 +214,10 @@ def _key(group_id: GroupId) -> tuple[str, str, int]:
     return group_id.site, group_id.incarnation, group_id.sequence
 
 
-def _verified(data: bytes, digest: str) -> Group | None:
+def _verified(data: bytes, digest: str) -> SealedGroup | None:
     if bytes_digest(data) != digest:
         return None
     try:
-        return group_from_bytes(data)
+        return read_sealed(data)
     except MalformedPayload:
         return None

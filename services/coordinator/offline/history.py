@@ -20,7 +20,8 @@ from urllib.parse import quote
 
 from heterorl.common.errors import CorruptStore, OperatorError
 from heterorl.common.types.common import Digest
-from heterorl.common.types.policy import PayloadKind, PayloadRef
+from heterorl.common.types.policy import PayloadRef
+from heterorl.coordinator.versions.chain import PAYLOAD_ROW, payload_of
 
 ResultT = TypeVar("ResultT")
 STORE_FILE = "coordinator.sqlite"
@@ -46,7 +47,7 @@ class StoredVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """All versions of a run in one form, in the order of their numbers, and where their payloads are.
+    """All versions of a run in one flavour, in the order of their numbers, and where their payloads are.
 
     `flavour` is empty for the weights that are trained; another one need not have every version.
     """
@@ -162,12 +163,7 @@ def _read(connection: sqlite3.Connection, directory: Path, flavour: str) -> Hist
         )
         for version, epoch, manifest, digest, root, is_abandoned in rows
     )
-    payloads = connection.execute(
-        f"SELECT kind, from_version, to_version, digest, num_bytes FROM payloads{of_flavour}", names
-    )
-    offered = tuple(
-        PayloadRef(kind=PayloadKind(kind), from_version=a, to_version=b, digest=Digest(digest), num_bytes=size)
-        for kind, a, b, digest, size in payloads
-    )
+    payloads = connection.execute(f"SELECT {PAYLOAD_ROW} FROM payloads{of_flavour}", names)
+    offered = tuple(payload_of(row) for row in payloads)
     run_id = "" if row is None else str(row[0])
     return History(run_id=run_id, versions=versions, offered=offered, blobs=directory / "blobs", flavour=flavour)

@@ -16,12 +16,10 @@ from dataclasses import dataclass, field
 
 from heterorl.common.errors import MalformedPayload
 from heterorl.common.identity.signing import signed_by
-from heterorl.common.types.policy import Manifest
+from heterorl.common.types.policy import NO_VERSION, Manifest
 from heterorl.common.weights.arena import state_root
 from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
 from heterorl.coordinator.offline.history import History, StoredVersion
-
-NOTHING = -1
 
 
 class Check(enum.Enum):
@@ -79,7 +77,7 @@ def check_manifests(
     rows = {row.version: row for row in history.versions}
     if not rows:
         report.find(Check.NUMBERS, 0, "there is no version")
-    for version in range(max(rows, default=NOTHING) + 1) if trained is None else rows:
+    for version in range(max(rows, default=NO_VERSION) + 1) if trained is None else rows:
         report.count(Check.NUMBERS)
         if version not in (rows if trained is None else trained):
             report.find(Check.NUMBERS, version, "is missing")
@@ -141,16 +139,16 @@ def _check_parent(
     number = manifest.parent_version
     if trained is not None and version in trained:
         follows = trained[version].parent_version
-        right = (follows if follows in rows else NOTHING, trained[version].step)
+        right = (follows if follows in rows else NO_VERSION, trained[version].step)
         if (number, manifest.step) != right:
             stated = f"follows version {number} at step {manifest.step}"
             report.find(Check.PARENTS, version, f"{stated}, expected version {right[0]} at step {right[1]}")
             return
-    if number == NOTHING:
+    if number == NO_VERSION:
         if manifest.parent_digest or (trained is None and version != min(rows)):
             report.find(Check.PARENTS, version, "names no parent and is not the first")
         return
-    if not NOTHING < number < version:
+    if not NO_VERSION < number < version:
         report.find(Check.PARENTS, version, f"names version {number} as its parent")
         return
     if number not in rows:

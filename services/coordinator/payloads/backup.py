@@ -26,9 +26,10 @@ from heterorl.common.process.clock import Clock
 from heterorl.common.process.files import make_directory, sync_directory
 from heterorl.common.rpc.backup import Backup
 from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import stated_version
 from heterorl.coordinator.offline.history import STORE_FILE
+from heterorl.coordinator.payloads.damage import Damage
 from heterorl.coordinator.payloads.keeper import Keeper
-from heterorl.coordinator.payloads.reading import Reading
 from heterorl.coordinator.store.blobs import BlobStore
 from heterorl.coordinator.store.database import Database
 from heterorl.coordinator.store.files import typed_error
@@ -52,7 +53,7 @@ class Backups:
         run_id: str,
         database: Database,
         blobs: BlobStore,
-        reading: Reading,
+        damage: Damage,
         keeper: Keeper,
         clock: Clock,
     ) -> None:
@@ -60,7 +61,7 @@ class Backups:
         self._run_id = run_id
         self._database = database
         self._blobs = blobs
-        self._reading = reading
+        self._damage = damage
         self._keeper = keeper
         self._clock = clock
         self._making: tuple[str, asyncio.Task[Backup]] | None = None
@@ -107,11 +108,11 @@ class Backups:
                     num_bytes = await asyncio.to_thread(self._take, digests, partial)
                 except FileNotFoundError as error:
                     # The next attempt is without it.
-                    await self._reading.put_aside_missing((digest, self._blobs.path(digest)) for digest in digests)
+                    await self._damage.put_aside_missing((digest, self._blobs.path(digest)) for digest in digests)
                     raise Busy("a payload of the run is gone", retry_after_s=_BUSY_S) from error
             backup = Backup(
                 path=str((self._directory / name).resolve()),
-                head_version=head,
+                head_version=stated_version(head),
                 num_payloads=len(digests),
                 num_bytes=num_bytes,
                 made_s=made_s,
@@ -121,7 +122,7 @@ class Backups:
         except BaseException:
             await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)
             raise
-        _LOG.info("backup %s: version %d, %d payloads", backup.path, head, len(digests))
+        _LOG.info("backup %s: version %d, %d payloads", backup.path, backup.head_version, len(digests))
         return backup
 
     def _take(self, digests: Iterable[Digest], target: Path) -> int:
@@ -140,11 +141,11 @@ class Backups:
         return num_bytes
 
 
-def _copy(connection: sqlite3.Connection, path: Path) -> tuple[list[Digest], int, str]:
+def _copy(connection: sqlite3.Connection, path: Path) -> tuple[list[Digest], int | None, str]:
     """Store operation, outside any transaction: copy the store; returns what the copy names, its head, its audit."""
     digests = [Digest(row[0]) for row in connection.execute("SELECT DISTINCT digest FROM payloads")]
     last = connection.execute("SELECT digest FROM audit ORDER BY sequence DESC LIMIT 1").fetchone()
-    head = lineage.read_head(connection).version
+    head = lineage.head_version(connection)
     try:
         connection.execute("VACUUM INTO ?", (str(path),))
     except sqlite3.Error as error:

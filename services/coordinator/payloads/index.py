@@ -17,8 +17,9 @@ from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.coordinator.payloads.retention import Graph
 from heterorl.coordinator.payloads.snapshots import Work
 from heterorl.coordinator.store.database import get_meta, set_meta
-from heterorl.coordinator.versions import lineage, manifests
-from heterorl.coordinator.versions.path import NOTHING, plan_pull
+from heterorl.coordinator.versions import lineage
+from heterorl.coordinator.versions.chain import Chain, MergedInto, payload_of
+from heterorl.coordinator.versions.path import plan_pull
 
 
 def empty(directory: Path) -> None:
@@ -28,100 +29,93 @@ def empty(directory: Path) -> None:
         path.unlink()
 
 
-def graph(connection: sqlite3.Connection, flavour: str = "") -> Graph:
-    """The published payloads of a flavour over the versions that they touch."""
-    rows = connection.execute(
-        "SELECT kind, from_version, to_version, digest, num_bytes FROM payloads WHERE flavour = ?", (flavour,)
-    )
-    payloads = [
-        PayloadRef(kind=PayloadKind(kind), from_version=a, to_version=b, digest=Digest(digest), num_bytes=size)
-        for kind, a, b, digest, size in rows
-    ]
+def graph(chain: Chain) -> Graph:
+    """The published payloads of a chain over the versions that they touch."""
+    payloads, head = chain.payloads(), lineage.head_version(chain.connection)
+    if head is None:
+        return Graph(payloads=payloads, lineage=[], verified=chain.verified())
     # The head belongs to it also when all its payloads were struck out.
-    oldest = min([lineage.read_head(connection).version, *(payload.to_version for payload in payloads)])
+    oldest = min([head, *(payload.to_version for payload in payloads)])
     return Graph(
         payloads=payloads,
-        lineage=_lineage(connection, oldest, flavour),
-        verified=_verified(connection, flavour),
+        lineage=_lineage(chain, oldest, head),
+        verified=chain.verified(),
     )
 
 
-def _lineage(connection: sqlite3.Connection, oldest: int, flavour: str) -> list[int]:
-    """Versions of a flavour from `oldest` on that were not abandoned, by indexes alone.
+def _lineage(chain: Chain, oldest: int, head: int) -> list[int]:
+    """Versions of a chain from `oldest` on that were not abandoned, by indexes alone.
 
     A row is as long as its manifest, and SQLite reads through the manifest to what stands behind it: with 300 kB each
     this took a second for each thousand versions.
     """
+    connection = chain.connection
     # The plus keeps SQLite from the table's own order, and leaves the index of abandoned versions.
     rows = connection.execute("SELECT version FROM versions WHERE is_abandoned = 1 AND +version >= ?", (oldest,))
     abandoned = {int(row[0]) for row in rows}
-    if flavour:
+    if chain.flavour:
         rows = connection.execute(
             "SELECT version FROM flavour_versions WHERE flavour = ? AND version >= ? ORDER BY version",
-            (flavour, oldest),
+            (chain.flavour, oldest),
         )
         return [int(row[0]) for row in rows if int(row[0]) not in abandoned]
     # Versions are dense.
-    head = lineage.read_head(connection).version
     return [version for version in range(max(oldest, 0), head + 1) if version not in abandoned]
 
 
-def work(connection: sqlite3.Connection, way: Sequence[PayloadRef], flavour: str = "") -> Work:
+def work(chain: Chain, way: Sequence[PayloadRef]) -> Work:
     """A way with the manifests that it leads to."""
-    stated = (manifest_from_bytes(manifests.read_manifest(connection, payload.to_version, flavour)) for payload in way)
+    stated = (manifest_from_bytes(chain.manifest(payload.to_version)) for payload in way)
     return Work(payloads=tuple(way), manifests=tuple(stated))
 
 
-def unverified_snapshot(connection: sqlite3.Connection, flavour: str = "") -> Work | None:
+def unverified_snapshot(chain: Chain) -> Work | None:
     """The newest snapshot of the lineage, when it is not verified yet."""
-    row = connection.execute(
-        "SELECT p.from_version, p.to_version, p.digest, p.num_bytes, f.version FROM payloads p"
+    row = chain.connection.execute(
+        "SELECT p.kind, p.from_version, p.to_version, p.digest, p.num_bytes, f.version FROM payloads p"
         " JOIN versions v ON v.version = p.to_version"
         " LEFT JOIN verified f ON f.version = p.to_version AND f.flavour = p.flavour"
         " WHERE p.flavour = ? AND p.kind = ? AND v.is_abandoned = 0 ORDER BY p.to_version DESC LIMIT 1",
-        (flavour, PayloadKind.SNAPSHOT.value),
+        (chain.flavour, PayloadKind.SNAPSHOT.value),
     ).fetchone()
-    if row is None or row[4] is not None:
+    if row is None or row[5] is not None:
         return None
-    payload = PayloadRef(
-        kind=PayloadKind.SNAPSHOT, from_version=row[0], to_version=row[1], digest=Digest(row[2]), num_bytes=row[3]
-    )
-    return work(connection, (payload,), flavour)
+    return work(chain, (payload_of(row[:5]),))
 
 
-def note_verified(connection: sqlite3.Connection, payload: PayloadRef, flavour: str = "") -> None:
-    """Remember that a snapshot was decoded and is its version's state."""
-    connection.execute(
-        "INSERT OR REPLACE INTO verified VALUES (?, ?, ?)", (payload.to_version, payload.digest, flavour)
-    )
-
-
-def add_snapshot(connection: sqlite3.Connection, payload: PayloadRef, flavour: str = "") -> bool:
+def add_snapshot(chain: Chain, payload: PayloadRef) -> bool:
     """Offer a verified snapshot that the coordinator wrote; False when its version was abandoned or has one."""
     inserted = 0
-    if lineage.is_in_lineage(connection, payload.to_version, flavour):
-        inserted = connection.execute(
+    if chain.is_in_lineage(payload.to_version):
+        inserted = chain.connection.execute(
             "INSERT OR IGNORE INTO payloads VALUES (?, ?, ?, ?, ?, ?)",
-            (payload.to_version, payload.kind.value, payload.from_version, payload.digest, payload.num_bytes, flavour),
+            (
+                payload.to_version,
+                payload.kind.value,
+                payload.from_version,
+                payload.digest,
+                payload.num_bytes,
+                chain.flavour,
+            ),
         ).rowcount
     if inserted:
-        note_verified(connection, payload, flavour)
+        chain.note_verified(payload)
     return bool(inserted)
 
 
-def way_of_joiner(
-    connection: sqlite3.Connection, merged_into: lineage.MergedInto, flavour: str = ""
-) -> tuple[PayloadRef, ...]:
+def way_of_joiner(chain: Chain, merged_into: MergedInto) -> tuple[PayloadRef, ...]:
     """The cheapest way from a verified snapshot to the head; empty when there is none."""
-    verified = _verified(connection, flavour)
+    verified = chain.verified()
 
     def into(version: int) -> list[PayloadRef]:
-        payloads = [*lineage.payloads_into(connection, version, flavour), *merged_into(version)]
+        payloads = [*chain.into(version), *merged_into(version)]
         return [p for p in payloads if p.kind is not PayloadKind.SNAPSHOT or version in verified]
 
+    head = lineage.head_version(chain.connection)
+    if head is None:
+        return ()
     try:
-        head = lineage.read_head(connection).version
-        return plan_pull(into, have_version=NOTHING, want_version=head)[1]
+        return plan_pull(into, have_version=None, want_version=head)[1]
     except UnknownVersion:
         return ()
 
@@ -132,8 +126,9 @@ def strike_out(connection: sqlite3.Connection, digest: Digest) -> None:
     connection.execute("DELETE FROM payloads WHERE digest = ?", (digest,))
 
 
-def retire(connection: sqlite3.Connection, payloads: Iterable[PayloadRef], flavour: str = "") -> None:
+def retire(chain: Chain, payloads: Iterable[PayloadRef]) -> None:
     """Offer payloads no longer, and write down the files that may go."""
+    connection, flavour = chain.connection, chain.flavour
     for payload in payloads:
         connection.execute(
             "DELETE FROM payloads WHERE flavour = ? AND to_version = ? AND kind = ? AND from_version = ?",
@@ -174,20 +169,15 @@ def is_named(connection: sqlite3.Connection, digest: Digest) -> bool:
 
 
 def named(connection: sqlite3.Connection) -> tuple[frozenset[Digest], int]:
-    """Every payload that a version offers or that may go already, and the head."""
+    """Every payload that a version offers or that may go already, and how many versions there are."""
     rows = connection.execute("SELECT digest FROM payloads UNION SELECT digest FROM retired")
-    return frozenset(Digest(row[0]) for row in rows), lineage.read_head(connection).version
+    return frozenset(Digest(row[0]) for row in rows), lineage.num_versions(connection)
 
 
-def newest_snapshot(connection: sqlite3.Connection) -> tuple[int, float]:
-    """The newest verified snapshot and when its version was published; (-1, 0) when there is none."""
+def newest_snapshot(connection: sqlite3.Connection) -> tuple[int, float] | None:
+    """The newest verified snapshot and when its version was published, once there is one."""
     row = connection.execute(
         "SELECT version, published FROM verified JOIN versions USING (version) WHERE is_abandoned = 0"
         " AND flavour = '' ORDER BY version DESC LIMIT 1"
     ).fetchone()
-    return (lineage.NONE, 0.0) if row is None else (int(row[0]), float(row[1]))
-
-
-def _verified(connection: sqlite3.Connection, flavour: str) -> frozenset[int]:
-    rows = connection.execute("SELECT version FROM verified WHERE flavour = ?", (flavour,))
-    return frozenset(int(row[0]) for row in rows)
+    return None if row is None else (int(row[0]), float(row[1]))

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import sqlite3
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -30,16 +29,17 @@ from heterorl.common.types.policy import PayloadKind
 from heterorl.common.weights.compose import MAX_PAYLOADS
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.payloads import disposal, index
+from heterorl.coordinator.payloads.damage import Damage
 from heterorl.coordinator.payloads.leases import PullLeases
 from heterorl.coordinator.payloads.merging.cache import Merges
 from heterorl.coordinator.payloads.merging.composer import lower_priority
-from heterorl.coordinator.payloads.reading import Reading
 from heterorl.coordinator.payloads.retention import Needs
 from heterorl.coordinator.payloads.snapshots import DamagedPayload, Work, decide_snapshot, verify_way, write_snapshot
 from heterorl.coordinator.store.blobs import BlobStore
 from heterorl.coordinator.store.database import Database
 from heterorl.coordinator.store.steady import Steady
 from heterorl.coordinator.versions import flavours
+from heterorl.coordinator.versions.chain import Chain
 
 _LOG = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
@@ -64,7 +64,7 @@ class Keeper:
         database: Database,
         blobs: BlobStore,
         merges: Merges,
-        reading: Reading,
+        damage: Damage,
         leases: PullLeases,
         in_use: Callable[[float], frozenset[int]],
     ) -> None:
@@ -73,7 +73,7 @@ class Keeper:
         self._database = database
         self._blobs = blobs
         self._merges = merges
-        self._reading = reading
+        self._damage = damage
         self._leases = leases
         self._in_use = in_use
         self._rebuilt = config.data_dir / "rebuilt"
@@ -83,7 +83,6 @@ class Keeper:
         self._idle = asyncio.Event()
         self._stopping = threading.Event()
         self._executor: ThreadPoolExecutor | None = None
-        blobs.make_room = self._make_room
 
     def poke(self) -> None:
         """Look again for something to do."""
@@ -131,40 +130,36 @@ class Keeper:
 
     async def _verify_newest(self, flavour: str) -> bool:
         """Verify the newest snapshot that is not; returns whether there was one."""
-
-        def unverified(connection: sqlite3.Connection) -> Work | None:
-            return index.unverified_snapshot(connection, flavour)
-
-        work = await self._database.run(unverified)
+        work = await self._ask(flavour, index.unverified_snapshot)
         if work is None:
             return False
         if not await self._is_proved(work):
             # Put aside, and another one is the newest; or unreadable for now.
-            return await self._database.run(unverified) != work
-        await self._database.run(lambda connection: index.note_verified(connection, work.payloads[0], flavour))
-        form = f" in flavour {flavour}" if flavour else ""
-        _LOG.info("the snapshot of version %d%s is verified", work.payloads[0].to_version, form)
+            return await self._ask(flavour, index.unverified_snapshot) != work
+        await self._ask(flavour, lambda chain: chain.note_verified(work.payloads[0]))
+        where = f" in flavour {flavour}" if flavour else ""
+        _LOG.info("the snapshot of version %d%s is verified", work.payloads[0].to_version, where)
         return True
 
     async def _write_due(self, flavour: str) -> bool:
         """Write a snapshot when one is due; returns whether it did."""
         merged_into = functools.partial(self._merges.into, flavour=flavour)
-        way = await self._database.run(lambda connection: index.way_of_joiner(connection, merged_into, flavour))
+        way = await self._ask(flavour, lambda chain: index.way_of_joiner(chain, merged_into))
         due = decide_snapshot(
             way, snapshot_ratio=self._config.snapshot_ratio, window=self._config.merge_window_versions
         )
         if not due.is_due:
             return False
         # A longer way is shortened by a snapshot on it.
-        work = await self._database.run(lambda connection: index.work(connection, way[:MAX_PAYLOADS], flavour))
+        work = await self._ask(flavour, lambda chain: index.work(chain, way[:MAX_PAYLOADS]))
         _LOG.debug("a snapshot of version %d is written: %s", work.manifests[-1].version, due.reason)
         scratch = self._rebuilt / "snapshot"
         try:
             payload = await self._in_thread(lambda: write_snapshot(self._paths(work), scratch, work, self._check_stop))
             adopted = self._blobs.adopt(scratch, digest=payload.digest, num_bytes=payload.num_bytes)
-            await self._reading.on_disk(adopted)
+            await self._damage.on_disk(adopted)
         except DamagedPayload as error:
-            await self._reading.put_aside(work.payloads[error.index].digest, str(error))
+            await self._damage.put_aside(work.payloads[error.index].digest, str(error))
             return True
         except (StoreFull, Busy, OSError) as error:
             # The next version is the next attempt.
@@ -172,18 +167,18 @@ class Keeper:
             return False
         finally:
             scratch.unlink(missing_ok=True)
-        return await self._database.run(lambda connection: index.add_snapshot(connection, payload, flavour))
+        return await self._ask(flavour, lambda chain: index.add_snapshot(chain, payload))
 
     async def _is_proved(self, work: Work) -> bool:
         """Rebuild every state along a way; a payload that is not what it should be is put aside."""
         try:
             await self._in_thread(lambda: verify_way(self._paths(work), work.manifests, on_chunk=self._check_stop))
         except DamagedPayload as error:
-            await self._reading.put_aside(work.payloads[error.index].digest, str(error))
+            await self._damage.put_aside(work.payloads[error.index].digest, str(error))
         except OSError as error:
             _LOG.warning("version %d cannot be rebuilt now: %s", work.manifests[-1].version, error)
             digests = (payload.digest for payload in work.payloads)
-            await self._reading.put_aside_missing(zip(digests, self._paths(work), strict=True))
+            await self._damage.put_aside_missing(zip(digests, self._paths(work), strict=True))
         else:
             return True
         return False
@@ -214,18 +209,15 @@ class Keeper:
 
     async def _retire_unneeded(self, flavour: str, *, is_pressed: bool) -> None:
         needs = self._needs()
-        retirement = await self._database.run(lambda connection: disposal.decide(connection, flavour, needs))
+        retirement = await self._ask(flavour, lambda chain: disposal.decide(chain, needs))
         is_worth_it = len(retirement.payloads) * BATCHES >= self._config.merge_window_versions
         if not retirement.payloads or not (is_pressed or is_worth_it):
             return
         proved = retirement.way
-        work = await self._database.run(lambda connection: index.work(connection, proved, flavour))
+        work = await self._ask(flavour, lambda chain: index.work(chain, proved))
         if not proved or await self._is_proved(work):
             needs = self._needs()
-            await self._database.run(lambda connection: disposal.carry_out(connection, flavour, needs, proved=proved))
-
-    async def _make_room(self, missing_bytes: int) -> None:
-        await self.collect(missing_bytes=missing_bytes)
+            await self._ask(flavour, lambda chain: disposal.carry_out(chain, needs, proved=proved))
 
     def _needs(self) -> Needs:
         now = self._clock.monotonic()
@@ -255,16 +247,19 @@ class Keeper:
             is_named = await self._database.run(lambda connection: index.is_named(connection, digest))
             return is_named or digest in self._leases.payloads(self._clock.monotonic())
 
-        return await self._reading.on_disk(self._blobs.remove(digest, is_needed=is_needed))
+        return await self._damage.on_disk(self._blobs.remove(digest, is_needed=is_needed))
 
     async def _give_up_unpublished(self) -> None:
         """Retire uploads that no version came to name."""
-        named, head = await self._database.run(index.named)
+        named, num_versions = await self._database.run(index.named)
         waiting = self._blobs.stored() - named
-        self._unpublished = {digest: self._unpublished.get(digest, head) for digest in waiting}
-        given_up = [d for d, seen in self._unpublished.items() if head >= seen + UNPUBLISHED_VERSIONS]
+        self._unpublished = {digest: self._unpublished.get(digest, num_versions) for digest in waiting}
+        given_up = [d for d, seen in self._unpublished.items() if num_versions >= seen + UNPUBLISHED_VERSIONS]
         if given_up:
             await self._database.run(lambda connection: index.retire_digests(connection, given_up))
+
+    async def _ask(self, flavour: str, operation: Callable[[Chain], ResultT]) -> ResultT:
+        return await self._database.run(lambda connection: operation(Chain(connection, flavour)))
 
     # the thread
 

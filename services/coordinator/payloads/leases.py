@@ -15,7 +15,7 @@ from heterorl.common.types.policy import PayloadRef
 
 MAX_LEASES = 4096
 """Plans remembered; beyond, the one that was silent the longest is forgotten (its caller plans again)."""
-_Plan = tuple[int, tuple[Digest, ...]]
+_Plan = tuple[int | None, tuple[Digest, ...]]
 
 
 class PullLeases:
@@ -28,8 +28,8 @@ class PullLeases:
         self._plans_of: defaultdict[Digest, list[_Plan]] = defaultdict(list)
         self._reading: Counter[Digest] = Counter()
 
-    def grant(self, *, have_version: int, payloads: tuple[PayloadRef, ...], now: float) -> None:
-        """Begin the lease of a plan."""
+    def grant(self, *, have_version: int | None, payloads: tuple[PayloadRef, ...], now: float) -> None:
+        """Begin the lease of a plan, from a version or from nothing."""
         if payloads:
             self._renew((have_version, tuple(payload.digest for payload in payloads)), now)
             while len(self._ends) > MAX_LEASES:
@@ -64,7 +64,7 @@ class PullLeases:
     def versions(self, now: float) -> frozenset[int]:
         """Versions from which somebody is on the way."""
         self._expire(now)
-        return frozenset(plan[0] for plan in self._ends)
+        return frozenset(start for start, _ in self._ends if start is not None)
 
     def _renew(self, plan: _Plan, now: float) -> None:
         # Put last: the order is that of the last sign of life.

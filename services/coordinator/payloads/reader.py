@@ -27,7 +27,7 @@ import xxhash
 from heterorl.common.errors import CorruptData, Draining, InvalidRequest
 from heterorl.common.process import descriptors
 from heterorl.common.types.common import Digest
-from heterorl.coordinator.store.files import FRAME_BYTES
+from heterorl.common.weights.container import FRAME_BYTES
 
 BLOCKS_AT_ONCE = 2
 """Blocks read by one visit to a thread, and kept in memory for each caller."""

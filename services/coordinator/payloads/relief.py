@@ -8,7 +8,6 @@ What is under a lease, or kept for any other reason, stays: a full disk changes 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 
 from heterorl.common.errors import CorruptStore, Draining
@@ -40,24 +39,18 @@ class Relief:
         self._merges = merges
         self._leased = leased
         self._clock = clock
-        self._wake = asyncio.Event()
-
-    def note_refusal(self) -> None:
-        """The disk refused to take something."""
-        self._room.note_refusal()
-        self._wake.set()
 
     async def run(self) -> None:
         """Make room whenever there is none, until cancelled; returns when the store ends."""
         steady = Steady("relief", self._clock)
         try:
             while True:
-                await self._wake.wait()
-                self._wake.clear()
+                await self._room.refusal.wait()
+                self._room.refusal.clear()
                 await steady.attempt(self.make_room)
                 await self._clock.sleep(PAUSE_S)
                 if self._room.is_full:
-                    self._wake.set()
+                    self._room.refusal.set()
         except (CorruptStore, Draining):
             return
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from heterorl.common.errors import UnknownVersion
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind, PayloadRef
-from heterorl.coordinator.versions.path import NOTHING, plan_pull
+from heterorl.coordinator.versions.path import plan_pull
 
 KEPT_SNAPSHOTS = 2
 
@@ -62,10 +62,10 @@ def decide_retirement(graph: Graph, needs: Needs) -> Retirement:
     head = graph.lineage[-1]
     lowest = next(version for version in graph.lineage if version >= head - needs.staleness)
     ways = _Ways(graph)
-    way = ways.cheapest(NOTHING, head)
+    way = ways.cheapest(None, head)
     if way is None:
         return Retirement(payloads=(), way=(), reason="no verified snapshot leads to the head")
-    oldest_way = ways.cheapest(NOTHING, lowest) or ways.unverified(lowest)
+    oldest_way = ways.cheapest(None, lowest) or ways.unverified(lowest)
     kept = {*way, *oldest_way, *ways.deltas_after(head - needs.window), *ways.gaps_after(lowest)}
     kept.update(payload for payload in graph.payloads if payload.digest in needs.leased)
     kept.update(ways.of_snapshots(head))
@@ -92,7 +92,7 @@ class _Ways:
             if payload.kind is not PayloadKind.SNAPSHOT or payload.to_version in graph.verified:
                 self._into[payload.to_version].append(payload)
 
-    def cheapest(self, start: int, goal: int) -> tuple[PayloadRef, ...] | None:
+    def cheapest(self, start: int | None, goal: int) -> tuple[PayloadRef, ...] | None:
         """The cheapest way, or None."""
         try:
             return plan_pull(lambda version: self._into[version], have_version=start, want_version=goal)[1]
@@ -107,7 +107,7 @@ class _Ways:
             return [*self._deltas_into(version), *([snapshot] if snapshot else [])]
 
         try:
-            return plan_pull(into, have_version=NOTHING, want_version=goal)[1]
+            return plan_pull(into, have_version=None, want_version=goal)[1]
         except UnknownVersion:
             return ()
 
@@ -129,7 +129,7 @@ class _Ways:
             yield self._snapshots[version]
             yield from self._after(version, head)
         for version, payload in self._snapshots.items():
-            if version > max(newest, default=NOTHING):
+            if not newest or version > newest[-1]:
                 yield payload
 
     def _after(self, start: int, goal: int) -> tuple[PayloadRef, ...]:

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from heterorl.common.errors import CorruptData, StateMismatch
-from heterorl.common.types.policy import Manifest, PayloadKind, PayloadRef
+from heterorl.common.types.policy import NO_VERSION, Manifest, PayloadKind, PayloadRef
 from heterorl.common.weights.arena import Chunk, digest_integers, state_root, zeros
 from heterorl.common.weights.codec import apply_chunk
 from heterorl.common.weights.compose import compose
 from heterorl.common.weights.container import NO_ROOT, Header, read_chunk, read_header
 from heterorl.common.weights.manifest import chunks_of
-from heterorl.coordinator.versions.path import NOTHING
 
 
 class DamagedPayload(CorruptData):
@@ -45,10 +44,10 @@ class Due:
     reason: str
 
 
-def decide_snapshot(way: Sequence[PayloadRef], *, snapshot_ratio: float, window: int, object_bytes: int = 0) -> Due:
+def decide_snapshot(way: Sequence[PayloadRef], *, snapshot_ratio: float, window: int) -> Due:
     """Decide by the way that a new sampler would take.
 
-    Its deltas cost D = sum(bytes + object_bytes), its snapshot S bytes. With the snapshot renewed at D = r S, deltas
+    Its deltas cost D = sum(bytes), its snapshot S bytes. With the snapshot renewed at D = r S, deltas
     add at most a share r to what a new sampler pulls, and a run whose merged deltas grow to r S in k versions writes
     S / k bytes a version to disk. Beyond `window` versions a snapshot is due whatever the bytes, since the deltas that
     the way needs could not be deleted.
@@ -57,14 +56,13 @@ def decide_snapshot(way: Sequence[PayloadRef], *, snapshot_ratio: float, window:
         way: the snapshot first, then deltas to the head.
         snapshot_ratio: r.
         window: newest versions whose deltas are kept anyhow.
-        object_bytes: what each payload costs beside its bytes.
     """
     if not way or way[0].kind is not PayloadKind.SNAPSHOT:
         return Due(is_due=False, reason="there is no snapshot to start from")
     deltas = way[1:]
     if not deltas:
         return Due(is_due=False, reason="the head has a snapshot")
-    cost = sum(payload.num_bytes + object_bytes for payload in deltas)
+    cost = sum(payload.num_bytes for payload in deltas)
     limit = snapshot_ratio * way[0].num_bytes
     versions = deltas[-1].to_version - way[0].to_version
     if cost > limit:
@@ -159,7 +157,7 @@ def write_snapshot(paths: Sequence[Path], target: Path, work: Work, on_chunk: Ca
         raise OSError(f"the snapshot of version {last.version} is wrong although its parts are right") from error
     return PayloadRef(
         kind=PayloadKind.SNAPSHOT,
-        from_version=NOTHING,
+        from_version=NO_VERSION,
         to_version=last.version,
         digest=composed.digest,
         num_bytes=composed.num_bytes,

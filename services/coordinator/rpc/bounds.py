@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from heterorl.common.identity.identity import is_name
-from heterorl.common.rpc.options import FRAME_BYTES
+from heterorl.common.weights.container import FRAME_BYTES
 
 
 class Text(enum.Enum):

@@ -53,6 +53,8 @@ class Requests:
         self._context = context
         self._rooms: list[Room] = []
         self._is_by_hand = False
+        self.num_bytes = 0
+        """Of the newest message."""
 
     def settle_by_hand(self) -> None:
         """Keep the room of every message until `settle`."""
@@ -88,6 +90,7 @@ class Requests:
             self._rooms.remove(room)
             room.close()
             raise StopAsyncIteration
+        self.num_bytes = len(data)
         # Parsed, a number takes four or eight bytes where its varint may have one.
         room.shrink(PARSED_BYTES * len(data))
         return await self._door.message(self._method, self._peer, data)

@@ -17,7 +17,7 @@ _Status = health_pb2.HealthCheckResponse
 _Context = grpc.aio.ServicerContext[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse]
 
 
-class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # the package has no types
+class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # the package has no types
     """Answers for the service of the empty name; `set_serving` wakes every watcher."""
 
     def __init__(self) -> None:

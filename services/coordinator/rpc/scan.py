@@ -150,7 +150,8 @@ class _Scan:
         is_packed = wire == _LENGTH and known.wire != _LENGTH and known.is_repeated
         if wire != known.wire and not is_packed:
             return False
-        if known.is_repeated:
+        # Each entry has a byte at least: a list whose bound is beyond the message's length need not be counted.
+        if known.is_repeated and known.bound.count < len(self._data):
             count = state.get(known.number, 0) + (self._packed(known, start, stop) if is_packed else 1)
             if count > known.bound.count:
                 raise InvalidRequest(f"{_join(path, known)}: more than {known.bound.count} entries")

@@ -21,7 +21,7 @@ from heterorl.coordinator.rpc.budget import Budget
 from heterorl.coordinator.rpc.calls import Shares
 from heterorl.coordinator.rpc.door import Door
 from heterorl.coordinator.rpc.gate import Gate
-from heterorl.coordinator.rpc.health_servicer import Health
+from heterorl.coordinator.rpc.health_servicer import HealthServicer
 from heterorl.coordinator.rpc.interceptors import ErrorsAndTimes
 
 _LOG = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Server:
             # gRPC counts without asking whose a call is, so its own bound is only for calls that are being refused.
             maximum_concurrent_rpcs=UNREFUSED_RPCS * max_concurrent_rpcs,
         )
-        self._health = Health()
+        self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
 
     def revoked_serials(self) -> frozenset[int]:

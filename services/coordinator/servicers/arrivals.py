@@ -1,21 +1,21 @@
-"""Pushed messages <-> what the intake records: a group, or what can be known of one that no value can hold."""
+"""Pushed messages -> what the intake records: a group that was examined, or what is known of one nobody can read."""
 
 from __future__ import annotations
 
 from heterorl.common.errors import InvalidRequest
 from heterorl.common.types.common import Contract
-from heterorl.common.types.rollout import Group
 from heterorl.common.wire.common import MAX_INT64, bytes_digest
-from heterorl.common.wire.rollout import group_from_pb, group_id_from_pb, received
-from heterorl.coordinator.groups.intake import Arrival
+from heterorl.common.wire.rollout import group_id_from_pb
+from heterorl.common.wire.seal import receive
+from heterorl.coordinator.groups.intake import Arrival, examined
 from heterorl.v1 import rollout_pb2
 
 
-def read(message: rollout_pb2.Group, *, contract: Contract | None, max_prompt_tokens: int) -> Group | Arrival:
+def read(message: rollout_pb2.Group, *, contract: Contract, max_prompt_tokens: int) -> Arrival:
     """The group of a message; one that is none is recorded as invalid, so that whoever is answered is counted too."""
     try:
         _check_counts(message, contract=contract, max_prompt_tokens=max_prompt_tokens)
-        return received(group_from_pb(message))
+        return examined(*receive(message), contract, max_prompt_tokens=max_prompt_tokens)
     except InvalidRequest as error:
         data = message.SerializeToString(deterministic=True)
         return Arrival(
@@ -28,7 +28,7 @@ def read(message: rollout_pb2.Group, *, contract: Contract | None, max_prompt_to
         )
 
 
-def _check_counts(group: rollout_pb2.Group, *, contract: Contract | None, max_prompt_tokens: int) -> None:
+def _check_counts(group: rollout_pb2.Group, *, contract: Contract, max_prompt_tokens: int) -> None:
     """Count before anything becomes objects: making an array of a message's numbers holds up every other thread.
 
     Raises:
@@ -37,11 +37,11 @@ def _check_counts(group: rollout_pb2.Group, *, contract: Contract | None, max_pr
     num_prompt = len(group.prompt_token_ids)
     if num_prompt > max_prompt_tokens:
         raise InvalidRequest(f"prompt_token_ids: {num_prompt} tokens, max_prompt_tokens is {max_prompt_tokens}")
-    if contract is not None and len(group.rollouts) != contract.group_size:
+    if len(group.rollouts) != contract.group_size:
         raise InvalidRequest(f"rollouts: {len(group.rollouts)}, the group size is {contract.group_size}")
     for number, rollout in enumerate(group.rollouts):
         num_tokens, num_logprobs = len(rollout.token_ids), len(rollout.sampler_logprobs)
-        if contract is not None and num_tokens > contract.sampling.max_new_tokens:
+        if num_tokens > contract.sampling.max_new_tokens:
             allowed = f"allowed are 1..{contract.sampling.max_new_tokens}"
             raise InvalidRequest(f"rollouts[{number}].token_ids: {num_tokens} tokens, {allowed}")
         if num_logprobs != num_tokens:

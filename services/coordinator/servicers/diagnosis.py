@@ -16,7 +16,8 @@ from heterorl import __version__
 from heterorl.common.errors import InvalidRequest
 from heterorl.common.rpc.diagnosis import MAX_ANSWER_BYTES, Diagnosis, diagnosis_to_pb
 from heterorl.common.types.common import Contract
-from heterorl.coordinator.core import Coordinator
+from heterorl.common.types.policy import NO_VERSION
+from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.versions import lineage
 from heterorl.v1 import diagnosis_pb2, diagnosis_pb2_grpc
 
@@ -26,8 +27,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class DiagnosisServicer(diagnosis_pb2_grpc.DiagnosisServiceServicer):
     """heterorl.v1.DiagnosisService."""
 
-    def __init__(self, core: Coordinator) -> None:
-        self._core = core
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
 
     async def Diagnose(
         self,
@@ -38,23 +39,19 @@ class DiagnosisServicer(diagnosis_pb2_grpc.DiagnosisServiceServicer):
         if request.answer_bytes > MAX_ANSWER_BYTES:
             raise InvalidRequest(f"answer_bytes: {request.answer_bytes}, at most {MAX_ANSWER_BYTES} are sent back")
 
-        def operation(connection: sqlite3.Connection) -> tuple[int, int, Contract | None]:
-            row = connection.execute(
-                "SELECT version, bytes_full FROM versions ORDER BY version DESC LIMIT 1"
-            ).fetchone()
-            version, size = row or (lineage.NONE, 0)
-            return version, size, lineage.read_contract(connection)
+        def operation(connection: sqlite3.Connection) -> tuple[lineage.Head | None, Contract | None]:
+            return lineage.read_head(connection), lineage.read_contract(connection)
 
-        head, size, contract = await self._core.database.run(operation)
+        head, contract = await self._parts.database.run(operation)
         diagnosis = Diagnosis(
-            server_time=self._core.clock.wall(),
-            run_id=self._core.config.run_id,
+            server_time=self._parts.clock.wall(),
+            run_id=self._parts.config.run_id,
             heterorl_version=__version__,
             python_version=platform.python_version(),
             grpc_version=grpc.__version__,
-            max_message_bytes=self._core.config.max_message_bytes,
-            head_version=head,
-            bytes_full=size,
+            max_message_bytes=self._parts.config.max_message_bytes,
+            head_version=NO_VERSION if head is None else head.version,
+            bytes_full=0 if head is None else head.full_bytes,
             contract=contract,
         )
         return diagnosis_to_pb(diagnosis, padding=bytes(request.answer_bytes))

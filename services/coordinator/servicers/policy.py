@@ -7,13 +7,14 @@ from typing import Any
 
 import grpc.aio
 
-from heterorl.common.api import CoordinatorApi
 from heterorl.common.errors import DigestMismatch, InvalidRequest
 from heterorl.common.process.metrics import BYTES
-from heterorl.common.rpc.options import FRAME_BYTES
 from heterorl.common.types.digests import digest_field
+from heterorl.common.weights.container import FRAME_BYTES
 from heterorl.common.wire.common import contract_from_pb
 from heterorl.common.wire.policy import frame_checksum, grant_to_pb, plan_to_pb, publish_from_pb, renewal_to_pb
+from heterorl.coordinator.lease import LearnerLease
+from heterorl.coordinator.policy import PolicyColumn
 from heterorl.v1 import policy_pb2, policy_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -22,13 +23,14 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
     """heterorl.v1.PolicyService."""
 
-    def __init__(self, api: CoordinatorApi) -> None:
-        self._api = api
+    def __init__(self, policy: PolicyColumn, lease: LearnerLease) -> None:
+        self._policy = policy
+        self._lease = lease
 
     async def AcquireLease(
         self, request: policy_pb2.AcquireLeaseRequest, context: Context
     ) -> policy_pb2.AcquireLeaseResponse:
-        grant = await self._api.acquire_lease(
+        grant = await self._lease.acquire_lease(
             holder=request.holder,
             contract=contract_from_pb(request.contract),
             request_id=request.request_id,
@@ -41,20 +43,20 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
     async def RenewLease(
         self, request: policy_pb2.RenewLeaseRequest, context: Context
     ) -> policy_pb2.RenewLeaseResponse:
-        grant = await self._api.renew_lease(epoch=request.epoch)
+        grant = await self._lease.renew_lease(epoch=request.epoch)
         return renewal_to_pb(grant)
 
     async def ReleaseLease(
         self, request: policy_pb2.ReleaseLeaseRequest, context: Context
     ) -> policy_pb2.ReleaseLeaseResponse:
-        await self._api.release_lease(epoch=request.epoch)
+        await self._lease.release_lease(epoch=request.epoch)
         return policy_pb2.ReleaseLeaseResponse()
 
     async def QueryUpload(
         self, request: policy_pb2.QueryUploadRequest, context: Context
     ) -> policy_pb2.QueryUploadResponse:
         digest = digest_field("digest", request.digest)
-        return policy_pb2.QueryUploadResponse(num_bytes=await self._api.query_upload(digest=digest))
+        return policy_pb2.QueryUploadResponse(num_bytes=await self._policy.query_upload(digest=digest))
 
     async def UploadPayload(
         self, request_iterator: AsyncIterator[policy_pb2.UploadPayloadRequest], context: Context
@@ -74,7 +76,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
                 BYTES.labels("weights", "in").inc(len(frame))
                 yield frame
 
-        num_bytes = await self._api.upload_payload(
+        num_bytes = await self._policy.upload_payload(
             epoch=first.header.epoch,
             digest=digest_field("header.digest", first.header.digest),
             num_bytes=first.header.num_bytes,
@@ -86,34 +88,34 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
     async def PublishVersion(
         self, request: policy_pb2.PublishVersionRequest, context: Context
     ) -> policy_pb2.PublishVersionResponse:
-        version = await self._api.publish_version(publish_from_pb(request))
+        version = await self._policy.publish_version(publish_from_pb(request))
         return policy_pb2.PublishVersionResponse(version=version)
 
     async def GetStep(self, request: policy_pb2.GetStepRequest, context: Context) -> policy_pb2.GetStepResponse:
-        return policy_pb2.GetStepResponse(version=await self._api.get_step(step_id=request.step_id))
+        return policy_pb2.GetStepResponse(version=await self._policy.get_step(step_id=request.step_id))
 
     async def WatchHead(
         self, request: policy_pb2.WatchHeadRequest, context: Context
     ) -> AsyncIterator[policy_pb2.WatchHeadResponse]:
-        async for update in self._api.watch_head(after_version=request.after_version):
+        async for update in self._policy.watch_head(after_version=request.after_version):
             yield policy_pb2.WatchHeadResponse(version=update.version, age_s=update.age_s)
 
     async def GetManifest(
         self, request: policy_pb2.GetManifestRequest, context: Context
     ) -> policy_pb2.GetManifestResponse:
-        signed = await self._api.get_signed_manifest(version=request.version, flavour=request.flavour)
+        signed = await self._policy.get_signed_manifest(version=request.version, flavour=request.flavour)
         return policy_pb2.GetManifestResponse(manifest=signed.data, signature=signed.signature)
 
     async def ListManifests(
         self, request: policy_pb2.ListManifestsRequest, context: Context
     ) -> policy_pb2.ListManifestsResponse:
-        found = await self._api.list_manifests(
+        found = await self._policy.list_manifests(
             first_version=request.first_version, last_version=request.last_version, flavour=request.flavour
         )
         return policy_pb2.ListManifestsResponse(manifests=found)
 
     async def PlanPull(self, request: policy_pb2.PlanPullRequest, context: Context) -> policy_pb2.PlanPullResponse:
-        plan = await self._api.plan_pull(
+        plan = await self._policy.plan_pull(
             have_version=request.have_version,
             have_root=request.have_root,
             want_version=request.want_version,
@@ -129,6 +131,6 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
     ) -> AsyncIterator[policy_pb2.ReadPayloadResponse]:
         digest = digest_field("digest", request.digest)
         stop = request.stop if request.HasField("stop") else None
-        async for frame in self._api.read_payload(digest=digest, offset=request.offset, stop=stop):
+        async for frame in self._policy.read_payload(digest=digest, offset=request.offset, stop=stop):
             BYTES.labels("weights", "out").inc(len(frame))
             yield policy_pb2.ReadPayloadResponse(frame=frame, checksum=frame_checksum(frame))

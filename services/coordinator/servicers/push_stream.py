@@ -11,10 +11,10 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
-from heterorl.common.api import CoordinatorApi
+from heterorl.common.errors import NotRegistered
 from heterorl.common.process.metrics import BYTES
 from heterorl.common.types.common import Contract
-from heterorl.common.types.rollout import Group, PushOutcome
+from heterorl.common.types.rollout import Group, PushOutcome, SealedGroup
 from heterorl.coordinator.groups.intake import Arrival
 from heterorl.coordinator.rpc.door import INLINE_BYTES, Requests
 from heterorl.coordinator.servicers import arrivals
@@ -22,12 +22,14 @@ from heterorl.v1 import rollout_pb2
 
 PUSH_BATCH = 16
 """Groups of one push stream that share a commit."""
+_Pushed = tuple[rollout_pb2.PushGroupsRequest, int]
+"""A message and its bytes on the wire."""
 
 
-class Taker(CoordinatorApi, Protocol):
-    """A coordinator that also records groups which nobody can read."""
+class Taker(Protocol):
+    """Takes groups in, also those which nobody can read, and hands groups on as their bytes."""
 
-    async def take_groups(self, groups: Sequence[Group | Arrival]) -> list[PushOutcome]: ...
+    async def take_groups(self, groups: Sequence[Group | SealedGroup | Arrival]) -> list[PushOutcome]: ...
 
     async def stated_contract(self) -> Contract | None: ...
 
@@ -48,12 +50,14 @@ class PushStreams:
         Raises:
             RemoteError: a message was refused; those before it are answered.
         """
-        arrived: asyncio.Queue[rollout_pb2.PushGroupsRequest | None] = asyncio.Queue(PUSH_BATCH)
+        arrived: asyncio.Queue[_Pushed | None] = asyncio.Queue(PUSH_BATCH)
 
         async def read() -> None:
             try:
                 async for message in requests:
-                    await arrived.put(message)
+                    # Known where it came in; a message counts its bytes by writing them.
+                    num_bytes = requests.num_bytes if isinstance(requests, Requests) else message.ByteSize()
+                    await arrived.put((message, num_bytes))
             except Exception:
                 # Whatever it is. Groups before it are committed and answered; then it ends the call.
                 await arrived.put(None)
@@ -71,7 +75,7 @@ class PushStreams:
                 while not arrived.empty() and len(batch) < PUSH_BATCH:
                     batch.append(arrived.get_nowait())
                 is_open = batch[-1] is not None
-                answered = await self._push([message for message in batch if message is not None])
+                answered = await self._push([pushed for pushed in batch if pushed is not None])
                 batch.clear()
                 if isinstance(requests, Requests):
                     requests.settle(len(answered))
@@ -82,24 +86,25 @@ class PushStreams:
             with contextlib.suppress(asyncio.CancelledError):
                 await reader
 
-    async def _push(self, batch: list[rollout_pb2.PushGroupsRequest]) -> list[PushOutcome]:
+    async def _push(self, batch: list[_Pushed]) -> list[PushOutcome]:
         """One outcome per message, in order; a group that no value can hold is recorded as invalid like any other."""
         if not batch:
             return []
-        num_bytes = sum(message.ByteSize() for message in batch)
+        num_bytes = sum(size for _, size in batch)
         BYTES.labels("groups", "in").inc(num_bytes)
         if self._contract is None:
             self._contract = await self._api.stated_contract()
+        contract = self._contract
+        if contract is None:
+            raise NotRegistered("no learner has stated the contract yet, so no site is registered")
         if num_bytes <= INLINE_BYTES:
-            entries = self._read(batch)
+            entries = self._read(batch, contract)
         else:
-            # Some 100 ns for each token, in which the event loop answers others; one at a time for the memory of it.
+            # Some 20 ns for each token, in which the event loop answers others; one at a time for the memory of it.
             async with self._converting:
-                entries = await asyncio.to_thread(self._read, batch)
+                entries = await asyncio.to_thread(self._read, batch, contract)
         return await self._api.take_groups(entries)
 
-    def _read(self, batch: list[rollout_pb2.PushGroupsRequest]) -> list[Group | Arrival]:
-        return [
-            arrivals.read(message.group, contract=self._contract, max_prompt_tokens=self._max_prompt_tokens)
-            for message in batch
-        ]
+    def _read(self, batch: list[_Pushed], contract: Contract) -> list[Arrival]:
+        limit = self._max_prompt_tokens
+        return [arrivals.read(message.group, contract=contract, max_prompt_tokens=limit) for message, _ in batch]

@@ -13,13 +13,14 @@ from heterorl.common.process.metrics import BYTES
 from heterorl.common.types.common import SiteId
 from heterorl.common.wire.rollout import (
     group_id_from_pb,
+    leased_to_pb,
     outcome_to_pb,
-    queued_to_pb,
     rejections_from_pb,
     work_grant_to_pb,
 )
 from heterorl.coordinator import observe
-from heterorl.coordinator.servicers.push_stream import PushStreams, Taker
+from heterorl.coordinator.rollout import RolloutColumn
+from heterorl.coordinator.servicers.push_stream import PushStreams
 from heterorl.v1 import rollout_pb2, rollout_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -28,12 +29,12 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     """heterorl.v1.RolloutService."""
 
-    def __init__(self, api: Taker, *, max_prompt_tokens: int = 1 << 18) -> None:
-        self._api = api
-        self._pushes = PushStreams(api, max_prompt_tokens=max_prompt_tokens)
+    def __init__(self, rollouts: RolloutColumn, *, max_prompt_tokens: int = 1 << 18) -> None:
+        self._rollouts = rollouts
+        self._pushes = PushStreams(rollouts, max_prompt_tokens=max_prompt_tokens)
 
     async def LeaseWork(self, request: rollout_pb2.LeaseWorkRequest, context: Context) -> rollout_pb2.LeaseWorkResponse:
-        grant = await self._api.lease_work(
+        grant = await self._rollouts.lease_work(
             site=SiteId(request.site),
             incarnation=request.incarnation,
             max_groups=request.max_groups,
@@ -45,7 +46,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def AbandonWork(
         self, request: rollout_pb2.AbandonWorkRequest, context: Context
     ) -> rollout_pb2.AbandonWorkResponse:
-        await self._api.abandon_work(
+        await self._rollouts.abandon_work(
             site=SiteId(request.site), incarnation=request.incarnation, assignments=list(request.assignments)
         )
         return rollout_pb2.AbandonWorkResponse()
@@ -73,23 +74,23 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         held = [group_id_from_pb(group_id) for group_id in first.held]
         # Closed at once when the call ends, so that what was leased and not sent goes back now.
         async with contextlib.aclosing(
-            self._api.stream_groups(epoch=first.epoch, held=held, credits=credits())  # type: ignore[type-var]
+            self._rollouts.stream_sealed(epoch=first.epoch, held=held, credits=credits())
         ) as stream:
-            async for queued in stream:
-                message = queued_to_pb(queued)
+            async for leased in stream:
+                message = leased_to_pb(leased)
                 BYTES.labels("groups", "out").inc(message.ByteSize())
-                observe.observe_lease(queued)
+                observe.observe_lease(leased)
                 yield message
 
     async def AbandonGroups(
         self, request: rollout_pb2.AbandonGroupsRequest, context: Context
     ) -> rollout_pb2.AbandonGroupsResponse:
         ids = [group_id_from_pb(group_id) for group_id in request.ids]
-        await self._api.abandon_groups(epoch=request.epoch, ids=ids, reason=request.reason)
+        await self._rollouts.abandon_groups(epoch=request.epoch, ids=ids, reason=request.reason)
         return rollout_pb2.AbandonGroupsResponse()
 
     async def RejectGroups(
         self, request: rollout_pb2.RejectGroupsRequest, context: Context
     ) -> rollout_pb2.RejectGroupsResponse:
-        await self._api.reject_groups(epoch=request.epoch, rejections=rejections_from_pb(request))
+        await self._rollouts.reject_groups(epoch=request.epoch, rejections=rejections_from_pb(request))
         return rollout_pb2.RejectGroupsResponse()

@@ -27,7 +27,10 @@ class _Period:
 
 
 class Flaps:
-    """Changes of sites in their current periods, by instants of the monotonic clock; a restart begins anew."""
+    """Changes of sites in their current periods, by instants of the monotonic clock; a restart begins anew.
+
+    `note` is for store operations, `due` for the event loop: a site's period is added by one and taken by the other.
+    """
 
     def __init__(self) -> None:
         self._periods: dict[SiteId, _Period] = {}

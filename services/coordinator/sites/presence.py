@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from heterorl.common.process.words import peer_words
 from heterorl.common.types.run import SiteStatus
+from heterorl.common.types.words import peer_words
 
 SILENT_S = 30.0
 """A site without any call for so long is said to be silent; its heartbeats come every few seconds."""

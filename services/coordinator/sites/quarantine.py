@@ -2,7 +2,7 @@
 
 Guarantees: durable; a site is quarantined in the transaction of the failure that is one too many, its pending groups
 are dropped and its work is handed to others in the same one. Only an operator ends it. The quarantine by the canary
-(canary.py) is another one, which ends by itself; `reason_of` and `read_reasons` know both.
+(canary.py) is another one, which ends by itself; `check_site` and `read_reasons` know both.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def note_failure(
     audit.append(connection, AuditKind.CHECK_FAILED, subject=site, detail=f"{reason.value}: {detail}", now=now)
     failed_at = [count for (count,) in connection.execute("SELECT accepted FROM failures WHERE site = ?", (site,))]
     is_due, text = decide(failed_at, accepted=accepted, rule=rule)
-    if not is_due or _conviction(connection, site):
+    if not is_due or conviction_of(connection, site):
         return ""
     text = f"{text}; the last one: {reason.value}, {detail[:300]}"
     connection.execute("INSERT INTO convictions VALUES (?, ?, ?)", (site, text, now))
@@ -87,7 +87,8 @@ def release(connection: sqlite3.Connection, site: SiteId, *, reason: str, now: f
 
 def conviction_of(connection: sqlite3.Connection, site: SiteId) -> str:
     """Why the learner's checks put a site into quarantine; empty when they did not."""
-    return _conviction(connection, site)
+    row = connection.execute("SELECT reason FROM convictions WHERE site = ?", (site,)).fetchone()
+    return str(row[0]) if row else ""
 
 
 def read_reasons(connection: sqlite3.Connection) -> dict[str, str]:
@@ -111,7 +112,7 @@ def check_site(connection: sqlite3.Connection, site: SiteId) -> None:
     Raises:
         Quarantined: with the reason.
     """
-    reason = _conviction(connection, site)
+    reason = conviction_of(connection, site)
     if reason:
         raise Quarantined(
             f"site {site} is in quarantine: {reason}",
@@ -130,11 +131,6 @@ def pending_groups(connection: sqlite3.Connection, site: SiteId) -> list[GroupId
     """Groups of a site that nobody has taken yet."""
     rows = connection.execute("SELECT incarnation, sequence FROM groups WHERE state = 'pending' AND site = ?", (site,))
     return [GroupId(site=site, incarnation=incarnation, sequence=sequence) for incarnation, sequence in rows]
-
-
-def _conviction(connection: sqlite3.Connection, site: str) -> str:
-    row = connection.execute("SELECT reason FROM convictions WHERE site = ?", (site,)).fetchone()
-    return str(row[0]) if row else ""
 
 
 def _trained(connection: sqlite3.Connection, site: str) -> str:

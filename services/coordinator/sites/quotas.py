@@ -52,7 +52,11 @@ def wait_s(bucket: Bucket, rate: Rate, amount: float) -> float:
 
 
 class Quotas:
-    """The buckets of all sites and the number of their refusals."""
+    """The buckets of all sites and the number of their refusals.
+
+    `take` is for store operations; what was told of refusals is written on the event loop. Either reads what
+    the other writes by single entries, or by a copy.
+    """
 
     def __init__(self, config: CoordinatorConfig) -> None:
         rates = {"groups": (config.site_groups_per_s, 1.0), "bytes": (config.site_bytes_per_s, 1.0)}

@@ -14,7 +14,7 @@ ASKED_S = 60.0
 
 
 class Shares:
-    """Who asked for work when, and what each site owes."""
+    """Who asked for work when, and what each site owes; for store operations alone."""
 
     def __init__(self) -> None:
         self._asked: dict[str, float] = {}

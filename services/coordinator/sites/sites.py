@@ -1,19 +1,17 @@
-"""What is known of the samplers: durable registrations, and in memory who was seen when and whose leases run out.
+"""What is known of the samplers: durable registrations, and in memory who was seen when.
 
-Times are instants of the monotonic clock and affect liveness only; after a restart every lease gets a fresh term.
+Times are instants of the monotonic clock and affect liveness only.
 """
 
 from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from heterorl.common.errors import NotRegistered
 from heterorl.common.types.common import SiteId
-from heterorl.common.types.rollout import WorkAssignment
 from heterorl.common.types.run import CanaryReport, Heartbeat, Registration, SiteStatus
-from heterorl.coordinator.groups.work import Handed
 from heterorl.coordinator.sites import incarnations, quarantine, watermark
 from heterorl.coordinator.sites.quotas import Quotas
 from heterorl.coordinator.sites.shares import Shares
@@ -35,49 +33,20 @@ class _Seen:
 
 
 class Sites:
-    """Registrations, last signs of life, and deadlines of assignments.
+    """Registrations and last signs of life.
 
-    Terms are read and written by store operations only: the table of work says what is leased, and a lease whose
-    beginning this process does not know (it restarted, or an operation was undone) gets a fresh term.
+    Signs of life are written on the event loop, where the store's thread may read them at any moment; that thread
+    writes what `shares` holds, and forgets an incarnation in the operation that registers another one.
     """
 
-    def __init__(self, *, work_lease_s: float) -> None:
-        self._work_lease_s = work_lease_s
+    def __init__(self) -> None:
         self._seen: dict[Holder, _Seen] = {}
-        self._leased_at: dict[int, float] = {}
         self.shares = Shares()
 
-    def leased(
-        self, connection: sqlite3.Connection, handed: Sequence[Handed], holder: Holder, now: float
-    ) -> tuple[WorkAssignment, ...]:
-        """Start the terms of new leases; those that run go on, so that no site keeps one by asking again."""
-        term_s = self._work_lease_s + _delay_s(connection, holder)
-        starts = [self._leased_at.setdefault(entry.assignment, now) for entry in handed]
-        return tuple(
-            WorkAssignment(
-                id=entry.assignment,
-                prompt_index=entry.prompt_index,
-                seed=entry.seed,
-                lease_s=max(0.0, start + term_s - now),
-            )
-            for entry, start in zip(handed, starts, strict=True)
-        )
-
-    def expired(self, connection: sqlite3.Connection, leased: Mapping[int, Holder], now: float) -> list[int]:
-        """Those of the leased assignments whose term ended; they are forgotten, and count against their holders."""
-        terms = {holder: self._work_lease_s + self._grace_s(connection, holder, now) for holder in set(leased.values())}
-        self._leased_at = {assignment: self._leased_at.get(assignment, now) for assignment in leased}
-        found = [number for number, start in self._leased_at.items() if start + terms[leased[number]] <= now]
-        for assignment in found:
-            del self._leased_at[assignment]
-            self.shares.note_expired(leased[assignment][0])
-        return found
-
-    def _grace_s(self, connection: sqlite3.Connection, holder: Holder, now: float) -> float:
-        """What its delay adds to the terms of a site, while it says that it lives; one that died delivers nothing."""
+    def silence_s(self, holder: Holder, now: float) -> float | None:
+        """Seconds since a site's last sign of life; None when this process saw none."""
         seen = self._seen.get(holder)
-        is_silent = seen is None or now - seen.at > self._work_lease_s
-        return 0.0 if is_silent else _delay_s(connection, holder)
+        return None if seen is None else now - seen.at
 
     def see(self, site: str, incarnation: str, now: float, *, policy_version: int | None = None) -> None:
         """Note a sign of life."""
@@ -103,7 +72,8 @@ class Sites:
 
     def versions_in_use(self, since: float) -> frozenset[int]:
         """Versions that sites seen since then generate with."""
-        return frozenset(seen.policy_version for seen in self._seen.values() if seen.at >= since)
+        # Copied at once: a registration on the store's thread may forget one meanwhile.
+        return frozenset(seen.policy_version for seen in [*self._seen.values()] if seen.at >= since)
 
     def register(self, connection: sqlite3.Connection, registration: Registration) -> int:
         """Make a registration durable; returns the highest sequence known of the incarnation."""
@@ -131,6 +101,15 @@ class Sites:
         """Whether the incarnation is registered."""
         row = connection.execute("SELECT 1 FROM sites WHERE site = ? AND incarnation = ?", (site, incarnation))
         return row.fetchone() is not None
+
+    def require(self, connection: sqlite3.Connection, site: str, incarnation: str) -> None:
+        """Refuse an incarnation that is not registered.
+
+        Raises:
+            NotRegistered: it is to register first.
+        """
+        if not self.is_known(connection, site, incarnation):
+            raise NotRegistered(f"site {site}, incarnation {incarnation}, is not registered")
 
     def flavour(self, connection: sqlite3.Connection, site: str, incarnation: str) -> str:
         """Form of the weights that a registered incarnation pulls."""
@@ -177,7 +156,7 @@ class Sites:
         return tuple(statuses)
 
 
-def _delay_s(connection: sqlite3.Connection, holder: Holder) -> float:
+def delay_s(connection: sqlite3.Connection, holder: Holder) -> float:
     """What the delay model of a site adds there and back, as it declared."""
     row = connection.execute("SELECT max_delay_s FROM sites WHERE site = ? AND incarnation = ?", holder).fetchone()
     return 0.0 if row is None else float(row[0])

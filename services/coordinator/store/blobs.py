@@ -24,13 +24,11 @@ from heterorl.common.errors import (
     InvalidRequest,
     QuotaExceeded,
     StoreFull,
-    UnknownPayload,
 )
 from heterorl.common.process.files import make_directory, sync_directory
 from heterorl.common.types.common import Digest
 from heterorl.common.weights.payload import file_digest
 from heterorl.coordinator.store.files import (
-    FRAME_BYTES,
     cut,
     file_size,
     open_file,
@@ -43,14 +41,38 @@ from heterorl.coordinator.store.files import (
 )
 from heterorl.coordinator.store.locks import Locks
 
-__all__ = ["FRAME_BYTES", "BlobStore"]
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+async def _no_room(_missing: int) -> None:
+    pass
+
+
+def _ignore() -> None:
+    pass
 
 
 class BlobStore:
     """Content-addressed payload files under one directory."""
 
-    def __init__(self, root: Path, *, store_bytes: int, max_payload_bytes: int) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        store_bytes: int,
+        max_payload_bytes: int,
+        make_room: Callable[[int], Awaitable[None]] = _no_room,
+        on_full: Callable[[], None] = _ignore,
+    ) -> None:
+        """Open the directory.
+
+        Args:
+            root: where `blobs`, `partial` and `damaged` lie.
+            store_bytes: bytes that payloads and uploads may occupy.
+            max_payload_bytes: the largest payload.
+            make_room: called with the bytes that are missing before an upload is refused.
+            on_full: called when the disk refused a payload.
+        """
         self._blobs = root / "blobs"
         self._partial = root / "partial"
         self._damaged = root / "damaged"
@@ -60,10 +82,8 @@ class BlobStore:
         self._held: Counter[Digest] = Counter()
         self._used = 0
         """Bytes on disk, and those that the uploads under way may still bring."""
-        self.make_room: Callable[[int], Awaitable[None]] = _no_room
-        """Called with the bytes that are missing before an upload is refused."""
-        self.on_full: Callable[[], None] = _ignore
-        """Called when the disk refused a payload."""
+        self._make_room = make_room
+        self._on_full = on_full
         for directory in (self._blobs, self._partial):
             make_directory(directory)
         self._identity = _identity(self._blobs)
@@ -201,21 +221,10 @@ class BlobStore:
             raise unreadable(error) from error
         return frozenset(digest for digest in found if not self._locks.is_held(digest) and digest not in self._held)
 
-    async def is_sound(self, digest: Digest) -> bool:
-        """Whether the bytes on disk are still those that the name says.
-
-        Raises:
-            UnknownPayload: not stored.
-        """
-        try:
-            return await asyncio.to_thread(file_digest, self.path(digest)) == digest
-        except FileNotFoundError as error:
-            raise UnknownPayload(f"payload {digest[:12]} is not stored") from error
-
     async def _reserve(self, num_bytes: int) -> None:
         missing = self._used + num_bytes - self._store_bytes
         if missing > 0:
-            await self.make_room(missing)
+            await self._make_room(missing)
         if self._used + num_bytes > self._store_bytes:
             raise StoreFull(
                 f"{num_bytes} more bytes of payloads would exceed store_bytes = {self._store_bytes};"
@@ -277,7 +286,7 @@ class BlobStore:
         try:
             yield
         except StoreFull:
-            self.on_full()
+            self._on_full()
             raise
         finally:
             with suppress(Busy):
@@ -287,11 +296,3 @@ class BlobStore:
 def _identity(directory: Path) -> tuple[int, int]:
     stat = directory.stat()
     return stat.st_dev, stat.st_ino
-
-
-async def _no_room(_missing: int) -> None:
-    pass
-
-
-def _ignore() -> None:
-    pass

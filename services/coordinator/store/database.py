@@ -48,16 +48,21 @@ class _Alone:
         return self.operation(connection)
 
 
+def _ignore() -> None:
+    pass
+
+
 class Database:
     """Runs operations on the store's thread."""
 
-    def __init__(self, connection: sqlite3.Connection, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, connection: sqlite3.Connection, loop: asyncio.AbstractEventLoop, *, on_full: Callable[[], None]
+    ) -> None:
         self._connection = connection
         self._loop = loop
         self._operations: queue.SimpleQueue[tuple[Operation, asyncio.Future[Any]] | None] = queue.SimpleQueue()
         self.on_fatal: asyncio.Future[None] = loop.create_future()
-        self.on_full: Callable[[], None] = _ignore
-        """Called on the event loop when the disk refused an operation."""
+        self._on_full = on_full
         self._is_failed = False
         self._is_closed = False
         self._thread = threading.Thread(target=self._work, name="database", daemon=True)
@@ -67,14 +72,14 @@ class Database:
         self._thread.start()
 
     @classmethod
-    async def open(cls, path: Path) -> Self:
-        """Open or create the store and check it.
+    async def open(cls, path: Path, *, on_full: Callable[[], None] = _ignore) -> Self:
+        """Open or create the store and check it; `on_full` is called on the event loop when the disk refuses.
 
         Raises:
             CorruptStore: the file fails SQLite's check, or was written by another schema.
             DiskFull: the store cannot be opened for want of space.
         """
-        return cls(await asyncio.to_thread(_connect, path), asyncio.get_running_loop())
+        return cls(await asyncio.to_thread(_connect, path), asyncio.get_running_loop(), on_full=on_full)
 
     async def run(self, operation: Callable[[sqlite3.Connection], ResultT]) -> ResultT:
         """Run one operation in a transaction; returns after the commit.
@@ -137,7 +142,7 @@ class Database:
     def _commit(self, batch: list[tuple[Operation, asyncio.Future[Any]]]) -> None:
         results: list[tuple[Any, BaseException | None]] = []
         connection = self._connection
-        # Not the run's clock: what is measured is the disk's work, for which a simulated clock stands still.
+        # Real time, whatever clock the run has: it is the disk that is measured.
         started = time.perf_counter()
         try:
             if self._is_failed:
@@ -158,7 +163,7 @@ class Database:
                     self._commit([entry])
                 return
             if is_full:
-                self._call(self.on_full)
+                self._call(self._on_full)
             # One for each caller: whoever raises it adds its own traceback.
             results = [(None, _failure(problem, is_full=is_full)) for _ in batch]
         for (_, future), (result, exception) in zip(batch, results, strict=True):
@@ -189,10 +194,6 @@ def _failure(problem: str, *, is_full: bool) -> Exception:
     if is_full:
         return StoreFull("the coordinator's disk is full", retry_after_s=5.0)
     return CorruptStore(f"the store failed: {problem}")
-
-
-def _ignore() -> None:
-    pass
 
 
 def _run_alone(connection: sqlite3.Connection, operation: Operation) -> tuple[Any, BaseException | None]:

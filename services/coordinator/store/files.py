@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from heterorl.common.errors import Busy, CorruptStore, StoreFull
-from heterorl.common.process import descriptors
+from heterorl.common.process import descriptors, files
 from heterorl.common.process.files import opened_directory, sync_directory
 
 ResultT = TypeVar("ResultT")
-FRAME_BYTES = 1 << 20
 BUSY_S = 2.0
 """Delay that a caller is told when the system refuses."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -70,10 +69,8 @@ def cut(file: BinaryIO, offset: int) -> None:
 
 def write_all(file: BinaryIO, frame: bytes) -> None:
     """Write every byte of a frame."""
-    view = memoryview(frame)
     try:
-        while view:
-            view = view[file.write(view) :]
+        files.write_all(file, frame)
     except OSError as error:
         raise typed_error(error) from error
 

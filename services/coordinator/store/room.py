@@ -49,6 +49,8 @@ class Room:
         self._refused = -HEALED_S
         self._said = -REMIND_S
         self.is_full = False
+        self.refusal = asyncio.Event()
+        """Set when the disk refused something; cleared by whoever sees to it."""
 
     @property
     def problem(self) -> str:
@@ -80,6 +82,7 @@ class Room:
         """The disk refused to take something."""
         now = self._clock.monotonic()
         self.is_full, self._refused = True, now
+        self.refusal.set()
         if now - self._said >= REMIND_S:
             self._said = now
             _LOG.error("%s", self.problem)

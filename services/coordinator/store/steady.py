@@ -11,8 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from heterorl.common.errors import CorruptStore, Draining, HeterorlError
-from heterorl.common.process.bell import ring_or_time
-from heterorl.common.process.clock import Clock
+from heterorl.common.process.clock import Clock, ring_or_time
 from heterorl.common.process.metrics import LOOP_FAILURES
 
 _LOG = logging.getLogger(__name__)

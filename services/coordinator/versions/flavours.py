@@ -1,7 +1,6 @@
-"""Flavours of the run's versions, as store operations: the same weights in other forms, published with each version.
+"""Flavours of the run's versions, as store operations: the same weights coded otherwise, published with each version.
 
-A flavour has states, manifests, payloads and signatures of its own under the numbers of the versions; whether a version
-is the head or abandoned is the version's alone. The name "" means the weights that are trained.
+What one flavour consists of is its chain (`chain`); here is which there are, and how a publication extends them.
 
 Guarantees: a flavour's version is committed in the transaction of its version, so a sampler sees both or neither; its
 manifest follows that of the same flavour at the version that its version follows, or begins the flavour with a
@@ -16,13 +15,13 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 
 from heterorl.common.errors import ContractMismatch, InvalidRequest
-from heterorl.common.types.policy import Manifest, PayloadKind, PublishRequest
+from heterorl.common.types.policy import Manifest, PayloadKind, PublishRequest, stated_version, version_or_none
 from heterorl.common.types.run import FlavourStatus
 from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
 from heterorl.coordinator.store.database import get_meta, set_meta
-from heterorl.coordinator.versions import lineage, manifests
+from heterorl.coordinator.versions import lineage
+from heterorl.coordinator.versions.chain import TRAINED, Chain
 
-TRAINED = ""
 MAX_FLAVOURS = 8
 _NAME = re.compile(r"[a-z0-9_]{1,32}")
 _OFFERED = "flavours"
@@ -67,15 +66,15 @@ def check_offered(connection: sqlite3.Connection, flavour: str) -> None:
 
 
 def stored(connection: sqlite3.Connection) -> tuple[str, ...]:
-    """All forms of which there ever was a version, that of training first."""
+    """All flavours of which there ever was a version, the weights that are trained first."""
     rows = connection.execute("SELECT DISTINCT flavour FROM flavour_versions ORDER BY flavour")
     return (TRAINED, *(str(row[0]) for row in rows))
 
 
 def of_state(connection: sqlite3.Connection, version: int, state_root: str) -> str:
-    """The form in which a version has this state.
+    """The flavour in which a version has this state.
 
-    A group says by the state what it was generated with: a site that changed its form still pushes groups of before.
+    A group says by the state what it was generated with: a site that changed its flavour still pushes groups of before.
     """
     row = connection.execute(
         "SELECT flavour FROM flavour_versions WHERE version = ? AND state_root = ?", (version, state_root)
@@ -93,14 +92,14 @@ def check_publication(
     """
     check_names([entry.flavour for entry in request.flavours])
     for entry in request.flavours:
-        mine = parsed[entry.flavour]
+        mine, chain = parsed[entry.flavour], Chain(connection, entry.flavour)
         lineage.check_signature(entry.signature)
-        parent = request.lineage_version
-        if parent == lineage.NONE or not lineage.is_in_lineage(connection, parent, entry.flavour):
-            parent = lineage.NONE
+        parent = version_or_none(request.lineage_version)
+        if parent is not None and not chain.is_in_lineage(parent):
+            parent = None
         layout_id = mine.layout_id
-        if parent != lineage.NONE:
-            before = manifests.read_manifest(connection, parent, entry.flavour)
+        if parent is not None:
+            before = chain.manifest(parent)
             layout_id = manifest_from_bytes(before).layout_id
         lineage.check_manifest(
             mine,
@@ -109,11 +108,11 @@ def check_publication(
                 "epoch": manifest.epoch,
                 "version": manifest.version,
                 "step": manifest.step,
-                "parent_version": parent,
-                "parent_digest": "" if parent == lineage.NONE else manifest_digest(before),
+                "parent_version": stated_version(parent),
+                "parent_digest": "" if parent is None else manifest_digest(before),
                 "layout_id": layout_id,
             },
-            needs_snapshot=parent == lineage.NONE or request.lineage_version != request.parent_version,
+            needs_snapshot=parent is None or request.lineage_version != request.parent_version,
             name=f"flavours[{entry.flavour}].manifest",
         )
 
@@ -121,7 +120,7 @@ def check_publication(
 def write_versions(connection: sqlite3.Connection, request: PublishRequest, parsed: Mapping[str, Manifest]) -> None:
     """Set: record each flavour of a version."""
     for entry in request.flavours:
-        manifest = parsed[entry.flavour]
+        manifest, chain = parsed[entry.flavour], Chain(connection, entry.flavour)
         connection.execute(
             "INSERT INTO flavour_versions VALUES (?, ?, ?, ?, ?, ?, ?)",
             (
@@ -134,8 +133,8 @@ def write_versions(connection: sqlite3.Connection, request: PublishRequest, pars
                 manifest.num_changed / manifest.num_elements if manifest.num_elements else 0.0,
             ),
         )
-        manifests.write_signature(connection, manifest.version, entry.signature, entry.flavour)
-        lineage.write_payloads(connection, manifest.payloads, entry.flavour)
+        chain.write_signature(manifest.version, entry.signature)
+        chain.offer(manifest.payloads)
 
 
 def statuses(connection: sqlite3.Connection) -> tuple[FlavourStatus, ...]:
@@ -149,8 +148,7 @@ def statuses(connection: sqlite3.Connection) -> tuple[FlavourStatus, ...]:
         ).fetchone()
         if row is None:
             continue
-        payloads = lineage.payloads_into(connection, row[0], flavour)
-        sizes = {payload.kind: payload.num_bytes for payload in payloads}
+        sizes = {payload.kind: payload.num_bytes for payload in Chain(connection, flavour).into(row[0])}
         found.append(
             FlavourStatus(
                 flavour=flavour,

@@ -8,7 +8,7 @@ heterorl.coordinator.store.database.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from heterorl.common.errors import (
@@ -19,25 +19,32 @@ from heterorl.common.errors import (
     StepConflict,
     UnknownVersion,
 )
-from heterorl.common.types.common import Contract, Digest
-from heterorl.common.types.policy import SIGNATURE_BYTES, Manifest, PayloadKind, PayloadRef, PublishRequest
+from heterorl.common.types.common import Contract
+from heterorl.common.types.policy import (
+    NO_VERSION,
+    SIGNATURE_BYTES,
+    Manifest,
+    PayloadKind,
+    PublishRequest,
+    stated_version,
+)
 from heterorl.common.wire.common import bytes_digest, contract_from_bytes, contract_to_bytes
 from heterorl.common.wire.policy import manifest_digest
 from heterorl.coordinator.store.database import get_meta
-from heterorl.coordinator.versions import manifests
+from heterorl.coordinator.versions.chain import Chain
 from heterorl.coordinator.versions.lease import contract_difference
-
-NONE = -1
-MergedInto = Callable[[int], Sequence[PayloadRef]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """The newest version; `version` is -1 when there is none."""
+    """The newest version, and the bytes of its state, of its smallest payload, and the share that changed."""
 
     version: int
     manifest_digest: str
     published: float
+    full_bytes: int
+    last_bytes: int
+    changed_fraction: float
 
 
 def check_epoch(connection: sqlite3.Connection, epoch: int) -> None:
@@ -76,14 +83,28 @@ def read_contract(connection: sqlite3.Connection) -> Contract | None:
     return None if row is None else contract_from_bytes(row[0])
 
 
-def read_head(connection: sqlite3.Connection) -> Head:
-    """The newest version."""
+def read_head(connection: sqlite3.Connection) -> Head | None:
+    """The newest version, once there is one."""
     row = connection.execute(
-        "SELECT version, manifest_digest, published FROM versions ORDER BY version DESC LIMIT 1"
+        "SELECT version, manifest_digest, published, bytes_full, bytes_last, changed_fraction FROM versions"
+        " ORDER BY version DESC LIMIT 1"
     ).fetchone()
     if row is None:
-        return Head(version=NONE, manifest_digest="", published=0.0)
-    return Head(version=row[0], manifest_digest=row[1], published=row[2])
+        return None
+    names = ("version", "manifest_digest", "published", "full_bytes", "last_bytes", "changed_fraction")
+    return Head(**dict(zip(names, row, strict=True)))
+
+
+def head_version(connection: sqlite3.Connection) -> int | None:
+    """The number of the newest version, once there is one."""
+    row = connection.execute("SELECT version FROM versions ORDER BY version DESC LIMIT 1").fetchone()
+    return None if row is None else int(row[0])
+
+
+def num_versions(connection: sqlite3.Connection) -> int:
+    """How many versions were ever published: they are dense."""
+    head = head_version(connection)
+    return 0 if head is None else head + 1
 
 
 def check_publication(
@@ -103,9 +124,9 @@ def check_publication(
         if row[1] != _content(request):
             raise StepConflict(f"step id {request.step_id} is version {row[0]} with other content")
         return int(row[0])
-    head = read_head(connection)
-    if request.parent_version != head.version:
-        raise ParentNotHead(f"parent {request.parent_version} is not the head, version {head.version}")
+    head = head_version(connection)
+    if request.parent_version != stated_version(head):
+        raise ParentNotHead(f"parent {request.parent_version} is not the head, version {stated_version(head)}")
     contract = read_contract(connection)
     is_rollback = request.lineage_version != request.parent_version
     check_manifest(
@@ -113,12 +134,12 @@ def check_publication(
         {
             "run_id": run_id,
             "epoch": request.epoch,
-            "version": head.version + 1,
+            "version": 0 if head is None else head + 1,
             "parent_version": request.lineage_version,
             "parent_digest": _parent_digest(connection, request.lineage_version),
             "layout_id": contract.layout_id if contract else "",
         },
-        needs_snapshot=head.version == NONE or is_rollback,
+        needs_snapshot=head is None or is_rollback,
         name="manifest",
     )
     return None
@@ -158,8 +179,10 @@ def check_manifest(manifest: Manifest, expected: Mapping[str, object], *, needs_
         if payload.kind is PayloadKind.MERGED:
             raise InvalidRequest(f"{name}.payloads: merged deltas are the coordinator's to make")
         is_delta = payload.kind is PayloadKind.DELTA
-        start = manifest.parent_version if is_delta else NONE
-        if (payload.to_version, payload.from_version) != (manifest.version, start) or (is_delta and start == NONE):
+        start = manifest.parent_version if is_delta else NO_VERSION
+        if (payload.to_version, payload.from_version) != (manifest.version, start) or (
+            is_delta and start == NO_VERSION
+        ):
             raise InvalidRequest(f"{name}.payloads: {payload.kind.value} does not lead to version {manifest.version}")
 
 
@@ -184,19 +207,12 @@ def write_version(
             manifest.num_changed / manifest.num_elements if manifest.num_elements else 0.0,
         ),
     )
-    manifests.write_signature(connection, manifest.version, request.signature)
-    write_payloads(connection, manifest.payloads)
+    chain = Chain(connection)
+    chain.write_signature(manifest.version, request.signature)
+    chain.offer(manifest.payloads)
     connection.executemany(
         "INSERT OR REPLACE INTO steps VALUES (?, ?, ?)",
         [(step.step, manifest.version, data) for step, data in zip(request.reports, reports, strict=True)],
-    )
-
-
-def write_payloads(connection: sqlite3.Connection, payloads: Iterable[PayloadRef], flavour: str = "") -> None:
-    """Set: offer payloads."""
-    connection.executemany(
-        "INSERT INTO payloads VALUES (?, ?, ?, ?, ?, ?)",
-        [(p.to_version, p.kind.value, p.from_version, p.digest, p.num_bytes, flavour) for p in payloads],
     )
 
 
@@ -218,28 +234,8 @@ def version_of_step(connection: sqlite3.Connection, step_id: str) -> int | None:
     return None if row is None else int(row[0])
 
 
-def is_in_lineage(connection: sqlite3.Connection, version: int, flavour: str = "") -> bool:
-    """Whether a version exists in this flavour and was not abandoned."""
-    row = connection.execute(
-        "SELECT is_abandoned FROM stated WHERE flavour = ? AND version = ?", (flavour, version)
-    ).fetchone()
-    return row is not None and not row[0]
-
-
-def payloads_into(connection: sqlite3.Connection, version: int, flavour: str = "") -> list[PayloadRef]:
-    """Published payloads that lead to a version."""
-    rows = connection.execute(
-        "SELECT kind, from_version, to_version, digest, num_bytes FROM payloads WHERE flavour = ? AND to_version = ?",
-        (flavour, version),
-    )
-    return [
-        PayloadRef(kind=PayloadKind(kind), from_version=a, to_version=b, digest=Digest(digest), num_bytes=size)
-        for kind, a, b, digest, size in rows
-    ]
-
-
 def _parent_digest(connection: sqlite3.Connection, version: int) -> str:
-    if version == NONE:
+    if version == NO_VERSION:
         return ""
     row = connection.execute(
         "SELECT manifest_digest FROM versions WHERE version = ? AND is_abandoned = 0", (version,)

@@ -16,26 +16,24 @@ import heapq
 from collections.abc import Callable, Sequence
 
 from heterorl.common.errors import UnknownVersion
-from heterorl.common.types.policy import PayloadKind, PayloadRef, PlanKind
-
-NOTHING = -1
+from heterorl.common.types.policy import PayloadKind, PayloadRef, PlanKind, version_or_none
 
 
 def plan_pull(
     into: Callable[[int], Sequence[PayloadRef]],
     *,
-    have_version: int,
+    have_version: int | None,
     want_version: int,
-    base_version: int = NOTHING,
+    base_version: int | None = None,
     object_bytes: int = 0,
 ) -> tuple[PlanKind, tuple[PayloadRef, ...], str]:
     """Choose the payloads to apply, in order, and say why.
 
     Args:
         into: payloads that lead to a version, sizes not negative; called at most once a version.
-        have_version: what the caller holds; -1 for nothing.
+        have_version: what the caller holds; None for nothing.
         want_version: what the caller wants.
-        base_version: what the caller can rebuild without a transfer, its base model; -1 for nothing.
+        base_version: what the caller can rebuild without a transfer, its base model; None for nothing.
         object_bytes: what each payload costs beside its bytes, not negative.
 
     Raises:
@@ -46,30 +44,37 @@ def plan_pull(
     if base_version == want_version:
         return PlanKind.SAME, (), f"version {want_version} is the caller's base model"
     # Dijkstra backwards from the goal: only the versions between it and a start are visited.
-    cost = {want_version: 0}
-    via: dict[int, PayloadRef] = {}
-    heap = [(0, want_version)]
+    cost: dict[int | None, int] = {want_version: 0}
+    via: dict[int | None, PayloadRef] = {}
+    heap = [(0, *_rank(want_version))]
     while heap:
-        spent, version = heapq.heappop(heap)
+        spent, is_version, number = heapq.heappop(heap)
+        version = number if is_version else None
         if spent > cost[version]:
             continue
-        if version in (NOTHING, have_version, base_version):
+        if version is None or version in (have_version, base_version):
             return _describe(version, want_version, via, spent)
         for payload in into(version):
-            start = NOTHING if payload.kind is PayloadKind.SNAPSHOT else payload.from_version
-            if start == NOTHING and payload.kind is not PayloadKind.SNAPSHOT:
+            is_whole = payload.kind is PayloadKind.SNAPSHOT
+            start = None if is_whole else version_or_none(payload.from_version)
+            if start is None and not is_whole:
                 # Nothing can be built from a difference to nothing, whatever is stated.
                 continue
             total = spent + payload.num_bytes + object_bytes
             if total < cost.get(start, total + 1):
                 cost[start] = total
                 via[start] = payload
-                heapq.heappush(heap, (total, start))
+                heapq.heappush(heap, (total, *_rank(start)))
     raise UnknownVersion(f"no payloads lead to version {want_version}")
 
 
+def _rank(version: int | None) -> tuple[bool, int]:
+    """Nothing before any version: of ways that cost the same, the one from nothing is taken."""
+    return version is not None, version or 0
+
+
 def _describe(
-    start: int, goal: int, via: dict[int, PayloadRef], cost: int
+    start: int | None, goal: int, via: dict[int | None, PayloadRef], cost: int
 ) -> tuple[PlanKind, tuple[PayloadRef, ...], str]:
     path: list[PayloadRef] = []
     while start != goal:

@@ -11,19 +11,20 @@ import functools
 import sqlite3
 
 from heterorl.common.errors import InvalidRequest, UnknownVersion
-from heterorl.common.types.policy import Manifest, PlanKind, PullPlan
+from heterorl.common.types.policy import NO_VERSION, Manifest, PlanKind, PullPlan, stated_version, version_or_none
 from heterorl.coordinator.store import repeats
 from heterorl.coordinator.store.database import get_meta, set_meta
-from heterorl.coordinator.versions import lineage, plans
+from heterorl.coordinator.versions import plans
+from heterorl.coordinator.versions.chain import Chain
 
 _ORDER, _KIND = "rollback_to", "rollback"
 _EARLIER = "rollback_request_id"
 """Where an earlier program kept the newest id alone."""
 
 
-def ordered(connection: sqlite3.Connection) -> int:
-    """The version to go back to; NONE where there is no order."""
-    return int(get_meta(connection, _ORDER) or lineage.NONE)
+def ordered(connection: sqlite3.Connection) -> int | None:
+    """The version to go back to, where there is an order."""
+    return version_or_none(int(get_meta(connection, _ORDER) or NO_VERSION))
 
 
 def is_known(connection: sqlite3.Connection, request_id: str) -> bool:
@@ -33,19 +34,19 @@ def is_known(connection: sqlite3.Connection, request_id: str) -> bool:
     return repeats.answer_to(connection, _KIND, request_id) is not None
 
 
-def place(connection: sqlite3.Connection, *, to_version: int, request_id: str) -> tuple[PullPlan, ...]:
-    """Replace the order (NONE takes it back); returns the plans by which the learner can carry it out.
+def place(connection: sqlite3.Connection, *, to_version: int | None, request_id: str) -> tuple[PullPlan, ...]:
+    """Replace the order (None takes it back); returns the plans by which the learner can carry it out.
 
     Raises:
         InvalidRequest: there is no id.
         UnknownVersion: the version does not exist, was abandoned, or its weights can no longer be had.
     """
-    if not request_id or to_version < lineage.NONE:
+    if not request_id or (to_version is not None and to_version < 0):
         raise InvalidRequest("request_id must not be empty, to_version at least -1")
     if is_known(connection, request_id):
         return ()
-    ways = () if to_version == lineage.NONE else _ways(connection, to_version)
-    set_meta(connection, _ORDER, str(to_version))
+    ways = () if to_version is None else _ways(connection, to_version)
+    set_meta(connection, _ORDER, str(stated_version(to_version)))
     repeats.remember(connection, _KIND, request_id, "")
     return ways
 
@@ -53,26 +54,23 @@ def place(connection: sqlite3.Connection, *, to_version: int, request_id: str) -
 def settle(connection: sqlite3.Connection, manifest: Manifest) -> None:
     """End an order that a version carries out: one is published, and it has the state asked for."""
     version = ordered(connection)
-    if version != lineage.NONE and _root(connection, version) == manifest.state_root:
-        set_meta(connection, _ORDER, str(lineage.NONE))
+    if version is not None and Chain(connection).state_root(version) == manifest.state_root:
+        set_meta(connection, _ORDER, str(NO_VERSION))
 
 
 def _ways(connection: sqlite3.Connection, version: int) -> tuple[PullPlan, ...]:
     """From the version to the head, to be undone, and from nothing to the version; one of them is enough."""
-    if not lineage.is_in_lineage(connection, version):
+    chain = Chain(connection)
+    root = chain.state_root(version)
+    if root is None or not chain.is_in_lineage(version):
         raise UnknownVersion(f"version {version} does not exist in the lineage")
-    plan = functools.partial(plans.plan, connection, merged_into=plans.no_merged)
-    head, root = lineage.read_head(connection).version, _root(connection, version)
-    there = plan(have_version=version, have_root=root, want_version=head)
+    plan = functools.partial(plans.plan, chain, merged_into=plans.no_merged)
+    # To the head.
+    there = plan(have_version=version, have_root=root, want_version=None)
     found = [] if there.kind is PlanKind.SNAPSHOT else [there]
     try:
-        found.append(plan(have_version=lineage.NONE, have_root="", want_version=version))
+        found.append(plan(have_version=None, have_root="", want_version=version))
     except UnknownVersion:
         if not found:
             raise UnknownVersion(f"version {version} cannot be rebuilt: its payloads were deleted") from None
     return tuple(found)
-
-
-def _root(connection: sqlite3.Connection, version: int) -> str:
-    row = connection.execute("SELECT state_root FROM versions WHERE version = ?", (version,)).fetchone()
-    return "" if row is None else str(row[0])

@@ -7,19 +7,18 @@ version that is not checked: whatever it may be trained on can still be rebuilt.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections import OrderedDict
 from pathlib import Path
 
-from heterorl.common.api import CoordinatorApi
+from heterorl.common.api import LearnerApi
 from heterorl.common.errors import UnknownVersion
 from heterorl.common.identity.trust import Trust
 from heterorl.common.model.quantise import LIMIT, Flavour, dequantise, flavour_layout
 from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import in_thread
-from heterorl.common.pull.pull import PulledVersion, Puller
-from heterorl.common.types.policy import PullPlan
+from heterorl.common.pull.pull import PulledVersion
+from heterorl.common.pull.trusted import TrustedPuller
 from heterorl.common.weights.arena import Arena, Layout
 
 _LOG = logging.getLogger(__name__)
@@ -30,7 +29,7 @@ class RecentVersions:
 
     def __init__(
         self,
-        api: CoordinatorApi,
+        api: LearnerApi,
         *,
         spool: Path,
         layout: Layout,
@@ -43,7 +42,7 @@ class RecentVersions:
         self._spool = spool
         self._layout = layout
         self._threads = threads
-        self._pullers: dict[str, Puller] = {}
+        self._pullers: dict[str, TrustedPuller] = {}
         self._patience = patience
         self._trust = trust
         self._num_kept = num_kept
@@ -66,8 +65,7 @@ class RecentVersions:
             earlier = [number for form, number in self._kept if form == flavour and number < version]
             held = self._kept[flavour, max(earlier)] if earlier else None
             puller = self._pullers.get(flavour) or self._add_puller(flavour)
-            pull = functools.partial(puller.pull, held=held, want_version=version, admit=self._admit)
-            pulled = await self._patience.insist(pull)
+            pulled = await puller.pull(version, held=held)
             self._kept[key] = pulled
             _LOG.debug("version %d%s is here for checks", version, f" in flavour {flavour}" if flavour else "")
         self._kept.move_to_end(key)
@@ -81,22 +79,19 @@ class RecentVersions:
             self._whole = (key, whole)
         return self._whole[1]
 
-    def _add_puller(self, flavour: str) -> Puller:
+    def _add_puller(self, flavour: str) -> TrustedPuller:
         layout = flavour_layout(self._layout, _known(flavour)) if flavour else self._layout
-        puller = Puller(
+        puller = TrustedPuller(
             api=self._api,
             spool=self._spool / (flavour or "trained"),
             layout=layout,
-            clock=self._patience.clock,
+            patience=self._patience,
+            trust=self._trust,
             threads=self._threads,
             flavour=flavour,
         )
-        puller.fetcher.on_frame = self._patience.reset
         self._pullers[flavour] = puller
         return puller
-
-    async def _admit(self, plan: PullPlan) -> None:
-        self._trust.check(plan.manifests[-1], plan.signature, version=plan.target_version)
 
 
 def _known(flavour: str) -> Flavour:

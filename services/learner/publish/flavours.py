@@ -12,13 +12,12 @@ restart goes on with the same scales. Must never quantise masters: what they rou
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from heterorl.common.api import CoordinatorApi
+from heterorl.common.api import LearnerApi
 from heterorl.common.errors import CorruptData, StateMismatch, UnknownPayload, UnknownVersion
 from heterorl.common.identity.signing import Signer
 from heterorl.common.identity.trust import Trust
@@ -26,15 +25,14 @@ from heterorl.common.model.quantise import Flavour, dequantise, flavour_layout, 
 from heterorl.common.process.files import make_directory
 from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import in_thread
-from heterorl.common.pull.pull import Puller
-from heterorl.common.types.policy import FlavourVersion, PullPlan
+from heterorl.common.pull.trusted import TrustedPuller
+from heterorl.common.types.policy import NO_VERSION, FlavourVersion
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
 from heterorl.learner.publish.canary import Canary
 from heterorl.learner.publish.encode import Encoded, Position, encode_version
 
 _LOG = logging.getLogger(__name__)
-NOTHING = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,7 +49,7 @@ class Form:
     scales: Arena | None
 
 
-_NEW = Form(version=NOTHING, digest="", shadow=None, scales=None)
+_NEW = Form(version=NO_VERSION, digest="", shadow=None, scales=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -68,7 +66,7 @@ class Flavours:
 
     def __init__(
         self,
-        api: CoordinatorApi,
+        api: LearnerApi,
         *,
         names: Sequence[Flavour],
         layout: Layout,
@@ -102,7 +100,7 @@ class Flavours:
     @property
     def are_to_begin(self) -> bool:
         """Whether a flavour has no version yet where the others are."""
-        return any(self._forms.get(name, _NEW).version == NOTHING for name in self._layouts)
+        return any(self._forms.get(name, _NEW).version == NO_VERSION for name in self._layouts)
 
     def offer_scales(self, scales: Mapping[str, Arena]) -> None:
         """Scales as a checkpoint has them, by flavour."""
@@ -122,7 +120,7 @@ class Flavours:
         """
         for name in self._layouts:
             form = self._forms.get(name, _NEW)
-            is_there = form.version == position.lineage_version and form.version != NOTHING
+            is_there = form.version == position.lineage_version and form.version != NO_VERSION
             if not is_there or (form.shadow is None) != (position.shadow is None):
                 self._forms[name] = await self._restore(name, position)
 
@@ -191,7 +189,7 @@ class Flavours:
 
     async def _restore(self, name: Flavour, position: Position) -> Form:
         version = position.lineage_version
-        if version == NOTHING:
+        if version == NO_VERSION:
             return _NEW
         try:
             signed = await self._patience.insist(lambda: self._api.get_signed_manifest(version=version, flavour=name))
@@ -228,17 +226,13 @@ class Flavours:
 
     async def _pull(self, name: Flavour, version: int) -> Arena:
         _LOG.info("rebuilding version %d of flavour %s from nothing", version, name)
-        puller = Puller(
+        puller = TrustedPuller(
             api=self._api,
             spool=self._directory / name / "incoming",
             layout=self._layouts[name],
-            clock=self._patience.clock,
+            patience=self._patience,
+            trust=self._trust,
             threads=self._threads,
             flavour=name,
         )
-        puller.fetcher.on_frame = self._patience.reset
-        pull = functools.partial(puller.pull, held=None, want_version=version, admit=self._admit)
-        return (await self._patience.insist(pull)).arena
-
-    async def _admit(self, plan: PullPlan) -> None:
-        self._trust.check(plan.manifests[-1], plan.signature, version=plan.target_version)
+        return (await puller.pull(version)).arena

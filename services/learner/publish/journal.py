@@ -22,7 +22,7 @@ from pathlib import Path
 
 from heterorl.common.process.files import make_directory
 from heterorl.common.types.common import StepReport
-from heterorl.common.types.policy import Manifest, PayloadKind
+from heterorl.common.types.policy import NO_VERSION, Manifest, PayloadKind
 
 _LOG = logging.getLogger(__name__)
 VERSIONS_FILE = "versions.jsonl"
@@ -38,7 +38,9 @@ class Journal:
         make_directory(directory)
         for name in (VERSIONS_FILE, STEPS_FILE, EVALUATIONS_FILE):
             _cut_torn_line(directory / name)
-        self._last_version = max((row.get("version", -1) for row in read_rows(directory / VERSIONS_FILE)), default=-1)
+        self._last_version = max(
+            (row.get("version", NO_VERSION) for row in read_rows(directory / VERSIONS_FILE)), default=NO_VERSION
+        )
 
     @property
     def last_version(self) -> int:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from heterorl.common.api import CoordinatorApi
+from heterorl.common.api import LearnerApi
 from heterorl.common.errors import GroupNotAvailable, PayloadMissing, RemoteError
 from heterorl.common.identity.signing import Signer
 from heterorl.common.model.quantise import scales_of
@@ -26,7 +26,7 @@ from heterorl.common.process.files import make_directory
 from heterorl.common.process.patience import Patience, is_transient
 from heterorl.common.process.threads import in_thread
 from heterorl.common.types.common import StepReport
-from heterorl.common.types.policy import FlavourVersion, PayloadRef, PublishRequest
+from heterorl.common.types.policy import NO_VERSION, FlavourVersion, PayloadRef, PublishRequest
 from heterorl.common.types.rollout import GroupId
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.wire.policy import manifest_digest
@@ -50,7 +50,7 @@ class Publisher:
 
     def __init__(
         self,
-        api: CoordinatorApi,
+        api: LearnerApi,
         *,
         run_id: str,
         epoch: int,
@@ -84,7 +84,7 @@ class Publisher:
         self._spare: Arena | None = None
         self.is_undecided = False
         """Whether a version was sent whose fate is not known here."""
-        self.position = Position(head_version=-1, lineage_version=-1, lineage_digest="", shadow=None)
+        self.position = Position(head_version=NO_VERSION, lineage_version=NO_VERSION, lineage_digest="", shadow=None)
         make_directory(directory)
 
     def remove_leftovers(self) -> None:

@@ -6,18 +6,18 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from heterorl.common.api import CoordinatorApi
+from heterorl.common.api import LearnerApi
 from heterorl.common.errors import DigestMismatch, RemoteError, Unreachable
 from heterorl.common.process.metrics import BYTES
-from heterorl.common.process.patience import Patience, is_transient
+from heterorl.common.process.patience import Patience
 from heterorl.common.types.policy import PayloadRef
+from heterorl.common.weights.container import FRAME_BYTES
 
-FRAME_BYTES = 1 << 20
 MAX_MISMATCHES = 3
 """Complete uploads of which the coordinator says that the bytes are others; then the disk is to blame."""
 
 
-async def upload(api: CoordinatorApi, payload: PayloadRef, path: Path, *, epoch: int, patience: Patience) -> None:
+async def upload(api: LearnerApi, payload: PayloadRef, path: Path, *, epoch: int, patience: Patience) -> None:
     """Upload until every byte is durable at the coordinator.
 
     Raises:
@@ -46,8 +46,6 @@ async def upload(api: CoordinatorApi, payload: PayloadRef, path: Path, *, epoch:
             if num_mismatches == MAX_MISMATCHES:
                 raise
         except (RemoteError, TimeoutError) as error:
-            if not is_transient(error):
-                raise
             await patience.wait(error)
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 from collections.abc import Iterator
 from pathlib import Path
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.process.files import make_directory
+from heterorl.common.process.files import make_directory, try_lock
 
 
 @contextlib.contextmanager
@@ -20,8 +19,6 @@ def hold_directory(path: Path) -> Iterator[Path]:
     """
     make_directory(path)
     with (path / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ConfigError("state_dir", f"{path} is used by another learner", action="stop it first") from error
+        if not try_lock(file):
+            raise ConfigError("state_dir", f"{path} is used by another learner", action="stop it first")
         yield path

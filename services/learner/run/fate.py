@@ -1,26 +1,41 @@
-"""What to do with a checkpoint at a start, by the fate of its publication, and without one: pure."""
+"""How a learner goes on, as a table over its checkpoints, newest first, and the fate of their publications: pure.
+
+    the checkpoint's publication      way         what it does
+    is the head                       CONTINUE    its state is the masters'; nothing is published
+    never committed, after the head   REPUBLISH   publishes it; where its groups are refused, drops it and goes down
+    in the lineage, before the head   ROLL_BACK   publishes it again over the head: the versions between are abandoned
+    never committed, after another    SKIP        goes down to the next checkpoint
+    abandoned                         SKIP        the same
+
+    where no checkpoint was taken
+    there is no version               START       publishes version 0; only where there is no checkpoint at all
+    there is a head                   ADOPT       takes its published weights; the optimizer starts anew
+
+A checkpoint that the disk does not give, or that restores to another state than it published, is gone down from too.
+"""
 
 from __future__ import annotations
 
 import enum
 from pathlib import Path
 
-from heterorl.common.errors import ConfigError
+from heterorl.common.errors import ConfigError, OperatorError
+from heterorl.common.types.policy import NO_VERSION
 from heterorl.learner.publish.cursor import Cursor
 
 
-class Action(enum.Enum):
-    """What to do with a checkpoint."""
+class Way(enum.Enum):
+    """How to go on."""
 
     CONTINUE = "continue"
     REPUBLISH = "republish"
     ROLL_BACK = "roll_back"
     SKIP = "skip"
+    START = "start"
+    ADOPT = "adopt"
 
 
-def decide(
-    cursor: Cursor, *, head_version: int, committed_version: int | None, is_in_lineage: bool
-) -> tuple[Action, str]:
+def decide(cursor: Cursor, *, head_version: int, committed_version: int | None, is_in_lineage: bool) -> tuple[Way, str]:
     """Judge a checkpoint by the fate of its publication.
 
     Args:
@@ -32,13 +47,29 @@ def decide(
     """
     if committed_version is None:
         if cursor.parent_version == head_version:
-            return Action.REPUBLISH, f"its publication after version {head_version} was never committed"
-        return Action.SKIP, f"it follows version {cursor.parent_version}, the head is version {head_version}"
+            return Way.REPUBLISH, f"its publication after version {head_version} was never committed"
+        return Way.SKIP, f"it follows version {cursor.parent_version}, the head is version {head_version}"
     if committed_version == head_version:
-        return Action.CONTINUE, f"it is the head, version {head_version}"
+        return Way.CONTINUE, f"it is the head, version {head_version}"
     if is_in_lineage:
-        return Action.ROLL_BACK, f"it is version {committed_version}, the head is version {head_version}"
-    return Action.SKIP, f"version {committed_version} was abandoned"
+        return Way.ROLL_BACK, f"it is version {committed_version}, the head is version {head_version}"
+    return Way.SKIP, f"version {committed_version} was abandoned"
+
+
+def decide_without(*, head_version: int, num_checkpoints: int, state_dir: Path, run_id: str) -> Way:
+    """How to go on where no checkpoint was taken.
+
+    Raises:
+        OperatorError: there are checkpoints of a run whose versions the coordinator has lost.
+    """
+    if head_version != NO_VERSION:
+        return Way.ADOPT
+    if num_checkpoints:
+        raise OperatorError(
+            f"{state_dir} has checkpoints of run {run_id}, the coordinator has no version of it",
+            action="restore the coordinator's data_dir, or choose another state_dir to start anew",
+        )
+    return Way.START
 
 
 def not_adopted(state_dir: Path, run_id: str, *, version: int, step: int) -> ConfigError:

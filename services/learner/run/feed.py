@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from heterorl.common.api import CoordinatorApi
+from heterorl.common.api import LearnerApi
 from heterorl.common.errors import RemoteError
 from heterorl.common.process.patience import Patience, is_transient
 from heterorl.common.types.rollout import Rejection
@@ -16,7 +16,7 @@ _LOG = logging.getLogger(__name__)
 
 
 async def feed(
-    api: CoordinatorApi,
+    api: LearnerApi,
     inbox: Inbox,
     *,
     epoch: int,

@@ -14,9 +14,10 @@ import os
 import re
 import secrets
 from pathlib import Path
-from typing import TextIO
+from typing import IO
 
 from heterorl.common.errors import DiskFull
+from heterorl.common.process.files import replacing
 
 FILE = "incarnation"
 _LINE = re.compile(r"([0-9a-f]{32}) ([0-9]+)\n?")
@@ -44,14 +45,10 @@ def read_incarnation(directory: Path) -> str:
 
 def _make(path: Path) -> str:
     name = secrets.token_hex(16)
-    temporary = path.with_name(f"{path.name}.new")
     try:
         # A rename keeps the inode.
-        with temporary.open("w", encoding="ascii") as file:
-            file.write(f"{name} {_inode(file)}\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        with replacing(path) as file:
+            file.write(f"{name} {_inode(file)}\n".encode("ascii"))
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DiskFull(str(path.parent)) from error
@@ -59,5 +56,5 @@ def _make(path: Path) -> str:
     return name
 
 
-def _inode(file: TextIO) -> int:
+def _inode(file: IO[bytes] | IO[str]) -> int:
     return os.fstat(file.fileno()).st_ino

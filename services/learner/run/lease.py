@@ -6,10 +6,10 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
 
-from heterorl.common.api import CoordinatorApi
-from heterorl.common.errors import ConfigError, LeaseHeld, RemoteError
+from heterorl.common.api import LearnerApi
+from heterorl.common.errors import ConfigError
 from heterorl.common.process.clock import Clock
-from heterorl.common.process.patience import Patience, is_transient
+from heterorl.common.process.patience import Patience
 from heterorl.common.types.common import Contract
 from heterorl.common.types.policy import LeaseGrant
 
@@ -20,7 +20,7 @@ RENEWALS_PER_TERM = 3
 
 
 async def acquire(
-    api: CoordinatorApi,
+    api: LearnerApi,
     *,
     holder: str,
     contract: Contract,
@@ -45,24 +45,18 @@ async def acquire(
     Raises:
         ContractMismatch: this learner disagrees with the run.
     """
-    while True:
-        try:
-            grant = await api.acquire_lease(
-                holder=holder,
-                contract=contract,
-                request_id=request_id,
-                flavours=flavours,
-                incarnation=incarnation,
-                groups_per_version=groups_per_version,
-            )
-        except (RemoteError, TimeoutError) as error:
-            if not isinstance(error, LeaseHeld) and not is_transient(error):
-                raise
-            await patience.wait(error)
-        else:
-            patience.reset()
-            _LOG.info("holding the lease, epoch %d, head is version %d", grant.epoch, grant.head_version)
-            return grant
+    grant = await patience.insist(
+        lambda: api.acquire_lease(
+            holder=holder,
+            contract=contract,
+            request_id=request_id,
+            flavours=flavours,
+            incarnation=incarnation,
+            groups_per_version=groups_per_version,
+        )
+    )
+    _LOG.info("holding the lease, epoch %d, head is version %d", grant.epoch, grant.head_version)
+    return grant
 
 
 def renewal_s(ttl_s: float) -> float:
@@ -87,7 +81,7 @@ async def _ignore(grant: LeaseGrant) -> None:
 
 
 async def renew(
-    api: CoordinatorApi,
+    api: LearnerApi,
     *,
     grant: LeaseGrant,
     clock: Clock,

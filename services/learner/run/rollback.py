@@ -15,7 +15,9 @@ import functools
 import logging
 from pathlib import Path
 
+from heterorl.common.api import LearnerApi
 from heterorl.common.errors import CorruptData, NotReversible, StateMismatch, UnknownPayload, UnknownVersion
+from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import in_thread
 from heterorl.common.pull.fetch import Fetcher
 from heterorl.common.types.policy import Manifest, PayloadKind
@@ -26,26 +28,46 @@ from heterorl.common.weights.manifest import verify_state
 from heterorl.common.weights.negate import negate
 from heterorl.common.weights.payload import apply_payload
 from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
+from heterorl.learner.backends.backend import TrainBackend
+from heterorl.learner.publish.publish import Publisher
+from heterorl.learner.run.published import PublishedVersions
+from heterorl.learner.run.restore import Restorer
 from heterorl.learner.run.resume import Resumption
-from heterorl.learner.run.undo import undo
 
 _LOG = logging.getLogger(__name__)
 
 
 class Rollback:
-    """Looks for an order and carries it out; works on what the resumption works on."""
+    """Looks for an order and carries it out; `directory` is for the files of a way back."""
 
-    def __init__(self, resumption: Resumption) -> None:
+    def __init__(
+        self,
+        *,
+        api: LearnerApi,
+        epoch: int,
+        patience: Patience,
+        backend: TrainBackend,
+        publisher: Publisher,
+        published: PublishedVersions,
+        restorer: Restorer,
+        resumption: Resumption,
+        directory: Path,
+    ) -> None:
+        self._api = api
+        self._epoch = epoch
+        self._patience = patience
+        self._backend = backend
+        self._publisher = publisher
+        self._published = published
+        self._restorer = restorer
         self._resumption = resumption
-        self._api = resumption.api
-        self._publisher = resumption.publisher
-        self._patience = resumption.patience
-        self._refused = -1
+        self._directory = directory
+        self._refused: int | None = None
 
     def is_due(self, version: int) -> bool:
-        """Whether an order to go back to `version` (-1: none) is still to be carried out."""
+        """Whether an order to go back to `version` (NO_VERSION: none) is still to be carried out."""
         if version < 0:
-            self._refused = -1
+            self._refused = None
         return version >= 0 and version != self._refused
 
     async def resume(self, *, is_start: bool) -> int:
@@ -58,11 +80,15 @@ class Rollback:
         Returns:
             The number of optimizer steps in the weights.
         """
-        step = await self._resumption.run() if is_start else -1
+        step = await self._resumption.run() if is_start else None
         rolled = await self.run()
         if rolled is not None:
             return rolled
-        return step if is_start else await undo(self._resumption)
+        if step is not None:
+            return step
+        return await undo(
+            publisher=self._publisher, backend=self._backend, restorer=self._restorer, published=self._published
+        )
 
     async def run(self) -> int | None:
         """Publish what is ordered; None when there is no order, or it cannot be carried out: then nothing changed.
@@ -74,15 +100,15 @@ class Rollback:
             StaleEpoch, ParentNotHead: another learner took over.
         """
         # Asked now: an order heard of before may be carried out or taken back.
-        version = (await self._patience.insist(lambda: self._api.renew_lease(epoch=self._resumption.epoch))).rollback_to
+        version = (await self._patience.insist(lambda: self._api.renew_lease(epoch=self._epoch))).rollback_to
         if not self.is_due(version):
             return None
         position = self._publisher.position
-        head = await self._resumption.manifest(position.head_version)
+        head = await self._published.manifest(position.head_version)
         if manifest_digest(head) != position.lineage_digest:
             raise StateMismatch(f"the manifest of version {position.head_version} is another than was published")
         try:
-            arena = await self._content(manifest_from_bytes(await self._resumption.manifest(version)))
+            arena = await self._content(manifest_from_bytes(await self._published.manifest(version)))
         except (UnknownVersion, UnknownPayload, CorruptData) as error:
             self._refused = version
             _LOG.error("going back to version %d is not possible, training goes on: %s", version, error)
@@ -92,26 +118,26 @@ class Rollback:
             position.head_version + 1,
             version,
         )
-        await in_thread(self._resumption.backend.load_published, arena)
+        await in_thread(self._backend.load_published, arena)
         step = manifest_from_bytes(head).step
         # With a checkpoint, whatever the cadence: one of before would lead back to the weights that were left.
-        await self._publisher.publish(arena, step=step, saved_by=self._resumption.backend, is_last=True)
+        await self._publisher.publish(arena, step=step, saved_by=self._backend, is_last=True)
         return step
 
     async def _content(self, target: Manifest) -> Arena:
         shadow = self._publisher.position.shadow
         if shadow is None or target.layout_id != shadow.layout.layout_id:
-            return await self._resumption.rebuild(target.version)
+            return await self._published.rebuild(target.version)
         try:
             return await self._undo(target, shadow)
         except (NotReversible, UnknownVersion, UnknownPayload, CorruptData) as error:
             _LOG.info("version %d is rebuilt: %s", target.version, error)
-            return await self._resumption.rebuild(target.version)
+            return await self._published.rebuild(target.version)
 
     async def _undo(self, target: Manifest, shadow: Arena) -> Arena:
         fetcher = Fetcher(
             api=self._api,
-            spool=self._resumption.directory / "undo",
+            spool=self._directory / "undo",
             clock=self._patience.clock,
             max_bytes=max_file_bytes(shadow.layout.chunks),
         )
@@ -128,7 +154,7 @@ class Rollback:
         fetches = [functools.partial(fetcher.fetch, payload) for payload in plan.payloads]
         paths = [await self._patience.insist(fetch) for fetch in fetches]
         try:
-            return await in_thread(_undone, paths, shadow, target, self._resumption.directory)
+            return await in_thread(_undone, paths, shadow, target, self._directory)
         finally:
             fetcher.keep_only(())
 
@@ -148,3 +174,32 @@ def _undone(paths: list[Path], shadow: Arena, target: Manifest, directory: Path)
         merged.unlink(missing_ok=True)
         back.unlink(missing_ok=True)
     return arena
+
+
+async def undo(*, publisher: Publisher, backend: TrainBackend, restorer: Restorer, published: PublishedVersions) -> int:
+    """Make the head the masters' state again; returns the number of steps in it.
+
+    Exactly so where the head has a checkpoint. Else from what was published, and the optimizer keeps its moments: an
+    older checkpoint would be exact too, but would abandon versions that are sound and used.
+    """
+    position = publisher.position
+    shadow = position.shadow
+    assert shadow is not None, "a session begins with a published version"
+    root = await in_thread(shadow.state_root)
+    for path in await in_thread(restorer.store.paths):
+        cursor = await restorer.read(path)
+        if cursor is not None and (cursor.version, cursor.state_root) == (position.head_version, root):
+            try:
+                await restorer.restore(path, cursor)
+            except (CorruptData, OSError) as error:
+                _LOG.error("%s cannot be restored: %s", path, error)
+            else:
+                _LOG.info("back at version %d: checkpoint %s, any later step is gone", cursor.version, path.name)
+                return cursor.step
+    _LOG.warning(
+        "version %d has no checkpoint: its published weights become the masters, any later step is gone,"
+        " the optimizer keeps its moments",
+        position.head_version,
+    )
+    await in_thread(backend.load_published, shadow, keep_optimizer=True)
+    return manifest_from_bytes(await published.manifest(position.head_version)).step

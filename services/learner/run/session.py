@@ -7,7 +7,7 @@ import enum
 import logging
 from dataclasses import dataclass, field
 
-from heterorl.common.api import CoordinatorApi
+from heterorl.common.api import LearnerApi
 from heterorl.common.errors import GroupNotAvailable, OperatorError
 from heterorl.common.process.metrics import EVALUATION_ACCURACY
 from heterorl.common.process.patience import Patience
@@ -44,7 +44,7 @@ class Session:
     """The training loop between two resumptions."""
 
     config: LearnerConfig
-    api: CoordinatorApi
+    api: LearnerApi
     backend: TrainBackend
     publisher: Publisher
     inbox: Inbox

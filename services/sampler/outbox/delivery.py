@@ -14,16 +14,15 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from heterorl.common.api import CoordinatorApi
-from heterorl.common.errors import DiskFull, RemoteError, Unreachable
+from heterorl.common.api import SamplerApi
+from heterorl.common.errors import DiskFull, MessageTooLarge, RemoteError, Unreachable
 from heterorl.common.process import metrics
-from heterorl.common.process.bell import Bell, ring_or_time
-from heterorl.common.process.clock import Clock, steady
+from heterorl.common.process.clock import Bell, Clock, ring_or_time, steady
+from heterorl.common.process.patience import Patience
 from heterorl.common.process.tracing import TRACER
-from heterorl.common.process.words import peer_words
-from heterorl.common.types.rollout import Group, PushOutcome, PushStatus
+from heterorl.common.types.rollout import PushOutcome, PushStatus, SealedGroup
+from heterorl.common.types.words import peer_words
 from heterorl.sampler.outbox.outbox import Outbox
-from heterorl.sampler.waiting import Patience
 
 _LOG = logging.getLogger(__name__)
 BATCH_GROUPS = 16
@@ -37,7 +36,7 @@ class Delivery:
     def __init__(
         self,
         *,
-        api: CoordinatorApi,
+        api: SamplerApi,
         outbox: Outbox,
         clock: Clock,
         bell: Bell,
@@ -49,7 +48,7 @@ class Delivery:
         self._clock = clock
         self._now = now or steady(clock)
         self._bell = bell
-        self._patience = Patience(rng=rng)
+        self._patience = Patience(clock=clock, rng=rng)
         self.num_delivered = 0
         """Groups that the coordinator took since this process began."""
         self.num_refused = 0
@@ -66,12 +65,14 @@ class Delivery:
             else:
                 await ring_or_time(ticket, clock=self._clock, seconds=None if later is None else later - now)
 
-    async def _push(self, groups: Sequence[Group]) -> None:
+    async def _push(self, groups: Sequence[SealedGroup]) -> None:
         started = self._clock.monotonic()
         try:
             outcomes = await self._api.push_groups(groups)
         except RemoteError as error:
-            delay_s = self._patience.after(error)
+            # A coordinator that takes less than it did says how much when the site registers again.
+            is_too_large = isinstance(error, MessageTooLarge)
+            delay_s = self._patience.delay_s() if is_too_large else self._patience.next_delay(error)
             # The link says when nobody answers, and when somebody does again.
             level = logging.DEBUG if isinstance(error, Unreachable) else logging.INFO
             _LOG.log(level, "%d groups wait %.1f s in the outbox: %s", len(groups), delay_s, error)

@@ -9,7 +9,6 @@ coordinator refuses and counts, so that nothing behind it waits; one process own
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import sqlite3
 import threading
@@ -24,10 +23,10 @@ import xxhash
 
 from heterorl.common.errors import ConfigError, DiskFull, HeterorlError, InvalidRequest, MalformedPayload
 from heterorl.common.process import metrics
-from heterorl.common.process.files import make_directory
+from heterorl.common.process.files import make_directory, try_lock
 from heterorl.common.types.common import Digest, SiteId
-from heterorl.common.types.rollout import Group, GroupId
-from heterorl.common.wire.rollout import group_from_bytes, group_to_bytes
+from heterorl.common.types.rollout import Group, GroupId, SealedGroup
+from heterorl.common.wire.seal import open_group, read_sealed, seal
 from heterorl.sampler.outbox.spool_file import NAME, open_spool, set_aside, typed
 
 _LOG = logging.getLogger(__name__)
@@ -101,7 +100,8 @@ class Outbox:
         assert [group.id.sequence for group in groups] == list(range(first, first + len(groups))), "sequences are dense"
         rows = []
         for group, at in zip(groups, release, strict=True):
-            data = group_to_bytes(group)
+            # Not before: what had no room on the disk was numbered again since it was made.
+            data = seal(group).data
             rows.append((group.id.sequence, at, len(data), data, _checksum(group.id.sequence, data)))
         self._site = self._site or (groups[0].id.site if groups else "")
         with self._transaction():
@@ -111,7 +111,7 @@ class Outbox:
             self._connection.execute("UPDATE meta SET value = ? WHERE key = 'next_sequence'", (str(first + len(rows)),))
         self._next = first + len(rows)
 
-    def due(self, now: float, *, limit: int, max_bytes: int) -> tuple[list[Group], float | None]:
+    def due(self, now: float, *, limit: int, max_bytes: int) -> tuple[list[SealedGroup], float | None]:
         """Groups to push now, oldest first, and the instant at which the next one is due.
 
         Args:
@@ -198,23 +198,25 @@ class Outbox:
             return str(row[0])
         # A spool of an earlier program does not say whose it is; its groups do.
         with contextlib.suppress(HeterorlError):
-            return group_from_bytes(first[0]).id.site if first is not None else ""
+            return read_sealed(first[0]).id.site if first is not None else ""
         return ""
 
-    def _read(self, sequence: int, payload: bytes, checksum: bytes | None) -> Group:
+    def _read(self, sequence: int, payload: bytes, checksum: bytes | None) -> SealedGroup:
         """The group of a row; an empty one where the row is not what was spooled."""
         problem = "its bytes changed on disk"
-        # Rows of an earlier program have no checksum.
+        # Rows of an earlier program have no checksum: there, only what is inside can tell.
         if checksum is None or checksum == _checksum(sequence, payload):
             try:
-                group = group_from_bytes(payload)
+                group = read_sealed(payload)
+                if checksum is None:
+                    open_group(group)
                 if group.id.sequence == sequence:
                     return group
                 problem = "it is another group"
             except (MalformedPayload, InvalidRequest) as error:
                 problem = str(error)
         self._set_row_aside(sequence, payload, checksum, problem)
-        return self._empty(sequence)
+        return seal(self._empty(sequence))
 
     def _set_row_aside(self, sequence: int, payload: bytes, checksum: bytes | None, problem: str) -> None:
         metrics.OUTBOX_SET_ASIDE.labels("row").inc()
@@ -223,7 +225,7 @@ class Outbox:
             "in table set_aside of %s; check this disk",
             sequence, problem, self._path,
         )  # fmt: skip
-        data = group_to_bytes(self._empty(sequence))
+        data = seal(self._empty(sequence)).data
         # A full disk only leaves the row as it is: it is judged again the next time.
         with contextlib.suppress(DiskFull), self._transaction():
             self._connection.execute(
@@ -286,10 +288,8 @@ def _checksum(sequence: int, data: bytes) -> bytes:
 
 def _lock(path: Path) -> BinaryIO:
     file = path.open("wb")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+    if not try_lock(file):
         file.close()
         action = "stop the other process or give each sampler its own state_dir"
-        raise ConfigError("state_dir", f"another sampler uses {path.parent}", action=action) from error
+        raise ConfigError("state_dir", f"another sampler uses {path.parent}", action=action)
     return file

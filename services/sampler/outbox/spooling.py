@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 
 from heterorl.common.errors import DiskFull
 from heterorl.common.process.clock import Clock
+from heterorl.common.process.patience import Patience
 from heterorl.common.types.rollout import Group
 from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.sampler.policy.delay import group_delay_s
 from heterorl.sampler.policy.delay_models import DelayConfig
-from heterorl.sampler.waiting import Patience
 
 _LOG = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Spooling:
         self._seed = seed
         self._clock = clock
         self._now = now
-        self._patience = Patience(rng=rng)
+        self._patience = Patience(clock=clock, rng=rng)
         self._waiting: tuple[Group, ...] = ()
         self._retry_at = 0.0
         self.problem = ""

@@ -23,6 +23,7 @@ from typing import Any
 from heterorl.common.errors import CorruptStore, DiskFull, OperatorError
 from heterorl.common.process.files import make_directory, sync_directory
 from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import NO_VERSION
 
 
 class RunReplaced(OperatorError):
@@ -68,8 +69,8 @@ class VersionRecord:
 
     @property
     def highest_version(self) -> int:
-        """Number of the highest version ever verified; -1 for none."""
-        return max(self._seen, default=-1)
+        """Number of the highest version ever verified; NO_VERSION for none."""
+        return max(self._seen, default=NO_VERSION)
 
     def note(self, seen: SeenVersion) -> None:
         """Append a verified version; durable when it returns.

@@ -17,24 +17,21 @@ import asyncio
 import logging
 import random
 
-from heterorl.common.api import CoordinatorApi
+from heterorl.common.api import SamplerApi
 from heterorl.common.errors import CorruptData, DiskFull, RemoteError, UnknownVersion, Unreachable, UntrustedVersion
 from heterorl.common.identity.trust import Trust
-from heterorl.common.process.bell import Bell, ring_or_time
-from heterorl.common.process.clock import Clock
+from heterorl.common.process.clock import Bell, Clock, ring_or_time
+from heterorl.common.process.patience import Patience
 from heterorl.common.pull.pull import PulledVersion, Puller
-from heterorl.common.types.policy import PullPlan
+from heterorl.common.types.policy import NO_VERSION, PullPlan
 from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.sampler.policy.delay import Visibility
 from heterorl.sampler.policy.descent import check_descent
 from heterorl.sampler.policy.record import SeenVersion, VersionRecord, check_head
-from heterorl.sampler.waiting import Patience
 
 _LOG = logging.getLogger(__name__)
 DAMAGED_CAP_S = 300.0
 """A version that fails its checks costs a whole snapshot per attempt: attempts become this rare."""
-
-
 MAX_SKIPPED = 256
 """Versions that are found missing in one attempt; the next attempt goes on behind them."""
 MAX_PUBLISHED = 4096
@@ -42,12 +39,12 @@ MAX_PUBLISHED = 4096
 
 
 class PolicySync:
-    """Two loops around one puller; see the module docstring."""
+    """Two loops around one puller; see the module docstring. `patience` is for pulls."""
 
     def __init__(
         self,
         *,
-        api: CoordinatorApi,
+        api: SamplerApi,
         puller: Puller,
         visibility: Visibility,
         record: VersionRecord,
@@ -55,6 +52,7 @@ class PolicySync:
         clock: Clock,
         bell: Bell,
         rng: random.Random,
+        patience: Patience,
     ) -> None:
         self._api = api
         self._puller = puller
@@ -69,13 +67,11 @@ class PolicySync:
         self._skipped_to = 0
         self.problem = ""
         """Why the newest version cannot be stored; empty while all is well."""
-        self._watch_patience = Patience(rng=rng)
-        self._sync_patience = Patience(rng=rng)
-        self._damage_patience = Patience(rng=rng, cap_s=DAMAGED_CAP_S)
-        self.head_version = -1
+        self._watch_patience = Patience(clock=clock, rng=rng)
+        self._sync_patience = patience
+        self._damage_patience = Patience(clock=clock, rng=rng, cap_s=DAMAGED_CAP_S)
+        self.head_version = NO_VERSION
         self._published: dict[int, float] = {}
-        # While bytes arrive the link works, and the next failure is the first of a row.
-        puller.fetcher.on_frame = self._sync_patience.reset
 
     def take(self, current: int) -> PulledVersion | None:
         """The staged version, when it is another than `current`."""
@@ -123,7 +119,7 @@ class PolicySync:
     async def _follow(self) -> None:
         seen_version = max(self.head_version, self._record.highest_version)
         # From nothing, not from what was seen: a coordinator whose head went back would never pass that cursor.
-        async for update in self._api.watch_head(after_version=-1):
+        async for update in self._api.watch_head(after_version=NO_VERSION):
             check_head(update.version, seen_version=seen_version)
             seen_version = update.version
             self._watch_patience.reset()
@@ -143,7 +139,7 @@ class PolicySync:
         """
         while True:
             ticket = self._bell.ticket()
-            current = -1 if self._staged is None else self._staged.version
+            current = NO_VERSION if self._staged is None else self._staged.version
             now = self._clock.monotonic()
             target, wake = self._visibility.target(now, current=current)
             if target <= current:

@@ -14,23 +14,25 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.filesize import decimal
 
-from heterorl.common.api import CoordinatorApi
+from heterorl.common.api import SamplerApi
 from heterorl.common.errors import EngineError, RemoteError, StaleWeights
 from heterorl.common.generation.engine import Engine
 from heterorl.common.model.canary import ScoredText
 from heterorl.common.process import metrics
-from heterorl.common.process.bell import Bell, ring_or_time
-from heterorl.common.process.clock import Clock
-from heterorl.common.process.words import peer_words
+from heterorl.common.process.clock import Bell, Clock, ring_or_time
+from heterorl.common.process.patience import Patience
 from heterorl.common.pull.pull import PulledVersion
 from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import NO_VERSION
 from heterorl.common.types.rollout import WorkAssignment
 from heterorl.common.types.run import CanaryReport
 from heterorl.common.types.standstill import RELEASE
+from heterorl.common.types.words import peer_words
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.sampler.outbox.spooling import Spooling
@@ -38,8 +40,7 @@ from heterorl.sampler.policy.sync import PolicySync
 from heterorl.sampler.rollout.maker import Batch, RolloutMaker
 from heterorl.sampler.rollout.work import Work
 from heterorl.sampler.rollout.work_log import WorkLog
-from heterorl.sampler.session import NO_ROOT, Session
-from heterorl.sampler.waiting import Patience
+from heterorl.sampler.session import NO_ROOT, Reported, Session
 
 _LOG = logging.getLogger(__name__)
 ENGINE_CAP_S = 300.0
@@ -53,7 +54,7 @@ class Generation:
         self,
         *,
         config: SamplerConfig,
-        api: CoordinatorApi,
+        api: SamplerApi,
         engine: Engine,
         canary: Sequence[ScoredText] = (),
         maker: RolloutMaker,
@@ -79,10 +80,15 @@ class Generation:
         self._session = session
         self._clock = clock
         self._bell = bell
-        self._engine_patience = Patience(rng=rng, cap_s=ENGINE_CAP_S)
+        self._engine_patience = Patience(clock=clock, rng=rng, cap_s=ENGINE_CAP_S)
         self._swap_time = clock.monotonic()
         self._work = Work(config=config, api=api, session=session, task=maker.task, clock=clock, rng=rng)
         self._state_roots: dict[int, Digest] = {}
+        self._reported = Reported()
+
+    def reported(self) -> Reported:
+        """What a heartbeat says of this."""
+        return replace(self._reported, problem=self.spooling.problem or self._policy.problem)
 
     async def generate(self) -> None:
         """Generate until the run drains and nothing waits for room on the disk."""
@@ -95,7 +101,7 @@ class Generation:
             level = await asyncio.to_thread(self._outbox.level)
             metrics.OUTBOX_GROUPS.set(level.num_groups)
             metrics.OUTBOX_BYTES.set(level.num_bytes)
-            if self._engine.version < 0 and self._policy.take(-1) is not None:
+            if self._engine.version < 0 and self._policy.take(NO_VERSION) is not None:
                 await ring_or_time(ticket, clock=self._clock, seconds=self._swap_time - self._clock.monotonic())
                 continue
             if self._engine.version < 0 or level.num_bytes >= self._config.outbox_bytes:
@@ -115,7 +121,6 @@ class Generation:
             return
         async with self._batch:
             await self.spooling.retry()
-        self._session.problem = self.spooling.problem
         self._bell.ring()
 
     async def empty(self) -> None:
@@ -173,9 +178,12 @@ class Generation:
         metrics.SWAP_SECONDS.observe(swap_s)
         metrics.POLICY_VERSION.set(pulled.version)
         self._note_age("apply")
-        self._session.policy_version = pulled.version
-        self._session.state_root = pulled.manifest.state_root
-        self._session.apply_s = self._policy.apply_s
+        self._reported = replace(
+            self._reported,
+            policy_version=pulled.version,
+            state_root=pulled.manifest.state_root,
+            apply_s=self._policy.apply_s,
+        )
         # What was refused to the old version may be given to the new one.
         self._work.ask_time = self._clock.monotonic()
         return True
@@ -228,7 +236,7 @@ class Generation:
 
     def _note_failure(self, error: EngineError) -> None:
         metrics.ENGINE_FAILURES.labels("stale" if isinstance(error, StaleWeights) else "died").inc()
-        self._session.policy_version, self._session.state_root = -1, NO_ROOT
+        self._reported = replace(self._reported, policy_version=NO_VERSION, state_root=NO_ROOT)
         self._swap_time = self._clock.monotonic() + self._engine_patience.delay_s()
         _LOG.error("nothing is generated until the engine has loaded a version: %s", error)
 
@@ -237,7 +245,7 @@ class Generation:
             batch = await self._make(work)
         except EngineError as error:
             # A swap that failed during the batch has been noted.
-            if self._session.policy_version >= 0:
+            if self._reported.policy_version >= 0:
                 self._note_failure(error)
             await self._work.abandon(tuple(assignment.id for assignment in work))
             return
@@ -253,7 +261,8 @@ class Generation:
             head=self._policy.head_version,
             level=level,
         )
-        self._session.tokens_per_s = batch.num_tokens / batch.generation_s if batch.generation_s else 0.0
+        tokens_per_s = batch.num_tokens / batch.generation_s if batch.generation_s else 0.0
+        self._reported = replace(self._reported, tokens_per_s=tokens_per_s)
         if batch.failed:
             metrics.REWARD_ERRORS.inc(len(batch.failed))
             await self._work.abandon(batch.failed)
@@ -261,7 +270,7 @@ class Generation:
     async def _make(self, work: Sequence[WorkAssignment]) -> Batch:
         """Generate and spool; the lock covers both, so that nothing generated is lost to a stop."""
         async with self._batch:
-            self._state_roots = {self._engine.version: self._session.state_root}
+            self._state_roots = {self._engine.version: self._reported.state_root}
             making = asyncio.ensure_future(
                 asyncio.to_thread(
                     self._maker.make,
@@ -277,7 +286,6 @@ class Generation:
                 await asyncio.wait([making])
             batch = making.result()
             await self.spooling.put(batch.groups)
-            self._session.problem = self.spooling.problem
         return batch
 
     def _note_age(self, stage: str, *, count: int = 1) -> None:

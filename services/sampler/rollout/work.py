@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import random
 
-from heterorl.common.api import CoordinatorApi
+from heterorl.common.api import SamplerApi
 from heterorl.common.errors import NotRegistered, RemoteError, RunFinished, Unreachable
 from heterorl.common.process.clock import Clock
-from heterorl.common.process.words import peer_seconds, peer_words
+from heterorl.common.process.patience import Patience
 from heterorl.common.tasks.task import Task
 from heterorl.common.types.rollout import WorkAssignment
+from heterorl.common.types.words import peer_seconds, peer_words
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.session import Session
-from heterorl.sampler.waiting import Patience
 
 _LOG = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class Work:
         self,
         *,
         config: SamplerConfig,
-        api: CoordinatorApi,
+        api: SamplerApi,
         session: Session,
         task: Task,
         clock: Clock,
@@ -36,7 +36,7 @@ class Work:
         self._session = session
         self._task = task
         self._clock = clock
-        self._patience = Patience(rng=rng)
+        self._patience = Patience(clock=clock, rng=rng)
         self.ask_time = clock.monotonic()
         # Of this process alone: what an earlier one was given may be in the outbox already.
         self._asker = f"{clock.wall():.6f}"
@@ -64,7 +64,7 @@ class Work:
         except RemoteError as error:
             # A draining run and a restarting coordinator say the same here; a heartbeat tells which.
             _LOG.log(logging.DEBUG if isinstance(error, Unreachable) else logging.INFO, "no work: %s", error)
-            self.ask_time = self._clock.monotonic() + self._patience.after(error)
+            self.ask_time = self._clock.monotonic() + self._patience.next_delay(error)
             return ()
         # Until an answer comes the question is the same one: what a lost answer granted is not given out twice.
         self._num_answers += 1

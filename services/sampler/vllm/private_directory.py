@@ -14,6 +14,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from heterorl.common.process.files import try_lock
+
 LOCK = ".lock"
 
 
@@ -48,7 +50,8 @@ def remove_left(parent: Path, *, prefix: str) -> list[Path]:
     for lock in parent.glob(f"{prefix}-*{LOCK}"):
         # Somebody else's file, or gone meanwhile: its owner's business.
         with contextlib.suppress(OSError), lock.open("r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not try_lock(file):
+                continue
             shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
             lock.unlink(missing_ok=True)
             removed.append(lock.with_suffix(""))

@@ -8,10 +8,10 @@ rest               the tensors' little-endian bytes, in the header's order
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from heterorl.common.process.files import replacing
 from heterorl.common.weights.arena import WIDTH, Arena, Dtype, Layout
 
 _NAMES: dict[Dtype, str] = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "fp8_e4m3": "F8_E4M3", "int8": "I8"}
@@ -39,13 +39,11 @@ def write_weights(
         header[rename(name)] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    temporary = path.with_name(f"{path.name}.writing")
-    with open(temporary, "wb", opener=_private) as file:
+    with replacing(path, is_durable=False, mode=0o600) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in names:
             values = arena.view(name)
             file.write(values.astype(values.dtype.newbyteorder("<"), copy=False).data)
-    temporary.replace(path)
     return 8 + len(text) + end
 
 
@@ -62,7 +60,3 @@ def stored_names(layout: Layout, is_derived: Callable[[str], bool]) -> list[str]
         if owner not in chosen or is_derived(chosen[owner]):
             chosen[owner] = spec.name
     return sorted(chosen.values())
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

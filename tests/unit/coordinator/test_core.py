@@ -429,7 +429,7 @@ async def test_site_quota_and_sequence_gaps_ask_for_patience(core, run, tmp_path
     far = run.group(work, id=GroupId(site=SITE, incarnation=INCARNATION, sequence=200_000))
     (outcome,) = await core.push_groups([far])
     assert (outcome.status, outcome.retry_after_s) == (PushStatus.RETRY, 1.0)
-    core.queue.config.__dict__["site_pending_bytes"] = 10
+    core.parts.queue.config.__dict__["site_pending_bytes"] = 10
     (outcome,) = await core.push_groups([run.group(work)])
     assert outcome.status is PushStatus.RETRY
     assert "site_pending_bytes" in outcome.message
@@ -569,7 +569,7 @@ async def test_plan_trusts_no_claim_about_what_the_caller_holds(core, run):
 
     assert [p.kind for p in (same, delta, liar)] == [PlanKind.SAME, PlanKind.DELTA, PlanKind.SNAPSHOT]
     with pytest.raises(UnknownVersion):
-        await core.get_manifest(version=9)
+        await core.get_signed_manifest(version=9)
     with pytest.raises(InvalidRequest):
         await core.list_steps(after_step=0, limit=0)
 

@@ -66,7 +66,7 @@ async def test_nothing_acknowledged_is_lost_or_doubled_by_sigkill(tmp_path):
     head = (await core.get_status()).head_version
     parent = ""
     for version in range(head + 1):
-        data = await core.get_manifest(version=version)
+        data = (await core.get_signed_manifest(version=version)).data
         manifest = manifest_from_bytes(data)
         assert manifest_digest(data) == versions.get(version, manifest_digest(data))
         assert manifest.parent_digest == parent

@@ -9,6 +9,7 @@ from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.payloads import index
 from heterorl.coordinator.payloads.merging import cache
 from heterorl.coordinator.store.locks import Locks
+from heterorl.coordinator.versions.chain import Chain
 from tests.support.clock import ManualClock
 from tests.support.run import Run
 
@@ -47,14 +48,14 @@ def plan_of(connection, sql, *values):
 
 
 async def test_graph_is_read_from_indexes_and_leaves_abandoned_versions_out(core):
-    graph = await core.database.run(index.graph)
+    graph = await core.database.run(lambda connection: index.graph(Chain(connection)))
 
     assert graph.lineage == [version for version in range(NUM_VERSIONS) if version not in (7, 8, 9)]
-    small = await core.database.run(lambda connection: index._lineage(connection, 6, "int8"))
+    small = await core.database.run(lambda connection: index._lineage(Chain(connection, "int8"), 6, NUM_VERSIONS - 1))
     assert small == [6, *range(10, 20)]
     statements = []
     await core.database.run(lambda connection: connection.set_trace_callback(statements.append))
-    await core.database.run(index.graph)
+    await core.database.run(lambda connection: index.graph(Chain(connection)))
     await core.database.run(lambda connection: connection.set_trace_callback(None))
     about_versions = [text for text in statements if "FROM versions" in text and "LIMIT 1" not in text]
     assert about_versions
@@ -71,7 +72,7 @@ async def test_start_reads_the_states_of_merged_deltas_alone(core):
 
 async def test_store_of_an_earlier_program_gets_the_index_at_its_next_start(core, tmp_path):
     await core.database.run(lambda connection: connection.execute("DROP INDEX versions_abandoned"))
-    before = (await core.database.run(index.graph)).lineage
+    before = (await core.database.run(lambda connection: index.graph(Chain(connection)))).lineage
     await core.close()
 
     again = await Coordinator.open(CoordinatorConfig(data_dir=tmp_path / "data"), ManualClock())
@@ -79,7 +80,7 @@ async def test_store_of_an_earlier_program_gets_the_index_at_its_next_start(core
         lambda connection: [row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'index'")]
     )
     assert "versions_abandoned" in names
-    assert (await again.database.run(index.graph)).lineage == before
+    assert (await again.database.run(lambda connection: index.graph(Chain(connection)))).lineage == before
     await again.close()
 
 

@@ -19,7 +19,7 @@ from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.payloads.merging import composer as composer_module
 from heterorl.coordinator.payloads.merging.spans import Span
 from tests.support.clock import ManualClock
-from tests.support.merging import Counted, RandomRun, merging, published, puller
+from tests.support.merging import Counted, RandomRun, count_composed, merging, published, puller
 
 BUDGET = 3000
 """Room for two merged deltas of four versions, not for three."""
@@ -142,8 +142,9 @@ async def test_cache_is_found_again_after_a_restart_without_composing(tmp_path):
     (tmp_path / "data" / "merged" / "compose").write_bytes(b"unnamed")
 
     async with merging(tmp_path) as core:
+        made = count_composed(core)
         await core.composer.settle()
-        assert (core.composer.num_composed, files(tmp_path)) == (0, before)
+        assert (made, files(tmp_path)) == ([], before)
         assert await plan(core, run, 1) == chosen
     assert chosen.kind is PlanKind.MERGED
 
@@ -158,9 +159,10 @@ def test_cache_that_does_not_fit_the_run_is_removed_and_made_again(tmp_path, dam
 
     async def look(run):
         async with merging(tmp_path) as core:
+            made = count_composed(core)
             await core.composer.settle()
             chosen = await plan(core, run, 0)
-            return core.composer.num_composed, chosen, core.merges.path(chosen.payloads[0]).read_bytes()
+            return len(made), chosen, core.merges.path(chosen.payloads[0]).read_bytes()
 
     run = asyncio.run(make())
     (path,) = (tmp_path / "data" / "merged").iterdir()
@@ -185,7 +187,7 @@ async def test_deleted_cache_hurts_nobody(tmp_path):
         held = await puller(core, tmp_path / "a").pull(held=None, want_version=0)
         planned = await plan(core, run, 0)
         assert planned.kind is PlanKind.MERGED
-        made = core.composer.num_composed
+        made = count_composed(core)
 
         # Between the plan and the download: by the chain, from the held state, without a snapshot.
         class Deleting(Counted):
@@ -204,7 +206,7 @@ async def test_deleted_cache_hurts_nobody(tmp_path):
         assert {payload.kind for payload in chosen.payloads} == {PayloadKind.DELTA}
         await core.composer.settle()
         assert (await plan(core, run, 0)).payloads == planned.payloads
-        assert core.composer.num_composed == made + 2
+        assert len(made) == 2
 
 
 async def test_composer_survives_a_deleted_input(tmp_path):
@@ -270,16 +272,17 @@ async def test_budget_bounds_the_disk_and_what_had_to_go_is_not_made_again(tmp_p
     gate = Gate(monkeypatch)
     gate.opened.set()
     async with merging(tmp_path, merged_bytes=BUDGET) as core:
+        composed = count_composed(core)
         run = await published(core, tmp_path, 15)
         await core.composer.settle()
         sizes = sum(path.stat().st_size for path in (tmp_path / "data" / "merged").iterdir())
-        spans, made = core.merges.spans, core.composer.num_composed
+        spans, made = core.merges.spans, len(composed)
         core.composer.poke()
         await core.composer.settle()
 
         assert sizes <= BUDGET
         assert spans == {Span(4, 8), Span(8, 12)}, "the newest stay"
-        assert (core.composer.num_composed, len(gate.calls)) == (made, made)
+        assert (len(composed), len(gate.calls)) == (made, made)
         assert made == 3
         assert (await plan(core, run, 0)).target_version == 15
 

@@ -6,9 +6,10 @@ import pytest
 
 from heterorl.common.process.metrics import REGISTRY
 from heterorl.common.types.common import SiteId
-from heterorl.common.types.rollout import DropReason
+from heterorl.common.types.rollout import DropReason, LeasedGroup
 from heterorl.common.types.run import Heartbeat
 from heterorl.common.wire.policy import manifest_from_bytes
+from heterorl.common.wire.seal import seal
 from heterorl.coordinator import observe
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
@@ -148,7 +149,10 @@ async def test_ages_of_a_leased_group_and_outcomes_of_pushes_carry_the_site(core
         observe.observe_push(outcome)
     clock.advance(7.0)
     stream = core.stream_groups(epoch=run.epoch, held=(), credits=credits_of(1))
-    observe.observe_lease(await anext(stream))
+    queued = await anext(stream)
+    observe.observe_lease(
+        LeasedGroup(sealed=seal(queued.group), policy_age_s=queued.policy_age_s, queue_age_s=queued.queue_age_s)
+    )
     await stream.aclose()
 
     assert shown("coordinator_pushed_groups_total", **labels) == before + 1

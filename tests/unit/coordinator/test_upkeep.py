@@ -15,13 +15,14 @@ from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.payloads import index
 from heterorl.coordinator.payloads import snapshots as snapshots_module
+from heterorl.coordinator.versions.chain import Chain
 from tests.support.clock import ManualClock
 from tests.support.merging import Counted, keeping, published, puller, stored_files
 from tests.support.run import INCARNATION, SITE
 
 
 async def named(core):
-    graph = await core.database.run(index.graph)
+    graph = await core.database.run(lambda connection: index.graph(Chain(connection)))
     return {(payload.kind, payload.to_version) for payload in graph.payloads}
 
 
@@ -77,7 +78,7 @@ async def test_snapshot_by_the_coordinator_has_the_bytes_of_one_by_the_learner(t
         run = await published(core, tmp_path, 3)
         await worked(core)
         (payload,) = [
-            p for p in (await core.database.run(index.graph)).payloads
+            p for p in (await core.database.run(lambda connection: index.graph(Chain(connection)))).payloads
             if p.kind is PayloadKind.SNAPSHOT and p.to_version == 3
         ]  # fmt: skip
         mine = core.blobs.path(payload.digest).read_bytes()
@@ -215,7 +216,7 @@ async def test_damaged_delta_on_the_way_stops_retirement_and_is_named(tmp_path):
         await published(core, tmp_path, 33)
         await core.keeper._verify_newest("")
         victim = next(
-            p for p in (await core.database.run(index.graph)).payloads
+            p for p in (await core.database.run(lambda connection: index.graph(Chain(connection)))).payloads
             if (p.kind, p.to_version) == (PayloadKind.DELTA, 20)
         )  # fmt: skip
         path = core.blobs.path(victim.digest)
@@ -334,7 +335,7 @@ async def test_joiner_with_the_base_model_fetches_no_snapshot(tmp_path):
 
         with pytest.raises(UntrustedVersion):
             await puller(api, tmp_path / "judged", base=lambda: base).pull(held=None, want_version=0, admit=admit)
-        assert plans[0].manifests == (await core.get_manifest(version=0),)
+        assert plans[0].manifests == ((await core.get_signed_manifest(version=0)).data,)
         for _ in range(5):
             await run.publish()
         pulled = await puller(api, tmp_path / "b", base=lambda: base).pull(held=None, want_version=-1)

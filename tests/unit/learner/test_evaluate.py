@@ -1,4 +1,5 @@
 import asyncio
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,17 +10,28 @@ from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.model import tensors
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.arithmetic import ArithmeticTask
+from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.rollout import RewardPart
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.assembly import assemble
 from heterorl.learner.config import LearnerConfig
-from heterorl.learner.evaluate import EngineGenerator, Evaluator
+from heterorl.learner.evaluate import Evaluator
 from tests.support.learner_world import LAYOUT, NumpyBackend, fill, learn, learner_config, open_coordinator, rows
 from tests.support.training import tiny_model
 
 
+class Bytes:
+    """Tokens are bytes."""
+
+    def encode(self, text):
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+    def decode(self, token_ids):
+        return bytes(token_ids.tolist()).decode()
+
+
 class Answering:
-    """Generator that answers the first `num_right` prompts rightly; notes the states that it was given."""
+    """Engine that answers the first `num_right` prompts rightly; notes the states that it was given."""
 
     def __init__(self, task, num_right):
         self.right = {task.evaluation_prompt(index).text: task.evaluation_prompt(index).answer for index in range(50)}
@@ -30,15 +42,18 @@ class Answering:
 
     def generate(self, prompts, *, seeds, num_per_prompt):
         self.seeds.append(list(seeds))
-        return [
-            [self.right[prompt] if index < self.num_right else "?"] * num_per_prompt
+        texts = [
+            self.right[Bytes().decode(prompt)] if index < self.num_right else "?"
             for index, prompt in enumerate(prompts)
         ]
+        return [[SimpleNamespace(token_ids=Bytes().encode(text))] * num_per_prompt for text in texts]
 
 
 def test_accuracy_is_the_share_of_right_completions():
     task = ArithmeticTask(digits=2)
-    evaluator = Evaluator(task=task, generator=Answering(task, 3), num_prompts=4, num_per_prompt=2, seed=5)
+    evaluator = Evaluator(
+        task=task, engine=Answering(task, 3), prompter=Bytes(), num_prompts=4, num_per_prompt=2, seed=5
+    )
 
     evaluation = evaluator.evaluate(Arena(LAYOUT), 7)
 
@@ -48,13 +63,13 @@ def test_accuracy_is_the_share_of_right_completions():
 
 def test_versions_are_evaluated_with_the_same_seeds():
     task = ArithmeticTask(digits=2)
-    generator = Answering(task, 3)
-    evaluator = Evaluator(task=task, generator=generator, num_prompts=3, num_per_prompt=1, seed=5)
+    engine = Answering(task, 3)
+    evaluator = Evaluator(task=task, engine=engine, prompter=Bytes(), num_prompts=3, num_per_prompt=1, seed=5)
 
     evaluator.evaluate(Arena(LAYOUT), 1)
     evaluator.evaluate(Arena(LAYOUT), 2)
 
-    assert generator.seeds == [[5, 6, 7], [5, 6, 7]]
+    assert engine.seeds == [[5, 6, 7], [5, 6, 7]]
 
 
 def test_failed_verifier_is_counted_and_is_no_wrong_answer():
@@ -67,7 +82,7 @@ def test_failed_verifier_is_counted_and_is_no_wrong_answer():
     task = Failing(digits=2)
 
     evaluation = Evaluator(
-        task=task, generator=Answering(task, 3), num_prompts=4, num_per_prompt=1, seed=0
+        task=task, engine=Answering(task, 3), prompter=Bytes(), num_prompts=4, num_per_prompt=1, seed=0
     ).evaluate(Arena(LAYOUT), 0)  # fmt: skip
 
     assert (evaluation.accuracy, evaluation.num_errors) == (1.0, 1)
@@ -79,7 +94,9 @@ def test_accuracy_is_absent_when_nothing_could_be_scored():
             raise RewardError("it crashed")
 
     task = Failing(digits=2)
-    evaluator = Evaluator(task=task, generator=Answering(task, 3), num_prompts=4, num_per_prompt=1, seed=0)
+    evaluator = Evaluator(
+        task=task, engine=Answering(task, 3), prompter=Bytes(), num_prompts=4, num_per_prompt=1, seed=0
+    )
 
     assert evaluator.evaluate(Arena(LAYOUT), 0).accuracy is None
 
@@ -87,14 +104,14 @@ def test_accuracy_is_absent_when_nothing_could_be_scored():
 async def test_learner_evaluates_the_published_weights_at_its_cadence(tmp_path):
     core = await open_coordinator(tmp_path)
     task = ArithmeticTask(digits=2)
-    generator = Answering(task, 1)
-    evaluator = Evaluator(task=task, generator=generator, num_prompts=2, num_per_prompt=1, seed=0)
+    engine = Answering(task, 1)
+    evaluator = Evaluator(task=task, engine=engine, prompter=Bytes(), num_prompts=2, num_per_prompt=1, seed=0)
     config = learner_config(tmp_path, evaluation={"every_versions": 2})
 
     await asyncio.gather(learn(config, core, evaluator=evaluator), fill(core, 6))
 
     versions = {row["version"]: row["state_root"] for row in rows(config.state_dir / "versions.jsonl")}
-    assert generator.roots == [(0, versions[0]), (2, versions[2])]
+    assert engine.roots == [(0, versions[0]), (2, versions[2])]
     reports = await core.list_steps(after_step=0, limit=10)
     assert [report.evaluation_accuracy for report in reports] == [None, 0.5, None]
     assert [row["accuracy"] for row in rows(config.state_dir / "evaluations.jsonl")] == [0.5, 0.5]
@@ -106,7 +123,8 @@ async def test_resumed_learner_does_not_evaluate_the_baseline_again(tmp_path):
     task = ArithmeticTask(digits=2)
     config = learner_config(tmp_path, evaluation={"every_versions": 100})
     evaluators = [
-        Evaluator(task=task, generator=Answering(task, 1), num_prompts=1, num_per_prompt=1, seed=0) for _ in range(2)
+        Evaluator(task=task, engine=Answering(task, 1), prompter=Bytes(), num_prompts=1, num_per_prompt=1, seed=0)
+        for _ in range(2)
     ]
     await asyncio.gather(learn(config, core, evaluator=evaluators[0]), fill(core, 6))
 
@@ -161,10 +179,11 @@ def test_greedy_evaluation_takes_the_most_likely_token(tmp_path):
     parts = assemble(_config(directory, evaluation={"every_versions": 1, "num_prompts": 1, "num_per_prompt": 3}))
     arena = Arena(parts.backend.layout)
     parts.backend.store(arena)
-    generator = parts.evaluator._generator
-    generator.load(arena, 0)
+    engine, prompter = parts.evaluator._engine, parts.evaluator._prompter
+    engine.load(arena, 0)
 
-    [texts] = generator.generate(["12+34="], seeds=[3], num_per_prompt=3)
+    [completions] = engine.generate([prompter.encode("12+34=")], seeds=[3], num_per_prompt=3)
+    texts = [prompter.decode(completion.token_ids) for completion in completions]
 
     # Reference: argmax of the model's own logits, one token at a time.
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
@@ -180,16 +199,26 @@ def test_greedy_evaluation_takes_the_most_likely_token(tmp_path):
     assert texts == [expected] * 3
 
 
-def test_generator_applies_the_chat_template(tmp_path):
+def test_prompts_go_through_the_chat_template(tmp_path):
     class Recording:
+        def load(self, arena, version):
+            pass
+
         def generate(self, prompts, *, seeds, num_per_prompt):
             self.prompts = prompts
-            return []
+            return [[]]
+
+    class OnePrompt(ArithmeticTask):
+        def evaluation_prompt(self, index):
+            return Prompt(index=index, text="1+1", answer="2")
 
     prompter = Prompter(str(_write_model(tmp_path / "model", with_template=True)), use_chat_template=True)
     engine = Recording()
 
-    EngineGenerator(engine, prompter).generate(["1+1"], seeds=[0], num_per_prompt=1)
+    task = OnePrompt(digits=1)
+    Evaluator(task=task, engine=engine, prompter=prompter, num_prompts=1, num_per_prompt=1, seed=0).evaluate(
+        Arena(LAYOUT), 0
+    )
 
     # "1+1" through the template "...=": ids of 1 + 1 =
     assert np.array_equal(engine.prompts[0], [2, 11, 2, 12])

@@ -368,21 +368,21 @@ async def test_full_disk_pauses_generation_which_goes_on_by_itself(world, caplog
         real(groups, release=release)
 
     world.outbox.put = put
-    await world.until(lambda: bool(world.sampler.session.problem))
+    await world.until(lambda: bool(world.sampler.generation.reported().problem))
     num_batches, acked = world.engine.num_batches, await world.ledger_acked()
     await world.passed(120.0, step_s=1.0)
 
     # Alive, idle, and it says why, once.
     assert world.engine.num_batches == num_batches
-    assert world.sampler.session.problem.startswith("no space left under /site/state")
+    assert world.sampler.generation.reported().problem.startswith("no space left under /site/state")
     (status,) = (await world.core.get_status()).sites
-    assert status.problem == world.sampler.session.problem
+    assert status.problem == world.sampler.generation.reported().problem
     assert caplog.text.count("GENERATION PAUSES, 2 groups wait in memory: no space left under /site/state") == 1
     waiting = world.sampler.generation.spooling.num_waiting
     is_full = False
     await world.until(lambda: world.engine.num_batches > num_batches)
 
-    assert world.sampler.session.problem == ""
+    assert world.sampler.generation.reported().problem == ""
     assert "the disk has room again: 2 groups are spooled" in caplog.text
     await world.until_acknowledged(acked + waiting)
 
@@ -395,7 +395,7 @@ async def test_full_disk_does_not_hold_a_stop(world, caplog):
         raise DiskFull("/site/state")
 
     world.outbox.put = put
-    await world.until(lambda: bool(world.sampler.session.problem))
+    await world.until(lambda: bool(world.sampler.generation.reported().problem))
     world.stop.set()
     await world.end()
 
@@ -576,7 +576,7 @@ async def test_groups_carry_the_version_that_drew_them_though_a_newer_one_is_sta
 
     assert any(group.oldest_version == 0 for group in pushed)
     assert all(group.state_root == world.run.roots[group.oldest_version] for group in pushed)
-    assert all(span.version == group.oldest_version for group in pushed for one in group.rollouts for span in one.spans)
+    assert all(group.versions == (group.oldest_version,) for group in pushed)
 
 
 async def test_coordinator_that_forgets_every_registration_is_not_asked_in_a_circle(world):

@@ -37,7 +37,8 @@ from heterorl.coordinator.payloads.merging.cache import Merges
 from heterorl.coordinator.payloads.merging.spans import Span, due_blocks
 from heterorl.coordinator.store.database import Database
 from heterorl.coordinator.store.steady import Steady
-from heterorl.coordinator.versions import flavours, lineage, manifests
+from heterorl.coordinator.versions import flavours, lineage
+from heterorl.coordinator.versions.chain import Chain, MergedInto
 from heterorl.coordinator.versions.path import plan_pull
 
 _LOG = logging.getLogger(__name__)
@@ -97,7 +98,6 @@ class Composer:
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._stopping = threading.Event()
-        self.num_composed = 0
 
     def request(self, span: Span) -> None:
         """Ask for one object over a span; nothing when it is there, under way, impossible, or too many are asked."""
@@ -144,6 +144,8 @@ class Composer:
         choice = await self._database.run(
             lambda connection: self._choose(connection, requests=requests, skipped=skipped, have=have)
         )
+        if choice is None:
+            return False
         self._skipped = frozenset(
             span for span in self._skipped | choice.skipped if span.stop > choice.head - self._window
         )
@@ -164,7 +166,6 @@ class Composer:
             return await self._after(error, self._current)
         finally:
             self._current = None
-        self.num_composed += 1
         self._merges.add(payload, choice.job.span.flavour)
         _LOG.debug("versions %d to %d are one delta", payload.from_version, payload.to_version)
         # What had to go for want of room would be due at once, for ever.
@@ -192,9 +193,11 @@ class Composer:
         requests: tuple[Span, ...],
         skipped: frozenset[Span],
         have: frozenset[Span],
-    ) -> _Choice:
-        """Runs on the store's thread; changes nothing."""
-        head = lineage.read_head(connection).version
+    ) -> _Choice | None:
+        """Runs on the store's thread; changes nothing. None while there is no version."""
+        head = lineage.head_version(connection)
+        if head is None:
+            return None
         impossible: set[Span] = set()
         blocks = [
             span
@@ -204,12 +207,12 @@ class Composer:
         for span in (*requests, *blocks):
             if span in have:
                 continue
-            path = _path_over(connection, span, functools.partial(self._merges.into, flavour=span.flavour))
+            chain = Chain(connection, span.flavour)
+            path = _path_over(chain, span, functools.partial(self._merges.into, flavour=span.flavour))
             if len(path) < 2:
                 impossible.add(span)
             elif len(path) <= MAX_PAYLOADS:
-                manifest = manifests.read_manifest(connection, span.stop, span.flavour)
-                job = _Job(span=span, payloads=path, manifest=manifest)
+                job = _Job(span=span, payloads=path, manifest=chain.manifest(span.stop))
                 return _Choice(job=job, head=head, skipped=frozenset(impossible))
             # Else: shorter once the blocks are made.
         return _Choice(job=None, head=head, skipped=frozenset(impossible))
@@ -241,14 +244,14 @@ class Composer:
         return payload
 
 
-def _path_over(connection: sqlite3.Connection, span: Span, merged_into: lineage.MergedInto) -> tuple[PayloadRef, ...]:
+def _path_over(chain: Chain, span: Span, merged_into: MergedInto) -> tuple[PayloadRef, ...]:
     """The cheapest deltas, merged ones among them, that lead over a span; none when there is no way."""
 
     def into(version: int) -> list[PayloadRef]:
-        payloads = [*lineage.payloads_into(connection, version, span.flavour), *merged_into(version)]
+        payloads = [*chain.into(version), *merged_into(version)]
         return [p for p in payloads if p.kind is not PayloadKind.SNAPSHOT and p.from_version >= span.start]
 
-    if not lineage.is_in_lineage(connection, span.stop, span.flavour):
+    if not chain.is_in_lineage(span.stop):
         return ()
     try:
         return plan_pull(into, have_version=span.start, want_version=span.stop)[1]

@@ -50,7 +50,7 @@ def due_blocks(*, head: int, window: int, have: Collection[Span], flavour: str =
         length *= RADIX
 
 
-def worth_merging(payloads: Sequence[PayloadRef], *, head: int, flavour: str = "") -> Span | None:
+def worth_merging(payloads: Sequence[PayloadRef], *, head: int | None, flavour: str = "") -> Span | None:
     """The span of a plan's deltas when one merged delta is worth making: several, long enough, to the head."""
     deltas = [payload for payload in payloads if payload.kind is not PayloadKind.SNAPSHOT]
     if len(deltas) < 2:

@@ -2,7 +2,7 @@
 
     u32 little-endian length n; n bytes of JSON {"do": ..., "sizes": [...], ...}; blobs of those sizes
 
-Blobs are groups in their wire form, of `heterorl.common.wire.rollout`.
+Blobs are groups in their wire form, of `heterorl.common.wire.seal`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from enum import Enum
 from pathlib import Path
 
 from heterorl.common.types.rollout import Group
-from heterorl.common.wire.rollout import group_from_bytes, group_to_bytes
+from heterorl.common.wire.seal import open_group, read_sealed, seal
 
 
 class Do(Enum):
@@ -44,7 +44,7 @@ class Command:
 
 def command_to_bytes(command: Command) -> bytes:
     """Write a command."""
-    blobs = [group_to_bytes(group) for group in command.groups]
+    blobs = [seal(group).data for group in command.groups]
     header = {
         "do": command.do.value,
         "head_version": command.head_version,
@@ -62,7 +62,7 @@ def command_from_bytes(data: bytes) -> Command:
     header = json.loads(data[4:start])
     groups = []
     for size in header["sizes"]:
-        groups.append(group_from_bytes(data[start : start + size]))
+        groups.append(open_group(read_sealed(data[start : start + size])))
         start += size
     return Command(
         do=Do(header["do"]),

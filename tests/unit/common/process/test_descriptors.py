@@ -52,7 +52,7 @@ def test_too_few_descriptors_name_the_key_and_the_number():
 
 def test_limit_is_raised_to_what_the_system_allows():
     code = (
-        "import resource; from heterorl.common import descriptors;"
+        "import resource; from heterorl.common.process import descriptors;"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 700));"
         "print(descriptors.raise_limit(calls=1024), resource.getrlimit(resource.RLIMIT_NOFILE))"
     )

@@ -15,7 +15,7 @@ from heterorl.common.process.logs import ConsoleFormatter, utc
 
 NOISE = """
 import faulthandler, logging, os, subprocess, sys, threading, warnings
-from heterorl.common import logs
+from heterorl.common.process import logs
 logs.configure(style="json", fields={"role": "sampler", "version": "1.2"})
 logs.bind(site="eu-1", run="r", nothing="")
 logging.getLogger("ours").info("hello %s", "world")
@@ -28,7 +28,7 @@ from huggingface_hub.utils import logging as hub
 theirs.get_logger("transformers.x").warning("from transformers")
 hub.get_logger("huggingface_hub.x").warning("from the hub")
 subprocess.run([sys.executable, "-c", "import sys; print('of a child', file=sys.stderr)"])
-rank = "from heterorl.common import logs; import logging; logs.configure_as_parent(); logging.info('of a rank')"
+rank = "from heterorl.common.process import logs; import logging; logs.configure_as_parent(); logging.info('of a rank')"
 subprocess.run([sys.executable, "-c", rank])
 thread = threading.Thread(target=lambda: 1 / 0, name="worker")
 thread.start()
@@ -85,7 +85,7 @@ def test_service_that_cannot_start_says_why_in_its_style(style):
 
 
 def test_words_before_an_abort_are_not_lost():
-    program = "from heterorl.common import logs; import os; logs.configure(style='json')\n"
+    program = "from heterorl.common.process import logs; import os; logs.configure(style='json')\n"
     result = run(program + "os.write(2, b'terminate called\\n'); os.abort()")
 
     assert json.loads(result.stderr.splitlines()[0])["message"] == "terminate called"

@@ -182,7 +182,7 @@ async def test_manifest_of_another_lineage_is_not_followed(world):
     pulled = await puller.pull(held=held, want_version=3)
 
     assert pulled.arena.state_root() == run.roots[3]
-    assert pulled.manifest_digest == manifest_digest(await api.get_manifest(version=3))
+    assert pulled.manifest_digest == manifest_digest((await api.get_signed_manifest(version=3)).data)
 
 
 async def test_held_state_that_went_bad_in_memory_is_noticed_and_left_behind(world):

@@ -15,7 +15,7 @@ from heterorl.common.pull import spool
 from heterorl.common.pull.fetch import STALL_S, Fetcher
 from heterorl.common.pull.spool import BATCH_BYTES, PieceWriter, RunningDigest
 from tests.support.clock import ManualClock
-from tests.unit.common.pull.test_fetch import DATA, FRAME, PAYLOAD, Source
+from tests.support.cut_source import DATA, FRAME, PAYLOAD, Source
 
 
 class Disk:
@@ -25,7 +25,7 @@ class Disk:
         self.is_open = threading.Event()
         self.is_open.set()
         self.synced = []
-        real_write, real_sync = spool._write_all, os.fsync
+        real_write, real_sync = spool.write_all, os.fsync
 
         def write(file, data):
             assert self.is_open.wait(60)
@@ -35,7 +35,7 @@ class Disk:
             self.synced.append(os.fstat(descriptor).st_size)
             real_sync(descriptor)
 
-        monkeypatch.setattr(spool, "_write_all", write)
+        monkeypatch.setattr(spool, "write_all", write)
         monkeypatch.setattr(os, "fsync", sync)
 
 
@@ -128,7 +128,7 @@ async def test_long_fetch_is_made_durable_behind_the_writer(tmp_path, monkeypatc
     assert 1 <= len(synced) <= 4
 
 
-@pytest.mark.parametrize("call", ["_write_all", "fdatasync"])
+@pytest.mark.parametrize("call", ["write_all", "fdatasync"])
 async def test_disk_that_refuses_ends_the_fetch(tmp_path, monkeypatch, call):
     def refuse(*_):
         raise OSError(errno.ENOSPC, "no more blocks")
@@ -141,7 +141,7 @@ async def test_disk_that_refuses_ends_the_fetch(tmp_path, monkeypatch, call):
     assert source.open_streams == 0
 
 
-@pytest.mark.parametrize("late", ["_write_all", "fdatasync"])
+@pytest.mark.parametrize("late", ["write_all", "fdatasync"])
 async def test_failures_after_the_first_are_not_left_to_the_event_loop(tmp_path, monkeypatch, late):
     """What nobody asks a future for is printed by asyncio with a traceback, long after it was told by its type."""
     lost = []

@@ -1,11 +1,15 @@
 """What a learner says of a run: read out of its configuration, parsed where another machine sends it."""
 
+import random
+
 import pytest
 
-from heterorl.common.errors import InvalidRequest, StaleEpoch
+from heterorl.common.errors import InvalidRequest, RemoteError, StaleEpoch
+from heterorl.common.process.patience import Patience
 from heterorl.common.types.facts import facts_of, parse_facts, steps_wanted
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.run.run_file import describe_run
+from tests.support.clock import ManualClock
 from tests.support.secure_run import SecureRun
 
 
@@ -64,6 +68,21 @@ class Old:
 
     async def insist(self, call):
         raise self.error
+
+
+async def test_coordinator_that_has_no_name_for_its_refusal_is_asked_once(caplog):
+    asked = []
+
+    class Earlier:
+        async def describe_run(self, **values):
+            asked.append(values)
+            raise RemoteError("UNIMPLEMENTED: unknown method", retry_after_s=5.0)
+
+    patience = Patience(clock=ManualClock(), rng=random.Random(0))
+    await describe_run(Earlier(), LearnerConfig(), epoch=1, patience=patience)
+
+    assert len(asked) == 1
+    assert "going on" in caplog.text
 
 
 async def test_coordinator_that_does_not_take_them_is_no_reason_to_stop(caplog):

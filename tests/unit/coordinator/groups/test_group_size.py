@@ -7,8 +7,9 @@ import pytest
 
 from heterorl.common.errors import ConfigError, InvalidRequest
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.types.rollout import DropReason, PushStatus
-from heterorl.common.wire.rollout import group_to_bytes, queued_to_pb
+from heterorl.common.types.rollout import DropReason, LeasedGroup, PushStatus
+from heterorl.common.wire.rollout import leased_to_pb
+from heterorl.common.wire.seal import seal
 from heterorl.coordinator.config import GROUP_OVERHEAD_BYTES, CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import queue
@@ -39,10 +40,10 @@ async def run(tmp_path):
 def _sized(run, work, num_bytes):
     """A group of exactly so many bytes, by the length of its prompt."""
     group = run.group(work)
-    spare = num_bytes - len(group_to_bytes(group))
+    spare = num_bytes - len(seal(group).data)
     for missing in range(16):
         made = dataclasses.replace(group, prompt_token_ids=np.full(spare - missing, 3, np.int32))
-        if len(group_to_bytes(made)) == num_bytes:
+        if len(seal(made).data) == num_bytes:
             return made
     raise AssertionError("no prompt makes this size")
 
@@ -54,7 +55,10 @@ async def test_group_at_the_bound_reaches_the_learner_within_one_message(run):
 
     assert outcome.status is PushStatus.ACCEPTED
     queued = await anext(run.api.stream_groups(epoch=run.epoch, held=(), credits=credits_of(1)))
-    assert queued_to_pb(dataclasses.replace(queued, flavour="f" * 256)).ByteSize() <= LIMIT
+    leased = LeasedGroup(
+        sealed=seal(queued.group), policy_age_s=1e9, queue_age_s=1e9, seed=2**63 - 1, flavour="f" * 256
+    )
+    assert len(leased_to_pb(leased).SerializeToString()) <= LIMIT
 
 
 async def test_group_over_the_bound_is_refused_for_good_and_counted_and_its_prompt_goes_on(tmp_path):
@@ -99,7 +103,8 @@ async def test_group_of_a_larger_limit_is_dropped_before_the_learner_is_sent_it(
     (first, second) = await run.lease(2)
     await run.api.push_groups([_sized(run, first, 1 << 20), run.group(second)])
     # The operator lowers the limit, and starts again.
-    run.api.queue = queue.Queue.of(dataclasses_config(run.api.config, max_message_bytes=1 << 20))
+    small = queue.Queue.of(dataclasses_config(run.api.config, max_message_bytes=1 << 20))
+    run.api.rollout._parts = dataclasses.replace(run.api.parts, queue=small)
 
     stream = run.api.stream_groups(epoch=run.epoch, held=(), credits=credits_of(2))
     queued = await anext(stream)

@@ -5,7 +5,8 @@ import pytest
 
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import DropReason, Group, GroupId, VersionSpan
-from heterorl.coordinator.groups.admission import Facts, judge
+from heterorl.common.wire.seal import seal
+from heterorl.coordinator.groups.admission import Facts, content_problem, judge
 from tests.support.run import CONTRACT, INCARNATION, SITE, rollout
 
 ROOT = Digest("a" * 64)
@@ -30,10 +31,11 @@ def test_staleness_counts_from_the_oldest_token(bound, head, oldest, expected):
         oldest_version=oldest, state_root=ROOT, generation_s=0.1,
     )  # fmt: skip
     facts = Facts(
-        contract=CONTRACT, head_version=head, max_staleness_versions=bound, max_policy_age_s=60.0, policy_age_s=1.0,
+        head_version=head, max_staleness_versions=bound, max_policy_age_s=60.0, policy_age_s=1.0,
         state_root=ROOT, assignment_prompt=7, is_answered=False,
     )  # fmt: skip
 
-    reason, message = judge(group, facts)
+    message = content_problem(group, CONTRACT, max_prompt_tokens=9)
+    reason, message = (DropReason.INVALID, message) if message else judge(seal(group), facts)
 
     assert reason is expected, message

@@ -168,5 +168,3 @@ def test_snapshot_is_due_when_the_deltas_after_it_cost_a_quarter_of_it(sizes, ve
 
     assert decide_snapshot(way, snapshot_ratio=0.25, window=4).is_due is expected
     assert not decide_snapshot(way[1:], snapshot_ratio=0.25, window=4).is_due
-    # On a link where every object costs 8 bytes more, two deltas of 10 are dear enough.
-    assert decide_snapshot(way, snapshot_ratio=0.25, window=4, object_bytes=8).is_due is (expected or len(sizes) == 2)

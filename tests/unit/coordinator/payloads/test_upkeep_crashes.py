@@ -14,6 +14,7 @@ from heterorl.common.errors import DigestMismatch, UnknownPayload
 from heterorl.common.types.policy import PayloadKind
 from heterorl.common.types.run import Heartbeat
 from heterorl.coordinator.payloads import index
+from heterorl.coordinator.versions.chain import Chain
 from tests.support.merging import keeping, published, puller, stored_files
 from tests.support.run import INCARNATION, SITE
 
@@ -62,7 +63,7 @@ class History:
         await self.run.publish(snapshot=True, lineage_version=self.run.head)
 
     async def roll_back(self):
-        lineage = (await self.core.database.run(index.graph)).lineage
+        lineage = (await self.core.database.run(lambda connection: index.graph(Chain(connection)))).lineage
         if len(lineage) > 1:
             await self.run.publish(snapshot=True, lineage_version=lineage[-2])
 
@@ -98,7 +99,7 @@ class History:
 
     async def check(self):
         """Everybody alive reaches the head, and so does a newcomer; what is offered is there."""
-        graph = await self.core.database.run(index.graph)
+        graph = await self.core.database.run(lambda connection: index.graph(Chain(connection)))
         assert {payload.digest for payload in graph.payloads} <= stored_files(self.directory)
         for held in (None, *self.alive.values()):
             pulled = await self.pull(held)
@@ -150,7 +151,7 @@ async def test_damage_at_2000_places_is_noticed_and_never_sent(tmp_path, monkeyp
         run = await published(core, tmp_path, 21)
         await core.composer.settle()
         await core.keeper.work()
-        graph = await core.database.run(index.graph)
+        graph = await core.database.run(lambda connection: index.graph(Chain(connection)))
         found = [(payload, core.blobs.path(payload.digest)) for payload in graph.payloads]
         merged = [payload for version in range(22) for payload in core.merges.into(version)]
         found += [(payload, core.merges.path(payload)) for payload in merged]
@@ -162,7 +163,7 @@ async def test_damage_at_2000_places_is_noticed_and_never_sent(tmp_path, monkeyp
 
         with monkeypatch.context() as patches:
             # Putting aside would change the store each time; the next test does it for real.
-            patches.setattr(core.reading, "put_aside", note)
+            patches.setattr(core.damage, "put_aside", note)
             for number in range(2000):
                 payload, path = found[number % len(found)]
                 good = path.read_bytes()

@@ -1,7 +1,5 @@
 """Every repeated field, text and bytes field of every request is bounded before anything is made of its bytes."""
 
-import importlib
-import pkgutil
 import time
 
 import pytest
@@ -9,65 +7,14 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.internal import encoder, wire_format
 
-import heterorl.v1
 from heterorl.common.errors import InvalidRequest
 from heterorl.coordinator.rpc.bounds import BOUNDS, Text, bound_of
 from heterorl.coordinator.rpc.scan import MAX_TAGS, MAX_UNKNOWN_BYTES, parse
 from heterorl.v1 import common_pb2, policy_pb2, rollout_pb2, run_pb2
+from tests.support.protos import REQUESTS, bytes_field, entries, fields, is_repeated, wrapped
 
-PROTOS = [
-    importlib.import_module(f"heterorl.v1.{module.name}")
-    for module in pkgutil.iter_modules(heterorl.v1.__path__)
-    if module.name.endswith("_pb2")
-]
-REQUESTS = [
-    method.input_type
-    for module in PROTOS
-    for service in module.DESCRIPTOR.services_by_name.values()
-    for method in service.methods
-]
-
-
-def _is_repeated(field):
-    return field.is_repeated if hasattr(field, "is_repeated") else field.label == field.LABEL_REPEATED
-
-
-def _fields(descriptor, path=()):
-    """Every field that can hold more than a number, with the way to it."""
-    for field in descriptor.fields:
-        if _is_repeated(field) or field.type in (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES):
-            yield (*path, field)
-        if field.message_type is not None:
-            yield from _fields(field.message_type, (*path, field))
-
-
-WAYS = [(request, way) for request in REQUESTS for way in _fields(request)]
+WAYS = [(request, way) for request in REQUESTS for way in fields(request)]
 NAMES = [f"{request.name}.{'.'.join(field.name for field in way)}" for request, way in WAYS]
-
-
-def _wrapped(way, content):
-    """The bytes of a message with `content`, the bytes of the last field, at the end of the way."""
-    for field in reversed(way[:-1]):
-        content = encoder.TagBytes(field.number, wire_format.WIRETYPE_LENGTH_DELIMITED) + _length(content) + content
-    return content
-
-
-def _length(content):
-    parts = []
-    encoder._EncodeVarint(parts.append, len(content))
-    return b"".join(parts)
-
-
-def _bytes_field(field, content):
-    return encoder.TagBytes(field.number, wire_format.WIRETYPE_LENGTH_DELIMITED) + _length(content) + content
-
-
-def _entries(field, count):
-    """`count` entries as cheap as they come, as a peer with bad intentions writes them."""
-    if field.type in (FieldDescriptor.TYPE_MESSAGE, FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES):
-        return _bytes_field(field, b"") * count
-    width = {FieldDescriptor.TYPE_FLOAT: 4, FieldDescriptor.TYPE_DOUBLE: 8}.get(field.type, 1)
-    return _bytes_field(field, bytes(width * count))
 
 
 def test_the_walk_finds_fields():
@@ -86,23 +33,23 @@ def test_field_over_its_bound_is_refused_by_name_and_at_its_bound_it_is_not(requ
     field = way[-1]
     bound = bound_of(field.containing_type.name, field.name)
     path = ".".join(each.name for each in way)
-    if _is_repeated(field):
+    if is_repeated(field):
         with pytest.raises(InvalidRequest, match=rf"^{path}: more than {bound.count} entries"):
-            parse(_wrapped(way, _entries(field, bound.count + 1)), request_type)
+            parse(wrapped(way, entries(field, bound.count + 1)), request_type)
         if bound.count <= 1 << 15:
-            parse(_wrapped(way, _entries(field, bound.count)), request_type)
+            parse(wrapped(way, entries(field, bound.count)), request_type)
     if field.type == FieldDescriptor.TYPE_STRING:
         with pytest.raises(InvalidRequest, match=rf"^{path}: more than {bound.length} characters"):
-            parse(_wrapped(way, _bytes_field(field, b"a" * (bound.length + 1))), request_type)
-        parse(_wrapped(way, _bytes_field(field, b"a" * bound.length)), request_type)
+            parse(wrapped(way, bytes_field(field, b"a" * (bound.length + 1))), request_type)
+        parse(wrapped(way, bytes_field(field, b"a" * bound.length)), request_type)
         with pytest.raises(InvalidRequest, match=rf"^{path}: not UTF-8"):
-            parse(_wrapped(way, _bytes_field(field, b"\xff\xff")), request_type)
+            parse(wrapped(way, bytes_field(field, b"\xff\xff")), request_type)
         if bound.text is not Text.PROSE:
             with pytest.raises(InvalidRequest, match=rf"^{path}: not "):
-                parse(_wrapped(way, _bytes_field(field, b"plain\n2026 CRITICAL forged")), request_type)
+                parse(wrapped(way, bytes_field(field, b"plain\n2026 CRITICAL forged")), request_type)
     if field.type == FieldDescriptor.TYPE_BYTES and bound.length <= 1 << 20:
         with pytest.raises(InvalidRequest, match=rf"^{path}: {bound.length + 1} bytes"):
-            parse(_wrapped(way, _bytes_field(field, bytes(bound.length + 1))), request_type)
+            parse(wrapped(way, bytes_field(field, bytes(bound.length + 1))), request_type)
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "a/b", "eu 1", "\N{GREEK SMALL LETTER ALPHA}", "a" * 65])
@@ -157,10 +104,10 @@ def test_unknown_fields_of_a_newer_program_pass_and_a_flood_of_them_does_not():
 
 def test_millions_of_empty_entries_cost_no_more_than_the_bound():
     rollouts = b"\x1a\x00" * 8_000_000
-    data = _wrapped([rollout_pb2.PushGroupsRequest.DESCRIPTOR.fields_by_name["group"], None], b"")
+    data = wrapped([rollout_pb2.PushGroupsRequest.DESCRIPTOR.fields_by_name["group"], None], b"")
     group = rollout_pb2.PushGroupsRequest.DESCRIPTOR.fields_by_name["group"]
     spans = rollout_pb2.Group.DESCRIPTOR.fields_by_name["rollouts"]
-    data = _bytes_field(group, _bytes_field(spans, rollouts))
+    data = bytes_field(group, bytes_field(spans, rollouts))
     started = time.process_time()
 
     with pytest.raises(InvalidRequest, match=r"^group.rollouts.spans: more than 4096"):

@@ -142,12 +142,12 @@ async def test_site_that_flaps_writes_a_few_rows_and_a_sum_and_is_judged_each_ti
 
     assert kinds_of(await core.database.run(kinds)) == {"quarantine": 3, "quarantine_ended": 3}
     assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 3
-    await core.note_refusals()
+    await core.run.note_refusals()
     assert "quarantine_changes" not in await core.database.run(kinds)
 
     clock.advance(PERIOD_S)
-    await core.note_refusals()
-    await core.note_refusals()
+    await core.run.note_refusals()
+    await core.run.note_refusals()
 
     rows = await core.database.run(audit.read)
     (summary,) = [row for row in rows if row.kind == "quarantine_changes"]

@@ -45,7 +45,7 @@ async def test_incarnations_that_never_pushed_are_forgotten_but_the_newest_few(r
     assert await _rows(run) == KEPT
     shown = [entry.incarnation for entry in (await run.api.get_status()).sites]
     assert sorted(shown) == sorted(f"i{number}" for number in range(100 - KEPT, 100))
-    assert len(run.api.sites._seen) == KEPT
+    assert len(run.api.parts.sites._seen) == KEPT
 
 
 async def test_incarnation_that_holds_work_or_pushed_a_group_stays(run):
@@ -78,7 +78,7 @@ async def test_many_that_pushed_are_shown_as_one_with_all_their_groups(run):
     for number in range(SHOWN + 4):
         await _push(run, f"i{number}")
     await run.register(site=SiteId("us-1"), incarnation=INCARNATION)
-    run.api.sites._seen.clear()
+    run.api.parts.sites._seen.clear()
 
     sites = (await run.api.get_status()).sites
 

@@ -232,17 +232,17 @@ async def test_refused_push_is_taken_later_and_the_log_of_audit_sums_refusals_up
     assert settle(outcomes) == ([1, 2], pytest.approx(1.0))
     (site,) = (await core.get_status()).sites
     assert (site.groups_refused, site.quota_used) == (2, pytest.approx(1.0))
-    await core.note_refusals()
+    await core.run.note_refusals()
     clock.advance(2.0)
     assert {outcome.status for outcome in await core.push_groups(groups[2:])} == {PushStatus.ACCEPTED}
     late = [run.group(work) for work in await run.lease(3)]
     for count in (1, 2):
         # Within a minute of the last summary none is written, whatever is refused.
         await core.push_groups(late[:count])
-        await core.note_refusals()
+        await core.run.note_refusals()
     clock.advance(60.0)
-    await core.note_refusals()
-    await core.note_refusals()
+    await core.run.note_refusals()
+    await core.run.note_refusals()
 
     rows = [row for row in await core.database.run(audit.read) if row.kind == "quota_refusals"]
     assert [(row.subject, row.detail) for row in rows] == [

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from heterorl.common.errors import InvalidRequest, Unreachable
 from heterorl.common.types.rollout import DropReason, GroupId, PushStatus
 from heterorl.common.types.run import Command, Heartbeat
-from heterorl.common.wire.rollout import group_to_bytes
+from heterorl.common.wire.seal import seal
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.sites.watermark import MAX_GAP
@@ -103,9 +103,9 @@ async def test_same_sequence_of_another_incarnation_is_another_group(tmp_path):
 async def test_full_queue_asks_for_patience_and_forgets_nothing(tmp_path):
     core, run = await begin(tmp_path)
     groups = [run.group(work) for work in await run.lease(2)]
-    one = len(group_to_bytes(groups[0]))
+    one = len(seal(groups[0]).data)
     small = core.config.model_copy(update={"site_pending_bytes": one + 5})
-    core.queue = dataclasses.replace(core.queue, config=small)
+    core.rollout._parts = dataclasses.replace(core.parts, queue=dataclasses.replace(core.parts.queue, config=small))
     outcomes = await core.push_groups(groups)
     assert [outcome.status for outcome in outcomes] == [PushStatus.ACCEPTED, PushStatus.RETRY]
     assert outcomes[1].retry_after_s > 0

@@ -70,9 +70,8 @@ async def is_refused(core, run, assignments):
 
 
 async def test_read_that_shares_a_commit_with_a_write_without_room_is_answered(disk):
-    database = await Database.open(disk / "store.sqlite")
     full = []
-    database.on_full = lambda: full.append(1)
+    database = await Database.open(disk / "store.sqlite", on_full=lambda: full.append(1))
     await database.run(lambda connection: set_meta(connection, "key", "kept"))
     fill(disk)
     go_on = threading.Event()

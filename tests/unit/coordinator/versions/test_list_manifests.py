@@ -8,7 +8,7 @@ from heterorl.common.errors import InvalidRequest, UnknownVersion
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.versions import plans
-from heterorl.coordinator.versions.manifests import MAX_MANIFESTS, read_manifests
+from heterorl.coordinator.versions.chain import MAX_MANIFESTS, Chain
 from tests.support.clock import ManualClock
 from tests.support.run import Run
 
@@ -32,32 +32,32 @@ def fill(connection, sizes):
 def test_range_comes_newest_first(connection):
     data = fill(connection, SIZES)
 
-    assert read_manifests(connection, first=1, last=3) == (data[3], data[2], data[1])
-    assert read_manifests(connection, first=2, last=2) == (data[2],)
+    assert Chain(connection).manifests(first=1, last=3) == (data[3], data[2], data[1])
+    assert Chain(connection).manifests(first=2, last=2) == (data[2],)
 
 
 @pytest.mark.parametrize(("max_bytes", "count"), [(1, 1), (50, 1), (89, 1), (90, 2), (149, 4), (150, 5), (999, 5)])
 def test_answer_holds_as_many_as_fit_and_at_least_one(connection, max_bytes, count):
     data = fill(connection, SIZES)
 
-    assert read_manifests(connection, first=0, last=4, max_bytes=max_bytes) == tuple(data[::-1][:count])
+    assert Chain(connection).manifests(first=0, last=4, max_bytes=max_bytes) == tuple(data[::-1][:count])
 
 
 def test_number_of_manifests_is_bounded(connection):
     data = fill(connection, [1] * (MAX_MANIFESTS + 10))
 
-    assert read_manifests(connection, first=0, last=MAX_MANIFESTS + 5) == tuple(data[6 : MAX_MANIFESTS + 6][::-1])
+    assert Chain(connection).manifests(first=0, last=MAX_MANIFESTS + 5) == tuple(data[6 : MAX_MANIFESTS + 6][::-1])
 
 
 def test_impossible_ranges_are_refused(connection):
     fill(connection, SIZES)
 
     with pytest.raises(InvalidRequest):
-        read_manifests(connection, first=3, last=2)
+        Chain(connection).manifests(first=3, last=2)
     with pytest.raises(UnknownVersion):
-        read_manifests(connection, first=3, last=5)
+        Chain(connection).manifests(first=3, last=5)
     # A range that begins before the first version holds what there is.
-    assert len(read_manifests(connection, first=-(2**63), last=4)) == 5
+    assert len(Chain(connection).manifests(first=-(2**63), last=4)) == 5
 
 
 async def test_plan_over_large_manifests_carries_its_targets_alone_and_the_others_are_listed(tmp_path, monkeypatch):

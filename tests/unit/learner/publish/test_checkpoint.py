@@ -12,25 +12,9 @@ from heterorl.common.types.rollout import GroupId
 from heterorl.common.weights.arena import Arena
 from heterorl.common.weights.payload import apply_payload, write_snapshot
 from heterorl.learner.publish.checkpoint import CheckpointStore, read_checkpoint
-from heterorl.learner.publish.cursor import Cursor, cursor_from_bytes, cursor_to_bytes, step_id
+from heterorl.learner.publish.cursor import cursor_from_bytes, cursor_to_bytes, step_id
+from tests.support.cursors import make_cursor
 from tests.support.learner_world import LAYOUT, NumpyBackend, queued
-
-
-def make_cursor(version=1, **changes):
-    report = NumpyBackend().train_step([queued(1), queued(2)], head_version=version, step=7)
-    values = {
-        "run_id": "run",
-        "step": 7,
-        "step_id": "key",
-        "version": version,
-        "parent_version": version - 1,
-        "lineage_version": version - 1,
-        "state_root": "0" * 64,
-        "manifest": b"\x00\xff",
-        "consumed": (GroupId(site=SiteId("eu"), incarnation="a", sequence=1),),
-        "reports": (report,),
-    }
-    return Cursor(**{**values, **changes})
 
 
 def write(store, version, backend=None, snapshot=None):

@@ -36,6 +36,8 @@ from heterorl.learner.publish.checkpoint import CheckpointStore
 from heterorl.learner.publish.flavours import Flavours
 from heterorl.learner.publish.journal import Journal
 from heterorl.learner.publish.publish import Publisher
+from heterorl.learner.run.published import PublishedVersions
+from heterorl.learner.run.restore import Restorer
 from heterorl.learner.run.resume import Resumption
 from heterorl.learner.run.rollback import Rollback
 from tests.support.clock import ManualClock
@@ -108,10 +110,16 @@ class World:
             snapshot_every_versions=options.get("snapshot_every_versions", 100),
             checkpoint_every_versions=options.get("checkpoint_every_versions", 1), **shared,
         )  # fmt: skip
+        parts = {"api": api, "backend": self.backend, "publisher": self.publisher, "epoch": epoch, "patience": patience}
+        parts["restorer"] = Restorer(backend=self.backend, store=store, patience=patience, flavours=flavours)
+        parts["published"] = PublishedVersions(
+            api=api, layout=LAYOUT, spool=directory / "payloads" / "incoming", patience=patience, trust=trust
+        )
         self.resumption = Resumption(
-            api=api, backend=self.backend, publisher=self.publisher, store=store, journal=journal, trust=trust,
-            adopt_without_optimizer=options.get("adopt_without_optimizer", False), **shared,
+            store=store, journal=journal, run_id="run", state_dir=directory,
+            adopt_without_optimizer=options.get("adopt_without_optimizer", False), **parts,
         )  # fmt: skip
+        self.rollback = Rollback(resumption=self.resumption, directory=directory / "payloads", **parts)
         self.step = 0
 
     @classmethod
@@ -294,7 +302,7 @@ async def test_an_order_to_go_back_holds_for_every_flavour(core, tmp_path):
     await world.advance(5)
     await core.rollback(to_version=2, request_id="r")
 
-    await Rollback(world.resumption).run()
+    await world.rollback.run()
 
     assert (await manifest_of(core, 6)).state_root == (await manifest_of(core, 2)).state_root
     assert [(await manifest_of(core, 6, name)).parent_version for name in NAMES] == [5, 5]

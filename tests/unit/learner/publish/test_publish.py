@@ -32,9 +32,12 @@ from heterorl.learner.publish.checkpoint import CheckpointStore
 from heterorl.learner.publish.encode import Position, encode_version
 from heterorl.learner.publish.journal import Journal
 from heterorl.learner.publish.publish import Publisher
-from heterorl.learner.run.fate import Action, decide
+from heterorl.learner.run.fate import Way, decide
 from heterorl.learner.run.incarnation import read_incarnation
+from heterorl.learner.run.published import PublishedVersions
+from heterorl.learner.run.restore import Restorer
 from heterorl.learner.run.resume import Resumption
+from tests.support.cursors import make_cursor
 from tests.support.learner_world import (
     LAYOUT,
     FragileApi,
@@ -49,7 +52,6 @@ from tests.support.learner_world import (
     queued,
     rows,
 )
-from tests.unit.learner.publish.test_checkpoint import make_cursor
 
 
 class World:
@@ -86,11 +88,15 @@ class World:
             backend=self.backend,
             publisher=self.publisher,
             store=self.store,
+            restorer=Restorer(backend=self.backend, store=self.store, patience=self.patience),
+            published=PublishedVersions(
+                api=self.api, layout=LAYOUT, spool=self.directory / "payloads" / "incoming", patience=self.patience
+            ),
             journal=self.journal,
             patience=self.patience,
             run_id="run",
             epoch=self.epoch,
-            directory=self.directory / "payloads",
+            state_dir=self.directory,
             adopt_without_optimizer=adopt_without_optimizer,
         )
         self.step = await resumption.run()
@@ -134,8 +140,8 @@ async def test_first_version_is_a_snapshot_and_the_next_a_delta(coordinator, tmp
     await world.resume()
     await world.advance()
 
-    assert _kinds(await coordinator.get_manifest(version=0)) == [PayloadKind.SNAPSHOT]
-    assert _kinds(await coordinator.get_manifest(version=1)) == [PayloadKind.DELTA]
+    assert _kinds((await coordinator.get_signed_manifest(version=0)).data) == [PayloadKind.SNAPSHOT]
+    assert _kinds((await coordinator.get_signed_manifest(version=1)).data) == [PayloadKind.DELTA]
 
 
 async def test_snapshot_is_published_beside_the_delta_at_its_cadence(coordinator, tmp_path):
@@ -144,7 +150,7 @@ async def test_snapshot_is_published_beside_the_delta_at_its_cadence(coordinator
     for _ in range(2):
         await world.advance()
 
-    assert _kinds(await coordinator.get_manifest(version=2)) == [PayloadKind.DELTA, PayloadKind.SNAPSHOT]
+    assert _kinds((await coordinator.get_signed_manifest(version=2)).data) == [PayloadKind.DELTA, PayloadKind.SNAPSHOT]
     plan = await coordinator.plan_pull(have_version=-1, have_root="", want_version=2)
     assert plan.kind is PlanKind.SNAPSHOT
     assert len(plan.payloads) == 1
@@ -289,12 +295,12 @@ async def test_missing_payload_is_uploaded_again(coordinator, tmp_path):
 @pytest.mark.parametrize(
     ("parent", "head", "committed", "is_in_lineage", "action"),
     [
-        (4, 4, None, False, Action.REPUBLISH),
-        (4, 5, None, False, Action.SKIP),
-        (5, 4, None, False, Action.SKIP),
-        (4, 5, 5, True, Action.CONTINUE),
-        (4, 7, 5, True, Action.ROLL_BACK),
-        (4, 7, 5, False, Action.SKIP),
+        (4, 4, None, False, Way.REPUBLISH),
+        (4, 5, None, False, Way.SKIP),
+        (5, 4, None, False, Way.SKIP),
+        (4, 5, 5, True, Way.CONTINUE),
+        (4, 7, 5, True, Way.ROLL_BACK),
+        (4, 7, 5, False, Way.SKIP),
     ],
 )
 def test_checkpoint_is_judged_by_the_fate_of_its_publication(parent, head, committed, is_in_lineage, action):
@@ -311,7 +317,7 @@ async def test_resumed_learner_takes_an_older_checkpoint_when_the_newest_is_dama
     await world.resume()
     for _ in range(3):
         await world.advance()
-    root_of_2 = manifest_from_bytes(await coordinator.get_manifest(version=2)).state_root
+    root_of_2 = manifest_from_bytes((await coordinator.get_signed_manifest(version=2)).data).state_root
     newest = world.store.paths()[0]
     (newest / "backend" / "weights.npy").write_bytes(b"")
 
@@ -320,7 +326,7 @@ async def test_resumed_learner_takes_an_older_checkpoint_when_the_newest_is_dama
 
     # Version 3 is abandoned; version 4 holds the weights of version 2, as a snapshot, and training goes on from it.
     assert step == 2
-    manifest = manifest_from_bytes(await coordinator.get_manifest(version=4))
+    manifest = manifest_from_bytes((await coordinator.get_signed_manifest(version=4)).data)
     assert (manifest.version, manifest.parent_version, manifest.state_root) == (4, 2, root_of_2)
     await again.advance()
     assert (await coordinator.get_status()).head_version == 5
@@ -607,7 +613,10 @@ async def test_version_of_other_weights_altogether_is_published_full(coordinator
     await world.publisher.publish(await world.publisher.stage(world.backend), step=2, saved_by=world.backend)
 
     kinds = [
-        [payload.kind for payload in manifest_from_bytes(await coordinator.get_manifest(version=version)).payloads]
+        [
+            payload.kind
+            for payload in manifest_from_bytes((await coordinator.get_signed_manifest(version=version)).data).payloads
+        ]
         for version in range(3)
     ]
     assert kinds == [[PayloadKind.SNAPSHOT], [PayloadKind.SNAPSHOT], [PayloadKind.DELTA]]

@@ -10,10 +10,12 @@ import pytest
 
 from heterorl.common.errors import (
     ConfigError,
+    CorruptData,
     Draining,
     InvalidRequest,
     LeaseHeld,
     QuotaExceeded,
+    RemoteError,
     StaleEpoch,
     StoreFull,
     Unauthenticated,
@@ -50,7 +52,7 @@ class NotingClock:
 
 
 def patience(clock=None, **changes):
-    values = {"clock": clock or NotingClock(), "rng": random.Random(0), "base_s": 1.0, "cap_s": 8.0}
+    values = {"clock": clock or NotingClock(), "rng": random.Random(0), "base_s": 1.0, "cap_s": 8.0, "asked_cap_s": 8.0}
     return Patience(**{**values, **changes})
 
 
@@ -119,7 +121,9 @@ async def test_peers_own_delay_is_respected_up_to_the_cap():
         (QuotaExceeded("x", retry_after_s=1.0), True),
         (QuotaExceeded("x"), False),
         (StaleEpoch("x"), False),
-        (LeaseHeld("x"), False),
+        (LeaseHeld("x"), True),
+        (RemoteError("a reason that this release does not know"), True),
+        (CorruptData("x"), False),
         (InvalidRequest("x"), False),
     ],
 )

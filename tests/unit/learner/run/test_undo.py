@@ -45,7 +45,7 @@ async def _lease(core, version, count):
 
 
 async def _push(core, version, assignments, first):
-    root = manifest_from_bytes(await core.get_manifest(version=version)).state_root
+    root = manifest_from_bytes((await core.get_signed_manifest(version=version)).data).state_root
     groups = [
         make_group(number, assignment=work.id, prompt_index=work.prompt_index, version=version, state_root=root)
         for number, work in enumerate(assignments, start=first)

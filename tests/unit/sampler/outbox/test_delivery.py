@@ -5,13 +5,13 @@ import random
 
 import pytest
 
-from heterorl.common.errors import DiskFull, InvalidRequest, Unreachable
-from heterorl.common.process.bell import Bell
+from heterorl.common.errors import DiskFull, InvalidRequest, MessageTooLarge, Unreachable
+from heterorl.common.process.clock import Bell
 from heterorl.common.types.rollout import DropReason, PushOutcome, PushStatus
 from heterorl.sampler.outbox.delivery import Delivery, settle
 from heterorl.sampler.outbox.outbox import Outbox
+from tests.support.outboxes import spooled_groups
 from tests.support.run import Run
-from tests.unit.sampler.outbox.test_outbox import spooled_groups
 
 
 class SleepingClock:
@@ -67,6 +67,25 @@ async def delivered(outbox, api, clock, *, until):
     await asyncio.wait([loop])
     if not loop.cancelled():
         loop.result()
+
+
+async def test_message_over_a_limit_that_shrank_waits_for_the_next_registration(outbox):
+    """The registration brings the new limit, and then what cannot be sent is counted as lost instead."""
+    clock = SleepingClock()
+    api = Coordinator(clock)
+    real = api.push_groups
+
+    async def push_groups(groups):
+        outcomes = await real(groups)
+        if len(api.pushed) <= 3:
+            raise MessageTooLarge("SERVER: Received message larger than max (9 vs. 8)")
+        return outcomes
+
+    api.push_groups = push_groups
+    await delivered(outbox, api, clock, until=lambda: outbox.level().num_groups == 0)
+
+    assert len(api.pushed) == 4
+    assert len(clock.slept) == 3
 
 
 async def test_outage_of_hours_loses_nothing_and_is_no_busy_loop(outbox):

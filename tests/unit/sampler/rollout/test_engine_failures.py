@@ -34,7 +34,7 @@ async def test_engine_that_fails_its_canary_gets_the_version_again_and_no_work_m
     await world.run.publish()
     await world.until(lambda: failures("stale") >= before + 3)
     asked, batches = world.link.calls["lease_work"], world.engine.num_batches
-    assert world.sampler.session.policy_version == -1
+    assert world.sampler.generation.reported().policy_version == -1
 
     await world.until(lambda: not world.engine.load_failures)
     assert (world.link.calls["lease_work"], world.engine.num_batches) == (asked, batches)
@@ -42,7 +42,7 @@ async def test_engine_that_fails_its_canary_gets_the_version_again_and_no_work_m
 
     assert failures("stale") == before + 4
     assert [version for version, _ in world.engine.loaded] == [0, 1]
-    assert world.sampler.session.policy_version == 1
+    assert world.sampler.generation.reported().policy_version == 1
 
 
 async def test_attempts_become_rare_and_a_success_forgets_them(world):
@@ -88,4 +88,4 @@ async def test_engine_that_dies_while_it_scores_the_canary_loads_its_version_aga
     await world.until(lambda: world.engine.num_batches > batches)
 
     assert [version for version, _ in world.engine.loaded] == [0, 1, 1]
-    assert world.sampler.session.policy_version == 1
+    assert world.sampler.generation.reported().policy_version == 1

@@ -5,6 +5,7 @@ import pytest
 from heterorl.common.errors import StaleWeights
 from heterorl.common.process import metrics
 from heterorl.common.types.rollout import VersionSpan
+from heterorl.common.wire.seal import open_group
 from tests.support.sampler_world import World
 
 
@@ -41,9 +42,9 @@ async def test_groups_of_a_batch_that_was_under_way_span_versions_and_carry_the_
     assert world.engine.is_held
 
     world.engine.proceed.set()
-    await world.until(lambda: any(len(group.rollouts[0].spans) > 1 for group in pushed))
+    await world.until(lambda: any(len(group.versions) > 1 for group in pushed))
 
-    group = next(group for group in pushed if len(group.rollouts[0].spans) > 1)
+    group = next(open_group(group) for group in pushed if len(group.versions) > 1)
     spans = (VersionSpan(version=0, start=0, end=1), VersionSpan(version=2, start=1, end=3))
     assert all(rollout.spans == spans for rollout in group.rollouts)
     assert (group.oldest_version, group.state_root) == (0, world.run.roots[0])
@@ -83,7 +84,7 @@ async def test_batch_whose_swap_failed_gives_no_group_and_its_work_is_handed_bac
     world.engine.load_failures = [StaleWeights(1, difference=0.65, tolerance=1e-4)]
     await world.run.publish()
     await world.until(lambda: failures() > before)
-    assert world.sampler.session.policy_version == -1
+    assert world.sampler.generation.reported().policy_version == -1
 
     world.engine.proceed.set()
     await world.until(lambda: world.link.calls["abandon_work"] > abandoned)

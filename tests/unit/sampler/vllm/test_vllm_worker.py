@@ -98,9 +98,9 @@ child.wait()
 """
 CHILD = """
 import threading
-from heterorl.common.generation import vllm_worker
-vllm_worker.WATCH_S = 0.05
-vllm_worker.ArenaWorker().end_with(PID)
+from heterorl.sampler.vllm import worker
+worker.WATCH_S = 0.05
+worker.ArenaWorker().end_with(PID)
 print("watching", flush=True)
 threading.Event().wait()
 """

@@ -1,0 +1,71 @@
+"""A hook of MkDocs: the site also holds the files of the repository that its pages link to.
+
+A page links to a file by its path in the repository, so that the link works where the file is read as text too. A
+Markdown file outside docs/ that the navigation names is a page of the site; any other file is copied as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "DECISIONS.md", "deploy/README.md", "deploy/runbook.md")
+"""Markdown outside docs/ that is read as a page."""
+WIDE = {"configuration.md", "losses.md", "map.md", "peers.md"}
+"""Pages whose tables need the room of the table of contents."""
+LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]+)(#[^)\s]*)?(\))")
+"""A link of Markdown: what stands before the target, the path, the fragment, the end."""
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages from outside docs/, and every file that any page links to."""
+    for name in PAGES:
+        files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
+    for page in list(files.documentation_pages()):
+        for _, target, _, _ in LINK.findall(page.content_string):
+            name = _name(page.src_uri, target)
+            if name is not None and not name.startswith("docs/") and name not in PAGES and name not in files.src_uris:
+                files.append(File.generated(config, name, content=_bytes(page.src_uri, name)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001
+    """Rewrite links from places in the repository to places on the site."""
+    here = Path(page.file.src_uri).parent
+    if page.file.src_uri in WIDE:
+        page.meta["hide"] = ["toc"]
+
+    def site(match: re.Match[str]) -> str:
+        before, target, fragment, after = match.groups()
+        name = _name(page.file.src_uri, target)
+        if name is None:
+            return match[0]
+        place = os.path.relpath(name.removeprefix("docs/"), here)
+        return f"{before}{place}{fragment or ''}{after}"
+
+    return LINK.sub(site, markdown)
+
+
+def _name(page: str, target: str) -> str | None:
+    """The path in the repository that a page's link means; None for a link to another host."""
+    if "://" in target or target.startswith("mailto:"):
+        return None
+    source = Path(page) if page in PAGES else Path("docs", page)
+    return os.path.normpath(source.parent / target)
+
+
+def _bytes(page: str, name: str) -> bytes:
+    path = ROOT / name
+    if name.startswith("..") or not path.is_file():
+        raise PluginError(f"{page} links to {name}, which is no file of the repository")
+    return path.read_bytes()

@@ -1,0 +1,154 @@
+"""The learner's lease: taken, renewed, given back; each is one store operation. See heterorl.common.api."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Sequence
+
+from heterorl.common.errors import InvalidRequest, LeaseHeld
+from heterorl.common.types.common import Contract
+from heterorl.common.types.policy import LeaseGrant, stated_version
+from heterorl.coordinator.groups import group_size, queue
+from heterorl.coordinator.parts import Parts
+from heterorl.coordinator.sites import audit
+from heterorl.coordinator.sites.audit import AuditKind
+from heterorl.coordinator.store.database import get_meta, set_meta
+from heterorl.coordinator.versions import lineage, rollback
+from heterorl.coordinator.versions.flavours import check_names, offer
+from heterorl.coordinator.versions.lease import Lease, decide_acquire
+
+_LOG = logging.getLogger(__name__)
+MAX_INCARNATION = 64
+SAME_HOLDER = (
+    "stop one of the two learners that have this holder, or give one another `holder` and `state_dir`; a learner that"
+    " was started again from its own state_dir need not wait"
+)
+
+
+class LearnerLease:
+    """Who may publish."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._expires = parts.started + parts.config.learner_lease_s
+        """Instant of the monotonic clock; read and written by store operations only. A lease found in the store gets a
+        fresh term."""
+
+    async def acquire_lease(
+        self,
+        *,
+        holder: str,
+        contract: Contract,
+        request_id: str,
+        flavours: Sequence[str] = (),
+        incarnation: str = "",
+        groups_per_version: int = 0,
+    ) -> LeaseGrant:
+        """Begin a new epoch; its predecessor's groups return to the queue."""
+        if not holder or not request_id:
+            raise InvalidRequest("holder and request_id must not be empty")
+        if len(incarnation) > MAX_INCARNATION:
+            raise InvalidRequest(f"incarnation: longer than {MAX_INCARNATION} characters")
+        check_names(flavours)
+        problem = group_size.problem_of(contract, self._parts.config)
+        if problem:
+            raise InvalidRequest(problem, action=group_size.ACTION)
+        now = self._parts.clock.monotonic()
+
+        def operation(connection: sqlite3.Connection) -> tuple[int, int | None, str]:
+            lease = read_lease(connection, expires=self._expires)
+            decision, reason = decide_acquire(now, lease, holder=holder, request_id=request_id, incarnation=incarnation)
+            if decision.epoch is None:
+                action = SAME_HOLDER if lease.holder == holder else None
+                raise LeaseHeld(reason, action=action, retry_after_s=decision.wait_s)
+            lineage.agree(connection, contract, may_state=True)
+            if decision.is_new:
+                write_lease(
+                    connection,
+                    epoch=decision.epoch,
+                    holder=holder,
+                    request_id=request_id,
+                    is_released=False,
+                    incarnation=incarnation,
+                )
+                set_meta(connection, "lease_groups_per_version", str(groups_per_version))
+                queue.return_leased(connection)
+                detail = f"epoch {decision.epoch}"
+                audit.append(
+                    connection, AuditKind.LEARNER_LEASE, subject=holder, detail=detail, now=self._parts.clock.wall()
+                )
+                set_meta(connection, "num_prompts", str(contract.num_prompts))
+                set_meta(connection, "draining", "")
+                offer(connection, flavours)
+            # Inside the operation: the next request for the lease, in the same commit perhaps, must see this one.
+            self._expires = now + self._parts.config.learner_lease_s
+            return decision.epoch, lineage.head_version(connection), reason
+
+        epoch, head, reason = await self._parts.change(operation)
+        _LOG.info("learner %s: %s", holder, reason)
+        return LeaseGrant(
+            epoch=epoch,
+            holder=holder,
+            ttl_s=self._parts.config.learner_lease_s,
+            head_version=stated_version(head),
+            max_message_bytes=self._parts.config.max_message_bytes,
+            max_staleness_versions=self._parts.config.max_staleness_versions,
+        )
+
+    async def renew_lease(self, *, epoch: int) -> LeaseGrant:
+        """Extend the lease, also after its expiry while nobody else took it."""
+        now = self._parts.clock.monotonic()
+
+        def operation(connection: sqlite3.Connection) -> LeaseGrant:
+            lineage.check_epoch(connection, epoch)
+            self._expires = now + self._parts.config.learner_lease_s
+            return LeaseGrant(
+                epoch=epoch,
+                holder=get_meta(connection, "holder") or "",
+                ttl_s=self._parts.config.learner_lease_s,
+                head_version=stated_version(lineage.head_version(connection)),
+                rollback_to=stated_version(rollback.ordered(connection)),
+                max_staleness_versions=self._parts.config.max_staleness_versions,
+            )
+
+        return await self._parts.database.run(operation)
+
+    async def release_lease(self, *, epoch: int) -> None:
+        """End the lease; its groups return to the queue."""
+
+        def operation(connection: sqlite3.Connection) -> None:
+            lineage.check_epoch(connection, epoch)
+            set_meta(connection, "lease_released", "1")
+            queue.return_leased(connection)
+
+        await self._parts.change(operation)
+
+
+def read_lease(connection: sqlite3.Connection, *, expires: float) -> Lease:
+    """The durable part of the lease, with the given expiry."""
+    return Lease(
+        epoch=int(get_meta(connection, "epoch") or 0),
+        holder=get_meta(connection, "holder") or "",
+        request_id=get_meta(connection, "lease_request_id") or "",
+        incarnation=get_meta(connection, "lease_incarnation") or "",
+        expires=expires,
+        is_released=get_meta(connection, "lease_released") != "0",
+    )
+
+
+def write_lease(
+    connection: sqlite3.Connection,
+    *,
+    epoch: int,
+    holder: str,
+    request_id: str,
+    is_released: bool,
+    incarnation: str = "",
+) -> None:
+    """Make a lease durable."""
+    set_meta(connection, "epoch", str(epoch))
+    set_meta(connection, "holder", holder)
+    set_meta(connection, "lease_request_id", request_id)
+    set_meta(connection, "lease_incarnation", incarnation)
+    set_meta(connection, "lease_released", "1" if is_released else "0")

@@ -1,0 +1,98 @@
+"""What becomes of payloads that are not what they should be: whoever finds one says so here.
+
+Only two things are damage: a file that is not there although the store offers it, and a proof that fails. Whatever else
+the system says (no descriptor left, no permission, a disk that does not answer) is about today, not about the bytes:
+the caller is told to come again, and nothing is touched. So it is while the whole directory is gone: a disk that was
+unmounted has lost nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Iterable
+from pathlib import Path
+from typing import TypeVar
+
+from heterorl.common.errors import Busy, CorruptStore, RemoteError, UnknownPayload
+from heterorl.common.process.metrics import DAMAGED_PAYLOADS, UNREADABLE_PAYLOADS
+from heterorl.common.types.common import Digest
+from heterorl.coordinator.payloads import index
+from heterorl.coordinator.payloads.merging.cache import Merges
+from heterorl.coordinator.payloads.reader import DamagedFile
+from heterorl.coordinator.store.blobs import BlobStore
+from heterorl.coordinator.store.database import Database
+from heterorl.coordinator.store.files import BUSY_S, file_size, unreadable
+
+_LOG = logging.getLogger(__name__)
+ResultT = TypeVar("ResultT")
+
+
+class Damage:
+    """Takes damaged payloads out of use. Belongs to the event loop."""
+
+    def __init__(self, *, database: Database, blobs: BlobStore, merges: Merges) -> None:
+        self._database = database
+        self._blobs = blobs
+        self._merges = merges
+        self._told: set[Digest] = set()
+
+    async def of_read(self, digest: Digest, error: OSError | DamagedFile) -> RemoteError:
+        """What a read that ended so means for its caller; what is not what its name says is never offered again.
+
+        Returns:
+            UnknownPayload: not there, or not what it was; the caller plans again.
+            Busy: it cannot be read now.
+        """
+        if isinstance(error, FileNotFoundError):
+            self._check_is_there()
+            if await self._database.run(lambda connection: index.is_named(connection, digest)):
+                await self.put_aside(digest, str(error))
+            return UnknownPayload(f"payload {digest[:12]} is not stored")
+        if isinstance(error, DamagedFile):
+            await self.put_aside(digest, str(error))
+            return UnknownPayload(f"payload {digest[:12]} was damaged on disk")
+        self._tell(digest, error)
+        return unreadable(error)
+
+    def note_read(self, digest: Digest) -> None:
+        """A payload was read to its end: the next time that it cannot be, it is told again."""
+        self._told.discard(digest)
+
+    async def put_aside(self, digest: Digest, problem: str) -> None:
+        """Offer a payload no longer, and move its file where a person finds it."""
+        DAMAGED_PAYLOADS.inc()
+        _LOG.error("payload %s is out of use: %s", digest[:12], problem)
+        await self._database.run(lambda connection: index.strike_out(connection, digest))
+        await self.on_disk(self._blobs.set_aside(digest))
+        await self._merges.drop(digest)
+
+    async def put_aside_missing(self, files: Iterable[tuple[Digest, Path]]) -> None:
+        """Put those aside that are not there.
+
+        Raises:
+            Busy: nobody can tell now.
+        """
+        for digest, path in files:
+            if await asyncio.to_thread(file_size, path) is None:
+                self._check_is_there()
+                await self.put_aside(digest, "it is gone")
+
+    async def on_disk(self, action: Awaitable[ResultT]) -> ResultT:
+        """Await an action on payload files; a disk that failed ends the process."""
+        try:
+            return await action
+        except CorruptStore as error:
+            self._database.fail(str(error))
+            raise
+
+    def _check_is_there(self) -> None:
+        if not self._blobs.is_there():
+            raise Busy("the directory of the payloads is gone: is its disk mounted?", retry_after_s=BUSY_S)
+
+    def _tell(self, digest: Digest, error: OSError) -> None:
+        """Once for each payload until it can be read again: callers come back every few seconds."""
+        UNREADABLE_PAYLOADS.inc()
+        if digest not in self._told:
+            self._told.add(digest)
+            _LOG.error("payload %s cannot be read now and stays in use: %s", digest[:12], error)

@@ -1,0 +1,232 @@
+"""The column of the run: sites that join and live, orders of operators, the status. See heterorl.common.api."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sqlite3
+from collections.abc import Mapping
+
+from heterorl.common.errors import (
+    ContractMismatch,
+    Draining,
+    InvalidRequest,
+)
+from heterorl.common.process import metrics
+from heterorl.common.types.common import SiteId, StepReport
+from heterorl.common.types.policy import PullPlan, stated_version, version_or_none
+from heterorl.common.types.run import (
+    CanaryReport,
+    CanaryVerdict,
+    Command,
+    Heartbeat,
+    RegisterAnswer,
+    Registration,
+    RunStatus,
+)
+from heterorl.common.types.standstill import RELEASE
+from heterorl.coordinator import status
+from heterorl.coordinator.parts import Parts
+from heterorl.coordinator.sites import audit, canary, quarantine, watermark
+from heterorl.coordinator.sites.audit import AuditKind
+from heterorl.coordinator.sites.flaps import note_left_out
+from heterorl.coordinator.store import repeats
+from heterorl.coordinator.store.database import get_meta, set_meta
+from heterorl.coordinator.versions import flavours, lineage, rollback
+
+_LOG = logging.getLogger(__name__)
+MAX_SEQUENCE = 2**62
+"""Far from the end of the store's integers."""
+
+
+class RunColumn:
+    """Sites, orders and status."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    async def register(self, registration: Registration) -> RegisterAnswer:
+        """Admit a sampler that agrees with the run."""
+        bound = self._parts.config.max_staleness_versions
+        if registration.max_delay_versions > bound:
+            raise ContractMismatch(
+                f"the delay of {registration.max_delay_versions} versions exceeds max_staleness_versions = {bound}",
+                action="raise the coordinator's max_staleness_versions or lower the sampler's delay",
+            )
+        longest_s = self._parts.config.max_policy_age_s
+        if not 0 <= registration.max_delay_s <= longest_s:
+            # A number that is none is refused like one that is too large.
+            raise ContractMismatch(
+                f"the delay of {registration.max_delay_s:g} s there and back exceeds max_policy_age_s = {longest_s:g}",
+                action="raise the coordinator's max_policy_age_s or lower the sampler's delay",
+            )
+        if not registration.site or not registration.incarnation:
+            raise InvalidRequest("site and incarnation must not be empty")
+        if registration.lowest_sequence > MAX_SEQUENCE:
+            raise InvalidRequest(f"lowest_sequence: {registration.lowest_sequence} exceeds {MAX_SEQUENCE}")
+
+        def operation(connection: sqlite3.Connection) -> tuple[int | None, int]:
+            if not lineage.agree(connection, registration.contract, may_state=False):
+                raise Draining(
+                    "no learner has stated the contract yet",
+                    action="start the learner; this node goes on by itself",
+                    retry_after_s=1.0,
+                )
+            flavours.check_offered(connection, registration.flavour)
+            known = self._parts.sites.register(connection, registration)
+            return lineage.head_version(connection), known + 1
+
+        head, next_sequence = await self._parts.database.run(operation)
+        self._parts.sites.see(registration.site, registration.incarnation, self._parts.clock.monotonic())
+        _LOG.info("site %s registered: engine %s, %s", registration.site, registration.engine, registration.dtype)
+        return RegisterAnswer(
+            run_id=self._parts.config.run_id,
+            head_version=stated_version(head),
+            next_sequence=next_sequence,
+            max_staleness_versions=bound,
+            max_message_bytes=self._parts.config.max_message_bytes,
+        )
+
+    async def heartbeat(self, beat: Heartbeat) -> tuple[Command, ...]:
+        """Note a sampler's state and answer with commands."""
+
+        def operation(connection: sqlite3.Connection) -> tuple[tuple[Command, ...], bool]:
+            if not self._parts.sites.is_known(connection, beat.site, beat.incarnation):
+                return (Command.REGISTER,), False
+            if self._parts.config.is_finished(lineage.head_version(connection)):
+                return (Command.STOP,), True
+            draining = (Command.DRAIN,) if get_meta(connection, "draining") else ()
+            # Registering again, it says what it can still push, and the watermark passes over the rest.
+            again = (Command.REGISTER,) if watermark.is_gap_wide(connection, beat.site, beat.incarnation) else ()
+            return (*draining, *again), True
+
+        commands, is_known = await self._parts.database.run(operation)
+        if is_known:
+            self._parts.sites.beat(beat, self._parts.clock.monotonic())
+        return commands
+
+    async def report_canary(self, report: CanaryReport) -> CanaryVerdict:
+        """Compare a site's canary with the learner's; quarantine it or end its quarantine."""
+
+        instant = self._parts.clock.monotonic()
+
+        def operation(connection: sqlite3.Connection) -> tuple[CanaryVerdict, bool]:
+            self._parts.sites.require(connection, report.site, report.incarnation)
+            before = canary.read_quarantines(connection).get(report.site, "")
+            flavour = self._parts.sites.flavour(connection, report.site, report.incarnation)
+            threshold = self._parts.config.canary_threshold
+            verdict = canary.compare(connection, report, threshold=threshold, flavour=flavour)
+            is_said = bool(before) != bool(verdict.quarantine) and self._parts.flaps.note(report.site, instant)
+            if is_said:
+                kind = AuditKind.QUARANTINE if verdict.quarantine else AuditKind.QUARANTINE_ENDED
+                detail = verdict.quarantine or f"version {report.version} scores as the learner says"
+                audit.append(connection, kind, subject=report.site, detail=detail, now=self._parts.clock.wall())
+            return verdict, is_said
+
+        verdict, is_said = await self._parts.database.run(operation)
+        self._parts.sites.note_canary(report, verdict.difference, self._parts.clock.monotonic())
+        if is_said and verdict.quarantine:
+            _LOG.error(
+                "site %s goes into quarantine: %s; a version that it scores right ends that, or an operator: %s",
+                report.site,
+                verdict.quarantine,
+                RELEASE,
+            )
+        elif is_said:
+            _LOG.info("site %s leaves quarantine with version %d", report.site, report.version)
+        return verdict
+
+    async def get_status(self) -> RunStatus:
+        """The state of the run."""
+        now, wall = self._parts.clock.monotonic(), self._parts.clock.wall()
+        return await self._parts.database.run(
+            lambda connection: status.run_status(
+                connection,
+                config=self._parts.config,
+                sites=self._parts.sites,
+                quotas=self._parts.queue.quotas,
+                now=now,
+                wall=wall,
+                uptime_s=now - self._parts.started,
+                store_bytes=self._parts.blobs.used_bytes,
+                store_problem=self._parts.room.problem,
+            )
+        )
+
+    async def rollback(self, *, to_version: int, request_id: str) -> int:
+        """Order the learner to publish the content of a version anew, in place of an earlier order."""
+        target = version_or_none(to_version)
+
+        def operation(connection: sqlite3.Connection) -> tuple[tuple[PullPlan, ...], int | None]:
+            is_new = not rollback.is_known(connection, request_id)
+            ways = rollback.place(connection, to_version=target, request_id=request_id)
+            detail = "taken back" if target is None else f"to version {target}"
+            if is_new:
+                kind, now = AuditKind.ROLLBACK_ORDER, self._parts.clock.wall()
+                audit.append(connection, kind, subject=request_id, detail=detail, now=now)
+            return ways, lineage.head_version(connection)
+
+        ways, head = await self._parts.database.run(operation)
+        # What the learner will ask for must not be deleted before it does.
+        for way in ways:
+            start = None if way.target_version == target else target
+            self._parts.leases.grant(have_version=start, payloads=way.payloads, now=self._parts.clock.monotonic())
+        _LOG.warning("operator: %s", "do not go back" if target is None else f"go back to version {target}")
+        return stated_version(head)
+
+    async def release_site(self, *, site: SiteId, reason: str, request_id: str = "") -> str:
+        """End a site's quarantine by an operator's order."""
+        now = self._parts.clock.wall()
+
+        def operation(connection: sqlite3.Connection) -> str:
+            before = repeats.answer_to(connection, f"release/{site}", request_id)
+            if before is None:
+                before = quarantine.release(connection, site, reason=reason, now=now)
+                repeats.remember(connection, f"release/{site}", request_id, before)
+            return before
+
+        before = await self._parts.change(operation)
+        _LOG.warning("operator: site %s is released: %s", site, reason)
+        return before
+
+    async def note_refusals(self) -> None:
+        """Sum up in the log of audit, now and then, what quotas refused and which changes had no row of their own."""
+        for (site, quota), count in self._parts.queue.quotas.new_refusals().items():
+            metrics.QUOTA_REFUSALS.labels(metrics.SITES.of(site), quota).inc(count)
+        now, instant = self._parts.clock.wall(), self._parts.clock.monotonic()
+        if due := self._parts.queue.quotas.due_summaries(instant):
+            await self._parts.database.run(lambda connection: audit.note_refusals(connection, due, now=now))
+        if left_out := self._parts.flaps.due(instant):
+            await self._parts.database.run(lambda connection: note_left_out(connection, left_out, now=now))
+
+    async def note_revoked(self, serials: frozenset[int]) -> None:
+        """Keep in the log of audit which certificates are refused."""
+        now = self._parts.clock.wall()
+        await self._parts.database.run(lambda connection: audit.note_revoked(connection, serials, now=now))
+
+    async def describe_run(self, *, epoch: int, facts: Mapping[str, str]) -> None:
+        """Keep what the learner says of the run, in place of what was said before."""
+        text = json.dumps(dict(facts))
+
+        def operation(connection: sqlite3.Connection) -> None:
+            lineage.check_epoch(connection, epoch)
+            set_meta(connection, status.FACTS, text)
+
+        await self._parts.change(operation)
+
+    async def list_steps(self, *, after_step: int, limit: int) -> tuple[StepReport, ...]:
+        """Step reports after a cursor."""
+        if not 1 <= limit <= 1000:
+            raise InvalidRequest(f"limit: {limit} is not in 1..1000")
+        return await self._parts.database.run(lambda connection: status.list_steps(connection, after_step, limit))
+
+    async def drain(self, *, reason: str, epoch: int | None = None) -> None:
+        """Hand out no more work until a learner acquires the lease again; a learner's order is fenced by its epoch."""
+
+        def operation(connection: sqlite3.Connection) -> None:
+            if epoch is not None:
+                lineage.check_epoch(connection, epoch)
+            set_meta(connection, "draining", reason or "asked to")
+
+        await self._parts.database.run(operation)
+        _LOG.info("draining: %s", reason)

@@ -1,0 +1,156 @@
+"""One flavour's chain of versions as the store has it: states, manifests, signatures, payloads; for one operation.
+
+A flavour has manifests, payloads and signatures of its own under the numbers of the versions; whether a version is the
+head or abandoned is the version's alone. Manifests go in and out as exact bytes. The coordinator holds no key and
+checks no signature: whoever trusts a key does.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from heterorl.common.errors import InvalidRequest, UnknownVersion
+from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import PayloadKind, PayloadRef, SignedManifest
+
+TRAINED = ""
+"""The name of the weights that are trained."""
+MAX_MANIFESTS = 256
+"""Manifests in one answer."""
+MAX_MANIFEST_BYTES = 4 << 20
+"""Bytes of the manifests in one answer, beyond which only the first may go."""
+PAYLOAD_ROW = "kind, from_version, to_version, digest, num_bytes"
+"""Columns of what `payload_of` reads."""
+MergedInto = Callable[[int], Sequence[PayloadRef]]
+"""The merged deltas of a chain that lead to a version."""
+
+
+def payload_of(row: tuple[str, int, int, str, int]) -> PayloadRef:
+    """The payload that a row (PAYLOAD_ROW) states."""
+    kind, from_version, to_version, digest, num_bytes = row
+    return PayloadRef(
+        kind=PayloadKind(kind),
+        from_version=from_version,
+        to_version=to_version,
+        digest=Digest(digest),
+        num_bytes=num_bytes,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """The versions of one flavour.
+
+    Example: `await database.run(lambda connection: Chain(connection, "int8").manifest(3))`
+    """
+
+    connection: sqlite3.Connection
+    flavour: str = TRAINED
+
+    def is_in_lineage(self, version: int) -> bool:
+        """Whether a version exists in this flavour and was not abandoned."""
+        row = self._one("SELECT is_abandoned FROM stated WHERE flavour = ? AND version = ?", version)
+        return row is not None and not row[0]
+
+    def state_root(self, version: int) -> str | None:
+        """The state of a version, also of an abandoned one; None when there is no such version."""
+        row = self._one("SELECT state_root FROM stated WHERE flavour = ? AND version = ?", version)
+        return None if row is None else str(row[0])
+
+    # manifests
+
+    def manifest(self, version: int) -> bytes:
+        """Exact bytes of a manifest.
+
+        Raises:
+            UnknownVersion: no such version.
+        """
+        row = self._one("SELECT manifest FROM stated WHERE flavour = ? AND version = ?", version)
+        if row is None:
+            where = f" in flavour {self.flavour}" if self.flavour else ""
+            raise UnknownVersion(f"version {version} does not exist{where}")
+        return bytes(row[0])
+
+    def manifest_bytes(self, version: int) -> int:
+        """Size of a manifest, which is not read; 0 when there is no such version."""
+        row = self._one("SELECT length(manifest) FROM stated WHERE flavour = ? AND version = ?", version)
+        return 0 if row is None else int(row[0])
+
+    def manifests(
+        self, *, first: int, last: int, max_manifests: int = MAX_MANIFESTS, max_bytes: int = MAX_MANIFEST_BYTES
+    ) -> tuple[bytes, ...]:
+        """Exact bytes of the manifests of versions last, last - 1, ..., first, as many as fit; at least one.
+
+        Raises:
+            InvalidRequest: the range is empty.
+            UnknownVersion: the newest does not exist.
+        """
+        if first > last:
+            raise InvalidRequest(f"versions {first} to {last} are no range")
+        found = [self.manifest(last)]
+        num_bytes = len(found[0])
+        for version in range(last - 1, max(first, last - max_manifests + 1) - 1, -1):
+            # Before the bytes are read: a range is a caller's, and one operation of the store must stay short.
+            more = self.manifest_bytes(version)
+            if more == 0 or num_bytes + more > max_bytes:
+                break
+            num_bytes += more
+            found.append(self.manifest(version))
+        return tuple(found)
+
+    def signed_manifest(self, version: int) -> SignedManifest:
+        """Exact bytes of a manifest and the signature stored with it.
+
+        Raises:
+            UnknownVersion: no such version.
+        """
+        return SignedManifest(data=self.manifest(version), signature=self.signature(version))
+
+    def signature(self, version: int) -> bytes:
+        """The signature that the publisher sent; empty when there is none."""
+        row = self._one("SELECT signature FROM signatures WHERE flavour = ? AND version = ?", version)
+        return b"" if row is None else bytes(row[0])
+
+    def write_signature(self, version: int, signature: bytes) -> None:
+        """Set: record what the publisher sent."""
+        if signature:
+            self.connection.execute("INSERT INTO signatures VALUES (?, ?, ?)", (version, signature, self.flavour))
+
+    # payloads
+
+    def into(self, version: int) -> list[PayloadRef]:
+        """Published payloads that lead to a version."""
+        rows = self.connection.execute(
+            f"SELECT {PAYLOAD_ROW} FROM payloads WHERE flavour = ? AND to_version = ?", (self.flavour, version)
+        )
+        return [payload_of(row) for row in rows]
+
+    def payloads(self) -> list[PayloadRef]:
+        """All published payloads that are offered."""
+        rows = self.connection.execute(f"SELECT {PAYLOAD_ROW} FROM payloads WHERE flavour = ?", (self.flavour,))
+        return [payload_of(row) for row in rows]
+
+    def offer(self, payloads: Iterable[PayloadRef]) -> None:
+        """Set: offer payloads."""
+        self.connection.executemany(
+            "INSERT INTO payloads VALUES (?, ?, ?, ?, ?, ?)",
+            [(p.to_version, p.kind.value, p.from_version, p.digest, p.num_bytes, self.flavour) for p in payloads],
+        )
+
+    def verified(self) -> frozenset[int]:
+        """Versions whose snapshot was decoded and is their state."""
+        rows = self.connection.execute("SELECT version FROM verified WHERE flavour = ?", (self.flavour,))
+        return frozenset(int(row[0]) for row in rows)
+
+    def note_verified(self, snapshot: PayloadRef) -> None:
+        """Set: remember that a snapshot was decoded and is its version's state."""
+        self.connection.execute(
+            "INSERT OR REPLACE INTO verified VALUES (?, ?, ?)", (snapshot.to_version, snapshot.digest, self.flavour)
+        )
+
+    def _one(self, query: str, version: int) -> tuple[Any, ...] | None:
+        row: tuple[Any, ...] | None = self.connection.execute(query, (self.flavour, version)).fetchone()
+        return row

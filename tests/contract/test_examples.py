@@ -1,0 +1,65 @@
+"""The small examples are valid, agree with one another, and their reward says what its page says."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from heterorl.learner.loss.rule import rule_of
+
+from heterorl.common.process.config import load
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.learner.config import LearnerConfig
+from heterorl.sampler.config import SamplerConfig
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+OWN = EXAMPLES / "own-reward"
+
+
+def test_a_learner_and_a_sampler_on_one_machine_agree():
+    coordinator = load(CoordinatorConfig, OWN / "coordinator.toml")
+    learner = load(LearnerConfig, OWN / "learner.toml")
+    sampler = load(SamplerConfig, OWN / "sampler.toml")
+
+    for key in ("task", "sampling", "group_size", "model_dir", "coordinator", "use_chat_template"):
+        assert getattr(learner, key) == getattr(sampler, key)
+    assert learner.coordinator == coordinator.listen
+    assert learner.run_id == coordinator.run_id
+    assert learner.groups_per_step * learner.steps_per_version == coordinator.groups_per_version
+
+
+def test_the_learner_with_another_loss_differs_in_nothing_else():
+    own = load(LearnerConfig, OWN / "learner.toml")
+    other = load(LearnerConfig, EXAMPLES / "own-loss" / "learner.toml")
+
+    changed = {key for key in LearnerConfig.model_fields if getattr(own, key) != getattr(other, key)}
+    assert changed == {"state_dir", "loss", "task"}
+    # The task differs in how the reward's directory is written, and in nothing else.
+    assert Path(other.task.reward_path).resolve() == Path(own.task.reward_path).resolve()
+    assert own.task.model_copy(update={"reward_path": ""}) == other.task.model_copy(update={"reward_path": ""})
+
+
+def test_the_other_loss_changes_the_seven_parts_that_its_page_counts():
+    own = rule_of(load(LearnerConfig, OWN / "learner.toml").loss)
+    other = rule_of(load(LearnerConfig, EXAMPLES / "own-loss" / "learner.toml").loss)
+
+    changed = {name for name in own.__slots__ if getattr(own, name) != getattr(other, name)}
+    assert changed == {
+        "positive_weight", "clip", "high", "advantage", "kl_coefficient", "opsm_threshold", "drop_uniform_groups",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("completion", "parts"),
+    [
+        ("640", {"digits": 0.8, "length": 0.2}),
+        ("641", {"digits": 0.8 * 2 / 3, "length": 0.2}),
+        ("64", {"digits": 0.8 * 2 / 3, "length": 0.0}),
+        ("", {"digits": 0.0, "length": 0.0}),
+    ],
+)
+def test_the_reward_gives_partial_credit(completion, parts):
+    spec = importlib.util.spec_from_file_location("digits", OWN / "digits.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    assert module.score("12+34=", completion, "640") == pytest.approx(parts)

@@ -1,0 +1,104 @@
+"""The Makefile: every target is shown with its sentence, and each of a family runs what its name says."""
+
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.tools import check, tool
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "Makefile").read_text()
+TARGETS = sorted(set(re.findall(r"^([a-z][a-z0-9-]*):(?!=)", TEXT, re.MULTILINE)))
+BENCHES = {
+    "learner": "learner", "groups": "groups", "losses": "loss_step", "merge": "weights_merge", "weights": "weights",
+    "pull": "pull", "serve": "serve", "sampler": "sampler", "verify": "verify", "forward": "forward",
+}  # fmt: skip
+"""What is measured to the module that measures it."""
+RESULTS = {"merge": "weights_merge"}
+WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
+
+
+def make(*words):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE") and name != "T"}
+    command = ["make", "--no-print-directory", *words]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True, env=environment, timeout=50
+    ).stdout.splitlines()
+
+
+def recipe(*words):
+    """What a target would run once its environment is there."""
+    return shlex.split(make("--dry-run", *words)[-1])
+
+
+def test_make_help_shows_every_target():
+    shown = make("help")
+
+    assert sorted(line.split()[0] for line in shown) == TARGETS
+    assert len(TARGETS) > 30
+    # Sentences begin in one column, whatever the longest name is.
+    column = shown[0].index("Show the targets")
+    assert [line for line in shown if not (line[column - 1] == " " and line[column].isupper())] == []
+
+
+def test_no_file_can_stand_for_a_target():
+    (phony,) = [line for line in make("--dry-run", "--print-data-base", "help") if line.startswith(".PHONY:")]
+
+    assert sorted(phony.split()[1:]) == TARGETS
+
+
+def test_every_benchmark_has_a_target():
+    assert {name for name in TARGETS if name.startswith("bench-")} == {f"bench-{name}" for name in BENCHES}
+
+
+@pytest.mark.parametrize("name", sorted(BENCHES))
+def test_benchmark_runs_its_module_and_writes_its_results(name):
+    words = recipe(f"bench-{name}", "MODEL=/models/x")
+
+    assert words[words.index("-m") + 1] == f"benchmarks.{BENCHES[name]}"
+    assert words[-2:] == ["--out", f"benchmarks/results/{RESULTS.get(name, name)}.json"]
+    assert ("OMP_NUM_THREADS=1" in words) is (name != "losses")
+    engines = name == "sampler"
+    assert f".venv{'-engines' if engines else ''}/bin/python" in words
+    assert ("VLLM_CPU_OMP_THREADS_BIND=nobind" in words) is engines
+    assert (words[-5:-2] == ["--model", "/models/x", "--resume"]) is (name == "forward")
+
+
+def test_every_experiment_with_a_target_is_there():
+    names = [name.removeprefix("lab-") for name in TARGETS if name.startswith("lab-")]
+
+    assert names == ["quick", "recommend", "stale256", "stale64"]
+    for name in names:
+        assert recipe(f"lab-{name}") == [".venv/bin/heterorl", "lab", "run", name]
+        assert (ROOT / "services" / "lab" / "experiments" / f"{name}.toml").is_file()
+
+
+def test_one_part_of_the_tests_runs_without_a_threshold():
+    words = recipe("test", "T=tests/unit/sampler")
+
+    assert words[-1] == "tests/unit/sampler"
+    assert not any("cov" in word for word in words)
+    whole = "\n".join(make("--dry-run", "test"))
+    assert "--cov " in whole
+    assert "--fail-under=90" in whole
+
+
+def test_the_workflow_runs_what_must_hold():
+    check(tool("check-jsonschema"), "--builtin-schema", "vendor.github-workflows", str(WORKFLOW))
+
+    (job,) = yaml.safe_load(WORKFLOW.read_text())["jobs"].values()
+    assert job["steps"][-1]["run"] == ".ci/run"
+    assert (ROOT / ".ci" / "run").stat().st_mode & 0o100
+
+
+def test_the_workflows_schema_refuses_a_wrong_key(tmp_path):
+    wrong = tmp_path / "ci.yml"
+    wrong.write_text(WORKFLOW.read_text().replace("runs-on", "run-on"))
+
+    with pytest.raises(AssertionError, match="runs-on|run-on"):
+        check(tool("check-jsonschema"), "--builtin-schema", "vendor.github-workflows", str(wrong))

@@ -1,0 +1,133 @@
+"""Files that are there whole or not at all, for one process at a time."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from heterorl.common.process.files import replacing, try_lock, write_all
+
+
+def names(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+def _stopped_half_way(path, is_durable):
+    with replacing(path, is_durable=is_durable) as file:
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("is_durable", [True, False])
+def test_a_file_is_replaced_when_it_is_whole(tmp_path, is_durable):
+    path = tmp_path / "a.json"
+    path.write_bytes(b"old")
+
+    with replacing(path, is_durable=is_durable) as file:
+        file.write(b"new")
+        file.flush()
+        assert path.read_bytes() == b"old"
+    assert path.read_bytes() == b"new"
+    with pytest.raises(KeyboardInterrupt):
+        _stopped_half_way(path, is_durable)
+
+    assert path.read_bytes() == b"new"
+    assert names(tmp_path) == ["a.json"]
+
+
+@pytest.mark.parametrize("is_durable", [True, False])
+def test_bytes_are_durable_before_the_name_and_the_name_before_it_ends(tmp_path, monkeypatch, is_durable):
+    events = []
+    real_sync, real_replace = os.fsync, Path.replace
+
+    def sync(descriptor):
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        events.append(("sync", path.name, path.stat().st_size if path.is_file() else None))
+        real_sync(descriptor)
+
+    def replace(self, target):
+        events.append(("rename", self.name, None))
+        return real_replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(Path, "replace", replace)
+
+    with replacing(tmp_path / "a", is_durable=is_durable) as file:
+        file.write(b"12345")
+
+    rename = ("rename", "a.tmp", None)
+    assert events == ([("sync", "a.tmp", 5), rename, ("sync", tmp_path.name, None)] if is_durable else [rename])
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
+    path = tmp_path / "a"
+    path.write_bytes(b"old")
+
+    def fails(descriptor):
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(OSError, match="full"), replacing(path) as file:
+        file.write(b"new")
+
+    assert path.read_bytes() == b"old"
+    assert names(tmp_path) == ["a"]
+
+
+def test_a_secret_is_nobody_elses_from_its_first_byte(tmp_path):
+    with replacing(tmp_path / "key", mode=0o600) as file:
+        assert os.fstat(file.fileno()).st_mode & 0o777 == 0o600
+
+    assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
+
+
+class Slow:
+    """Takes three bytes at once."""
+
+    def __init__(self):
+        self.data = b""
+
+    def write(self, data):
+        self.data += bytes(data[:3])
+        return len(data[:3])
+
+
+@pytest.mark.parametrize("data", [b"", b"ab", b"abc", b"abcdefgh"])
+def test_every_byte_is_written_however_few_are_taken(data):
+    slow = Slow()
+
+    write_all(slow, data)
+
+    assert slow.data == data
+
+
+HOLDER = """
+import sys
+from heterorl.common.process.files import try_lock
+file = open(sys.argv[1], "w")
+print(try_lock(file), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_lock_is_of_one_process_and_ends_with_it(tmp_path):
+    path = tmp_path / "lock"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert holder.stdout.readline() == "True\n"
+        with path.open("wb") as file:
+            assert not try_lock(file)
+            holder.send_signal(signal.SIGKILL)
+            holder.wait(50)
+            assert try_lock(file)
+        with path.open("wb") as file:
+            assert try_lock(file)
+    finally:
+        holder.kill()
+        holder.communicate()

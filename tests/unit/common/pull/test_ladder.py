@@ -1,0 +1,139 @@
+"""The ways to a version: every entry of the table, and a puller that is driven down the whole ladder."""
+
+import itertools
+
+import pytest
+
+from heterorl.common.errors import CorruptData, UnknownPayload
+from heterorl.common.pull import ladder
+from heterorl.common.pull.ladder import MAX_REPLANS, TABLE, Failure, Ladder, Move, Rung
+from tests.support.merging import merging, published, puller
+
+HEAD = 8
+
+
+def _at(rung):
+    found = Ladder()
+    found.begin_call()
+    found.begin(is_held=rung is Rung.SINGLES)
+    if rung in (Rung.MERGED, Rung.BASE):
+        found.rest_on(rung)
+    return found
+
+
+def test_table_is_complete_and_the_one_that_is_drawn():
+    lines = [line.split() for line in (ladder.__doc__ or "").splitlines()]
+    rows = {words[0]: words[-2:] for words in lines if words and words[0] in Rung.__members__}
+    drawn = {
+        (Rung[name], failure): Move[word]
+        for name, words in rows.items()
+        for failure, word in zip(Failure, words, strict=True)
+    }
+
+    assert drawn == {(rung, failure): TABLE[rung][failure] for rung, failure in itertools.product(Rung, Failure)}
+
+
+@pytest.mark.parametrize(("rung", "failure"), list(itertools.product(Rung, Failure)))
+def test_each_entry_does_what_it_says(rung, failure):
+    found = _at(rung)
+    goes_on = found.fail(failure)
+
+    move = TABLE[rung][failure]
+    assert goes_on is (move is not Move.END)
+    struck = {each for each in Rung if not found.is_open(each)}
+    assert struck == ({rung} if move is Move.STRIKE else set())
+    found.built()
+    assert {each for each in Rung if not found.is_open(each)} == {Rung.BASE}
+
+
+def test_plans_are_made_anew_so_often_in_a_call_whatever_they_rest_on():
+    found = _at(Rung.MERGED)
+    assert [found.fail(Failure.GONE) for _ in range(MAX_REPLANS + 1)] == [True] * MAX_REPLANS + [False]
+    found.begin_call()
+    assert found.fail(Failure.GONE)
+
+
+class Hostile:
+    """A coordinator that notes how it is asked for plans, and whose payloads are damaged or gone when told."""
+
+    def __init__(self, core):
+        self._core = core
+        self.asked = []
+        self.failure = None
+
+    def __getattr__(self, name):
+        return getattr(self._core, name)
+
+    async def plan_pull(self, **wanted):
+        self.asked.append((wanted["have_version"], wanted["accept_merged"], bool(wanted["base_root"])))
+        return await self._core.plan_pull(**wanted)
+
+    async def read_payload(self, *, digest, offset):
+        if self.failure is Failure.GONE:
+            raise UnknownPayload(f"payload {digest[:12]} went meanwhile")
+        async for frame in self._core.read_payload(digest=digest, offset=offset):
+            yield frame if self.failure is None else bytes(len(frame))
+
+
+@pytest.fixture
+async def world(tmp_path):
+    """(api, puller with a base model, version 0); the way from 0 to the head is one merged delta."""
+    async with merging(tmp_path) as core:
+        run = await published(core, tmp_path, HEAD)
+        api = Hostile(core)
+        held = await puller(api, tmp_path / "first").pull(held=None, want_version=0)
+        await puller(api, tmp_path / "asks").pull(held=held, want_version=HEAD)
+        await core.composer.settle()
+        base = held.arena.copy()
+        api.asked.clear()
+        yield api, run, puller(api, tmp_path / "spool", base=lambda: base), held
+
+
+MERGED, SINGLES, BASE, SNAPSHOT = (0, True, False), (0, False, False), (-1, False, True), (-1, False, False)
+
+
+async def test_damage_leads_down_every_rung_and_what_failed_is_remembered_until_a_version_is_built(world):
+    api, run, pulling, held = world
+    api.failure = Failure.DAMAGED
+    with pytest.raises(CorruptData):
+        await pulling.pull(held=held, want_version=HEAD)
+    assert api.asked == [MERGED, SINGLES, BASE, SNAPSHOT]
+
+    api.asked.clear()
+    with pytest.raises(CorruptData):
+        await pulling.pull(held=held, want_version=HEAD)
+    assert api.asked == [SNAPSHOT]
+
+    api.failure = None
+    api.asked.clear()
+    pulled = await pulling.pull(held=held, want_version=HEAD)
+    assert pulled.manifest.state_root == run.roots[HEAD]
+    assert api.asked == [SNAPSHOT]
+
+    api.asked.clear()
+    await pulling.pull(held=held, want_version=HEAD)
+    await pulling.pull(held=None, want_version=HEAD)
+    assert api.asked == [MERGED, (-1, True, False)], "all rungs but the base are open again"
+
+
+async def test_payloads_that_went_cost_the_merged_rung_alone(world):
+    api, run, pulling, held = world
+    api.failure = Failure.GONE
+    with pytest.raises(UnknownPayload):
+        await pulling.pull(held=held, want_version=HEAD)
+    assert api.asked == [MERGED, SINGLES, SINGLES, SINGLES]
+
+    api.failure = None
+    assert (await pulling.pull(held=held, want_version=HEAD)).arena.state_root() == run.roots[HEAD]
+    assert api.asked[4:] == [SINGLES]
+
+
+async def test_base_model_is_the_first_rung_of_who_holds_nothing(world):
+    api, run, pulling, _ = world
+    api.failure = Failure.DAMAGED
+    with pytest.raises(CorruptData):
+        await pulling.pull(held=None, want_version=HEAD)
+    assert api.asked == [(-1, True, True), BASE, SNAPSHOT]
+    api.failure = None
+
+    assert (await pulling.pull(held=None, want_version=HEAD)).arena.state_root() == run.roots[HEAD]

@@ -4,11 +4,11 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from heterorl.learner.loss.rule import rule_of
 
 from heterorl.common.process.config import load
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.learner.config import LearnerConfig
+from heterorl.learner.loss.rule import rule_of
 from heterorl.sampler.config import SamplerConfig
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -39,15 +39,15 @@ def judge(group: Group, limits: Limits) -> Finding:
         return Finding(detail=detail)
     if limits.has_unit_rewards and not all(0 <= rollout.reward <= 1 for rollout in group.rollouts):
         return Finding(detail="a reward outside [0, 1], which loss.advantage = beta is not defined for")
-    longest = max(rollout.token_ids.size for rollout in group.rollouts)
-    if longest == 0:
-        return Finding(detail="no rollout has a token")
+    lengths = [rollout.token_ids.size for rollout in group.rollouts]
+    if min(lengths) == 0:
+        return Finding(detail="a rollout has no token")
     if any(rollout.sampler_logprobs.size != rollout.token_ids.size for rollout in group.rollouts):
         return Finding(detail="a rollout has not one log-prob per token")
-    total = group.prompt_token_ids.size + longest
+    total = group.prompt_token_ids.size + max(lengths)
     if limits.max_sequence_tokens and total > limits.max_sequence_tokens:
         return Finding(detail=f"a sequence of {total} tokens; max_sequence_tokens is {limits.max_sequence_tokens}")
     ids = [group.prompt_token_ids, *(rollout.token_ids for rollout in group.rollouts)]
-    if any(part.size and (part.min() < 0 or part.max() >= limits.vocab_size) for part in ids):
+    if any(part.min() < 0 or part.max() >= limits.vocab_size for part in ids):
         return Finding(detail=f"a token is outside the vocabulary of {limits.vocab_size}")
     return SOUND

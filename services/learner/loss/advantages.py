@@ -1,7 +1,7 @@
 """Advantages of the rollouts of one whole group, and the Beta density that one of them divides by.
 
-Guarantees: finite for finite rewards, also in groups of one and in groups whose rewards are all equal; rollouts
-without tokens get zero and do not move the others. Never sees part of a group.
+Guarantees: finite for finite rewards, also in groups of one and in groups whose rewards are all equal. Never sees part
+of a group.
 Suffixes: G group members, P unique prompts of a step.
 """
 
@@ -21,7 +21,7 @@ MAX_BETA_WEIGHT = 1e6
 """Largest 1 / density; where the density vanishes a prompt's rewards are all equal and centre to 0."""
 
 
-def group_advantages(rewards_G: torch.Tensor, is_valid_G: torch.Tensor, *, kind: Advantage) -> torch.Tensor:
+def group_advantages(rewards_G: torch.Tensor, *, kind: Advantage) -> torch.Tensor:
     """Centre rewards on their group: A = r - mean(r), or A = (r - mean(r)) / (std(r) + 1e-4).
 
     Source: arXiv 2508.17850 section 2.1 (mean) and arXiv 2402.03300 section 4.1 (mean_std); std has ddof 1. For beta
@@ -29,22 +29,17 @@ def group_advantages(rewards_G: torch.Tensor, is_valid_G: torch.Tensor, *, kind:
 
     Args:
         rewards_G: float64 [G].
-        is_valid_G: bool [G]; False for a rollout without tokens.
         kind: which of the two.
 
     Returns:
-        float64 [G]; 0 where not valid.
+        float64 [G].
     """
     assert rewards_G.dim() == 1
-    assert rewards_G.shape == is_valid_G.shape
     assert rewards_G.dtype == torch.float64
-    valid = rewards_G[is_valid_G]
-    advantages_G = torch.zeros_like(rewards_G)
-    if valid.numel() < 2:
-        return advantages_G  # a single rollout has nothing to be compared with, and its ddof-1 deviation is 0 / 0
-    centred = valid - valid.mean()
-    advantages_G[is_valid_G] = centred / (valid.std(correction=1) + STD_FLOOR) if kind == "mean_std" else centred
-    return advantages_G
+    if rewards_G.numel() < 2:
+        return torch.zeros_like(rewards_G)  # a single rollout has nothing to compare with; its deviation is 0 / 0
+    centred_G = rewards_G - rewards_G.mean()
+    return centred_G / (rewards_G.std(correction=1) + STD_FLOOR) if kind == "mean_std" else centred_G
 
 
 def beta_weights(means_P: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """What the learner's sequence probability is divided by, as log values over one whole group.
 
 Guarantees: computed in float64 from sampler log-probs alone, by logsumexp, so it is the same number under any split
-of the group into micro-batches and finite for any finite log-probs; rollouts without tokens do not enter.
+of the group into micro-batches and finite for any finite log-probs.
 Suffixes: G group members, T tokens.
 """
 
@@ -23,7 +23,7 @@ def masked_mean(values_GT: torch.Tensor, mask_GT: torch.Tensor) -> torch.Tensor:
     return torch.where(mask_GT, values_GT, 0.0).sum(1) / counts_G
 
 
-def group_log_denominator(mean_logprobs_G: torch.Tensor, is_valid_G: torch.Tensor, *, kind: Denominator) -> float:
+def group_log_denominator(mean_logprobs_G: torch.Tensor, *, kind: Denominator) -> float:
     """Log of a mean of q_i = exp(mean token log-prob of rollout i) over the group.
 
     contraharmonic: log E = LSE(2 l) - LSE(l), that is sum q^2 / sum q, arXiv 2508.17850 equation 2 with the length
@@ -31,39 +31,30 @@ def group_log_denominator(mean_logprobs_G: torch.Tensor, is_valid_G: torch.Tenso
 
     Args:
         mean_logprobs_G: float64 [G], mean sampler log-prob of each rollout.
-        is_valid_G: bool [G]; False for a rollout without tokens, whose q would otherwise count as 1.
         kind: which mean.
-
-    Returns:
-        The log of the mean; 0 for a group without any token.
     """
     assert mean_logprobs_G.dim() == 1
-    assert mean_logprobs_G.shape == is_valid_G.shape
     assert mean_logprobs_G.dtype == torch.float64
-    valid = mean_logprobs_G[is_valid_G]
-    if valid.numel() == 0:
-        return 0.0
     if kind == "geometric":
-        return float(valid.mean())
-    log_sum = torch.logsumexp(valid, 0)
+        return float(mean_logprobs_G.mean())
+    log_sum = torch.logsumexp(mean_logprobs_G, 0)
     if kind == "arithmetic":
-        return float(log_sum) - math.log(valid.numel())
-    return float(torch.logsumexp(2.0 * valid, 0) - log_sum)
+        return float(log_sum) - math.log(mean_logprobs_G.numel())
+    return float(torch.logsumexp(2.0 * mean_logprobs_G, 0) - log_sum)
 
 
-def log_denominators(rule: Rule, log_probs_G: torch.Tensor, is_valid_G: torch.Tensor) -> torch.Tensor:
+def log_denominators(rule: Rule, log_probs_G: torch.Tensor) -> torch.Tensor:
     """Log of what each rollout's probability is divided by, float64 [G], over one whole group.
 
     Args:
         rule: says whether a rollout is divided by its own probability or by a mean of the group's. The expectation
             over learner probabilities is not known yet; contraharmonic stands in for it.
         log_probs_G: float64 [G], mean (or, raw, sum) of the sampler's token log-probs of each rollout.
-        is_valid_G: bool [G]; False for a rollout without tokens.
     """
     if rule.denominator == "own":
         return log_probs_G
     kind: Denominator = "contraharmonic" if rule.denominator == "expected_learner" else rule.denominator
-    return torch.full_like(log_probs_G, group_log_denominator(log_probs_G, is_valid_G, kind=kind))
+    return torch.full_like(log_probs_G, group_log_denominator(log_probs_G, kind=kind))
 
 
 def expected_learner_log_denominator(learner_means_G: torch.Tensor, sampler_means_G: torch.Tensor) -> torch.Tensor:

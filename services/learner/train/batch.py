@@ -1,7 +1,7 @@
 """Whole groups -> sequences that carry everything the loss needs, and the step's denominators.
 
 Guarantees: advantages and log denominators are computed here, once, in float64, over each whole group and before any
-split; a rollout without tokens gives no sequence and takes no part in its group's means or in the denominators.
+split. A rollout without tokens, which neither the coordinator nor the learner admits, is an error here.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Batch:
 
     @property
     def num_sequences(self) -> int:
-        """Rollouts with at least one token; groups of equal rewards included unless the loss drops them."""
+        """Rollouts; groups of equal rewards included unless the loss drops them."""
         return len(self.sequences)
 
     @property
@@ -98,8 +98,8 @@ def build_batch(groups: Sequence[Group], *, loss: LossConfig, head_version: int 
         head_version: version of the learner's weights, from which staleness is counted.
 
     Raises:
-        ValueError: a prompt has no token, so nothing predicts the first token of its completions, a rollout has
-            not one log-prob per token, or a reward is outside what the advantage is defined for.
+        ValueError: a prompt has no token, so nothing predicts the first token of its completions, a rollout has no
+            token or not one log-prob for each, or a reward is outside what the advantage is defined for.
     """
     rule = rule_of(loss)
     scales = _prompt_scales(groups) if rule.advantage == "beta" else [1.0] * len(groups)
@@ -114,7 +114,7 @@ def build_batch(groups: Sequence[Group], *, loss: LossConfig, head_version: int 
 
 
 def _is_uniform(group: Group) -> bool:
-    return len({rollout.reward for rollout in group.rollouts if rollout.token_ids.size}) < 2
+    return len({rollout.reward for rollout in group.rollouts}) < 2
 
 
 def _prompt_scales(groups: Sequence[Group]) -> list[float]:
@@ -122,31 +122,30 @@ def _prompt_scales(groups: Sequence[Group]) -> list[float]:
     rewards: dict[bytes, list[float]] = {}
     for group in groups:
         pooled = rewards.setdefault(group.prompt_token_ids.tobytes(), [])
-        pooled.extend(rollout.reward for rollout in group.rollouts if rollout.token_ids.size)
-    # A prompt whose rollouts are all empty has no mean and gives no sequence.
-    known = [key for key, values in rewards.items() if values]
-    weights_P = beta_weights(torch.tensor([float(np.mean(rewards[key])) for key in known], dtype=torch.float64))
-    scale_of = dict(zip(known, weights_P.tolist(), strict=True))
-    return [scale_of.get(group.prompt_token_ids.tobytes(), 1.0) for group in groups]
+        pooled.extend(rollout.reward for rollout in group.rollouts)
+    weights_P = beta_weights(torch.tensor([float(np.mean(values)) for values in rewards.values()], dtype=torch.float64))
+    scale_of = dict(zip(rewards, weights_P.tolist(), strict=True))
+    return [scale_of[group.prompt_token_ids.tobytes()] for group in groups]
 
 
 def _sequences(group: Group, rule: Rule, *, number: int, scale: float, head_version: int) -> list[TrainingSequence]:
     if group.prompt_token_ids.size == 0:
         raise ValueError(f"group {group.id}: the prompt is empty")
+    if any(rollout.token_ids.size == 0 for rollout in group.rollouts):
+        raise ValueError(f"group {group.id}: a rollout has no token")
     if any(rollout.sampler_logprobs.size != rollout.token_ids.size for rollout in group.rollouts):
         raise ValueError(f"group {group.id}: log-probs and tokens differ in number")
     rewards_G = torch.tensor([rollout.reward for rollout in group.rollouts], dtype=torch.float64)
     counts_G = torch.tensor([rollout.token_ids.size for rollout in group.rollouts])
-    is_valid_G = counts_G > 0
     sums_G = torch.tensor(
         [float(rollout.sampler_logprobs.sum(dtype=np.float64)) for rollout in group.rollouts], dtype=torch.float64
     )
-    means_G = sums_G / counts_G.clamp(min=1)
-    advantages_G = (group_advantages(rewards_G, is_valid_G, kind=rule.advantage) * scale).tolist()
-    centred_G = group_advantages(rewards_G, is_valid_G, kind="mean").tolist()
+    means_G = sums_G / counts_G
+    advantages_G = (group_advantages(rewards_G, kind=rule.advantage) * scale).tolist()
+    centred_G = group_advantages(rewards_G, kind="mean").tolist()
     log_probs_G = sums_G if rule.normalisation == "raw" else means_G
-    log_denominators_G = log_denominators(rule, log_probs_G, is_valid_G).tolist()
-    log_expectation = group_log_denominator(means_G, is_valid_G, kind="contraharmonic")
+    log_denominators_G = log_denominators(rule, log_probs_G).tolist()
+    log_expectation = group_log_denominator(means_G, kind="contraharmonic")
     return [
         TrainingSequence(
             prompt_token_ids=group.prompt_token_ids,
@@ -162,7 +161,6 @@ def _sequences(group: Group, rule: Rule, *, number: int, scale: float, head_vers
         for rollout, advantage, centred_reward, log_denominator in zip(
             group.rollouts, advantages_G, centred_G, log_denominators_G, strict=True
         )
-        if rollout.token_ids.size > 0
     ]
 
 

@@ -238,5 +238,5 @@ def _with_shared_denominator(rule: Rule, inputs: LossInputs) -> LossInputs:
     assert rule.denominator != "expected_learner"
     mask_BT, sampler_BT = inputs.mask_BT, inputs.sampler_BT
     log_probs_B = sampler_BT.sum(1) if rule.normalisation == "raw" else masked_mean(sampler_BT, mask_BT)
-    shared = group_log_denominator(log_probs_B, mask_BT.any(1), kind=rule.denominator)
+    shared = group_log_denominator(log_probs_B, kind=rule.denominator)
     return dataclasses.replace(inputs, log_denominators_B=torch.full_like(inputs.log_denominators_B, shared))

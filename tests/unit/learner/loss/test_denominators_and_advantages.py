@@ -12,7 +12,6 @@ from heterorl.learner.loss.denominators import expected_learner_log_denominator,
 
 F64 = torch.float64
 MEANS = torch.tensor([-0.47, -0.5, -0.675, -1.2], dtype=F64)
-ALL = torch.ones(4, dtype=torch.bool)
 
 
 @pytest.mark.parametrize(
@@ -24,7 +23,7 @@ ALL = torch.ones(4, dtype=torch.bool)
     ],
 )
 def test_denominator_equals_golden_mean(kind, mean):
-    assert math.exp(group_log_denominator(MEANS, ALL, kind=kind)) == pytest.approx(mean, abs=1e-14)
+    assert math.exp(group_log_denominator(MEANS, kind=kind)) == pytest.approx(mean, abs=1e-14)
 
 
 def test_denominator_equals_fifty_digit_arithmetic_where_floats_underflow():
@@ -33,23 +32,9 @@ def test_denominator_equals_fifty_digit_arithmetic_where_floats_underflow():
         q = [mpmath.exp(mpmath.mpf(value)) for value in values]
         expected = float(mpmath.log(mpmath.fsum(x * x for x in q) / mpmath.fsum(q)))
 
-    assert group_log_denominator(torch.tensor(values, dtype=F64), ALL[:3], kind="contraharmonic") == pytest.approx(
+    assert group_log_denominator(torch.tensor(values, dtype=F64), kind="contraharmonic") == pytest.approx(
         expected, abs=1e-10
     )
-
-
-def test_denominator_leaves_out_rollouts_without_tokens():
-    with_empty = torch.cat([MEANS, torch.zeros(1, dtype=F64)])
-
-    value = group_log_denominator(with_empty, torch.tensor([True] * 4 + [False]), kind="contraharmonic")
-
-    # Counted as q = 1 the empty one would raise the mean from .54286 to .69314.
-    assert math.exp(value) == pytest.approx(0.542864202396363, abs=1e-12)
-
-
-@pytest.mark.parametrize("kind", ["contraharmonic", "arithmetic", "geometric"])
-def test_denominator_of_a_group_without_tokens_is_finite(kind):
-    assert group_log_denominator(MEANS, ~ALL, kind=kind) == 0.0
 
 
 def test_masked_mean_of_an_empty_row_is_zero():
@@ -59,14 +44,14 @@ def test_masked_mean_of_an_empty_row_is_zero():
 
 
 def test_advantages_centre_rewards():
-    advantages = group_advantages(torch.tensor([1.0, 0.0, 1.0, 0.0], dtype=F64), ALL, kind="mean")
+    advantages = group_advantages(torch.tensor([1.0, 0.0, 1.0, 0.0], dtype=F64), kind="mean")
 
     assert advantages.tolist() == [0.5, -0.5, 0.5, -0.5]
 
 
 def test_advantages_divide_by_deviation_with_floor():
     # std (ddof 1) of (1, 0, 1, 0) is sqrt(1 / 3); .5 / (.57735 + 1e-4)
-    advantages = group_advantages(torch.tensor([1.0, 0.0, 1.0, 0.0], dtype=F64), ALL, kind="mean_std")
+    advantages = group_advantages(torch.tensor([1.0, 0.0, 1.0, 0.0], dtype=F64), kind="mean_std")
 
     assert advantages.tolist() == pytest.approx([0.8658754297607, -0.8658754297607] * 2, abs=1e-12)
 
@@ -74,20 +59,9 @@ def test_advantages_divide_by_deviation_with_floor():
 @pytest.mark.parametrize("kind", ["mean", "mean_std"])
 @pytest.mark.parametrize("size", [1, 4])
 def test_advantages_are_zero_when_nothing_differs(kind, size):
-    advantages = group_advantages(torch.full((size,), 0.7, dtype=F64), ALL[:size], kind=kind)
+    advantages = group_advantages(torch.full((size,), 0.7, dtype=F64), kind=kind)
 
     assert advantages.tolist() == pytest.approx([0.0] * size, abs=1e-9)
-
-
-@pytest.mark.parametrize("kind", ["mean", "mean_std"])
-def test_advantages_leave_out_rollouts_without_tokens(kind):
-    rewards = torch.tensor([1.0, 100.0, 0.0], dtype=F64)
-    is_valid = torch.tensor([True, False, True])
-
-    advantages = group_advantages(rewards, is_valid, kind=kind)
-
-    assert advantages[1] == 0.0
-    assert torch.equal(advantages[[0, 2]], group_advantages(rewards[[0, 2]], is_valid[[0, 2]], kind=kind))
 
 
 @pytest.mark.parametrize("means", [[0.5], [0.4, 0.4, 0.4], []])

@@ -27,7 +27,7 @@ pairs = st.lists(st.tuples(st.floats(-3.0, -0.01), st.floats(-3.0, -0.01)), min_
 
 def _log_mean(values, kind="contraharmonic"):
     values = torch.tensor(values, dtype=F64)
-    return group_log_denominator(values, torch.ones(len(values), dtype=torch.bool), kind=kind)
+    return group_log_denominator(values, kind=kind)
 
 
 def _two_valued(sampler):

@@ -195,11 +195,12 @@ def test_group_is_not_admitted_when_it_cannot_be_trained():
     group = make_group(1)
     nothing = np.zeros(0, np.int32)
     longest = 3 + max(rollout.token_ids.size for rollout in group.rollouts)
-    empty = _with(group, rollouts=tuple(_with(rollout, token_ids=nothing) for rollout in group.rollouts))
+    first = _with(group.rollouts[0], token_ids=nothing, sampler_logprobs=np.zeros(0, np.float32), spans=())
+    empty = _with(group, rollouts=(first, *group.rollouts[1:]))
     foreign = _with(group, prompt_token_ids=np.array([VOCAB], np.int32))
 
     assert "group size" in judge(_with(group, rollouts=group.rollouts[:1]), LIMITS).detail
-    assert "no rollout has a token" in judge(empty, LIMITS).detail
+    assert "a rollout has no token" in judge(empty, LIMITS).detail
     assert "vocabulary" in judge(foreign, LIMITS).detail
     assert judge(group, dataclasses.replace(LIMITS, max_sequence_tokens=longest)).is_sound
     assert "max_sequence_tokens" in judge(group, dataclasses.replace(LIMITS, max_sequence_tokens=longest - 1)).detail

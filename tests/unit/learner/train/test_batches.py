@@ -56,20 +56,15 @@ def test_batch_does_not_mix_groups():
     assert [s.advantage for s in together] == [s.advantage for s in apart]
 
 
-def test_batch_leaves_out_rollouts_without_tokens():
-    full = [rollout([5, 6], [-0.25, -0.75], 1.0), rollout([7], [-1.0], 0.0)]
-
-    with_empty = build_batch([group([*full, rollout([], [], 1.0)])], loss=GepoConfig())
-    without = build_batch([group(full)], loss=GepoConfig())
-
-    assert with_empty.num_sequences == 2
-    assert [s.log_denominator for s in with_empty.sequences] == [s.log_denominator for s in without.sequences]
-    assert [s.advantage for s in with_empty.sequences] == [s.advantage for s in without.sequences]
-
-
 def test_batch_refuses_an_empty_prompt():
     with pytest.raises(ValueError, match="prompt is empty"):
         build_batch([group([rollout([5], [-1.0], 1.0)], prompt=[])], loss=GepoConfig())
+
+
+def test_batch_refuses_a_rollout_without_tokens():
+    """Counted as q = 1 it would move its group's denominator; nobody admits one."""
+    with pytest.raises(ValueError, match="a rollout has no token"):
+        build_batch([group([rollout([5], [-1.0], 1.0), rollout([], [], 0.0)])], loss=GepoConfig())
 
 
 def test_batch_refuses_a_token_without_logprob():
@@ -138,12 +133,6 @@ def test_uniform_groups_leave_the_step_only_if_asked_for():
 
     assert build_batch(groups, loss=DapoConfig()).num_sequences == 4
     assert build_batch(groups, loss=DapoConfig(drop_uniform_groups=True)).num_sequences == 2
-
-
-def test_rollouts_without_tokens_do_not_make_a_group_varied():
-    members = [rollout([5], [-1.0], 1.0), rollout([], [], 0.0), rollout([6], [-1.0], 1.0)]
-
-    assert build_batch([group(members)], loss=DapoConfig(drop_uniform_groups=True)).num_sequences == 0
 
 
 def test_bnpo_divides_by_the_density_of_the_steps_prompts():

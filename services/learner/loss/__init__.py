@@ -1,5 +1,5 @@
 """The loss as a value of parts: importance weight, clip, advantage, aggregation; twenty algorithms in one table.
 
-Pure functions of tensors whose names carry their shape. Open `rule` first, then `registry`; the group expectation of
-GEPO is in `denominators`.
+Pure functions of tensors whose names carry their shape. Open `rule` first; the group expectation of GEPO is in
+`denominators`.
 """

@@ -1,4 +1,5 @@
-"""Weights as exact integers: arena, codec, payload objects, manifests and pull plans.
+"""Weights as exact integers: arena, codec, payload objects and manifests.
 
-Open `arena` first, then `steps` and `codec`: a delta is a list of integer steps. `payload` is the way in for services.
+Open `arena` first, then `steps` and `codec`: a delta is a list of integer steps, and `compose` adds consecutive deltas
+into one. `payload` is the way in for services.
 """

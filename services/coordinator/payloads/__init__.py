@@ -1,5 +1,6 @@
-"""Payloads: listed, read, kept for whom they may still serve, and deleted by one keeper alone.
+"""Payloads: listed, read, kept for whom they may still serve, and deleted.
 
-Only `keeper` deletes, by `retention`, after rows say so. `reader` proves each block before it leaves; what is found
-wrong goes out of use by `damage`. `merging` makes the deltas over many versions. Open `keeper` first.
+`keeper` alone deletes published payloads, by `retention`: `disposal` retires their rows, `store/blobs` unlinks files.
+`merging` makes the deltas over many versions and deletes those itself; `relief` asks both when the disk is full.
+`reader` proves each block before it leaves; what is found wrong goes out of use by `damage`. Open `keeper` first.
 """

@@ -1,6 +1,6 @@
 """The learning rule as configuration: a discriminated union on `kind`; reading it decides nothing.
 
-Each kind names an algorithm and exposes the keys that mean something to it; `loss_registry.rule_of` turns any of them
+Each kind names an algorithm and exposes the keys that mean something to it; `rule.rule_of` turns any of them
 into the same composable parts. Keys that compose with every algorithm are in `LossOptions`, so "GEPO with the
 sequence mask of OPSM" is `kind = "gepo"` with `opsm_threshold`. All kinds share the KL penalty's default, so that
 algorithms differ by what their names say. There is no loss called GPO: the name in some sources is GEPO, written with

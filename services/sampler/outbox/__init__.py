@@ -1,4 +1,5 @@
 """Groups between generation and acknowledgement: durable, pushed in order, kept until an outcome is final.
 
-Open `outbox` first, then `delivery`.
+`outbox` makes a group durable; `spooling` tries that again while the disk is full; `spool_file` opens its SQLite file
+or sets it aside; `delivery` pushes. Open `outbox` first.
 """

@@ -5,7 +5,7 @@ manifests that the first vouches for. Numbers are dense and never reused: a mani
 is itself the record that versions p + 1 to v - 1 are abandoned, and the new version's signature covers that record too.
 
     remembered h, new v, chain v -> ... -> m, m the oldest manifest above h
-XX"""
+"""
 
 from __future__ import annotations
 

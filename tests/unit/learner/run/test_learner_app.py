@@ -80,11 +80,11 @@ async def test_learner_consumes_the_queue_and_ends(coordinator, tmp_path):
 async def test_learner_drains_the_run_under_its_own_epoch(coordinator, tmp_path, monkeypatch):
     honest, epochs = coordinator.drain, []
 
-    async def drain(self, *, reason, epoch=None):
-        epochs.append((epoch, (await self.get_status()).epoch))
+    async def drain(*, reason, epoch=None):
+        epochs.append((epoch, (await coordinator.get_status()).epoch))
         await honest(reason=reason, epoch=epoch)
 
-    monkeypatch.setattr(type(coordinator), "drain", drain)
+    monkeypatch.setattr(coordinator, "drain", drain)
     await asyncio.gather(learn(learner_config(tmp_path), coordinator), fill(coordinator, QUEUE))
 
     assert epochs == [(1, 1)]

@@ -21,7 +21,9 @@ def environment(tmp_path):
     script.write_text(f"#!{sys.executable}\nimport sys\nfrom heterorl.entry import main\nsys.exit(main())\n")
     script.chmod(0o755)
     path = f"{script.parent}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "HOME": str(tmp_path), "PATH": path, "PYTHONPATH": str(ROOT / "src")}
+    # The shell is named, not looked for among the parents of this process.
+    named = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    return {**os.environ, **named, "HOME": str(tmp_path), "PATH": path, "PYTHONPATH": str(ROOT / "src")}
 
 
 def run(environment, *words):

@@ -14,6 +14,7 @@ import blake3
 import numpy as np
 
 from heterorl.common.process.clock import SystemClock
+from heterorl.common.process.patience import Patience
 from heterorl.common.types.common import Contract, LogprobMode, SamplingSemantics, SiteId, StepReport
 from heterorl.common.types.rollout import (
     FinishReason,
@@ -320,7 +321,11 @@ async def fill(
             max_delay_versions=0,
         )
     )
-    grant = await coordinator.lease_work(site=SITE, incarnation=incarnation, max_groups=count, policy_version=head)
+    # As a sampler does: a run that had ended leases again only when the next learner holds its lease.
+    patience = Patience(clock=SystemClock(), rng=random.Random(0), base_s=1e-3, cap_s=1e-2)
+    grant = await patience.insist(
+        lambda: coordinator.lease_work(site=SITE, incarnation=incarnation, max_groups=count, policy_version=head)
+    )
     groups = [
         make_group(
             number,

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from heterorl.common.generation.engine import Completion, Engine
+from heterorl.common.generation.engine import Engine
+from heterorl.common.generation.requests import Completion
 from heterorl.common.model.canary import ScoredText
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.task import Task

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from heterorl.cli import main as cli
-from heterorl.common.generation.engine import Completion
+from heterorl.common.generation.requests import Completion
 from heterorl.common.model.canary import ScoredText
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.common import Digest

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from heterorl.common.generation.engine import Completion
 from heterorl.common.generation.hf import HfEngine
+from heterorl.common.generation.requests import Completion
 from heterorl.common.model import tensors
 from heterorl.common.model.lora import ALL_WEIGHTS
 from heterorl.common.types.common import Float32Array, Int32Array, LogprobMode, SamplingSemantics

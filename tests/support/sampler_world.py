@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 
 from heterorl.common.errors import EngineError, RewardError, Unreachable
-from heterorl.common.generation.engine import Completion
+from heterorl.common.generation.requests import Completion
 from heterorl.common.generation.turns import spans_of
 from heterorl.common.model.canary import ScoredText
 from heterorl.common.model.prompts import Prompter

@@ -10,23 +10,12 @@ token was drawn from, and its log-probs are of those logits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+from heterorl.common.generation.requests import Completion
 from heterorl.common.model.canary import ScoredText
 from heterorl.common.types.common import Float32Array, Int32Array
-from heterorl.common.types.rollout import FinishReason, VersionSpan
 from heterorl.common.weights.arena import Arena, Layout
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Completion:
-    """One completion: token_ids int32 [T] (end-of-sequence included), logprobs float32 [T], spans over [0, T)."""
-
-    token_ids: Int32Array
-    logprobs: Float32Array
-    finish_reason: FinishReason
-    spans: tuple[VersionSpan, ...]
 
 
 class Engine(Protocol):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.generation.draw import draw, gumbel
-from heterorl.common.generation.engine import Completion
+from heterorl.common.generation.requests import Completion
 from heterorl.common.generation.seeded import gumbel_noise
 from heterorl.common.generation.turns import Turns, spans_of
 from heterorl.common.model import tensors

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from heterorl.common.generation.engine import Completion, Engine
+from heterorl.common.generation.engine import Engine
+from heterorl.common.generation.requests import Completion
 from heterorl.common.model.canary import ScoredText
 from heterorl.common.model.quantise import Flavour, dequantise, flavour_layout, quantise
 from heterorl.common.types.common import Float32Array, Int32Array

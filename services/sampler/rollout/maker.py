@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from heterorl.common.errors import RewardError
-from heterorl.common.generation.engine import Completion, Engine
+from heterorl.common.generation.engine import Engine
+from heterorl.common.generation.requests import Completion
 from heterorl.common.generation.seeded import group_key
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.process.clock import Clock

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from heterorl.common.errors import ConfigError, EngineDied, EngineError
-from heterorl.common.generation.engine import Completion
+from heterorl.common.generation.requests import Completion
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach, base_digest
 from heterorl.common.model.canary import ScoredText

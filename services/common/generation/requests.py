@@ -1,0 +1,48 @@
+"""What an engine is asked for and what comes back: a prompt with its completions, each of which ends when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from heterorl.common.types.common import Float32Array, Int32Array
+from heterorl.common.types.rollout import FinishReason, VersionSpan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Completion:
+    """One completion: token_ids int32 [T] (end-of-sequence included), logprobs float32 [T], spans over [0, T)."""
+
+    token_ids: Int32Array
+    logprobs: Float32Array
+    finish_reason: FinishReason
+    spans: tuple[VersionSpan, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Request:
+    """A prompt (int32 [T]) and how many completions to draw of it; `key` is one that no request under way has."""
+
+    key: int
+    prompt: Int32Array
+    seed: int
+    num_completions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Finished:
+    """A completion that ended: number `member` of the request `key`."""
+
+    key: int
+    member: int
+    completion: Completion
+
+
+def in_order(finished: Sequence[Finished], requests: Sequence[Request]) -> list[list[Completion]]:
+    """The completions of each request, in the order of the requests and of their members.
+
+    Raises:
+        KeyError: one of them has not ended.
+    """
+    by_name = {(one.key, one.member): one.completion for one in finished}
+    return [[by_name[request.key, member] for member in range(request.num_completions)] for request in requests]

@@ -4,6 +4,7 @@ several tasks ended the others."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -23,7 +24,10 @@ async def in_thread(
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
-        await asyncio.wait([work])
+        # Of two cancellations in a row the second must not end the wait either.
+        while not work.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([work])
         if not work.cancelled():
             work.exception()
         raise

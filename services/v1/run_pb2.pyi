@@ -65,6 +65,7 @@ class RegisterRequest(google.protobuf.message.Message):
     MAX_DELAY_S_FIELD_NUMBER: builtins.int
     LOWEST_SEQUENCE_FIELD_NUMBER: builtins.int
     WORK_AHEAD_S_FIELD_NUMBER: builtins.int
+    HELD_FIELD_NUMBER: builtins.int
     site: builtins.str
     """Name of the site."""
     incarnation: builtins.str
@@ -87,6 +88,12 @@ class RegisterRequest(google.protobuf.message.Message):
     def contract(self) -> heterorl.v1.common_pb2.Contract:
         """What the sampler runs with."""
 
+    @property
+    def held(self) -> Global___HeldWork:
+        """Assignments that the incarnation can still answer, stated when its process begins: all others that it held are
+        handed to others at once. Unset: not stated.
+        """
+
     def __init__(
         self,
         *,
@@ -100,11 +107,33 @@ class RegisterRequest(google.protobuf.message.Message):
         max_delay_s: builtins.float = ...,
         lowest_sequence: builtins.int = ...,
         work_ahead_s: builtins.float = ...,
+        held: Global___HeldWork | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["contract", b"contract"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["contract", b"contract", "dtype", b"dtype", "engine", b"engine", "flavour", b"flavour", "incarnation", b"incarnation", "lowest_sequence", b"lowest_sequence", "max_delay_s", b"max_delay_s", "max_delay_versions", b"max_delay_versions", "site", b"site", "work_ahead_s", b"work_ahead_s"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_held", b"_held", "contract", b"contract", "held", b"held"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_held", b"_held", "contract", b"contract", "dtype", b"dtype", "engine", b"engine", "flavour", b"flavour", "held", b"held", "incarnation", b"incarnation", "lowest_sequence", b"lowest_sequence", "max_delay_s", b"max_delay_s", "max_delay_versions", b"max_delay_versions", "site", b"site", "work_ahead_s", b"work_ahead_s"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_held", b"_held"]) -> typing.Literal["held"] | None: ...
 
 Global___RegisterRequest: typing_extensions.TypeAlias = RegisterRequest
+
+@typing.final
+class HeldWork(google.protobuf.message.Message):
+    """HeldWork lists assignments."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ASSIGNMENTS_FIELD_NUMBER: builtins.int
+    @property
+    def assignments(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Their ids."""
+
+    def __init__(
+        self,
+        *,
+        assignments: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["assignments", b"assignments"]) -> None: ...
+
+Global___HeldWork: typing_extensions.TypeAlias = HeldWork
 
 @typing.final
 class RegisterResponse(google.protobuf.message.Message):

@@ -323,6 +323,7 @@ CASES = [
             max_delay_s=real,
             lowest_sequence=uint,
             work_ahead_s=real,
+            held=st.none() | st.lists(uint, max_size=3).map(tuple),
         ),
         registration_to_pb,
         registration_from_pb,

@@ -127,6 +127,9 @@ class Registration:
     """0 is not stated."""
     work_ahead_s: float = 0.0
     """How far ahead it holds assignments, to ride out an outage, seconds; 0: only what its engine has room for."""
+    held: tuple[int, ...] | None = None
+    """Assignments that the incarnation can still answer, stated when its process begins: all others that it held go to
+    others at once. None is not stated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

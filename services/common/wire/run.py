@@ -42,6 +42,7 @@ def registration_to_pb(value: Registration) -> run_pb2.RegisterRequest:
         max_delay_s=value.max_delay_s,
         lowest_sequence=value.lowest_sequence,
         work_ahead_s=value.work_ahead_s,
+        held=None if value.held is None else run_pb2.HeldWork(assignments=value.held),
     )
 
 
@@ -57,6 +58,7 @@ def registration_from_pb(message: run_pb2.RegisterRequest) -> Registration:
         max_delay_s=message.max_delay_s,
         lowest_sequence=message.lowest_sequence,
         work_ahead_s=message.work_ahead_s,
+        held=tuple(message.held.assignments) if message.HasField("held") else None,
     )
 
 

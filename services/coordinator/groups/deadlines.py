@@ -102,9 +102,8 @@ class Deadlines:
     def holdings(self, connection: sqlite3.Connection, now: float) -> dict[Holder, tuple[int, int]]:
         """How many assignments each holder holds, and how many of them are away now, whenever the last look was."""
         found = {}
-        for site, incarnation, held, away in connection.execute(
-            "SELECT site, incarnation, held, away FROM temp.holder"
-        ):
+        rows = connection.execute("SELECT site, incarnation, held, away FROM temp.holder").fetchall()
+        for site, incarnation, held, away in rows:
             holder = site, incarnation
             _, is_silent = self._silence(holder, now)
             is_away = is_silent and self._term(connection, holder, is_silent=True).is_away

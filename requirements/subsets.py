@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 
 DIRECTORY = Path(__file__).parent
 UNPINNED = {"pip", "setuptools", "wheel"}
-"""What every new environment brings itself; 'pip freeze' leaves these out of the lock."""
+"""What every new environment brings itself, unless a lock says which; 'pip freeze' leaves these out of ours."""
 EXTRAS = {"coordinator": (), "learner": ("learner",), "sampler": ("sampler",)}
 """Extras of pyproject.toml that a service is installed with."""
 ENGINES = ("learner-deepspeed", "sampler-vllm-cpu")
@@ -53,7 +53,7 @@ def closure(declared: list[str], locked: dict[str, str], *, without: AbstractSet
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
             continue
         name = canonicalize_name(requirement.name)
-        if name in UNPINNED or name in without:
+        if name in without or (name in UNPINNED and name not in locked):
             continue
         if name not in locked:
             raise KeyError(f"{name} is needed and lock.txt does not pin it: run 'make lock'")

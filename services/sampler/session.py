@@ -3,7 +3,7 @@
     register  waits for a coordinator whose learner has stated the contract; unblocked by the coordinator
     beat      waits for the heartbeat's interval; unblocked by time
 
-Orders: REGISTER registers again; DRAIN finishes and pushes what is held, then ends; STOP ends after the batch under
+Orders: REGISTER registers again; DRAIN finishes and pushes what is under way, then ends; STOP gives up what is under
 way, and what remains in the outbox is durable. A heartbeat that fails is forgotten: the next one is the next attempt.
 """
 
@@ -57,7 +57,7 @@ class Session:
         heartbeat_s: float,
         clock: Clock,
         bell: Bell,
-        batch: asyncio.Lock,
+        numbering: asyncio.Lock,
         rng: random.Random,
     ) -> None:
         self.registration = registration
@@ -69,7 +69,7 @@ class Session:
         self._heartbeat_s = heartbeat_s
         self._clock = clock
         self._bell = bell
-        self._batch = batch
+        self._numbering = numbering
         self._rng = rng
 
     async def register(self) -> None:
@@ -101,8 +101,8 @@ class Session:
 
     async def _skip_to(self, sequence: int) -> None:
         if sequence > self._outbox.next_sequence:
-            # The groups of a batch under way have their sequences already.
-            async with self._batch:
+            # Groups that are being written have their sequences already.
+            async with self._numbering:
                 await asyncio.to_thread(self._outbox.skip_to, sequence)
 
     async def beat(self, reported: Callable[[], Reported]) -> None:

@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 
 from heterorl.common.errors import EngineError, RewardError, Unreachable
-from heterorl.common.generation.requests import Completion
+from heterorl.common.generation.requests import Completion, Finished, Lost, Request
 from heterorl.common.generation.turns import spans_of
 from heterorl.common.model.canary import ScoredText
 from heterorl.common.model.prompts import Prompter
@@ -37,13 +37,15 @@ STREAMS = ("watch_head", "read_payload")
 
 
 class SilentEngine:
-    """Implements Engine: every completion is the same; notes what was loaded; can hold a batch; fails as it is told."""
+    """Implements Engine: every completion is the same; notes what was loaded; can hold what is under way; fails as it
+    is told. It ends all that was submitted at once, in one batch, or with `ends_one_by_one` a completion a time."""
 
     name = "silent"
     dtype = "fp32"
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_running: int) -> None:
         self.layout: Layout = LAYOUT
+        self.max_running = max_running
         self.version = -1
         self.loaded: list[tuple[int, Digest]] = []
         self.num_batches = 0
@@ -51,10 +53,16 @@ class SilentEngine:
         self.proceed.set()
         self.is_held = False
         self.begins_late = False
+        self.ends_one_by_one = False
+        self.submitted: list[Request] = []
         self.scores = np.zeros(0, np.float32)
         self.load_failures: list[EngineError] = []
         self.batch_failures: list[EngineError] = []
         self.score_failures: list[EngineError] = []
+        self._waiting: list[tuple[Request, int]] = []
+        self._begun: dict[int, int] = {}
+        self._is_lost = False
+        self._changed = threading.Condition()
 
     def score(self, texts: Sequence[ScoredText]) -> list[Float32Array]:
         if self.score_failures:
@@ -65,27 +73,47 @@ class SilentEngine:
     def load(self, arena: Arena, version: int) -> None:
         self.version = -1
         if self.load_failures:
+            self._is_lost = bool(self._waiting)
             raise self.load_failures.pop()
         self.loaded.append((version, arena.state_root()))
         self.version = version
 
-    def generate(
-        self, prompts: Sequence[Int32Array], *, seeds: Sequence[int], num_per_prompt: int
-    ) -> list[list[Completion]]:
+    def submit(self, request: Request) -> None:
+        if self.version < 0:
+            raise EngineError("no version is loaded")
+        with self._changed:
+            self.submitted.append(request)
+            self._begun[request.key] = self.version
+            self._waiting += [(request, member) for member in range(request.num_completions)]
+
+    def collect(self) -> list[Finished | Lost]:
+        if not self._waiting:
+            return []
         if self.batch_failures:
-            self.version = -1
+            self._waiting, self.version = [], -1
             raise self.batch_failures.pop()
         self.num_batches += 1
-        begun = self.version
         self.is_held = True
         assert self.proceed.wait(30)
         self.is_held = False
-        begun = self.version if self.begins_late else begun
-        if self.version < 0:
-            raise EngineError("a swap meanwhile failed")
-        return [[self._completion(begun) for _ in range(num_per_prompt)] for _ in prompts]
+        with self._changed:
+            count = 1 if self.ends_one_by_one else len(self._waiting)
+            ended, self._waiting = self._waiting[:count], self._waiting[count:]
+            if self._is_lost:
+                self._waiting, self._is_lost = [], False
+                raise EngineError("a swap meanwhile failed")
+        return [
+            Finished(key=request.key, member=member, completion=self._completion(self._begun[request.key]))
+            for request, member in ended
+        ]
+
+    def cancel(self) -> None:
+        with self._changed:
+            self._waiting = []
+        self.proceed.set()
 
     def _completion(self, begun: int) -> Completion:
+        begun = self.version if self.begins_late else begun
         return Completion(
             token_ids=np.array([5, 6, 1], np.int32),
             logprobs=np.array([-0.5, -0.25, -1.0], np.float32),
@@ -208,11 +236,13 @@ class World:
             "site": SITE,
             "state_dir": self.directory / "site",
             "group_size": CONTRACT.group_size,
-            "groups_per_batch": 2,
             "heartbeat_s": 1.0,
+            # Two groups at a time: what most tests are about is one batch after another.
+            "work_ahead_s": 0.0,
+            "swap": "drain",
         }
         config = SamplerConfig(**{**values, **self.settings})
-        self.engine = SilentEngine()
+        self.engine = SilentEngine(max_running=2 * CONTRACT.group_size)
         self.outbox = Outbox(config.state_dir)
         parts = Parts(
             engine=self.engine, task=self.task, prompter=cast("Prompter", FixedPrompter()), contract=CONTRACT,

@@ -15,7 +15,7 @@ from heterorl.common.model.contract import build_contract
 from heterorl.common.model.directory import check_model_dir
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.model.trial import try_reward
-from heterorl.common.tasks.registry import build_task
+from heterorl.common.tasks.registry import apart, build_task, close_task
 from heterorl.common.tasks.task import Task
 from heterorl.common.types.common import Contract, SamplingSemantics
 from heterorl.common.weights.arena import Arena
@@ -41,8 +41,12 @@ class Parts:
     """Ends what the engine runs outside this process."""
 
 
-def assemble(config: SamplerConfig) -> Parts:
+def assemble(config: SamplerConfig, *, scores_here: bool = False) -> Parts:
     """Load model, tokenizer and task.
+
+    Args:
+        config: the sampler's.
+        scores_here: compute the task's own score in this process, as the lab does on virtual time.
 
     Raises:
         ConfigError: one of them cannot be loaded.
@@ -53,6 +57,7 @@ def assemble(config: SamplerConfig) -> Parts:
     if config.engine.threads:
         torch.set_num_threads(config.engine.threads)
     task = build_task(config.task)
+    task = task if scores_here else apart(task, config.task)
     prompter = Prompter(config.model_dir, use_chat_template=config.use_chat_template)
     # Before the model is loaded and before anybody counts on this site.
     try_reward(task, prompter)
@@ -69,6 +74,11 @@ def assemble(config: SamplerConfig) -> Parts:
         lora=engine.lora,
     )
     flavoured = FlavouredEngine(engine, config.flavour) if config.flavour else None
+
+    def close() -> None:
+        close_task(task)
+        engine.close()
+
     return Parts(
         # The contract is the trained weights': a flavour is another form of the same run.
         engine=flavoured or engine,
@@ -77,7 +87,7 @@ def assemble(config: SamplerConfig) -> Parts:
         contract=contract,
         base=flavoured.base_of(engine.base) if flavoured else engine.base,
         canary=canary_texts(task, prompter),
-        close=engine.close,
+        close=close,
     )
 
 

@@ -166,6 +166,7 @@ def join(
             max_delay_versions=max_delay_versions(config.delay),
             max_delay_s=max_delay_s(config.delay),
             flavour=config.flavour,
+            work_ahead_s=config.work_ahead_s,
         ),
         outbox=outbox,
         record=record,

@@ -71,6 +71,10 @@ class Session:
         self._bell = bell
         self._numbering = numbering
         self._rng = rng
+        self.work_ahead_s = registration.work_ahead_s
+        """How far ahead the coordinator lets this site lease, seconds; until it says so, what the site declares."""
+        # What an earlier process leased and did not spool nobody will answer; said once, this process leases its own.
+        self._is_new = True
 
     async def register(self) -> None:
         """Register, however long it takes.
@@ -87,9 +91,14 @@ class Session:
             # What lies below is settled for good, so a coordinator that knows less of it need not wait for it.
             lowest = await asyncio.to_thread(self._outbox.lowest_sequence)
             try:
-                answer = await self._api.register(dataclasses.replace(self.registration, lowest_sequence=lowest))
+                held = await asyncio.to_thread(self._outbox.assignments) if self._is_new else None
+                answer = await self._api.register(
+                    dataclasses.replace(self.registration, lowest_sequence=lowest, held=held)
+                )
                 check_head(answer.head_version, seen_version=seen_version)
                 await self._skip_to(answer.next_sequence)
+                self._is_new = False
+                self.work_ahead_s = min(self.registration.work_ahead_s, answer.work_ahead_s)
                 break
             except (RemoteError, CorruptData) as error:
                 delay_s = patience.delay_s() if isinstance(error, CorruptData) else patience.next_delay(error)

@@ -38,7 +38,7 @@ STREAMS = ("watch_head", "read_payload")
 
 class SilentEngine:
     """Implements Engine: every completion is the same; notes what was loaded; can hold what is under way; fails as it
-    is told. It ends all that was submitted at once, in one batch, or with `ends_one_by_one` a completion a time."""
+    is told. It ends all that was submitted at once, in one batch, or with `is_paced` a completion whenever time passes."""
 
     name = "silent"
     dtype = "fp32"
@@ -53,7 +53,8 @@ class SilentEngine:
         self.proceed.set()
         self.is_held = False
         self.begins_late = False
-        self.ends_one_by_one = False
+        self.is_paced = False
+        self.pace = threading.Semaphore(0)
         self.submitted: list[Request] = []
         self.scores = np.zeros(0, np.float32)
         self.load_failures: list[EngineError] = []
@@ -95,9 +96,10 @@ class SilentEngine:
         self.num_batches += 1
         self.is_held = True
         assert self.proceed.wait(30)
+        assert not self.is_paced or self.pace.acquire(timeout=30)
         self.is_held = False
         with self._changed:
-            count = 1 if self.ends_one_by_one else len(self._waiting)
+            count = 1 if self.is_paced else len(self._waiting)
             ended, self._waiting = self._waiting[:count], self._waiting[count:]
             if self._is_lost:
                 self._waiting, self._is_lost = [], False
@@ -111,6 +113,7 @@ class SilentEngine:
         with self._changed:
             self._waiting = []
         self.proceed.set()
+        self.pace.release()
 
     def _completion(self, begun: int) -> Completion:
         begun = self.version if self.begins_late else begun
@@ -284,6 +287,8 @@ class World:
             await asyncio.sleep(0)
             if self.threads.num_busy <= (self.running is not None and self.engine.is_held):
                 break
+        if self.running is not None and self.engine.is_paced and self.engine.is_held:
+            self.engine.pace.release()
         self.clock.advance(seconds)
 
     async def passed(self, seconds: float, *, step_s: float = 0.1) -> None:

@@ -33,6 +33,9 @@ _LOG = logging.getLogger(__name__)
 MAX_SEQUENCE = 2**48
 """Sequences that a coordinator may know of; beyond it is no run's, and SQLite's own end would be near."""
 
+MAX_ASSIGNMENTS = 1 << 16
+"""Stated at a registration; a program that knew no assignments wrote rows without one."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
@@ -81,6 +84,13 @@ class Outbox:
             (lowest,) = self._connection.execute("SELECT min(sequence) FROM groups").fetchone()
         return following if lowest is None else min(following, int(lowest))
 
+    def assignments(self) -> tuple[int, ...] | None:
+        """What its groups answer; None where that is not known, or too much to say."""
+        with self._reading():
+            rows = self._connection.execute("SELECT assignment FROM groups LIMIT ?", (MAX_ASSIGNMENTS + 1,)).fetchall()
+        known = tuple(assignment for (assignment,) in rows if assignment is not None)
+        return known if len(known) == len(rows) <= MAX_ASSIGNMENTS else None
+
     def skip_to(self, sequence: int) -> None:
         """Never use a sequence below `sequence` (the coordinator knows of them).
 
@@ -105,12 +115,12 @@ class Outbox:
         for group, at in zip(groups, release, strict=True):
             # Not before: what had no room on the disk was numbered again since it was made.
             data = seal(group).data
-            rows.append((group.id.sequence, at, len(data), data, _checksum(group.id.sequence, data)))
+            rows.append((group.id.sequence, at, len(data), data, _checksum(group.id.sequence, data), group.assignment))
         self._site = self._site or (groups[0].id.site if groups else "")
         with self._transaction():
             if self._site:
                 self._connection.execute("INSERT OR IGNORE INTO meta VALUES ('site', ?)", (self._site,))
-            self._connection.executemany("INSERT INTO groups VALUES (?, ?, ?, ?, ?)", rows)
+            self._connection.executemany("INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?)", rows)
             self._connection.execute("UPDATE meta SET value = ? WHERE key = 'next_sequence'", (str(first + len(rows)),))
         self._next = first + len(rows)
         self._change_level(len(rows), sum(row[2] for row in rows))

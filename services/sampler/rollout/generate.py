@@ -86,8 +86,8 @@ class Generation:
         self._drafts = self.harvest.drafts
         self._room = max(1, engine.max_running // maker.group_size)
         self.reserve = Reserve(
-            work=self._work, room_groups=self._room, work_ahead_s=config.work_ahead_s, rate=self.harvest.groups,
-            clock=clock, news=self._news,
+            work=self._work, room_groups=self._room, work_ahead_s=lambda: session.work_ahead_s,
+            rate=self.harvest.groups, clock=clock, news=self._news,
         )  # fmt: skip
         self._is_swapping = self._is_ending = False
 

@@ -30,20 +30,27 @@ class Reserve:
     """What is leased and not yet begun."""
 
     def __init__(
-        self, *, work: Work, room_groups: int, work_ahead_s: float, rate: GroupRate, clock: Clock, news: Bell
+        self,
+        *,
+        work: Work,
+        room_groups: int,
+        work_ahead_s: Callable[[], float],
+        rate: GroupRate,
+        clock: Clock,
+        news: Bell,
     ) -> None:
         """Join it to who asks.
 
         Args:
             work: who asks.
             room_groups: groups that the engine computes at once.
-            work_ahead_s: how far ahead to lease, seconds at the site's own speed; 0 is not at all.
+            work_ahead_s: how far ahead to lease, seconds at the site's own speed, as far as the coordinator grants it.
             rate: the site's speed.
             clock: time.
             news: rings when there is more.
         """
         self.work = work
-        self.work_ahead_s = work_ahead_s
+        self._work_ahead_s = work_ahead_s
         self._room = room_groups
         self._rate = rate
         self._clock = clock
@@ -57,12 +64,13 @@ class Reserve:
     @property
     def target(self) -> int:
         """Assignments that it should hold."""
-        if not self.work_ahead_s:
+        ahead_s = self._work_ahead_s()
+        if not ahead_s:
             return self._room
         rate = self._rate.per_s
         if rate is None:
             return UNKNOWN_FILLS * self._room
-        return max(self._room, math.ceil(rate * self.work_ahead_s))
+        return max(self._room, math.ceil(rate * ahead_s))
 
     @property
     def missing(self) -> int:
@@ -92,14 +100,13 @@ class Reserve:
         self._waiting.clear()
         return held
 
-    async def ask(self, version: int, count: int) -> None:
-        """Ask once, with a version that is loaded."""
+    async def ask(self, version: int, count: int) -> int:
+        """Ask once, with a version that is loaded; how many assignments came."""
         work = await self.work.lease(version, count)
         if work:
             self._waiting += work
             self._news.ring()
-        if self.work_ahead_s and 0 < len(work) < count:
-            self.work.ask_time = max(self.work.ask_time, self._clock.monotonic() + SHORT_ASK_S)
+        return len(work)
 
     async def keep(self, *, bell: Bell, may_ask: Callable[[], int | None]) -> None:
         """Keep it filled for ever.
@@ -118,4 +125,5 @@ class Reserve:
             if wait_s > 0:
                 await ring_or_time(*tickets, clock=self._clock, seconds=wait_s)
                 continue
-            await self.ask(version, count)
+            if 0 < await self.ask(version, count) < count:
+                self.work.ask_time = max(self.work.ask_time, self._clock.monotonic() + SHORT_ASK_S)

@@ -252,7 +252,7 @@ def test_spool_is_durable_before_its_first_group(tmp_path, monkeypatch):
 def test_failed_write_leaves_the_spool_usable(tmp_path):
     outbox = Outbox(tmp_path / "spool")
     made = spooled_groups(outbox, 2, tmp_path)
-    outbox._connection.execute("INSERT INTO groups VALUES (2, 0.0, 0, x'', NULL)")
+    outbox._connection.execute("INSERT INTO groups VALUES (2, 0.0, 0, x'', NULL, 0)")
     with pytest.raises(sqlite3.IntegrityError):
         outbox.put(made, release=[0.0, 0.0])
     outbox.delete([2])

@@ -19,7 +19,7 @@ from heterorl.common.generation.requests import Completion, Finished, Lost, Requ
 from heterorl.common.generation.turns import spans_of
 from heterorl.common.model.canary import ScoredText
 from heterorl.common.model.prompts import Prompter
-from heterorl.common.tasks.task import Prompt
+from heterorl.common.tasks.task import Prompt, Task
 from heterorl.common.types.common import Digest, Float32Array, Int32Array
 from heterorl.common.types.rollout import FinishReason, RewardPart
 from heterorl.common.weights.arena import Arena, Layout
@@ -217,7 +217,8 @@ class World:
         self.core, self.clock, self.directory = core, clock, directory
         self.run = Run(core, directory)
         self.link = Link(core)
-        self.task = FixedTask()
+        self.task: Task = FixedTask()
+        self.prompter = cast("Prompter", FixedPrompter())
         self.settings: dict[str, Any] = {}
         self.canary: tuple[ScoredText, ...] = ()
         self.running: asyncio.Task[None] | None = None
@@ -248,7 +249,7 @@ class World:
         self.engine = SilentEngine(max_running=2 * CONTRACT.group_size)
         self.outbox = Outbox(config.state_dir)
         parts = Parts(
-            engine=self.engine, task=self.task, prompter=cast("Prompter", FixedPrompter()), contract=CONTRACT,
+            engine=self.engine, task=self.task, prompter=self.prompter, contract=CONTRACT,
             canary=self.canary,
         )  # fmt: skip
         api: Any = self.link

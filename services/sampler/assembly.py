@@ -24,6 +24,9 @@ from heterorl.sampler.policy.flavoured_engine import FlavouredEngine
 from heterorl.sampler.vllm.engine import VllmEngine
 from heterorl.sampler.vllm.options import VllmOptions
 
+REWARD_WORKERS = 4
+"""Where nobody says how many: completions end faster at a sampler than one process scores them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
@@ -56,8 +59,11 @@ def assemble(config: SamplerConfig, *, scores_here: bool = False) -> Parts:
     check_model_dir(config.model_dir)
     if config.engine.threads:
         torch.set_num_threads(config.engine.threads)
-    task = build_task(config.task)
-    task = task if scores_here else apart(task, config.task)
+    settings = config.task
+    if "reward_workers" not in settings.model_fields_set:
+        settings = settings.model_copy(update={"reward_workers": REWARD_WORKERS})
+    task = build_task(settings)
+    task = task if scores_here else apart(task, settings)
     prompter = Prompter(config.model_dir, use_chat_template=config.use_chat_template)
     # Before the model is loaded and before anybody counts on this site.
     try_reward(task, prompter)

@@ -1,6 +1,7 @@
 """A sampler's process that loses its coordinator, or its life, in the middle of its work."""
 
 import asyncio
+import datetime
 import signal
 import sqlite3
 
@@ -55,8 +56,9 @@ async def test_site_cut_off_works_on_from_its_reserve_and_delivers_everything_af
             )
             relay.cut()
             made = next_sequence(cluster)
-            while next_sequence(cluster) < made + 30:
-                await asyncio.sleep(0.1)
+            async with asyncio.timeout(120):
+                while next_sequence(cluster) < made + 30:  # noqa: ASYNC110 - another process's file
+                    await asyncio.sleep(0.1)
             relay.mend()
             made = next_sequence(cluster)
             await cluster.until(client, lambda status: status.ledger.acked >= made - 1, timeout_s=60)
@@ -85,10 +87,17 @@ async def test_signal_in_the_middle_of_long_completions_ends_within_seconds_and_
             )
             await asyncio.sleep(1.0)
             child.process.send_signal(signal.SIGTERM)
-            assert await asyncio.to_thread(child.process.wait, 12) == 0
+            assert await asyncio.to_thread(child.process.wait, 60) == 0
             spooled = cluster.outbox_sequences("site-a")[1]
             await cluster.until(client, lambda status: site_of(status).work_leased <= len(spooled), timeout_s=10)
     finally:
         cluster.stop()
 
-    assert "groups under way are given up" in child.log.read_text()
+    # By its own clock: a loaded machine takes its time to end an interpreter.
+    begun, ended = (instant_of(child.log.read_text(), words) for words in ("groups under way are given", "stopped: "))
+    assert (ended - begun).total_seconds() < 10.0
+
+
+def instant_of(log, words):
+    (line,) = [line for line in log.splitlines() if words in line]
+    return datetime.datetime.fromisoformat(line.split()[0])

@@ -48,8 +48,9 @@ class TaskConfig(Config):
     reward_timeout_s: float = Field(default=5.0, gt=0, le=3600)
     """Time for the reward of one completion, seconds. A process that needs longer is killed and replaced, and the group
     is given up. Samplers compute every reward in processes, learners own rewards and math_verify."""
-    reward_workers: int = Field(default=4, ge=1, le=64)
-    """Most processes that compute rewards at once; each is started when those that run are not enough."""
+    reward_workers: int = Field(default=1, ge=1, le=64)
+    """Most processes that compute rewards at once; each is started when those that run are not enough. A sampler takes
+    4 unless this is set."""
 
     @field_validator("reward_path")
     @classmethod

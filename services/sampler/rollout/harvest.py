@@ -31,9 +31,9 @@ from heterorl.sampler.rollout.work import Work
 from heterorl.sampler.rollout.work_log import WorkLog
 
 _LOG = logging.getLogger(__name__)
-LAST_SCORES_S = 5.0
+LAST_SCORES_S = 3.0
 """What a stop waits for rewards of completions that have ended."""
-HAND_BACK_S = 5.0
+HAND_BACK_S = 3.0
 """What an end waits for a coordinator that takes assignments back."""
 
 

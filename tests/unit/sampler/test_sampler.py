@@ -250,7 +250,7 @@ async def test_stop_does_not_wait_for_a_coordinator_that_is_away(world):
     world.stop.set()
     await world.end()
 
-    assert 4.0 < world.clock.monotonic() - began < 8.0
+    assert 2.0 < world.clock.monotonic() - began < 5.0
 
 
 async def test_first_registration_ends_at_the_stop(world):

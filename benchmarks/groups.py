@@ -187,6 +187,7 @@ class Bench:
 
 
 def bench_contract(layout_id: Digest, num_tokens: int) -> Contract:
+    """What a learner of groups of this length would state."""
     base = contract_of(layout_id)
     return dataclasses.replace(
         base, vocab_size=VOCABULARY, num_prompts=1000, group_size=GROUP_SIZE,
@@ -195,6 +196,7 @@ def bench_contract(layout_id: Digest, num_tokens: int) -> Contract:
 
 
 async def publish(api: CoordinatorApi, arena: Arena, epoch: int, directory: Path) -> Digest:
+    """Publish version 0; returns its state root."""
     path = directory / "payload"
     info = write_snapshot(path, arena)
     payload = PayloadRef(
@@ -226,6 +228,7 @@ async def publish(api: CoordinatorApi, arena: Arena, epoch: int, directory: Path
 
 
 def group_of(work: WorkAssignment, sequence: int, *, root: Digest, num_tokens: int) -> Group:
+    """The group of an assignment, of random tokens."""
     rng = np.random.default_rng(sequence)
 
     def rollout() -> Rollout:

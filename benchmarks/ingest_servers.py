@@ -1,7 +1,7 @@
 """What takes groups in, each a real server process on one core: a coordinator, PostgreSQL, NATS JetStream.
 
 Every server gives clients that push lists of the same bytes and return when all of them are durable. PostgreSQL and
-nats-server come from packages (see benchmarks.ingest); the clients psycopg and nats-py are imported where they are used.
+nats-server come from packages (see benchmarks.ingest); their clients, psycopg and nats-py, are imported where needed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from heterorl.common.errors import HeterorlError
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.common import Digest, SiteId
-from heterorl.common.types.rollout import GroupId, PushStatus, SealedGroup, WorkAssignment
+from heterorl.common.types.rollout import PushStatus, SealedGroup, WorkAssignment
 from heterorl.common.types.run import Registration
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
 from heterorl.common.wire.seal import as_bytes, read_sealed, seal
@@ -227,6 +227,23 @@ class _Spawned:
         return False
 
 
+def _postgres_binaries() -> Path:
+    found = [*Path("/usr/lib/postgresql").glob("*/bin/postgres")]
+    if found:
+        return max(found).parent
+    which = shutil.which("postgres")
+    if which is None:
+        raise Missing("postgres is not installed")
+    return Path(which).resolve().parent
+
+
+def _runs(command: Sequence[str]) -> bool:
+    try:
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
+
+
 class Postgres(_Spawned):
     """PostgreSQL with its own defaults: synchronous_commit and fsync are on."""
 
@@ -239,13 +256,7 @@ class Postgres(_Spawned):
             import psycopg  # noqa: F401
         except ImportError as error:
             raise Missing("psycopg is not installed") from error
-        found = [*Path("/usr/lib/postgresql").glob("*/bin/postgres")]
-        binaries = max(found).parent if found else None
-        if binaries is None:
-            which = shutil.which("postgres")
-            if which is None:
-                raise Missing("postgres is not installed")
-            binaries = Path(which).resolve().parent
+        binaries = _postgres_binaries()
         data = directory / "data"
         data.mkdir()
         # The server refuses to run as root.
@@ -329,10 +340,9 @@ class JetStream(_Spawned):
             f"host: 127.0.0.1\nport: {self._port}\nmax_payload: 8MB\n"
             f'jetstream {{ store_dir: "{directory}", sync_interval: always }}\n'
         )
-        names = [Path(sys.executable).with_name("nats-server"), shutil.which("nats-server")]
-        for binary in names:
-            command = [str(binary), "-c", str(config)]
-            if binary and Path(binary).exists() and not await self._fails([*command, "-t"]):
+        for binary in (str(Path(sys.executable).with_name("nats-server")), "nats-server"):
+            command = [binary, "-c", str(config)]
+            if await asyncio.to_thread(_runs, [*command, "-t"]):
                 break
         else:
             raise Missing("no nats-server that knows sync_interval = always (2.10 or later)")
@@ -340,10 +350,6 @@ class JetStream(_Spawned):
         client = await self.client(0)
         await client.open_stream()
         await client.close()
-
-    async def _fails(self, command: Sequence[str]) -> int:
-        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, check=False)
-        return done.returncode
 
     async def client(self, number: int) -> JetStreamClient:  # noqa: ARG002 - all are alike
         """A connection."""

@@ -42,7 +42,7 @@ from heterorl.v1 import backup_pb2_grpc, diagnosis_pb2_grpc, policy_pb2_grpc, ro
 _LOG = logging.getLogger(__name__)
 GAUGE_INTERVAL_S = 1.0
 SWITCH_INTERVAL_S = 0.0005
-"""How long the store's thread waits for the interpreter after each statement, at worst; by default ten times as long."""
+"""How long the store's thread waits for the interpreter after each statement, at worst; ten times as long if unset."""
 
 
 async def main(config: CoordinatorConfig) -> int:

@@ -27,6 +27,7 @@ from heterorl.common.types.run import (
 from heterorl.common.types.standstill import RELEASE
 from heterorl.coordinator import status
 from heterorl.coordinator.parts import Parts
+from heterorl.coordinator.rpc.bounds import PUSH_GROUPS
 from heterorl.coordinator.sites import audit, canary, quarantine, watermark
 from heterorl.coordinator.sites.audit import AuditKind
 from heterorl.coordinator.sites.flaps import note_left_out
@@ -85,6 +86,7 @@ class RunColumn:
             next_sequence=next_sequence,
             max_staleness_versions=bound,
             max_message_bytes=self._parts.config.max_message_bytes,
+            push_groups=PUSH_GROUPS,
         )
 
     async def heartbeat(self, beat: Heartbeat) -> tuple[Command, ...]:

@@ -133,6 +133,8 @@ class RegisterAnswer:
     max_staleness_versions: int
     max_message_bytes: int = 0
     """Largest message that the coordinator takes and sends; 0 where it does not say."""
+    push_groups: int = 1
+    """Most groups in one message of a push."""
 
 
 class Command(enum.Enum):

@@ -22,25 +22,32 @@ Pushed = PlainPush | rollout_pb2.PushGroupsRequest
 
 def read_all(
     pushes: Sequence[Pushed], *, contract: Contract, max_prompt_tokens: int
-) -> tuple[list[Arrival], InvalidRequest | None]:
+) -> tuple[list[list[Arrival]], InvalidRequest | None]:
     """The groups of messages, in order, up to one that is no message at all, which is the call's end.
 
     Plain ones are looked at together, and one by one where something is wrong.
     """
-    plain = [push.group for push in pushes if isinstance(push, PlainPush)]
+    plain = [group for push in pushes if isinstance(push, PlainPush) for group in push.groups]
     all_sound = bool(plain) and are_sound(plain, contract, max_prompt_tokens=max_prompt_tokens)
-    arrivals: list[Arrival] = []
+    arrivals: list[list[Arrival]] = []
     for push in pushes:
-        if isinstance(push, PlainPush) and (
-            all_sound or are_sound([push.group], contract, max_prompt_tokens=max_prompt_tokens)
-        ):
-            arrivals.append(sound(sealed_of(push.group, push.data)))
-            continue
-        try:
-            message = _message(push.data) if isinstance(push, PlainPush) else push.group
-        except InvalidRequest as error:
-            return arrivals, error
-        arrivals.append(read(message, contract=contract, max_prompt_tokens=max_prompt_tokens))
+        if isinstance(push, PlainPush):
+            found: list[Arrival] = []
+            for group, data in zip(push.groups, push.data, strict=True):
+                if all_sound or are_sound([group], contract, max_prompt_tokens=max_prompt_tokens):
+                    found.append(sound(sealed_of(group, data)))
+                    continue
+                try:
+                    message = _message(data)
+                except InvalidRequest as error:
+                    return arrivals, error
+                found.append(read(message, contract=contract, max_prompt_tokens=max_prompt_tokens))
+        else:
+            found = [
+                read(group, contract=contract, max_prompt_tokens=max_prompt_tokens)
+                for group in (push.group, *push.more)
+            ]
+        arrivals.append(found)
     return arrivals, None
 
 

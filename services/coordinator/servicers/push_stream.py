@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
+from itertools import chain
 from typing import Protocol
 
 from heterorl.common.errors import NotRegistered
@@ -25,15 +26,17 @@ from heterorl.coordinator.servicers import arrivals
 from heterorl.coordinator.servicers.arrivals import Pushed
 from heterorl.v1 import rollout_pb2
 
-PUSH_BATCH = 64
-"""Groups of one push stream that are looked at together and share a commit."""
+READ_AHEAD = 16
+"""Messages of one push stream that wait to be looked at."""
 BATCH_BYTES = 4 << 20
-"""The same in bytes; a larger group is alone."""
+"""Of those that are looked at together and share a commit; a larger one is alone."""
 COMMITS = 3
 """Commits of one push stream that are under way."""
 _Sized = tuple[Pushed, int]
 """A push and its bytes on the wire."""
 _Answers = asyncio.Future[list[PushOutcome]]
+_Commit = tuple[list[int], _Answers]
+"""How many groups each message has, and what becomes of all of them."""
 
 
 class Taker(Protocol):
@@ -54,8 +57,10 @@ class PushStreams:
         self._contract: Contract | None = None
         self._converting = asyncio.Semaphore(1)
 
-    async def outcomes(self, requests: AsyncIterator[rollout_pb2.PushGroupsRequest]) -> AsyncIterator[PushOutcome]:
-        """One outcome per message, in order.
+    async def outcomes(
+        self, requests: AsyncIterator[rollout_pb2.PushGroupsRequest]
+    ) -> AsyncIterator[Sequence[PushOutcome]]:
+        """The outcomes of each message's groups, in order.
 
         Raises:
             RemoteError: a message was refused; those before it are answered.
@@ -63,17 +68,21 @@ class PushStreams:
         if isinstance(requests, Requests):
             # Messages wait in the queues, and are counted until their groups are in the store.
             requests.settle_by_hand()
-        arrived: asyncio.Queue[_Sized | None] = asyncio.Queue(PUSH_BATCH)
-        committing: asyncio.Queue[_Answers | None] = asyncio.Queue(COMMITS)
+        arrived: asyncio.Queue[_Sized | None] = asyncio.Queue(READ_AHEAD)
+        committing: asyncio.Queue[_Commit | None] = asyncio.Queue(COMMITS)
         reader = asyncio.create_task(_read(requests, arrived))
         submitter = asyncio.create_task(self._submit(arrived, committing))
         try:
-            while (answers := await committing.get()) is not None:
+            while (commit := await committing.get()) is not None:
+                counts, answers = commit
                 outcomes = await answers
                 if isinstance(requests, Requests):
-                    requests.settle(len(outcomes))
-                for outcome in outcomes:
-                    yield outcome
+                    requests.settle(len(counts))
+                first = 0
+                for count in counts:
+                    if some := outcomes[first : first + count]:
+                        yield some
+                    first += count
             await submitter
             await reader
         finally:
@@ -82,14 +91,14 @@ class PushStreams:
                 with contextlib.suppress(asyncio.CancelledError, Exception):
                     await task
 
-    async def _submit(self, arrived: asyncio.Queue[_Sized | None], committing: asyncio.Queue[_Answers | None]) -> None:
+    async def _submit(self, arrived: asyncio.Queue[_Sized | None], committing: asyncio.Queue[_Commit | None]) -> None:
         """Hand what was read to the store, some at a time; ends with None, whatever goes wrong."""
         waiting: _Sized | None = await arrived.get()
         try:
             while waiting is not None:
                 batch, num_bytes, is_open = [waiting[0]], waiting[1], True
                 waiting = None
-                while not arrived.empty() and len(batch) < PUSH_BATCH:
+                while not arrived.empty():
                     entry = arrived.get_nowait()
                     if entry is None:
                         is_open = False
@@ -102,10 +111,10 @@ class PushStreams:
                 entries, error = await self._look_at(batch, num_bytes)
                 batch.clear()
                 if entries:
-                    answers: _Answers = asyncio.ensure_future(self._api.take_groups(entries))
+                    answers: _Answers = asyncio.ensure_future(self._api.take_groups(list(chain.from_iterable(entries))))
                     # Nobody may ask any more.
                     answers.add_done_callback(_note)
-                    await committing.put(answers)
+                    await committing.put(([len(groups) for groups in entries], answers))
                 if error is not None:
                     raise error
                 if waiting is None and is_open:
@@ -115,8 +124,8 @@ class PushStreams:
             raise
         await committing.put(None)
 
-    async def _look_at(self, batch: list[Pushed], num_bytes: int) -> tuple[list[Arrival], Exception | None]:
-        """An arrival per message, in order; a group that no value can hold is recorded as invalid like any other."""
+    async def _look_at(self, batch: list[Pushed], num_bytes: int) -> tuple[list[list[Arrival]], Exception | None]:
+        """The arrivals of each message, in order; a group that no value can hold is invalid like any other."""
         BYTES.labels("groups", "in").inc(num_bytes)
         if self._contract is None:
             self._contract = await self._api.stated_contract()

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from heterorl.common.generation.engine import Engine
-from heterorl.common.generation.requests import Completion
+from heterorl.common.generation.engine import Engine, generate_all
+from heterorl.common.generation.requests import Finished, Lost, Request
 from heterorl.common.model.canary import ScoredText
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.task import Task
-from heterorl.common.types.common import Float32Array, Int32Array, StepReport
+from heterorl.common.types.common import Float32Array, StepReport
 from heterorl.common.types.rollout import QueuedGroup
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.learner.backends.torch import TorchBackend
@@ -47,7 +47,8 @@ class Probe:
         arena = Arena(backend.layout)
         backend.store(arena)
         self.engine.load(arena, step)
-        completions = self.engine.generate(
+        completions = generate_all(
+            self.engine,
             [queued.group.prompt_token_ids for queued in groups],
             seeds=[(self.seed << 40) + (step << 16) + number for number in range(len(groups))],
             num_per_prompt=self.group_size,
@@ -103,9 +104,9 @@ class MeasuredBackend:
         """Take published weights as masters."""
         self.inner.load_published(arena, keep_optimizer=keep_optimizer)
 
-    def save(self, directory: Path) -> None:
-        """Write a checkpoint."""
-        self.inner.save(directory)
+    def freeze(self, directory: Path) -> Callable[[], None]:
+        """Take the state for a checkpoint."""
+        return self.inner.freeze(directory)
 
     def restore(self, directory: Path) -> None:
         """Read a checkpoint."""
@@ -139,6 +140,8 @@ class ChargedEngine:
     inner: Engine
     charge: Callable[[float], None]
     group_s: float
+    num_groups: int = 0
+    num_open: int = 0
 
     @property
     def layout(self) -> Layout:
@@ -168,12 +171,31 @@ class ChargedEngine:
         """Score a canary."""
         return self.inner.score(texts)
 
-    def generate(
-        self, prompts: Sequence[Int32Array], *, seeds: Sequence[int], num_per_prompt: int
-    ) -> list[list[Completion]]:
-        """Draw completions and charge their time."""
-        self.charge(self.group_s * len(prompts))
-        return self.inner.generate(prompts, seeds=seeds, num_per_prompt=num_per_prompt)
+    @property
+    def max_running(self) -> int:
+        """Completions computed at once."""
+        return self.inner.max_running
+
+    def submit(self, request: Request) -> None:
+        """Take a request."""
+        self.inner.submit(request)
+        self.num_open += request.num_completions
+        self.num_groups += 1
+
+    def collect(self) -> list[Finished | Lost]:
+        """Compute all that was submitted and charge its time."""
+        self.charge(self.group_s * self.num_groups)
+        self.num_groups = 0
+        finished: list[Finished | Lost] = []
+        while len(finished) < self.num_open:
+            finished += self.inner.collect()
+        self.num_open = 0
+        return finished
+
+    def cancel(self) -> None:
+        """Give up everything under way."""
+        self.num_open = self.num_groups = 0
+        self.inner.cancel()
 
 
 class BenchmarkEvaluator(Evaluator):

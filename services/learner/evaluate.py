@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 
 from heterorl.common.errors import RewardError
-from heterorl.common.generation.engine import Engine
+from heterorl.common.generation.engine import Engine, generate_all
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.task import Task
 from heterorl.common.weights.arena import Arena
@@ -48,7 +48,8 @@ class Evaluator:
         started = time.perf_counter()
         self._engine.load(arena, version)
         prompts = [self._task.evaluation_prompt(index) for index in range(self._num_prompts)]
-        completions = self._engine.generate(
+        completions = generate_all(
+            self._engine,
             [self._prompter.encode(prompt.text) for prompt in prompts],
             seeds=[self._seed + index for index in range(len(prompts))],
             num_per_prompt=self._num_per_prompt,

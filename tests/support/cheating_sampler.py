@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from heterorl.cli import main as cli
-from heterorl.common.generation.requests import Completion
+from heterorl.common.generation.requests import Completion, Finished, Lost
 from heterorl.common.model.canary import ScoredText
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.common import Digest
@@ -32,11 +32,12 @@ class Doctored:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._maker.engine, name)
 
-    def generate(self, encoded: Any, **options: Any) -> list[list[Completion]]:
-        drawn = self._maker.engine.generate(encoded, **options)
+    def collect(self) -> list[Finished | Lost]:
         return [
-            [self._answer(prompt, completion) for completion in members]
-            for prompt, members in zip(self._prompts, drawn, strict=True)
+            dataclasses.replace(one, completion=self._answer(self._prompts[one.key], one.completion))
+            if isinstance(one, Finished)
+            else one
+            for one in self._maker.engine.collect()
         ]
 
     def _answer(self, prompt: Prompt, completion: Completion) -> Completion:

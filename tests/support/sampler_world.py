@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 
 from heterorl.common.errors import EngineError, RewardError, Unreachable
-from heterorl.common.generation.requests import Completion
+from heterorl.common.generation.requests import Completion, Finished, Lost, Request
 from heterorl.common.generation.turns import spans_of
 from heterorl.common.model.canary import ScoredText
 from heterorl.common.model.prompts import Prompter
@@ -47,6 +47,8 @@ class SilentEngine:
         self.version = -1
         self.loaded: list[tuple[int, Digest]] = []
         self.num_batches = 0
+        self.max_running = 64
+        self.requests: list[Request] = []
         self.proceed = threading.Event()
         self.proceed.set()
         self.is_held = False
@@ -69,9 +71,14 @@ class SilentEngine:
         self.loaded.append((version, arena.state_root()))
         self.version = version
 
-    def generate(
-        self, prompts: Sequence[Int32Array], *, seeds: Sequence[int], num_per_prompt: int
-    ) -> list[list[Completion]]:
+    def submit(self, request: Request) -> None:
+        self.requests.append(request)
+
+    def cancel(self) -> None:
+        self.requests.clear()
+
+    def collect(self) -> list[Finished | Lost]:
+        requests, self.requests = self.requests, []
         if self.batch_failures:
             self.version = -1
             raise self.batch_failures.pop()
@@ -83,7 +90,11 @@ class SilentEngine:
         begun = self.version if self.begins_late else begun
         if self.version < 0:
             raise EngineError("a swap meanwhile failed")
-        return [[self._completion(begun) for _ in range(num_per_prompt)] for _ in prompts]
+        return [
+            Finished(key=request.key, member=member, completion=self._completion(begun))
+            for request in requests
+            for member in range(request.num_completions)
+        ]
 
     def _completion(self, begun: int) -> Completion:
         return Completion(

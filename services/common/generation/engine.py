@@ -1,8 +1,12 @@
 """What a run asks of an engine that generates: one Protocol, whatever stands behind it.
 
+    submit  waits for nothing
+    collect waits for a completion that ends, or a request that is lost; unblocked by the engine, cancel, a failed load
+    load    waits for the token under way; what is under way goes on with the new weights
+
 Guarantees of every engine: log-probs are those of the policy that drew the token, in the semantics of the contract,
-float32, the end-of-sequence token included; the result of a prompt depends on its seed and the weights alone, not on
-what else is in the batch; no completion begins with keys and values of another version. A completion that was under way
+float32, the end-of-sequence token included; the result of a request depends on its seed and the weights alone, not on
+what else is under way; no completion begins with keys and values of another version. A completion that was under way
 when the weights were swapped goes on with the keys and values that it has: its spans say which version's logits each
 token was drawn from, and its log-probs are of those logits.
 """
@@ -12,15 +16,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from heterorl.common.generation.requests import Completion
+from heterorl.common.errors import EngineError
+from heterorl.common.generation.requests import Completion, Finished, Lost, Request, in_order
 from heterorl.common.model.canary import ScoredText
 from heterorl.common.types.common import Float32Array, Int32Array
 from heterorl.common.weights.arena import Arena, Layout
 
 
 class Engine(Protocol):
-    """Weights and a sampler of tokens. Never called from the event loop, and from one thread at a time but for `load`
-    and `score`, which another thread may call while `generate` runs."""
+    """Weights and a sampler of tokens. Never called from the event loop; `collect` and `load` by one thread each."""
 
     @property
     def layout(self) -> Layout:
@@ -42,27 +46,74 @@ class Engine(Protocol):
         """Version of the loaded weights; -1 before the first `load` and after one that failed."""
         ...
 
+    @property
+    def max_running(self) -> int:
+        """Completions computed at once; what is submitted beyond waits inside."""
+        ...
+
     def load(self, arena: Arena, version: int) -> None:
-        """Swap the weights; a `generate` under way in another thread goes on with them from its next token.
+        """Swap the weights; what is under way goes on with them from its next token.
 
         Raises:
-            EngineError: nothing is generated before a `load` succeeds; a `generate` under way raises too.
+            EngineError: nothing is taken before a `load` succeeds; a `collect` raises too if something was under way.
         """
         ...
 
     def score(self, texts: Sequence[ScoredText]) -> list[Float32Array]:
-        """Log-probs [T] of each text's completion under the loaded weights, as `generate` would state them.
+        """Log-probs [T] of each text's completion under the loaded weights, as `collect` would state them.
 
         Empty when the engine cannot tell those of tokens that it did not draw.
         """
         ...
 
-    def generate(
-        self, prompts: Sequence[Int32Array], *, seeds: Sequence[int], num_per_prompt: int
-    ) -> list[list[Completion]]:
-        """Draw `num_per_prompt` completions of each prompt.
+    def submit(self, request: Request) -> None:
+        """Take a request; from any thread, also while another one waits in `collect`.
 
         Raises:
-            EngineError: nothing is generated before a `load` succeeds, nor returned after one that failed meanwhile.
+            ConfigError: the prompt leaves no room for a completion.
+            EngineError: no trusted version is loaded.
         """
         ...
+
+    def collect(self) -> list[Finished | Lost]:
+        """Wait until a completion ended; all that ended since the last call, in the order in which they did.
+
+        A `Lost` takes the place of what was still under way of a request: the engines behind this one that are left go
+        on. Nothing is returned at once where nothing is under way, and after `cancel`.
+
+        Raises:
+            EngineError: everything under way is given up.
+        """
+        ...
+
+    def cancel(self) -> None:
+        """Give up everything under way: a `collect` that waits returns nothing. From any thread."""
+        ...
+
+
+def generate_all(
+    engine: Engine, prompts: Sequence[Int32Array], *, seeds: Sequence[int], num_per_prompt: int
+) -> list[list[Completion]]:
+    """Draw `num_per_prompt` completions of each prompt with an engine that has nothing else under way.
+
+    Raises:
+        ConfigError: a prompt leaves no room for a completion.
+        EngineError: not all of them ended.
+    """
+    requests = [
+        Request(key=key, prompt=prompt, seed=seed, num_completions=num_per_prompt)
+        for key, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+    ]
+    finished: list[Finished] = []
+    try:
+        for request in requests:
+            engine.submit(request)
+        while len(finished) < len(requests) * num_per_prompt:
+            news = [one for one in engine.collect() if isinstance(one, Finished)]
+            if not news:
+                raise EngineError("what was being generated was given up")
+            finished += news
+    except BaseException:
+        engine.cancel()
+        raise
+    return in_order(finished, requests)

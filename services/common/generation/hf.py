@@ -1,20 +1,26 @@
-"""The reference engine: transformers with a key-value cache, any causal language model, CPU or one GPU."""
+"""The reference engine: transformers with a key-value cache, any causal language model, CPU or one GPU.
+
+    submit -> waiting -> a pass over their prompts -> rows -> a pass for a token of every row -> collect
+
+Where the cache is nothing but keys and values of all columns, requests join between two tokens; elsewhere, where a
+recurrent state would have to be moved, they wait until all rows have ended.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from torch import Tensor
 
-from heterorl.common.errors import ConfigError
-from heterorl.common.generation.draw import draw, gumbel
-from heterorl.common.generation.requests import Completion
-from heterorl.common.generation.seeded import gumbel_noise
-from heterorl.common.generation.turns import Turns, spans_of
+from heterorl.common.errors import ConfigError, EngineError
+from heterorl.common.generation.engine import generate_all
+from heterorl.common.generation.requests import Completion, Finished, Lost, Request
+from heterorl.common.generation.rows import Group, Rows
+from heterorl.common.generation.turns import Turns
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach, base_digest
 from heterorl.common.model.canary import ScoredText
@@ -22,7 +28,6 @@ from heterorl.common.model.directory import first_line
 from heterorl.common.model.logprobs import logprobs_of, tempered
 from heterorl.common.model.lora import ALL_WEIGHTS, LoraConfig
 from heterorl.common.types.common import Digest, Float32Array, Int32Array, SamplingSemantics
-from heterorl.common.types.rollout import FinishReason
 from heterorl.common.weights.arena import Arena, Dtype, Layout
 
 _COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -65,12 +70,17 @@ class HfEngine:
             attach(self.model, self.lora)
         self._layout = tensors.layout_of(self.model, published_dtype)
         self._sampling = sampling
-        self._batch_rows = batch_rows
+        self.max_running = batch_rows
         self._eos = eos_token_id
         self._device = torch.device(device)
         self._version = -1
         self._turns = Turns()
         self._is_seeded = is_seeded
+        # Of the three below; never held while tokens are computed.
+        self._guard = threading.Lock()
+        self._waiting: deque[Request] = deque()
+        self._rows: Rows | None = None
+        self._num_cancels = 0
         self.name = f"hf-{__version__}"
         self.vocab_size = int(model.config.vocab_size)
         self.dtype = compute_dtype
@@ -94,7 +104,7 @@ class HfEngine:
         return arena
 
     def load(self, arena: Arena, version: int) -> None:
-        """Swap the weights; a `generate` in another thread goes on with them from its next token."""
+        """Swap the weights; what is under way goes on with them from its next token."""
         with self._turns.taken():
             tensors.load(arena, self.model)
             self._version = version
@@ -114,124 +124,92 @@ class HfEngine:
     def close(self) -> None:
         """Nothing: it computes in this process."""
 
+    def submit(self, request: Request) -> None:
+        """Take a request: its completions join what is computed, all together, as soon as there is room for them."""
+        with self._guard:
+            self._waiting.append(request)
+
+    @torch.inference_mode()
+    def collect(self) -> list[Finished | Lost]:
+        """Compute, in this thread, until a completion ends.
+
+        Raises:
+            EngineError: the device has too little memory; everything under way is given up.
+        """
+        num_cancels = self._num_cancels
+        try:
+            while True:
+                with self._guard:
+                    rows = self._rows
+                    joining = self._admitted()
+                    if self._num_cancels != num_cancels or not (rows or joining):
+                        return []
+                rows, ended = self._advance(rows, joining)
+                with self._guard:
+                    if self._num_cancels != num_cancels:
+                        return []
+                    self._rows = rows
+                if ended:
+                    return list(ended)
+        except torch.OutOfMemoryError as error:
+            self.cancel()
+            raise EngineError(f"the device is out of memory: {error}", action="lower engine.batch_rows") from error
+        except BaseException:
+            self.cancel()
+            raise
+
+    def cancel(self) -> None:
+        """Give up everything under way; a `collect` in another thread returns nothing after its token."""
+        with self._guard:
+            self._waiting.clear()
+            self._rows = None
+            self._num_cancels += 1
+
     def generate(
         self, prompts: Sequence[Int32Array], *, seeds: Sequence[int], num_per_prompt: int
     ) -> list[list[Completion]]:
-        """Draw completions, as many whole prompts at once as fit into `batch_rows`."""
-        per_batch = max(1, self._batch_rows // num_per_prompt)
-        result: list[list[Completion]] = []
-        for start in range(0, len(prompts), per_batch):
-            part = slice(start, start + per_batch)
-            rows = self._generate_batch(prompts[part], seeds[part], num_per_prompt)
-            result += [rows[first : first + num_per_prompt] for first in range(0, len(rows), num_per_prompt)]
-        return result
+        """Draw `num_per_prompt` completions of each prompt."""
+        return generate_all(self, prompts, seeds=seeds, num_per_prompt=num_per_prompt)
 
-    @torch.inference_mode()
-    def _generate_batch(
-        self, prompts: Sequence[Int32Array], seeds: Sequence[int], num_per_prompt: int
-    ) -> list[Completion]:
-        input_ids, attention = _left_padded(prompts, num_per_prompt, self._device)
-        generators = [] if self._is_seeded else [torch.Generator().manual_seed(seed) for seed in seeds]
-        num_rows, limit = len(input_ids), self._sampling.max_new_tokens
-        tokens = np.zeros((num_rows, limit), np.int32)
-        logprobs = np.zeros((num_rows, limit), np.float32)
-        lengths = np.full(num_rows, limit)
-        is_done = np.zeros(num_rows, bool)
-        versions = np.full(limit, -1, np.int32)
-        # The rows that are still computed; those that ended leave when they are half of them.
-        rows = np.arange(num_rows)
-        position = attention.cumsum(1).clamp(min=1) - 1
-        cache: Any = None
-        for column in range(limit):
-            output, versions[column] = self._step(
-                input_ids=input_ids,
-                attention_mask=attention,
-                position_ids=position,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
-            cache = output.past_key_values
-            if self._is_seeded:
-                noise = _named_noise(rows, seeds, num_per_prompt, column, self.vocab_size)
-            else:
-                noise = _noise(rows, generators, num_per_prompt, self.vocab_size)
-            drawn, drawn_logprobs = draw(output.logits[:, -1], noise.to(self._device), self._sampling)
-            tokens[rows, column] = drawn.cpu().numpy()
-            logprobs[rows, column] = drawn_logprobs.cpu().numpy()
-            ended = (tokens[:, column] == self._eos) & ~is_done
-            lengths[ended] = column + 1
-            is_done |= ended
-            if is_done.all():
+    def _admitted(self) -> list[Group]:
+        """What begins now, in the order of submission: whole requests that find room beside what is under way."""
+        if self._rows and not self._rows.is_joinable:
+            return []
+        room = self.max_running - (self._rows.num_running if self._rows else 0)
+        admitted: list[Group] = []
+        while self._waiting:
+            num = self._waiting[0].num_completions
+            # A group larger than the batch is computed alone.
+            if num > room and (self._rows or admitted):
                 break
-            input_ids = drawn[:, None]
-            attention = torch.cat([attention, attention.new_ones(len(rows), 1)], 1)
-            position = position[:, -1:] + 1
-            running = np.flatnonzero(~is_done[rows])
-            if len(running) <= len(rows) // 2 and _can_drop_rows(cache):
-                keep = torch.from_numpy(running).to(self._device)
-                cache.batch_select_indices(keep)
-                input_ids, attention, position = input_ids[keep], attention[keep], position[keep]
-                rows = rows[running]
-        return [
-            self._completion(tokens[row, :end], logprobs[row, :end], versions[:end]) for row, end in enumerate(lengths)
-        ]
+            room -= num
+            admitted.append(
+                Group(self._waiting.popleft(), limit=self._sampling.max_new_tokens, is_seeded=self._is_seeded)
+            )
+        return admitted
 
-    def _step(self, **inputs: Any) -> tuple[Any, int]:
+    def _advance(self, rows: Rows | None, joining: Sequence[Group]) -> tuple[Rows | None, list[Finished]]:
+        """A token for those that join, or for all rows; the rows that are left, and what ended."""
+        if joining:
+            new = Rows(
+                joining,
+                run=self._run,
+                sampling=self._sampling,
+                eos_token_id=self._eos,
+                vocab_size=self.vocab_size,
+                device=self._device,
+            )
+            ended = new.step()
+            if rows is None:
+                rows = new
+            elif new.num_running:
+                rows.join(new)
+        else:
+            assert rows is not None
+            ended = rows.step()
+        return (rows if rows.num_running else None), ended
+
+    def _run(self, **inputs: Any) -> tuple[Any, int]:
         """One pass with one version: its output and the version."""
         with self._turns.taken():
             return self.model(**inputs), self._version
-
-    def _completion(self, tokens: Int32Array, logprobs: Any, versions: Int32Array) -> Completion:
-        is_ended = bool(tokens[-1] == self._eos)
-        return Completion(
-            token_ids=tokens.copy(),
-            logprobs=logprobs.copy(),
-            finish_reason=FinishReason.EOS if is_ended else FinishReason.LENGTH,
-            spans=spans_of(versions.tolist()),
-        )
-
-
-def _left_padded(prompts: Sequence[Int32Array], repeat: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids and attention, every prompt `repeat` times; padding on the left, so that all rows end together."""
-    width = max(prompt.size for prompt in prompts)
-    input_ids = np.zeros((len(prompts), width), np.int64)
-    attention = np.zeros((len(prompts), width), np.int64)
-    for row, prompt in enumerate(prompts):
-        input_ids[row, width - prompt.size :] = prompt
-        attention[row, width - prompt.size :] = 1
-    return (
-        torch.from_numpy(input_ids).to(device).repeat_interleave(repeat, 0),
-        torch.from_numpy(attention).to(device).repeat_interleave(repeat, 0),
-    )
-
-
-def _noise(
-    rows: npt.NDArray[np.int64], generators: Sequence[torch.Generator], num_per_prompt: int, vocab_size: int
-) -> Tensor:
-    """Gumbel noise [rows, V]: a group draws for all of its members until its last one leaves, whoever has ended."""
-    groups = rows // num_per_prompt
-    parts = []
-    for group in np.unique(groups):
-        whole = gumbel((num_per_prompt, vocab_size), generators[group])
-        members = rows[groups == group] - group * num_per_prompt
-        parts.append(whole if len(members) == num_per_prompt else whole[torch.from_numpy(members)])
-    return torch.cat(parts)
-
-
-def _named_noise(
-    rows: npt.NDArray[np.int64], keys: Sequence[int], num_per_prompt: int, position: int, vocab_size: int
-) -> Tensor:
-    """Gumbel noise [rows, V] by the names of the tokens."""
-    noise = np.empty((len(rows), vocab_size), np.float32)
-    for place, row in enumerate(rows.tolist()):
-        group, sample = divmod(row, num_per_prompt)
-        noise[place] = gumbel_noise(keys[group], sample=sample, position=position, vocab_size=vocab_size)
-    return torch.from_numpy(noise)
-
-
-def _can_drop_rows(cache: Any) -> bool:
-    """Whether every layer of the cache is known to be nothing but keys and values: a recurrent state would stay."""
-    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-
-    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in getattr(cache, "layers", [None]))

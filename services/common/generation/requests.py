@@ -38,6 +38,13 @@ class Finished:
     completion: Completion
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """A request that was given up while others go on: nothing more of it comes."""
+
+    key: int
+
+
 def in_order(finished: Sequence[Finished], requests: Sequence[Request]) -> list[list[Completion]]:
     """The completions of each request, in the order of the requests and of their members.
 

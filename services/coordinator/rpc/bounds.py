@@ -93,6 +93,7 @@ BOUNDS: Mapping[str, Bound] = MappingProxyType(
         "Rejection.detail": _PROSE,
         "RegisterRequest.site": _NAME,
         "RegisterRequest.incarnation": _NAME,
+        "HeldWork.assignments": Bound(count=1 << 16),
         "HeartbeatRequest.site": _NAME,
         "HeartbeatRequest.incarnation": _NAME,
         "HeartbeatRequest.state_root": _DIGEST,

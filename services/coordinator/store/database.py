@@ -27,6 +27,7 @@ from typing import Any, Self, TypeVar
 from heterorl.common.errors import CorruptStore, DiskFull, Draining, StoreFull
 from heterorl.common.process import metrics
 from heterorl.common.process.files import make_directory
+from heterorl.coordinator.store import tallies
 from heterorl.coordinator.store.schema import EARLIER, INDEXES, SCHEMA, SCHEMA_VERSION
 
 _LOG = logging.getLogger(__name__)
@@ -259,6 +260,7 @@ def _connect(path: Path) -> sqlite3.Connection:
         elif version != SCHEMA_VERSION:
             raise CorruptStore(f"{path} has schema {version}, this program needs {SCHEMA_VERSION}")
         _make_indexes(connection)
+        tallies.begin(connection)
     except sqlite3.OperationalError as error:
         connection.close()
         if error.sqlite_errorcode in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):

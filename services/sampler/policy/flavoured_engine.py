@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from heterorl.common.generation.engine import Engine
-from heterorl.common.generation.requests import Completion
+from heterorl.common.generation.requests import Finished, Lost, Request
 from heterorl.common.model.canary import ScoredText
 from heterorl.common.model.quantise import Flavour, dequantise, flavour_layout, quantise
-from heterorl.common.types.common import Float32Array, Int32Array
+from heterorl.common.types.common import Float32Array
 from heterorl.common.weights.arena import Arena, Layout
 
 
@@ -55,11 +55,22 @@ class FlavouredEngine:
         """Log-probs under the loaded weights."""
         return self._engine.score(texts)
 
-    def generate(
-        self, prompts: Sequence[Int32Array], *, seeds: Sequence[int], num_per_prompt: int
-    ) -> list[list[Completion]]:
-        """Draw completions with the loaded weights."""
-        return self._engine.generate(prompts, seeds=seeds, num_per_prompt=num_per_prompt)
+    @property
+    def max_running(self) -> int:
+        """Completions computed at once."""
+        return self._engine.max_running
+
+    def submit(self, request: Request) -> None:
+        """Take a request."""
+        self._engine.submit(request)
+
+    def collect(self) -> list[Finished | Lost]:
+        """Completions that ended."""
+        return self._engine.collect()
+
+    def cancel(self) -> None:
+        """Give up everything under way."""
+        self._engine.cancel()
 
     def base_of(self, base: Callable[[], Arena | None]) -> Callable[[], Arena | None]:
         """The flavour of the weights that a node has without the run, with the scales that a run begins with."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from heterorl.common.errors import RewardError
-from heterorl.common.generation.engine import Engine
+from heterorl.common.generation.engine import Engine, generate_all
 from heterorl.common.generation.requests import Completion
 from heterorl.common.generation.seeded import group_key
 from heterorl.common.model.prompts import Prompter
@@ -62,7 +62,7 @@ class RolloutMaker:
         encoded = [self.prompter.encode(prompt.text) for prompt in prompts]
         started = self.clock.monotonic()
         seeds = [self._seed(assignment, state_roots) for assignment in work]
-        completions = self.engine.generate(encoded, seeds=seeds, num_per_prompt=self.group_size)
+        completions = generate_all(self.engine, encoded, seeds=seeds, num_per_prompt=self.group_size)
         generation_s = self.clock.monotonic() - started
         groups: list[Group] = []
         failed: list[int] = []

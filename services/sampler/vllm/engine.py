@@ -3,24 +3,28 @@
     load   weights file -> pause -> every worker's `load_arena_file` -> version label, new salt of the prefix cache
            -> resume -> canary beside the reference
 
-Guarantees: without a canary that agrees with the float32 reference nothing is generated: `version` is -1 and `generate`
-refuses, or drops what was under way; the next `load` after a failure starts a new process from a whole model directory;
-no request begins with keys and values of another version, and what is under way during a swap goes on with its own.
-Weights travel as a safetensors file in a directory that only this user can read.
+Guarantees: without a canary that agrees with the float32 reference nothing is generated: `version` is -1, `submit`
+refuses, and what was under way is dropped; the next `load` after a failure starts a new process from a whole model
+directory; no request begins with keys and values of another version, and what is under way during a swap goes on with
+its own. Weights travel as a safetensors file in a directory that only this user can read.
+
+This file is over 300 lines because the source of weights is still in it.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from heterorl.common.errors import ConfigError, EngineDied, EngineError
-from heterorl.common.generation.requests import Completion
+from heterorl.common.generation.engine import generate_all
+from heterorl.common.generation.requests import Completion, Finished, Lost, Request
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach, base_digest
 from heterorl.common.model.canary import ScoredText
@@ -79,9 +83,13 @@ class VllmEngine:
         self._reference: canary.Reference | None = None
         self._version = -1
         self._is_trusted = True
-        self._num_failures = 0
-        # Held by a whole `load`; `generate` takes it to begin and to end.
-        self._loading = threading.Lock()
+        # Of all below, and of the version.
+        self._news = threading.Condition()
+        self._is_loading = False
+        self._epoch = 0
+        self._num_open = 0
+        self._ended: list[Finished | Lost] = []
+        self._failure: EngineError | None = None
         self.name = f"vllm-{package.__version__}"
         self.dtype: str = options.compute_dtype
         self.swap_bytes = 0
@@ -94,7 +102,7 @@ class VllmEngine:
             **options.arguments(max_model_len=self.max_model_len, logprobs_mode=mode),
             **self._weights.arguments(),
         }
-        self._max_running = options.batch_rows
+        self.max_running = options.batch_rows
         self._process: VllmProcess | None = self._start(model_dir)
 
     @property
@@ -116,30 +124,37 @@ class VllmEngine:
         return arena
 
     def load(self, arena: Arena, version: int) -> None:
-        """Swap the weights; a `generate` under way in another thread goes on with them from its next token.
+        """Swap the weights; what is under way goes on with them from its next token.
 
-        What is under way is returned by `generate` only when the canary agrees.
+        What ended meanwhile is returned by `collect` only when the canary agrees.
 
         Raises:
             StaleWeights: the engine computes something else than the weights say.
             EngineDied: its process does not do what it is asked.
         """
-        with self._loading:
-            try:
-                self._load(arena, version)
-            except BaseException:
-                self._num_failures += 1
-                if self._process is not None:
-                    self._process.give_up()
-                raise
+        with self._news:
+            self._is_loading = True
+        try:
+            self._load(arena, version)
+        except BaseException as error:
+            self._fail(EngineError(f"what was generated is dropped: a swap meanwhile failed: {error}"))
+            if self._process is not None:
+                self._process.give_up()
+            raise
+        else:
+            with self._news:
+                self._version, self._is_trusted = version, True
+        finally:
+            with self._news:
+                self._is_loading = False
+                self._news.notify_all()
 
     def _load(self, arena: Arena, version: int) -> None:
         self._reference = self._reference or canary.Reference(self.model, self._layout)
-        was_trusted, label = self._is_trusted, str(version)
-        self._version, self._is_trusted = -1, False
+        label = str(version)
         try:
             self.swap_bytes = self._weights.write(arena)
-            is_running = was_trusted and self._process is not None
+            is_running = self._is_trusted and self._process is not None
             if not is_running:
                 self._start_again()
                 self._alive().set_version(label)
@@ -148,42 +163,96 @@ class VllmEngine:
             self._check(arena, version)
         finally:
             self._weights.clear()
-        self._version, self._is_trusted = version, True
+
+    def submit(self, request: Request) -> None:
+        """Take a request; during a swap too.
+
+        Raises:
+            ConfigError: the prompt leaves no room for a completion.
+            EngineError: the weights are not those of a version, or the process ended.
+        """
+        limit = self._sampling.max_new_tokens
+        if request.prompt.size + limit > self.max_model_len:
+            raise ConfigError(
+                "engine.max_model_len",
+                f"{self.max_model_len} holds no prompt of {request.prompt.size} and {limit} new tokens",
+            )
+        ids = request.prompt.tolist()
+        with self._news:
+            if not self._is_trusted:
+                raise EngineError("the engine generates nothing: its weights are not those of a version")
+            process, epoch = self._alive(), self._epoch
+            for member in range(request.num_completions):
+                asked = settings(
+                    self._sampling,
+                    seed=seed_of(request.seed, member),
+                    max_tokens=limit,
+                    stop_token_ids=[self._eos],
+                )
+                process.submit(ids, asked, partial(self._take, epoch, request.key, member))
+                self._num_open += 1
+
+    def collect(self) -> list[Finished | Lost]:
+        """Wait until a completion ended and no swap is under way; all that ended.
+
+        Raises:
+            EngineError: a swap failed or the process ended: everything under way is given up.
+        """
+        with self._news:
+            epoch = self._epoch
+            self._news.wait_for(
+                lambda: (
+                    self._epoch != epoch
+                    or self._failure
+                    or not self._num_open
+                    # Only after a swap the canary has agreed with what was drawn meanwhile.
+                    or (self._ended and not self._is_loading)
+                )
+            )
+            if self._failure:
+                failure = self._failure
+                self._drop()
+                raise failure
+            ended, self._ended = self._ended, []
+            self._num_open -= len(ended)
+            return ended
+
+    def cancel(self) -> None:
+        """Give up everything under way."""
+        with self._news:
+            self._drop()
 
     def generate(
         self, prompts: Sequence[Int32Array], *, seeds: Sequence[int], num_per_prompt: int
     ) -> list[list[Completion]]:
-        """Draw `num_per_prompt` completions of each prompt.
+        """Draw `num_per_prompt` completions of each prompt."""
+        return generate_all(self, prompts, seeds=seeds, num_per_prompt=num_per_prompt)
 
-        Raises:
-            ConfigError: a prompt leaves no room for a completion.
-            EngineError: no trusted version is loaded, the process ended, or a swap meanwhile failed.
-        """
-        with self._loading:
-            num_failures = self._num_failures
-            if not self._is_trusted:
-                raise EngineError("the engine generates nothing: its weights are not those of a version")
-        limit = self._sampling.max_new_tokens
-        longest = max((prompt.size for prompt in prompts), default=0)
-        if longest + limit > self.max_model_len:
-            raise ConfigError(
-                "engine.max_model_len", f"{self.max_model_len} holds no prompt of {longest} and {limit} new tokens"
-            )
-        requests = [
-            (
-                prompt.tolist(),
-                settings(self._sampling, seed=seed_of(seed, member), max_tokens=limit, stop_token_ids=[self._eos]),
-            )
-            for prompt, seed in zip(prompts, seeds, strict=True)
-            for member in range(num_per_prompt)
-        ]
-        outputs = self._asked(lambda process: process.generate(requests))
-        with self._loading:
-            # Only now the canary of a swap under way has agreed.
-            if self._num_failures != num_failures:
-                raise EngineError("what was generated is dropped: a swap meanwhile failed")
-        rows = [completion(output.outputs[0], eos_token_id=self._eos) for output in outputs]
-        return [rows[first : first + num_per_prompt] for first in range(0, len(rows), num_per_prompt)]
+    def _take(self, epoch: int, key: int, member: int, answer: Any) -> None:
+        with self._news:
+            if epoch != self._epoch:
+                return
+            if isinstance(answer, EngineDied):
+                self._fail(answer)
+                return
+            row = completion(answer.outputs[0], eos_token_id=self._eos)
+            self._ended.append(Finished(key=key, member=member, completion=row))
+            self._news.notify_all()
+
+    def _fail(self, error: EngineError) -> None:
+        """Trust nothing until a `load` succeeds; `collect` says so if something was under way."""
+        with self._news:
+            is_heard = self._num_open > 0
+            self._version, self._is_trusted = -1, False
+            self._drop()
+            self._failure = error if is_heard else None
+
+    def _drop(self) -> None:
+        self._epoch += 1
+        self._ended, self._num_open, self._failure = [], 0, None
+        if self._process is not None:
+            self._process.cancel()
+        self._news.notify_all()
 
     def score(self, texts: Sequence[ScoredText]) -> list[Float32Array]:
         """Score texts in one batch; empty where vLLM cannot: what it says of given tokens knows no temperature.
@@ -195,9 +264,11 @@ class VllmEngine:
             return []
         forced = settings(self._sampling, seed=0, max_tokens=1, prompt_logprobs=0)
         sequences = [np.concatenate([text.prompt, text.completion]) for text in texts]
-        outputs = self._asked(
-            lambda process: process.generate([(ids.tolist(), forced) for ids in sequences], is_urgent=True)
-        )
+        try:
+            outputs = self._alive().ask([(ids.tolist(), forced) for ids in sequences])
+        except EngineDied as error:
+            self._fail(error)
+            raise
         return [
             chosen(text.completion, output.prompt_logprobs[text.prompt.size :])
             for text, output in zip(texts, outputs, strict=True)
@@ -212,7 +283,7 @@ class VllmEngine:
         self._weights.close()
 
     def _start(self, model_dir: str) -> VllmProcess:
-        return VllmProcess({**self._arguments, "model": model_dir}, max_running=self._max_running)
+        return VllmProcess({**self._arguments, "model": model_dir}, max_running=self.max_running)
 
     def _start_again(self) -> None:
         """A new process that loads the version as any model: nothing of the old process remains."""
@@ -227,7 +298,7 @@ class VllmEngine:
         room = self.max_model_len - canary.NUM_NEW_TOKENS
         prompts = canary.canary_prompts(self.vocab_size, max_length=room)
         forced = settings(self._sampling, seed=canary.SEED, max_tokens=canary.NUM_NEW_TOKENS, prompt_logprobs=0)
-        outputs = self._alive().generate([(prompt.tolist(), forced) for prompt in prompts], is_urgent=True)
+        outputs = self._alive().ask([(prompt.tolist(), forced) for prompt in prompts])
         drawn = [output.outputs[0] for output in outputs]
         sequences = [
             np.concatenate([prompt, np.array(one.token_ids, np.int32)])
@@ -240,13 +311,6 @@ class VllmEngine:
         expected = self._reference.logprobs(arena, sequences, [prompt.size for prompt in prompts], self._sampling)
         self.canary_difference = canary.check(computed, expected, version=version, tolerance=self._tolerance)
         _LOG.debug("version %d: the canary differs by %.2g", version, self.canary_difference)
-
-    def _asked(self, question: Callable[[VllmProcess], list[Any]]) -> list[Any]:
-        try:
-            return question(self._alive())
-        except EngineDied:
-            self._version, self._is_trusted = -1, False
-            raise
 
     def _alive(self) -> VllmProcess:
         if self._process is None:

@@ -12,10 +12,11 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from heterorl.common.errors import DependencyMissing, EngineDied
+from heterorl.common.model.packages import check_engine
 from heterorl.sampler.vllm.requests import NO_VERSION
 
 _LOG = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ _T = TypeVar("_T")
 START_S = 1800.0
 """Loading a large model from a slow disk."""
 ANSWER_S = 600.0
-"""A swap, a question: anything but generation, which may take as long as its tokens do."""
+"""A swap, a question: anything but what is submitted, which may take as long as its tokens do."""
 
 
 def import_vllm() -> Any:
@@ -31,7 +32,9 @@ def import_vllm() -> Any:
 
     Raises:
         DependencyMissing: it is not installed.
+        DependencyUnsupported: another version is than this release works with.
     """
+    check_engine("vllm")
     # Read at import. Usage reports would tell a third party what runs here.
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -69,7 +72,9 @@ class VllmProcess:
         self._slots = asyncio.Semaphore(max_running)
         self._open = asyncio.Event()
         self._open.set()
+        # All that is under way, and what of it was submitted.
         self._running: set[asyncio.Task[Any]] = set()
+        self._submitted: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
         self._thread.start()
@@ -80,19 +85,35 @@ class VllmProcess:
             self._end_loop()
             raise
 
-    def generate(
-        self, requests: Sequence[tuple[Sequence[int], Mapping[str, Any]]], *, is_urgent: bool = False
-    ) -> list[Any]:
-        """vLLM's RequestOutput of every (prompt token ids, sampling parameters).
+    def submit(self, ids: Sequence[int], settings: Mapping[str, Any], on_end: Callable[[Any], None]) -> None:
+        """Take a request: prompt token ids, sampling parameters.
 
         Args:
-            requests: what to generate.
-            is_urgent: go beside what is under way, without waiting for room.
+            ids: the prompt.
+            settings: of vLLM's SamplingParams.
+            on_end: called in the process's own thread with vLLM's RequestOutput, or with the EngineDied instead of it;
+                not called when the request is given up.
+
+        Raises:
+            EngineDied: the process was closed.
+        """
+        try:
+            self._loop.call_soon_threadsafe(self._begin, ids, settings, on_end)
+        except RuntimeError as error:
+            raise EngineDied("vLLM is not running") from error
+
+    def ask(self, requests: Sequence[tuple[Sequence[int], Mapping[str, Any]]]) -> list[Any]:
+        """vLLM's RequestOutput of every (prompt token ids, sampling parameters), beside what is under way.
 
         Raises:
             EngineDied: the process ended, refused a request, or the requests were given up.
         """
-        return self._wait(self._generate(requests, is_urgent), None)
+        return self._wait(self._ask(requests), ANSWER_S)
+
+    def cancel(self) -> None:
+        """Give up what was submitted and has not ended."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in self._submitted])
 
     def call(self, method: str, *arguments: str | int | Mapping[str, str] | None) -> list[Any]:
         """Call a method of the worker extension in every worker; returns what each answered.
@@ -133,7 +154,7 @@ class VllmProcess:
         self._wait(self._set_version(label), ANSWER_S)
 
     def give_up(self) -> None:
-        """End all requests under way: `generate` raises EngineDied."""
+        """End all requests under way, questions too: `ask` raises EngineDied."""
         self._wait(self._give_up(), ANSWER_S)
 
     def close(self) -> None:
@@ -146,29 +167,44 @@ class VllmProcess:
             _LOG.info("the engine was gone already: %s", error)
         self._end_loop()
 
-    async def _generate(
-        self, requests: Sequence[tuple[Sequence[int], Mapping[str, Any]]], is_urgent: bool
-    ) -> list[Any]:
+    def _begin(self, ids: Sequence[int], settings: Mapping[str, Any], on_end: Callable[[Any], None]) -> None:
+        task = self._loop.create_task(self._in_turn(ids, settings))
+        self._running.add(task)
+        self._submitted.add(task)
+
+        def end(task: asyncio.Task[Any]) -> None:
+            self._running.discard(task)
+            self._submitted.discard(task)
+            if not task.cancelled():
+                error = task.exception()
+                on_end(_died(error) if error else task.result())
+
+        task.add_done_callback(end)
+
+    async def _ask(self, requests: Sequence[tuple[Sequence[int], Mapping[str, Any]]]) -> list[Any]:
         async with asyncio.TaskGroup() as tasks:
-            waiting = [tasks.create_task(self._one(ids, settings, is_urgent)) for ids, settings in requests]
+            waiting = [tasks.create_task(self._one(ids, settings)) for ids, settings in requests]
             self._running.update(waiting)
             for task in waiting:
                 task.add_done_callback(self._running.discard)
         return [task.result() for task in waiting]
 
-    async def _one(self, ids: Sequence[int], settings: Mapping[str, Any], is_urgent: bool) -> Any:
+    async def _in_turn(self, ids: Sequence[int], settings: Mapping[str, Any]) -> Any:
+        async with self._slots:
+            return await self._one(ids, settings)
+
+    async def _one(self, ids: Sequence[int], settings: Mapping[str, Any]) -> Any:
         from vllm.sampling_params import RequestOutputKind
 
         parameters = self._sampling_params(**settings, output_kind=RequestOutputKind.FINAL_ONLY)
-        async with contextlib.nullcontext() if is_urgent else self._slots:
-            while True:
-                # Submitted during a swap, it would compute with the new weights on cached prefixes of the old ones.
-                await self._open.wait()
-                label = self._label
-                result = await self._answer(ids, parameters)
-                # Submitted before a swap and begun after it, it may have found the old weights' prefix.
-                if not result.num_cached_tokens or result.outputs[0].weight_versions[0].version == label:
-                    return result
+        while True:
+            # Submitted during a swap, it would compute with the new weights on cached prefixes of the old ones.
+            await self._open.wait()
+            label = self._label
+            result = await self._answer(ids, parameters)
+            # Submitted before a swap and begun after it, it may have found the old weights' prefix.
+            if not result.num_cached_tokens or result.outputs[0].weight_versions[0].version == label:
+                return result
 
     async def _answer(self, ids: Sequence[int], parameters: Any) -> Any:
         self._num_requests += 1
@@ -232,14 +268,18 @@ class VllmProcess:
         except concurrent.futures.CancelledError as error:
             raise EngineDied("vLLM was told to give up what it was generating") from error
         except Exception as error:
-            cause = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
-            raise EngineDied(f"vLLM: {type(cause).__name__}: {cause}") from error
+            raise _died(error) from error
 
     def _end_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10.0)
         if not self._thread.is_alive():
             self._loop.close()
+
+
+def _died(error: BaseException) -> EngineDied:
+    cause = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error
+    return EngineDied(f"vLLM: {type(cause).__name__}: {cause}")
 
 
 async def _start(arguments: Mapping[str, Any]) -> Any:

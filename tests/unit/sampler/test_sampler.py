@@ -463,8 +463,8 @@ async def test_more_work_than_was_asked_for_is_left(world):
     made = []
     await world.run.publish()
     world.start()
-    real = world.engine.generate
-    world.engine.generate = lambda prompts, **options: made.append(len(prompts)) or real(prompts, **options)
+    real = world.engine.collect
+    world.engine.collect = lambda: made.append(len(world.engine.requests)) or real()
     await world.until(lambda: world.engine.num_batches > 3)
 
     assert set(made) == {2}

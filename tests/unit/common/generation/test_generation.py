@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.generation.draw import draw, gumbel, truncated
-from heterorl.common.generation.hf import HfEngine, _can_drop_rows
+from heterorl.common.generation.hf import HfEngine
+from heterorl.common.generation.rows import _is_made_of
 from heterorl.common.generation.turns import Turns
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.model.tensors import store
@@ -110,10 +111,14 @@ def test_rows_that_ended_leave_the_batch_and_change_nothing(model_dir):
 
 def test_rows_stay_in_a_cache_that_is_more_than_keys_and_values():
     layers = [DynamicLayer(), DynamicLayer()]
+    window = DynamicSlidingWindowLayer(sliding_window=4)
 
-    assert _can_drop_rows(SimpleNamespace(layers=layers))
-    assert not _can_drop_rows(SimpleNamespace(layers=[*layers, LinearAttentionLayer()]))
-    assert not _can_drop_rows(object())
+    assert _is_made_of(SimpleNamespace(layers=layers), sliding=False)
+    assert _is_made_of(SimpleNamespace(layers=[*layers, window]), sliding=True)
+    # A window keeps the last columns only: rows of another width do not fit beside them.
+    assert not _is_made_of(SimpleNamespace(layers=[*layers, window]), sliding=False)
+    assert not _is_made_of(SimpleNamespace(layers=[*layers, LinearAttentionLayer()]), sliding=True)
+    assert not _is_made_of(object(), sliding=True)
 
 
 def test_completions_end_with_the_end_token_or_at_the_limit_and_carry_their_version(model_dir):

@@ -1,0 +1,214 @@
+"""Rows of completions that a transformers model computes together, token by token; others join between two tokens.
+
+    ids, attention     padding on the left, so that all rows end in the same column
+    cache              keys and values of the columns so far
+
+Guarantees: a row's keys, values and positions are those it has alone; rows that began together are computed as one
+batch, bit for bit the same whenever they are; the members of a group begin together and draw from one stream of noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from heterorl.common.generation.draw import draw, gumbel
+from heterorl.common.generation.requests import Completion, Finished, Request
+from heterorl.common.generation.seeded import gumbel_noise
+from heterorl.common.generation.turns import spans_of
+from heterorl.common.types.common import SamplingSemantics
+from heterorl.common.types.rollout import FinishReason
+
+Pass = Callable[..., tuple[Any, int]]
+"""One pass of the model with the weights of one version: its output and the version."""
+
+
+class Group:
+    """The completions of one request; those in `members` are rows still."""
+
+    def __init__(self, request: Request, *, limit: int, is_seeded: bool) -> None:
+        num = request.num_completions
+        self.request = request
+        self.members = np.arange(num)
+        self.column = 0
+        self.is_done = np.zeros(num, bool)
+        self._tokens = np.zeros((num, limit), np.int32)
+        self._logprobs = np.zeros((num, limit), np.float32)
+        self._versions = np.full(limit, -1, np.int32)
+        self._generator = None if is_seeded else torch.Generator().manual_seed(request.seed)
+
+    def noise(self, vocab_size: int) -> Tensor:
+        """Gumbel noise [rows, V] of the next token: a group draws for all of its members, whoever has ended."""
+        if self._generator is None:
+            noise = np.empty((len(self.members), vocab_size), np.float32)
+            for place, member in enumerate(self.members.tolist()):
+                noise[place] = gumbel_noise(
+                    self.request.seed, sample=member, position=self.column, vocab_size=vocab_size
+                )
+            return torch.from_numpy(noise)
+        whole = gumbel((self.request.num_completions, vocab_size), self._generator)
+        return whole if len(self.members) == len(whole) else whole[torch.from_numpy(self.members)]
+
+    def take(
+        self, tokens: np.ndarray[Any, Any], logprobs: np.ndarray[Any, Any], version: int, *, eos_token_id: int
+    ) -> list[Finished]:
+        """Put a token at the end of every row; returns the completions that end with it."""
+        self._tokens[self.members, self.column] = tokens
+        self._logprobs[self.members, self.column] = logprobs
+        self._versions[self.column] = version
+        self.column += 1
+        is_end = np.zeros(len(self.is_done), bool)
+        is_end[self.members] = (tokens == eos_token_id) | (self.column == self._tokens.shape[1])
+        is_end &= ~self.is_done
+        self.is_done |= is_end
+        return [self._finished(member, eos_token_id) for member in np.flatnonzero(is_end).tolist()]
+
+    def _finished(self, member: int, eos_token_id: int) -> Finished:
+        tokens = self._tokens[member, : self.column].copy()
+        completion = Completion(
+            token_ids=tokens,
+            logprobs=self._logprobs[member, : self.column].copy(),
+            finish_reason=FinishReason.EOS if tokens[-1] == eos_token_id else FinishReason.LENGTH,
+            spans=spans_of(self._versions[: self.column].tolist()),
+        )
+        return Finished(key=self.request.key, member=member, completion=completion)
+
+
+class Rows:
+    """Groups that are computed together."""
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        *,
+        run: Pass,
+        sampling: SamplingSemantics,
+        eos_token_id: int,
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        """Rows that have read nothing yet: `step` lets them read their prompts."""
+        self._groups = list(groups)
+        self._run = run
+        self._sampling = sampling
+        self._eos = eos_token_id
+        self._vocab_size = vocab_size
+        self._device = device
+        self._ids, self._attention = _left_padded(groups, device)
+        self._position = self._attention.cumsum(1).clamp(min=1) - 1
+        self._cache: Any = None
+
+    @property
+    def num_running(self) -> int:
+        """Completions that have not ended."""
+        return sum(int((~group.is_done).sum()) for group in self._groups)
+
+    @property
+    def is_joinable(self) -> bool:
+        """Whether others may join: every layer keeps keys and values of all columns, and nothing else."""
+        return _is_made_of(self._cache, sliding=False)
+
+    def step(self) -> list[Finished]:
+        """Draw a token for every row; returns the completions that end with it."""
+        output, version = self._run(
+            input_ids=self._ids,
+            attention_mask=self._attention,
+            position_ids=self._position,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        self._cache = output.past_key_values
+        noise = torch.cat([group.noise(self._vocab_size) for group in self._groups])
+        drawn, logprobs = draw(output.logits[:, -1], noise.to(self._device), self._sampling)
+        ended = self._take(drawn.cpu().numpy(), logprobs.cpu().numpy(), version)
+        self._ids = drawn[:, None]
+        self._attention = torch.cat([self._attention, self._attention.new_ones(len(drawn), 1)], 1)
+        self._position = self._position[:, -1:] + 1
+        # Whoever ended leaves when half of the rows have: each time is a copy of the cache.
+        if 0 < self.num_running <= len(drawn) // 2 and _is_made_of(self._cache, sliding=True):
+            self._drop_ended()
+        return ended
+
+    def join(self, others: Rows) -> None:
+        """Take rows that have read their prompts; both must be joinable."""
+        self._drop_ended()
+        others._drop_ended()
+        self._trim()
+        others._trim()
+        width = max(self._attention.shape[1], others._attention.shape[1])
+        parts = (self, others)
+        self._attention = torch.cat([_widened(part._attention, width, dim=1) for part in parts])
+        self._ids = torch.cat([part._ids for part in parts])
+        self._position = torch.cat([part._position for part in parts])
+        for mine, theirs in zip(self._cache.layers, others._cache.layers, strict=True):
+            # The column of the token that is read next is not in the cache.
+            for name in ("keys", "values"):
+                both = [_widened(getattr(layer, name), width - 1, dim=-2) for layer in (mine, theirs)]
+                setattr(mine, name, torch.cat(both))
+        self._groups += others._groups
+
+    def _take(self, tokens: np.ndarray[Any, Any], logprobs: np.ndarray[Any, Any], version: int) -> list[Finished]:
+        ended, start = [], 0
+        for group in self._groups:
+            rows = slice(start, start + len(group.members))
+            ended += group.take(tokens[rows], logprobs[rows], version, eos_token_id=self._eos)
+            start = rows.stop
+        return ended
+
+    def _drop_ended(self) -> None:
+        is_running = np.concatenate([~group.is_done[group.members] for group in self._groups])
+        if is_running.all():
+            return
+        keep = torch.from_numpy(np.flatnonzero(is_running)).to(self._device)
+        self._cache.batch_select_indices(keep)
+        self._ids, self._attention, self._position = self._ids[keep], self._attention[keep], self._position[keep]
+        for group in self._groups:
+            group.members = group.members[~group.is_done[group.members]]
+        self._groups = [group for group in self._groups if len(group.members)]
+
+    def _trim(self) -> None:
+        """Drop the columns on the left that no row reads."""
+        first = int(self._attention.any(0).int().argmax())
+        if first:
+            self._attention = self._attention[:, first:]
+            for layer in self._cache.layers:
+                layer.keys, layer.values = layer.keys[..., first:, :], layer.values[..., first:, :]
+
+
+def _left_padded(groups: Sequence[Group], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Token ids and attention, every prompt once for each of its members."""
+    prompts = [group.request.prompt for group in groups]
+    width = max(prompt.size for prompt in prompts)
+    input_ids = np.zeros((len(prompts), width), np.int64)
+    attention = np.zeros((len(prompts), width), np.int64)
+    for row, prompt in enumerate(prompts):
+        input_ids[row, width - prompt.size :] = prompt
+        attention[row, width - prompt.size :] = 1
+    repeats = torch.tensor([group.request.num_completions for group in groups])
+    return (
+        torch.from_numpy(input_ids).repeat_interleave(repeats, 0).to(device),
+        torch.from_numpy(attention).repeat_interleave(repeats, 0).to(device),
+    )
+
+
+def _widened(values: Tensor, width: int, *, dim: int) -> Tensor:
+    """Zeros on the left of a dimension until it is `width` long."""
+    missing = width - values.shape[dim]
+    if not missing:
+        return values
+    shape = list(values.shape)
+    shape[dim] = missing
+    return torch.cat([values.new_zeros(shape), values], dim)
+
+
+def _is_made_of(cache: Any, *, sliding: bool) -> bool:
+    """Whether every layer of the cache is known to be nothing but keys and values: a recurrent state would stay."""
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+    known = (DynamicLayer, DynamicSlidingWindowLayer) if sliding else (DynamicLayer,)
+    return all(type(layer) in known for layer in getattr(cache, "layers", [None]))

@@ -48,6 +48,7 @@ class SilentEngine:
         self.loaded: list[tuple[int, Digest]] = []
         self.num_batches = 0
         self.max_running = 64
+        self.is_whole = True
         self.requests: list[Request] = []
         self.proceed = threading.Event()
         self.proceed.set()

@@ -1,10 +1,12 @@
-"""What ended a group of tasks is one failure, however deep it lies."""
+"""Work in a thread is waited for; what ended a group of tasks is one failure, however deep it lies."""
 
 import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from heterorl.common.process.threads import cause_of
+from heterorl.common.process.threads import cause_of, in_thread, in_thread_of
 
 
 async def test_cause_is_the_failure_that_ended_the_others():
@@ -25,3 +27,28 @@ async def test_cause_is_the_failure_that_ended_the_others():
         await outer()
 
     assert isinstance(cause_of(raised.value), ZeroDivisionError)
+
+
+@pytest.mark.parametrize("has_pool", [False, True])
+async def test_caller_that_is_cancelled_twice_still_waits_for_its_thread(has_pool):
+    begun, proceed, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def work():
+        begun.set()
+        assert proceed.wait(30)
+        ended.set()
+
+    call = in_thread_of(ThreadPoolExecutor(1), work) if has_pool else in_thread(work)
+    task = asyncio.create_task(call)
+    assert await asyncio.to_thread(begun.wait, 30)
+    for _ in range(2):
+        task.cancel()
+        # To the wait inside, and on.
+        for _ in range(5):
+            await asyncio.sleep(0)
+    assert not task.done()
+    proceed.set()
+
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended.is_set()

@@ -193,6 +193,35 @@ async def test_shadow_stays_when_publication_fails_after_the_upload(coordinator,
     assert sampler.state_root() == await head_root(coordinator)
 
 
+async def test_no_version_is_staged_into_an_arena_that_is_still_read(coordinator, tmp_path):
+    held, proceed = asyncio.Event(), asyncio.Event()
+
+    class Waiting(FragileApi):
+        def __getattr__(self, name):
+            call = super().__getattr__(name)
+            if name != "publish_version" or self.calls.count(name) == 0:
+                return call
+
+            async def publish_version(request):
+                held.set()
+                await proceed.wait()
+                return await call(request)
+
+            return publish_version
+
+    world = await World.open(coordinator, tmp_path, api=Waiting(coordinator))
+    await world.resume()
+    advancing = asyncio.create_task(world.advance())
+    await held.wait()
+
+    with pytest.raises(AssertionError, match="still read"):
+        await world.publisher.stage(world.backend)
+    proceed.set()
+    arena = await advancing
+
+    assert await world.sampler_root() == arena.state_root()
+
+
 async def test_shadow_advances_when_the_version_is_acknowledged(coordinator, tmp_path):
     world = await World.open(coordinator, tmp_path)
     await world.resume()

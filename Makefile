@@ -94,6 +94,7 @@ bench-merge: $(SETUP)  ## Merged deltas beside the chain: bytes and seconds for 
 bench-weights: $(SETUP)  ## Weight deltas of real GRPO steps: ours, open schemes, the entropy bound; trains once, 4 minutes
 bench-pull: $(SETUP)  ## A 1 GB model from coordinator to sampler, beside bare gRPC, raw TCP and memcpy; 5 GB of memory
 bench-serve: $(SETUP)  ## A coordinator's memory while 8 samplers read a 4 GB model at once; 4 GB of disk
+bench-loop: $(ENGINES_SETUP)  ## How busy a sampler keeps its engine, 150 ms from its coordinator, beside the engine alone: MODEL=DIR BEFORE=CHECKOUT; 40 minutes
 bench-sampler: $(ENGINES_SETUP)  ## Tokens per second and the pause of a swap, for transformers and vLLM
 bench-verify: $(SETUP)  ## What the checks of untrusted sites see: each cheat's detection, honest rollouts' false rejects; 4 minutes
 # Module and results are named as the target is, and one thread computes, except where a line says otherwise.
@@ -103,8 +104,9 @@ bench-losses: THREADS =
 bench-merge: MODULE = weights_merge
 bench-merge: RESULTS = weights_merge
 bench-forward: OPTIONS = --model $(MODEL) --resume
-bench-sampler: BIN = $(ENGINES)
-bench-sampler: THREADS += VLLM_CPU_OMP_THREADS_BIND=nobind
+bench-loop: OPTIONS = $(if $(MODEL),--model $(MODEL)) $(if $(BEFORE),--before $(BEFORE))
+bench-loop bench-sampler: BIN = $(ENGINES)
+bench-loop bench-sampler: THREADS += VLLM_CPU_OMP_THREADS_BIND=nobind
 $(filter bench-%,$(SHOWN)): bench-%:
 	$(THREADS) $(BIN)/python -m benchmarks.$(or $(MODULE),$*) $(OPTIONS) --out benchmarks/results/$(or $(RESULTS),$*).json
 

@@ -172,6 +172,11 @@ class ChargedEngine:
         return self.inner.score(texts)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether all of it computes."""
+        return self.inner.is_whole
+
+    @property
     def max_running(self) -> int:
         """Completions computed at once."""
         return self.inner.max_running

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from heterorl.common.generation.engine import Engine
-from heterorl.common.generation.hf import HfEngine
 from heterorl.common.model.canary import ScoredText, canary_texts
 from heterorl.common.model.contract import build_contract
 from heterorl.common.model.directory import check_model_dir
@@ -17,12 +15,11 @@ from heterorl.common.model.prompts import Prompter
 from heterorl.common.model.trial import try_reward
 from heterorl.common.tasks.registry import apart, build_task, close_task
 from heterorl.common.tasks.task import Task
-from heterorl.common.types.common import Contract, SamplingSemantics
+from heterorl.common.types.common import Contract
 from heterorl.common.weights.arena import Arena
-from heterorl.sampler.config import HfEngineConfig, SamplerConfig
+from heterorl.sampler.config import SamplerConfig
+from heterorl.sampler.engines import build_engines
 from heterorl.sampler.policy.flavoured_engine import FlavouredEngine
-from heterorl.sampler.vllm.engine import VllmEngine
-from heterorl.sampler.vllm.options import VllmOptions
 
 REWARD_WORKERS = 4
 """Where nobody says how many: completions end faster at a sampler than one process scores them."""
@@ -68,22 +65,23 @@ def assemble(config: SamplerConfig, *, scores_here: bool = False) -> Parts:
     # Before the model is loaded and before anybody counts on this site.
     try_reward(task, prompter)
     sampling = config.sampling.semantics()
-    engine = _build_engine(config, sampling, eos_token_id=prompter.eos_token_id)
+    engines = build_engines(config, sampling, eos_token_id=prompter.eos_token_id)
+    engine = engines.engine
     contract = build_contract(
         tokenizer=prompter.tokenizer,
         use_chat_template=config.use_chat_template,
         task=task,
         layout_id=engine.layout.layout_id,
-        vocab_size=engine.vocab_size,
+        vocab_size=engines.vocab_size,
         group_size=config.group_size,
         sampling=sampling,
-        lora=engine.lora,
+        lora=engines.lora,
     )
     flavoured = FlavouredEngine(engine, config.flavour) if config.flavour else None
 
     def close() -> None:
         close_task(task)
-        engine.close()
+        engines.close()
 
     return Parts(
         # The contract is the trained weights': a flavour is another form of the same run.
@@ -91,42 +89,7 @@ def assemble(config: SamplerConfig, *, scores_here: bool = False) -> Parts:
         task=task,
         prompter=prompter,
         contract=contract,
-        base=flavoured.base_of(engine.base) if flavoured else engine.base,
+        base=flavoured.base_of(engines.base) if flavoured else engines.base,
         canary=canary_texts(task, prompter),
         close=close,
-    )
-
-
-def _build_engine(config: SamplerConfig, sampling: SamplingSemantics, *, eos_token_id: int) -> HfEngine | VllmEngine:
-    settings = config.engine
-    if isinstance(settings, HfEngineConfig):
-        return HfEngine(
-            model_dir=config.model_dir,
-            published_dtype=config.published_dtype,
-            compute_dtype=settings.compute_dtype,
-            device=settings.device,
-            sampling=sampling,
-            batch_rows=settings.batch_rows,
-            eos_token_id=eos_token_id,
-            lora=config.lora,
-            is_seeded=config.seeded_sampling,
-        )
-    return VllmEngine(
-        model_dir=config.model_dir,
-        published_dtype=config.published_dtype,
-        sampling=sampling,
-        eos_token_id=eos_token_id,
-        weights_dir=Path(settings.weights_dir) if settings.weights_dir else config.state_dir / "engine",
-        options=VllmOptions(
-            compute_dtype=settings.compute_dtype,
-            batch_rows=settings.batch_rows,
-            tensor_parallel_size=settings.tensor_parallel_size,
-            enforce_eager=settings.enforce_eager,
-            has_prefix_cache=settings.prefix_cache,
-            max_model_len=settings.max_model_len,
-            kv_cache_bytes=settings.kv_cache_bytes,
-            memory_share=settings.memory_share,
-            canary_tolerance=settings.canary_tolerance,
-        ),
-        lora=config.lora,
     )

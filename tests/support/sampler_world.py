@@ -49,6 +49,7 @@ class SilentEngine:
         self.version = -1
         self.loaded: list[tuple[int, Digest]] = []
         self.num_batches = 0
+        self.is_whole = True
         self.proceed = threading.Event()
         self.proceed.set()
         self.is_held = False

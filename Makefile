@@ -47,7 +47,7 @@ test: $(SETUP)  ## Run all tests with coverage, or one part without: T=tests/uni
 test-fast: $(SETUP)  ## Run the tests that start no processes
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -q -m "not slow" --ignore tests/gpu
 
-test-engines: $(ENGINES_SETUP)  ## Run the tests of vLLM and DeepSpeed in their own environment
+test-engines: $(ENGINES_SETUP) $(SETUP)  ## Run the tests of vLLM and DeepSpeed in their own environment
 	OMP_NUM_THREADS=1 $(ENGINES)/pytest -n 1 -q tests/engines
 
 test-compile: $(SETUP)  ## Compile a learner's passes by a C++ compiler and compare its steps; two minutes
@@ -124,8 +124,12 @@ site: $(SETUP)  ## Build the documents into runs/site; a broken link is an error
 protos: $(SETUP)  ## Write the Python stubs of the protos
 	$(BIN)/python protos/generate.py
 
-subsets: $(SETUP)  ## Write what each service needs of requirements/lock.txt
+subsets: $(SETUP) $(ENGINES_SETUP)  ## Write what each service needs of requirements/lock.txt and engines.txt
 	$(BIN)/python requirements/subsets.py
+	$(ENGINES)/python requirements/subsets.py engines
+
+vllm-lock:  ## Write requirements/sampler-vllm.txt, the packages of vLLM on a GPU; needs uv and a package index
+	requirements/vllm_lock.sh
 
 lock: $(SETUP)  ## Write requirements/lock.txt: the exact versions of the current environment
 	(echo "# Exact versions of everything that tests and demo run with; made by 'make lock'."; \

@@ -104,9 +104,9 @@ class MeasuredBackend:
         """Take published weights as masters."""
         self.inner.load_published(arena, keep_optimizer=keep_optimizer)
 
-    def save(self, directory: Path) -> None:
-        """Write a checkpoint."""
-        self.inner.save(directory)
+    def freeze(self, directory: Path) -> Callable[[], None]:
+        """Take the state for a checkpoint."""
+        return self.inner.freeze(directory)
 
     def restore(self, directory: Path) -> None:
         """Read a checkpoint."""

@@ -211,6 +211,8 @@ def _learner_config(cell: Cell, *, model_dir: Path, directory: Path) -> LearnerC
                 # As the committed tables were made: another forward pass is another experiment.
                 "forward_weights": "masters",
             },
+            # For the same reason: a step that begins earlier takes other groups.
+            "overlap_publication": False,
             "snapshot_every_versions": 10_000,
             "checkpoint_every_versions": 10_000,
             "evaluation": {"every_versions": cell.regime.evaluate_every},

@@ -90,8 +90,13 @@ class LearnerConfig(Config):
     """Forms in which every version is published beside the weights that are trained, for samplers on narrow links."""
     snapshot_every_versions: int = Field(default=50, ge=1)
     """Versions between snapshots, published beside the delta; bounds what a new sampler has to fetch."""
-    checkpoint_every_versions: int = Field(default=1, ge=1)
-    """Versions between checkpoints. After a crash, versions since the last one are abandoned; 1 abandons none."""
+    overlap_publication: bool = True
+    """Whether the next step computes while a version is encoded, checkpointed, uploaded and committed."""
+    checkpoint_every_versions: int = Field(default=10, ge=1)
+    """Versions between checkpoints. Each is 12 bytes a parameter, copied into the host's memory at the end of a step
+    and written while the next one computes; the version is published when it is on the disk. A restart goes on from the
+    newest checkpoint: k - 1 published versions at most are abandoned and their prompts handed out again, and the steps
+    of the version under way are lost where it was to have a checkpoint that is not whole. 1 abandons none."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Held-out accuracy."""
     retry_base_s: float = Field(default=0.2, gt=0)

@@ -150,6 +150,7 @@ UNREADABLE_PAYLOADS = _counter(
 # learner: steps
 STEPS = _counter("learner_steps_total", "Optimizer steps.", "applied")
 STEP_SECONDS = _histogram("learner_step_seconds", "Duration of a step.")
+WAITED_SECONDS = _counter("learner_waited_seconds_total", "Time in which the trainer computed nothing.", "on")
 LAST_STEP_TIMESTAMP = _gauge("learner_last_step_timestamp_seconds", "When the last step ended (start if none).")
 STALENESS_VERSIONS = _histogram("learner_staleness_versions", "Staleness of trained groups.", "site", buckets=_VERSIONS)
 POLICY_AGE_SECONDS = _histogram(

@@ -21,7 +21,8 @@ def write(store, version, backend=None, snapshot=None):
     backend = backend or NumpyBackend()
     arena = Arena(LAYOUT)
     backend.store(arena)
-    return store.write(make_cursor(version), backend=backend, arena=arena, snapshot=snapshot)
+    begun = store.begin(version, backend)
+    return store.write(make_cursor(version), begun=begun, arena=arena, snapshot=snapshot)
 
 
 def test_checkpoint_gives_back_cursor_and_backend(tmp_path):

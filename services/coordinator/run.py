@@ -29,6 +29,7 @@ from heterorl.common.types.standstill import RELEASE
 from heterorl.coordinator import status
 from heterorl.coordinator.groups import work
 from heterorl.coordinator.parts import Parts
+from heterorl.coordinator.rpc.bounds import PUSH_GROUPS
 from heterorl.coordinator.sites import audit, canary, quarantine, watermark
 from heterorl.coordinator.sites.audit import AuditKind
 from heterorl.coordinator.sites.flaps import note_left_out
@@ -93,6 +94,7 @@ class RunColumn:
             next_sequence=next_sequence,
             max_staleness_versions=bound,
             max_message_bytes=self._parts.config.max_message_bytes,
+            push_groups=PUSH_GROUPS,
             work_ahead_s=self._parts.sites.granted_ahead_s(registration),
         )
 

@@ -146,6 +146,7 @@ class RegisterResponse(google.protobuf.message.Message):
     HEAD_VERSION_FIELD_NUMBER: builtins.int
     NEXT_SEQUENCE_FIELD_NUMBER: builtins.int
     MAX_STALENESS_VERSIONS_FIELD_NUMBER: builtins.int
+    PUSH_GROUPS_FIELD_NUMBER: builtins.int
     WORK_AHEAD_S_FIELD_NUMBER: builtins.int
     max_message_bytes: builtins.int
     """Largest message that the coordinator takes and sends, bytes; 0 where it does not say."""
@@ -157,6 +158,8 @@ class RegisterResponse(google.protobuf.message.Message):
     """Next unused sequence of this incarnation."""
     max_staleness_versions: builtins.int
     """Staleness bound, versions."""
+    push_groups: builtins.int
+    """Most groups in one message of a push; 0 where it does not say, which is one."""
     work_ahead_s: builtins.float
     """What the coordinator grants of the stated work_ahead_s, seconds."""
     def __init__(
@@ -167,9 +170,10 @@ class RegisterResponse(google.protobuf.message.Message):
         head_version: builtins.int = ...,
         next_sequence: builtins.int = ...,
         max_staleness_versions: builtins.int = ...,
+        push_groups: builtins.int = ...,
         work_ahead_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["head_version", b"head_version", "max_message_bytes", b"max_message_bytes", "max_staleness_versions", b"max_staleness_versions", "next_sequence", b"next_sequence", "run_id", b"run_id", "work_ahead_s", b"work_ahead_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["head_version", b"head_version", "max_message_bytes", b"max_message_bytes", "max_staleness_versions", b"max_staleness_versions", "next_sequence", b"next_sequence", "push_groups", b"push_groups", "run_id", b"run_id", "work_ahead_s", b"work_ahead_s"]) -> None: ...
 
 Global___RegisterResponse: typing_extensions.TypeAlias = RegisterResponse
 

@@ -109,7 +109,7 @@ async def test_site_that_was_cut_off_brings_everything_and_nothing_is_taken_twic
     run = Run(core, tmp_path)
     await run.begin()
     await run.publish()
-    async with Relay(core.port) as relay:
+    async with Relay(f"127.0.0.1:{core.port}", one_way_s=0.0).open() as relay:
         far, near = Site("far", relay.port, run), Site("near", core.port, run)
         assert (await far.register()).work_ahead_s == AHEAD_S
         await near.register()
@@ -133,7 +133,7 @@ async def test_site_that_was_cut_off_brings_everything_and_nothing_is_taken_twic
         (status,) = [each for each in (await near.client.get_status()).sites if each.site == "far"]
         assert (status.work_leased, status.work_away) == (24, 24)
 
-        relay.restore()
+        relay.mend()
         await far.return_()
         outcomes = await far.client.push_groups(far.outbox)
         assert [outcome.status for outcome in outcomes] == [PushStatus.ACCEPTED] * 24

@@ -1,56 +1,90 @@
-"""A line between a client and a server that can be cut and restored; real sockets, no bytes changed."""
+"""A TCP line with a delay each way that can be cut: what a site sees of a coordinator far away."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
+
+CHUNK = 1 << 16
 
 
 class Relay:
-    """Listens on a port of loopback and copies bytes to another one, both ways, while it is whole."""
+    """Carries bytes between whoever dials `port` and a target; `cut` ends all connections and refuses new ones."""
 
-    def __init__(self, port: int) -> None:
-        self._target = port
-        self._is_cut = False
+    def __init__(self, target: str, *, one_way_s: float) -> None:
+        self._host, _, port = target.rpartition(":")
+        self._port = int(port)
+        self._one_way_s = one_way_s
+        self._lines: set[asyncio.Task[None]] = set()
         self._writers: set[asyncio.StreamWriter] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.is_cut = False
         self.port = 0
 
-    async def __aenter__(self) -> Relay:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        self.port = self._server.sockets[0].getsockname()[1]
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        self.cut()
-        self._server.close()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[Relay]:
+        """Listen on a free port of loopback."""
+        server = await asyncio.start_server(self._meet, "127.0.0.1", 0)
+        self.port = server.sockets[0].getsockname()[1]
+        try:
+            yield self
+        finally:
+            self.cut()
+            server.close()
+            await asyncio.gather(*self._lines, return_exceptions=True)
 
     def cut(self) -> None:
-        """Break every connection, and take no new ones."""
-        self._is_cut = True
+        """Break the line."""
+        self.is_cut = True
         for writer in self._writers:
             writer.transport.abort()
 
-    def restore(self) -> None:
-        """Take connections again."""
-        self._is_cut = False
+    def mend(self) -> None:
+        """Carry again."""
+        self.is_cut = False
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._is_cut:
+    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.is_cut:
             writer.transport.abort()
             return
-        there, back = await asyncio.open_connection("127.0.0.1", self._target)
-        self._writers |= {writer, back}
-        for source, sink in ((reader, back), (there, writer)):
-            task = asyncio.create_task(self._copy(source, sink))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        task = asyncio.current_task()
+        assert task is not None
+        self._lines.add(task)
+        self._writers.add(writer)
+        try:
+            far_reader, far_writer = await asyncio.open_connection(self._host, self._port)
+            self._writers.add(far_writer)
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(self._carry(reader, far_writer))
+                    tasks.create_task(self._carry(far_reader, writer))
+            finally:
+                far_writer.transport.abort()
+                self._writers.discard(far_writer)
+        except* OSError:
+            pass
+        finally:
+            writer.transport.abort()
+            self._writers.discard(writer)
+            self._lines.discard(task)
 
-    async def _copy(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            while data := await source.read(1 << 16):
-                sink.write(data)
-                await sink.drain()
-        sink.close()
-        self._writers.discard(sink)
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        loop = asyncio.get_running_loop()
+        waiting: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
+
+        async def deliver() -> None:
+            while True:
+                due, data = await waiting.get()
+                await asyncio.sleep(max(0.0, due - loop.time()))
+                if not data:
+                    raise ConnectionResetError
+                writer.write(data)
+                await writer.drain()
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(deliver())
+            while True:
+                data = await reader.read(CHUNK)
+                waiting.put_nowait((loop.time() + self._one_way_s, data))
+                if not data:
+                    return

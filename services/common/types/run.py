@@ -142,6 +142,8 @@ class RegisterAnswer:
     max_staleness_versions: int
     max_message_bytes: int = 0
     """Largest message that the coordinator takes and sends; 0 where it does not say."""
+    push_groups: int = 1
+    """Most groups in one message of a push."""
     work_ahead_s: float = 0.0
     """What the coordinator grants of the stated one, seconds."""
 

@@ -69,6 +69,7 @@ def register_answer_to_pb(value: RegisterAnswer) -> run_pb2.RegisterResponse:
         next_sequence=value.next_sequence,
         max_staleness_versions=value.max_staleness_versions,
         max_message_bytes=value.max_message_bytes,
+        push_groups=value.push_groups,
         work_ahead_s=value.work_ahead_s,
     )
 
@@ -80,6 +81,7 @@ def register_answer_from_pb(message: run_pb2.RegisterResponse) -> RegisterAnswer
         next_sequence=message.next_sequence,
         max_staleness_versions=message.max_staleness_versions,
         max_message_bytes=message.max_message_bytes,
+        push_groups=max(1, message.push_groups),
         work_ahead_s=message.work_ahead_s,
     )
 

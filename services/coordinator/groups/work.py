@@ -121,6 +121,38 @@ def answer(connection: sqlite3.Connection, assignment: int) -> None:
     assert row is not None, "admission checked that the assignment is open"
 
 
+def lookup_all(
+    connection: sqlite3.Connection, wanted: Sequence[tuple[int, GroupId]]
+) -> dict[int, tuple[int | None, bool]]:
+    """What `lookup` says of many assignments, of which each is named with one group."""
+    following = int(get_meta(connection, "next_assignment") or 0)
+    numbers = json.dumps([assignment for assignment, _ in wanted])
+    rows = {
+        assignment: (prompt, holders)
+        for assignment, prompt, holders in connection.execute(
+            "SELECT assignment, prompt_index, holders FROM work WHERE assignment IN (SELECT value FROM json_each(?))",
+            (numbers,),
+        ).fetchall()
+    }
+    found: dict[int, tuple[int | None, bool]] = {}
+    for assignment, group_id in wanted:
+        prompt, holders = rows.get(assignment, (None, "[]"))
+        is_holder = _holder(group_id.site, group_id.incarnation) in json.loads(holders)
+        found[assignment] = (
+            int(prompt) if is_holder else None,
+            prompt is None and assignment < following,
+        )
+    return found
+
+
+def answer_all(connection: sqlite3.Connection, assignments: Sequence[int]) -> None:
+    """The assignments have their groups; each is named once."""
+    cursor = connection.execute(
+        "DELETE FROM work WHERE assignment IN (SELECT value FROM json_each(?))", (json.dumps(assignments),)
+    )
+    assert cursor.rowcount == len(assignments), "admission checked that the assignments are open"
+
+
 def reopen(connection: sqlite3.Connection, assignment: int) -> None:
     """Hand the assignment of a dropped group out again; its prompt and seed follow from the run's seed."""
     (num_prompts, seed) = (int(get_meta(connection, key) or 0) for key in ("num_prompts", "seed"))

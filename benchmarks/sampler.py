@@ -25,23 +25,28 @@ import numpy as np
 
 from heterorl.common.generation.hf import HfEngine
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
+from heterorl.common.weights.arena import Arena
 from heterorl.demo.tiny_model import write_tiny_model
 from heterorl.sampler.vllm.engine import VllmEngine
 from heterorl.sampler.vllm.options import VllmOptions
+from heterorl.sampler.vllm.source import VllmSource
 
 NUM_PROMPTS, GROUP_SIZE, MAX_NEW_TOKENS, NUM_SWAPS = 8, 8, 64, 8
 EOS = 1
 
 
-def measure(make: Callable[[], HfEngine | VllmEngine]) -> dict[str, Any]:
+Made = tuple[HfEngine | VllmEngine, Arena | None, int]
+"""An engine, its first weights and the number of its tokens."""
+
+
+def measure(make: Callable[[], Made]) -> dict[str, Any]:
     """One engine: a warm-up, then alternating swaps and batches; medians."""
     started = time.perf_counter()
-    engine = make()
+    engine, base, vocab_size = make()
     start_s = time.perf_counter() - started
-    base = engine.base()
     assert base is not None
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(2, engine.vocab_size, 16).astype(np.int32) for _ in range(NUM_PROMPTS)]
+    prompts = [rng.integers(2, vocab_size, 16).astype(np.int32) for _ in range(NUM_PROMPTS)]
     rates, pauses = [], []
     try:
         for version in range(NUM_SWAPS + 1):
@@ -84,15 +89,22 @@ def main() -> None:
             )
         )
         common: dict[str, Any] = {
-            "model_dir": model_dir, "published_dtype": "bf16", "sampling": sampling, "eos_token_id": EOS,
+            "model_dir": model_dir, "published_dtype": "bf16", "sampling": sampling,
         }  # fmt: skip
         num_rows = NUM_PROMPTS * GROUP_SIZE
-        makers: list[Callable[[], HfEngine | VllmEngine]] = [
-            lambda: HfEngine(**common, compute_dtype="fp32", batch_rows=num_rows, device="cpu")
-        ]
-        if find_spec("vllm") is not None:
+
+        def hf() -> Made:
+            engine = HfEngine(**common, compute_dtype="fp32", batch_rows=num_rows, device="cpu", eos_token_id=EOS)
+            return engine, engine.base(), engine.vocab_size
+
+        def vllm() -> Made:
+            source = VllmSource(**common, weights_dir=Path(name))
             options = VllmOptions(compute_dtype="fp32", batch_rows=num_rows, kv_cache_bytes=256 << 20)
-            makers.append(lambda: VllmEngine(**common, weights_dir=Path(name), options=options))
+            return VllmEngine(source, eos_token_id=EOS, options=options), source.base(), source.vocab_size
+
+        makers: list[Callable[[], Made]] = [hf]
+        if find_spec("vllm") is not None:
+            makers.append(vllm)
         rows = [measure(make) for make in makers]
     for row in rows:
         print(row)

@@ -91,8 +91,9 @@ class CoordinatorConfig(Config):
     """Longest prompt of a group, tokens."""
     messages_in_flight_bytes: int = Field(default=1 << 30, ge=1 << 20)
     """Bytes of messages from all samplers in memory at once; one sampler has at most four of the largest messages."""
-    max_concurrent_rpcs: int = Field(default=1024, ge=8)
-    """Rpcs under way at once; more are refused for a while. An eighth of them is kept for the learner and operators."""
+    max_concurrent_rpcs: int = Field(default=4096, ge=8)
+    """Rpcs under way at once; more are refused for a while. A sampler takes two to four, one of them all the time.
+    An eighth of them is kept for the learner and operators."""
     site_concurrent_rpcs: int = Field(default=32, ge=1)
     """Rpcs that one sampler's certificate may have under way at once."""
     learner_lease_s: float = Field(default=10.0, gt=0)

@@ -92,11 +92,12 @@ class LearnerConfig(Config):
     """Versions between snapshots, published beside the delta; bounds what a new sampler has to fetch."""
     overlap_publication: bool = True
     """Whether the next step computes while a version is encoded, checkpointed, uploaded and committed."""
-    checkpoint_every_versions: int = Field(default=10, ge=1)
-    """Versions between checkpoints. Each is 12 bytes a parameter, copied into the host's memory at the end of a step
-    and written while the next one computes; the version is published when it is on the disk. A restart goes on from the
-    newest checkpoint: k - 1 published versions at most are abandoned and their prompts handed out again, and the steps
-    of the version under way are lost where it was to have a checkpoint that is not whole. 1 abandons none."""
+    checkpoint_every_versions: int = Field(default=0, ge=0)
+    """Versions between checkpoints, k. 0 chooses: 1 where a checkpoint is below 4 GiB, else 10. A checkpoint is 14
+    bytes a parameter: masters and optimizer are copied into the host's memory at the end of a step and written while
+    the next one computes; the version is published when all is on the disk. A restart after a crash or a signal goes on
+    from the newest checkpoint: up to k - 1 published versions are abandoned and their prompts handed out again, and
+    what was in no version is trained again. 1 abandons none."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Held-out accuracy."""
     retry_base_s: float = Field(default=0.2, gt=0)

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from heterorl.common.generation.engine import Engine
-from heterorl.common.generation.hf import HfEngine
 from heterorl.common.model.canary import ScoredText, canary_texts
 from heterorl.common.model.contract import build_contract
 from heterorl.common.model.directory import check_model_dir
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.model.trial import try_reward
-from heterorl.common.tasks.registry import build_task
+from heterorl.common.tasks.registry import apart, build_task, close_task
 from heterorl.common.tasks.task import Task
-from heterorl.common.types.common import Contract, SamplingSemantics
+from heterorl.common.types.common import Contract
 from heterorl.common.weights.arena import Arena
-from heterorl.sampler.config import HfEngineConfig, SamplerConfig
+from heterorl.sampler.config import SamplerConfig
+from heterorl.sampler.engines import build_engines
 from heterorl.sampler.policy.flavoured_engine import FlavouredEngine
-from heterorl.sampler.vllm.engine import VllmEngine
-from heterorl.sampler.vllm.options import VllmOptions
+
+REWARD_WORKERS = 4
+"""Where nobody says how many: completions end faster at a sampler than one process scores them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +41,12 @@ class Parts:
     """Ends what the engine runs outside this process."""
 
 
-def assemble(config: SamplerConfig) -> Parts:
+def assemble(config: SamplerConfig, *, scores_here: bool = False) -> Parts:
     """Load model, tokenizer and task.
+
+    Args:
+        config: the sampler's.
+        scores_here: compute the task's own score in this process, as the lab does on virtual time.
 
     Raises:
         ConfigError: one of them cannot be loaded.
@@ -52,65 +56,40 @@ def assemble(config: SamplerConfig) -> Parts:
     check_model_dir(config.model_dir)
     if config.engine.threads:
         torch.set_num_threads(config.engine.threads)
-    task = build_task(config.task)
+    settings = config.task
+    if "reward_workers" not in settings.model_fields_set:
+        settings = settings.model_copy(update={"reward_workers": REWARD_WORKERS})
+    task = build_task(settings)
+    task = task if scores_here else apart(task, settings)
     prompter = Prompter(config.model_dir, use_chat_template=config.use_chat_template)
     # Before the model is loaded and before anybody counts on this site.
     try_reward(task, prompter)
     sampling = config.sampling.semantics()
-    engine = _build_engine(config, sampling, eos_token_id=prompter.eos_token_id)
+    engines = build_engines(config, sampling, eos_token_id=prompter.eos_token_id)
+    engine = engines.engine
     contract = build_contract(
         tokenizer=prompter.tokenizer,
         use_chat_template=config.use_chat_template,
         task=task,
         layout_id=engine.layout.layout_id,
-        vocab_size=engine.vocab_size,
+        vocab_size=engines.vocab_size,
         group_size=config.group_size,
         sampling=sampling,
-        lora=engine.lora,
+        lora=engines.lora,
     )
     flavoured = FlavouredEngine(engine, config.flavour) if config.flavour else None
+
+    def close() -> None:
+        close_task(task)
+        engines.close()
+
     return Parts(
         # The contract is the trained weights': a flavour is another form of the same run.
         engine=flavoured or engine,
         task=task,
         prompter=prompter,
         contract=contract,
-        base=flavoured.base_of(engine.base) if flavoured else engine.base,
+        base=flavoured.base_of(engines.base) if flavoured else engines.base,
         canary=canary_texts(task, prompter),
-        close=engine.close,
-    )
-
-
-def _build_engine(config: SamplerConfig, sampling: SamplingSemantics, *, eos_token_id: int) -> HfEngine | VllmEngine:
-    settings = config.engine
-    if isinstance(settings, HfEngineConfig):
-        return HfEngine(
-            model_dir=config.model_dir,
-            published_dtype=config.published_dtype,
-            compute_dtype=settings.compute_dtype,
-            device=settings.device,
-            sampling=sampling,
-            batch_rows=settings.batch_rows,
-            eos_token_id=eos_token_id,
-            lora=config.lora,
-            is_seeded=config.seeded_sampling,
-        )
-    return VllmEngine(
-        model_dir=config.model_dir,
-        published_dtype=config.published_dtype,
-        sampling=sampling,
-        eos_token_id=eos_token_id,
-        weights_dir=Path(settings.weights_dir) if settings.weights_dir else config.state_dir / "engine",
-        options=VllmOptions(
-            compute_dtype=settings.compute_dtype,
-            batch_rows=settings.batch_rows,
-            tensor_parallel_size=settings.tensor_parallel_size,
-            enforce_eager=settings.enforce_eager,
-            has_prefix_cache=settings.prefix_cache,
-            max_model_len=settings.max_model_len,
-            kv_cache_bytes=settings.kv_cache_bytes,
-            memory_share=settings.memory_share,
-            canary_tolerance=settings.canary_tolerance,
-        ),
-        lora=config.lora,
+        close=close,
     )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, Discriminator, Field, JsonValue, Tag, field_validator, model_validator
 
 from heterorl.common.identity.signing import PublicKey
 from heterorl.common.identity.tls import TlsConfig
@@ -16,34 +16,65 @@ from heterorl.common.process.tracing import TracingConfig
 from heterorl.common.rpc.bandwidth import BandwidthConfig
 from heterorl.common.tasks.registry import TaskConfig
 from heterorl.sampler.policy.delay_models import DelayConfig, NoDelay
+from heterorl.sampler.vllm.options import OWN_ARGUMENTS
+
+
+def _distinct(devices: tuple[int, ...]) -> tuple[int, ...]:
+    if len(set(devices)) != len(devices):
+        raise ValueError("a device twice: engines side by side on one are `engines`")
+    return devices
+
+
+def _only_one(devices: tuple[int, ...], engines: int) -> None:
+    if devices and engines > 1:
+        raise ValueError("devices says how many engines there are: remove engines")
+
+
+Devices = Annotated[tuple[Annotated[int, Field(ge=0)], ...], AfterValidator(_distinct)]
+Engines = Annotated[int, Field(ge=1, le=64)]
 
 
 class HfEngineConfig(Config):
-    """transformers, on the CPU or one GPU."""
+    """transformers, on the CPU or GPUs."""
 
     kind: Literal["hf"] = "hf"
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
     """Where the weights live: cpu, cuda or cuda:N."""
+    devices: Devices = ()
+    """Numbers of the GPUs of one sampler, an engine on each; empty takes `device`."""
+    engines: Engines = 1
+    """Engines side by side on `device`."""
     compute_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of the matrix products; log-probs are float32 either way."""
     batch_rows: int = Field(default=256, ge=1)
-    """Completions generated at once."""
+    """Completions that each engine generates at once; as each ends, another one begins."""
     threads: int = Field(default=0, ge=0)
     """Threads of torch and of the weight codec on the CPU; 0 leaves torch's choice, and one for each core."""
 
+    @model_validator(mode="after")
+    def _check_engines(self) -> HfEngineConfig:
+        _only_one(self.devices, self.engines)
+        return self
+
 
 class VllmEngineConfig(Config):
-    """vLLM in a process of its own, on the device that its package is built for."""
+    """vLLM in processes of its own, on the devices that its package is built for."""
 
     kind: Literal["vllm"] = "vllm"
     compute_dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Type of the matrix products; log-probs are float32 in any case."""
+    devices: Devices = ()
+    """Numbers of the GPUs of one sampler, `tensor_parallel_size` for each engine; empty takes what vLLM takes."""
+    engines: Engines = 1
+    """Engines side by side without `devices`: on a CPU, or on one GPU with a share of its memory each."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Devices that share the model."""
     batch_rows: int = Field(default=256, ge=1)
-    """Completions generated at once."""
-    enforce_eager: bool = True
-    """Compile nothing and record no graphs: slower on a GPU, quicker to start."""
+    """Completions that each engine generates at once; as each ends, another one begins."""
+    enforce_eager: bool | None = None
+    """Compile nothing and record no graphs: slower on a GPU, quicker to start. Left out, it is so on a CPU only."""
+    extra: dict[str, JsonValue] = Field(default_factory=dict)
+    """More arguments of vLLM's engine, by its own names, such as `quantization`; none that other keys decide."""
     prefix_cache: bool = True
     """Share keys and values of equal prompt prefixes within a version."""
     max_model_len: int = Field(default=0, ge=0)
@@ -59,6 +90,26 @@ class VllmEngineConfig(Config):
     """Where weights lie on their way to vLLM's processes; empty is state_dir. A memory file system saves time."""
     threads: int = Field(default=0, ge=0)
     """Threads of the weight codec and the reference on the CPU; 0 leaves torch's choice, and one for each core."""
+
+    @field_validator("extra")
+    @classmethod
+    def _check_extra(cls, extra: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        if taken := sorted(OWN_ARGUMENTS & extra.keys()):
+            raise ValueError(f"{', '.join(taken)}: heterorl sets it itself; see the other keys of [engine]")
+        return extra
+
+    @model_validator(mode="after")
+    def _check_devices(self) -> VllmEngineConfig:
+        if len(self.devices) % self.tensor_parallel_size:
+            raise ValueError(
+                f"devices: {len(self.devices)} are no multiple of tensor_parallel_size = {self.tensor_parallel_size}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_engines(self) -> VllmEngineConfig:
+        _only_one(self.devices, self.engines)
+        return self
 
 
 def _kind(value: object) -> str:
@@ -111,11 +162,13 @@ class SamplerConfig(Config):
     repeat the draws; engine hf, without top_p and top_k. vLLM cannot: its rollouts are checked by log-probs alone."""
     group_size: int = Field(default=8, ge=2)
     """Rollouts of one prompt."""
-    groups_per_batch: int = Field(default=16, ge=1)
-    """Groups generated at once, and with `swap = "drain"` between two chances to swap the weights."""
-    swap: Literal["drain", "in_flight"] = "drain"
-    """When new weights are taken: `drain` between two batches; `in_flight` between two tokens of a batch under way,
-    whose rollouts then span versions and keep the keys and values that they have."""
+    swap: Literal["in_flight", "drain"] = "in_flight"
+    """When new weights are taken: `in_flight` between two tokens of what is under way, whose rollouts then span
+    versions and keep the keys and values that they have; `drain` when nothing is under way: a swap that is due lets
+    nothing more begin. seeded_sampling takes `drain`."""
+    work_ahead_s: float = Field(default=600.0, ge=0, le=86400)
+    """Seconds for which assignments are leased ahead, at this sampler's own speed: an outage so long idles nothing. 0
+    leases a fill of the engine when everything before it is spooled, for experiments."""
     seed: int = Field(default=0, ge=0)
     """Seed of this sampler's delays."""
     delay: DelayConfig = NoDelay()
@@ -130,6 +183,19 @@ class SamplerConfig(Config):
     """Ranges of a payload fetched at once; 2 to 4 help on long links that lose packets."""
     outbox_bytes: int = Field(default=1 << 30, ge=1 << 16)
     """Bytes of undelivered groups at which generation pauses."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _explain_changes(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            if "groups_per_batch" in data:
+                raise ValueError(
+                    "groups_per_batch is no key any more: engine.batch_rows says how many completions are generated at"
+                    " once, and refilled as each ends"
+                )
+            if data.get("seeded_sampling") is True:
+                return {"swap": "drain", **data}
+        return data
 
     @model_validator(mode="after")
     def _check_flavour(self) -> SamplerConfig:

@@ -31,7 +31,7 @@ def generate(engine):
 
 def test_swaps_are_seen_go_wrong_and_are_put_right(made, monkeypatch):
     engine, base, truth = made
-    weights_dir = engine._weights.directory
+    weights_dir = engine.source.weights.directory
     assert weights_dir.stat().st_mode & 0o077 == 0
 
     # In place and right: the canary is far below what is allowed.
@@ -45,7 +45,7 @@ def test_swaps_are_seen_go_wrong_and_are_put_right(made, monkeypatch):
     state = disturbed(base, seed=2)
     checkpoint = weights_dir / "checkpoint"
     checkpoint.mkdir()
-    weights.write_weights(state, checkpoint / "model.safetensors", names=engine._weights.names)
+    weights.write_weights(state, checkpoint / "model.safetensors", names=engine.source.weights.names)
     engine._alive().call("reload_weights", None, str(checkpoint))
     assert truth.difference(state, generate(engine), SAMPLING) > 1e-2
 

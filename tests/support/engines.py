@@ -11,7 +11,7 @@ import torch
 from heterorl.common.generation.hf import HfEngine
 from heterorl.common.generation.requests import Completion
 from heterorl.common.model import tensors
-from heterorl.common.model.lora import ALL_WEIGHTS
+from heterorl.common.model.lora import ALL_WEIGHTS, LoraConfig
 from heterorl.common.types.common import Float32Array, Int32Array, LogprobMode, SamplingSemantics
 from heterorl.common.weights.arena import Arena
 from heterorl.demo.tiny_model import build_tokenizer
@@ -53,10 +53,26 @@ def vllm_engine(model_dir: Path, weights_dir: Path, **changes: Any) -> Any:
     from heterorl.sampler.vllm.options import VllmOptions
 
     values = {"compute_dtype": "fp32", "batch_rows": 32, "kv_cache_bytes": 32 << 20, **changes.pop("engine", {})}
-    lora = values.pop("lora", ALL_WEIGHTS)
-    return VllmEngine(
-        model_dir=str(model_dir), published_dtype="fp32", sampling=semantics(**changes), eos_token_id=EOS,
-        weights_dir=weights_dir, options=VllmOptions(**values), lora=lora,
+    source = vllm_source(model_dir, weights_dir, lora=values.pop("lora", ALL_WEIGHTS), **changes)
+
+    class Alone(VllmEngine):
+        """An engine that owns its source."""
+
+        base, lora = source.base, source.lora
+
+        def close(self) -> None:
+            super().close()
+            source.close()
+
+    return Alone(source, eos_token_id=EOS, options=VllmOptions(**values))
+
+
+def vllm_source(model_dir: Path, weights_dir: Path, *, lora: LoraConfig = ALL_WEIGHTS, **changes: Any) -> Any:
+    from heterorl.sampler.vllm.source import VllmSource
+
+    return VllmSource(
+        model_dir=str(model_dir), published_dtype="fp32", sampling=semantics(**changes), weights_dir=weights_dir,
+        lora=lora,
     )  # fmt: skip
 
 

@@ -354,7 +354,6 @@ def learner_config(directory: Path, **changes: Any) -> LearnerConfig:
         "groups_per_step": 2,
         "max_steps": 3,
         "snapshot_every_versions": 2,
-        "checkpoint_every_versions": 1,
         "retry_base_s": 1e-4,
         "retry_cap_s": 1e-3,
     }

@@ -51,6 +51,11 @@ class Engine(Protocol):
         """Completions computed at once; what is submitted beyond waits inside."""
         ...
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all that computes behind it has the version; if not, `load` of the same version starts it again."""
+        ...
+
     def load(self, arena: Arena, version: int) -> None:
         """Swap the weights; what is under way goes on with them from its next token.
 

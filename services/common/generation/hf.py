@@ -71,6 +71,7 @@ class HfEngine:
         self._layout = tensors.layout_of(self.model, published_dtype)
         self._sampling = sampling
         self.max_running = batch_rows
+        self.is_whole = True
         self._eos = eos_token_id
         self._device = torch.device(device)
         self._version = -1

@@ -57,6 +57,9 @@ class Group:
         self, tokens: np.ndarray[Any, Any], logprobs: np.ndarray[Any, Any], version: int, *, eos_token_id: int
     ) -> list[Finished]:
         """Put a token at the end of every row; returns the completions that end with it."""
+        if self.is_done.all():
+            # Its rows are computed still, beside those of others.
+            return []
         self._tokens[self.members, self.column] = tokens
         self._logprobs[self.members, self.column] = logprobs
         self._versions[self.column] = version

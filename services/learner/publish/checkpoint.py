@@ -40,6 +40,11 @@ DONE_FILE = "DONE"
 FORMAT = 1
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK)
 """What a file system without hard links says."""
+STATE_BYTES = 14
+"""Of a parameter: its fp32 master, two moments, and what is published of it."""
+LARGE_BYTES = 4 << 30
+"""From here on a checkpoint of every version may take longer to write than a step does to compute."""
+FEW = 10
 NUM_KEPT = 2
 """The newest may belong to a publication that is refused; the one before it is then the truth."""
 
@@ -152,6 +157,11 @@ class CheckpointStore:
         """Remove a checkpoint whose publication was refused."""
         _remove(path)
         _sync(self._root)
+
+
+def cadence(every_versions: int, *, num_elements: int) -> int:
+    """Versions between checkpoints, chosen by their size where `every_versions` is 0."""
+    return every_versions or (1 if STATE_BYTES * num_elements < LARGE_BYTES else FEW)
 
 
 def _nothing() -> None:

@@ -56,6 +56,11 @@ class FlavouredEngine:
         return self._engine.score(texts)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether all of it computes."""
+        return self._engine.is_whole
+
+    @property
     def max_running(self) -> int:
         """Completions computed at once."""
         return self._engine.max_running

@@ -7,8 +7,6 @@ Guarantees: without a canary that agrees with the float32 reference nothing is g
 refuses, and what was under way is dropped; the next `load` after a failure starts a new process from a whole model
 directory; no request begins with keys and values of another version, and what is under way during a swap goes on with
 its own. Weights travel as a safetensors file in a directory that only this user can read.
-
-This file is over 300 lines because the source of weights is still in it.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ import logging
 import threading
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,18 +22,14 @@ import numpy as np
 from heterorl.common.errors import ConfigError, EngineDied, EngineError
 from heterorl.common.generation.engine import generate_all
 from heterorl.common.generation.requests import Completion, Finished, Lost, Request
-from heterorl.common.model import tensors
-from heterorl.common.model.adapters import attach, base_digest
 from heterorl.common.model.canary import ScoredText
-from heterorl.common.model.directory import first_line
-from heterorl.common.model.lora import ALL_WEIGHTS, LoraConfig
-from heterorl.common.types.common import Digest, Float32Array, Int32Array, SamplingSemantics
-from heterorl.common.weights.arena import Arena, Dtype, Layout
+from heterorl.common.types.common import Float32Array, Int32Array
+from heterorl.common.weights.arena import Arena, Layout
 from heterorl.sampler.vllm import canary
 from heterorl.sampler.vllm.options import VllmOptions
 from heterorl.sampler.vllm.process import VllmProcess, import_vllm
 from heterorl.sampler.vllm.requests import chosen, completion, logprobs_mode, seed_of, settings
-from heterorl.sampler.vllm.weights import WeightsOnTheWay
+from heterorl.sampler.vllm.source import VllmSource
 
 _LOG = logging.getLogger(__name__)
 
@@ -44,43 +37,23 @@ _LOG = logging.getLogger(__name__)
 class VllmEngine:
     """Implements heterorl.common.generation.engine.Engine."""
 
-    def __init__(
-        self,
-        *,
-        model_dir: str,
-        published_dtype: Dtype,
-        sampling: SamplingSemantics,
-        eos_token_id: int,
-        weights_dir: Path,
-        options: VllmOptions,
-        lora: LoraConfig = ALL_WEIGHTS,
-    ) -> None:
-        """Load the model twice: into vLLM, and on the CPU as the reference, which keeps no weights of its own.
+    def __init__(self, source: VllmSource, *, eos_token_id: int, options: VllmOptions) -> None:
+        """Start vLLM with the model of a source, which `close` does not close.
 
         Args:
-            model_dir: Hugging Face directory or hub id.
-            published_dtype: type of the weights that `load` takes.
-            sampling: how tokens are drawn.
+            source: the model, and where its versions lie on their way.
             eos_token_id: ends a completion; nothing else does.
-            weights_dir: where a private directory for the weights on their way is made.
-            options: how vLLM computes.
-            lora: adapters to take instead of all weights; the base model stays, in vLLM and in the reference.
+            options: how vLLM computes, and on which devices.
 
         Raises:
             DependencyMissing: vLLM is not installed.
-            ConfigError: the model cannot be loaded, or vLLM cannot draw as `sampling` says.
+            ConfigError: vLLM cannot draw as the source's sampling says.
             EngineDied: vLLM does not start.
         """
         package = import_vllm()
-        mode = logprobs_mode(sampling)
-        self.model, self.vocab_size = _load_on_cpu(model_dir, published_dtype)
-        self.lora = lora.settings(base_digest(self.model) if lora.is_on else Digest(""))
-        if self.lora.rank:
-            attach(self.model, self.lora)
-        self._layout = tensors.layout_of(self.model, published_dtype)
-        self._sampling, self._eos = sampling, eos_token_id
+        self.source = source
+        self._sampling, self._eos = source.sampling, eos_token_id
         self._tolerance = options.tolerance
-        self._reference: canary.Reference | None = None
         self._version = -1
         self._is_trusted = True
         # Of all below, and of the version.
@@ -92,36 +65,29 @@ class VllmEngine:
         self._failure: EngineError | None = None
         self.name = f"vllm-{package.__version__}"
         self.dtype: str = options.compute_dtype
-        self.swap_bytes = 0
         self.canary_difference = 0.0
-        self.max_model_len = options.max_model_len or int(self.model.config.max_position_embeddings)
-        self._weights = WeightsOnTheWay(
-            self.model, model_dir=model_dir, layout=self._layout, lora=self.lora, parent=weights_dir
-        )
-        self._arguments = {
-            **options.arguments(max_model_len=self.max_model_len, logprobs_mode=mode),
-            **self._weights.arguments(),
-        }
         self.max_running = options.batch_rows
-        self._process: VllmProcess | None = self._start(model_dir)
+        self.max_model_len = options.max_model_len or int(source.model.config.max_position_embeddings)
+        self._arguments = {
+            **options.arguments(max_model_len=self.max_model_len, logprobs_mode=logprobs_mode(source.sampling)),
+            **source.weights.arguments(),
+        }
+        self._process: VllmProcess | None = self._start(source.model_dir)
 
     @property
     def layout(self) -> Layout:
         """Layout of the weights it takes."""
-        return self._layout
+        return self.source.layout
 
     @property
     def version(self) -> int:
         """Version of the loaded weights; -1 before the first `load` and after one that failed."""
         return self._version
 
-    def base(self) -> Arena | None:
-        """Weights of model_dir in the published type; None once others were loaded."""
-        if self._reference is not None:
-            return None
-        arena = Arena(self._layout)
-        tensors.store(self.model, arena)
-        return arena
+    @property
+    def is_whole(self) -> bool:
+        """Whether the process runs and has a version, as far as it was asked."""
+        return self._is_trusted
 
     def load(self, arena: Arena, version: int) -> None:
         """Swap the weights; what is under way goes on with them from its next token.
@@ -150,19 +116,15 @@ class VllmEngine:
                 self._news.notify_all()
 
     def _load(self, arena: Arena, version: int) -> None:
-        self._reference = self._reference or canary.Reference(self.model, self._layout)
         label = str(version)
-        try:
-            self.swap_bytes = self._weights.write(arena)
+        with self.source.written(arena):
             is_running = self._is_trusted and self._process is not None
             if not is_running:
                 self._start_again()
                 self._alive().set_version(label)
-            if is_running or self.lora.rank:
-                self._weights.swap(self._alive(), label)
+            if is_running or self.source.lora.rank:
+                self.source.weights.swap(self._alive(), label)
             self._check(arena, version)
-        finally:
-            self._weights.clear()
 
     def submit(self, request: Request) -> None:
         """Take a request; during a swap too.
@@ -275,12 +237,13 @@ class VllmEngine:
         ]
 
     def close(self) -> None:
-        """End the process and delete the weights on their way."""
+        """End the process."""
+        with self._news:
+            self._is_trusted = False
+            self._drop()
         if self._process is not None:
             self._process.close()
             self._process = None
-        self._is_trusted = False
-        self._weights.close()
 
     def _start(self, model_dir: str) -> VllmProcess:
         return VllmProcess({**self._arguments, "model": model_dir}, max_running=self.max_running)
@@ -290,13 +253,12 @@ class VllmEngine:
         if self._process is not None:
             self._process.close()
             self._process = None
-        with self._weights.whole_model() as model_dir:
+        with self.source.weights.whole_model() as model_dir:
             self._process = self._start(model_dir)
 
     def _check(self, arena: Arena, version: int) -> None:
-        assert self._reference is not None
         room = self.max_model_len - canary.NUM_NEW_TOKENS
-        prompts = canary.canary_prompts(self.vocab_size, max_length=room)
+        prompts = canary.canary_prompts(self.source.vocab_size, max_length=room)
         forced = settings(self._sampling, seed=canary.SEED, max_tokens=canary.NUM_NEW_TOKENS, prompt_logprobs=0)
         outputs = self._alive().ask([(prompt.tolist(), forced) for prompt in prompts])
         drawn = [output.outputs[0] for output in outputs]
@@ -308,7 +270,7 @@ class VllmEngine:
             chosen(sequence[1:], [*output.prompt_logprobs[1:], *one.logprobs])
             for sequence, output, one in zip(sequences, outputs, drawn, strict=True)
         ]
-        expected = self._reference.logprobs(arena, sequences, [prompt.size for prompt in prompts], self._sampling)
+        expected = self.source.expected(arena, sequences, [prompt.size for prompt in prompts])
         self.canary_difference = canary.check(computed, expected, version=version, tolerance=self._tolerance)
         _LOG.debug("version %d: the canary differs by %.2g", version, self.canary_difference)
 
@@ -316,13 +278,3 @@ class VllmEngine:
         if self._process is None:
             raise EngineDied("vLLM is not running")
         return self._process
-
-
-def _load_on_cpu(model_dir: str, dtype: Dtype) -> tuple[Any, int]:
-    from transformers import AutoModelForCausalLM
-
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=tensors.TORCH_DTYPE[dtype])
-    except (OSError, ValueError) as error:
-        raise ConfigError("model_dir", f"cannot load {model_dir}: {first_line(error)}") from error
-    return model.eval(), int(model.config.vocab_size)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
@@ -11,6 +12,17 @@ TOLERANCE: dict[ComputeDtype, float] = {"fp32": 1e-4, "fp16": 0.02, "bf16": 0.1}
 """Mean difference from the reference that rounding explains, nats."""
 NUM_URGENT = 8
 """Requests of a canary that run beside a whole batch."""
+
+
+OWN_ARGUMENTS = frozenset(
+    {
+        "model", "dtype", "tensor_parallel_size", "data_parallel_size", "device_ids", "enforce_eager",
+        "enable_prefix_caching", "max_model_len", "max_num_seqs", "kv_cache_memory_bytes", "gpu_memory_utilization",
+        "logprobs_mode", "generation_config", "skip_tokenizer_init", "disable_log_stats", "worker_extension_cls",
+        "enable_lora", "max_lora_rank", "max_loras", "max_cpu_loras", "lora_target_modules",
+    }
+)  # fmt: skip
+"""Of vLLM's arguments those that have keys of their own here, or that an engine depends on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +38,10 @@ class VllmOptions:
     """Completions generated at once."""
     tensor_parallel_size: int = 1
     """Workers that share the model."""
-    enforce_eager: bool = True
-    """Compile nothing, record no graphs."""
+    devices: tuple[int, ...] = ()
+    """Numbers of the GPUs to compute on, among those that this process sees; empty takes the first."""
+    enforce_eager: bool | None = None
+    """Compile nothing, record no graphs; None: on a CPU only."""
     has_prefix_cache: bool = True
     """Let completions of one version share the keys and values of equal prompt prefixes."""
     max_model_len: int = 0
@@ -38,6 +52,8 @@ class VllmOptions:
     """Of the device's memory, for weights, keys and values."""
     canary_tolerance: float = 0.0
     """Of the mean difference from the reference, nats; 0 is TOLERANCE."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """More arguments of vLLM's engine, none of OWN_ARGUMENTS."""
 
     @property
     def tolerance(self) -> float:
@@ -52,9 +68,11 @@ class VllmOptions:
             logprobs_mode: of `requests.logprobs_mode`.
         """
         return {
+            **self.extra,
+            **({"device_ids": list(self.devices)} if self.devices else {}),
+            **({} if self.enforce_eager is None else {"enforce_eager": self.enforce_eager}),
             "dtype": _COMPUTE[self.compute_dtype],
             "tensor_parallel_size": self.tensor_parallel_size,
-            "enforce_eager": self.enforce_eager,
             "enable_prefix_caching": self.has_prefix_cache,
             "max_model_len": max_model_len,
             "max_num_seqs": self.batch_rows + NUM_URGENT,

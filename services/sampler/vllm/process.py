@@ -23,6 +23,7 @@ _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
 START_S = 1800.0
 """Loading a large model from a slow disk."""
+_DESCRIBING = threading.Lock()
 ANSWER_S = 600.0
 """A swap, a question: anything but what is submitted, which may take as long as its tokens do."""
 
@@ -60,7 +61,11 @@ class VllmProcess:
             EngineDied: it does not start.
         """
         vllm = import_vllm()
-        if arguments.get("enforce_eager"):
+        from vllm.platforms import current_platform
+
+        # Graphs cost seconds to record and pay on a GPU only.
+        arguments = {"enforce_eager": current_platform.is_cpu(), **arguments}
+        if arguments["enforce_eager"]:
             # Eager means nothing is compiled: vLLM's sampler would otherwise run a C++ compiler at its first token.
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         self._sampling_params = vllm.SamplingParams
@@ -286,7 +291,10 @@ async def _start(arguments: Mapping[str, Any]) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    # Processes start side by side; what describes them goes through globals of the package.
+    with _DESCRIBING:
+        config = AsyncEngineArgs(**arguments).create_engine_config()
+    return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
 
 
 async def _shutdown(engine: Any) -> None:

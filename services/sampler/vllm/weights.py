@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -94,11 +95,11 @@ class WeightsOnTheWay:
         if self._lora.rank:
             yield self._model_dir
             return
-        directory = self.directory / "model"
-        directory.mkdir(exist_ok=True)
+        # One for each process that starts: the file is the same, by a second name.
+        directory = Path(tempfile.mkdtemp(prefix="model-", dir=self.directory))
         try:
             self._config.save_pretrained(directory)
-            self._file.replace(directory / "model.safetensors")
+            (directory / "model.safetensors").hardlink_to(self._file)
             yield str(directory)
         finally:
             shutil.rmtree(directory)

@@ -1,0 +1,147 @@
+"""The engines of a node: from [engine] of the configuration to one Engine, whatever stands behind it. Loads models."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from heterorl.common.generation.engine import Engine
+from heterorl.common.generation.hf import HfEngine
+from heterorl.common.types.common import LoraSettings, SamplingSemantics
+from heterorl.common.weights.arena import Arena
+from heterorl.sampler.config import HfEngineConfig, SamplerConfig, VllmEngineConfig
+from heterorl.sampler.policy.engine_group import EngineGroup
+from heterorl.sampler.vllm.engine import VllmEngine
+from heterorl.sampler.vllm.options import VllmOptions
+from heterorl.sampler.vllm.source import VllmSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engines:
+    """One engine or a group of them, and what is known of their model."""
+
+    engine: Engine
+    vocab_size: int
+    lora: LoraSettings
+    base: Callable[[], Arena | None]
+    """Weights of model_dir in the published type, until others are loaded."""
+    close: Callable[[], None]
+
+
+def build_engines(config: SamplerConfig, sampling: SamplingSemantics, *, eos_token_id: int) -> Engines:
+    """Start what [engine] asks for.
+
+    Raises:
+        ConfigError: the model cannot be loaded, or an engine cannot draw as `sampling` says.
+        DependencyMissing: the engine's package is not installed.
+        EngineDied: an engine's own process does not start.
+    """
+    if isinstance(config.engine, HfEngineConfig):
+        return _hf(config, config.engine, sampling, eos_token_id=eos_token_id)
+    return _vllm(config, config.engine, sampling, eos_token_id=eos_token_id)
+
+
+def _hf(config: SamplerConfig, settings: HfEngineConfig, sampling: SamplingSemantics, *, eos_token_id: int) -> Engines:
+    devices = [f"cuda:{number}" for number in settings.devices] or [settings.device] * settings.engines
+    engines = [
+        HfEngine(
+            model_dir=config.model_dir,
+            published_dtype=config.published_dtype,
+            compute_dtype=settings.compute_dtype,
+            device=device,
+            sampling=sampling,
+            batch_rows=settings.batch_rows,
+            eos_token_id=eos_token_id,
+            lora=config.lora,
+            is_seeded=config.seeded_sampling,
+        )
+        for device in devices
+    ]
+    first = engines[0]
+    group = EngineGroup(engines) if len(engines) > 1 else None
+    return Engines(
+        engine=group or first,
+        vocab_size=first.vocab_size,
+        lora=first.lora,
+        base=first.base,
+        close=group.close if group else lambda: None,
+    )
+
+
+def _vllm(
+    config: SamplerConfig, settings: VllmEngineConfig, sampling: SamplingSemantics, *, eos_token_id: int
+) -> Engines:
+    source = VllmSource(
+        model_dir=config.model_dir,
+        published_dtype=config.published_dtype,
+        sampling=sampling,
+        weights_dir=Path(settings.weights_dir) if settings.weights_dir else config.state_dir / "engine",
+        lora=config.lora,
+    )
+    try:
+        engine, close = start_vllm(source, vllm_options(settings), eos_token_id=eos_token_id)
+    except BaseException:
+        source.close()
+        raise
+
+    return Engines(engine=engine, vocab_size=source.vocab_size, lora=source.lora, base=source.base, close=close)
+
+
+def vllm_options(settings: VllmEngineConfig) -> list[VllmOptions]:
+    """How each engine computes."""
+    size = settings.tensor_parallel_size
+    devices = [settings.devices[first : first + size] for first in range(0, len(settings.devices), size)]
+    return [
+        VllmOptions(
+            compute_dtype=settings.compute_dtype,
+            batch_rows=settings.batch_rows,
+            tensor_parallel_size=size,
+            devices=own,
+            enforce_eager=settings.enforce_eager,
+            has_prefix_cache=settings.prefix_cache,
+            max_model_len=settings.max_model_len,
+            kv_cache_bytes=settings.kv_cache_bytes,
+            memory_share=settings.memory_share,
+            canary_tolerance=settings.canary_tolerance,
+            extra=settings.extra,
+        )
+        for own in devices or [()] * settings.engines
+    ]
+
+
+def start_vllm(
+    source: VllmSource, options: Sequence[VllmOptions], *, eos_token_id: int
+) -> tuple[Engine, Callable[[], None]]:
+    """Start an engine for each of the options, side by side; and what ends all of them and the source.
+
+    Raises:
+        EngineDied: one of them does not start; the others are ended.
+    """
+    if len(options) > 1:
+        # A process that is forked while another thread holds a lock inherits a lock that nobody gives back.
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    with ThreadPoolExecutor(len(options)) as threads, ExitStack() as started:
+        futures = [threads.submit(VllmEngine, source, eos_token_id=eos_token_id, options=one) for one in options]
+        failures = []
+        engines = []
+        for future in futures:
+            if (error := future.exception()) is not None:
+                failures.append(error)
+                continue
+            engines.append(future.result())
+            started.callback(future.result().close)
+        if failures:
+            raise failures[0]
+        ends = started.pop_all()
+    ends_last = ExitStack()
+    ends_last.callback(source.close)
+    ends_last.callback(ends.close)
+    if len(engines) == 1:
+        return engines[0], ends_last.close
+    group = EngineGroup(engines, staged=source.written)
+    ends_last.callback(group.close)
+    return group, ends_last.close

@@ -1,0 +1,285 @@
+"""Several engines behind one Protocol: one version, one identity, N machines that draw.
+
+    submit   the engine with the least under way takes a request whole
+    collect  waits for any of them; one thread for each engine waits in its own `collect`
+    load     all at once; the engines that fail are out, the others go on
+
+Guarantees: an engine that is out gets nothing until a `load` gave it a version; what it had under way is `Lost`, and
+EngineError is raised only where no engine is left; `version` is what every engine that is not out has, but while `load`
+runs; `load` of that version again starts those that are out, and leaves the others alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from heterorl.common.errors import EngineError
+from heterorl.common.generation.engine import Engine
+from heterorl.common.generation.requests import Finished, Lost, Request
+from heterorl.common.model.canary import ScoredText
+from heterorl.common.types.common import Float32Array
+from heterorl.common.weights.arena import Arena, Layout
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """An engine; `under_way` has how many completions each of its requests lacks, by the group's own number."""
+
+    number: int
+    engine: Engine
+    is_out: bool = False
+    under_way: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def load_share(self) -> float:
+        return sum(self.under_way.values()) / self.engine.max_running
+
+
+@contextmanager
+def _nothing(_: Arena) -> Iterator[None]:
+    yield
+
+
+class EngineGroup:
+    """Implements heterorl.common.generation.engine.Engine around several of one kind."""
+
+    def __init__(
+        self, engines: Sequence[Engine], *, staged: Callable[[Arena], AbstractContextManager[None]] = _nothing
+    ) -> None:
+        """Take engines, which `close` does not close.
+
+        Args:
+            engines: at least one; they have one layout, name and dtype.
+            staged: entered around a load of all: what it makes of the weights is made once.
+        """
+        self._members = [_Member(number, engine) for number, engine in enumerate(engines)]
+        self._staged = staged
+        self._version = engines[0].version
+        # Of all below, and of the members.
+        self._news = threading.Condition()
+        self._ended: list[Finished | Lost] = []
+        self._keys: dict[int, int] = {}
+        self._failure: EngineError | None = None
+        self._defect: BaseException | None = None
+        self._num_cancels = 0
+        self._is_closed = False
+        self._numbers = itertools.count()
+        self._threads = [
+            threading.Thread(target=self._gather, args=(member,), name=f"engine-{member.number}", daemon=True)
+            for member in self._members
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of the weights it takes."""
+        return self._members[0].engine.layout
+
+    @property
+    def name(self) -> str:
+        """Name and version of one of them."""
+        return self._members[0].engine.name
+
+    @property
+    def dtype(self) -> str:
+        """Data type of the computation."""
+        return self._members[0].engine.dtype
+
+    @property
+    def version(self) -> int:
+        """Version that all that are not out have; -1 before the first `load`, and when all are out."""
+        return self._version
+
+    @property
+    def max_running(self) -> int:
+        """Completions computed at once by those that are not out."""
+        return sum(member.engine.max_running for member in self._living() or self._members)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether none is out."""
+        return len(self._living()) == len(self._members)
+
+    def load(self, arena: Arena, version: int) -> None:
+        """Swap the weights of all; with the version that they have, start those again that are out.
+
+        Raises:
+            EngineError: none of them has taken it.
+        """
+        wanted = [member for member in self._members if member.is_out or member.engine.version != version]
+        with self._staged(arena), ThreadPoolExecutor(len(self._members)) as threads:
+            failures = list(threads.map(lambda member: self._loaded(member, arena, version), wanted))
+        with self._news:
+            if self._living():
+                self._version = version
+                return
+        raise next(failure for failure in failures if failure is not None)
+
+    def score(self, texts: Sequence[ScoredText]) -> list[Float32Array]:
+        """What the engine says that is farthest from the median of all: one wrong engine is the group's word.
+
+        Raises:
+            EngineError: none of them answers.
+        """
+        answers: list[list[Float32Array]] = []
+        failure: EngineError | None = None
+        for member in self._living():
+            try:
+                answers.append(member.engine.score(texts))
+            except EngineError as error:
+                failure = error
+                self._put_out(member, error)
+        if not answers:
+            raise failure or EngineError("all engines are out")
+        return _farthest(answers)
+
+    def submit(self, request: Request) -> None:
+        """Give a request to the engine with the least under way.
+
+        Raises:
+            ConfigError: the prompt leaves no room for a completion.
+            EngineError: all engines are out.
+        """
+        with self._news:
+            while living := self._living():
+                member = min(living, key=lambda one: one.load_share)
+                number = next(self._numbers)
+                try:
+                    member.engine.submit(replace(request, key=number))
+                except EngineError as error:
+                    self._put_out(member, error)
+                    continue
+                member.under_way[number] = request.num_completions
+                self._keys[number] = request.key
+                self._news.notify_all()
+                return
+        raise EngineError("all engines are out: nothing is generated before a version is loaded")
+
+    def collect(self) -> list[Finished | Lost]:
+        """Wait until a completion of any of them ended, or one is out; all that ended.
+
+        Raises:
+            EngineError: the last engine is out.
+        """
+        with self._news:
+            num_cancels = self._num_cancels
+            self._news.wait_for(
+                lambda: (
+                    self._ended or self._failure or self._defect or not self._keys or self._num_cancels != num_cancels
+                )
+            )
+            if self._defect:
+                raise self._defect
+            if self._failure and not self._ended:
+                failure = self._failure
+                self._drop()
+                raise failure
+            ended, self._ended = self._ended, []
+            return ended
+
+    def cancel(self) -> None:
+        """Give up everything under way."""
+        with self._news:
+            self._drop()
+
+    def close(self) -> None:
+        """End the threads; the engines are their owner's."""
+        with self._news:
+            self._is_closed = True
+            self._drop()
+        for thread in self._threads:
+            thread.join()
+
+    def _living(self) -> list[_Member]:
+        return [member for member in self._members if not member.is_out]
+
+    def _loaded(self, member: _Member, arena: Arena, version: int) -> EngineError | None:
+        try:
+            member.engine.load(arena, version)
+        except EngineError as error:
+            self._put_out(member, error)
+            return error
+        with self._news:
+            member.is_out = False
+        return None
+
+    def _gather(self, member: _Member) -> None:
+        """Wait in the engine while it has something under way."""
+        while True:
+            with self._news:
+                self._news.wait_for(lambda: self._is_closed or member.under_way)
+                if self._is_closed:
+                    return
+            try:
+                ended = member.engine.collect()
+            except EngineError as error:
+                self._put_out(member, error)
+                continue
+            except Exception as error:  # noqa: BLE001 - `collect` raises it, as the engine alone would
+                with self._news:
+                    self._defect = error
+                    self._news.notify_all()
+                return
+            with self._news:
+                for one in ended:
+                    self._note(member, one)
+                self._news.notify_all()
+
+    def _note(self, member: _Member, one: Finished | Lost) -> None:
+        # What was cancelled meanwhile has no key any more.
+        if one.key not in member.under_way:
+            return
+        self._ended.append(replace(one, key=self._keys[one.key]))
+        member.under_way[one.key] -= 1
+        if isinstance(one, Lost) or not member.under_way[one.key]:
+            del member.under_way[one.key], self._keys[one.key]
+
+    def _put_out(self, member: _Member, error: EngineError) -> None:
+        """Give an engine nothing more; tell of what it had, unless it was the last."""
+        with self._news:
+            lost, member.under_way = list(member.under_way), {}
+            if not member.is_out:
+                _LOG.error(
+                    "engine %d of %d is out until it has loaded a version: %s",
+                    member.number, len(self._members), error,
+                )  # fmt: skip
+            member.is_out = True
+            member.engine.cancel()
+            self._ended += [Lost(key=self._keys.pop(number)) for number in lost]
+            if not self._living():
+                self._version = -1
+                finished: list[Finished | Lost] = [one for one in self._ended if isinstance(one, Finished)]
+                # The error says more than that each is lost.
+                self._failure = error if len(finished) < len(self._ended) else None
+                self._ended = finished
+            self._news.notify_all()
+
+    def _drop(self) -> None:
+        self._num_cancels += 1
+        self._ended, self._keys, self._failure = [], {}, None
+        for member in self._members:
+            member.under_way = {}
+            with suppress(EngineError):
+                member.engine.cancel()
+        self._news.notify_all()
+
+
+def _farthest(answers: Sequence[list[Float32Array]]) -> list[Float32Array]:
+    if len(answers) == 1 or not answers[0]:
+        return answers[0]
+    flat = np.array([np.concatenate(answer) for answer in answers])
+    distances = np.abs(flat - np.median(flat, axis=0)).mean(axis=1)
+    # Of two that are equally far the one that thinks less of the texts: wrong weights do.
+    order = np.lexsort((flat.mean(axis=1), -distances))
+    return answers[int(order[0])]

@@ -1,0 +1,86 @@
+"""Two vLLM processes behind one engine: one file of weights, one canary each; one is killed and the other goes on."""
+
+import psutil
+import pytest
+
+from heterorl.common.generation.engine import generate_all
+from heterorl.common.generation.requests import Finished, Lost, Request
+from heterorl.sampler.engines import start_vllm
+from heterorl.sampler.vllm import weights
+from heterorl.sampler.vllm.options import VllmOptions
+from tests.support.engines import EOS, PROMPTS, Truth, disturbed, semantics, vllm_source, write_model
+
+pytestmark = [pytest.mark.timeout(1500), pytest.mark.slow, pytest.mark.filterwarnings("default")]
+LIMIT = 200
+SAMPLING = semantics(max_new_tokens=LIMIT)
+
+
+def children():
+    """Processes of engines: beside them Python keeps one that tracks shared memory."""
+    alive = [process for process in psutil.Process().children() if process.status() != psutil.STATUS_ZOMBIE]
+    return {process.pid for process in alive if "resource_tracker" not in " ".join(process.cmdline())}
+
+
+def request(key):
+    return Request(key=key, prompt=PROMPTS[key % len(PROMPTS)], seed=key, num_completions=4)
+
+
+def test_one_engine_is_killed_and_the_other_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    model_dir = write_model(tmp_path / "model")
+    source = vllm_source(model_dir, tmp_path / "weights", max_new_tokens=LIMIT)
+    base, truth, before = source.base(), Truth(model_dir), children()
+    options = VllmOptions(compute_dtype="fp32", batch_rows=16, kv_cache_bytes=32 << 20)
+    group, close = start_vllm(source, [options] * 2, eos_token_id=EOS)
+    try:
+        written = []
+        write = weights.write_weights
+        monkeypatch.setattr(
+            weights, "write_weights", lambda arena, path, names: written.append(1) or write(arena, path, names=names)
+        )
+        states = [disturbed(base, seed=seed) for seed in range(3)]
+        for version in range(2):
+            group.load(states[version], version)
+        assert len(written) == 2
+        assert list(source.weights.directory.iterdir()) == []
+        engines = [member.engine for member in group._members]
+        assert [engine.canary_difference < 1e-5 for engine in engines] == [True, True]
+        groups = generate_all(group, PROMPTS, seeds=[1, 2, 3, 4], num_per_prompt=4)
+        assert truth.difference(states[1], groups, SAMPLING) < 1e-5
+
+        for key in range(12):
+            group.submit(request(key))
+        shares = [set(member.under_way) for member in group._members]
+        assert all(shares)
+        ended = group.collect()
+        pids = sorted(children() - before)
+        assert len(pids) == 2
+        psutil.Process(pids[0]).kill()
+        while ended_now := group.collect():
+            ended += ended_now
+
+        lost = {one.key for one in ended if isinstance(one, Lost)}
+        finished = [one for one in ended if isinstance(one, Finished)]
+        assert lost
+        assert not group.is_whole
+        whole = [key for key in range(12) if sum(one.key == key for one in finished) == 4]
+        assert len(whole) >= 6
+        assert lost | set(whole) == set(range(12))
+        assert not lost & set(whole)
+        for one in finished:
+            expected = truth.logprobs(states[1], request(one.key).prompt, one.completion, SAMPLING)
+            assert abs(expected - one.completion.logprobs).max() < 1e-4
+
+        # The version again: a new process for the dead one, from the same file; the other one is left as it is.
+        running = next(engine for engine in engines if engine.version == 1)
+        process = running._process
+        group.load(states[1], 1)
+        assert group.is_whole
+        assert running._process is process
+        group.load(states[2], 2)
+        groups = generate_all(group, PROMPTS * 2, seeds=range(8), num_per_prompt=2)
+        assert truth.difference(states[2], groups[:4], SAMPLING) < 1e-5
+        assert truth.difference(states[2], groups[4:], SAMPLING) < 1e-5
+    finally:
+        close()
+    assert not source.weights.directory.exists()

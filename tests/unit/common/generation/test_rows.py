@@ -1,0 +1,242 @@
+"""Requests one by one: they join what is computed between two tokens, and each gives what it gives alone."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from heterorl.common.errors import ConfigError, EngineError
+from heterorl.common.generation import rows
+from heterorl.common.generation.engine import generate_all
+from heterorl.common.generation.requests import Finished, Lost, Request, in_order
+from heterorl.common.types.rollout import FinishReason
+from tests.support.engines import PROMPTS, Truth, disturbed, hf_engine, semantics, write_model
+from tests.support.one_batch import one_batch
+
+LIMIT = 40
+SAMPLING = semantics(max_new_tokens=LIMIT)
+NUM = 4
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def engine(model_dir):
+    return hf_engine(model_dir, max_new_tokens=LIMIT, engine={"batch_rows": 8})
+
+
+@pytest.fixture
+def widths(engine):
+    """Rows and columns of every pass."""
+    seen = []
+    engine.model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(tuple(kwargs["attention_mask"].shape)), with_kwargs=True
+    )
+    return seen
+
+
+def request(key):
+    return Request(key=key, prompt=PROMPTS[key % len(PROMPTS)], seed=100 + key, num_completions=NUM)
+
+
+def collected(engine, *, until=lambda finished: False):
+    finished = []
+    while ended := engine.collect():
+        finished += ended
+        if until(finished):
+            break
+    return finished
+
+
+def alone(engine, key):
+    one = request(key)
+    return engine.generate([one.prompt], seeds=[one.seed], num_per_prompt=NUM)[0]
+
+
+def assert_equal(members, others):
+    for member, other in zip(members, others, strict=True):
+        assert member.token_ids.tolist() == other.token_ids.tolist()
+        assert member.finish_reason is other.finish_reason
+        np.testing.assert_allclose(member.logprobs, other.logprobs, atol=1e-5)
+
+
+def test_what_was_submitted_together_is_one_batch_bit_for_bit(model_dir):
+    engine = hf_engine(model_dir, max_new_tokens=LIMIT, engine={"batch_rows": 16})
+    seeds = [1, 2, 3, 4]
+
+    groups = engine.generate(PROMPTS, seeds=seeds, num_per_prompt=NUM)
+
+    expected = one_batch(engine, PROMPTS, seeds, NUM, sampling=SAMPLING)
+    assert [(row.token_ids.tolist(), row.logprobs.tolist()) for members in groups for row in members] == expected
+    assert len({row.token_ids.size for members in groups for row in members}) > 3
+
+
+def test_requests_join_what_is_under_way_and_give_what_they_give_alone(engine, widths):
+    requests = [request(key) for key in range(10)]
+    for one in requests[:3]:
+        engine.submit(one)
+    finished = collected(engine, until=lambda finished: True)
+    # While the first two are under way and the third waits.
+    for one in requests[3:]:
+        engine.submit(one)
+    finished += collected(engine)
+    passes, widths[:] = list(widths), []
+
+    assert engine.collect() == []
+    for key, members in enumerate(in_order(finished, requests)):
+        assert_equal(members, alone(engine, key))
+    assert max(num for num, _ in passes) <= 8
+    # Two at a time as waves: every wave would last as long as its longest row.
+    waves = sum(
+        max(one.completion.token_ids.size for one in finished if one.key in (key, key + 1)) for key in range(0, 10, 2)
+    )
+    assert len(passes) < waves + 8
+    # Columns that nobody reads any more are gone.
+    assert max(columns for _, columns in passes) < 2 * LIMIT < len(passes)
+
+
+def test_completions_come_as_they_end(engine):
+    engine.submit(request(0))
+    engine.submit(request(1))
+    seen = []
+    while ended := engine.collect():
+        lengths = {one.completion.token_ids.size for one in ended}
+        assert len(lengths) == 1
+        seen += lengths
+
+    assert seen == sorted(seen)
+    assert len(seen) > 2
+
+
+def test_where_a_recurrent_state_would_be_moved_requests_wait_for_the_next_wave(engine, widths, monkeypatch):
+    monkeypatch.setattr(rows, "_is_made_of", lambda cache, *, sliding: False)
+    requests = [request(key) for key in range(4)]
+    for one in requests:
+        engine.submit(one)
+    finished = collected(engine)
+    passes, widths[:] = list(widths), []
+    monkeypatch.undo()
+
+    assert {num for num, _ in passes} == {8}
+    for key, members in enumerate(in_order(finished, requests)):
+        assert_equal(members, alone(engine, key))
+
+
+def test_a_request_larger_than_the_batch_is_computed_alone(engine, widths):
+    large = Request(key=7, prompt=PROMPTS[0], seed=1, num_completions=12)
+    for one in (request(0), large, request(1)):
+        engine.submit(one)
+    finished = collected(engine)
+
+    assert len(finished) == NUM + 12 + NUM
+    assert max(num for num, _ in widths) == 12
+
+
+def test_cancel_gives_up_what_is_under_way_and_what_waits(engine):
+    for key in range(4):
+        engine.submit(request(key))
+    assert engine.collect()
+    engine.cancel()
+    assert engine.collect() == []
+
+    engine.submit(request(5))
+    assert_equal(in_order(collected(engine), [request(5)])[0], alone(engine, 5))
+
+
+def test_cancel_ends_a_collect_that_computes(engine):
+    passes = []
+
+    def note(module, args):
+        passes.append(args)
+        if len(passes) == 2:
+            canceller = threading.Thread(target=engine.cancel)
+            canceller.start()
+            canceller.join()
+            engine.submit(request(1))
+
+    engine.model.register_forward_pre_hook(note)
+    engine.submit(Request(key=0, prompt=PROMPTS[0], seed=1, num_completions=2))
+
+    assert engine.collect() == []
+    assert {one.key for one in collected(engine)} == {1}
+
+
+def test_weights_change_under_what_joined(engine, model_dir):
+    """Exactly: what the new weights draw from the keys and values of the old ones, as `Truth.mixed` recomputes it."""
+    truth = Truth(model_dir)
+    arenas = {version: disturbed(engine.base(), seed=version, scale=0.05) for version in range(6)}
+    engine.load(arenas[0], 0)
+    requests = [request(key) for key in range(8)]
+    finished = []
+    for number, one in enumerate(requests):
+        engine.submit(one)
+        finished += engine.collect()
+        if number in (1, 2, 3, 5, 6):
+            engine.load(arenas[engine.version + 1], engine.version + 1)
+    finished += collected(engine)
+
+    members = [(one, row) for one, group in zip(requests, in_order(finished, requests), strict=True) for row in group]
+    assert max(len(row.spans) for _, row in members) > 2
+    for one, row in members:
+        np.testing.assert_allclose(row.logprobs, truth.mixed(arenas, one.prompt, row, SAMPLING), atol=1e-5)
+
+
+def test_a_device_without_memory_gives_everything_up(engine, monkeypatch):
+    for key in range(3):
+        engine.submit(request(key))
+    assert engine.collect()
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.model, "forward", lambda **_: (_ for _ in ()).throw(torch.OutOfMemoryError("2 GiB")))
+        with pytest.raises(EngineError, match=r"out of memory: 2 GiB .*batch_rows"):
+            engine.collect()
+
+    assert engine.collect() == []
+
+
+class Answers:
+    """An engine whose `collect` answers as it is told."""
+
+    def __init__(self, *answers):
+        self.answers, self.num_cancels, self.keys = list(answers), 0, []
+
+    def submit(self, request):
+        if request.seed < 0:
+            raise ConfigError("engine.max_model_len", "no room")
+        self.keys.append(request.key)
+
+    def collect(self):
+        return self.answers.pop(0)
+
+    def cancel(self):
+        self.num_cancels += 1
+
+
+@pytest.mark.parametrize("answer", [[], [Lost(key=0)]])
+def test_a_batch_of_which_something_is_lost_is_given_up(answer):
+    engine = Answers(answer)
+
+    with pytest.raises(EngineError, match="given up"):
+        generate_all(engine, PROMPTS[:2], seeds=[1, 2], num_per_prompt=1)
+
+    assert engine.num_cancels == 1
+
+
+def test_a_batch_that_is_refused_leaves_nothing_under_way():
+    engine = Answers()
+
+    with pytest.raises(ConfigError, match="no room"):
+        generate_all(engine, PROMPTS[:2], seeds=[1, -2], num_per_prompt=1)
+
+    assert (engine.keys, engine.num_cancels) == ([0], 1)
+
+
+def test_a_lost_request_is_no_finished_one(engine):
+    engine.submit(request(3))
+    ended = engine.collect()
+
+    assert all(isinstance(one, Finished) and one.key == 3 for one in ended)
+    assert all(one.completion.finish_reason in FinishReason for one in ended)

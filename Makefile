@@ -47,7 +47,7 @@ test: $(SETUP)  ## Run all tests with coverage, or one part without: T=tests/uni
 test-fast: $(SETUP)  ## Run the tests that start no processes
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -q -m "not slow" --ignore tests/gpu
 
-test-engines: $(ENGINES_SETUP)  ## Run the tests of vLLM and DeepSpeed in their own environment
+test-engines: $(ENGINES_SETUP) $(SETUP)  ## Run the tests of vLLM and DeepSpeed in their own environment
 	OMP_NUM_THREADS=1 $(ENGINES)/pytest -n 1 -q tests/engines
 
 test-compile: $(SETUP)  ## Compile a learner's passes by a C++ compiler and compare its steps; two minutes
@@ -90,11 +90,14 @@ bench-forward: $(SETUP)  ## What a learner's forward pass should see, on a pretr
 bench-losses: $(SETUP)  ## Time a learner step under each loss beside the cheapest
 bench-learner: $(SETUP)  ## A GRPO step beside TRL's: tokens per second and peak memory at a vocabulary of 32 000
 bench-groups: $(SETUP)  ## What a group costs the coordinator: CPU from a push's bytes to the learner's, beside what its bytes alone cost
+bench-ingest: $(SETUP)  ## Groups taken in durably by one core, beside PostgreSQL and NATS JetStream on the same disk; 2 minutes, 4 GB of disk
 bench-merge: $(SETUP)  ## Merged deltas beside the chain: bytes and seconds for samplers 1 to 256 versions behind
 bench-weights: $(SETUP)  ## Weight deltas of real GRPO steps: ours, open schemes, the entropy bound; trains once, 4 minutes
+bench-overlap: $(SETUP)  ## What a learner's trainer waits while versions are published, beside one that waits for each commit; 3 minutes
 bench-pull: $(SETUP)  ## A 1 GB model from coordinator to sampler, beside bare gRPC, raw TCP and memcpy; 5 GB of memory
 bench-serve: $(SETUP)  ## A coordinator's memory while 8 samplers read a 4 GB model at once; 4 GB of disk
 bench-sampler: $(ENGINES_SETUP)  ## Tokens per second and the pause of a swap, for transformers and vLLM
+bench-sites: $(SETUP)  ## What 10, 100 and 1,000 simulated sites and a history of 1,000,000 groups cost one coordinator; 4 minutes
 bench-verify: $(SETUP)  ## What the checks of untrusted sites see: each cheat's detection, honest rollouts' false rejects; 4 minutes
 # Module and results are named as the target is, and one thread computes, except where a line says otherwise.
 THREADS = OMP_NUM_THREADS=1
@@ -123,8 +126,12 @@ site: $(SETUP)  ## Build the documents into runs/site; a broken link is an error
 protos: $(SETUP)  ## Write the Python stubs of the protos
 	$(BIN)/python protos/generate.py
 
-subsets: $(SETUP)  ## Write what each service needs of requirements/lock.txt
+subsets: $(SETUP) $(ENGINES_SETUP)  ## Write what each service needs of requirements/lock.txt and engines.txt
 	$(BIN)/python requirements/subsets.py
+	$(ENGINES)/python requirements/subsets.py engines
+
+vllm-lock:  ## Write requirements/sampler-vllm.txt, the packages of vLLM on a GPU; needs uv and a package index
+	requirements/vllm_lock.sh
 
 lock: $(SETUP)  ## Write requirements/lock.txt: the exact versions of the current environment
 	(echo "# Exact versions of everything that tests and demo run with; made by 'make lock'."; \

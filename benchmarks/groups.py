@@ -132,9 +132,9 @@ class Bench:
         )  # fmt: skip
         core = await Coordinator.open(config, SystemClock())
         layout = Layout.build([TensorSpec(name="w", dtype="bf16", shape=(64,))])
-        contract = _contract(layout.layout_id, num_tokens)
+        contract = bench_contract(layout.layout_id, num_tokens)
         grant = await core.acquire_lease(holder="bench", contract=contract, request_id="bench")
-        root = await _publish(core, Arena(layout), grant.epoch, directory)
+        root = await publish(core, Arena(layout), grant.epoch, directory)
         await core.register(
             Registration(
                 site=SITE,
@@ -178,7 +178,7 @@ class Bench:
         made = []
         for work in grant.assignments:
             self.sequence += 1
-            made.append(_group(work, self.sequence, root=self.root, num_tokens=num_tokens))
+            made.append(group_of(work, self.sequence, root=self.root, num_tokens=num_tokens))
         return made
 
     async def close(self) -> None:
@@ -186,7 +186,8 @@ class Bench:
         await self.core.close()
 
 
-def _contract(layout_id: Digest, num_tokens: int) -> Contract:
+def bench_contract(layout_id: Digest, num_tokens: int) -> Contract:
+    """What a learner of groups of this length would state."""
     base = contract_of(layout_id)
     return dataclasses.replace(
         base, vocab_size=VOCABULARY, num_prompts=1000, group_size=GROUP_SIZE,
@@ -194,7 +195,8 @@ def _contract(layout_id: Digest, num_tokens: int) -> Contract:
     )  # fmt: skip
 
 
-async def _publish(api: CoordinatorApi, arena: Arena, epoch: int, directory: Path) -> Digest:
+async def publish(api: CoordinatorApi, arena: Arena, epoch: int, directory: Path) -> Digest:
+    """Publish version 0; returns its state root."""
     path = directory / "payload"
     info = write_snapshot(path, arena)
     payload = PayloadRef(
@@ -225,7 +227,8 @@ async def _publish(api: CoordinatorApi, arena: Arena, epoch: int, directory: Pat
     return manifest.state_root
 
 
-def _group(work: WorkAssignment, sequence: int, *, root: Digest, num_tokens: int) -> Group:
+def group_of(work: WorkAssignment, sequence: int, *, root: Digest, num_tokens: int) -> Group:
+    """The group of an assignment, of random tokens."""
     rng = np.random.default_rng(sequence)
 
     def rollout() -> Rollout:

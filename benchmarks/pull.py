@@ -8,6 +8,9 @@ one run, on the same files:
     bare gRPC     a server that does nothing but stream the same frames to a client that does nothing
     to a file     the same, and the client writes each frame to a new file: what memory for a file's pages costs here
     raw TCP       sendfile to recv_into
+    new pages     the same bytes from memory into a new file, frame by frame: no link, no digest
+    old pages     the same bytes over a file that has its pages
+    digest        blake3 of the same bytes in memory, frame by frame
     memcpy        one copy of the model in memory
 
     python -m benchmarks.pull --out benchmarks/results/pull.json
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import math
 import os
@@ -26,10 +30,11 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import blake3
 import numpy as np
 import psutil
 from rich.console import Console
@@ -46,7 +51,7 @@ from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.common import Contract, Digest, LogprobMode, SamplingSemantics
 from heterorl.common.types.policy import PayloadKind, PayloadRef, PublishRequest
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
-from heterorl.common.weights.container import max_file_bytes
+from heterorl.common.weights.container import FRAME_BYTES, max_file_bytes
 from heterorl.common.weights.manifest import build_manifest
 from heterorl.common.weights.payload import PayloadInfo, write_delta, write_snapshot
 from heterorl.common.wire.policy import manifest_digest, manifest_to_bytes
@@ -56,7 +61,7 @@ from heterorl.learner.publish.upload import upload
 CHANGED = 0.0135
 """Share of elements that one step at learning rate 1e-6 changes."""
 GOAL = 0.6
-REPEATS = 3
+REPEATS = 5
 
 
 def build_arenas(num_bytes: int) -> tuple[Arena, Arena]:
@@ -135,6 +140,40 @@ async def publish(client: CoordinatorClient, arenas: tuple[Arena, Arena], direct
         parent_digest = manifest_digest(data)
         refs.append(ref)
     return refs
+
+
+def _frames(path: Path) -> Iterator[bytes]:
+    """A file's bytes by a few frames of memory, so that reading them costs nothing beside what is measured."""
+    with path.open("rb") as file:
+        frames = [file.read(FRAME_BYTES) for _ in range(4)]
+    left = path.stat().st_size
+    for number in itertools.count():
+        frame = frames[number % 4][:left]
+        if not frame:
+            return
+        left -= len(frame)
+        yield frame
+
+
+def write_frames(like: Path, path: Path, *, is_new: bool) -> int:
+    """Write as many bytes as a file has, into a new file or over what the last call left."""
+    if is_new:
+        path.unlink(missing_ok=True)
+    num_bytes = 0
+    with path.open("wb" if is_new else "r+b", buffering=0) as file:
+        for frame in _frames(like):
+            num_bytes += file.write(frame)
+    return num_bytes
+
+
+def hash_frames(like: Path) -> int:
+    """Compute blake3 of as many bytes as a file has."""
+    hasher, num_bytes = blake3.blake3(), 0
+    for frame in _frames(like):
+        hasher.update(frame)
+        num_bytes += len(frame)
+    hasher.digest()
+    return num_bytes
 
 
 def free_port() -> int:
@@ -234,6 +273,9 @@ async def _pull_row(
                 "bare_grpc": lambda: read_bare(bare),
                 "bare_grpc_to_file": lambda: read_bare_to_file(bare, directory),
                 "raw_tcp": lambda: read_tcp(tcp),
+                "new_pages": lambda: asyncio.to_thread(write_frames, published, directory / "pages", is_new=True),
+                "old_pages": lambda: asyncio.to_thread(write_frames, published, directory / "pages", is_new=False),
+                "digest": lambda: asyncio.to_thread(hash_frames, published),
             },
             prepare=lambda: shutil.rmtree(spool, ignore_errors=True),
         )
@@ -270,7 +312,10 @@ def main() -> None:
     table = Table(
         title=f"{arguments.model_mb} MB of bf16 over loopback, GB/s of payload; memcpy {results['memcpy_gb_s']}"
     )
-    columns = ("payload", "MB", "pull s", "fetch", "bare gRPC", "to a file", "raw TCP", "of bare", "of file")
+    columns = (
+        "payload", "MB", "pull s", "fetch", "bare gRPC", "to a file", "raw TCP", "of bare", "of file",
+        "new pages", "old pages", "digest",
+    )  # fmt: skip
     for column in columns:
         table.add_column(column, justify="right")
     for kind, row in results["rows"].items():
@@ -284,8 +329,11 @@ def main() -> None:
             f"{row['raw_tcp_gb_s']:.3f}",
             f"{row['fetch_to_bare_grpc']:.2f}",
             f"{row['fetch_to_bare_grpc_to_file']:.2f}",
+            f"{row['new_pages_gb_s']:.2f}",
+            f"{row['old_pages_gb_s']:.2f}",
+            f"{row['digest_gb_s']:.2f}",
         )
-    Console().print(table)
+    Console(width=140).print(table)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 

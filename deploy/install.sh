@@ -4,14 +4,22 @@ set -euo pipefail
 
 usage() {
   cat <<'TEXT'
-usage: deploy/install.sh [--dry-run] [--destdir DIR] [--with REQUIREMENT]... ROLE...
+usage: deploy/install.sh [--dry-run] [--destdir DIR] [--with REQUIREMENT]... [--nproc N] ROLE...
 
-ROLE is coordinator, learner:NAME or sampler:NAME. NAME names /etc/heterorl/NAME.toml and the instance of the unit.
+ROLE is one of these. NAME names /etc/heterorl/NAME.toml and the instance of the unit.
+
+  coordinator             one a run; no GPU
+  learner:NAME            PyTorch in one process
+  learner-deepspeed:NAME  DeepSpeed, a process for each GPU
+  sampler:NAME            transformers
+  sampler-vllm:NAME       vLLM, which is fast on a GPU; has an environment of its own beside the other roles'
 
   --dry-run        print what would be done, change nothing
   --destdir DIR    put the files under DIR only: no user, no environment (it could not be moved), no word to systemd
   --with REQUIREMENT   install this too, as pip understands it: a package or directory with your reward, or a file of
-                   requirements as -rFILE (-rrequirements/vllm.txt); name it again in every later call
+                   requirements as -rFILE; name it again in every later call
+  --nproc N        processes of a new learner-deepspeed, by default one for each NVIDIA GPU that is seen; it is written
+                   to /etc/heterorl/NAME.env, which is never overwritten
   PYTHON           the interpreter to build environments with (environment variable, default python3)
 
 A second run with the same sources changes nothing; configuration files that are there are never overwritten.
@@ -25,7 +33,7 @@ fail() {
 
 source_dir=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
-dry_run=false destdir=""
+dry_run=false destdir="" nproc=""
 roles=() with=()
 
 while (($#)); do
@@ -41,16 +49,21 @@ while (($#)); do
       with+=("$2")
       shift
       ;;
+    --nproc)
+      [[ ${2:-} =~ ^[1-9][0-9]*$ ]] || fail "--nproc needs a number of processes"
+      nproc=$2
+      shift
+      ;;
     -h | --help)
       usage
       exit 0
       ;;
-    coordinator | learner:* | sampler:*) roles+=("$1") ;;
+    coordinator | learner:* | learner-deepspeed:* | sampler:* | sampler-vllm:*) roles+=("$1") ;;
     *) fail "unknown argument '$1'; --help shows the usage" ;;
   esac
   shift
 done
-((${#roles[@]})) || fail "name at least one role: coordinator, learner:NAME or sampler:NAME"
+((${#roles[@]})) || fail "name at least one role: coordinator, learner:NAME, learner-deepspeed:NAME, sampler:NAME or sampler-vllm:NAME"
 
 # Instance names become paths and unit names: the characters that need no escaping in either.
 names=()
@@ -94,6 +107,7 @@ make_user() {
 
 # One environment per content: an upgrade is a new directory and one rename, a rollback is the same rename back.
 digest_of_sources() {
+  local kinds=("$@")
   (cd "$source_dir" &&
     { find services requirements -type f -not -name '*.pyc' -print0 | LC_ALL=C sort -z | xargs -0 sha256sum &&
       sha256sum pyproject.toml && printf '%s\n' "${kinds[@]}" "${with[@]}" && digest_of_extras; }) | sha256sum | cut -c1-12
@@ -108,24 +122,53 @@ digest_of_extras() {
   done
 }
 
+# make_environment LINK KIND...: what these kinds of roles need, under a name that its units know.
 make_environment() {
-  local target
-  target=/opt/heterorl/$(digest_of_sources)
+  local link=/opt/heterorl/$1 kinds=("${@:2}") target
+  target=/opt/heterorl/$(digest_of_sources "${kinds[@]}")
   if [[ ! -e $target/complete ]]; then
     local requirements=() kind
     for kind in "${kinds[@]}"; do requirements+=(-r "$source_dir/requirements/$kind.txt"); done
     run rm -rf "$target"
     run "$python" -m venv "$target"
-    run "$target/bin/pip" install --quiet --disable-pip-version-check "${requirements[@]}"
+    # DeepSpeed comes as source; its own kernels, which would take CUDA's compiler, are not used.
+    run env DS_BUILD_OPS=0 "$target/bin/pip" install --quiet --disable-pip-version-check "${requirements[@]}"
     run "$target/bin/pip" install --quiet --disable-pip-version-check --no-deps "$source_dir"
     if ((${#with[@]})); then run "$target/bin/pip" install --quiet --disable-pip-version-check "${with[@]}"; fi
     run install -D -m 0644 "$source_dir/deploy/README.md" "$target/share/heterorl/README.md"
     run touch "$target/complete"
   fi
-  if [[ $(readlink /opt/heterorl/current 2>/dev/null || true) != "$target" ]]; then
+  if [[ $(readlink "$link" 2>/dev/null || true) != "$target" ]]; then
     run ln -sfn "$target" /opt/heterorl/.next
-    run mv -T /opt/heterorl/.next /opt/heterorl/current
+    run mv -T /opt/heterorl/.next "$link"
   fi
+}
+
+# vLLM pins other versions than the lock of the services: its sampler shares no environment with another role.
+link_of() {
+  if [[ $1 == sampler-vllm ]]; then printf 'current-vllm'; else printf 'current'; fi
+}
+unit_of() {
+  case $1 in
+    coordinator) printf 'heterorl-coordinator.service' ;;
+    learner | learner-deepspeed) printf 'heterorl-learner@.service' ;;
+    *) printf 'heterorl-%s@.service' "$1" ;;
+  esac
+}
+
+# A process for each GPU, unless somebody said or says otherwise.
+write_nproc() {
+  local path=/etc/heterorl/$1.env count=$nproc
+  if [[ -e $destdir$path ]]; then return 0; fi
+  if [[ -z $count ]]; then
+    count=$(find /dev -maxdepth 1 -name 'nvidia[0-9]*' | wc -l)
+    if ((count == 0)); then count=1; fi
+  fi
+  local text
+  text=$(mktemp)
+  printf 'HETERORL_NPROC=%s\n' "$count" >"$text"
+  file 0644 "$text" "$path"
+  rm -f "$text"
 }
 
 mapfile -t kinds < <(printf '%s\n' "${roles[@]%%:*}" | LC_ALL=C sort -u)
@@ -133,7 +176,15 @@ make_user
 directory 0755 /opt/heterorl
 directory 0755 /etc/heterorl
 directory 0700 /etc/heterorl/credentials
-if [[ -z $destdir ]]; then make_environment; fi
+if [[ -z $destdir ]]; then
+  for link in current current-vllm; do
+    own=()
+    for kind in "${kinds[@]}"; do
+      if [[ $(link_of "$kind") == "$link" ]]; then own+=("$kind"); fi
+    done
+    if ((${#own[@]})); then make_environment "$link" "${own[@]}"; fi
+  done
+fi
 for role in "${roles[@]}"; do
   kind=${role%%:*} name=${role#*:}
   directory 0700 "/etc/heterorl/credentials/$name"
@@ -143,7 +194,8 @@ for role in "${roles[@]}"; do
   if [[ $kind == coordinator && ! -e $destdir/etc/heterorl/revoked ]]; then
     file 0644 "$source_dir/deploy/config/revoked" /etc/heterorl/revoked
   fi
-  if [[ $kind == coordinator ]]; then unit=heterorl-coordinator.service; else unit=heterorl-$kind@.service; fi
+  if [[ $kind == learner-deepspeed ]]; then write_nproc "$name"; fi
+  unit=$(unit_of "$kind")
   file 0644 "$source_dir/deploy/systemd/$unit" "/etc/systemd/system/$unit"
 done
 if [[ -z $destdir ]]; then run systemctl daemon-reload; fi
@@ -152,7 +204,9 @@ if $dry_run; then exit 0; fi
 printf 'Installed. Nothing was started or restarted.\n'
 for role in "${roles[@]}"; do
   kind=${role%%:*} name=${role#*:}
-  if [[ $kind == coordinator ]]; then unit=heterorl-coordinator; else unit=heterorl-$kind@$name; fi
+  unit=$(unit_of "$kind")
+  unit=${unit%.service}
+  if [[ $unit == *@ ]]; then unit+=$name; fi
   printf '  edit /etc/heterorl/%s.toml, put ca.crt, node.crt and node.key into /etc/heterorl/credentials/%s, then:\n' "$name" "$name"
   printf '    systemctl enable --now %s (or: systemctl restart %s)\n' "$unit" "$unit"
 done

@@ -61,6 +61,9 @@ def problems(service: Service, config: Any, *, is_loading: bool = True) -> Itera
     for package, extra in _packages(service, config):
         if importlib.util.find_spec(package) is None:
             yield DependencyMissing(package.replace("_", "-"), extra)
+    kind = (config.engine if service == "sampler" else config.backend).kind
+    if kind in ("vllm", "deepspeed"):
+        yield from _problem(_check_engine, kind)
     task: list[Any] = []
     yield from _problem(lambda: task.append(_build_task(config)))
     prompter: list[Any] = []
@@ -80,13 +83,16 @@ def _problem(step: Callable[..., object], *arguments: object) -> Iterator[Hetero
 def _packages(service: str, config: Any) -> Iterator[tuple[str, str]]:
     """The packages that the configuration asks for, and the extras that bring them."""
     yield from (("torch", service), ("transformers", service))
-    kind = (config.engine if service == "sampler" else config.backend).kind
-    if kind in ("vllm", "deepspeed"):
-        yield kind, kind
     if service == "learner" and config.backend.kind == "torch" and config.backend.liger:
         yield "liger_kernel", "gpu"
     if config.tracing.otlp_endpoint:
         yield "opentelemetry", "otel"
+
+
+def _check_engine(kind: str) -> None:
+    from heterorl.common.model.packages import check_engine
+
+    check_engine(kind)
 
 
 def _build_task(config: Any) -> Any:

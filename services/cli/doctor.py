@@ -92,6 +92,7 @@ def patient_of(role: str, config: Any, *, num_calls: int = 10) -> Any:
         state_key="state_dir",
         site=config.site if role == "sampler" else "",
         device=device,
+        engine=engine.kind if engine.kind in ("vllm", "deepspeed") else "",
         published_dtype=config.published_dtype if role == "sampler" else config.backend.published_dtype,
         max_message_bytes=config.max_message_bytes if role == "learner" else MESSAGE_BYTES,
         model_config=config if config.model_dir else None,

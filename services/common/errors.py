@@ -3,7 +3,7 @@
     HeterorlError
       OperatorError           the person running us must change something
         ConfigError             a key, value or file
-        PortInUse  DiskFull  DependencyMissing
+        PortInUse  DiskFull  DependencyMissing  DependencyUnsupported
       RemoteError             an answer of a peer, one per ErrorReason (services/common/rpc maps it to a status);
                               each says itself whether waiting helps (`is_transient`)
         InvalidRequest  ContractMismatch  UnknownVersion  UnknownPayload  DigestMismatch  StaleEpoch  LeaseHeld
@@ -78,6 +78,17 @@ class DependencyMissing(OperatorError):
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(f"{package} is not installed", action=f"pip install 'heterorl[{extra}]'")
+
+
+class DependencyUnsupported(OperatorError):
+    """An optional package is installed in a version that this release was not made for."""
+
+    def __init__(self, package: str, extra: str, *, found: str, supported: str) -> None:
+        self.found = found
+        super().__init__(
+            f"{package} {found} is installed; this release works with {package} {supported}",
+            action=f"pip install 'heterorl[{extra}]', or install the release of heterorl for {package} {found}",
+        )
 
 
 class RemoteError(HeterorlError):

@@ -91,8 +91,9 @@ class CoordinatorConfig(Config):
     """Longest prompt of a group, tokens."""
     messages_in_flight_bytes: int = Field(default=1 << 30, ge=1 << 20)
     """Bytes of messages from all samplers in memory at once; one sampler has at most four of the largest messages."""
-    max_concurrent_rpcs: int = Field(default=1024, ge=8)
-    """Rpcs under way at once; more are refused for a while. An eighth of them is kept for the learner and operators."""
+    max_concurrent_rpcs: int = Field(default=4096, ge=8)
+    """Rpcs under way at once; more are refused for a while. A sampler takes two to four, one of them all the time.
+    An eighth of them is kept for the learner and operators."""
     site_concurrent_rpcs: int = Field(default=32, ge=1)
     """Rpcs that one sampler's certificate may have under way at once."""
     learner_lease_s: float = Field(default=10.0, gt=0)
@@ -100,6 +101,9 @@ class CoordinatorConfig(Config):
     work_lease_s: float = Field(default=120.0, gt=0)
     """How long a silent sampler keeps a prompt group, seconds; choose above the longest generation and transit. The
     delay that its own model makes comes on top."""
+    max_work_ahead_s: float = Field(default=3600.0, ge=0, allow_inf_nan=False)
+    """How far ahead a site may hold assignments, seconds; what a silent site holds waits so much longer for its
+    return, and counts against nobody meanwhile. 0: what a silent sampler holds goes to others after work_lease_s."""
     stop_grace_s: float = Field(default=5.0, ge=0)
     """How long running calls may take after SIGTERM, seconds."""
 

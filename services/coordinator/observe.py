@@ -26,6 +26,7 @@ _SITE_GAUGES = (
     metrics.SITE_POLICY_VERSION,
     metrics.SITE_SILENCE_SECONDS,
     metrics.SITE_WORK_GROUPS,
+    metrics.SITE_AWAY_GROUPS,
     metrics.SITE_PENDING_BYTES,
     metrics.SITE_QUARANTINED,
     metrics.SITE_FAILED_GROUPS,
@@ -120,9 +121,11 @@ def _observe_sites(sites: Sequence[SiteStatus], bytes_by_site: dict[str, int]) -
     """A site is as its incarnation seen last is; those of earlier processes are history."""
     newest: dict[str, SiteStatus] = {}
     work: defaultdict[str, int] = defaultdict(int)
+    away: defaultdict[str, int] = defaultdict(int)
     for status in sites:
         label = metrics.SITES.of(status.site)
         work[label] += status.work_leased
+        away[label] += status.work_away
         known = newest.get(label)
         if 0 <= status.last_seen_s < SILENCE_LIMIT_S and (known is None or status.last_seen_s < known.last_seen_s):
             newest[label] = status
@@ -138,6 +141,7 @@ def _observe_sites(sites: Sequence[SiteStatus], bytes_by_site: dict[str, int]) -
         metrics.SITE_POLICY_VERSION.labels(label).set(status.policy_version)
         metrics.SITE_SILENCE_SECONDS.labels(label).set(status.last_seen_s)
         metrics.SITE_WORK_GROUPS.labels(label).set(work[label])
+        metrics.SITE_AWAY_GROUPS.labels(label).set(away[label])
         metrics.SITE_PENDING_BYTES.labels(label).set(pending[label])
         metrics.SITE_QUARANTINED.labels(label).set(bool(status.quarantine))
         metrics.SITE_FAILED_GROUPS.labels(label).set(status.groups_failed)

@@ -55,7 +55,7 @@ async def open_parts(config: CoordinatorConfig, clock: Clock, *, store: type[Dat
         )
         merges = Merges(config.data_dir / "merged")
         await merges.open(database)
-        sites = Sites()
+        sites = Sites(max_work_ahead_s=config.max_work_ahead_s)
         leases = PullLeases(term_s=config.pull_lease_s, started=now)
         damage = Damage(database=database, blobs=blobs, merges=merges)
         keeper = Keeper(
@@ -112,7 +112,7 @@ async def open_parts(config: CoordinatorConfig, clock: Clock, *, store: type[Dat
             clock=clock,
         ),
         sites=sites,
-        deadlines=Deadlines(sites=sites, work_lease_s=config.work_lease_s),
+        deadlines=Deadlines(sites=sites, work_lease_s=config.work_lease_s, started=now),
         bell=Bell(),
         head_bell=Bell(),
         queue=queue.Queue.of(config),

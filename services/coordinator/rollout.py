@@ -7,7 +7,7 @@ import contextlib
 import logging
 import sqlite3
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
 from heterorl.common.errors import Draining, HeterorlError, InvalidRequest, RunFinished
 from heterorl.common.types.common import Contract, SiteId
@@ -18,7 +18,6 @@ from heterorl.common.types.rollout import (
     GroupId,
     LeasedGroup,
     PushOutcome,
-    PushStatus,
     QueuedGroup,
     Rejection,
     SealedGroup,
@@ -26,11 +25,13 @@ from heterorl.common.types.rollout import (
     WorkGrant,
 )
 from heterorl.common.wire.rollout import opened
-from heterorl.coordinator.groups import horizon, ledger, queue, work
+from heterorl.coordinator.groups import horizon, queue, work
 from heterorl.coordinator.groups.intake import Arrival, arrival_of
 from heterorl.coordinator.groups.schedule import Load, Pace, decide_grant
 from heterorl.coordinator.parts import Parts
-from heterorl.coordinator.sites import quarantine
+from heterorl.coordinator.sites import quarantine, shares
+from heterorl.coordinator.sites.sites import Holder, declared
+from heterorl.coordinator.store import tallies
 from heterorl.coordinator.store.database import get_meta
 from heterorl.coordinator.versions import lineage
 from heterorl.coordinator.versions.chain import Chain
@@ -74,22 +75,21 @@ class RolloutColumn:
             if not Chain(connection).is_in_lineage(policy_version):
                 return (), f"policy {policy_version} was abandoned; pull version {head}"
             quarantine.check_site(connection, site)
-            work.expire(connection, self._parts.deadlines.expired(connection, work.leased(connection), now))
+            self._parts.deadlines.look(connection, now)
             if head - policy_version <= self._parts.config.max_staleness_versions:
-                self._parts.sites.shares.note_asked(site, now)
+                shares.note_asked(connection, site, now)
             again = work.handed_before(connection, site=site, incarnation=incarnation, request_id=request_id)
             if again:
                 return self._parts.deadlines.begin(
                     connection, again, (site, incarnation), now
                 ), "given to this request before"
-            counts, held = ledger.counts(connection), work.leased(connection)
             load = Load(
                 head_version=head,
                 policy_version=policy_version,
-                outstanding=counts.pending + counts.leased + len(held),
-                held=sum(holder == site for holder, _ in held.values()),
+                outstanding=tallies.outstanding(connection),
+                held=tallies.held(connection, site),
             )
-            pace = self._pace(site, {holder for holder, _ in held.values()}, now)
+            pace = self._pace(connection, (site, incarnation), now)
             granted, reason = decide_grant(load, pace, wanted=max_groups)
             handed = work.hand_out(
                 connection,
@@ -106,10 +106,17 @@ class RolloutColumn:
         self._parts.sites.see(site, incarnation, now, policy_version=policy_version)
         return WorkGrant(assignments=assignments, reason=reason, retry_after_s=0.0 if assignments else RETRY_AFTER_S)
 
-    def _pace(self, site: SiteId, holders: Collection[str], now: float) -> Pace:
+    def _pace(self, connection: sqlite3.Connection, holder: Holder, now: float) -> Pace:
         config = self._parts.config
         limit = config.outstanding_limit
-        share = self._parts.sites.shares.allowance(site, holders=holders, limit=limit, now=now)
+        share = shares.allowance(
+            connection,
+            holder[0],
+            limit=limit,
+            at_least=config.groups_per_version,
+            works_ahead=declared(connection, holder).ahead_s > 0,
+            now=now,
+        )
         return Pace(
             groups_per_version=config.groups_per_version,
             max_staleness_versions=config.max_staleness_versions,
@@ -149,11 +156,7 @@ class RolloutColumn:
             assert contract is not None, "a site registers only after the contract is stated"
             head = stated_version(lineage.head_version(connection))
             arrived = [arrival_of(group, contract, self._parts.config) for group in groups]
-            found = self._parts.queue.ingest(connection, arrived, head=head, now=now, instant=instant)
-            for outcome in found:
-                if outcome.status is PushStatus.ACCEPTED:
-                    self._parts.sites.shares.note_answered(outcome.id.site)
-            return found
+            return self._parts.queue.ingest(connection, arrived, head=head, now=now, instant=instant)
 
         outcomes = await self._parts.change(operation)
         for group in groups:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sqlite3
 from collections.abc import Mapping
 
@@ -26,7 +27,9 @@ from heterorl.common.types.run import (
 )
 from heterorl.common.types.standstill import RELEASE
 from heterorl.coordinator import status
+from heterorl.coordinator.groups import work
 from heterorl.coordinator.parts import Parts
+from heterorl.coordinator.rpc.bounds import PUSH_GROUPS
 from heterorl.coordinator.sites import audit, canary, quarantine, watermark
 from heterorl.coordinator.sites.audit import AuditKind
 from heterorl.coordinator.sites.flaps import note_left_out
@@ -60,6 +63,8 @@ class RunColumn:
                 f"the delay of {registration.max_delay_s:g} s there and back exceeds max_policy_age_s = {longest_s:g}",
                 action="raise the coordinator's max_policy_age_s or lower the sampler's delay",
             )
+        if not 0 <= registration.work_ahead_s < math.inf:
+            raise InvalidRequest(f"work_ahead_s: {registration.work_ahead_s:g} is not a number of seconds")
         if not registration.site or not registration.incarnation:
             raise InvalidRequest("site and incarnation must not be empty")
         if registration.lowest_sequence > MAX_SEQUENCE:
@@ -74,6 +79,10 @@ class RunColumn:
                 )
             flavours.check_offered(connection, registration.flavour)
             known = self._parts.sites.register(connection, registration)
+            if registration.held is not None:
+                work.keep_only(
+                    connection, registration.held, site=registration.site, incarnation=registration.incarnation
+                )
             return lineage.head_version(connection), known + 1
 
         head, next_sequence = await self._parts.database.run(operation)
@@ -85,6 +94,8 @@ class RunColumn:
             next_sequence=next_sequence,
             max_staleness_versions=bound,
             max_message_bytes=self._parts.config.max_message_bytes,
+            push_groups=PUSH_GROUPS,
+            work_ahead_s=self._parts.sites.granted_ahead_s(registration),
         )
 
     async def heartbeat(self, beat: Heartbeat) -> tuple[Command, ...]:
@@ -144,6 +155,7 @@ class RunColumn:
                 connection,
                 config=self._parts.config,
                 sites=self._parts.sites,
+                deadlines=self._parts.deadlines,
                 quotas=self._parts.queue.quotas,
                 now=now,
                 wall=wall,

@@ -11,6 +11,7 @@ from heterorl.common.types.policy import NO_VERSION, PayloadKind, stated_version
 from heterorl.common.types.run import RunStatus
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.groups import ledger
+from heterorl.coordinator.groups.deadlines import Deadlines
 from heterorl.coordinator.payloads import index
 from heterorl.coordinator.sites import quarantine
 from heterorl.coordinator.sites.quotas import Quotas
@@ -41,6 +42,7 @@ def run_status(
     *,
     config: CoordinatorConfig,
     sites: Sites,
+    deadlines: Deadlines,
     quotas: Quotas,
     now: float,
     wall: float,
@@ -66,7 +68,13 @@ def run_status(
         bytes_full=head.full_bytes if head else 0,
         bytes_last=head.last_bytes if head else 0,
         changed_fraction=head.changed_fraction if head else 0.0,
-        sites=sites.statuses(connection, now, quotas=quotas, rule=quarantine.rule_of(config)),
+        sites=sites.statuses(
+            connection,
+            now,
+            quotas=quotas,
+            rule=quarantine.rule_of(config),
+            holdings=deadlines.holdings(connection, now),
+        ),
         last_report=StepReport(**json.loads(last[0])) if last else None,
         is_head_signed=bool(head and chain.signature(head.version)),
         store_bytes=store_bytes,

@@ -137,11 +137,13 @@ def sampler_tables(regime: Regime, options: DemoOptions, *, site: str, address: 
         "state_dir": str(options.out / site),
         "metrics_port": 0,
         "group_size": regime.group_size,
-        "groups_per_batch": regime.groups_per_step // 2,
+        # As the demo's range was measured: a site is exactly so many versions behind.
+        "swap": "drain",
+        "work_ahead_s": 0.0,
         "seed": options.seed + SITES.index(site),
         "heartbeat_s": 0.5,
         "task": {"name": "arithmetic", "digits": regime.digits},
         "sampling": {"max_new_tokens": regime.digits + 2},
-        "engine": {"kind": "hf", "threads": 1},
+        "engine": {"kind": "hf", "threads": 1, "batch_rows": regime.groups_per_step // 2 * regime.group_size},
         "delay": {"kind": "fixed", "semantics": "transit", "unit": "versions", "value": regime.lag_versions},
     }

@@ -53,6 +53,8 @@ class Patient:
     state_key: str
     site: str = ""
     device: str = "cpu"
+    engine: str = ""
+    """Package of the engine or backend, where it is an optional one."""
     published_dtype: str = "bf16"
     max_message_bytes: int = MESSAGE_BYTES
     model_config: Any = None
@@ -187,7 +189,7 @@ def _judge_machine(patient: Patient, facts: _Machine, diagnosis: Diagnosis | Non
     ]
     if patient.role in {Role.LEARNER, Role.SAMPLER}:
         checks.append(node.judge_device(facts.device, device=patient.device, role=patient.role, state_bytes=state))
-    checks.append(node.judge_versions(machine.measure_versions(), role=patient.role, diagnosis=diagnosis))
+    checks.append(node.judge_versions(machine.measure_versions(patient.engine), role=patient.role, diagnosis=diagnosis))
     if patient.role in {Role.LEARNER, Role.SAMPLER}:
         checks.append(node.judge_contract(facts.contract, diagnosis=diagnosis))
     return checks

@@ -161,7 +161,7 @@ def judge_messages(trials: Sequence[Trial], *, own_limit: int, server_limit: int
             return fail("messages", found, "look for a proxy on the way that limits the size of messages")
         if min(largest.values()) == 0:
             return fail("messages", found, "lower the interface's MTU to 1280: large packets are lost on the way")
-        return warn("messages", found, "the line is slow: lower groups_per_batch, or look for a better one")
+        return warn("messages", found, "the line is slow: look for a better one, or send shorter groups")
     if own_limit != server_limit:
         remedy = (
             f"set max_message_bytes to the coordinator's {server_limit} (this node's is {own_limit}), or the reverse"

@@ -47,6 +47,8 @@ class Versions:
     python: str
     grpc: str
     torch: str | None
+    engine: str | Trouble | None = None
+    """Engine's package and version, or why it does not fit; None where the configuration needs none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,13 +101,23 @@ def measure_memory(root: Path = Path("/")) -> int | Trouble:
     return free
 
 
-def measure_versions() -> Versions:
-    """Read what is installed; nothing is imported for it."""
+def measure_versions(engine: str = "") -> Versions:
+    """Read what is installed, an engine's package too where one is named; nothing is imported for it."""
     try:
         torch: str | None = version("torch")
     except PackageNotFoundError:
         torch = None
-    return Versions(heterorl=__version__, python=platform.python_version(), grpc=grpc.__version__, torch=torch)
+    fit: str | Trouble | None = None
+    if engine:
+        from heterorl.common.model.packages import check_engine
+
+        try:
+            fit = f"{engine} {check_engine(engine)}"
+        except HeterorlError as error:
+            fit = Trouble(kind=engine, detail=str(error.args[0]))
+    return Versions(
+        heterorl=__version__, python=platform.python_version(), grpc=grpc.__version__, torch=torch, engine=fit
+    )
 
 
 def measure_device(device: str) -> Device | Trouble:

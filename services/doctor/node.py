@@ -95,6 +95,10 @@ def judge_versions(fact: Versions, *, role: Role, diagnosis: Diagnosis | None) -
     own = f"heterorl {fact.heterorl}, Python {fact.python}, grpc {fact.grpc}, torch {fact.torch or 'none'}"
     if role in {Role.LEARNER, Role.SAMPLER} and fact.torch is None:
         return fail("versions", own, f"install torch: pip install 'heterorl[{role}]'")
+    if isinstance(fact.engine, Trouble):
+        return fail("versions", f"{own}; {fact.engine.detail}", f"pip install 'heterorl[{fact.engine.kind}]'")
+    if fact.engine is not None:
+        own += f", {fact.engine}"
     if diagnosis is None:
         return ok("versions", own)
     found = f"{own}; coordinator: heterorl {diagnosis.heterorl_version}, Python {diagnosis.python_version}"

@@ -119,7 +119,7 @@ def _sampler(
     directory: Path,
 ) -> sampler_app.Sampler:
     config = _sampler_config(cell, number, model_dir=model_dir, directory=directory)
-    parts = assemble_sampler(config)
+    parts = assemble_sampler(config, scores_here=True)
     engine = ChargedEngine(inner=parts.engine, charge=loop.charge, group_s=_group_s(cell))
     return sampler_app.join(
         config,
@@ -211,6 +211,8 @@ def _learner_config(cell: Cell, *, model_dir: Path, directory: Path) -> LearnerC
                 # As the committed tables were made: another forward pass is another experiment.
                 "forward_weights": "masters",
             },
+            # For the same reason: a step that begins earlier takes other groups.
+            "overlap_publication": False,
             "snapshot_every_versions": 10_000,
             "checkpoint_every_versions": 10_000,
             "evaluation": {"every_versions": cell.regime.evaluate_every},
@@ -223,13 +225,16 @@ def _sampler_config(cell: Cell, number: int, *, model_dir: Path, directory: Path
     if not isinstance(delay, NoDelay):
         # A virtual second is a step.
         delay = delay.model_copy(update={"time_scale": cell.regime.seconds_per_step / STEP_S})
+    groups = max(1, cell.regime.groups_per_step // cell.regime.num_samplers)
     return SamplerConfig.model_validate(
         {
             **_shared(cell, model_dir),
             "site": f"site-{number}",
             "state_dir": directory / f"site-{number}",
-            "groups_per_batch": max(1, cell.regime.groups_per_step // cell.regime.num_samplers),
-            "engine": {"threads": 1},
+            # Exact versions, and nothing leased ahead: the delay alone decides how old a group is.
+            "swap": "drain",
+            "work_ahead_s": 0.0,
+            "engine": {"threads": 1, "batch_rows": groups * cell.regime.group_size},
             "seed": 1000 * cell.seed + number,
             "delay": delay.model_dump(),
             "heartbeat_s": _HOUR,

@@ -47,7 +47,7 @@ from heterorl.learner.checks.examiner import Examiner
 from heterorl.learner.checks.versions import RecentVersions
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.observe import observe_start
-from heterorl.learner.publish.checkpoint import CheckpointStore
+from heterorl.learner.publish.checkpoint import CheckpointStore, cadence
 from heterorl.learner.publish.flavours import Flavours
 from heterorl.learner.publish.journal import Journal
 from heterorl.learner.publish.publish import Publisher
@@ -224,7 +224,7 @@ def _begin_term(
         journal=journal,
         patience=patience(),
         snapshot_every_versions=config.snapshot_every_versions,
-        checkpoint_every_versions=config.checkpoint_every_versions,
+        checkpoint_every_versions=cadence(config.checkpoint_every_versions, num_elements=backend.layout.num_elements),
         signer=parts.signer,
         canary=parts.canary,
         threads=threads,

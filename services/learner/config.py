@@ -90,8 +90,14 @@ class LearnerConfig(Config):
     """Forms in which every version is published beside the weights that are trained, for samplers on narrow links."""
     snapshot_every_versions: int = Field(default=50, ge=1)
     """Versions between snapshots, published beside the delta; bounds what a new sampler has to fetch."""
-    checkpoint_every_versions: int = Field(default=1, ge=1)
-    """Versions between checkpoints. After a crash, versions since the last one are abandoned; 1 abandons none."""
+    overlap_publication: bool = True
+    """Whether the next step computes while a version is encoded, checkpointed, uploaded and committed."""
+    checkpoint_every_versions: int = Field(default=0, ge=0)
+    """Versions between checkpoints, k. 0 chooses: 1 where a checkpoint is below 4 GiB, else 10. A checkpoint is 14
+    bytes a parameter: masters and optimizer are copied into the host's memory at the end of a step and written while
+    the next one computes; the version is published when all is on the disk. A restart after a crash or a signal goes on
+    from the newest checkpoint: up to k - 1 published versions are abandoned and their prompts handed out again, and
+    what was in no version is trained again. 1 abandons none."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Held-out accuracy."""
     retry_base_s: float = Field(default=0.2, gt=0)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from heterorl.common.process import metrics
 from heterorl.common.process.tracing import TRACER
@@ -19,17 +20,29 @@ _NUMBERS = (
 )  # fmt: skip
 
 
+WAITS = ("groups", "publication")
+"""What a step may have waited for."""
+
+
 def observe_step(
-    report: StepReport, groups: Sequence[QueuedGroup], *, head_version: int, held_s: Sequence[float]
+    report: StepReport,
+    groups: Sequence[QueuedGroup],
+    *,
+    head_version: int,
+    held_s: Sequence[float],
+    waited_s: Mapping[str, float] = MappingProxyType({}),
 ) -> None:
     """Export one step; staleness is counted from the coordinator's head, so that a restart cannot inflate it.
 
     Args:
         report: the step.
         groups: those it trained on.
-        head_version: newest version when the step began.
+        head_version: the version that the step builds on.
         held_s: for each group, seconds since it arrived here; added to its age, which the coordinator stated then.
+        waited_s: seconds since the step before in which nothing was computed, by one of WAITS.
     """
+    for what in WAITS:
+        metrics.WAITED_SECONDS.labels(what).inc(waited_s.get(what, 0.0))
     metrics.STEPS.labels(str(report.is_applied).lower()).inc()
     metrics.STEP_SECONDS.observe(report.step_s)
     metrics.TOKENS.inc(report.num_tokens)
@@ -60,13 +73,15 @@ def observe_step(
     metrics.ENTROPY.set(report.entropy)
     metrics.GRAD_NORM.set(report.grad_norm)
     _LOG.info(
-        "step %d: loss %.4g, reward %.3f, staleness up to %d versions, %d tokens in %.2f s",
+        "step %d: loss %.4g, reward %.3f, staleness up to %d versions, %d tokens in %.2f s, after waiting %.2f s for"
+        " groups and %.2f s for a publication",
         report.step,
         report.loss,
         report.reward_mean,
         report.staleness_max,
         report.num_tokens,
         report.step_s,
+        *(waited_s.get(what, 0.0) for what in WAITS),
     )
 
 
@@ -79,6 +94,8 @@ def observe_start() -> None:
     # A counter that appears with its first count shows no increase.
     for applied in ("true", "false"):
         metrics.STEPS.labels(applied)
+    for what in WAITS:
+        metrics.WAITED_SECONDS.labels(what)
     for kind in ("delta", "snapshot"):
         metrics.VERSIONS.labels(kind)
 

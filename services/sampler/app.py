@@ -4,16 +4,23 @@
     register  a coordinator that knows the run's contract   the coordinator; tried again with full jitter
     watch     news of the head                              the coordinator; a broken link (it dials again)
     sync      a version that the delay model lets through   watch, or time
-    generate  a verified version; work; room in the outbox  sync; the coordinator; deliver
-    deliver   a group that is due                           generate, or time
+    reserve   assignments below three quarters; time        generate; the coordinator
+    generate  a verified version; an assignment; room in    sync; reserve; collect; deliver; a person who makes
+              the engine, the outbox and on the disk        room on the disk
+    collect   a completion that ends                        the engine
+    score     a process that computes rewards               the process, or its time limit
+    spool     a group whose last member is scored           score; on a full disk, time
+    return    assignments that give no group                score; collect
+    deliver   a group that is due                           spool, or time
     beat      the heartbeat's interval                      time
     watchdog  half the service manager's interval           time
     main      SIGTERM, SIGINT, an order to stop, the end    the operator; beat; generate after a drain
 
-Weights are swapped between two batches, or with `swap = "in_flight"` during one, by generate too. Every wait ends at a
-signal, the first registration's too. Order of the stop: the batch under way ends and is spooled, then everything is
-cancelled; what the outbox holds is durable and is pushed by the next process. A drain takes no more work, empties the
-outbox, then ends. A typed error that no repetition changes ends all loops and is the process's last word.
+Weights are swapped by generate, between two tokens of what is under way, or with `swap = "drain"` when nothing is.
+Every wait ends at a signal, the first registration's too. Order of the stop: groups that ended are spooled, what is
+under way is given up and handed back with the reserve, then everything is cancelled; what the outbox holds is durable
+and is pushed by the next process. A drain takes no more work, ends what is under way, empties the outbox, then ends. A
+typed error that no repetition changes ends all loops and is the process's last word.
 """
 
 from __future__ import annotations
@@ -123,7 +130,7 @@ def join(
     now = steady(clock)
     # A clock that was wrong when an earlier process spooled must hold nothing longer than the delay model would.
     outbox.release_by(now() + max_group_delay_s(config.delay))
-    batch = asyncio.Lock()
+    numbering = asyncio.Lock()
     patience = Patience(clock=clock, rng=rng)
     puller = Puller(
         api=api,
@@ -159,17 +166,17 @@ def join(
             max_delay_versions=max_delay_versions(config.delay),
             max_delay_s=max_delay_s(config.delay),
             flavour=config.flavour,
+            work_ahead_s=config.work_ahead_s,
         ),
         outbox=outbox,
         record=record,
         heartbeat_s=config.heartbeat_s,
         clock=clock,
         bell=bell,
-        batch=batch,
+        numbering=numbering,
         rng=rng,
     )
     maker = RolloutMaker(
-        engine=parts.engine,
         task=parts.task,
         prompter=parts.prompter,
         site=site,
@@ -189,7 +196,7 @@ def join(
         session=session,
         clock=clock,
         bell=bell,
-        batch=batch,
+        numbering=numbering,
         rng=rng,
         now=now,
     )
@@ -200,21 +207,19 @@ def join(
         generation=generation,
         delivery=delivery,
         outbox=outbox,
-        batch=batch,
         close=parts.close,
     )
 
 
 @dataclass(slots=True, kw_only=True)
 class Sampler:
-    """The joined parts of one sampler; whoever holds `batch` interrupts no batch."""
+    """The joined parts of one sampler."""
 
     session: Session
     policy: PolicySync
     generation: Generation
     delivery: Delivery
     outbox: Outbox
-    batch: asyncio.Lock
     close: Callable[[], None]
 
     async def run(self, stop: asyncio.Event, *, on_ready: Callable[[], None] = lambda: None) -> None:
@@ -236,11 +241,12 @@ class Sampler:
                 ]
                 on_ready()
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-                if self.batch.locked():
-                    _LOG.info("stopping: the batch under way ends first and is spooled")
-                async with self.batch:
-                    for task in ends:
-                        task.cancel()
+                if self.generation.num_under_way:
+                    _LOG.info("stopping: %d groups under way are given up", self.generation.num_under_way)
+                if not ends[0].done():
+                    await self.generation.stop()
+                for task in ends:
+                    task.cancel()
         except BaseExceptionGroup as group:
             raise cause_of(group) from group
         await self._say_end()

@@ -13,13 +13,16 @@ from heterorl.common.model.contract import build_contract
 from heterorl.common.model.directory import check_model_dir
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.model.trial import try_reward
-from heterorl.common.tasks.registry import build_task
+from heterorl.common.tasks.registry import apart, build_task, close_task
 from heterorl.common.tasks.task import Task
 from heterorl.common.types.common import Contract
 from heterorl.common.weights.arena import Arena
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.engines import build_engines
 from heterorl.sampler.policy.flavoured_engine import FlavouredEngine
+
+REWARD_WORKERS = 4
+"""Where nobody says how many: completions end faster at a sampler than one process scores them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +41,12 @@ class Parts:
     """Ends what the engine runs outside this process."""
 
 
-def assemble(config: SamplerConfig) -> Parts:
+def assemble(config: SamplerConfig, *, scores_here: bool = False) -> Parts:
     """Load model, tokenizer and task.
+
+    Args:
+        config: the sampler's.
+        scores_here: compute the task's own score in this process, as the lab does on virtual time.
 
     Raises:
         ConfigError: one of them cannot be loaded.
@@ -49,7 +56,11 @@ def assemble(config: SamplerConfig) -> Parts:
     check_model_dir(config.model_dir)
     if config.engine.threads:
         torch.set_num_threads(config.engine.threads)
-    task = build_task(config.task)
+    settings = config.task
+    if "reward_workers" not in settings.model_fields_set:
+        settings = settings.model_copy(update={"reward_workers": REWARD_WORKERS})
+    task = build_task(settings)
+    task = task if scores_here else apart(task, settings)
     prompter = Prompter(config.model_dir, use_chat_template=config.use_chat_template)
     # Before the model is loaded and before anybody counts on this site.
     try_reward(task, prompter)
@@ -67,6 +78,11 @@ def assemble(config: SamplerConfig) -> Parts:
         lora=engines.lora,
     )
     flavoured = FlavouredEngine(engine, config.flavour) if config.flavour else None
+
+    def close() -> None:
+        close_task(task)
+        engines.close()
+
     return Parts(
         # The contract is the trained weights': a flavour is another form of the same run.
         engine=flavoured or engine,
@@ -75,5 +91,5 @@ def assemble(config: SamplerConfig) -> Parts:
         contract=contract,
         base=flavoured.base_of(engines.base) if flavoured else engines.base,
         canary=canary_texts(task, prompter),
-        close=engines.close,
+        close=close,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, JsonValue, Tag, field_validator, model_validator
 
@@ -47,7 +47,7 @@ class HfEngineConfig(Config):
     compute_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of the matrix products; log-probs are float32 either way."""
     batch_rows: int = Field(default=256, ge=1)
-    """Completions that each engine generates at once."""
+    """Completions that each engine generates at once; as each ends, another one begins."""
     threads: int = Field(default=0, ge=0)
     """Threads of torch and of the weight codec on the CPU; 0 leaves torch's choice, and one for each core."""
 
@@ -70,7 +70,7 @@ class VllmEngineConfig(Config):
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Devices that share the model."""
     batch_rows: int = Field(default=256, ge=1)
-    """Completions that each engine generates at once."""
+    """Completions that each engine generates at once; as each ends, another one begins."""
     enforce_eager: bool | None = None
     """Compile nothing and record no graphs: slower on a GPU, quicker to start. Left out, it is so on a CPU only."""
     extra: dict[str, JsonValue] = Field(default_factory=dict)
@@ -165,11 +165,13 @@ class SamplerConfig(Config):
     repeat the draws; engine hf, without top_p and top_k. vLLM cannot: its rollouts are checked by log-probs alone."""
     group_size: int = Field(default=8, ge=2)
     """Rollouts of one prompt."""
-    groups_per_batch: int = Field(default=16, ge=1)
-    """Groups generated at once, and with `swap = "drain"` between two chances to swap the weights."""
-    swap: Literal["drain", "in_flight"] = "drain"
-    """When new weights are taken: `drain` between two batches; `in_flight` between two tokens of a batch under way,
-    whose rollouts then span versions and keep the keys and values that they have."""
+    swap: Literal["in_flight", "drain"] = "in_flight"
+    """When new weights are taken: `in_flight` between two tokens of what is under way, whose rollouts then span
+    versions and keep the keys and values that they have; `drain` when nothing is under way: a swap that is due lets
+    nothing more begin. seeded_sampling takes `drain`."""
+    work_ahead_s: float = Field(default=600.0, ge=0, le=86400)
+    """Seconds for which assignments are leased ahead, at this sampler's own speed: an outage so long idles nothing. 0
+    leases a fill of the engine when everything before it is spooled, for experiments."""
     seed: int = Field(default=0, ge=0)
     """Seed of this sampler's delays."""
     delay: DelayConfig = NoDelay()
@@ -184,6 +186,19 @@ class SamplerConfig(Config):
     """Ranges of a payload fetched at once; 2 to 4 help on long links that lose packets."""
     outbox_bytes: int = Field(default=1 << 30, ge=1 << 16)
     """Bytes of undelivered groups at which generation pauses."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _explain_changes(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            if "groups_per_batch" in data:
+                raise ValueError(
+                    "groups_per_batch is no key any more: engine.batch_rows says how many completions are generated at"
+                    " once, and refilled as each ends"
+                )
+            if data.get("seeded_sampling") is True:
+                return {"swap": "drain", **data}
+        return data
 
     @model_validator(mode="after")
     def _check_flavour(self) -> SamplerConfig:

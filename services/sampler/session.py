@@ -3,7 +3,7 @@
     register  waits for a coordinator whose learner has stated the contract; unblocked by the coordinator
     beat      waits for the heartbeat's interval; unblocked by time
 
-Orders: REGISTER registers again; DRAIN finishes and pushes what is held, then ends; STOP ends after the batch under
+Orders: REGISTER registers again; DRAIN finishes and pushes what is under way, then ends; STOP gives up what is under
 way, and what remains in the outbox is durable. A heartbeat that fails is forgotten: the next one is the next attempt.
 """
 
@@ -57,7 +57,7 @@ class Session:
         heartbeat_s: float,
         clock: Clock,
         bell: Bell,
-        batch: asyncio.Lock,
+        numbering: asyncio.Lock,
         rng: random.Random,
     ) -> None:
         self.registration = registration
@@ -69,8 +69,12 @@ class Session:
         self._heartbeat_s = heartbeat_s
         self._clock = clock
         self._bell = bell
-        self._batch = batch
+        self._numbering = numbering
         self._rng = rng
+        self.work_ahead_s = registration.work_ahead_s
+        """How far ahead the coordinator lets this site lease, seconds; until it says so, what the site declares."""
+        # What an earlier process leased and did not spool nobody will answer; said once, this process leases its own.
+        self._is_new = True
 
     async def register(self) -> None:
         """Register, however long it takes.
@@ -87,9 +91,14 @@ class Session:
             # What lies below is settled for good, so a coordinator that knows less of it need not wait for it.
             lowest = await asyncio.to_thread(self._outbox.lowest_sequence)
             try:
-                answer = await self._api.register(dataclasses.replace(self.registration, lowest_sequence=lowest))
+                held = await asyncio.to_thread(self._outbox.assignments) if self._is_new else None
+                answer = await self._api.register(
+                    dataclasses.replace(self.registration, lowest_sequence=lowest, held=held)
+                )
                 check_head(answer.head_version, seen_version=seen_version)
                 await self._skip_to(answer.next_sequence)
+                self._is_new = False
+                self.work_ahead_s = min(self.registration.work_ahead_s, answer.work_ahead_s)
                 break
             except (RemoteError, CorruptData) as error:
                 delay_s = patience.delay_s() if isinstance(error, CorruptData) else patience.next_delay(error)
@@ -101,8 +110,8 @@ class Session:
 
     async def _skip_to(self, sequence: int) -> None:
         if sequence > self._outbox.next_sequence:
-            # The groups of a batch under way have their sequences already.
-            async with self._batch:
+            # Groups that are being written have their sequences already.
+            async with self._numbering:
                 await asyncio.to_thread(self._outbox.skip_to, sequence)
 
     async def beat(self, reported: Callable[[], Reported]) -> None:

@@ -437,28 +437,34 @@ Global___AbandonWorkResponse: typing_extensions.TypeAlias = AbandonWorkResponse
 
 @typing.final
 class PushGroupsRequest(google.protobuf.message.Message):
-    """PushGroupsRequest carries one group."""
+    """PushGroupsRequest carries one group, or several."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     GROUP_FIELD_NUMBER: builtins.int
+    MORE_FIELD_NUMBER: builtins.int
     @property
     def group(self) -> Global___Group:
         """Group."""
+
+    @property
+    def more(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Group]:
+        """Groups after it, in order; only as many as the coordinator said at registration that it takes."""
 
     def __init__(
         self,
         *,
         group: Global___Group | None = ...,
+        more: collections.abc.Iterable[Global___Group] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["group", b"group"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["group", b"group"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["group", b"group", "more", b"more"]) -> None: ...
 
 Global___PushGroupsRequest: typing_extensions.TypeAlias = PushGroupsRequest
 
 @typing.final
-class PushGroupsResponse(google.protobuf.message.Message):
-    """PushGroupsResponse is the outcome of one group, in the order of the requests."""
+class GroupOutcome(google.protobuf.message.Message):
+    """GroupOutcome is the outcome of one of several groups of a request."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -490,6 +496,49 @@ class PushGroupsResponse(google.protobuf.message.Message):
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["id", b"id"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["id", b"id", "message", b"message", "reason", b"reason", "retry_after_s", b"retry_after_s", "status", b"status"]) -> None: ...
+
+Global___GroupOutcome: typing_extensions.TypeAlias = GroupOutcome
+
+@typing.final
+class PushGroupsResponse(google.protobuf.message.Message):
+    """PushGroupsResponse is the outcome of one request's groups, in the order of the requests."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ID_FIELD_NUMBER: builtins.int
+    STATUS_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    RETRY_AFTER_S_FIELD_NUMBER: builtins.int
+    MORE_FIELD_NUMBER: builtins.int
+    status: Global___PushStatus.ValueType
+    """Outcome."""
+    reason: Global___DropReason.ValueType
+    """Reason of a drop."""
+    message: builtins.str
+    """Sentence for the sampler's log."""
+    retry_after_s: builtins.float
+    """Delay before a retry, seconds."""
+    @property
+    def id(self) -> heterorl.v1.common_pb2.GroupId:
+        """Identity of the group."""
+
+    @property
+    def more(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GroupOutcome]:
+        """Outcomes of the request's groups after the first one, in order."""
+
+    def __init__(
+        self,
+        *,
+        id: heterorl.v1.common_pb2.GroupId | None = ...,
+        status: Global___PushStatus.ValueType = ...,
+        reason: Global___DropReason.ValueType = ...,
+        message: builtins.str = ...,
+        retry_after_s: builtins.float = ...,
+        more: collections.abc.Iterable[Global___GroupOutcome] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["id", b"id"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["id", b"id", "message", b"message", "more", b"more", "reason", b"reason", "retry_after_s", b"retry_after_s", "status", b"status"]) -> None: ...
 
 Global___PushGroupsResponse: typing_extensions.TypeAlias = PushGroupsResponse
 

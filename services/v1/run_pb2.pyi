@@ -64,6 +64,8 @@ class RegisterRequest(google.protobuf.message.Message):
     FLAVOUR_FIELD_NUMBER: builtins.int
     MAX_DELAY_S_FIELD_NUMBER: builtins.int
     LOWEST_SEQUENCE_FIELD_NUMBER: builtins.int
+    WORK_AHEAD_S_FIELD_NUMBER: builtins.int
+    HELD_FIELD_NUMBER: builtins.int
     site: builtins.str
     """Name of the site."""
     incarnation: builtins.str
@@ -80,9 +82,17 @@ class RegisterRequest(google.protobuf.message.Message):
     """Longest that the sampler's delay model keeps a version and its groups from the coordinator, there and back, seconds."""
     lowest_sequence: builtins.int
     """Lowest sequence that this incarnation may still push; all below it are settled or were never used. 0: not stated."""
+    work_ahead_s: builtins.float
+    """How far ahead the sampler holds assignments, to ride out an outage, seconds; 0: only what its engine has room for."""
     @property
     def contract(self) -> heterorl.v1.common_pb2.Contract:
         """What the sampler runs with."""
+
+    @property
+    def held(self) -> Global___HeldWork:
+        """Assignments that the incarnation can still answer, stated when its process begins: all others that it held are
+        handed to others at once. Unset: not stated.
+        """
 
     def __init__(
         self,
@@ -96,11 +106,34 @@ class RegisterRequest(google.protobuf.message.Message):
         flavour: builtins.str = ...,
         max_delay_s: builtins.float = ...,
         lowest_sequence: builtins.int = ...,
+        work_ahead_s: builtins.float = ...,
+        held: Global___HeldWork | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["contract", b"contract"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["contract", b"contract", "dtype", b"dtype", "engine", b"engine", "flavour", b"flavour", "incarnation", b"incarnation", "lowest_sequence", b"lowest_sequence", "max_delay_s", b"max_delay_s", "max_delay_versions", b"max_delay_versions", "site", b"site"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_held", b"_held", "contract", b"contract", "held", b"held"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_held", b"_held", "contract", b"contract", "dtype", b"dtype", "engine", b"engine", "flavour", b"flavour", "held", b"held", "incarnation", b"incarnation", "lowest_sequence", b"lowest_sequence", "max_delay_s", b"max_delay_s", "max_delay_versions", b"max_delay_versions", "site", b"site", "work_ahead_s", b"work_ahead_s"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_held", b"_held"]) -> typing.Literal["held"] | None: ...
 
 Global___RegisterRequest: typing_extensions.TypeAlias = RegisterRequest
+
+@typing.final
+class HeldWork(google.protobuf.message.Message):
+    """HeldWork lists assignments."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ASSIGNMENTS_FIELD_NUMBER: builtins.int
+    @property
+    def assignments(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Their ids."""
+
+    def __init__(
+        self,
+        *,
+        assignments: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["assignments", b"assignments"]) -> None: ...
+
+Global___HeldWork: typing_extensions.TypeAlias = HeldWork
 
 @typing.final
 class RegisterResponse(google.protobuf.message.Message):
@@ -113,6 +146,8 @@ class RegisterResponse(google.protobuf.message.Message):
     HEAD_VERSION_FIELD_NUMBER: builtins.int
     NEXT_SEQUENCE_FIELD_NUMBER: builtins.int
     MAX_STALENESS_VERSIONS_FIELD_NUMBER: builtins.int
+    PUSH_GROUPS_FIELD_NUMBER: builtins.int
+    WORK_AHEAD_S_FIELD_NUMBER: builtins.int
     max_message_bytes: builtins.int
     """Largest message that the coordinator takes and sends, bytes; 0 where it does not say."""
     run_id: builtins.str
@@ -123,6 +158,10 @@ class RegisterResponse(google.protobuf.message.Message):
     """Next unused sequence of this incarnation."""
     max_staleness_versions: builtins.int
     """Staleness bound, versions."""
+    push_groups: builtins.int
+    """Most groups in one message of a push; 0 where it does not say, which is one."""
+    work_ahead_s: builtins.float
+    """What the coordinator grants of the stated work_ahead_s, seconds."""
     def __init__(
         self,
         *,
@@ -131,8 +170,10 @@ class RegisterResponse(google.protobuf.message.Message):
         head_version: builtins.int = ...,
         next_sequence: builtins.int = ...,
         max_staleness_versions: builtins.int = ...,
+        push_groups: builtins.int = ...,
+        work_ahead_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["head_version", b"head_version", "max_message_bytes", b"max_message_bytes", "max_staleness_versions", b"max_staleness_versions", "next_sequence", b"next_sequence", "run_id", b"run_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["head_version", b"head_version", "max_message_bytes", b"max_message_bytes", "max_staleness_versions", b"max_staleness_versions", "next_sequence", b"next_sequence", "push_groups", b"push_groups", "run_id", b"run_id", "work_ahead_s", b"work_ahead_s"]) -> None: ...
 
 Global___RegisterResponse: typing_extensions.TypeAlias = RegisterResponse
 
@@ -315,6 +356,8 @@ class SiteStatus(google.protobuf.message.Message):
     GROUPS_REFUSED_FIELD_NUMBER: builtins.int
     QUOTA_USED_FIELD_NUMBER: builtins.int
     PROBLEM_FIELD_NUMBER: builtins.int
+    WORK_AWAY_FIELD_NUMBER: builtins.int
+    WORK_AHEAD_S_FIELD_NUMBER: builtins.int
     site: builtins.str
     """Name of the site."""
     incarnation: builtins.str
@@ -349,6 +392,10 @@ class SiteStatus(google.protobuf.message.Message):
     """Used share of the site's tightest quota, 0 to 1."""
     problem: builtins.str
     """Why the site generates nothing, as it says; empty while all is well."""
+    work_away: builtins.int
+    """Those of the leased assignments that left with a silent site and keep nobody waiting."""
+    work_ahead_s: builtins.float
+    """How far ahead it holds assignments, seconds."""
     def __init__(
         self,
         *,
@@ -369,9 +416,11 @@ class SiteStatus(google.protobuf.message.Message):
         groups_refused: builtins.int = ...,
         quota_used: builtins.float = ...,
         problem: builtins.str = ...,
+        work_away: builtins.int = ...,
+        work_ahead_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_canary_difference", b"_canary_difference", "canary_difference", b"canary_difference"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_canary_difference", b"_canary_difference", "apply_s", b"apply_s", "canary_difference", b"canary_difference", "flavour", b"flavour", "groups_accepted", b"groups_accepted", "groups_dropped", b"groups_dropped", "groups_failed", b"groups_failed", "groups_refused", b"groups_refused", "incarnation", b"incarnation", "last_seen_s", b"last_seen_s", "policy_version", b"policy_version", "problem", b"problem", "quarantine", b"quarantine", "quota_used", b"quota_used", "site", b"site", "state_root", b"state_root", "tokens_per_s", b"tokens_per_s", "work_leased", b"work_leased"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_canary_difference", b"_canary_difference", "apply_s", b"apply_s", "canary_difference", b"canary_difference", "flavour", b"flavour", "groups_accepted", b"groups_accepted", "groups_dropped", b"groups_dropped", "groups_failed", b"groups_failed", "groups_refused", b"groups_refused", "incarnation", b"incarnation", "last_seen_s", b"last_seen_s", "policy_version", b"policy_version", "problem", b"problem", "quarantine", b"quarantine", "quota_used", b"quota_used", "site", b"site", "state_root", b"state_root", "tokens_per_s", b"tokens_per_s", "work_ahead_s", b"work_ahead_s", "work_away", b"work_away", "work_leased", b"work_leased"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_canary_difference", b"_canary_difference"]) -> typing.Literal["canary_difference"] | None: ...
 
 Global___SiteStatus: typing_extensions.TypeAlias = SiteStatus

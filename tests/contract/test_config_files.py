@@ -11,7 +11,17 @@ from heterorl.learner.config import LearnerConfig
 from heterorl.sampler.config import SamplerConfig
 
 FILES = Path(__file__).parents[2] / "deploy" / "config"
-SCHEMAS = {"coordinator": CoordinatorConfig, "learner": LearnerConfig, "sampler": SamplerConfig}
+SCHEMAS = {
+    "coordinator": CoordinatorConfig,
+    "learner": LearnerConfig,
+    "learner-deepspeed": LearnerConfig,
+    "sampler": SamplerConfig,
+    "sampler-vllm": SamplerConfig,
+}
+
+
+def test_every_file_is_checked():
+    assert {path.stem for path in FILES.glob("*.toml")} == set(SCHEMAS)
 
 
 @pytest.mark.parametrize("name", sorted(SCHEMAS))
@@ -20,7 +30,20 @@ def test_example_is_valid(name):
 
 
 def test_examples_agree_on_what_every_node_must_share():
-    learner, sampler = (tomllib.loads((FILES / f"{name}.toml").read_text()) for name in ("learner", "sampler"))
+    names = set(SCHEMAS) - {"coordinator"}
+    first, *others = (tomllib.loads((FILES / f"{name}.toml").read_text()) for name in sorted(names))
 
-    for key in ("task", "sampling", "group_size", "model_dir", "coordinator"):
-        assert learner[key] == sampler[key]
+    for other in others:
+        for key in ("task", "sampling", "group_size", "model_dir", "coordinator"):
+            assert other[key] == first[key]
+
+
+@pytest.mark.parametrize(
+    ("name", "section", "kind"), [("learner-deepspeed", "backend", "deepspeed"), ("sampler-vllm", "engine", "vllm")]
+)
+def test_file_of_an_engine_differs_from_the_plain_ones_by_the_engine(name, section, kind):
+    plain, other = (tomllib.loads((FILES / f"{file}.toml").read_text()) for file in (name.partition("-")[0], name))
+
+    assert other[section]["kind"] == kind
+    changed = {key for key in plain.keys() | other.keys() if plain.get(key) != other.get(key)}
+    assert changed <= {section, "groups_per_batch", "swap"}

@@ -33,17 +33,18 @@ def test_shell_scripts_are_clean(name):
 
 
 def test_staged_install_holds_units_configurations_and_closed_credentials(tmp_path):
-    result = install("--destdir", str(tmp_path), "coordinator", "learner:learner", "sampler:site-1", "sampler:site-2")
+    roles = ("coordinator", "learner:learner", "sampler:site-1", "sampler:site-2", "sampler-vllm:site-3")
+    result = install("--destdir", str(tmp_path), *roles)
 
     assert result.returncode == 0, result.stderr
     files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert files == {
-        *(f"etc/heterorl/{name}.toml" for name in ("coordinator", "learner", "site-1", "site-2")),
+        *(f"etc/heterorl/{name}.toml" for name in ("coordinator", "learner", "site-1", "site-2", "site-3")),
         "etc/heterorl/revoked",
         *(f"etc/systemd/system/{path.name}" for path in (ROOT / "deploy" / "systemd").iterdir()),
     }
     credentials = tmp_path / "etc/heterorl/credentials"
-    assert {path.name for path in credentials.iterdir()} == {"coordinator", "learner", "site-1", "site-2"}
+    assert {path.name for path in credentials.iterdir()} == {"coordinator", "learner", "site-1", "site-2", "site-3"}
     assert {path.stat().st_mode & 0o777 for path in (credentials, *credentials.iterdir())} == {0o700}
 
 
@@ -102,14 +103,52 @@ def test_own_packages_are_part_of_the_environment_and_of_its_name(tmp_path):
     def place(lines):
         return next(line for line in lines if "-m venv" in line)
 
-    lines = plan("--with", str(own), "--with", "-rrequirements/vllm.txt")
+    lines = plan("--with", str(own), "--with", "-rrequirements/coordinator.txt")
     (line,) = [line for line in lines if str(own) in line]
-    assert line.endswith(f"{own} -rrequirements/vllm.txt")
+    assert line.endswith(f"{own} -rrequirements/coordinator.txt")
     before, after = place(plan()), place(lines)
     (own / "pyproject.toml").write_text("[project]\nname = 'changed'\n")
     # Another content is another directory: running services keep theirs.
-    assert len({before, after, place(plan("--with", str(own), "--with", "-rrequirements/vllm.txt"))}) == 3
+    assert len({before, after, place(plan("--with", str(own), "--with", "-rrequirements/coordinator.txt"))}) == 3
     assert "needs a requirement" in install("--dry-run", "sampler:a", "--with").stderr
+
+
+def test_role_with_an_engine_gets_its_configuration_its_unit_and_its_processes(tmp_path):
+    roles = ["learner-deepspeed:learner", "sampler-vllm:site-1"]
+    result = install("--destdir", str(tmp_path), "--nproc", "4", *roles)
+
+    assert result.returncode == 0, result.stderr
+    etc = tmp_path / "etc/heterorl"
+    for name, file in (("learner", "learner-deepspeed"), ("site-1", "sampler-vllm")):
+        assert (etc / f"{name}.toml").read_bytes() == (ROOT / f"deploy/config/{file}.toml").read_bytes()
+    assert (etc / "learner.env").read_text() == "HETERORL_NPROC=4\n"
+    units = {path.name for path in (tmp_path / "etc/systemd/system").iterdir()}
+    assert units == {"heterorl-learner@.service", "heterorl-sampler-vllm@.service"}
+    assert "enable --now heterorl-learner@learner " in result.stdout
+    assert "enable --now heterorl-sampler-vllm@site-1 " in result.stdout
+    # What an operator has said stays.
+    install("--destdir", str(tmp_path), "--nproc", "8", *roles)
+    assert (etc / "learner.env").read_text() == "HETERORL_NPROC=4\n"
+    assert "+" not in install("--dry-run", "--destdir", str(tmp_path), *roles).stdout
+
+
+def test_vllm_has_an_environment_of_its_own_under_the_name_that_its_unit_knows():
+    lines = install("--dry-run", "coordinator", "learner-deepspeed:learner", "sampler:a", "sampler-vllm:b").stdout
+    environments = [part.splitlines() for part in lines.split("rm -rf ")[1:]]
+
+    assert len(environments) == 2
+    for environment, files, link in zip(
+        environments,
+        (("coordinator", "learner-deepspeed", "sampler"), ("sampler-vllm",)),
+        ("/opt/heterorl/current", "/opt/heterorl/current-vllm"),
+        strict=True,
+    ):
+        (line,) = [line for line in environment if " -r " in line]
+        assert [word for word in line.split() if word.endswith(".txt")] == [
+            f"{ROOT}/requirements/{file}.txt" for file in files
+        ]
+        assert "DS_BUILD_OPS=0" in line
+        assert any(line.endswith(f"/opt/heterorl/.next {link}") for line in environment)
 
 
 @pytest.mark.parametrize(
@@ -118,6 +157,8 @@ def test_own_packages_are_part_of_the_environment_and_of_its_name(tmp_path):
         ([], "at least one role"),
         (["everything"], "unknown argument"),
         (["--destdir"], "needs a directory"),
+        (["sampler:a", "--nproc"], "number of processes"),
+        (["sampler:a", "--nproc", "0"], "number of processes"),
         (["sampler:"], "not a name"),
         (["sampler:../x"], "not a name"),
         (["sampler:-x"], "not a name"),

@@ -2,5 +2,5 @@
 
 from importlib.util import find_spec
 
-collect_ignore_glob = [pattern for module, pattern in (("vllm", "test_vllm_*.py"), ("deepspeed", "test_deepspeed_*.py"))
-                       if find_spec(module) is None]  # fmt: skip
+NEEDS = (("vllm", "test_vllm_*.py"), ("deepspeed", "test_deepspeed_*.py"), ("vllm", "test_deployed_*.py"))
+collect_ignore_glob = [pattern for module, pattern in NEEDS if find_spec(module) is None]

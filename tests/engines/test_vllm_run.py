@@ -40,7 +40,7 @@ class TwoEngines(Cluster):
 
     def tables(self, name):
         service, tables = super().tables(name)
-        own = {"engine": ENGINES[name], "swap": "in_flight"} if service == "sampler" else {}
+        own = {"engine": ENGINES[name]} if service == "sampler" else {}
         return service, {**tables, **own, **(TASK if service != "coordinator" else {})}
 
 

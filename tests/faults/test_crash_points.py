@@ -5,10 +5,12 @@ opened by the real recovery, and the invariants are checked there.
 """
 
 import asyncio
+import contextlib
 import os
 import random
 import shutil
 import tempfile
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -103,9 +105,9 @@ async def roots_of(core) -> dict[int, str]:
     return await core.database.run(operation)
 
 
-async def learn_on(core, directory, api, *, max_steps):
+async def learn_on(core, directory, api, *, max_steps, backend=None):
     """The learner from where it is to `max_steps`, and the groups that it needs, unless they were pushed before."""
-    backend = NumpyBackend()
+    backend = backend or NumpyBackend()
     # Steps are small beside such weights: version 1 is a delta.
     backend.weights *= np.float32(16.0)
     tasks = [learn(learner_config(directory, max_steps=max_steps), api, backend)]
@@ -130,6 +132,34 @@ async def test_learner_that_publishes(tmp_path):
         await core.close()
     assert kinds == {PayloadKind.DELTA}
     assert set(reference) == set(range(STEPS + 1))
+    await check_each(disk, tmp_path, lambda directory, image: check_learner(directory, image, reference))
+
+
+async def test_learner_that_publishes_while_a_step_computes(tmp_path):
+    """Version 1 goes out while step 2 computes: a crash then leaves nothing of that step but groups to be had again."""
+    disk = Disk(tmp_path / "run", machines=("coordinator", "learner"))
+    backend, is_out = NumpyBackend(), threading.Event()
+    # Step 2 ends when version 1 is committed, and its own version is not watched.
+    backend.on_step = lambda: len(backend.reports) != 1 or is_out.wait(60)
+    with disk.installed():
+        core = await open_coordinator(disk.root)
+
+        class Api(Acknowledging):
+            async def publish_version(self, request):
+                version = await super().publish_version(request)
+                if version == 1:
+                    disk.effect("version 1 is acknowledged while step 2 computes")
+                    watch.close()
+                    is_out.set()
+                return version
+
+        with contextlib.ExitStack() as watch:
+            watch.enter_context(disk.watch())
+            await learn_on(core, disk.root, Api(core, disk.acknowledged), max_steps=STEPS, backend=backend)
+        reference = await roots_of(core)
+        await core.close()
+    assert set(reference) == set(range(STEPS + 1))
+    assert [image for image in disk.images if ("version", 0) in [entry[:2] for entry in image.acknowledged]]
     await check_each(disk, tmp_path, lambda directory, image: check_learner(directory, image, reference))
 
 

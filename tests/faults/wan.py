@@ -59,7 +59,7 @@ def make_cluster(directory: Path) -> Cluster:
         coordinator={"groups_per_version": 16, "work_lease_s": WORK_LEASE_S, "learner_lease_s": 10.0, "listen": address},
         learner={**RUN, "coordinator": address, "groups_per_step": 16,
                  "evaluation": {"every_versions": 20, "num_prompts": 16, "batch_rows": 16}},
-        sampler={**RUN, "coordinator": address, "groups_per_batch": 32, "metrics_host": ADDRESS_B, "heartbeat_s": 2.0},
+        sampler={**RUN, "coordinator": address, "engine": {"kind": "hf", "threads": 1, "batch_rows": 128}, "metrics_host": ADDRESS_B, "heartbeat_s": 2.0},
     )  # fmt: skip
     cluster.address = address
     cluster.model_dir = write_tiny_model(directory / "demo-model", seed=0)

@@ -139,7 +139,7 @@ class StateTarget:
     def __init__(self) -> None:
         import torch
 
-        from heterorl.learner.backends.state import write_state
+        from heterorl.learner.backends.state import copy_state
 
         self._path = scratch(self)
         self._torch = torch
@@ -147,7 +147,7 @@ class StateTarget:
         self._optimizer = torch.optim.AdamW(self._model.parameters())
         self._model(torch.ones(1, 3)).sum().backward()
         self._optimizer.step()
-        write_state(self._path, self._model, self._optimizer, applied_steps=1)
+        copy_state(self._model, self._optimizer, applied_steps=1).write(self._path)
         self._files = {path.name: path.read_bytes() for path in self._path.iterdir()}
         self._weights = [parameter.detach().clone() for parameter in self._model.parameters()]
 

@@ -83,7 +83,7 @@ async def test_quantised_site_trains_with_the_others_and_is_judged_by_its_own_we
 
     for site, flavour in (("whole", ""), ("small", "int8")):
         config = SamplerConfig(
-            **SHARED, model_dir=model, state_dir=tmp_path / site, site=site, groups_per_batch=2, heartbeat_s=0.05,
+            **SHARED, model_dir=model, state_dir=tmp_path / site, site=site, engine={"batch_rows": 4}, heartbeat_s=0.05,
             flavour=flavour, published_dtype="fp32",
         )  # fmt: skip
         outboxes.append(Outbox(config.state_dir))

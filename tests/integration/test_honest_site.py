@@ -67,7 +67,7 @@ async def test_masters_further_off_than_the_bound_quarantine_nobody(tmp_path, op
 
     parts.canary.score = watched_score
     config = SamplerConfig(
-        **SHARED, model_dir=model, state_dir=tmp_path / "site", site="eu-1", groups_per_batch=2, heartbeat_s=0.05
+        **SHARED, model_dir=model, state_dir=tmp_path / "site", site="eu-1", engine={"batch_rows": 4}, heartbeat_s=0.05
     )
     outbox = Outbox(config.state_dir)
     sampler = sampler_app.build(config, Watched(), outbox, SystemClock(), random.Random(0))

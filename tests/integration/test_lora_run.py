@@ -43,7 +43,12 @@ async def test_adapters_are_trained_sent_verified_and_exported(tmp_path):
         backend={"lr": 1e-2},
     )  # fmt: skip
     sampler_config = SamplerConfig(
-        **SHARED, model_dir=str(base), state_dir=tmp_path / "site", site="eu-1", groups_per_batch=2, heartbeat_s=0.05
+        **SHARED,
+        model_dir=str(base),
+        state_dir=tmp_path / "site",
+        site="eu-1",
+        engine={"batch_rows": 4},
+        heartbeat_s=0.05,
     )
     core = await open_coordinator(tmp_path)
     parts = assemble_learner(learner_config)

@@ -13,6 +13,7 @@ from heterorl.common.wire import seal as seals
 from heterorl.common.wire.common import bytes_digest
 from heterorl.common.wire.seal import seal
 from heterorl.coordinator.rpc.door import INLINE_BYTES
+from heterorl.coordinator.servicers import arrivals
 from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.v1 import rollout_pb2
 from tests.support.groups import group_to_bytes, group_to_pb
@@ -115,25 +116,27 @@ async def test_group_with_ids_of_no_vocabulary_is_refused_and_its_digest_is_that
 
 @pytest.mark.parametrize("prompt", [2, INLINE_BYTES], ids=["short", "long"])
 async def test_stores_thread_never_looks_inside_a_group(secure, monkeypatch, prompt):
-    opened_by = []
-    real = seals.unpack_ids
+    looked_by, opened_by = [], []
+    real, sound = seals.unpack_ids, arrivals.are_sound
     monkeypatch.setattr(seals, "unpack_ids", lambda parts: opened_by.append(threading.get_ident()) or real(parts))
+    monkeypatch.setattr(
+        arrivals, "are_sound", lambda *some, **more: looked_by.append(threading.get_ident()) or sound(*some, **more)
+    )
     store = await secure.core.database.run(lambda _: threading.get_ident())
     loop = threading.get_ident()
     (work,) = await secure.run.lease(1)
     group = secure.run.group(work, prompt_token_ids=np.full(prompt, 3, np.int32))
 
     (outcome,) = await secure.sampler.push_groups([seal(group)])
-    at_coordinator = list(opened_by)
     wanted = rollout_pb2.StreamGroupsRequest(epoch=secure.run.epoch, credits=1).SerializeToString()
     await _raw(secure, "learner", _STREAM, wanted)
 
     assert outcome.status is PushStatus.ACCEPTED
-    # Once when it came, off the event loop where it is long, and not when it went.
-    assert opened_by == at_coordinator
-    assert len(opened_by) == 1
-    assert store not in opened_by
-    assert (loop in opened_by) == (prompt < INLINE_BYTES)
+    # Looked at as it is, once when it came, off the event loop where it is long; opened never.
+    assert opened_by == []
+    assert len(looked_by) == 1
+    assert store not in looked_by
+    assert (loop in looked_by) == (prompt < INLINE_BYTES)
 
 
 async def test_row_whose_bytes_changed_is_dropped_and_the_next_one_leased(secure):

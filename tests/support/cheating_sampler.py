@@ -8,60 +8,49 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from heterorl.cli import main as cli
+from heterorl.common.generation.hf import HfEngine
 from heterorl.common.generation.requests import Completion, Finished, Lost
 from heterorl.common.model.canary import ScoredText
+from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.task import Prompt
-from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import FinishReason, WorkAssignment
-from heterorl.sampler.rollout.maker import Batch, RolloutMaker
+from heterorl.sampler.rollout.drafts import Draft
+from heterorl.sampler.rollout.maker import RolloutMaker
 
 
-class Doctored:
-    """The engine of a maker, whose completions of some prompts are their answers."""
-
-    def __init__(self, maker: RolloutMaker, prompts: Sequence[Prompt]) -> None:
-        self._maker = maker
-        self._prompts = prompts
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._maker.engine, name)
-
-    def collect(self) -> list[Finished | Lost]:
-        return [
-            dataclasses.replace(one, completion=self._answer(self._prompts[one.key], one.completion))
-            if isinstance(one, Finished)
-            else one
-            for one in self._maker.engine.collect()
-        ]
-
-    def _answer(self, prompt: Prompt, completion: Completion) -> Completion:
-        prompter = self._maker.prompter
-        tokens = prompter.tokenizer.encode(prompt.answer, add_special_tokens=False)
-        ids = np.array([*tokens, prompter.eos_token_id], np.int32)
-        (logprobs,) = self._maker.engine.score([ScoredText(prompt=prompter.encode(prompt.text), completion=ids)])
-        span = dataclasses.replace(completion.spans[0], end=ids.size)
-        return Completion(
-            token_ids=ids, logprobs=np.minimum(logprobs, 0.0), finish_reason=FinishReason.EOS, spans=(span,)
-        )
+def answered(engine: HfEngine, prompter: Prompter, prompt: Prompt, completion: Completion) -> Completion:
+    tokens = prompter.tokenizer.encode(prompt.answer, add_special_tokens=False)
+    ids = np.array([*tokens, prompter.eos_token_id], np.int32)
+    (logprobs,) = engine.score([ScoredText(prompt=prompter.encode(prompt.text), completion=ids)])
+    span = dataclasses.replace(completion.spans[0], end=ids.size)
+    return Completion(token_ids=ids, logprobs=np.minimum(logprobs, 0.0), finish_reason=FinishReason.EOS, spans=(span,))
 
 
 def main() -> None:
-    honest = RolloutMaker.make
+    begin, collect = RolloutMaker.begin, HfEngine.collect
+    asked: dict[int, tuple[Prompter, Prompt]] = {}
 
-    def cheat(
-        self: RolloutMaker, work: Sequence[WorkAssignment], *, state_roots: Mapping[int, Digest], first_sequence: int
-    ) -> Batch:
-        engine = Doctored(self, [self.task.prompt(assignment.prompt_index) for assignment in work])
-        maker = dataclasses.replace(self, engine=engine)
-        return honest(maker, work, state_roots=state_roots, first_sequence=first_sequence)
+    def watched(self: RolloutMaker, work: Sequence[WorkAssignment], **named: Any) -> list[Draft]:
+        drafts = begin(self, work, **named)
+        asked.update({draft.key: (self.prompter, draft.prompt) for draft in drafts})
+        return drafts
 
-    RolloutMaker.make = cheat  # type: ignore[method-assign]
+    def doctored(self: HfEngine) -> list[Finished | Lost]:
+        return [
+            dataclasses.replace(one, completion=answered(self, *asked[one.key], one.completion))
+            if isinstance(one, Finished)
+            else one
+            for one in collect(self)
+        ]
+
+    RolloutMaker.begin = watched  # type: ignore[method-assign]
+    HfEngine.collect = doctored  # type: ignore[method-assign]
     sys.argv.insert(1, "sampler")
     cli.main()
 

@@ -75,8 +75,8 @@ class Cluster:
             }  # fmt: skip
             return "learner", {**base, **own, **self.learner}
         own = {
-            "site": name, "state_dir": str(self.directory / name), "groups_per_batch": 4, "heartbeat_s": 0.5,
-            "engine": {"kind": "hf", "threads": 1},
+            "site": name, "state_dir": str(self.directory / name), "heartbeat_s": 0.5,
+            "engine": {"kind": "hf", "threads": 1, "batch_rows": 16},
         }  # fmt: skip
         return "sampler", {**base, **own, **self.sampler}
 

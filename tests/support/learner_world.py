@@ -174,10 +174,15 @@ class NumpyBackend:
         if not keep_optimizer:
             self.momentum = np.zeros(NUM_ELEMENTS, np.float32)
 
-    def save(self, directory: Path) -> None:
-        self.on_save(directory)
-        np.save(directory / "weights.npy", self.weights, allow_pickle=False)
-        np.save(directory / "momentum.npy", self.momentum, allow_pickle=False)
+    def freeze(self, directory: Path) -> Callable[[], None]:
+        weights, momentum = self.weights.copy(), self.momentum.copy()
+
+        def write() -> None:
+            self.on_save(directory)
+            np.save(directory / "weights.npy", weights, allow_pickle=False)
+            np.save(directory / "momentum.npy", momentum, allow_pickle=False)
+
+        return write
 
     def restore(self, directory: Path) -> None:
         self.weights = np.load(directory / "weights.npy", allow_pickle=False)

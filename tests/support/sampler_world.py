@@ -19,7 +19,7 @@ from heterorl.common.generation.requests import Completion, Finished, Lost, Requ
 from heterorl.common.generation.turns import spans_of
 from heterorl.common.model.canary import ScoredText
 from heterorl.common.model.prompts import Prompter
-from heterorl.common.tasks.task import Prompt
+from heterorl.common.tasks.task import Prompt, Task
 from heterorl.common.types.common import Digest, Float32Array, Int32Array
 from heterorl.common.types.rollout import FinishReason, RewardPart
 from heterorl.common.weights.arena import Arena, Layout
@@ -37,27 +37,34 @@ STREAMS = ("watch_head", "read_payload")
 
 
 class SilentEngine:
-    """Implements Engine: every completion is the same; notes what was loaded; can hold a batch; fails as it is told."""
+    """Implements Engine: every completion is the same; notes what was loaded; can hold what is under way; fails as it
+    is told. It ends all that was submitted at once, in one batch, or with `is_paced` a completion whenever time passes."""
 
     name = "silent"
     dtype = "fp32"
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_running: int) -> None:
         self.layout: Layout = LAYOUT
+        self.max_running = max_running
         self.version = -1
         self.loaded: list[tuple[int, Digest]] = []
         self.num_batches = 0
-        self.max_running = 64
         self.is_whole = True
-        self.requests: list[Request] = []
         self.proceed = threading.Event()
         self.proceed.set()
         self.is_held = False
         self.begins_late = False
+        self.is_paced = False
+        self.pace = threading.Semaphore(0)
+        self.submitted: list[Request] = []
         self.scores = np.zeros(0, np.float32)
         self.load_failures: list[EngineError] = []
         self.batch_failures: list[EngineError] = []
         self.score_failures: list[EngineError] = []
+        self._waiting: list[tuple[Request, int]] = []
+        self._begun: dict[int, int] = {}
+        self._is_lost = False
+        self._changed = threading.Condition()
 
     def score(self, texts: Sequence[ScoredText]) -> list[Float32Array]:
         if self.score_failures:
@@ -68,36 +75,49 @@ class SilentEngine:
     def load(self, arena: Arena, version: int) -> None:
         self.version = -1
         if self.load_failures:
+            self._is_lost = bool(self._waiting)
             raise self.load_failures.pop()
         self.loaded.append((version, arena.state_root()))
         self.version = version
 
     def submit(self, request: Request) -> None:
-        self.requests.append(request)
-
-    def cancel(self) -> None:
-        self.requests.clear()
+        if self.version < 0:
+            raise EngineError("no version is loaded")
+        with self._changed:
+            self.submitted.append(request)
+            self._begun[request.key] = self.version
+            self._waiting += [(request, member) for member in range(request.num_completions)]
 
     def collect(self) -> list[Finished | Lost]:
-        requests, self.requests = self.requests, []
+        if not self._waiting:
+            return []
         if self.batch_failures:
-            self.version = -1
+            self._waiting, self.version = [], -1
             raise self.batch_failures.pop()
         self.num_batches += 1
-        begun = self.version
         self.is_held = True
         assert self.proceed.wait(30)
+        assert not self.is_paced or self.pace.acquire(timeout=30)
         self.is_held = False
-        begun = self.version if self.begins_late else begun
-        if self.version < 0:
-            raise EngineError("a swap meanwhile failed")
+        with self._changed:
+            count = 1 if self.is_paced else len(self._waiting)
+            ended, self._waiting = self._waiting[:count], self._waiting[count:]
+            if self._is_lost:
+                self._waiting, self._is_lost = [], False
+                raise EngineError("a swap meanwhile failed")
         return [
-            Finished(key=request.key, member=member, completion=self._completion(begun))
-            for request in requests
-            for member in range(request.num_completions)
+            Finished(key=request.key, member=member, completion=self._completion(self._begun[request.key]))
+            for request, member in ended
         ]
 
+    def cancel(self) -> None:
+        with self._changed:
+            self._waiting = []
+        self.proceed.set()
+        self.pace.release()
+
     def _completion(self, begun: int) -> Completion:
+        begun = self.version if self.begins_late else begun
         return Completion(
             token_ids=np.array([5, 6, 1], np.int32),
             logprobs=np.array([-0.5, -0.25, -1.0], np.float32),
@@ -198,7 +218,8 @@ class World:
         self.core, self.clock, self.directory = core, clock, directory
         self.run = Run(core, directory)
         self.link = Link(core)
-        self.task = FixedTask()
+        self.task: Task = FixedTask()
+        self.prompter = cast("Prompter", FixedPrompter())
         self.settings: dict[str, Any] = {}
         self.canary: tuple[ScoredText, ...] = ()
         self.running: asyncio.Task[None] | None = None
@@ -220,14 +241,16 @@ class World:
             "site": SITE,
             "state_dir": self.directory / "site",
             "group_size": CONTRACT.group_size,
-            "groups_per_batch": 2,
             "heartbeat_s": 1.0,
+            # Two groups at a time: what most tests are about is one batch after another.
+            "work_ahead_s": 0.0,
+            "swap": "drain",
         }
         config = SamplerConfig(**{**values, **self.settings})
-        self.engine = SilentEngine()
+        self.engine = SilentEngine(max_running=2 * CONTRACT.group_size)
         self.outbox = Outbox(config.state_dir)
         parts = Parts(
-            engine=self.engine, task=self.task, prompter=cast("Prompter", FixedPrompter()), contract=CONTRACT,
+            engine=self.engine, task=self.task, prompter=self.prompter, contract=CONTRACT,
             canary=self.canary,
         )  # fmt: skip
         api: Any = self.link
@@ -266,6 +289,8 @@ class World:
             await asyncio.sleep(0)
             if self.threads.num_busy <= (self.running is not None and self.engine.is_held):
                 break
+        if self.running is not None and self.engine.is_paced and self.engine.is_held:
+            self.engine.pace.release()
         self.clock.advance(seconds)
 
     async def passed(self, seconds: float, *, step_s: float = 0.1) -> None:

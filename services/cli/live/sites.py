@@ -49,7 +49,7 @@ def _work(site: Folded, head_version: int) -> list[Text]:
             str(status.groups_accepted),
             str(status.groups_dropped),
             f"{status.tokens_per_s:.0f}",
-            str(status.work_leased),
+            f"{status.work_leased} ({status.work_away} away)" if status.work_away else str(status.work_leased),
             seen,
         )
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Clock(Protocol):
@@ -62,12 +62,14 @@ class Bell:
         event.set()
 
 
-async def ring_or_time(ticket: asyncio.Event, *, clock: Clock, seconds: float | None) -> None:
-    """Wait for the ticket's ring, at most `seconds` (None: without end); leaves no task behind."""
-    if seconds is None:
-        await ticket.wait()
+async def ring_or_time(*tickets: asyncio.Event, clock: Clock, seconds: float | None) -> None:
+    """Wait until a ticket rings, at most `seconds` (None: without end); leaves no task behind."""
+    if seconds is None and len(tickets) == 1:
+        await tickets[0].wait()
         return
-    waiting = [asyncio.ensure_future(ticket.wait()), asyncio.ensure_future(clock.sleep(max(0.0, seconds)))]
+    waiting: list[asyncio.Future[Any]] = [asyncio.ensure_future(ticket.wait()) for ticket in tickets]
+    if seconds is not None:
+        waiting.append(asyncio.ensure_future(clock.sleep(max(0.0, seconds))))
     try:
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     finally:

@@ -7,14 +7,18 @@ changes: a process that is out of them has done nothing by halves.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, BinaryIO
 
 from heterorl.common.process import descriptors
 
+_KEEP_SIZE = 1
+"""FALLOC_FL_KEEP_SIZE, which os.posix_fallocate cannot be asked for."""
 SUFFIX = ".tmp"
 """Of a file that is not whole yet."""
 
@@ -48,6 +52,18 @@ def write_all(file: BinaryIO, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[file.write(view) :]
+
+
+def reserve(descriptor: int, begin: int, num_bytes: int) -> bool:
+    """Ask the disk for blocks that a file will need; its size stays. False where that cannot be had: nothing is lost.
+
+    Blocks that are asked for at once lie together and cost less than those that each write finds for itself.
+    """
+    call = getattr(ctypes.CDLL(None), "fallocate64", None) if sys.platform == "linux" else None
+    if call is None:
+        return False
+    call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    return bool(call(descriptor, _KEEP_SIZE, begin, num_bytes) == 0)
 
 
 def try_lock(file: IO[bytes] | IO[str]) -> bool:

@@ -103,6 +103,9 @@ PUSHED_GROUPS = _counter("coordinator_pushed_groups_total", "Groups pushed, by o
 SITE_POLICY_VERSION = _gauge("coordinator_site_policy_version", "Version that a site generates with.", "site")
 SITE_SILENCE_SECONDS = _gauge("coordinator_site_silence_seconds", "Time since a site's last sign of life.", "site")
 SITE_WORK_GROUPS = _gauge("coordinator_site_work_groups", "Assignments leased to a site.", "site")
+SITE_AWAY_GROUPS = _gauge(
+    "coordinator_site_away_groups", "Those of them that left with the site when it fell silent.", "site"
+)
 SITE_PENDING_BYTES = _gauge("coordinator_site_pending_bytes", "Bytes of a site in the queue.", "site")
 SITE_CANARY_NATS = _gauge(
     "coordinator_site_canary_nats", "Median difference of a site's canary log-probs from the learner's.", "site"
@@ -147,6 +150,7 @@ UNREADABLE_PAYLOADS = _counter(
 # learner: steps
 STEPS = _counter("learner_steps_total", "Optimizer steps.", "applied")
 STEP_SECONDS = _histogram("learner_step_seconds", "Duration of a step.")
+WAITED_SECONDS = _counter("learner_waited_seconds_total", "Time in which the trainer computed nothing.", "on")
 LAST_STEP_TIMESTAMP = _gauge("learner_last_step_timestamp_seconds", "When the last step ended (start if none).")
 STALENESS_VERSIONS = _histogram("learner_staleness_versions", "Staleness of trained groups.", "site", buckets=_VERSIONS)
 POLICY_AGE_SECONDS = _histogram(

@@ -4,8 +4,11 @@ several tasks ended the others."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import contextvars
 import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 ArgumentsT = ParamSpec("ArgumentsT")
@@ -19,11 +22,28 @@ async def in_thread(
 
     A thread cannot be stopped. Were it left alone, its caller's successor would touch the same weights beside it.
     """
-    work = asyncio.ensure_future(asyncio.to_thread(functools.partial(function, *args, **kwargs)))
+    return await _to_its_end(asyncio.ensure_future(asyncio.to_thread(functools.partial(function, *args, **kwargs))))
+
+
+async def in_thread_of(
+    executor: ThreadPoolExecutor,
+    function: Callable[ArgumentsT, ResultT],
+    *args: ArgumentsT.args,
+    **kwargs: ArgumentsT.kwargs,
+) -> ResultT:
+    """`in_thread` of a pool of its own, for work that may hang and must not keep others from a thread."""
+    call = functools.partial(contextvars.copy_context().run, functools.partial(function, *args, **kwargs))
+    return await _to_its_end(asyncio.get_running_loop().run_in_executor(executor, call))
+
+
+async def _to_its_end(work: asyncio.Future[ResultT]) -> ResultT:
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
-        await asyncio.wait([work])
+        # Of two cancellations in a row the second must not end the wait either.
+        while not work.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([work])
         if not work.cancelled():
             work.exception()
         raise

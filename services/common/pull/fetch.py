@@ -23,7 +23,7 @@ from heterorl.common.process import metrics
 from heterorl.common.process.clock import Clock
 from heterorl.common.pull.link_estimate import LinkEstimate
 from heterorl.common.pull.ranges import Gap, Piece, find_gaps
-from heterorl.common.pull.spool import PieceWriter, RunningDigest, join, settle
+from heterorl.common.pull.spool import PieceWriter, RunningDigest, join, num_reserved, settle
 from heterorl.common.rpc.calls import Calls
 from heterorl.common.types.digests import file_name
 from heterorl.common.types.policy import PayloadRef
@@ -99,7 +99,7 @@ class Fetcher:
         if any(piece.start + piece.length > payload.num_bytes for piece in pieces):
             raise LimitExceeded(f"payload {payload.digest[:12]} is longer than its {payload.num_bytes} bytes")
         gaps = find_gaps(pieces, num_bytes=payload.num_bytes, num_streams=self._num_streams)
-        self._check_room(sum(gap.num_bytes for gap in gaps))
+        self._check_room(payload, sum(gap.num_bytes for gap in gaps))
         digest = RunningDigest()
         await self._fill(payload, gaps, digest)
         path = self._path(payload)
@@ -119,9 +119,14 @@ class Fetcher:
         name = file_name(payload.digest)
         return self._spool / (name if start == 0 else f"{name}.{start}")
 
-    def _check_room(self, num_bytes: int) -> None:
+    def _check_room(self, payload: PayloadRef, num_bytes: int) -> None:
         # Said before hours of fetching; what others write meanwhile is met by the write itself.
-        if num_bytes and (free := shutil.disk_usage(self._spool).free) < num_bytes:
+        if not num_bytes:
+            return
+        files = [path for path in (self._path(payload), *self._parts(payload).values()) if path.exists()]
+        # What an earlier attempt reserved and did not come to write.
+        free = shutil.disk_usage(self._spool).free + sum(num_reserved(path) for path in files)
+        if free < num_bytes:
             raise DiskFull(str(self._spool), needed_bytes=num_bytes, free_bytes=free)
 
     def _pieces(self, payload: PayloadRef) -> list[Piece]:
@@ -184,7 +189,9 @@ class Fetcher:
         bound = {} if gap.end == payload.num_bytes else {"stop": gap.end}
         count = metrics.BYTES.labels(payload.kind.value, "in").inc
         path = self._path(payload, gap.start)
-        writer = PieceWriter(path, digest=digest if gap.start == 0 else None)
+        writer = PieceWriter(
+            path, clock=self._clock, num_bytes=gap.num_bytes, digest=digest if gap.start == 0 else None
+        )
         frames = self._api.read_payload(digest=payload.digest, offset=offset, **bound)
         try:
             async for frame in frames:

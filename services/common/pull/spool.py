@@ -4,9 +4,12 @@
     thread  waits for a frame; unblocked by put
 
 A frame is handed over at once when the thread is free, so that over a slow link nothing waits in memory; over a fast
-one a batch is handed over at a time. What is on disk is made durable behind the writer, every SYNC_BYTES and when a
-fetch breaks. A file that arrived whole is not waited for: it is used at once and removed, and whoever finds it after a
-power cut compares it with its digest first.
+one a batch is handed over at a time. What is on disk is made durable behind the writer, every SYNC_S and when a fetch
+breaks: a power cut costs seconds of the link, however fast it is. A file that arrived whole is not waited for: it is
+used at once and removed, and whoever finds it after a power cut compares it with its digest first. So what is fetched
+in less than SYNC_S need never reach the disk, which writes slower than a fast link brings.
+
+Blocks are reserved RESERVE_BYTES ahead of the writer; the file's size is what was written.
 """
 
 from __future__ import annotations
@@ -17,12 +20,16 @@ from pathlib import Path
 
 import blake3
 
-from heterorl.common.process.files import write_all
+from heterorl.common.process.clock import Clock
+from heterorl.common.process.files import reserve, write_all
 from heterorl.common.types.common import Digest
 
 BATCH_BYTES = 4 << 20
-SYNC_BYTES = 64 << 20
+SYNC_S = 30.0
+RESERVE_BYTES = 64 << 20
 COPY_BYTES = 1 << 20
+BLOCK_BYTES = 512
+"""Of st_blocks, on every disk."""
 
 
 class RunningDigest:
@@ -50,16 +57,27 @@ class RunningDigest:
 
 
 class PieceWriter:
-    """Appends to one file, which is its own; `digest`, if given, follows what the file holds."""
+    """Appends to one file, which is its own."""
 
-    def __init__(self, path: Path, *, digest: RunningDigest | None = None) -> None:
+    def __init__(self, path: Path, *, clock: Clock, num_bytes: int = 0, digest: RunningDigest | None = None) -> None:
+        """Open the file.
+
+        Args:
+            path: the file; a new one if it is not there.
+            clock: says when what was written is to be made durable.
+            num_bytes: how many bytes will come, if that is known: room is reserved for them.
+            digest: follows what the file holds.
+        """
         self._path = path
+        self._clock = clock
         self._file = path.open("ab", buffering=0)
         self._digest = digest
+        self._num_left = num_bytes
+        self._num_reserved = 0
+        self._synced_at = clock.monotonic()
         self._is_new = True
         self._batch: list[bytes] = []
         self._num_waiting = 0
-        self._num_unsynced = 0
         self._writing: asyncio.Future[None] | None = None
         self._syncing: asyncio.Future[None] | None = None
         self._error: BaseException | None = None
@@ -112,8 +130,9 @@ class PieceWriter:
             self._batch = []
         elif self._batch:
             self._hand_over()
-        if self._syncing is None and self._num_unsynced >= SYNC_BYTES:
-            self._num_unsynced = 0
+        now = self._clock.monotonic()
+        if self._syncing is None and now - self._synced_at >= SYNC_S:
+            self._synced_at = now
             # A descriptor of its own: whoever closes the file does not wait for the disk.
             descriptor = os.dup(self._file.fileno())
             self._syncing = asyncio.get_running_loop().run_in_executor(None, _sync, descriptor)
@@ -131,10 +150,19 @@ class PieceWriter:
             self._digest.catch_up(self._path)
         self._is_new = False
         for frame in batch:
+            self._reserve(len(frame))
             write_all(self._file, frame)
             if self._digest is not None:
                 self._digest.update(frame)
-            self._num_unsynced += len(frame)
+
+    def _reserve(self, num_bytes: int) -> None:
+        if self._num_reserved < num_bytes and self._num_left:
+            more = min(RESERVE_BYTES, self._num_left)
+            # Refused, it is asked for no more; the write itself meets what the disk cannot do.
+            is_there = reserve(self._file.fileno(), self._file.tell() + self._num_reserved, more)
+            self._num_left = self._num_left - more if is_there else 0
+            self._num_reserved += more * is_there
+        self._num_reserved -= min(num_bytes, self._num_reserved)
 
     def _close(self, durable: bool) -> None:
         with self._file:
@@ -158,6 +186,12 @@ async def settle(*tasks: asyncio.Future[None]) -> None:
             task.exception()
     if cancelled is not None:
         raise cancelled
+
+
+def num_reserved(path: Path) -> int:
+    """Bytes of the disk that a file has beyond its end."""
+    stat = path.stat()
+    return max(0, stat.st_blocks * BLOCK_BYTES - stat.st_size)
 
 
 def join(path: Path, parts: dict[int, Path], digest: RunningDigest) -> Digest:

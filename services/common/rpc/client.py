@@ -29,8 +29,8 @@ from heterorl.common.wire.common import report_from_pb
 from heterorl.common.wire.policy import frame_checksum, plan_from_pb, publish_to_pb
 from heterorl.common.wire.rollout import (
     group_id_to_pb,
-    outcome_from_pb,
-    push_to_pb,
+    outcomes_from_pb,
+    pushes_to_pb,
     queued_from_pb,
     rejections_to_pb,
     work_grant_from_pb,
@@ -61,6 +61,9 @@ class CoordinatorClient(LeaseCalls):
     Streams (watch_head, read_payload, stream_groups, upload_payload) are not repeated here: their callers hold the
     cursor. They raise Unreachable when the link breaks.
     """
+
+    _push_groups = 1
+    """Groups in one message, as the coordinator said when this node registered."""
 
     async def query_upload(self, *, digest: Digest) -> int:
         """Ask how many bytes of a payload are durable."""
@@ -182,11 +185,13 @@ class CoordinatorClient(LeaseCalls):
 
         Fewer than were pushed came before the link broke: what is settled is settled, whatever became of the rest.
         """
-        pushed = [push_to_pb(sealed(group), limit_bytes=self._link.send_bytes) for group in groups]
-        timeout_s = self._push_timeout_s(sum(message.ByteSize() for message in pushed))
+        pushed = pushes_to_pb(
+            [sealed(group) for group in groups], limit_bytes=self._link.send_bytes, limit_groups=self._push_groups
+        )
+        timeout_s = self._push_timeout_s(sum(message.ByteSize() for message, _ in pushed))
 
         async def requests() -> AsyncIterator[rollout_pb2.PushGroupsRequest]:
-            for message in pushed:
+            for message, _ in pushed:
                 await self._pace(self._up, "up", message.ByteSize())
                 BYTES.labels("groups", "out").inc(message.ByteSize())
                 yield message
@@ -198,16 +203,16 @@ class CoordinatorClient(LeaseCalls):
                 async with self._link.stubs() as stubs:
                     with timed("PushGroups"):
                         async for message in stubs.method("PushGroups")(requests(), timeout=timeout_s):
-                            # One for each group; what a peer sends beyond that, or of others, is not kept.
-                            if len(outcomes) < len(pushed) and is_in_order:
-                                outcome = outcome_from_pb(readable("PushGroups", message))
-                                is_in_order = outcome.id == groups[len(outcomes)].id
-                                outcomes += [outcome] * is_in_order
+                            for outcome in outcomes_from_pb(readable("PushGroups", message)):
+                                # One for each group; what a peer sends beyond that, or of others, is not kept.
+                                if len(outcomes) < len(groups) and is_in_order:
+                                    is_in_order = outcome.id == groups[len(outcomes)].id
+                                    outcomes += [outcome] * is_in_order
             except (grpc.aio.AioRpcError, Unreachable):
                 if not outcomes:
                     raise
             if not outcomes and pushed:
-                raise Unreachable(f"PushGroups: no outcome for the first of {len(pushed)} groups", retry_after_s=1.0)
+                raise Unreachable(f"PushGroups: no outcome for the first of {len(groups)} groups", retry_after_s=1.0)
             return outcomes
 
         return await self._insist(attempt, name="PushGroups")
@@ -248,6 +253,7 @@ class CoordinatorClient(LeaseCalls):
         answer = register_answer_from_pb(await self._call("Register", request))
         if answer.max_message_bytes:
             await self._link.send_up_to(answer.max_message_bytes)
+        self._push_groups = answer.push_groups
         return answer
 
     async def heartbeat(self, beat: Heartbeat) -> tuple[Command, ...]:

@@ -70,6 +70,11 @@ class JsonlTask:
             is_right = self._verifier.verify(answer=prompt.answer, completion=completion)
         return (RewardPart(name="correct", value=float(is_right)),)
 
+    def close(self) -> None:
+        """Kill the verifier's processes."""
+        if self._verifier is not None:
+            self._verifier.close()
+
 
 def _split(path: Path, rows: list[Row], evaluation_size: int) -> tuple[list[Row], list[Row]]:
     """Hold out `evaluation_size` different prompts, at most half of them, with every line that repeats one."""

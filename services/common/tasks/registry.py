@@ -46,10 +46,11 @@ class TaskConfig(Config):
     """Directory of the reward's package or module, taken from the configuration file's directory on; empty is that
     directory itself. What is installed keeps its names."""
     reward_timeout_s: float = Field(default=5.0, gt=0, le=3600)
-    """Own reward and math_verify: time for one completion, seconds. A process that needs longer is killed and replaced,
-    and the group is given up."""
+    """Time for the reward of one completion, seconds. A process that needs longer is killed and replaced, and the group
+    is given up. Samplers compute every reward in processes, learners own rewards and math_verify."""
     reward_workers: int = Field(default=1, ge=1, le=64)
-    """Own reward and math_verify: processes, which score so many completions of a group at once."""
+    """Most processes that compute rewards at once; each is started when those that run are not enough. A sampler takes
+    4 unless this is set."""
 
     @field_validator("reward_path")
     @classmethod
@@ -105,3 +106,23 @@ def build_task(config: TaskConfig) -> Task:
     )
     _LOG.info("reward %s: %d files of %s", config.reward, reward.num_files, reward.place)
     return RewardedTask(task, reward)
+
+
+def apart(task: Task, config: TaskConfig) -> Task:
+    """The task with its score in processes that can be killed; where it computes its score so already, itself."""
+    from heterorl.common.tasks.rewards.apart import TaskApart
+
+    if config.reward or (config.name.startswith("jsonl:") and config.match == "math_verify"):
+        return task
+    if config.name.startswith("jsonl:"):
+        job: dict[str, object] = {"kind": "exact"}
+    else:
+        job = {"kind": "task", "config": config.model_dump(mode="json"), "digest": task.digest}
+    return TaskApart(task, job, timeout_s=config.reward_timeout_s, num_workers=config.reward_workers)
+
+
+def close_task(task: Task) -> None:
+    """End the processes that a task runs, if any."""
+    close = getattr(task, "close", None)
+    if close is not None:
+        close()

@@ -33,6 +33,7 @@ def fold(sites: Sequence[SiteStatus]) -> list[Folded]:
             groups_accepted=sum(status.groups_accepted for status in own),
             groups_dropped=sum(status.groups_dropped for status in own),
             work_leased=sum(status.work_leased for status in own),
+            work_away=sum(status.work_away for status in own),
         )
         folded.append(Folded(newest=whole, starts=len(own)))
     return folded

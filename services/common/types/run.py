@@ -54,6 +54,10 @@ class SiteStatus:
     """Used share of the tightest quota, 0 to 1."""
     problem: str = ""
     """Why it generates nothing, as it says; empty while all is well."""
+    work_away: int = 0
+    """Those of `work_leased` that left with a silent site: they count against nobody, and wait for its return."""
+    work_ahead_s: float = 0.0
+    """How far ahead it holds assignments, seconds, as it declared and the coordinator bounds it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +125,11 @@ class Registration:
     """Longest that its delay model keeps a version and its groups from the coordinator, there and back, seconds."""
     lowest_sequence: int = 0
     """0 is not stated."""
+    work_ahead_s: float = 0.0
+    """How far ahead it holds assignments, to ride out an outage, seconds; 0: only what its engine has room for."""
+    held: tuple[int, ...] | None = None
+    """Assignments that the incarnation can still answer, stated when its process begins: all others that it held go to
+    others at once. None is not stated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +142,10 @@ class RegisterAnswer:
     max_staleness_versions: int
     max_message_bytes: int = 0
     """Largest message that the coordinator takes and sends; 0 where it does not say."""
+    push_groups: int = 1
+    """Most groups in one message of a push."""
+    work_ahead_s: float = 0.0
+    """What the coordinator grants of the stated one, seconds."""
 
 
 class Command(enum.Enum):

@@ -25,6 +25,10 @@ from heterorl.common.wire.seal import as_bytes, open_group, receive, shell_of
 from heterorl.v1 import common_pb2, rollout_pb2
 
 _LOG = logging.getLogger(__name__)
+TOGETHER_BYTES = 1 << 20
+"""What several groups of one message have at most; a larger one travels alone."""
+FRAME_BYTES = 8
+"""Of a tag and a length."""
 _PUSHED, _STREAMED = as_bytes("PushGroupsRequest"), as_bytes("StreamGroupsResponse")
 
 
@@ -52,6 +56,25 @@ _STATUS_OF = {pb: value for value, pb in _STATUS.items()}
 _REASON_OF = {pb: value for value, pb in _REASON.items()}
 
 
+def outcomes_to_pb(values: Sequence[PushOutcome]) -> rollout_pb2.PushGroupsResponse:
+    """Convert the outcomes of one request's groups, of which there is one at least."""
+    message = outcome_to_pb(values[0])
+    for value in values[1:]:
+        more = message.more.add(
+            status=_STATUS[value.status],
+            reason=_REASON[value.reason] if value.reason else rollout_pb2.DROP_REASON_UNSPECIFIED,
+            message=value.message,
+            retry_after_s=value.retry_after_s,
+        )
+        more.id.site, more.id.incarnation, more.id.sequence = value.id.site, value.id.incarnation, value.id.sequence
+    return message
+
+
+def outcomes_from_pb(message: rollout_pb2.PushGroupsResponse) -> list[PushOutcome]:
+    """Convert the outcomes of one request's groups."""
+    return [outcome_from_pb(message), *(outcome_from_pb(more) for more in message.more)]
+
+
 def outcome_to_pb(value: PushOutcome) -> rollout_pb2.PushGroupsResponse:
     """Convert the outcome of one group."""
     return rollout_pb2.PushGroupsResponse(
@@ -63,7 +86,7 @@ def outcome_to_pb(value: PushOutcome) -> rollout_pb2.PushGroupsResponse:
     )
 
 
-def outcome_from_pb(message: rollout_pb2.PushGroupsResponse) -> PushOutcome:
+def outcome_from_pb(message: rollout_pb2.PushGroupsResponse | rollout_pb2.GroupOutcome) -> PushOutcome:
     """Convert the outcome of one group; a status of a newer peer reads as RETRY, so that nothing is forgotten."""
     return PushOutcome(
         id=group_id_from_pb(message.id),
@@ -179,20 +202,39 @@ def rejections_from_pb(message: rollout_pb2.RejectGroupsRequest) -> list[Rejecti
     return rejections
 
 
-def push_to_pb(sealed: SealedGroup, *, limit_bytes: int) -> rollout_pb2.PushGroupsRequest:
-    """The message of a group; of one that no message has room for, its shell.
+def pushes_to_pb(
+    groups: Sequence[SealedGroup], *, limit_bytes: int, limit_groups: int = 1
+) -> list[tuple[rollout_pb2.PushGroupsRequest, int]]:
+    """The messages of groups, in order, each with how many it carries; small groups go together.
 
-    The shell has no rollouts, so the coordinator refuses it for good and counts it. Were it never sent, everything
-    behind it in the outbox would wait for ever; were it dropped here, its sequence would be missing for ever.
+    Of a group that no message has room for goes its shell, which has no rollouts, so the coordinator refuses it for
+    good and counts it. Were it never sent, everything behind it in the outbox would wait for ever; were it dropped
+    here, its sequence would be missing for ever.
     """
-    message = _PUSHED(group=sealed.data)
-    if message.ByteSize() > limit_bytes:
-        _LOG.error(
-            "group %d of site %s is lost: its message has %d bytes, the coordinator's max_message_bytes is %d",
-            sealed.id.sequence,
-            sealed.id.site,
-            message.ByteSize(),
-            limit_bytes,
-        )
-        message = _PUSHED(group=shell_of(sealed))
-    return cast("rollout_pb2.PushGroupsRequest", message)
+    pushed: list[tuple[rollout_pb2.PushGroupsRequest, int]] = []
+    together: list[bytes] = []
+    num_bytes = 0
+    for sealed in groups:
+        data = sealed.data
+        # A tag and a length stand in front of each.
+        if len(data) + FRAME_BYTES > limit_bytes and _PUSHED(group=data).ByteSize() > limit_bytes:
+            _LOG.error(
+                "group %d of site %s is lost: its message has %d bytes, the coordinator's max_message_bytes is %d",
+                sealed.id.sequence,
+                sealed.id.site,
+                _PUSHED(group=data).ByteSize(),
+                limit_bytes,
+            )
+            data = shell_of(sealed)
+        size = len(data) + FRAME_BYTES
+        if together and (len(together) >= limit_groups or num_bytes + size > min(TOGETHER_BYTES, limit_bytes)):
+            pushed.append(_push_of(together))
+            together, num_bytes = [], 0
+        together.append(data)
+        num_bytes += size
+    return [*pushed, _push_of(together)] if together else pushed
+
+
+def _push_of(groups: Sequence[bytes]) -> tuple[rollout_pb2.PushGroupsRequest, int]:
+    message = _PUSHED(group=groups[0], more=groups[1:])
+    return cast("rollout_pb2.PushGroupsRequest", message), len(groups)

@@ -41,6 +41,8 @@ def registration_to_pb(value: Registration) -> run_pb2.RegisterRequest:
         flavour=value.flavour,
         max_delay_s=value.max_delay_s,
         lowest_sequence=value.lowest_sequence,
+        work_ahead_s=value.work_ahead_s,
+        held=None if value.held is None else run_pb2.HeldWork(assignments=value.held),
     )
 
 
@@ -55,6 +57,8 @@ def registration_from_pb(message: run_pb2.RegisterRequest) -> Registration:
         flavour=message.flavour,
         max_delay_s=message.max_delay_s,
         lowest_sequence=message.lowest_sequence,
+        work_ahead_s=message.work_ahead_s,
+        held=tuple(message.held.assignments) if message.HasField("held") else None,
     )
 
 
@@ -65,6 +69,8 @@ def register_answer_to_pb(value: RegisterAnswer) -> run_pb2.RegisterResponse:
         next_sequence=value.next_sequence,
         max_staleness_versions=value.max_staleness_versions,
         max_message_bytes=value.max_message_bytes,
+        push_groups=value.push_groups,
+        work_ahead_s=value.work_ahead_s,
     )
 
 
@@ -75,6 +81,8 @@ def register_answer_from_pb(message: run_pb2.RegisterResponse) -> RegisterAnswer
         next_sequence=message.next_sequence,
         max_staleness_versions=message.max_staleness_versions,
         max_message_bytes=message.max_message_bytes,
+        push_groups=max(1, message.push_groups),
+        work_ahead_s=message.work_ahead_s,
     )
 
 
@@ -219,6 +227,8 @@ def status_from_pb(message: run_pb2.GetStatusResponse) -> RunStatus:
                 groups_refused=site.groups_refused,
                 quota_used=site.quota_used,
                 problem=site.problem,
+                work_away=site.work_away,
+                work_ahead_s=site.work_ahead_s,
             )
             for site in message.sites
         ),

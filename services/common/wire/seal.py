@@ -106,6 +106,11 @@ def read_sealed(data: bytes) -> SealedGroup:
     return _sealed(_parsed(data), data)
 
 
+def sealed_of(raw: Any, data: bytes) -> SealedGroup:
+    """The same, of a message (lists as bytes) that was parsed of just these bytes."""
+    return _sealed(raw, data)
+
+
 def receive(message: rollout_pb2.Group) -> tuple[SealedGroup, Group]:
     """Clean a peer's group and open it; fields that this program does not know are dropped, from the message too.
 

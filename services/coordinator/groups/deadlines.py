@@ -1,34 +1,88 @@
-"""When assignments that are handed out run out: terms in memory, which affect liveness only.
+"""When assignments that are out run out, and which of them are away: terms in memory, which affect liveness only.
 
-Belongs to the store's thread: terms are read and written by store operations alone. The table of work says what is
-leased, and a lease whose beginning this process does not know (it restarted, or an operation was undone) gets a fresh
-term. Times are instants of the monotonic clock.
+Guarantees: what a silent site holds that works ahead counts against nobody while it is away, and goes to others when
+its term ends and not before; a site that left for good keeps no prompt; each look costs what changed since the last.
+The table of work says what is out, store/tallies.py since when. A lease whose beginning this process does not know (it
+restarted) gets a fresh term. Times are instants of the monotonic clock.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from heterorl.common.types.rollout import WorkAssignment
+from heterorl.coordinator.groups import work
 from heterorl.coordinator.groups.work import Handed
-from heterorl.coordinator.sites.sites import Holder, Sites, delay_s
+from heterorl.coordinator.sites import incarnations, shares
+from heterorl.coordinator.sites.sites import Declared, Holder, Sites, declared
+
+_LOG = logging.getLogger(__name__)
+_HOLDER = "site = ? AND incarnation = ?"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """How long an assignment lasts from the moment when it was handed out, and whether its holder is away."""
+
+    seconds: float
+    is_away: bool = False
+
+
+def term_of(said: Declared, *, lease_s: float, is_silent: bool, is_replaced: bool) -> Term:
+    """The term of what a holder holds.
+
+    Args:
+        said: what it declared.
+        lease_s: term of a site without delay that holds nothing ahead.
+        is_silent: nothing was heard of it for longer than that.
+        is_replaced: another incarnation of its site registered after it.
+    """
+    if is_silent and (is_replaced or said.ahead_s <= 0):
+        # One that died delivers nothing, and what its delay adds is of no use.
+        return Term(seconds=lease_s)
+    return Term(seconds=lease_s + said.delay_s + said.ahead_s, is_away=is_silent)
+
+
+def next_look(said: Declared, term: Term, *, oldest: float, seen: float, lease_s: float, is_silent: bool) -> float:
+    """The first instant at which an assignment of a holder may run out, or all of them go away."""
+    ends = oldest + term.seconds
+    if is_silent or (said.delay_s <= 0 and said.ahead_s <= 0):
+        return ends
+    if said.ahead_s > 0:
+        return min(ends, seen + lease_s)
+    return min(ends, max(seen, oldest) + lease_s)
 
 
 class Deadlines:
-    """The terms of assignments; `work_lease_s` is the term of a site without delay."""
+    """The terms of assignments; `work_lease_s` is the term of a site without delay, `started` this process's begin."""
 
-    def __init__(self, *, sites: Sites, work_lease_s: float) -> None:
+    def __init__(self, *, sites: Sites, work_lease_s: float, started: float) -> None:
         self._sites = sites
         self._work_lease_s = work_lease_s
-        self._leased_at: dict[int, float] = {}
+        self._started = started
 
     def begin(
         self, connection: sqlite3.Connection, handed: Sequence[Handed], holder: Holder, now: float
     ) -> tuple[WorkAssignment, ...]:
         """Start the terms of new leases; those that run go on, so that no site keeps one by asking again."""
-        term_s = self._work_lease_s + delay_s(connection, holder)
-        starts = [self._leased_at.setdefault(entry.assignment, now) for entry in handed]
+        if not handed:
+            return ()
+        said = declared(connection, holder)
+        term_s = self._work_lease_s + said.delay_s + said.ahead_s
+        connection.execute(f"UPDATE temp.out_work SET since = ? WHERE {_HOLDER} AND since IS NULL", (now, *holder))
+        if said.ahead_s > 0:
+            # It was heard of just now; some that it held before may have been away, and these are not.
+            connection.execute(
+                f"UPDATE temp.holder SET due = min(due, ?) WHERE {_HOLDER}", (now + self._work_lease_s, *holder)
+            )
+        starts = (
+            connection.execute("SELECT since FROM temp.out_work WHERE assignment = ?", (entry.assignment,)).fetchone()
+            for entry in handed
+        )
         return tuple(
             WorkAssignment(
                 id=entry.assignment,
@@ -36,21 +90,60 @@ class Deadlines:
                 seed=entry.seed,
                 lease_s=max(0.0, start + term_s - now),
             )
-            for entry, start in zip(handed, starts, strict=True)
+            for entry, (start,) in zip(handed, starts, strict=True)
         )
 
-    def expired(self, connection: sqlite3.Connection, leased: Mapping[int, Holder], now: float) -> list[int]:
-        """Those of the leased assignments whose term ended; they are forgotten, and count against their holders."""
-        terms = {holder: self._work_lease_s + self._grace_s(connection, holder, now) for holder in set(leased.values())}
-        self._leased_at = {assignment: self._leased_at.get(assignment, now) for assignment in leased}
-        found = [number for number, start in self._leased_at.items() if start + terms[leased[number]] <= now]
-        for assignment in found:
-            del self._leased_at[assignment]
-            self._sites.shares.note_expired(leased[assignment][0])
+    def look(self, connection: sqlite3.Connection, now: float) -> None:
+        """Hand back what ran out, count it against its holders, and note what is away from now on."""
+        due = connection.execute("SELECT site, incarnation FROM temp.holder WHERE due <= ?", (now,)).fetchall()
+        for site, incarnation in due:
+            self._look_at(connection, (site, incarnation), now)
+
+    def holdings(self, connection: sqlite3.Connection, now: float) -> dict[Holder, tuple[int, int]]:
+        """How many assignments each holder holds, and how many of them are away now, whenever the last look was."""
+        found = {}
+        rows = connection.execute("SELECT site, incarnation, held, away FROM temp.holder").fetchall()
+        for site, incarnation, held, away in rows:
+            holder = site, incarnation
+            _, is_silent = self._silence(holder, now)
+            is_away = is_silent and self._term(connection, holder, is_silent=True).is_away
+            found[holder] = held, held if is_away else away
         return found
 
-    def _grace_s(self, connection: sqlite3.Connection, holder: Holder, now: float) -> float:
-        """What its delay adds to the terms of a site, while it says that it lives; one that died delivers nothing."""
-        silence_s = self._sites.silence_s(holder, now)
-        is_silent = silence_s is None or silence_s > self._work_lease_s
-        return 0.0 if is_silent else delay_s(connection, holder)
+    def _look_at(self, connection: sqlite3.Connection, holder: Holder, now: float) -> None:
+        connection.execute(f"UPDATE temp.out_work SET since = ? WHERE {_HOLDER} AND since IS NULL", (now, *holder))
+        seen, is_silent = self._silence(holder, now)
+        term = self._term(connection, holder, is_silent=is_silent)
+        expired, oldest = [], math.inf
+        rows = connection.execute(f"SELECT assignment, since FROM temp.out_work WHERE {_HOLDER} ORDER BY since", holder)
+        for assignment, since in rows:
+            if since + term.seconds > now:
+                oldest = since
+                break
+            expired.append(assignment)
+        rows.close()
+        work.expire(connection, expired)
+        shares.note_expired(connection, holder[0], len(expired))
+        if oldest == math.inf:
+            return
+        if term.is_away:
+            gone = connection.execute(
+                f"UPDATE temp.out_work SET is_away = 1 WHERE {_HOLDER} AND is_away = 0", holder
+            ).rowcount
+            if gone:
+                _LOG.info("site %s is silent: its %d assignments wait for it and count against nobody", holder[0], gone)
+        said = declared(connection, holder)
+        again = next_look(said, term, oldest=oldest, seen=seen, lease_s=self._work_lease_s, is_silent=is_silent)
+        connection.execute(f"UPDATE temp.holder SET due = ? WHERE {_HOLDER}", (again, *holder))
+
+    def _term(self, connection: sqlite3.Connection, holder: Holder, *, is_silent: bool) -> Term:
+        is_replaced = is_silent and incarnations.is_replaced(connection, *holder)
+        said = declared(connection, holder)
+        return term_of(said, lease_s=self._work_lease_s, is_silent=is_silent, is_replaced=is_replaced)
+
+    def _silence(self, holder: Holder, now: float) -> tuple[float, bool]:
+        """When it was seen last, and whether that is too long ago; what never was is silent after a whole lease."""
+        seen = self._sites.seen_at(holder)
+        if seen is None:
+            return self._started, now - self._started >= self._work_lease_s
+        return seen, now - seen > self._work_lease_s

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from heterorl.common.types.rollout import GroupId
+from heterorl.coordinator.store import tallies
 from heterorl.coordinator.store.database import get_meta
 
 
@@ -29,7 +30,7 @@ def next_lease(connection: sqlite3.Connection, *, head: int, bound: int, count: 
     size = int(get_meta(connection, "lease_groups_per_version") or 0)
     if size < 1:
         return count, head - bound
-    leased = int(connection.execute("SELECT count(*) FROM groups WHERE state = 'leased'").fetchone()[0])
+    leased = tallies.read(connection, "leased")
     return min(count, size - leased % size), head + leased // size - bound
 
 

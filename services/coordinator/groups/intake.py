@@ -9,7 +9,7 @@ from __future__ import annotations
 import sqlite3
 from dataclasses import dataclass
 
-from heterorl.common.types.common import Contract
+from heterorl.common.types.common import Contract, SiteId
 from heterorl.common.types.rollout import DropReason, Group, GroupId, PushOutcome, PushStatus, SealedGroup
 from heterorl.common.wire.common import bytes_digest
 from heterorl.common.wire.seal import open_group, sealed
@@ -52,13 +52,18 @@ class Surroundings:
 
 def examined(group: SealedGroup, inside: Group, contract: Contract, *, max_prompt_tokens: int) -> Arrival:
     """Judge a group's content and digest its bytes: all that takes its tokens, so that no commit waits for it."""
+    return sound(group, problem=content_problem(inside, contract, max_prompt_tokens=max_prompt_tokens))
+
+
+def sound(group: SealedGroup, *, problem: str = "") -> Arrival:
+    """Digest the bytes of a group whose content was judged; nothing is wrong with it where no problem is named."""
     return Arrival(
         id=group.id,
         assignment=group.assignment,
         oldest_version=group.oldest_version,
         num_bytes=len(group.data),
         digest=bytes_digest(group.data),
-        problem=content_problem(inside, contract, max_prompt_tokens=max_prompt_tokens),
+        problem=problem,
         sealed=group,
     )
 
@@ -84,10 +89,10 @@ def take(connection: sqlite3.Connection, arrived: Arrival, around: Surroundings)
         message = size_problem(arrived.num_bytes, around.config.max_group_bytes) or message
         if not message:
             reason, message = judge(group, _facts(connection, group, around))
-    return _record(connection, arrived, reason, message, now=around.now)
+    return record(connection, arrived, reason, message, now=around.now)
 
 
-def _record(
+def record(
     connection: sqlite3.Connection,
     arrived: Arrival,
     reason: DropReason | None,
@@ -95,28 +100,14 @@ def _record(
     *,
     now: float,
 ) -> PushOutcome:
+    """Write one group's row, account and place in the watermark down, and what becomes of its work."""
     group_id = arrived.id
-    payload = arrived.sealed.data if arrived.sealed is not None and reason is None else None
-    key = (group_id.site, group_id.incarnation, group_id.sequence)
-    connection.execute(
-        "INSERT INTO groups (site, incarnation, sequence, digest, state, reason, assignment, oldest_version,"
-        " num_bytes, arrived, payload) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (
-            *key,
-            arrived.digest,
-            "dropped" if reason else "pending",
-            reason.value if reason else "",
-            arrived.assignment,
-            arrived.oldest_version,
-            arrived.num_bytes,
-            now,
-            payload,
-        ),
-    )
+    key = (group_id.site, group_id.incarnation)
+    connection.execute(insert(1), row_of(arrived, reason, now))
     watermark.remember(connection, group_id)
     ledger.add(connection, ledger.ACKED, 1)
     column = "dropped" if reason else "accepted"
-    connection.execute(f"UPDATE sites SET {column} = {column} + 1 WHERE site = ? AND incarnation = ?", key[:2])
+    connection.execute(f"UPDATE sites SET {column} = {column} + 1 WHERE site = ? AND incarnation = ?", key)
     if reason is None:
         work.answer(connection, arrived.assignment)
         return PushOutcome(id=group_id, status=PushStatus.ACCEPTED)
@@ -126,23 +117,69 @@ def _record(
     return PushOutcome(id=group_id, status=PushStatus.DROPPED, reason=reason, message=message)
 
 
+def insert(count: int) -> str:
+    """The statement that writes so many rows."""
+    return (
+        "INSERT INTO groups (site, incarnation, sequence, digest, state, reason, assignment, oldest_version,"
+        " num_bytes, arrived, payload) VALUES " + ", ".join(["(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"] * count)
+    )
+
+
+def row_of(arrived: Arrival, reason: DropReason | None, now: float) -> tuple[object, ...]:
+    """What `insert` takes for each row."""
+    group_id = arrived.id
+    return (
+        group_id.site,
+        group_id.incarnation,
+        group_id.sequence,
+        arrived.digest,
+        "dropped" if reason else "pending",
+        reason.value if reason else "",
+        arrived.assignment,
+        arrived.oldest_version,
+        arrived.num_bytes,
+        now,
+        arrived.sealed.data if arrived.sealed is not None and reason is None else None,
+    )
+
+
 def _busy(connection: sqlite3.Connection, arrived: Arrival, around: Surroundings) -> tuple[float, str]:
     group_id = arrived.id
     known = watermark.read(connection, group_id)
     if not 0 < group_id.sequence <= known + watermark.MAX_GAP:
         text = f"sequence {group_id.sequence} is too far beyond {known}; push the earlier groups first"
         return RETRY_AFTER_S, text
-    used = connection.execute(
-        "SELECT coalesce(sum(num_bytes), 0) FROM groups WHERE state IN ('pending', 'leased') AND site = ?",
-        (group_id.site,),
-    ).fetchone()[0]
-    limit = around.config.site_pending_bytes
+    return quota(arrived, around, pending_bytes=waiting_bytes(connection, group_id.site))
+
+
+def waiting_bytes(connection: sqlite3.Connection, site: SiteId) -> int:
+    """Bytes of a site in the queue."""
+    (used,) = connection.execute(
+        "SELECT coalesce(sum(num_bytes), 0) FROM groups WHERE state IN ('pending', 'leased') AND site = ?", (site,)
+    ).fetchone()
+    return int(used)
+
+
+def quota(arrived: Arrival, around: Surroundings, *, pending_bytes: int) -> tuple[float, str]:
+    """Take a group off its site's quotas: (0, "") or how long it is to wait, and why."""
     return around.quotas.take(
-        group_id.site, num_bytes=arrived.num_bytes, pending_bytes=int(used), pending_limit=limit, now=around.instant
+        arrived.id.site,
+        num_bytes=arrived.num_bytes,
+        pending_bytes=pending_bytes,
+        pending_limit=around.config.site_pending_bytes,
+        now=around.instant,
     )
 
 
 def _facts(connection: sqlite3.Connection, group: SealedGroup, around: Surroundings) -> Facts:
+    prompt, is_answered = work.lookup(connection, group.assignment, group.id)
+    return facts_of(connection, group, around, prompt=prompt, is_answered=is_answered)
+
+
+def facts_of(
+    connection: sqlite3.Connection, group: SealedGroup, around: Surroundings, *, prompt: int | None, is_answered: bool
+) -> Facts:
+    """What surrounds a group, whose assignment is known."""
     config = around.config
     version = connection.execute(
         "SELECT coalesce((SELECT f.state_root FROM flavour_versions f WHERE f.version = v.version"
@@ -150,7 +187,6 @@ def _facts(connection: sqlite3.Connection, group: SealedGroup, around: Surroundi
         (group.state_root, group.oldest_version),
     ).fetchone()
     age_s = ages.superseded_s(connection, group.oldest_version, reach=config.max_staleness_versions + 1, now=around.now)
-    prompt, is_answered = work.lookup(connection, group.assignment, group.id)
     return Facts(
         head_version=around.head,
         max_staleness_versions=config.max_staleness_versions,

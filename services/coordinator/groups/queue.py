@@ -17,9 +17,10 @@ from heterorl.common.types.rollout import DropReason, GroupId, LeasedGroup, Push
 from heterorl.common.wire.common import bytes_digest
 from heterorl.common.wire.seal import read_sealed
 from heterorl.coordinator.config import CoordinatorConfig
-from heterorl.coordinator.groups import ages, horizon, intake, ledger, work
+from heterorl.coordinator.groups import ages, horizon, ledger, work
 from heterorl.coordinator.groups.intake import Arrival, Surroundings
 from heterorl.coordinator.groups.order import Turns
+from heterorl.coordinator.groups.rows import take_all
 from heterorl.coordinator.groups.schedule import seed_of
 from heterorl.coordinator.sites import quarantine
 from heterorl.coordinator.sites.quotas import Quotas
@@ -54,7 +55,7 @@ class Queue:
     ) -> list[PushOutcome]:
         """Take groups in, each with its own outcome; `now` is wall time, `instant` the monotonic clock's."""
         around = Surroundings(config=self.config, quotas=self.quotas, head=head, now=now, instant=instant)
-        return [intake.take(connection, group, around) for group in groups]
+        return take_all(connection, groups, around)
 
     def lease(self, connection: sqlite3.Connection, *, count: int, head: int, now: float) -> list[LeasedGroup]:
         """Lease up to `count` groups to the learner, oldest policy first; drops what is too stale on the way."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from heterorl.common.types.common import SiteId
@@ -64,29 +64,31 @@ def hand_out(
     handed = []
     holder = _holder(site, incarnation)
     for assignment, prompt_index, sampling_seed, holders in rows:
-        names = [*(name for name in json.loads(holders) if name != holder), holder][-MAX_HOLDERS:]
+        names_held = [*(name for name in json.loads(holders) if name != holder), holder][-MAX_HOLDERS:]
         connection.execute(
             "UPDATE work SET is_leased = 1, site = ?, incarnation = ?, holders = ?, request_id = ?"
             " WHERE assignment = ?",
-            (site, incarnation, json.dumps(names), request_id, assignment),
+            (site, incarnation, json.dumps(names_held), request_id, assignment),
         )
         handed.append(Handed(assignment=assignment, prompt_index=prompt_index, seed=sampling_seed))
     first = int(get_meta(connection, "next_assignment") or 0)
     last = first + count - len(handed)
-    for assignment in range(first, last):
-        new = Handed(
+    new = [
+        Handed(
             assignment=assignment,
             prompt_index=prompt_of(assignment, num_prompts=num_prompts, seed=seed),
             seed=seed_of(assignment, seed=seed),
         )
-        connection.execute(
-            "INSERT INTO work VALUES (?, ?, ?, ?, ?, 1, ?, ?)",
-            (assignment, new.prompt_index, new.seed, site, incarnation, json.dumps([holder]), request_id),
-        )
-        handed.append(new)
-    if last > first:
+        for assignment in range(first, last)
+    ]
+    names = json.dumps([holder])
+    connection.executemany(
+        "INSERT INTO work VALUES (?, ?, ?, ?, ?, 1, ?, ?)",
+        [(each.assignment, each.prompt_index, each.seed, site, incarnation, names, request_id) for each in new],
+    )
+    if new:
         set_meta(connection, "next_assignment", str(last))
-    return handed
+    return [*handed, *new]
 
 
 def handed_before(connection: sqlite3.Connection, *, site: SiteId, incarnation: str, request_id: str) -> list[Handed]:
@@ -94,8 +96,8 @@ def handed_before(connection: sqlite3.Connection, *, site: SiteId, incarnation: 
     if not request_id:
         return []
     rows = connection.execute(
-        "SELECT assignment, prompt_index, seed FROM work WHERE is_leased = 1 AND site = ? AND incarnation = ?"
-        " AND request_id = ? ORDER BY assignment",
+        "SELECT assignment, prompt_index, seed FROM temp.out_work o JOIN work USING (assignment)"
+        " WHERE o.site = ? AND o.incarnation = ? AND o.request_id = ? ORDER BY assignment",
         (site, incarnation, request_id),
     )
     return [Handed(assignment=number, prompt_index=prompt, seed=seed) for number, prompt, seed in rows]
@@ -117,6 +119,38 @@ def answer(connection: sqlite3.Connection, assignment: int) -> None:
         "DELETE FROM work WHERE assignment = ? RETURNING prompt_index, seed", (assignment,)
     ).fetchone()
     assert row is not None, "admission checked that the assignment is open"
+
+
+def lookup_all(
+    connection: sqlite3.Connection, wanted: Sequence[tuple[int, GroupId]]
+) -> dict[int, tuple[int | None, bool]]:
+    """What `lookup` says of many assignments, of which each is named with one group."""
+    following = int(get_meta(connection, "next_assignment") or 0)
+    numbers = json.dumps([assignment for assignment, _ in wanted])
+    rows = {
+        assignment: (prompt, holders)
+        for assignment, prompt, holders in connection.execute(
+            "SELECT assignment, prompt_index, holders FROM work WHERE assignment IN (SELECT value FROM json_each(?))",
+            (numbers,),
+        ).fetchall()
+    }
+    found: dict[int, tuple[int | None, bool]] = {}
+    for assignment, group_id in wanted:
+        prompt, holders = rows.get(assignment, (None, "[]"))
+        is_holder = _holder(group_id.site, group_id.incarnation) in json.loads(holders)
+        found[assignment] = (
+            int(prompt) if is_holder else None,
+            prompt is None and assignment < following,
+        )
+    return found
+
+
+def answer_all(connection: sqlite3.Connection, assignments: Sequence[int]) -> None:
+    """The assignments have their groups; each is named once."""
+    cursor = connection.execute(
+        "DELETE FROM work WHERE assignment IN (SELECT value FROM json_each(?))", (json.dumps(assignments),)
+    )
+    assert cursor.rowcount == len(assignments), "admission checked that the assignments are open"
 
 
 def reopen(connection: sqlite3.Connection, assignment: int) -> None:
@@ -152,9 +186,20 @@ def give_back(connection: sqlite3.Connection, *, site: SiteId, incarnation: str,
             )
 
 
+def keep_only(connection: sqlite3.Connection, held: Collection[int], *, site: SiteId, incarnation: str) -> None:
+    """Open what the incarnation holds beside `held`: its process begins anew and has lost the rest."""
+    rows = connection.execute(
+        "SELECT assignment FROM temp.out_work WHERE site = ? AND incarnation = ?", (site, incarnation)
+    ).fetchall()
+    kept = set(held)
+    lost = [assignment for (assignment,) in rows if assignment not in kept]
+    give_back(connection, site=site, incarnation=incarnation, assignments=lost)
+
+
 def open_held(connection: sqlite3.Connection, site: SiteId) -> None:
     """Open all assignments that a site holds, which it may still answer."""
-    connection.execute("UPDATE work SET is_leased = 0 WHERE site = ? AND is_leased = 1", (site,))
+    rows = connection.execute("SELECT assignment FROM temp.out_work WHERE site = ?", (site,)).fetchall()
+    expire(connection, [assignment for (assignment,) in rows])
 
 
 def expire(connection: sqlite3.Connection, assignments: Sequence[int]) -> None:
@@ -163,12 +208,6 @@ def expire(connection: sqlite3.Connection, assignments: Sequence[int]) -> None:
         "UPDATE work SET is_leased = 0 WHERE assignment = ? AND is_leased = 1",
         [(assignment,) for assignment in assignments],
     )
-
-
-def leased(connection: sqlite3.Connection) -> dict[int, tuple[str, str]]:
-    """Leased assignments with their (site, incarnation)."""
-    rows = connection.execute("SELECT assignment, site, incarnation FROM work WHERE is_leased = 1").fetchall()
-    return {assignment: (site, incarnation) for assignment, site, incarnation in rows}
 
 
 def _holder(site: str, incarnation: str) -> str:

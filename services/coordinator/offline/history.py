@@ -69,9 +69,12 @@ def read_histories(directory: Path) -> tuple[History, ...]:
 
     Raises:
         OperatorError: there is no store, or a coordinator is running on it.
-        CorruptStore: SQLite cannot read it.
+        CorruptStore: SQLite cannot read it, or it fails SQLite's check.
     """
     with open_store(directory) as connection:
+        # All of it: a start of the coordinator leaves the history of a large store out.
+        if connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
+            raise CorruptStore(f"{directory / STORE_FILE} fails SQLite's check")
         return tuple(_read(connection, directory, flavour) for flavour in _flavours(connection))
 
 

@@ -7,7 +7,7 @@ Guarantees: decisions are pure. An rpc without a row is refused for everybody; a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -18,6 +18,7 @@ from heterorl.common.identity.identity import Identity, LocalPeer, Peer, Refusal
 class Rule:
     """Who may call one rpc, where its requests state a site that must be the caller's own, and how often at once.
 
+    `more` is the field of the request with further entries like the first one, whose site stands at the same place.
     `at_once` is how many calls of it one certificate may have under way; 0 is no bound but that on all its calls.
 
     Example:
@@ -26,6 +27,7 @@ class Rule:
 
     roles: frozenset[Role]
     site: tuple[str, ...] = ()
+    more: str = ""
     at_once: int = 0
 
 
@@ -57,7 +59,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "/heterorl.v1.RolloutService/LeaseWork": _OWN_SITE,
         "/heterorl.v1.RolloutService/AbandonWork": _OWN_SITE,
         "/heterorl.v1.RolloutService/PushGroups": Rule(
-            frozenset({Role.SAMPLER}), site=("group", "id", "site"), at_once=4
+            frozenset({Role.SAMPLER}), site=("group", "id", "site"), more="more", at_once=4
         ),
         # The learner names groups of all sites: it holds their lease.
         "/heterorl.v1.RolloutService/StreamGroups": _LEARNER,
@@ -97,12 +99,19 @@ def refuse_call(method: str, peer: Peer, *, run: str) -> Refusal | None:
 
 def refuse_request(method: str, peer: Peer, request: object) -> Refusal | None:
     """Decide whether a request speaks for the caller's own site; None is yes. `refuse_call` comes first."""
-    path = RULES[method].site
-    if not path or not isinstance(peer, Identity):
+    rule = RULES[method]
+    if not rule.site or not isinstance(peer, Identity):
         return None
-    value = request
+    stated = [_at(request, rule.site)]
+    if rule.more:
+        stated += [_at(entry, rule.site[1:]) for entry in getattr(request, rule.more)]
+    for value in stated:
+        if value != peer.site:
+            return Refusal(reason=RefusalReason.SITE, message=f"{peer.site} may not speak for site {str(value)[:64]!r}")
+    return None
+
+
+def _at(value: object, path: Sequence[str]) -> object:
     for name in path:
         value = getattr(value, name)
-    if value == peer.site:
-        return None
-    return Refusal(reason=RefusalReason.SITE, message=f"{peer.site} may not speak for site {str(value)[:64]!r}")
+    return value

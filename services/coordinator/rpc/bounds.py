@@ -43,6 +43,8 @@ DEFAULT = Bound()
 """Of every field without a row."""
 MAX_TOKENS = 1 << 26
 MANIFEST_BYTES = 64 << 20
+PUSH_GROUPS = 256
+"""Groups in one message of a push."""
 _NAME = Bound(length=64, text=Text.NAME)
 _DIGEST = Bound(length=64)
 _PROSE = Bound(length=4096, text=Text.PROSE)
@@ -79,6 +81,7 @@ BOUNDS: Mapping[str, Bound] = MappingProxyType(
         "LeaseWorkRequest.incarnation": _NAME,
         "AbandonWorkRequest.site": _NAME,
         "AbandonWorkRequest.incarnation": _NAME,
+        "PushGroupsRequest.more": Bound(count=PUSH_GROUPS - 1),
         "Group.prompt_token_ids": _TOKENS,
         "Rollout.token_ids": _TOKENS,
         "Rollout.sampler_logprobs": _TOKENS,
@@ -90,6 +93,7 @@ BOUNDS: Mapping[str, Bound] = MappingProxyType(
         "Rejection.detail": _PROSE,
         "RegisterRequest.site": _NAME,
         "RegisterRequest.incarnation": _NAME,
+        "HeldWork.assignments": Bound(count=1 << 16),
         "HeartbeatRequest.site": _NAME,
         "HeartbeatRequest.incarnation": _NAME,
         "HeartbeatRequest.state_root": _DIGEST,

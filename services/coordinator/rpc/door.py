@@ -28,10 +28,14 @@ from heterorl.coordinator.rpc.budget import Budget, Room
 from heterorl.coordinator.rpc.calls import Shares
 from heterorl.coordinator.rpc.gate import Gate
 from heterorl.coordinator.rpc.holders import Holder, holder_of
+from heterorl.coordinator.rpc.plain import read_push
 from heterorl.coordinator.rpc.scan import can_be_long, has_repeated, parse
 
 INLINE_BYTES = 1 << 14
 """Messages up to this size are parsed on the event loop, in some milliseconds at worst."""
+PLAIN_BYTES = 1 << 22
+"""Pushes up to this size are tried as plain ones, on the event loop too: they are copied, and little more."""
+PUSH = "/heterorl.v1.RolloutService/PushGroups"
 PARSED_BYTES = 4
 """Bytes of memory that one byte of a message is counted as, up to the room of the longest message."""
 READ_TIMEOUT_S = 900.0
@@ -114,7 +118,7 @@ class Door(grpc.aio.ServerInterceptor):
         self._parsing = asyncio.Semaphore(1)
 
     async def message(self, method: str, peer: Peer, data: bytes) -> Any:
-        """Check and parse one message.
+        """Check and parse one message; a push in canonical form is read as a plain one.
 
         Raises:
             InvalidRequest: it breaks its format or a bound.
@@ -122,7 +126,12 @@ class Door(grpc.aio.ServerInterceptor):
         """
         self._gate.recheck(peer)
         request = _descriptor(method).input_type
-        if len(data) <= INLINE_BYTES or not has_repeated(request):
+        message: Any = None
+        if method == PUSH and len(data) <= PLAIN_BYTES:
+            message = read_push(data)
+        if message is not None:
+            pass
+        elif len(data) <= INLINE_BYTES or not has_repeated(request):
             message = parse(data, request)
         else:
             async with self._parsing:

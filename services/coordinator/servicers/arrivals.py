@@ -2,13 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from google.protobuf.message import DecodeError
+
 from heterorl.common.errors import InvalidRequest
 from heterorl.common.types.common import Contract
 from heterorl.common.wire.common import MAX_INT64, bytes_digest
 from heterorl.common.wire.rollout import group_id_from_pb
-from heterorl.common.wire.seal import receive
-from heterorl.coordinator.groups.intake import Arrival, examined
+from heterorl.common.wire.seal import receive, sealed_of
+from heterorl.coordinator.groups.intake import Arrival, examined, sound
+from heterorl.coordinator.rpc.plain import PlainPush
+from heterorl.coordinator.servicers.content import are_sound
 from heterorl.v1 import rollout_pb2
+
+Pushed = PlainPush | rollout_pb2.PushGroupsRequest
+"""A push as the door has it."""
+
+
+def read_all(
+    pushes: Sequence[Pushed], *, contract: Contract, max_prompt_tokens: int
+) -> tuple[list[list[Arrival]], InvalidRequest | None]:
+    """The groups of messages, in order, up to one that is no message at all, which is the call's end.
+
+    Plain ones are looked at together, and one by one where something is wrong.
+    """
+    plain = [group for push in pushes if isinstance(push, PlainPush) for group in push.groups]
+    all_sound = bool(plain) and are_sound(plain, contract, max_prompt_tokens=max_prompt_tokens)
+    arrivals: list[list[Arrival]] = []
+    for push in pushes:
+        if isinstance(push, PlainPush):
+            found: list[Arrival] = []
+            for group, data in zip(push.groups, push.data, strict=True):
+                if all_sound or are_sound([group], contract, max_prompt_tokens=max_prompt_tokens):
+                    found.append(sound(sealed_of(group, data)))
+                    continue
+                try:
+                    message = _message(data)
+                except InvalidRequest as error:
+                    return arrivals, error
+                found.append(read(message, contract=contract, max_prompt_tokens=max_prompt_tokens))
+        else:
+            found = [
+                read(group, contract=contract, max_prompt_tokens=max_prompt_tokens)
+                for group in (push.group, *push.more)
+            ]
+        arrivals.append(found)
+    return arrivals, None
+
+
+def _message(data: bytes) -> rollout_pb2.Group:
+    try:
+        return rollout_pb2.Group.FromString(data)
+    except DecodeError as error:
+        raise InvalidRequest(f"not a Group: {error}") from error
 
 
 def read(message: rollout_pb2.Group, *, contract: Contract, max_prompt_tokens: int) -> Arrival:

@@ -1,7 +1,11 @@
-"""Pushed groups on their way from messages to the store: read ahead, converted off the event loop, committed together.
+"""Pushed groups on their way from messages to the store: read ahead, looked at off the event loop, committed together.
 
 read      waits for messages of one call, bounded by their room; unblocked by the peer, or the call's end
-outcomes  waits for the reader, then for the commit; unblocked by the reader's None, whatever ended it
+submit    waits for messages that were read, then for room among the commits; unblocked by either loop beside it
+outcomes  waits for a commit, in order; unblocked by the store; ends with the reader, whatever ended it
+
+While some groups of a call wait for their fsync, the next ones are looked at and handed to the store, which commits all
+that wait together.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
+from itertools import chain
 from typing import Protocol
 
 from heterorl.common.errors import NotRegistered
@@ -18,12 +23,20 @@ from heterorl.common.types.rollout import Group, PushOutcome, SealedGroup
 from heterorl.coordinator.groups.intake import Arrival
 from heterorl.coordinator.rpc.door import INLINE_BYTES, Requests
 from heterorl.coordinator.servicers import arrivals
+from heterorl.coordinator.servicers.arrivals import Pushed
 from heterorl.v1 import rollout_pb2
 
-PUSH_BATCH = 16
-"""Groups of one push stream that share a commit."""
-_Pushed = tuple[rollout_pb2.PushGroupsRequest, int]
-"""A message and its bytes on the wire."""
+READ_AHEAD = 16
+"""Messages of one push stream that wait to be looked at."""
+BATCH_BYTES = 4 << 20
+"""Of those that are looked at together and share a commit; a larger one is alone."""
+COMMITS = 3
+"""Commits of one push stream that are under way."""
+_Sized = tuple[Pushed, int]
+"""A push and its bytes on the wire."""
+_Answers = asyncio.Future[list[PushOutcome]]
+_Commit = tuple[list[int], _Answers]
+"""How many groups each message has, and what becomes of all of them."""
 
 
 class Taker(Protocol):
@@ -44,67 +57,102 @@ class PushStreams:
         self._contract: Contract | None = None
         self._converting = asyncio.Semaphore(1)
 
-    async def outcomes(self, requests: AsyncIterator[rollout_pb2.PushGroupsRequest]) -> AsyncIterator[PushOutcome]:
-        """One outcome per message, in order.
+    async def outcomes(
+        self, requests: AsyncIterator[rollout_pb2.PushGroupsRequest]
+    ) -> AsyncIterator[Sequence[PushOutcome]]:
+        """The outcomes of each message's groups, in order.
 
         Raises:
             RemoteError: a message was refused; those before it are answered.
         """
-        arrived: asyncio.Queue[_Pushed | None] = asyncio.Queue(PUSH_BATCH)
-
-        async def read() -> None:
-            try:
-                async for message in requests:
-                    # Known where it came in; a message counts its bytes by writing them.
-                    num_bytes = requests.num_bytes if isinstance(requests, Requests) else message.ByteSize()
-                    await arrived.put((message, num_bytes))
-            except Exception:
-                # Whatever it is. Groups before it are committed and answered; then it ends the call.
-                await arrived.put(None)
-                raise
-            await arrived.put(None)
-
         if isinstance(requests, Requests):
-            # Messages wait in the queue and in the batch, and are counted until their groups are in the store.
+            # Messages wait in the queues, and are counted until their groups are in the store.
             requests.settle_by_hand()
-        reader = asyncio.create_task(read())
+        arrived: asyncio.Queue[_Sized | None] = asyncio.Queue(READ_AHEAD)
+        committing: asyncio.Queue[_Commit | None] = asyncio.Queue(COMMITS)
+        reader = asyncio.create_task(_read(requests, arrived))
+        submitter = asyncio.create_task(self._submit(arrived, committing))
         try:
-            is_open = True
-            while is_open:
-                batch = [await arrived.get()]
-                while not arrived.empty() and len(batch) < PUSH_BATCH:
-                    batch.append(arrived.get_nowait())
-                is_open = batch[-1] is not None
-                answered = await self._push([pushed for pushed in batch if pushed is not None])
-                batch.clear()
+            while (commit := await committing.get()) is not None:
+                counts, answers = commit
+                outcomes = await answers
                 if isinstance(requests, Requests):
-                    requests.settle(len(answered))
-                for outcome in answered:
-                    yield outcome
+                    requests.settle(len(counts))
+                first = 0
+                for count in counts:
+                    if some := outcomes[first : first + count]:
+                        yield some
+                    first += count
+            await submitter
+            await reader
         finally:
-            reader.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await reader
+            for task in (reader, submitter):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await task
 
-    async def _push(self, batch: list[_Pushed]) -> list[PushOutcome]:
-        """One outcome per message, in order; a group that no value can hold is recorded as invalid like any other."""
-        if not batch:
-            return []
-        num_bytes = sum(size for _, size in batch)
+    async def _submit(self, arrived: asyncio.Queue[_Sized | None], committing: asyncio.Queue[_Commit | None]) -> None:
+        """Hand what was read to the store, some at a time; ends with None, whatever goes wrong."""
+        waiting: _Sized | None = await arrived.get()
+        try:
+            while waiting is not None:
+                batch, num_bytes, is_open = [waiting[0]], waiting[1], True
+                waiting = None
+                while not arrived.empty():
+                    entry = arrived.get_nowait()
+                    if entry is None:
+                        is_open = False
+                        break
+                    if num_bytes + entry[1] > BATCH_BYTES:
+                        waiting = entry
+                        break
+                    batch.append(entry[0])
+                    num_bytes += entry[1]
+                entries, error = await self._look_at(batch, num_bytes)
+                batch.clear()
+                if entries:
+                    answers: _Answers = asyncio.ensure_future(self._api.take_groups(list(chain.from_iterable(entries))))
+                    # Nobody may ask any more.
+                    answers.add_done_callback(_note)
+                    await committing.put(([len(groups) for groups in entries], answers))
+                if error is not None:
+                    raise error
+                if waiting is None and is_open:
+                    waiting = await arrived.get()
+        except Exception:
+            await committing.put(None)
+            raise
+        await committing.put(None)
+
+    async def _look_at(self, batch: list[Pushed], num_bytes: int) -> tuple[list[list[Arrival]], Exception | None]:
+        """The arrivals of each message, in order; a group that no value can hold is invalid like any other."""
         BYTES.labels("groups", "in").inc(num_bytes)
         if self._contract is None:
             self._contract = await self._api.stated_contract()
         contract = self._contract
         if contract is None:
             raise NotRegistered("no learner has stated the contract yet, so no site is registered")
-        if num_bytes <= INLINE_BYTES:
-            entries = self._read(batch, contract)
-        else:
-            # Some 20 ns for each token, in which the event loop answers others; one at a time for the memory of it.
-            async with self._converting:
-                entries = await asyncio.to_thread(self._read, batch, contract)
-        return await self._api.take_groups(entries)
-
-    def _read(self, batch: list[_Pushed], contract: Contract) -> list[Arrival]:
         limit = self._max_prompt_tokens
-        return [arrivals.read(message.group, contract=contract, max_prompt_tokens=limit) for message, _ in batch]
+        if num_bytes <= INLINE_BYTES:
+            return arrivals.read_all(batch, contract=contract, max_prompt_tokens=limit)
+        # Some nanoseconds for each token, in which the event loop answers others; one at a time for the memory of it.
+        async with self._converting:
+            return await asyncio.to_thread(arrivals.read_all, batch, contract=contract, max_prompt_tokens=limit)
+
+
+async def _read(requests: AsyncIterator[rollout_pb2.PushGroupsRequest], arrived: asyncio.Queue[_Sized | None]) -> None:
+    try:
+        async for message in requests:
+            # Known where it came in; a message counts its bytes by writing them.
+            num_bytes = requests.num_bytes if isinstance(requests, Requests) else message.ByteSize()
+            await arrived.put((message, num_bytes))
+    except Exception:
+        # Whatever it is. Groups before it are committed and answered; then it ends the call.
+        await arrived.put(None)
+        raise
+    await arrived.put(None)
+
+
+def _note(answers: _Answers) -> None:
+    if not answers.cancelled():
+        answers.exception()

@@ -14,7 +14,7 @@ from heterorl.common.types.common import SiteId
 from heterorl.common.wire.rollout import (
     group_id_from_pb,
     leased_to_pb,
-    outcome_to_pb,
+    outcomes_to_pb,
     rejections_from_pb,
     work_grant_to_pb,
 )
@@ -54,9 +54,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def PushGroups(
         self, request_iterator: AsyncIterator[rollout_pb2.PushGroupsRequest], context: Context
     ) -> AsyncIterator[rollout_pb2.PushGroupsResponse]:
-        async for outcome in self._pushes.outcomes(request_iterator):
-            observe.observe_push(outcome)
-            yield outcome_to_pb(outcome)
+        async for outcomes in self._pushes.outcomes(request_iterator):
+            for outcome in outcomes:
+                observe.observe_push(outcome)
+            yield outcomes_to_pb(outcomes)
 
     async def StreamGroups(
         self, request_iterator: AsyncIterator[rollout_pb2.StreamGroupsRequest], context: Context

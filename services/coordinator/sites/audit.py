@@ -151,12 +151,11 @@ def note_refusals(connection: sqlite3.Connection, counts: Mapping[tuple[str, str
 
 def note_revoked(connection: sqlite3.Connection, serials: Iterable[int], *, now: float) -> None:
     """Set: add a row for each serial number that no row told before."""
-    known = {
-        subject
-        for (subject,) in connection.execute("SELECT subject FROM audit WHERE kind = ?", (AuditKind.REVOCATION.value,))
-    }
-    for name in sorted({f"{serial:x}" for serial in serials} - known):
-        append(connection, AuditKind.REVOCATION, subject=name, detail="the certificate is refused from now on", now=now)
+    kind = AuditKind.REVOCATION
+    for name in sorted(f"{serial:x}" for serial in serials):
+        query = "SELECT 1 FROM audit WHERE kind = ? AND subject = ? LIMIT 1"
+        if connection.execute(query, (kind.value, name)).fetchone() is None:
+            append(connection, kind, subject=name, detail="the certificate is refused from now on", now=now)
 
 
 def _text(value: str) -> str:

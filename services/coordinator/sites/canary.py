@@ -57,7 +57,8 @@ def write_stated(connection: sqlite3.Connection, version: int, request: PublishR
         if stated:
             logprobs = np.asarray(stated, "<f4").tobytes()
             connection.execute("INSERT OR REPLACE INTO canaries VALUES (?, ?, ?)", (version, logprobs, flavour))
-    connection.execute("DELETE FROM canaries WHERE version < ?", (version - KEPT_VERSIONS,))
+        oldest = version - KEPT_VERSIONS
+        connection.execute("DELETE FROM canaries WHERE flavour = ? AND version < ?", (flavour, oldest))
 
 
 def read_stated(connection: sqlite3.Connection, version: int, flavour: str = "") -> tuple[float, ...]:

@@ -20,7 +20,7 @@ SHOWN = 16
 """Incarnations of a site that are shown one by one while there are no more."""
 EARLIER = "earlier"
 """Stands for all other incarnations of a site."""
-_COLUMNS = "site, incarnation, accepted, dropped, flavour"
+_COLUMNS = "site, incarnation, accepted, dropped, flavour, work_ahead_s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,7 @@ class Row:
     accepted: int
     dropped: int
     flavour: str
+    ahead_s: float = 0.0
 
 
 def note(connection: sqlite3.Connection, site: str, incarnation: str) -> list[str]:
@@ -45,10 +46,7 @@ def note(connection: sqlite3.Connection, site: str, incarnation: str) -> list[st
     else:
         known = json.loads(stored)
     newest = [incarnation, *(each for each in known if each != incarnation)]
-    working = {
-        row[0]
-        for row in connection.execute("SELECT DISTINCT incarnation FROM work WHERE is_leased = 1 AND site = ?", (site,))
-    }
+    working = {row[0] for row in connection.execute("SELECT incarnation FROM temp.holder WHERE site = ?", (site,))}
     kept, forgotten = newest[:KEPT], []
     for each in newest[KEPT:]:
         if each in working:
@@ -58,6 +56,12 @@ def note(connection: sqlite3.Connection, site: str, incarnation: str) -> list[st
             forgotten.append(each)
     set_meta(connection, key, json.dumps(kept))
     return forgotten
+
+
+def is_replaced(connection: sqlite3.Connection, site: str, incarnation: str) -> bool:
+    """Whether another incarnation of the site registered after this one."""
+    newest = json.loads(get_meta(connection, f"incarnations/{site}") or "[]")
+    return bool(newest) and newest[0] != incarnation
 
 
 def _has_pushed(connection: sqlite3.Connection, site: str, incarnation: str) -> bool:

@@ -1,60 +1,96 @@
 """How many assignments a site may hold where nobody configured it: an equal share, less what it left unanswered.
 
-Guarantees: a site alone may hold everything; a site that answers nothing comes down to one assignment at a time, no
-longer counts among those that share, and wins one assignment back with every group that it delivers. In memory, by
-site: after a restart all begin without debts. Decides who works, never what is trained on.
+Guarantees: a site alone may hold everything, but one that works ahead leaves room for a newcomer; a site that answers
+nothing comes down to one assignment at a time, no longer counts among those that share, and wins one assignment back
+with every group that it delivers. A site whose assignments are all away takes nobody's share. In memory, by site
+(store/tallies.py): after a restart all begin without debts. Decides who works, never what is trained on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import sqlite3
+from dataclasses import dataclass
+
+from heterorl.coordinator.store import tallies
 
 ASKED_S = 60.0
-"""A site that asked for work so recently, or holds some, is one of those that share."""
+"""A site that asked for work so recently, or holds some that counts, is one of those that share."""
 
 
-class Shares:
-    """Who asked for work when, and what each site owes; for store operations alone."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What a site's share depends on.
 
-    def __init__(self) -> None:
-        self._asked: dict[str, float] = {}
-        self._owed: dict[str, int] = {}
+    Example: Claim(limit=32, at_least=8, wanting=3, debtors=1, owed=0, works_ahead=True)
+    """
 
-    def note_asked(self, site: str, now: float) -> None:
-        """Note that a site wants work; instants are of the monotonic clock."""
-        self._asked = {name: at for name, at in self._asked.items() if now - at <= ASKED_S}
-        self._asked[site] = now
+    limit: int
+    """What all sites together may hold."""
+    at_least: int
+    """One version's worth: a site alone gets so much, whatever room it leaves."""
+    wanting: int
+    """Sites that share, with this one."""
+    owed: int
+    """Assignments that this one left unanswered."""
+    debtors: int
+    """Those of `wanting` that owe an equal share or more, with this one."""
+    works_ahead: bool
 
-    def note_expired(self, site: str) -> None:
-        """Count an assignment that ran out unanswered."""
-        self._owed[site] = self._owed.get(site, 0) + 1
 
-    def note_answered(self, site: str) -> None:
-        """Count a group that was taken."""
-        owed = self._owed.get(site, 0) - 1
-        if owed > 0:
-            self._owed[site] = owed
-        else:
-            self._owed.pop(site, None)
+def equal_share(limit: int, wanting: int) -> int:
+    """What each site gets while none owes anything."""
+    return -(-limit // wanting)
 
-    def allowance(self, site: str, *, holders: Collection[str], limit: int, now: float) -> int:
-        """Assignments that a site may hold.
 
-        Args:
-            site: the one that asks.
-            holders: sites that hold assignments now.
-            limit: what all sites together may hold.
-            now: instant of the monotonic clock.
-        """
-        wanting = {site, *holders, *(name for name, at in self._asked.items() if now - at <= ASKED_S)}
-        if len(wanting) == 1:
-            # Nobody waits for what it does not answer but itself.
-            return limit
-        equal = -(-limit // len(wanting))
-        debtors = {name for name in wanting if self._owed.get(name, 0) >= equal}
-        share = equal if site in debtors else -(-limit // len(wanting - debtors))
-        owed = min(self._owed.get(site, 0), share)
-        if owed:
-            # No debt is larger than the share: so many groups at most win it back.
-            self._owed[site] = owed
-        return max(1, share - owed)
+def decide_share(claim: Claim) -> tuple[int, int]:
+    """(assignments that the site may hold, what it owes from now on)."""
+    if claim.wanting == 1:
+        # Nobody waits for what it does not answer but itself.
+        ahead = min(claim.limit, max(claim.at_least, claim.limit - claim.limit // 4))
+        return ahead if claim.works_ahead else claim.limit, claim.owed
+    equal = equal_share(claim.limit, claim.wanting)
+    share = equal if claim.owed >= equal else -(-claim.limit // (claim.wanting - claim.debtors))
+    # No debt is larger than the share: so many groups at most win it back.
+    owed = min(claim.owed, share)
+    return max(1, share - owed), owed
+
+
+def note_asked(connection: sqlite3.Connection, site: str, now: float) -> None:
+    """Note that a site wants work."""
+    connection.execute("INSERT OR IGNORE INTO temp.sharer (site) VALUES (?)", (site,))
+    connection.execute("UPDATE temp.sharer SET asked = ? WHERE site = ?", (now, site))
+
+
+def note_expired(connection: sqlite3.Connection, site: str, count: int) -> None:
+    """Count assignments that ran out unanswered; what is taken of the site counts them down (store/tallies.py)."""
+    connection.execute("UPDATE temp.sharer SET owed = owed + ? WHERE site = ?", (count, site))
+
+
+def allowance(
+    connection: sqlite3.Connection, site: str, *, limit: int, at_least: int, works_ahead: bool, now: float
+) -> int:
+    """Assignments that a site may hold; see `Claim`."""
+    # Of one age, oldest first: each is forgotten once.
+    connection.execute("UPDATE temp.sharer SET asked = NULL WHERE asked < ?", (now - ASKED_S,))
+    row = connection.execute(
+        "SELECT owed, counted > 0 OR asked IS NOT NULL FROM temp.sharer WHERE site = ?", (site,)
+    ).fetchone()
+    owed, is_counted = (int(row[0]), bool(row[1])) if row else (0, False)
+    wanting = tallies.read(connection, "wanting") + (not is_counted)
+    equal = equal_share(limit, wanting)
+    (debtors,) = connection.execute(
+        "SELECT count(*) FROM temp.sharer WHERE owed > 0 AND owed >= ? AND (counted > 0 OR asked IS NOT NULL)",
+        (equal,),
+    ).fetchone()
+    claim = Claim(
+        limit=limit,
+        at_least=at_least,
+        wanting=wanting,
+        owed=owed,
+        debtors=int(debtors) + (not is_counted and owed >= equal),
+        works_ahead=works_ahead,
+    )
+    allowed, left = decide_share(claim)
+    if left != owed:
+        connection.execute("UPDATE temp.sharer SET owed = ? WHERE site = ?", (left, site))
+    return allowed

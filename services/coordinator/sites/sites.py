@@ -6,7 +6,9 @@ Times are instants of the monotonic clock and affect liveness only.
 from __future__ import annotations
 
 import logging
+import math
 import sqlite3
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from heterorl.common.errors import NotRegistered
@@ -14,11 +16,20 @@ from heterorl.common.types.common import SiteId
 from heterorl.common.types.run import CanaryReport, Heartbeat, Registration, SiteStatus
 from heterorl.coordinator.sites import incarnations, quarantine, watermark
 from heterorl.coordinator.sites.quotas import Quotas
-from heterorl.coordinator.sites.shares import Shares
+from heterorl.coordinator.store import tallies
 
 _LOG = logging.getLogger(__name__)
 Holder = tuple[str, str]
 """A site and its incarnation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declared:
+    """What a holder said of its times when it registered, seconds: its delay there and back, and how far it works
+    ahead, within the coordinator's bound."""
+
+    delay_s: float = 0.0
+    ahead_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -36,17 +47,21 @@ class Sites:
     """Registrations and last signs of life.
 
     Signs of life are written on the event loop, where the store's thread may read them at any moment; that thread
-    writes what `shares` holds, and forgets an incarnation in the operation that registers another one.
+    forgets an incarnation in the operation that registers another one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_work_ahead_s: float = math.inf) -> None:
         self._seen: dict[Holder, _Seen] = {}
-        self.shares = Shares()
+        self._max_work_ahead_s = max_work_ahead_s
 
-    def silence_s(self, holder: Holder, now: float) -> float | None:
-        """Seconds since a site's last sign of life; None when this process saw none."""
+    def seen_at(self, holder: Holder) -> float | None:
+        """Instant of a site's last sign of life; None when this process saw none."""
         seen = self._seen.get(holder)
-        return None if seen is None else now - seen.at
+        return None if seen is None else seen.at
+
+    def granted_ahead_s(self, registration: Registration) -> float:
+        """How far a site may work ahead of what it declares."""
+        return min(registration.work_ahead_s, self._max_work_ahead_s)
 
     def see(self, site: str, incarnation: str, now: float, *, policy_version: int | None = None) -> None:
         """Note a sign of life."""
@@ -79,11 +94,20 @@ class Sites:
         """Make a registration durable; returns the highest sequence known of the incarnation."""
         key = (registration.site, registration.incarnation)
         connection.execute(
-            "INSERT INTO sites (site, incarnation, engine, dtype, flavour, max_delay_s) VALUES (?, ?, ?, ?, ?, ?)"
+            "INSERT INTO sites (site, incarnation, engine, dtype, flavour, max_delay_s, work_ahead_s)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?)"
             " ON CONFLICT (site, incarnation) DO UPDATE SET engine = excluded.engine, dtype = excluded.dtype,"
-            " flavour = excluded.flavour, max_delay_s = excluded.max_delay_s",
-            (*key, registration.engine, registration.dtype, registration.flavour, registration.max_delay_s),
+            " flavour = excluded.flavour, max_delay_s = excluded.max_delay_s, work_ahead_s = excluded.work_ahead_s",
+            (
+                *key,
+                registration.engine,
+                registration.dtype,
+                registration.flavour,
+                registration.max_delay_s,
+                self.granted_ahead_s(registration),
+            ),
         )
+        tallies.look_soon(connection, registration.site)
         for forgotten in incarnations.note(connection, *key):
             self._seen.pop((registration.site, forgotten), None)
         missing = watermark.pass_over(connection, *key, lowest=registration.lowest_sequence)
@@ -117,21 +141,25 @@ class Sites:
         return str((row.fetchone() or ("",))[0])
 
     def statuses(
-        self, connection: sqlite3.Connection, now: float, *, quotas: Quotas, rule: quarantine.Rule
+        self,
+        connection: sqlite3.Connection,
+        now: float,
+        *,
+        quotas: Quotas,
+        rule: quarantine.Rule,
+        holdings: Mapping[Holder, tuple[int, int]],
     ) -> tuple[SiteStatus, ...]:
-        """All sites, also those never seen by this process; of each the newest incarnations and the sum of others."""
-        leased: dict[tuple[str, str], int] = {
-            (site, incarnation): count
-            for site, incarnation, count in connection.execute(
-                "SELECT site, incarnation, count(*) FROM work WHERE is_leased = 1 GROUP BY site, incarnation"
-            )
-        }
-        rows = incarnations.shown(connection, {*leased, *self._seen.copy()})
+        """All sites, also those never seen by this process; of each the newest incarnations and the sum of others.
+
+        `holdings` says of each holder how many assignments it holds, and how many of them are away.
+        """
+        rows = incarnations.shown(connection, {*holdings, *self._seen.copy()})
         quarantines, failures = quarantine.read_reasons(connection), quarantine.count_failures(connection, rule)
         statuses = []
         for row in rows:
             site, incarnation = row.site, row.incarnation
             seen = self._seen.get((site, incarnation))
+            held, away = holdings.get((site, incarnation), (0, 0))
             statuses.append(
                 SiteStatus(
                     site=SiteId(site),
@@ -142,7 +170,9 @@ class Sites:
                     groups_accepted=row.accepted,
                     groups_dropped=row.dropped,
                     tokens_per_s=seen.tokens_per_s if seen else 0.0,
-                    work_leased=leased.get((site, incarnation), 0),
+                    work_leased=held,
+                    work_away=away,
+                    work_ahead_s=row.ahead_s,
                     canary_difference=seen.canary_difference if seen else None,
                     quarantine=quarantines.get(site, ""),
                     apply_s=seen.apply_s if seen else 0.0,
@@ -156,7 +186,9 @@ class Sites:
         return tuple(statuses)
 
 
-def delay_s(connection: sqlite3.Connection, holder: Holder) -> float:
-    """What the delay model of a site adds there and back, as it declared."""
-    row = connection.execute("SELECT max_delay_s FROM sites WHERE site = ? AND incarnation = ?", holder).fetchone()
-    return 0.0 if row is None else float(row[0])
+def declared(connection: sqlite3.Connection, holder: Holder) -> Declared:
+    """What a holder declared; nothing where it never registered."""
+    row = connection.execute(
+        "SELECT max_delay_s, work_ahead_s FROM sites WHERE site = ? AND incarnation = ?", holder
+    ).fetchone()
+    return Declared() if row is None else Declared(delay_s=float(row[0]), ahead_s=float(row[1]))

@@ -21,6 +21,16 @@ def read(connection: sqlite3.Connection, group_id: GroupId) -> int:
     return int(row[0])
 
 
+def dense(connection: sqlite3.Connection, site: str, incarnation: str) -> int | None:
+    """The watermark of an incarnation of which nothing is known beyond it; None of one with a gap."""
+    row = connection.execute(
+        "SELECT watermark FROM sites WHERE site = ?1 AND incarnation = ?2 AND NOT EXISTS"
+        " (SELECT 1 FROM beyond_watermark WHERE site = ?1 AND incarnation = ?2)",
+        (site, incarnation),
+    ).fetchone()
+    return None if row is None else int(row[0])
+
+
 def is_known(connection: sqlite3.Connection, group_id: GroupId) -> bool:
     """Whether the id took effect before."""
     if 0 < group_id.sequence <= read(connection, group_id):

@@ -7,7 +7,7 @@ These tables have rowids: SQLite 3.40 finds faults that are none in a table with
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 _BY_FLAVOUR = """
 CREATE TABLE payloads (
     to_version INTEGER NOT NULL, kind TEXT NOT NULL, from_version INTEGER NOT NULL, digest TEXT NOT NULL,
@@ -60,7 +60,7 @@ CREATE TABLE sites (
     site TEXT NOT NULL, incarnation TEXT NOT NULL, engine TEXT NOT NULL, dtype TEXT NOT NULL,
     watermark INTEGER NOT NULL DEFAULT 0, accepted INTEGER NOT NULL DEFAULT 0, dropped INTEGER NOT NULL DEFAULT 0,
     flavour TEXT NOT NULL DEFAULT '', max_delay_s REAL NOT NULL DEFAULT 0,
-    PRIMARY KEY (site, incarnation)) WITHOUT ROWID;
+    work_ahead_s REAL NOT NULL DEFAULT 0, PRIMARY KEY (site, incarnation)) WITHOUT ROWID;
 CREATE TABLE beyond_watermark (
     site TEXT NOT NULL, incarnation TEXT NOT NULL, sequence INTEGER NOT NULL,
     PRIMARY KEY (site, incarnation, sequence)) WITHOUT ROWID;
@@ -82,6 +82,10 @@ CREATE TABLE retired (digest TEXT PRIMARY KEY) WITHOUT ROWID;
 """
 INDEXES = """
 CREATE INDEX IF NOT EXISTS versions_abandoned ON versions (is_abandoned, version) WHERE is_abandoned = 1;
+CREATE INDEX IF NOT EXISTS groups_waiting ON groups (site, num_bytes) WHERE state IN ('pending', 'leased');
+CREATE INDEX IF NOT EXISTS work_open ON work (assignment) WHERE is_leased = 0;
+CREATE INDEX IF NOT EXISTS steps_by_version ON steps (version);
+CREATE INDEX IF NOT EXISTS audit_by_subject ON audit (kind, subject);
 """
 """Made at a start where an earlier program did not: they hold nothing that the tables do not."""
 _MOVED = ("payloads", "signatures", "verified", "canaries")
@@ -105,5 +109,9 @@ ALTER TABLE sites ADD COLUMN max_delay_s REAL NOT NULL DEFAULT 0;
 ALTER TABLE work ADD COLUMN request_id TEXT NOT NULL DEFAULT '';
 """
 """Makes a store of schema 2, which knew neither declared delays nor requests for work, one of schema 3."""
-EARLIER = {1: FROM_1 + FROM_2, 2: FROM_2}
+FROM_3 = """
+ALTER TABLE sites ADD COLUMN work_ahead_s REAL NOT NULL DEFAULT 0;
+"""
+"""Makes a store of schema 3, where no site worked ahead, one of schema 4."""
+EARLIER = {1: FROM_1 + FROM_2 + FROM_3, 2: FROM_2 + FROM_3, 3: FROM_3}
 """What makes a store of an earlier schema one of this."""

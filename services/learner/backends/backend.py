@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -48,10 +48,18 @@ class TrainBackend(Protocol):
         """Take published weights as masters; start the optimizer anew unless it is to keep its moments and counts."""
         ...
 
-    def save(self, directory: Path) -> None:
-        """Write weights, optimizer, random state and counters as files; making them durable is the caller's."""
+    def freeze(self, directory: Path) -> Callable[[], None]:
+        """Take weights, optimizer, random state and counters as they are now.
+
+        Args:
+            directory: an empty one, for their files; making these durable is the caller's.
+
+        Returns:
+            What writes the files, once, from any thread, while steps go on. A backend that cannot hold a copy has
+            written them when it returns.
+        """
         ...
 
     def restore(self, directory: Path) -> None:
-        """Read what `save` wrote; the next step is then bit for bit the step after `save`."""
+        """Read what `freeze` left; the next step is then bit for bit the step after `freeze`."""
         ...

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -30,19 +31,29 @@ FORMAT = 1
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
-def write_state(
-    directory: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    applied_steps: int,
-    lora: LoraSettings = NO_LORA,
-) -> None:
-    """Write the three files into an existing directory; of a model with adapters, these alone are its weights."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StateCopy:
+    """A state in the host's memory, 12 bytes a parameter, that no later step changes."""
+
+    weights: Mapping[str, torch.Tensor]
+    moments: Mapping[str, torch.Tensor]
+    counters: Mapping[str, object]
+
+    def write(self, directory: Path) -> None:
+        """Write the three files into an existing directory."""
+        save_file(dict(self.weights), directory / WEIGHTS_FILE)
+        save_file(dict(self.moments), directory / OPTIMIZER_FILE)
+        (directory / COUNTERS_FILE).write_text(json.dumps(self.counters), encoding="utf-8")
+
+
+def copy_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, applied_steps: int, lora: LoraSettings = NO_LORA
+) -> StateCopy:
+    """Copy what the three files hold; of a model with adapters, these alone are its weights."""
     parameters = trainable(model)
-    weights = {name: parameter.detach().cpu().contiguous() for name, parameter in parameters.items()}
+    weights = {name: _copy(parameter) for name, parameter in parameters.items()}
     moments = {
-        f"{key}/{name}": optimizer.state[parameter][key].detach().cpu().contiguous()
+        f"{key}/{name}": _copy(optimizer.state[parameter][key])
         for name, parameter in parameters.items()
         if parameter in optimizer.state
         for key in _MOMENTS
@@ -51,12 +62,15 @@ def write_state(
     device = next(model.parameters()).device
     if device.type == "cuda":
         moments["random/cuda"] = torch.cuda.get_rng_state(device)
-    save_file(weights, directory / WEIGHTS_FILE)
-    save_file(moments, directory / OPTIMIZER_FILE)
     counters: dict[str, object] = {"format": FORMAT, "applied_steps": applied_steps}
     if lora.rank:
         counters["lora"] = dataclasses.asdict(lora)
-    (directory / COUNTERS_FILE).write_text(json.dumps(counters), encoding="utf-8")
+    return StateCopy(weights=weights, moments=moments, counters=counters)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    # Also where it is on the CPU: the next step writes into the tensor itself.
+    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from heterorl.common.process.clock import Clock, SystemClock
 from heterorl.common.types.common import Digest, SamplingSemantics, StepReport
 from heterorl.common.types.rollout import QueuedGroup
 from heterorl.common.weights.arena import Arena, Layout
-from heterorl.learner.backends.state import read_state, write_state
+from heterorl.learner.backends.state import copy_state, read_state
 from heterorl.learner.loss.config import LossConfig
 from heterorl.learner.loss.rule import caveats, rule_of
 from heterorl.learner.train.batch import build_batch
@@ -147,9 +147,14 @@ class TorchBackend:
         self._optimizer = self._new_optimizer()
         self._applied_steps = 0
 
+    def freeze(self, directory: Path) -> Callable[[], None]:
+        """Copy weights, optimizer, random state and counters into the host's memory; see TrainBackend."""
+        copy = copy_state(self._model, self._optimizer, applied_steps=self._applied_steps, lora=self.lora)
+        return lambda: copy.write(directory)
+
     def save(self, directory: Path) -> None:
         """Write weights, optimizer, random state and counters as files; making them durable is the caller's."""
-        write_state(directory, self._model, self._optimizer, applied_steps=self._applied_steps, lora=self.lora)
+        self.freeze(directory)()
 
     def restore(self, directory: Path) -> None:
         """Read what `save` wrote; the next step is then bit for bit the step after `save`.

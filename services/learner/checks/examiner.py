@@ -1,5 +1,8 @@
 """Checks of leased groups before they may be trained on: rewards of all, log-probs and draws of some.
 
+    score      computes rewards, as many groups at once as the task has workers
+    conclude   counts, and replays some: one group at a time, in the order in which they came
+
 Guarantees: what is checked is drawn here, after the group was acknowledged, from randomness that no site sees; a group
 that could not be checked is neither trained on nor held against its site; heavy work runs in a thread. Must never
 change a group.
@@ -7,10 +10,12 @@ change a group.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,7 +24,7 @@ from heterorl.common.errors import CorruptData, RewardError, UnknownPayload, Unk
 from heterorl.common.generation.seeded import group_key
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.process import metrics
-from heterorl.common.process.threads import in_thread
+from heterorl.common.process.threads import in_thread, in_thread_of
 from heterorl.common.tasks.scoring import FailureRow
 from heterorl.common.tasks.task import Task
 from heterorl.common.types.common import SiteId
@@ -50,9 +55,18 @@ class Yardstick:
     replayer: Replayer | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """What computing the rewards gave: a finding, or an error that says nothing of the site; neither where none are."""
+
+    finding: Finding | None = None
+    error: RewardError | None = None
+    seconds: float = 0.0
+
+
 @dataclass(slots=True, kw_only=True)
 class Examiner:
-    """Examines groups one after another; knows of each site how many passed since its last failure."""
+    """Examines groups; knows of each site how many passed since its last failure."""
 
     yardstick: Yardstick
     versions: RecentVersions | None
@@ -60,35 +74,60 @@ class Examiner:
     passed: Counter[SiteId] = field(default_factory=Counter)
     unseeded: set[SiteId] = field(default_factory=set)
     failures: FailureRow = field(default_factory=FailureRow)
+    _scorers: ThreadPoolExecutor = field(init=False)
+    _room: asyncio.Semaphore = field(init=False)
+
+    def __post_init__(self) -> None:
+        num_workers = max(1, int(getattr(self.yardstick.task, "num_workers", 1)))
+        # A pool of its own: rewards that hang must not keep a step from its thread.
+        self._scorers = ThreadPoolExecutor(max_workers=num_workers, thread_name_prefix="examine")
+        # Beside the pool's own queue, which a cancelled caller could not leave.
+        self._room = asyncio.Semaphore(num_workers)
 
     async def examine(self, queued: QueuedGroup) -> Finding:
         """Check one group, and remember of its site whether it passed."""
-        site, started = queued.group.id.site, time.perf_counter()
-        finding = await self._check(queued)
-        metrics.CHECK_SECONDS.observe(time.perf_counter() - started)
+        return await self.conclude(queued, await self.score(queued))
+
+    async def score(self, queued: QueuedGroup) -> Scored:
+        """Compute a group's rewards, beside those of other groups."""
+        if not self.yardstick.config.recompute_rewards:
+            return Scored()
+        async with self._room:
+            return await in_thread_of(self._scorers, self._score, queued.group)
+
+    def _score(self, group: Group) -> Scored:
+        started = time.perf_counter()
+        try:
+            finding = judge_rewards(
+                group,
+                task=self.yardstick.task,
+                prompter=self.yardstick.prompter,
+                tolerance=self.yardstick.config.reward_tolerance,
+            )
+        except RewardError as error:
+            return Scored(error=error, seconds=time.perf_counter() - started)
+        return Scored(finding=finding, seconds=time.perf_counter() - started)
+
+    async def conclude(self, queued: QueuedGroup, scored: Scored) -> Finding:
+        """Check what is left of one group whose rewards were computed; one at a time, in the order of arrival."""
+        started = time.perf_counter()
+        finding = await self._check(queued, scored)
+        metrics.CHECK_SECONDS.observe(scored.seconds + time.perf_counter() - started)
         if finding.reason is not None:
-            self.passed[site] = 0
+            self.passed[queued.group.id.site] = 0
         return finding
 
-    async def _check(self, queued: QueuedGroup) -> Finding:
+    async def _check(self, queued: QueuedGroup, scored: Scored) -> Finding:
         group, config = queued.group, self.yardstick.config
-        if config.recompute_rewards:
-            try:
-                finding = await in_thread(
-                    judge_rewards,
-                    group,
-                    task=self.yardstick.task,
-                    prompter=self.yardstick.prompter,
-                    tolerance=config.reward_tolerance,
-                )
-            except RewardError as error:
-                _count(group, "reward", "skipped")
-                self.failures.failed(error)
-                return Finding(detail=f"its rewards could not be computed: {error}")
+        if scored.error is not None:
+            _count(group, "reward", "skipped")
+            self.failures.failed(scored.error)
+            return Finding(detail=f"its rewards could not be computed: {scored.error}")
+        if scored.finding is not None:
             self.failures.passed()
-            _count(group, "reward", "passed" if finding.is_sound else "failed")
-            if not finding.is_sound:
-                return finding
+            _count(group, "reward", "passed" if scored.finding.is_sound else "failed")
+            if not scored.finding.is_sound:
+                return scored.finding
         if config.require_seeded and not group.is_seeded:
             _count(group, "sampling", "failed")
             return Finding(reason=DropReason.SAMPLING_MISMATCH, detail="its site does not use seeded_sampling")

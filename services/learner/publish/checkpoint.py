@@ -4,7 +4,7 @@
         cursor.json                     heterorl.learner.publish.cursor
         published.payload               snapshot of the published weights (heterorl.common.weights.payload)
         <flavour>.scales                snapshot of a flavour's scales alone, for each flavour
-        backend/                        what TrainBackend.save wrote
+        backend/                        what TrainBackend.freeze left
         DONE                            {"format": 1, "files": {relative path: blake3 of its bytes}}
 
 Guarantees: a directory of that name appears by one rename, after every byte in it is durable; a directory is a
@@ -17,7 +17,9 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
@@ -38,8 +40,23 @@ DONE_FILE = "DONE"
 FORMAT = 1
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK)
 """What a file system without hard links says."""
+STATE_BYTES = 14
+"""Of a parameter: its fp32 master, two moments, and what is published of it."""
+LARGE_BYTES = 4 << 30
+"""From here on a checkpoint of every version may take longer to write than a step does to compute."""
+FEW = 10
 NUM_KEPT = 2
 """The newest may belong to a publication that is refused; the one before it is then the truth."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Begun:
+    """A checkpoint whose state was taken at the end of a step, and which is yet to be written."""
+
+    version: int
+    directory: Path
+    save: Callable[[], None]
+    """Writes the backend's files; replaced by nothing afterwards, because it holds a copy of masters and optimizer."""
 
 
 class CheckpointStore:
@@ -50,11 +67,24 @@ class CheckpointStore:
         self._unreadable: set[Path] = set()
         make_directory(root)
 
+    def begin(self, version: int, backend: TrainBackend) -> Begun:
+        """Take the state of a backend for the checkpoint of a version, so that the next step may begin.
+
+        Raises:
+            DiskFull: nothing has changed.
+        """
+        temporary = self._root / f"writing-v{version:08d}"
+        with self._room():
+            _remove(temporary)
+            (temporary / BACKEND_DIRECTORY).mkdir(parents=True)
+            save = backend.freeze(temporary / BACKEND_DIRECTORY)
+        return Begun(version=version, directory=temporary, save=save)
+
     def write(
         self,
         cursor: Cursor,
         *,
-        backend: TrainBackend,
+        begun: Begun,
         arena: Arena,
         snapshot: Path | None,
         scales: Mapping[str, Arena] = MappingProxyType({}),
@@ -63,7 +93,7 @@ class CheckpointStore:
 
         Args:
             cursor: the position.
-            backend: saves masters and optimizer.
+            begun: masters and optimizer of that position; nothing of it is kept.
             arena: the published weights.
             snapshot: a snapshot payload of `arena`, when there is one already.
             scales: of each flavour.
@@ -72,11 +102,11 @@ class CheckpointStore:
             DiskFull: nothing has changed.
         """
         final = self._root / f"v{cursor.version:08d}"
-        temporary = self._root / f"writing-{final.name}"
-        try:
-            _remove(temporary)
-            (temporary / BACKEND_DIRECTORY).mkdir(parents=True)
-            backend.save(temporary / BACKEND_DIRECTORY)
+        temporary = begun.directory
+        assert begun.version == cursor.version, "a state is that of one version"
+        with self._room():
+            begun.save()
+            begun.save = _nothing
             if snapshot is None:
                 write_snapshot(temporary / PUBLISHED_FILE, arena)
             else:
@@ -93,13 +123,18 @@ class CheckpointStore:
             _remove(final)
             temporary.rename(final)
             _sync(self._root)
+        for old in [path for path in self.paths() if path not in self._unreadable][NUM_KEPT:]:
+            _remove(old)
+        return final
+
+    @contextmanager
+    def _room(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise DiskFull(str(self._root)) from error
             raise
-        for old in [path for path in self.paths() if path not in self._unreadable][NUM_KEPT:]:
-            _remove(old)
-        return final
 
     def keep_unreadable(self, path: Path) -> None:
         """Note that the disk does not give a checkpoint now: it is not counted among the newest, nor removed."""
@@ -122,6 +157,15 @@ class CheckpointStore:
         """Remove a checkpoint whose publication was refused."""
         _remove(path)
         _sync(self._root)
+
+
+def cadence(every_versions: int, *, num_elements: int) -> int:
+    """Versions between checkpoints, chosen by their size where `every_versions` is 0."""
+    return every_versions or (1 if STATE_BYTES * num_elements < LARGE_BYTES else FEW)
+
+
+def _nothing() -> None:
+    pass
 
 
 def read_checkpoint(path: Path) -> Cursor:

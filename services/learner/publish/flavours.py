@@ -2,8 +2,9 @@
 
     align    the state of each flavour at the version that the next one follows: kept in memory; or quantised again
              with the scales of the checkpoint and compared with the flavour's manifest; or pulled from the coordinator
-    encode   quantise the version's published weights, code the difference, write a manifest
-    state    sign it, and score the canary with the weights that it stands for
+    quantise the version's published weights, and score the canary with the weights that a flavour then stands for
+    encode   code the difference, write a manifest
+    state    sign it
     advance  only after the durable answer, as the shadow of the weights themselves
 
 Guarantees: what a flavour's version holds depends on the version's published weights and the scales before alone; a
@@ -53,11 +54,21 @@ _NEW = Form(version=NO_VERSION, digest="", shadow=None, scales=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class QuantisedFlavour:
+    """A flavour's state at a version to come, and the log-probs of the canary under it."""
+
+    flavour: Flavour
+    arena: Arena
+    canary: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EncodedFlavour:
     """A flavour of a version ready to be published, and its state."""
 
     flavour: Flavour
     arena: Arena
+    canary: tuple[float, ...]
     encoded: Encoded
 
 
@@ -124,8 +135,8 @@ class Flavours:
             if not is_there or (form.shadow is None) != (position.shadow is None):
                 self._forms[name] = await self._restore(name, position)
 
-    def encode(self, position: Position, arena: Arena, *, step: int, with_snapshot: bool) -> tuple[EncodedFlavour, ...]:
-        """Quantise and encode `arena` in each flavour; runs in a thread."""
+    def quantise(self, arena: Arena, *, canary: Canary | None) -> tuple[QuantisedFlavour, ...]:
+        """Quantise `arena` in each flavour; runs in a thread, because the canary computes."""
         found = []
         for name, layout in self._layouts.items():
             form = self._forms.get(name, _NEW)
@@ -133,29 +144,38 @@ class Flavours:
             num_rescaled = quantise(arena, target, name, frozen=form.scales)
             if num_rescaled:
                 _LOG.info("flavour %s: %d rows outgrew their scales and have new ones", name, num_rescaled)
+            logprobs = () if canary is None else canary.score(self._whole(name, target))
+            found.append(QuantisedFlavour(flavour=name, arena=target, canary=logprobs))
+        return tuple(found)
+
+    def encode(
+        self, position: Position, quantised: Sequence[QuantisedFlavour], *, step: int, with_snapshot: bool
+    ) -> tuple[EncodedFlavour, ...]:
+        """Encode each flavour; runs in a thread."""
+        found = []
+        for entry in quantised:
+            form = self._forms.get(entry.flavour, _NEW)
             encoded = encode_version(
                 replace(position, lineage_version=form.version, lineage_digest=form.digest, shadow=form.shadow),
-                target,
-                directory=self._directory / name,
+                entry.arena,
+                directory=self._directory / entry.flavour,
                 run_id=self._run_id,
                 epoch=self._epoch,
                 step=step,
                 with_snapshot=with_snapshot,
                 threads=self._threads,
             )
-            found.append(EncodedFlavour(flavour=name, arena=target, encoded=encoded))
+            found.append(EncodedFlavour(flavour=entry.flavour, arena=entry.arena, canary=entry.canary, encoded=encoded))
         return tuple(found)
 
-    def state(
-        self, encoded: Sequence[EncodedFlavour], *, signer: Signer | None, canary: Canary | None
-    ) -> tuple[FlavourVersion, ...]:
-        """What is published of each; runs in a thread, because the canary computes."""
+    def state(self, encoded: Sequence[EncodedFlavour], *, signer: Signer | None) -> tuple[FlavourVersion, ...]:
+        """What is published of each."""
         return tuple(
             FlavourVersion(
                 flavour=entry.flavour,
                 manifest=entry.encoded.manifest_bytes,
                 signature=b"" if signer is None else signer.sign(entry.encoded.manifest_bytes),
-                canary=() if canary is None else canary.score(self._whole(entry)),
+                canary=entry.canary,
             )
             for entry in encoded
         )
@@ -182,9 +202,9 @@ class Flavours:
                 sum(payload.num_bytes for payload in manifest.payloads),
             )
 
-    def _whole(self, entry: EncodedFlavour) -> Arena:
+    def _whole(self, name: Flavour, arena: Arena) -> Arena:
         whole = Arena(self._base)
-        dequantise(entry.arena, whole, entry.flavour)
+        dequantise(arena, whole, name)
         return whole
 
     async def _restore(self, name: Flavour, position: Position) -> Form:

@@ -1,11 +1,14 @@
 """Publishing a version, in an order that survives a crash between any two lines of it.
 
-    1 stage       weights rounded into an arena that is not the shadow
+    1 stage       weights rounded into an arena that is not the shadow; then whatever else a `draft` has of the backend
     2 encode      delta against the shadow (or snapshot), manifest; the same for each flavour
     3 checkpoint  masters, optimizer and this publication's key: from here on a restart can finish the work
     4 upload      payloads by digest, resumable
     5 commit      one compare-and-set at the coordinator, flavours included; a lost answer is asked for by the key
     6 advance     only now: shadow := arena, the head moves
+
+From 2 on nothing reads the backend, so the next step may compute meanwhile. The two arenas bound what is under way to
+one publication: the next stage writes into the shadow that this one's advance gives up.
 
 Guarantees: what samplers can have and what the next delta starts from are the same bits. Must never advance the shadow
 before the durable answer, nor send new content under a key whose fate is unknown.
@@ -19,11 +22,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from heterorl.common.api import LearnerApi
-from heterorl.common.errors import GroupNotAvailable, PayloadMissing, RemoteError
+from heterorl.common.errors import GroupNotAvailable
 from heterorl.common.identity.signing import Signer
 from heterorl.common.model.quantise import scales_of
 from heterorl.common.process.files import make_directory
-from heterorl.common.process.patience import Patience, is_transient
+from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import in_thread
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.policy import NO_VERSION, FlavourVersion, PayloadRef, PublishRequest
@@ -34,15 +37,15 @@ from heterorl.learner.backends.backend import TrainBackend
 from heterorl.learner.observe import observe_version
 from heterorl.learner.publish.canary import Canary
 from heterorl.learner.publish.checkpoint import CheckpointStore
+from heterorl.learner.publish.commit import commit
 from heterorl.learner.publish.cursor import Cursor, step_id
+from heterorl.learner.publish.draft import Draft
 from heterorl.learner.publish.encode import Encoded, Position, encode_version
-from heterorl.learner.publish.flavours import EncodedFlavour, Flavours
+from heterorl.learner.publish.flavours import EncodedFlavour, Flavours, QuantisedFlavour
 from heterorl.learner.publish.journal import Journal
-from heterorl.learner.publish.upload import upload
+from heterorl.learner.publish.upload import upload_all
 
 _LOG = logging.getLogger(__name__)
-MAX_REPAIRS = 3
-"""Times that payloads are uploaded again because the coordinator says they are missing."""
 
 
 class Publisher:
@@ -82,6 +85,7 @@ class Publisher:
         self._canary = canary
         self.flavours = flavours
         self._spare: Arena | None = None
+        self._is_under_way = False
         self.is_undecided = False
         """Whether a version was sent whose fate is not known here."""
         self.position = Position(head_version=NO_VERSION, lineage_version=NO_VERSION, lineage_digest="", shadow=None)
@@ -106,6 +110,7 @@ class Publisher:
 
     async def stage(self, backend: TrainBackend) -> Arena:
         """Round the masters into an arena of its own; the shadow is not touched."""
+        assert not self._is_under_way, "the arena of a version under way is still read"
         if self._spare is None:
             self._spare = Arena(self._layout)
         await in_thread(backend.store, self._spare, published=self.position.shadow)
@@ -121,54 +126,95 @@ class Publisher:
         saved_by: TrainBackend | None,
         is_last: bool = False,
     ) -> None:
-        """Make `arena` the next version.
+        """Make `arena` the next version, from the draft to the advance; see `prepare` and `carry_out`."""
+        draft = await self.prepare(arena, step=step, saved_by=saved_by, is_last=is_last)
+        await self.carry_out(draft, consumed=consumed, reports=reports)
+
+    async def prepare(self, arena: Arena, *, step: int, saved_by: TrainBackend | None, is_last: bool = False) -> Draft:
+        """Take everything that the next version has of the backend, which may go on afterwards.
 
         Args:
             arena: from `stage`.
             step: optimizer steps in it.
-            consumed: every group of these steps.
-            reports: the steps since the last version.
-            saved_by: writes the checkpoint; None when a checkpoint of this publication exists already.
+            saved_by: has the state for a checkpoint; None when a checkpoint of this publication exists already.
             is_last: a checkpoint is due whatever the cadence.
+
+        Raises:
+            DiskFull: there is no room for a checkpoint; nothing has changed.
+        """
+        position = self.position
+        version = position.head_version + 1
+        forms: tuple[QuantisedFlavour, ...] = ()
+        if self.flavours is not None:
+            await self.flavours.align(position)
+            forms = await in_thread(self.flavours.quantise, arena, canary=self._canary)
+        is_rollback = position.lineage_version != position.head_version
+        is_due = is_last or is_rollback or version % self._checkpoint_every == 0
+        begun = None
+        if saved_by is not None and is_due:
+            begun = await in_thread(self._store.begin, version, saved_by)
+        canary = () if self._canary is None else await in_thread(self._canary.score, arena)
+        return Draft(version=version, step=step, arena=arena, canary=canary, forms=forms, begun=begun)
+
+    async def carry_out(
+        self, draft: Draft, *, consumed: Sequence[GroupId] = (), reports: Sequence[StepReport] = ()
+    ) -> None:
+        """Publish a draft; one at a time, and the backend is not touched.
+
+        Args:
+            draft: of the version after the head.
+            consumed: every group of its steps.
+            reports: the steps since the last version.
 
         Raises:
             GroupNotAvailable: the steps must be undone; the position has not moved, the checkpoint is discarded.
             ParentNotHead, StaleEpoch: this learner must stop.
+            DiskFull: there is no room for a checkpoint; nothing was sent.
         """
-        version = self.position.head_version + 1
-        with_snapshot = version % self._snapshot_every == 0
+        assert not self._is_under_way, "one publication at a time"
+        assert draft.version == self.position.head_version + 1, "a draft is of the version after the head"
+        self._is_under_way = True
+        try:
+            await self._carry_out(draft, consumed, reports)
+        finally:
+            self._is_under_way = False
+
+    async def _carry_out(self, draft: Draft, consumed: Sequence[GroupId], reports: Sequence[StepReport]) -> None:
+        with_snapshot = draft.version % self._snapshot_every == 0
         encoded = await in_thread(
             encode_version,
             self.position,
-            arena,
+            draft.arena,
             directory=self._directory,
             run_id=self._run_id,
             epoch=self._epoch,
-            step=step,
+            step=draft.step,
             with_snapshot=with_snapshot,
             threads=self.threads,
         )
-        forms = await self._encode_flavours(arena, step=step, with_snapshot=with_snapshot)
+        forms: tuple[EncodedFlavour, ...] = ()
+        if self.flavours is not None:
+            forms = await in_thread(
+                self.flavours.encode, self.position, draft.forms, step=draft.step, with_snapshot=with_snapshot
+            )
         cursor = self._cursor(encoded, consumed, reports)
-        is_rollback = cursor.lineage_version != cursor.parent_version
-        is_due = is_last or is_rollback or version % self._checkpoint_every == 0
         checkpoint = None
-        if saved_by is not None and is_due:
+        if draft.begun is not None:
             checkpoint = await in_thread(
                 self._store.write,
                 cursor,
-                backend=saved_by,
-                arena=arena,
+                begun=draft.begun,
+                arena=draft.arena,
                 snapshot=encoded.snapshot,
                 scales={form.flavour: scales_of(form.arena) for form in forms},
             )
         started = time.perf_counter()
         files = [*encoded.files, *(file for form in forms for file in form.encoded.files)]
-        await self._upload(files)
-        request = await self._request(cursor, arena, forms, encode_s=encoded.encode_s)
+        await upload_all(self._api, files, epoch=self._epoch, patience=self._patience)
+        request = self._request(cursor, draft, forms, encode_s=encoded.encode_s)
         self.is_undecided = True
         try:
-            await self._commit(request, files)
+            await commit(self._api, request, files, patience=self._patience)
         except GroupNotAvailable:
             self.is_undecided = False
             if checkpoint is not None:
@@ -176,7 +222,7 @@ class Publisher:
             _remove(files)
             raise
         publish_s = time.perf_counter() - started
-        self._advance(arena, encoded)
+        self._advance(draft.arena, encoded)
         self.is_undecided = False
         if self.flavours is not None:
             self.flavours.advance(forms)
@@ -185,8 +231,8 @@ class Publisher:
         self._journal.note_version(encoded.manifest, reports, encode_s=encoded.encode_s, publish_s=publish_s)
         _LOG.info(
             "version %d is published: step %d, %d of %d values changed, %d bytes",
-            version,
-            step,
+            draft.version,
+            draft.step,
             encoded.manifest.num_changed,
             encoded.manifest.num_elements,
             sum(payload.num_bytes for payload in encoded.manifest.payloads),
@@ -209,18 +255,12 @@ class Publisher:
             reports=tuple(reports),
         )
 
-    async def _encode_flavours(self, arena: Arena, *, step: int, with_snapshot: bool) -> tuple[EncodedFlavour, ...]:
-        if self.flavours is None:
-            return ()
-        await self.flavours.align(self.position)
-        return await in_thread(self.flavours.encode, self.position, arena, step=step, with_snapshot=with_snapshot)
-
-    async def _request(
-        self, cursor: Cursor, arena: Arena, forms: Sequence[EncodedFlavour], *, encode_s: float
+    def _request(
+        self, cursor: Cursor, draft: Draft, forms: Sequence[EncodedFlavour], *, encode_s: float
     ) -> PublishRequest:
         flavours: tuple[FlavourVersion, ...] = ()
         if self.flavours is not None:
-            flavours = await in_thread(self.flavours.state, forms, signer=self._signer, canary=self._canary)
+            flavours = self.flavours.state(forms, signer=self._signer)
         return PublishRequest(
             epoch=self._epoch,
             step_id=cursor.step_id,
@@ -230,35 +270,10 @@ class Publisher:
             consumed=cursor.consumed,
             reports=cursor.reports,
             signature=b"" if self._signer is None else self._signer.sign(cursor.manifest),
-            canary=() if self._canary is None else await in_thread(self._canary.score, arena),
+            canary=draft.canary,
             encode_s=encode_s,
             flavours=flavours,
         )
-
-    async def _upload(self, files: Sequence[tuple[PayloadRef, Path]]) -> None:
-        for payload, path in files:
-            await upload(self._api, payload, path, epoch=self._epoch, patience=self._patience)
-
-    async def _commit(self, request: PublishRequest, files: Sequence[tuple[PayloadRef, Path]]) -> None:
-        num_repairs = 0
-        while True:
-            try:
-                await self._api.publish_version(request)
-            except PayloadMissing:
-                num_repairs += 1
-                if num_repairs > MAX_REPAIRS:
-                    raise
-                await self._upload(files)
-            except (RemoteError, TimeoutError) as error:
-                if not is_transient(error):
-                    raise
-                # The answer may be lost while the version is there: ask before anything else.
-                known = await self._patience.insist(lambda: self._api.get_step(step_id=request.step_id))
-                if known is not None:
-                    return
-                await self._patience.wait(error)
-            else:
-                return
 
     def _advance(self, arena: Arena, encoded: Encoded) -> None:
         old = self.position.shadow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from heterorl.common.api import LearnerApi
@@ -15,6 +15,14 @@ from heterorl.common.weights.container import FRAME_BYTES
 
 MAX_MISMATCHES = 3
 """Complete uploads of which the coordinator says that the bytes are others; then the disk is to blame."""
+
+
+async def upload_all(
+    api: LearnerApi, files: Sequence[tuple[PayloadRef, Path]], *, epoch: int, patience: Patience
+) -> None:
+    """Upload one payload after another; see `upload`."""
+    for payload, path in files:
+        await upload(api, payload, path, epoch=epoch, patience=patience)
 
 
 async def upload(api: LearnerApi, payload: PayloadRef, path: Path, *, epoch: int, patience: Patience) -> None:

@@ -1,18 +1,31 @@
-"""The loop that keeps an inbox filled from the coordinator, across broken links."""
+"""The loop that keeps an inbox filled from the coordinator, across broken links.
+
+    reader    a group of the stream, in the room that credits give    the coordinator; the end of the stream
+    scores    a worker of the reward                                  the worker; its time limit. Several groups at once
+    feed      the oldest group's scores, then its replay              the scores' task; a thread. One group at a time
+
+Groups reach the inbox in the order of the stream: one whose reward hangs holds back those behind it for as long as its
+time limit lets it, and these are scored meanwhile. When a stream ends, what came by it is handed on before the next one
+names what is held.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from heterorl.common.api import LearnerApi
 from heterorl.common.errors import RemoteError
 from heterorl.common.process.patience import Patience, is_transient
-from heterorl.common.types.rollout import Rejection
+from heterorl.common.types.rollout import QueuedGroup, Rejection
 from heterorl.learner.checks.admission import Limits, judge
-from heterorl.learner.checks.examiner import Examiner
+from heterorl.learner.checks.examiner import Examiner, Scored
+from heterorl.learner.checks.judge import SOUND, Finding
 from heterorl.learner.run.inbox import Inbox
 
 _LOG = logging.getLogger(__name__)
+_Arrivals = asyncio.Queue[tuple[QueuedGroup, Finding, asyncio.Task[Scored] | None] | None]
 
 
 async def feed(
@@ -31,29 +44,83 @@ async def feed(
     Raises:
         RemoteError: a refusal that waiting does not change, StaleEpoch above all.
     """
+
+    async def hand_on(queued: QueuedGroup, finding: Finding) -> None:
+        if finding.is_sound:
+            await inbox.put(queued)
+            return
+        if finding.reason is not None:
+            rejection = Rejection(id=queued.group.id, reason=finding.reason, detail=finding.detail)
+            _LOG.warning("group %s is rejected: %s", queued.group.id, finding.detail)
+            await api.reject_groups(epoch=epoch, rejections=[rejection])
+        else:
+            _LOG.warning("group %s is abandoned: %s", queued.group.id, finding.detail)
+            await api.abandon_groups(epoch=epoch, ids=[queued.group.id], reason=finding.detail)
+        await inbox.skip()
+
+    async def arriving(stream: AsyncIterator[QueuedGroup]) -> AsyncIterator[tuple[QueuedGroup, Finding]]:
+        async for queued in stream:
+            patience.reset()
+            yield queued, judge(queued.group, limits)
+
     while not inbox.is_closed:
         held, credits = inbox.open_stream()
         problem: Exception | None = None
+        arrivals = arriving(api.stream_groups(epoch=epoch, held=held, credits=credits))
         try:
-            async for queued in api.stream_groups(epoch=epoch, held=held, credits=credits):
-                patience.reset()
-                finding = judge(queued.group, limits)
-                if finding.is_sound and examiner is not None:
-                    finding = await examiner.examine(queued)
-                if finding.is_sound:
-                    await inbox.put(queued)
-                    continue
-                if finding.reason is not None:
-                    rejection = Rejection(id=queued.group.id, reason=finding.reason, detail=finding.detail)
-                    _LOG.warning("group %s is rejected: %s", queued.group.id, finding.detail)
-                    await api.reject_groups(epoch=epoch, rejections=[rejection])
-                else:
-                    _LOG.warning("group %s is abandoned: %s", queued.group.id, finding.detail)
-                    await api.abandon_groups(epoch=epoch, ids=[queued.group.id], reason=finding.detail)
-                await inbox.skip()
+            if examiner is None:
+                async for queued, finding in arrivals:
+                    await hand_on(queued, finding)
+            else:
+                await _examine(arrivals, examiner, hand_on)
         except (RemoteError, TimeoutError) as error:
             if not is_transient(error):
                 raise
             problem = error
         if not inbox.is_closed:
             await patience.wait(problem)
+
+
+async def _examine(
+    arrivals: AsyncIterator[tuple[QueuedGroup, Finding]],
+    examiner: Examiner,
+    hand_on: Callable[[QueuedGroup, Finding], Awaitable[None]],
+) -> None:
+    """Score several groups at once and hand them on in their order; raises what ended the arrivals, behind them all."""
+    arrived: _Arrivals = asyncio.Queue()
+    scores: set[asyncio.Task[Scored]] = set()
+    reading = asyncio.create_task(_read(arrivals, examiner, arrived, scores))
+    try:
+        while (entry := await arrived.get()) is not None:
+            queued, finding, scoring = entry
+            if scoring is not None:
+                # Not awaited itself: a cancellation would go to it alone, and others would begin meanwhile.
+                await asyncio.wait([scoring])
+                scores.discard(scoring)
+                finding = await examiner.conclude(queued, scoring.result())
+            await hand_on(queued, finding)
+        await reading
+    finally:
+        left = [reading, *scores]
+        for task in left:
+            task.cancel()
+        # Threads are waited for, as everywhere.
+        await asyncio.wait(left)
+
+
+async def _read(
+    arrivals: AsyncIterator[tuple[QueuedGroup, Finding]],
+    examiner: Examiner,
+    arrived: _Arrivals,
+    scores: set[asyncio.Task[Scored]],
+) -> None:
+    try:
+        # What is not handed on is bounded by the credits that were given.
+        async for queued, finding in arrivals:
+            scoring = None
+            if finding == SOUND:
+                scoring = asyncio.create_task(examiner.score(queued))
+                scores.add(scoring)
+            arrived.put_nowait((queued, finding, scoring))
+    finally:
+        arrived.put_nowait(None)

@@ -1,7 +1,17 @@
-"""Training from one position on: take whole groups, step, publish; until the end, or until a step is refused."""
+"""Training from one position on: take whole groups, step, publish; until the end, or until a step is refused.
+
+    the trainer      steps of n + 1    | stage, evaluate, draft of n + 1 | steps of n + 2
+    the publication  encode to advance of n  (waited for)                | encode to advance of n + 1
+
+A step counts staleness from the version that it builds on, also while that one is under way: its report is the same as
+if it had waited. A refusal of a version undoes the steps that build on it too: the session ends when the step that
+computes has ended, and what its inbox holds returns to the queue with the next stream. An order closes the inbox; the
+version under way is finished first. What fails in a publication ends the session at once, whatever it waits for.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import enum
 import logging
@@ -13,7 +23,7 @@ from heterorl.common.process.metrics import EVALUATION_ACCURACY
 from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import in_thread
 from heterorl.common.types.common import StepReport
-from heterorl.common.types.rollout import GroupId, QueuedGroup, Rejection
+from heterorl.common.types.rollout import Group, GroupId, QueuedGroup, Rejection
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.backends.backend import TrainBackend
 from heterorl.learner.checks.judge import judge_log_ratios
@@ -21,7 +31,8 @@ from heterorl.learner.checks.replay import log_ratios
 from heterorl.learner.checks.reward_signal import RewardSignal
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.evaluate import Evaluator
-from heterorl.learner.observe import observe_step
+from heterorl.learner.observe import WAITS, observe_step
+from heterorl.learner.publish.draft import Draft
 from heterorl.learner.publish.journal import Journal
 from heterorl.learner.publish.publish import Publisher
 from heterorl.learner.run.inbox import Inbox
@@ -37,6 +48,22 @@ class Outcome(enum.Enum):
     """The coordinator did not accept the groups of a version: masters hold steps that must be undone."""
     CLOSED = "closed"
     """The inbox was closed between two steps, for an order: masters may hold steps that no version has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Trained:
+    """The steps of one version; none when the run has them all."""
+
+    reports: list[StepReport]
+    consumed: list[GroupId]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Ready:
+    """Steps that can be published."""
+
+    draft: Draft
+    trained: _Trained
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,52 +86,92 @@ class Session:
     num_rejected: int = 0
     num_unpublished: int = 0
     """Steps of `step` that are in no version yet."""
+    _parent: tuple[int, Arena] | None = None
+    """The version that the next step builds on, and its weights; None: the head."""
+    _outgrown: list[Group] = field(default_factory=list)
+    """Groups that are too old when the version under way is the head, and not before."""
+    _waited_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WAITS, 0.0))
 
     async def run(self) -> Outcome:
         """Train until `max_steps`, a refusal, or the end of the inbox."""
         if self.step == 0 and self._is_evaluation_due(self.publisher.position.head_version):
             # The baseline; version 0 is out already, so no sampler waits for it.
-            shadow = self.publisher.position.shadow
-            assert shadow is not None, "a published version leaves its shadow"
-            await self._evaluate(shadow, self.publisher.position.head_version)
-        while self.step < self.config.max_steps:
-            trained = await self._train_version()
+            version, shadow = self._head()
+            await self._evaluate(shadow, version)
+        ready: _Ready | None = None
+        while True:
+            try:
+                trained = await self._train_beside(ready)
+            except GroupNotAvailable as error:
+                _LOG.warning("steps since version %d are undone: %s", self.publisher.position.head_version, error)
+                return Outcome.REFUSED
             if trained is None:
                 return Outcome.CLOSED
-            reports, consumed = trained
-            arena = await self.publisher.stage(self.backend)
-            version = self.publisher.position.head_version + 1
-            if self._is_evaluation_due(version):
-                accuracy = await self._evaluate(arena, version)
-                reports[-1] = dataclasses.replace(reports[-1], evaluation_accuracy=accuracy)
-            try:
-                await self.publisher.publish(
-                    arena,
-                    step=self.step,
-                    consumed=consumed,
-                    reports=reports,
-                    saved_by=self.backend,
-                    is_last=self.step >= self.config.max_steps,
-                )
-            except GroupNotAvailable as error:
-                _LOG.warning("steps since version %d are undone: %s", version - 1, error)
-                return Outcome.REFUSED
-            self.num_unpublished = 0
-            self.inbox.settle(consumed)
-        return Outcome.FINISHED
+            if not trained.reports:
+                return Outcome.FINISHED
+            ready = await self._prepare(trained)
 
-    async def _train_version(self) -> tuple[list[StepReport], list[GroupId]] | None:
-        """Take the steps of one version; None when the inbox closed."""
+    async def _train_beside(self, ready: _Ready | None) -> _Trained | None:
+        """Publish a version and take the steps of the next one; returns when both have ended."""
+        clock = self.patience.clock
+        if ready is None:
+            return await self._train_version()
+        started = clock.monotonic()
+        if not self.config.overlap_publication:
+            await self._publish(ready)
+            self._waited_s["publication"] += clock.monotonic() - started
+            return await self._train_version()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._publish(ready))
+                trained = await self._train_version()
+                started = clock.monotonic()
+        except BaseExceptionGroup as group:
+            raise _most_serious(group) from group
+        self._waited_s["publication"] += clock.monotonic() - started
+        return trained
+
+    async def _prepare(self, trained: _Trained) -> _Ready:
+        """Round the masters, evaluate them where that is due, and take what the version has of the backend."""
+        arena = await self.publisher.stage(self.backend)
+        version = self.publisher.position.head_version + 1
+        if self._is_evaluation_due(version):
+            accuracy = await self._evaluate(arena, version)
+            trained.reports[-1] = dataclasses.replace(trained.reports[-1], evaluation_accuracy=accuracy)
+        is_last = self.step >= self.config.max_steps
+        draft = await self.publisher.prepare(arena, step=self.step, saved_by=self.backend, is_last=is_last)
+        self._parent = (version, arena)
+        return _Ready(draft=draft, trained=trained)
+
+    async def _publish(self, ready: _Ready) -> None:
+        trained = ready.trained
+        await self.publisher.carry_out(ready.draft, consumed=trained.consumed, reports=trained.reports)
+        self.num_unpublished -= len(trained.reports)
+        self.inbox.settle(trained.consumed)
+        outgrown, self._outgrown = self._outgrown, []
+        await self._give_up_old(outgrown)
+
+    def _head(self) -> tuple[int, Arena]:
+        """The version that a step builds on, which may be under way, and its weights."""
+        if self._parent is not None:
+            return self._parent
+        shadow = self.publisher.position.shadow
+        assert shadow is not None, "a published version leaves its shadow"
+        return self.publisher.position.head_version, shadow
+
+    async def _train_version(self) -> _Trained | None:
+        """Take the steps of one version, none where all are taken; None when the inbox closed."""
         reports: list[StepReport] = []
         consumed: list[GroupId] = []
         while len(reports) < self.config.steps_per_version and self.step < self.config.max_steps:
             groups = await self._take(self.config.groups_per_step)
             if not groups:
                 return None
-            head = self.publisher.position.head_version
+            head, _ = self._head()
             report = await in_thread(self.backend.train_step, groups, head_version=head, step=self.step + 1)
             held_s = [self.inbox.held_s(queued.group.id) for queued in groups]
-            observe_step(report, groups, head_version=head, held_s=held_s)
+            observe_step(report, groups, head_version=head, held_s=held_s, waited_s=self._waited_s)
+            self._waited_s = dict.fromkeys(WAITS, 0.0)
             if not report.is_applied:
                 await self._reject(report, groups)
                 continue
@@ -114,14 +181,16 @@ class Session:
             self.signal.note(groups)
             reports.append(report)
             consumed += [queued.group.id for queued in groups]
-        return reports, consumed
+        return _Trained(reports=reports, consumed=consumed)
 
     async def _take(self, count: int) -> list[QueuedGroup]:
         """So many groups within the bound on staleness and the envelope of log-ratios; none when the inbox closed."""
         config = self.config.verification
         kept: list[QueuedGroup] = []
         while len(kept) < count:
+            started = self.patience.clock.monotonic()
             arrived = await self.inbox.take(count - len(kept))
+            self._waited_s["groups"] += self.patience.clock.monotonic() - started
             if not arrived:
                 return []
             taken = await self._fresh(arrived)
@@ -130,10 +199,9 @@ class Session:
                 continue
             groups = [queued.group for queued in taken]
             temperature = self.config.sampling.semantics().logprob_temperature
-            shadow = self.publisher.position.shadow
-            assert shadow is not None, "a published version leaves its shadow"
+            _, weights = self._head()
             model = self.backend.torch_model
-            found = await in_thread(log_ratios, model, groups, weights=shadow, temperature=temperature)
+            found = await in_thread(log_ratios, model, groups, weights=weights, temperature=temperature)
             findings = [judge_log_ratios(ratios, config) for ratios in found]
             kept += [queued for queued, finding in zip(taken, findings, strict=True) if finding.is_sound]
             rejections = [
@@ -150,16 +218,28 @@ class Session:
 
         One of them in a step would have the coordinator refuse the whole version.
         """
-        head, bound = self.publisher.position.head_version, self.max_staleness_versions
+        (head, _), bound = self._head(), self.max_staleness_versions
         old = [queued.group for queued in groups if 0 <= bound < head - queued.group.oldest_version]
         if not old:
             return groups
-        reason = f"{head - min(group.oldest_version for group in old)} versions old; the bound is {bound}"
+        if self.publisher.position.head_version < head:
+            # Were that version refused, they would not be too old.
+            self._outgrown += old
+        else:
+            await self._give_up_old(old)
         ids = [group.id for group in old]
+        return [queued for queued in groups if queued.group.id not in ids]
+
+    async def _give_up_old(self, groups: list[Group]) -> None:
+        if not groups:
+            return
+        oldest = min(group.oldest_version for group in groups)
+        age = self.publisher.position.head_version - oldest
+        reason = f"{age} versions old; the bound is {self.max_staleness_versions}"
+        ids = [group.id for group in groups]
         _LOG.info("%d groups are given up before they are trained on: %s", len(ids), reason)
         await self.patience.insist(lambda: self.api.abandon_groups(epoch=self.epoch, ids=ids, reason=reason))
         self.inbox.settle(ids)
-        return [queued for queued in groups if queued.group.id not in ids]
 
     async def _tell(self, rejections: list[Rejection]) -> None:
         _LOG.warning("%d groups are outside the envelope of log-ratios", len(rejections))
@@ -193,3 +273,15 @@ class Session:
             EVALUATION_ACCURACY.set(evaluation.accuracy)
             _LOG.info("version %d: held-out accuracy %.3f", version, evaluation.accuracy)
         return evaluation.accuracy
+
+
+def _most_serious(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """What ended a version and the steps beside it: a refusal only where nothing else did."""
+    leaves = _leaves(group)
+    return next((error for error in leaves if not isinstance(error, GroupNotAvailable)), leaves[0])
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+    return [error]

@@ -33,6 +33,9 @@ _LOG = logging.getLogger(__name__)
 MAX_SEQUENCE = 2**48
 """Sequences that a coordinator may know of; beyond it is no run's, and SQLite's own end would be near."""
 
+MAX_ASSIGNMENTS = 1 << 16
+"""Stated at a registration; a program that knew no assignments wrote rows without one."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
@@ -51,6 +54,9 @@ class Outbox:
         self._mutex = threading.Lock()
         self._path = directory / NAME
         self._spooled: dict[int, float] = {}
+        # Kept here: a loop asks at every completion, and the spool may be writing.
+        self._level = Level(num_groups=0, num_bytes=0)
+        self._counting = threading.Lock()
         self._next = 1
         self._site = ""
         self.incarnation = ""
@@ -78,6 +84,13 @@ class Outbox:
             (lowest,) = self._connection.execute("SELECT min(sequence) FROM groups").fetchone()
         return following if lowest is None else min(following, int(lowest))
 
+    def assignments(self) -> tuple[int, ...] | None:
+        """What its groups answer; None where that is not known, or too much to say."""
+        with self._reading():
+            rows = self._connection.execute("SELECT assignment FROM groups LIMIT ?", (MAX_ASSIGNMENTS + 1,)).fetchall()
+        known = tuple(assignment for (assignment,) in rows if assignment is not None)
+        return known if len(known) == len(rows) <= MAX_ASSIGNMENTS else None
+
     def skip_to(self, sequence: int) -> None:
         """Never use a sequence below `sequence` (the coordinator knows of them).
 
@@ -102,14 +115,15 @@ class Outbox:
         for group, at in zip(groups, release, strict=True):
             # Not before: what had no room on the disk was numbered again since it was made.
             data = seal(group).data
-            rows.append((group.id.sequence, at, len(data), data, _checksum(group.id.sequence, data)))
+            rows.append((group.id.sequence, at, len(data), data, _checksum(group.id.sequence, data), group.assignment))
         self._site = self._site or (groups[0].id.site if groups else "")
         with self._transaction():
             if self._site:
                 self._connection.execute("INSERT OR IGNORE INTO meta VALUES ('site', ?)", (self._site,))
-            self._connection.executemany("INSERT INTO groups VALUES (?, ?, ?, ?, ?)", rows)
+            self._connection.executemany("INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?)", rows)
             self._connection.execute("UPDATE meta SET value = ? WHERE key = 'next_sequence'", (str(first + len(rows)),))
         self._next = first + len(rows)
+        self._change_level(len(rows), sum(row[2] for row in rows))
 
     def due(self, now: float, *, limit: int, max_bytes: int) -> tuple[list[SealedGroup], float | None]:
         """Groups to push now, oldest first, and the instant at which the next one is due.
@@ -150,15 +164,20 @@ class Outbox:
 
     def delete(self, sequences: Sequence[int], *, now: float | None = None) -> list[float]:
         """Forget groups with a terminal outcome; returns how long those stayed whose start is known, seconds."""
-        self._write("DELETE FROM groups WHERE sequence = ?", [(sequence,) for sequence in sequences])
+        with self._transaction():
+            statement = "DELETE FROM groups WHERE sequence = ? RETURNING num_bytes"
+            sizes = [
+                size
+                for sequence in sequences
+                for (size,) in self._connection.execute(statement, (sequence,)).fetchall()
+            ]
+        self._change_level(-len(sizes), -sum(sizes))
         starts = [self._spooled.pop(sequence) for sequence in sequences if sequence in self._spooled]
         return [] if now is None else [max(0.0, now - start) for start in starts]
 
     def level(self) -> Level:
-        """How full the outbox is."""
-        with self._reading():
-            row = self._connection.execute("SELECT count(*), coalesce(sum(num_bytes), 0) FROM groups").fetchone()
-        return Level(num_groups=row[0], num_bytes=row[1])
+        """How full the outbox is; waits for nothing."""
+        return self._level
 
     def close(self) -> None:
         """Close the spool and let go of it."""
@@ -172,6 +191,7 @@ class Outbox:
         The coordinator counts sequences for a name and an incarnation, so another name begins another one.
         """
         owner = self._owner()
+        self._count()
         if site and owner and owner != site:
             num_groups = self.level().num_groups
             self._connection.close()
@@ -184,6 +204,7 @@ class Outbox:
                     num_groups, owner, site, kept, owner, NAME,
                 )  # fmt: skip
             self._connection = open_spool(self._path.parent)
+            self._count()
         self.incarnation = self._meta("incarnation", uuid.uuid4().hex[:16])
         self._next = int(self._meta("next_sequence", "1"))
         self._site = site or owner
@@ -227,14 +248,19 @@ class Outbox:
         )  # fmt: skip
         data = seal(self._empty(sequence)).data
         # A full disk only leaves the row as it is: it is judged again the next time.
-        with contextlib.suppress(DiskFull), self._transaction():
-            self._connection.execute(
-                "INSERT OR REPLACE INTO set_aside VALUES (?, ?, ?, ?)", (sequence, problem[:500], payload, checksum)
-            )
-            self._connection.execute(
-                "UPDATE groups SET num_bytes = ?, payload = ?, checksum = ? WHERE sequence = ?",
-                (len(data), data, _checksum(sequence, data), sequence),
-            )
+        with contextlib.suppress(DiskFull):
+            with self._transaction():
+                (before,) = self._connection.execute(
+                    "SELECT num_bytes FROM groups WHERE sequence = ?", (sequence,)
+                ).fetchone()
+                self._connection.execute(
+                    "INSERT OR REPLACE INTO set_aside VALUES (?, ?, ?, ?)", (sequence, problem[:500], payload, checksum)
+                )
+                self._connection.execute(
+                    "UPDATE groups SET num_bytes = ?, payload = ?, checksum = ? WHERE sequence = ?",
+                    (len(data), data, _checksum(sequence, data), sequence),
+                )
+            self._change_level(0, len(data) - before)
 
     def _empty(self, sequence: int) -> Group:
         """A group that settles its sequence and nothing else: without rollouts it is refused for good."""
@@ -243,6 +269,16 @@ class Outbox:
             assignment=0, prompt_index=0, prompt_token_ids=np.zeros(0, np.int32), rollouts=(), oldest_version=0,
             state_root=Digest(""), generation_s=0.0,
         )  # fmt: skip
+
+    def _count(self) -> None:
+        with self._reading():
+            row = self._connection.execute("SELECT count(*), coalesce(sum(num_bytes), 0) FROM groups").fetchone()
+        self._level = Level(num_groups=row[0], num_bytes=row[1])
+
+    def _change_level(self, groups: int, num_bytes: int) -> None:
+        with self._counting:
+            before = self._level
+            self._level = Level(num_groups=before.num_groups + groups, num_bytes=before.num_bytes + num_bytes)
 
     def _meta(self, key: str, default: str) -> str:
         with self._reading():

@@ -27,7 +27,7 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS groups (
     sequence INTEGER PRIMARY KEY, release REAL NOT NULL, num_bytes INTEGER NOT NULL, payload BLOB NOT NULL,
-    checksum BLOB);
+    checksum BLOB, assignment INTEGER);
 CREATE TABLE IF NOT EXISTS set_aside (
     sequence INTEGER PRIMARY KEY, reason TEXT NOT NULL, payload BLOB NOT NULL, checksum BLOB);
 """
@@ -115,8 +115,9 @@ def _connect(path: Path) -> sqlite3.Connection:
             raise _DamagedFile(verdict)
         connection.executescript(_SCHEMA)
         columns = {row[1] for row in connection.execute("PRAGMA table_info(groups)")}
-        if "checksum" not in columns:
-            connection.execute("ALTER TABLE groups ADD COLUMN checksum BLOB")
+        for name, kind in (("checksum", "BLOB"), ("assignment", "INTEGER")):
+            if name not in columns:
+                connection.execute(f"ALTER TABLE groups ADD COLUMN {name} {kind}")
     except BaseException as error:
         if connection is not None:
             connection.close()

@@ -1,7 +1,7 @@
-"""From a batch to the outbox, over a disk that may be full: what has no room stays in memory and is tried again.
+"""From groups to the outbox, over a disk that may be full: what has no room stays in memory and is tried again.
 
-Guarantees: a batch that was generated is spooled or waits; while one waits nothing else is generated; its groups keep
-their content and take the outbox's next sequences, whatever became of those in between.
+Guarantees: a group that was made is spooled or waits; its sequence is given when it is written and not before, and
+whoever holds `numbering` changes the outbox's next sequence alone.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ class Spooling:
         clock: Clock,
         now: Callable[[], float],
         rng: random.Random,
+        numbering: asyncio.Lock,
     ) -> None:
         self._outbox = outbox
         self._delay = delay
         self._seed = seed
         self._clock = clock
         self._now = now
+        self._numbering = numbering
         self._patience = Patience(clock=clock, rng=rng)
         self._waiting: tuple[Group, ...] = ()
         self._retry_at = 0.0
@@ -56,19 +58,21 @@ class Spooling:
         """Seconds until the next attempt; at most 0: now."""
         return self._retry_at - self._clock.monotonic()
 
-    async def put(self, groups: Sequence[Group]) -> None:
-        """Spool groups, or keep them for `retry`."""
+    def add(self, groups: Sequence[Group]) -> None:
+        """Take groups in; `retry` spools them."""
         self._waiting += tuple(groups)
-        await self.retry()
 
     async def retry(self) -> None:
         """Spool what waits."""
-        if not self._waiting:
-            return
+        if self._waiting:
+            async with self._numbering:
+                await self._put(self._waiting)
+
+    async def _put(self, waiting: Sequence[Group]) -> None:
         first = self._outbox.next_sequence
         groups = [
             dataclasses.replace(group, id=dataclasses.replace(group.id, sequence=first + number))
-            for number, group in enumerate(self._waiting)
+            for number, group in enumerate(waiting)
         ]
         now = self._now()
         sequences = [group.id.sequence for group in groups]
@@ -84,5 +88,5 @@ class Spooling:
             return
         if self.problem:
             _LOG.info("the disk has room again: %d groups are spooled, generation goes on", len(groups))
-        self.problem, self._waiting = "", ()
+        self.problem, self._waiting = "", self._waiting[len(groups) :]
         self._patience.reset()

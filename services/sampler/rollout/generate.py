@@ -1,11 +1,11 @@
-"""The loop that generates: swap, lease, generate, spool.
+"""The loop that generates: swap, begin; what was begun is `harvest`'s.
 
-    generate  waits for a verified version, work, and room in the outbox; unblocked by sync, the coordinator, deliver
+    generate  waits for a verified version, an assignment of the reserve, room in the engine, room in the outbox and on
+              the disk; unblocked by sync, the reserve, collect, deliver; time, or a person who makes room
 
-Guarantees: without a verified version nothing is generated, nor with an engine that failed: it is given the version
-again, ever more rarely, until a swap succeeds; with `swap = "drain"` weights are swapped only between two batches, so
-that a completion never mixes versions, and with `in_flight` a batch whose swap failed gives no group; a group is in the
-outbox before its assignment is forgotten; whoever holds the lock `batch` never interrupts a batch under way.
+Guarantees: no completion mixes versions where `swap = "drain"`: a swap that is due lets nothing more begin, and waits
+until nothing is under way; where `work_ahead_s` is 0, nothing is leased before everything begun is spooled; no more
+groups are in memory than the engine holds and a few fills of it.
 """
 
 from __future__ import annotations
@@ -15,40 +15,34 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
-
-from rich.filesize import decimal
 
 from heterorl.common.api import SamplerApi
-from heterorl.common.errors import EngineError, RemoteError, StaleWeights
+from heterorl.common.errors import EngineError
 from heterorl.common.generation.engine import Engine
+from heterorl.common.generation.requests import Request
 from heterorl.common.model.canary import ScoredText
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Bell, Clock, ring_or_time
-from heterorl.common.process.patience import Patience
 from heterorl.common.pull.pull import PulledVersion
-from heterorl.common.types.common import Digest
-from heterorl.common.types.policy import NO_VERSION
-from heterorl.common.types.rollout import WorkAssignment
-from heterorl.common.types.run import CanaryReport
-from heterorl.common.types.standstill import RELEASE
-from heterorl.common.types.words import peer_words
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.sampler.outbox.spooling import Spooling
 from heterorl.sampler.policy.sync import PolicySync
-from heterorl.sampler.rollout.maker import Batch, RolloutMaker
+from heterorl.sampler.rollout.drafts import Draft
+from heterorl.sampler.rollout.harvest import Harvest
+from heterorl.sampler.rollout.maker import RolloutMaker
+from heterorl.sampler.rollout.reserve import Reserve
+from heterorl.sampler.rollout.swap import Swap
 from heterorl.sampler.rollout.work import Work
-from heterorl.sampler.rollout.work_log import WorkLog
-from heterorl.sampler.session import NO_ROOT, Reported, Session
+from heterorl.sampler.session import Reported, Session
 
 _LOG = logging.getLogger(__name__)
-ENGINE_CAP_S = 300.0
-"""A new engine process loads the whole model: attempts become this rare."""
+MAX_UNSCORED = 2
+"""Fills of the engine that may wait for their rewards; then nothing begins until the rewards have come after."""
 
 
 class Generation:
-    """One loop around one engine."""
+    """The loops around one engine."""
 
     def __init__(
         self,
@@ -63,65 +57,69 @@ class Generation:
         session: Session,
         clock: Clock,
         bell: Bell,
-        batch: asyncio.Lock,
+        numbering: asyncio.Lock,
         rng: random.Random,
         now: Callable[[], float],
     ) -> None:
-        self._batch = batch
-        self.spooling = Spooling(outbox=outbox, delay=config.delay, seed=config.seed, clock=clock, now=now, rng=rng)
-        self._work_log = WorkLog()
+        self.spooling = Spooling(
+            outbox=outbox, delay=config.delay, seed=config.seed, clock=clock, now=now, rng=rng, numbering=numbering
+        )
         self._config = config
-        self._api = api
         self._engine = engine
-        self._canary = canary
         self._maker = maker
         self._outbox = outbox
         self._policy = policy
         self._session = session
         self._clock = clock
         self._bell = bell
-        self._engine_patience = Patience(clock=clock, rng=rng, cap_s=ENGINE_CAP_S)
-        self._swap_time = clock.monotonic()
-        self._work = Work(config=config, api=api, session=session, task=maker.task, clock=clock, rng=rng)
-        self._state_roots: dict[int, Digest] = {}
-        self._reported = Reported()
+        # What happens to groups under way; the sampler's other loops need not look at every completion.
+        self._news = Bell()
+        self._work = Work(api=api, session=session, task=maker.task, clock=clock, rng=rng)
+        self.swap = Swap(
+            api=api, engine=engine, canary=canary, policy=policy, session=session, clock=clock, rng=rng,
+            on_quarantine=self._return_reserve,
+        )  # fmt: skip
+        self.harvest = Harvest(
+            engine=engine, maker=maker, spooling=self.spooling, swap=self.swap, work=self._work, clock=clock,
+            bell=bell, news=self._news,
+        )  # fmt: skip
+        self._drafts = self.harvest.drafts
+        self._room = max(1, engine.max_running // maker.group_size)
+        self.reserve = Reserve(
+            work=self._work, room_groups=self._room, work_ahead_s=lambda: session.work_ahead_s,
+            rate=self.harvest.groups, clock=clock, news=self._news,
+        )  # fmt: skip
+        self._is_swapping = self._is_ending = False
 
     def reported(self) -> Reported:
         """What a heartbeat says of this."""
-        return replace(self._reported, problem=self.spooling.problem or self._policy.problem)
+        return replace(
+            self.swap.reported,
+            tokens_per_s=self.harvest.tokens.per_s(self._clock.monotonic()),
+            problem=self.spooling.problem or self._policy.problem,
+        )
 
     async def generate(self) -> None:
-        """Generate until the run drains and nothing waits for room on the disk."""
-        while not self._session.is_draining or self.spooling.num_waiting:
-            ticket = self._bell.ticket()
-            if self.spooling.num_waiting:
-                await self._make_room(ticket)
-                continue
-            await self._swap()
-            level = await asyncio.to_thread(self._outbox.level)
-            metrics.OUTBOX_GROUPS.set(level.num_groups)
-            metrics.OUTBOX_BYTES.set(level.num_bytes)
-            if self._engine.version < 0 and self._policy.take(NO_VERSION) is not None:
-                await ring_or_time(ticket, clock=self._clock, seconds=self._swap_time - self._clock.monotonic())
-                continue
-            if self._engine.version < 0 or level.num_bytes >= self._config.outbox_bytes:
-                await ticket.wait()
-                continue
-            wait_s = self._work.ask_time - self._clock.monotonic()
-            if wait_s > 0:
-                await ring_or_time(ticket, clock=self._clock, seconds=wait_s)
-                continue
-            work = await self._work.lease(self._engine.version)
-            if work:
-                await self._fill(work)
+        """Generate until the run drains and everything under way is spooled."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                loops = self.harvest.loops(tasks)
+                if self._config.work_ahead_s:
+                    loops.append(tasks.create_task(self.reserve.keep(bell=self._bell, may_ask=self._version_to_ask)))
+                await self._conduct(tasks)
+                for loop in loops:
+                    loop.cancel()
+        finally:
+            self.harvest.close()
+        await self.harvest.hand_back()
 
-    async def _make_room(self, ticket: asyncio.Event) -> None:
-        if self.spooling.retry_s > 0:
-            await ring_or_time(ticket, clock=self._clock, seconds=self.spooling.retry_s)
-            return
-        async with self._batch:
-            await self.spooling.retry()
-        self._bell.ring()
+    async def stop(self) -> None:
+        """Begin nothing more: spool what has ended, give up the rest and hand it back; takes seconds at most."""
+        self._is_ending = True
+        async with self.swap.running:
+            await asyncio.to_thread(self._engine.cancel)
+        self._return_reserve()
+        await self.harvest.end()
 
     async def empty(self) -> None:
         """Push what is held: a drained run waits for no delay."""
@@ -130,7 +128,7 @@ class Generation:
         is_said = False
         while True:
             ticket = self._bell.ticket()
-            level = await asyncio.to_thread(self._outbox.level)
+            level = self._outbox.level()
             if not level.num_groups:
                 return
             if not is_said:
@@ -138,158 +136,135 @@ class Generation:
                 is_said = True
             await ticket.wait()
 
-    async def _swap(self) -> None:
-        pulled = self._due()
-        if pulled is None:
-            return
-        async with self._batch:
-            is_loaded = await self._load(pulled)
-        if is_loaded:
-            await self._compare(pulled.version)
+    @property
+    def num_under_way(self) -> int:
+        """Groups that are being made."""
+        return len(self._drafts)
 
-    def _due(self) -> PulledVersion | None:
-        is_time = self._clock.monotonic() >= self._swap_time
-        return self._policy.take(self._engine.version) if is_time else None
-
-    async def _load(self, pulled: PulledVersion) -> bool:
-        started = self._clock.monotonic()
-        # Before the engine has it: a batch under way may end with it at once.
-        self._state_roots[pulled.version] = pulled.manifest.state_root
-        try:
-            await asyncio.to_thread(self._engine.load, pulled.arena, pulled.version)
-        except EngineError as error:
-            self._note_failure(error)
-            return False
-        except OSError as error:
-            # An engine in processes of its own takes weights from files.
-            self._note_failure(
-                EngineError(
-                    f"the weights of version {pulled.version} cannot be written: {error}",
-                    action="free space under state_dir or engine.weights_dir",
-                )
-            )
-            return False
-        swap_s = self._clock.monotonic() - started
-        _LOG.info(
-            "version %d is used: %s in %.1f s, applied in %.1f s, swapped in %.1f s",
-            pulled.version, decimal(self._policy.fetched_bytes), self._policy.fetch_s, self._policy.apply_s, swap_s,
-        )  # fmt: skip
-        self._engine_patience.reset()
-        metrics.SWAP_SECONDS.observe(swap_s)
-        metrics.POLICY_VERSION.set(pulled.version)
-        self._note_age("apply")
-        self._reported = replace(
-            self._reported,
-            policy_version=pulled.version,
-            state_root=pulled.manifest.state_root,
-            apply_s=self._policy.apply_s,
+    @property
+    def _may_begin(self) -> bool:
+        level = self._outbox.level()
+        metrics.OUTBOX_GROUPS.set(level.num_groups)
+        metrics.OUTBOX_BYTES.set(level.num_bytes)
+        return (
+            not self._session.is_draining
+            and not self._is_ending
+            and self.swap.version >= 0
+            and not self.spooling.problem
+            and level.num_bytes < self._config.outbox_bytes
         )
-        # What was refused to the old version may be given to the new one.
-        self._work.ask_time = self._clock.monotonic()
+
+    def _version_to_ask(self) -> int | None:
+        return self.swap.version if self._may_begin else None
+
+    async def _conduct(self, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            tickets = self._bell.ticket(), self._news.ticket()
+            if self._session.is_draining:
+                self._return_reserve()
+                if self.harvest.is_empty:
+                    return
+            now = self._clock.monotonic()
+            self.harvest.groups.work(self._drafts.num_running > 0, now)
+            self.swap.forget_roots(self._drafts.oldest_version)
+            self.harvest.log.say(
+                tokens_per_s=self.harvest.tokens.per_s(now), now=now, version=self.swap.version,
+                head=self._policy.head_version, level=self._outbox.level(), num_ahead=len(self.reserve),
+            )  # fmt: skip
+            if await self._exchange(tasks) or await self._begin():
+                continue
+            waits = [wait for wait in (self.swap.wait_s, self._ask_wait_s()) if wait is not None and wait > 0]
+            await ring_or_time(*tickets, clock=self._clock, seconds=min(waits, default=None))
+
+    async def _exchange(self, tasks: asyncio.TaskGroup) -> bool:
+        """Give the engine what is due, beside what is under way where that may be; whether anything was done."""
+        pulled = self.swap.due()
+        if pulled is None or self._is_swapping or self._is_ending:
+            return False
+        if self._drafts.num_running and self._config.swap == "drain":
+            return False
+        self._is_swapping = True
+        if self._drafts.num_running:
+            tasks.create_task(self._take(pulled))
+        else:
+            await self._take(pulled)
         return True
 
-    async def _swap_during(self, batch: asyncio.Future[Batch]) -> None:
-        """Give the engine every version that is staged until the batch under way ends, or a swap fails."""
-        while not batch.done():
-            ticket = self._bell.ticket()
-            pulled = self._due()
-            if pulled is None:
-                ring = asyncio.ensure_future(ticket.wait())
-                waiting: list[asyncio.Future[Any]] = [batch, ring]
-                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                ring.cancel()
-            elif await self._load(pulled):
-                await self._compare(pulled.version)
-            else:
-                return
-
-    async def _compare(self, version: int) -> None:
-        """Let the coordinator compare the engine with the learner before anything is generated with the version."""
-        if not self._canary:
-            return
+    async def _take(self, pulled: PulledVersion) -> None:
         try:
-            scores = await asyncio.to_thread(self._engine.score, self._canary)
-        except EngineError as error:
-            self._note_failure(error)
-            return
-        if not scores:
-            return
-        report = CanaryReport(
-            site=self._session.registration.site,
-            incarnation=self._session.registration.incarnation,
-            version=version,
-            logprobs=tuple(float(value) for score in scores for value in score),
+            await self.swap.take(pulled)
+        finally:
+            self._is_swapping = False
+        if self.swap.version == pulled.version:
+            # What was refused to the old version may be given to the new one.
+            self._work.ask_time = self._clock.monotonic()
+        self._news.ring()
+
+    async def _begin(self) -> bool:
+        """Give the engine what it has room for; whether anything was done."""
+        if not self._may_begin or (self._config.swap == "drain" and self.swap.due() is not None):
+            return False
+        count = self._num_wanted()
+        if count and not self._config.work_ahead_s and not len(self.reserve):
+            if (self._ask_wait_s() or 0.0) > 0:
+                return False
+            await self.reserve.ask(self.swap.version, count)
+            if not len(self.reserve):
+                return True
+        work = self.reserve.look(count)
+        if not work:
+            return False
+        version = self.swap.version
+        drafts = await asyncio.to_thread(
+            self._maker.begin, work, version=version, state_root=self.swap.reported.state_root
         )
-        try:
-            verdict = await self._api.report_canary(report)
-        except RemoteError as error:
-            # Nothing is generated without a lease either, and most reasons for this refuse that too.
-            _LOG.info("no canary of version %d: %s", version, error)
-            return
-        if verdict.quarantine:
-            _LOG.error(
-                "this site is in quarantine and gets no work: %s; a version that it scores right ends that, or an"
-                " operator: %s",
-                peer_words(verdict.quarantine),
-                RELEASE,
-            )
+        if self._may_begin and self.swap.version == version and self.reserve.look(1) == work[:1]:
+            self.reserve.drop(len(work))
+            return await self._submit(drafts)
+        return True
 
-    def _note_failure(self, error: EngineError) -> None:
-        metrics.ENGINE_FAILURES.labels("stale" if isinstance(error, StaleWeights) else "died").inc()
-        self._reported = replace(self._reported, policy_version=NO_VERSION, state_root=NO_ROOT)
-        self._swap_time = self._clock.monotonic() + self._engine_patience.delay_s()
-        _LOG.error("nothing is generated until the engine has loaded a version: %s", error)
+    def _num_wanted(self) -> int:
+        """Groups to begin now: a few more than there is room for, so that the engine never waits for this loop."""
+        if not self._config.work_ahead_s:
+            return self._room if self.harvest.is_empty else 0
+        rows, size = self._engine.max_running, self._maker.group_size
+        if self._drafts.num_unscored >= MAX_UNSCORED * rows:
+            return 0
+        return max(0, rows + max(size, rows // 4) - self._drafts.num_running) // size
 
-    async def _fill(self, work: Sequence[WorkAssignment]) -> None:
-        try:
-            batch = await self._make(work)
-        except EngineError as error:
-            # A swap that failed during the batch has been noted.
-            if self._reported.policy_version >= 0:
-                self._note_failure(error)
-            await self._work.abandon(tuple(assignment.id for assignment in work))
-            return
-        self._bell.ring()
-        metrics.GENERATE_SECONDS.observe(batch.generation_s)
-        self._note_age("generate", count=len(batch.groups))
-        metrics.TOKENS.inc(batch.num_tokens)
-        level = await asyncio.to_thread(self._outbox.level)
-        self._work_log.note(
-            batch,
-            now=self._clock.monotonic(),
-            version=self._engine.version,
-            head=self._policy.head_version,
-            level=level,
-        )
-        tokens_per_s = batch.num_tokens / batch.generation_s if batch.generation_s else 0.0
-        self._reported = replace(self._reported, tokens_per_s=tokens_per_s)
-        if batch.failed:
-            metrics.REWARD_ERRORS.inc(len(batch.failed))
-            await self._work.abandon(batch.failed)
+    def _ask_wait_s(self) -> float | None:
+        """Seconds until work may be asked for by this loop; None where another one asks, or nothing can be begun."""
+        if self._config.work_ahead_s or not (self.harvest.is_empty and self._may_begin):
+            return None
+        return self._work.ask_time - self._clock.monotonic()
 
-    async def _make(self, work: Sequence[WorkAssignment]) -> Batch:
-        """Generate and spool; the lock covers both, so that nothing generated is lost to a stop."""
-        async with self._batch:
-            self._state_roots = {self._engine.version: self._reported.state_root}
-            making = asyncio.ensure_future(
-                asyncio.to_thread(
-                    self._maker.make,
-                    work,
-                    state_roots=self._state_roots,
-                    first_sequence=self._outbox.next_sequence,
-                )
-            )
+    async def _submit(self, drafts: Sequence[Draft]) -> bool:
+        """Hand requests to the engine; whether it took any."""
+        self.harvest.begin(drafts)
+        count, error = await asyncio.to_thread(self._submitted, drafts)
+        if error is not None:
+            refused = [draft for draft in drafts[count:] if self._drafts.lose(draft.key) is not None]
+            self.reserve.put_back([draft.assignment for draft in refused])
+            # During a swap it takes none; a swap that failed says so itself.
+            if not self._is_swapping and self.swap.version >= 0:
+                self.swap.note_failure(error)
+        if count:
+            self._news.ring()
+        return count > 0
+
+    def _submitted(self, drafts: Sequence[Draft]) -> tuple[int, EngineError | None]:
+        """How many of them the engine has taken, and why not all; in a thread."""
+        for number, draft in enumerate(drafts):
             try:
-                if self._config.swap == "in_flight":
-                    await self._swap_during(making)
-            finally:
-                await asyncio.wait([making])
-            batch = making.result()
-            await self.spooling.put(batch.groups)
-        return batch
+                self._engine.submit(
+                    Request(
+                        key=draft.key, prompt=draft.prompt_token_ids, seed=draft.seed,
+                        num_completions=self._maker.group_size,
+                    )
+                )  # fmt: skip
+            except EngineError as error:
+                return number, error
+        return len(drafts), None
 
-    def _note_age(self, stage: str, *, count: int = 1) -> None:
-        age_s = self._policy.age_s(self._engine.version)
-        if age_s is not None:
-            for _ in range(count):
-                metrics.SAMPLER_POLICY_AGE_SECONDS.labels(stage).observe(age_s)
+    def _return_reserve(self) -> None:
+        self.harvest.give_back(self.reserve.clear())

@@ -1,45 +1,34 @@
-"""Assignments -> groups: tokenise, generate, decode, score. Blocking; called from a thread.
+"""Assignments -> requests -> groups: prompts, seeds, texts, rewards. Blocking; called from threads but for `group`.
 
-Guarantees: every token is stamped with the version that it was drawn from, a group with its oldest; a verifier that
+Guarantees: every token is stamped with the version that it was drawn from, a group with its oldest; a reward that
 fails gives no group and no zero reward.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
+import itertools
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from heterorl.common.errors import RewardError
-from heterorl.common.generation.engine import Engine, generate_all
 from heterorl.common.generation.requests import Completion
 from heterorl.common.generation.seeded import group_key
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.tracing import TRACER
-from heterorl.common.tasks.scoring import FailureRow, score_group
-from heterorl.common.tasks.task import Task
+from heterorl.common.tasks.task import Prompt, Task
 from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.rollout import Group, GroupId, RewardPart, Rollout, WorkAssignment
+from heterorl.sampler.rollout.drafts import Draft
 
-_LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """Groups made from a batch of assignments, and the assignments that gave none."""
-
-    groups: tuple[Group, ...]
-    failed: tuple[int, ...]
-    num_tokens: int
-    generation_s: float
+NO_SEQUENCE = 0
+"""Of a group that no outbox has numbered yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutMaker:
-    """Everything that generation needs and that does not change during a run."""
+    """Everything that a group is made with and that does not change during a run."""
 
-    engine: Engine
     task: Task
     prompter: Prompter
     site: SiteId
@@ -48,63 +37,77 @@ class RolloutMaker:
     clock: Clock
     is_seeded: bool = False
     """Whether the engine draws by the names of the tokens."""
-    failures: FailureRow = field(default_factory=FailureRow)
+    keys: Iterator[int] = field(default_factory=itertools.count)
+    # A tokenizer is changed by who encodes with it, and several threads decode.
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def make(self, work: Sequence[WorkAssignment], *, state_roots: Mapping[int, Digest], first_sequence: int) -> Batch:
-        """Generate one group per assignment.
+    def begin(self, work: Sequence[WorkAssignment], *, version: int, state_root: Digest) -> list[Draft]:
+        """A draft for each assignment, begun with a version.
 
         Args:
             work: what to generate.
-            state_roots: of every version loaded until the batch ends, by version; it may grow meanwhile.
-            first_sequence: of the first group's id.
+            version: loaded now.
+            state_root: of that version.
         """
         prompts = [self.task.prompt(assignment.prompt_index) for assignment in work]
-        encoded = [self.prompter.encode(prompt.text) for prompt in prompts]
-        started = self.clock.monotonic()
-        seeds = [self._seed(assignment, state_roots) for assignment in work]
-        completions = generate_all(self.engine, encoded, seeds=seeds, num_per_prompt=self.group_size)
-        generation_s = self.clock.monotonic() - started
-        groups: list[Group] = []
-        failed: list[int] = []
-        for assignment, prompt, ids, members in zip(work, prompts, encoded, completions, strict=True):
-            try:
-                texts = [self.prompter.decode(completion.token_ids) for completion in members]
-                scores = list(score_group(self.task, prompt, texts))
-            except RewardError as error:
-                self.failures.failed(error)
-                _LOG.warning("assignment %d gives no group: %s", assignment.id, error)
-                failed.append(assignment.id)
-                continue
-            self.failures.passed()
-            rollouts = tuple(map(_rollout, members, scores))
-            oldest = min(span.version for rollout in rollouts for span in rollout.spans)
-            groups.append(
-                Group(
-                    id=GroupId(site=self.site, incarnation=self.incarnation, sequence=first_sequence + len(groups)),
-                    assignment=assignment.id,
-                    prompt_index=assignment.prompt_index,
-                    prompt_token_ids=ids,
-                    rollouts=rollouts,
-                    oldest_version=oldest,
-                    state_root=state_roots[oldest],
-                    generation_s=generation_s,
-                    is_seeded=self.is_seeded,
-                    trace=TRACER.begin(
-                        "generate",
-                        lasted_s=generation_s,
-                        attributes={"site": self.site, "assignment": assignment.id, "version": self.engine.version},
-                    ),
-                )
+        with self.lock:
+            encoded = [self.prompter.encode(prompt.text) for prompt in prompts]
+        now = self.clock.monotonic()
+        return [
+            Draft(
+                key=next(self.keys),
+                assignment=assignment,
+                prompt=prompt,
+                prompt_token_ids=ids,
+                seed=self._seed(assignment, state_root),
+                version=version,
+                begun_at=now,
             )
-        num_tokens = sum(completion.token_ids.size for members in completions for completion in members)
-        return Batch(groups=tuple(groups), failed=tuple(failed), num_tokens=num_tokens, generation_s=generation_s)
+            for assignment, prompt, ids in zip(work, prompts, encoded, strict=True)
+        ]
 
-    def _seed(self, assignment: WorkAssignment, state_roots: Mapping[int, Digest]) -> int:
+    def score(self, prompt: Prompt, completion: Completion) -> tuple[RewardPart, ...]:
+        """The parts of a completion's reward.
+
+        Raises:
+            RewardError: it could not be computed.
+        """
+        with self.lock:
+            text = self.prompter.decode(completion.token_ids)
+        return self.task.score(prompt, text)
+
+    def group(self, draft: Draft, *, state_roots: Mapping[int, Digest]) -> Group:
+        """The group of a draft whose members all have their rewards; an outbox numbers it.
+
+        Args:
+            draft: what was generated and scored.
+            state_roots: of every version that a token of it may be of.
+        """
+        members = range(self.group_size)
+        rollouts = tuple(_rollout(draft.completions[member], draft.scores[member]) for member in members)
+        oldest = min(span.version for rollout in rollouts for span in rollout.spans)
+        return Group(
+            id=GroupId(site=self.site, incarnation=self.incarnation, sequence=NO_SEQUENCE),
+            assignment=draft.assignment.id,
+            prompt_index=draft.assignment.prompt_index,
+            prompt_token_ids=draft.prompt_token_ids,
+            rollouts=rollouts,
+            oldest_version=oldest,
+            state_root=state_roots[oldest],
+            generation_s=draft.generation_s,
+            is_seeded=self.is_seeded,
+            trace=TRACER.begin(
+                "generate",
+                lasted_s=draft.generation_s,
+                attributes={"site": self.site, "assignment": draft.assignment.id, "version": oldest},
+            ),
+        )
+
+    def _seed(self, assignment: WorkAssignment, state_root: Digest) -> int:
         if not self.is_seeded:
             return assignment.seed
-        # The weights name the draws; they stay until the batch ends.
-        root = state_roots[self.engine.version]
-        return group_key(seed=assignment.seed, state_root=root, prompt_index=assignment.prompt_index)
+        # The weights name the draws; they stay until everything under way ended.
+        return group_key(seed=assignment.seed, state_root=state_root, prompt_index=assignment.prompt_index)
 
 
 def _rollout(completion: Completion, parts: tuple[RewardPart, ...]) -> Rollout:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Sequence
 
 from heterorl.common.api import SamplerApi
 from heterorl.common.errors import NotRegistered, RemoteError, RunFinished, Unreachable
@@ -12,26 +13,17 @@ from heterorl.common.process.patience import Patience
 from heterorl.common.tasks.task import Task
 from heterorl.common.types.rollout import WorkAssignment
 from heterorl.common.types.words import peer_seconds, peer_words
-from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.session import Session
 
 _LOG = logging.getLogger(__name__)
+MAX_ASKED = 4096
+"""Assignments of one call."""
 
 
 class Work:
     """Assignments of one sampler; `ask_time` is when the next question is due, by the monotonic clock."""
 
-    def __init__(
-        self,
-        *,
-        config: SamplerConfig,
-        api: SamplerApi,
-        session: Session,
-        task: Task,
-        clock: Clock,
-        rng: random.Random,
-    ) -> None:
-        self._config = config
+    def __init__(self, *, api: SamplerApi, session: Session, task: Task, clock: Clock, rng: random.Random) -> None:
         self._api = api
         self._session = session
         self._task = task
@@ -41,14 +33,17 @@ class Work:
         # Of this process alone: what an earlier one was given may be in the outbox already.
         self._asker = f"{clock.wall():.6f}"
         self._num_answers = 0
+        self._asked = 0
 
-    async def lease(self, version: int) -> tuple[WorkAssignment, ...]:
-        """Work for a version, or none; then `ask_time` says when to ask again."""
+    async def lease(self, version: int, count: int) -> tuple[WorkAssignment, ...]:
+        """Work for a version, at most so many assignments; where there is none, `ask_time` says when to ask again."""
+        # A question whose answer was lost is repeated as it was.
+        self._asked = self._asked or min(count, MAX_ASKED)
         try:
             grant = await self._api.lease_work(
                 site=self._session.registration.site,
                 incarnation=self._session.registration.incarnation,
-                max_groups=self._config.groups_per_batch,
+                max_groups=self._asked,
                 policy_version=version,
                 request_id=f"{self._asker}/{self._num_answers}",
             )
@@ -68,11 +63,12 @@ class Work:
             return ()
         # Until an answer comes the question is the same one: what a lost answer granted is not given out twice.
         self._num_answers += 1
+        asked, self._asked = self._asked, 0
         self.ask_time = self._clock.monotonic()
         # No more than was asked for, and nothing that the task does not have: what is left expires.
         work = tuple(
             assignment
-            for assignment in grant.assignments[: self._config.groups_per_batch]
+            for assignment in grant.assignments[:asked]
             if 0 <= assignment.prompt_index < self._task.num_prompts
         )
         if work:
@@ -82,13 +78,16 @@ class Work:
             self.ask_time += peer_seconds(grant.retry_after_s) or self._patience.delay_s()
         return work
 
-    async def abandon(self, assignments: tuple[int, ...]) -> None:
+    async def abandon(self, assignments: Sequence[int]) -> None:
         """Hand work back; where that fails it expires."""
-        try:
-            await self._api.abandon_work(
-                site=self._session.registration.site,
-                incarnation=self._session.registration.incarnation,
-                assignments=assignments,
-            )
-        except RemoteError as error:
-            _LOG.info("%d assignments are left to expire: %s", len(assignments), error)
+        for first in range(0, len(assignments), MAX_ASKED):
+            some = tuple(assignments[first : first + MAX_ASKED])
+            try:
+                await self._api.abandon_work(
+                    site=self._session.registration.site,
+                    incarnation=self._session.registration.incarnation,
+                    assignments=some,
+                )
+            except RemoteError as error:
+                _LOG.info("%d assignments are left to expire: %s", len(assignments) - first, error)
+                return

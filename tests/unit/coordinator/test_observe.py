@@ -129,6 +129,18 @@ async def test_site_is_as_its_newest_incarnation_and_is_forgotten_after_a_day(co
     assert shown("coordinator_site_policy_version", site=SITE) is None
 
 
+async def test_assignments_that_left_with_a_silent_site_are_shown(core, run, clock):
+    await core.register(run.registration(work_ahead_s=600.0))
+    await run.lease(1)
+    await observe.observe_run(core)
+    assert shown("coordinator_site_away_groups", site=SITE) == 0
+
+    clock.advance(core.config.work_lease_s + 1)
+    await observe.observe_run(core)
+    assert shown("coordinator_site_work_groups", site=SITE) == 1
+    assert shown("coordinator_site_away_groups", site=SITE) == 1
+
+
 async def test_a_ledger_that_lost_a_group_is_shown(core, run):
     await run.push(1)
     await core.database.run(lambda connection: connection.execute("DELETE FROM groups"))

@@ -146,6 +146,20 @@ CASES = [
         Level.OK,
         "torch none",
     ),
+    (
+        node.judge_versions(dataclasses.replace(VERSIONS, engine="vllm 0.32.0"), role=Role.SAMPLER, diagnosis=FACTS),
+        Level.OK,
+        "vllm 0.32.0; coordinator",
+    ),
+    (
+        node.judge_versions(
+            dataclasses.replace(VERSIONS, engine=Trouble(kind="vllm", detail="vllm 0.31.0 is installed")),
+            role=Role.SAMPLER,
+            diagnosis=FACTS,
+        ),
+        Level.FAIL,
+        "pip install 'heterorl[vllm]'",
+    ),
     (contract(), Level.OK, "the run's"),
     (contract(tokenizer_digest="9" * 64), Level.FAIL, "copy the run's model directory"),
     (contract(chat_template_digest="9" * 64), Level.FAIL, "use_chat_template"),

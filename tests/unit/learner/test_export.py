@@ -55,7 +55,7 @@ def _checkpoint(state_dir, base, *, dtype="bf16", scale=1.5, published=None):
         reports=(),
     )
     store = CheckpointStore(state_dir / "checkpoints")
-    path = store.write(cursor, backend=backend, arena=published or arena, snapshot=None)
+    path = store.write(cursor, begun=store.begin(0, backend), arena=published or arena, snapshot=None)
     return path, arena
 
 

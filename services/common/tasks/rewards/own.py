@@ -89,6 +89,10 @@ class RewardedTask:
         """
         return self._reward.score(prompt, completion)
 
+    def close(self) -> None:
+        """Kill the processes."""
+        self._reward.pool.close()
+
 
 _EXAMPLE = "for example mytask.rewards:score, a function f(prompt, completion, answer) in mytask/rewards.py"
 _PLACES = (

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import select
 import signal
 import subprocess
@@ -27,6 +26,8 @@ SCRIPT = Path(__file__).parent / "worker.py"
 START_TIMEOUT_S = 120.0
 """For what a reward imports; it counts against no answer."""
 MAX_REPLY_BYTES = 1 << 20
+START_AFTER_S = 0.25
+"""About what a start costs: for less, callers wait for the processes that run."""
 _GRACE_S = 5.0
 """The worker's own limit comes so much later than its parent's, which it only replaces."""
 
@@ -95,6 +96,12 @@ class RewardProcess:
             raise RewardError(str(reply["error"]))
         return reply
 
+    def kill(self) -> None:
+        """Kill it while another thread waits for its answer, which gets an error."""
+        process = self.process
+        if process is not None:
+            _signal(process)
+
     def close(self) -> None:
         """Kill it, with whatever it started."""
         if self._end is not None:
@@ -110,14 +117,19 @@ class RewardProcess:
 
 
 class RewardPool:
-    """So many processes of one kind; callers in other threads wait for a free one."""
+    """So many processes of one kind; callers in other threads wait for a free one.
+
+    What is not needed is never started: another process only when somebody had to wait all the time for START_AFTER_S.
+    """
 
     def __init__(self, job: Mapping[str, Any], *, timeout_s: float, num_workers: int = 1) -> None:
         self.workers = [RewardProcess(job, timeout_s=timeout_s) for _ in range(num_workers)]
-        # The last one used first: what is not needed is never started.
-        self._free: queue.LifoQueue[RewardProcess] = queue.LifoQueue()
-        for worker in reversed(self.workers):
-            self._free.put(worker)
+        self._idle = list(reversed(self.workers))
+        self._running: list[RewardProcess] = []
+        self._changed = threading.Condition()
+        self._num_waiting = 0
+        self._busy_since: float | None = None
+        self._is_closed = False
 
     def start(self) -> dict[str, Any]:
         """Start the first worker; see RewardProcess.start."""
@@ -130,24 +142,61 @@ class RewardPool:
             return worker.ask(request)
 
     def close(self) -> None:
-        """Kill all workers."""
-        for worker in self.workers:
-            worker.close()
+        """Kill all workers; who waits for an answer gets an error, and nothing starts again."""
+        with self._changed:
+            self._is_closed = True
+            free, self._idle, self._running = self._idle + self._running, [], []
+            for worker in self.workers:
+                # Its caller closes what is in use: a number of a pipe may be another file's at once.
+                worker.close() if worker in free else worker.kill()
+            self._changed.notify_all()
 
     @contextmanager
     def _one(self) -> Iterator[RewardProcess]:
-        worker = self._free.get()
+        worker = self._take()
         try:
             yield worker
         finally:
-            self._free.put(worker)
+            with self._changed:
+                if self._is_closed:
+                    worker.close()
+                else:
+                    (self._idle if worker.process is None else self._running).append(worker)
+                    self._changed.notify()
+
+    def _take(self) -> RewardProcess:
+        """A process that runs; one that does not yet where none does, or those that do were all in use for long."""
+        with self._changed:
+            if self._running and not self._num_waiting:
+                self._busy_since = None
+            elif not self._running and len(self._idle) < len(self.workers):
+                self._wait()
+            if self._is_closed:
+                raise RewardError("rewards are computed no longer")
+            # The last one used first.
+            return (self._running or self._idle).pop()
+
+    def _wait(self) -> None:
+        self._num_waiting += 1
+        self._busy_since = self._busy_since or time.monotonic()
+        while not (self._running or self._is_closed):
+            left_s = self._busy_since + START_AFTER_S - time.monotonic()
+            if self._idle and left_s <= 0:
+                self._busy_since = time.monotonic()
+                break
+            self._changed.wait(left_s if self._idle else None)
+        self._num_waiting -= 1
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def _signal(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError, PermissionError):
         # Until it is waited for, its number is nobody else's.
         if process.returncode is None:
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    _signal(process)
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
         with suppress(OSError):

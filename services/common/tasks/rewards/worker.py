@@ -1,6 +1,7 @@
 """A process that computes rewards: `python -P worker.py`, started and killed by `process`.
 
-It imports nothing of heterorl, so that the packages of whoever wrote the reward meet none of ours, not even by name.
+For a reward of somebody's own it imports nothing of heterorl, so that the packages of whoever wrote it meet none of
+ours, not even by name; a task that comes with heterorl is loaded from there.
 JSON lines only: the first says what to load, the next are requests, and each has one answer. What is loaded may print
 what it likes; that is no answer. The process ends by itself when nobody is left to kill it.
 """
@@ -48,7 +49,7 @@ def main() -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     job = json.loads(requests.readline())
     try:
-        answer, facts = _math(job) if job["kind"] == "math_verify" else _function(job)
+        answer, facts = {"math_verify": _math, "function": _function, "exact": _exact, "task": _task}[job["kind"]](job)
     except LoadError as error:
         _write(out, {"failed": error.kind, "text": str(error)})
         return
@@ -87,6 +88,30 @@ def _math(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
             raise ValueError("the right answer cannot be parsed")
         given = library.parse(request["completion"], parsing_timeout=None)
         return {"correct": bool(given) and bool(library.verify(right, given, timeout_seconds=None))}
+
+    return answer, {}
+
+
+def _exact(_job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        return {"parts": {"correct": float(request["completion"].strip() == request["answer"].strip())}}
+
+    return answer, {}
+
+
+def _task(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
+    try:
+        registry: Any = importlib.import_module("heterorl.common.tasks.registry")
+        prompts: Any = importlib.import_module("heterorl.common.tasks.task")
+        task = registry.build_task(registry.TaskConfig.model_validate(job["config"]))
+    except Exception as error:
+        raise LoadError("error", _words(error)) from error
+    if task.digest != job["digest"]:
+        raise LoadError("error", "it is another one there: another release of what it is made with?")
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        prompt = prompts.Prompt(index=request["index"], text=request["prompt"], answer=request["answer"])
+        return {"parts": {part.name: part.value for part in task.score(prompt, request["completion"])}}
 
     return answer, {}
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -161,6 +161,11 @@ class DeepSpeedBackend:
             raise StateMismatch("the model has other tensors than the weights", action="check model_dir")
         self._tell(Command(do=Do.LOAD_PUBLISHED, keep_optimizer=keep_optimizer))
         self._load_published(arena, keep_optimizer=keep_optimizer)
+
+    def freeze(self, directory: Path) -> Callable[[], None]:
+        """Write the files at once, with all ranks: rank 0 holds one tensor at a time; see TrainBackend."""
+        self.save(directory)
+        return lambda: None
 
     def save(self, directory: Path) -> None:
         """Write weights, optimizer, random state and counters as files; making them durable is the caller's."""

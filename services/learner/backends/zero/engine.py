@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from heterorl.common.errors import ConfigError, DependencyMissing
+from heterorl.common.model.packages import check_engine
 from heterorl.learner.backends.zero.collectives import Collectives
 from heterorl.learner.backends.zero.state import ZeroState
 from heterorl.learner.backends.zero.step import LogprobModel
@@ -23,7 +24,9 @@ def import_deepspeed(device: str = "cpu") -> Any:
 
     Raises:
         DependencyMissing: it is not installed.
+        DependencyUnsupported: another version is than this release works with.
     """
+    check_engine("deepspeed")
     os.environ.setdefault("DS_ACCELERATOR", device)
     try:
         with warnings.catch_warnings():

@@ -5,15 +5,17 @@ import errno
 import gc
 import os
 import re
+import shutil
 import threading
 
 import blake3
 import pytest
 
 from heterorl.common.errors import DiskFull, MalformedPayload, Unreachable
-from heterorl.common.pull import spool
+from heterorl.common.process import files
+from heterorl.common.pull import fetch, spool
 from heterorl.common.pull.fetch import STALL_S, Fetcher
-from heterorl.common.pull.spool import BATCH_BYTES, PieceWriter, RunningDigest
+from heterorl.common.pull.spool import BATCH_BYTES, SYNC_S, PieceWriter, RunningDigest, num_reserved
 from tests.support.clock import ManualClock
 from tests.support.cut_source import DATA, FRAME, PAYLOAD, Source
 
@@ -67,7 +69,7 @@ async def end(task):
 
 async def test_frame_of_a_slow_link_reaches_the_disk_at_once(tmp_path):
     path = tmp_path / "piece"
-    writer = PieceWriter(path)
+    writer = PieceWriter(path, clock=ManualClock())
     for number in range(3):
         await writer.put(DATA[:100])
         await until(lambda number=number: path.stat().st_size == 100 * (number + 1))
@@ -119,13 +121,76 @@ async def test_file_that_arrived_whole_is_not_waited_for(tmp_path, disk):
     assert disk.synced == []
 
 
-async def test_long_fetch_is_made_durable_behind_the_writer(tmp_path, monkeypatch):
+async def test_long_fetch_is_made_durable_behind_the_writer_by_time_and_not_by_size(tmp_path, monkeypatch):
     synced = []
-    monkeypatch.setattr(os, "fdatasync", lambda _descriptor: synced.append(1))
-    monkeypatch.setattr(spool, "SYNC_BYTES", len(DATA) // 4)
-    await begin(Source(), tmp_path)
+    monkeypatch.setattr(os, "fdatasync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
+    clock = ManualClock()
+    writer = PieceWriter(tmp_path / "piece", clock=clock)
 
-    assert 1 <= len(synced) <= 4
+    async def put(frame):
+        await writer.put(frame)
+        await until(lambda: writer._writing is None and writer._syncing is None)
+
+    for _ in range(3):
+        await put(DATA[:FRAME])
+    assert synced == []
+    clock.advance(SYNC_S)
+    await put(DATA[:FRAME])
+    await put(DATA[:FRAME])
+    assert synced == [4 * FRAME]
+    clock.advance(SYNC_S)
+    await put(DATA[:FRAME])
+    await writer.close(durable=False)
+
+    assert synced == [4 * FRAME, 6 * FRAME]
+
+
+async def test_room_is_reserved_ahead_of_the_writer_and_the_size_is_what_was_written(tmp_path, monkeypatch):
+    asked = []
+
+    def reserve(descriptor, begin, num_bytes):
+        asked.append((begin, num_bytes))
+        return files.reserve(descriptor, begin, num_bytes)
+
+    monkeypatch.setattr(spool, "reserve", reserve)
+    monkeypatch.setattr(spool, "RESERVE_BYTES", 4 * FRAME)
+    path = tmp_path / "piece"
+    path.write_bytes(DATA[:FRAME])
+    writer = PieceWriter(path, clock=ManualClock(), num_bytes=10 * FRAME)
+    for number in range(9):
+        await writer.put(DATA[:FRAME])
+        await until(lambda number=number: path.stat().st_size == (number + 2) * FRAME)
+    # Broken off: the size says what came, whatever the disk keeps free behind it.
+    await writer.close(durable=True)
+
+    assert asked == [(FRAME, 4 * FRAME), (5 * FRAME, 4 * FRAME), (9 * FRAME, 2 * FRAME)]
+    assert path.stat().st_size == 10 * FRAME
+    assert num_reserved(path) < 2 * FRAME
+
+
+@pytest.mark.parametrize("why", ["refused", "unknown"])
+async def test_disk_that_reserves_nothing_is_written_to_all_the_same(tmp_path, monkeypatch, why):
+    if why == "refused":
+        monkeypatch.setattr(spool, "reserve", lambda *_: False)
+    else:
+        monkeypatch.setattr(files.ctypes, "CDLL", lambda _: object())
+
+    assert (await begin(Source(), tmp_path)).read_bytes() == DATA
+
+
+async def test_what_an_earlier_attempt_reserved_counts_as_room(tmp_path, monkeypatch):
+    path = tmp_path / PAYLOAD.digest
+    path.write_bytes(DATA[:FRAME])
+    with path.open("ab") as file:
+        if not files.reserve(file.fileno(), FRAME, len(DATA) - FRAME):
+            pytest.skip("this disk reserves nothing")
+    full = shutil.disk_usage(tmp_path)._replace(free=0)
+    monkeypatch.setattr(fetch.shutil, "disk_usage", lambda _: full)
+
+    assert (await begin(Source(), tmp_path)).read_bytes() == DATA
+    path.write_bytes(DATA[:FRAME])
+    with pytest.raises(DiskFull):
+        await begin(Source(), tmp_path)
 
 
 @pytest.mark.parametrize("call", ["write_all", "fdatasync"])
@@ -134,7 +199,7 @@ async def test_disk_that_refuses_ends_the_fetch(tmp_path, monkeypatch, call):
         raise OSError(errno.ENOSPC, "no more blocks")
 
     monkeypatch.setattr(*((os, "fdatasync") if call == "fdatasync" else (spool, call)), refuse)
-    monkeypatch.setattr(spool, "SYNC_BYTES", FRAME)
+    monkeypatch.setattr(spool, "SYNC_S", 0.0)
     source = Source()
     with pytest.raises(DiskFull, match=re.escape(f"no space left under {tmp_path} (free space")):
         await begin(source, tmp_path)
@@ -150,10 +215,10 @@ async def test_failures_after_the_first_are_not_left_to_the_event_loop(tmp_path,
     def refuse(*_):
         raise OSError(errno.ENOSPC, "no more blocks")
 
-    writer = PieceWriter(tmp_path / "piece")
+    writer = PieceWriter(tmp_path / "piece", clock=ManualClock())
     writer._error = OSError(errno.ENOSPC, "an earlier one")
     monkeypatch.setattr(*((os, "fdatasync") if late == "fdatasync" else (spool, late)), refuse)
-    monkeypatch.setattr(spool, "SYNC_BYTES", 1)
+    monkeypatch.setattr(spool, "SYNC_S", 0.0)
     for _ in range(2):
         with pytest.raises(OSError, match="earlier"):
             await writer.put(bytes(10))

@@ -11,7 +11,7 @@ from heterorl.common.errors import InvalidRequest, MalformedPayload
 from heterorl.common.process.tracing import NO_TRACE
 from heterorl.common.types.rollout import Group, GroupId, SealedGroup
 from heterorl.common.wire.common import MAX_INT64, bytes_digest
-from heterorl.common.wire.rollout import push_to_pb
+from heterorl.common.wire.rollout import pushes_to_pb
 from heterorl.common.wire.seal import open_group, read_sealed, receive, seal
 from heterorl.v1 import common_pb2, rollout_pb2
 from tests.support.groups import cleaned, group_to_bytes
@@ -203,8 +203,11 @@ def test_what_routing_needs_is_read_without_the_tokens():
 
 def test_shell_of_a_group_that_is_too_large_is_the_group_without_its_tokens():
     sealed = seal(GROUP)
-    whole = push_to_pb(sealed, limit_bytes=1 << 20).SerializeToString()
-    shell = rollout_pb2.PushGroupsRequest.FromString(push_to_pb(sealed, limit_bytes=10).SerializeToString()).group
+    ((whole, _),) = pushes_to_pb([sealed], limit_bytes=1 << 20)
+    whole = whole.SerializeToString()
+    shell = rollout_pb2.PushGroupsRequest.FromString(
+        pushes_to_pb([sealed], limit_bytes=10)[0][0].SerializeToString()
+    ).group
     empty = dataclasses.replace(GROUP, rollouts=(), prompt_token_ids=np.zeros(0, np.int32))
 
     assert whole == rollout_pb2.PushGroupsRequest(group=rollout_pb2.Group.FromString(sealed.data)).SerializeToString()

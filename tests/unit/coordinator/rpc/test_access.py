@@ -86,9 +86,10 @@ def _site_paths(message: descriptors.Descriptor, prefix: tuple[str, ...] = ()) -
 
 @pytest.mark.parametrize("method", sorted(name for name, rule in RULES.items() if Role.SAMPLER in rule.roles))
 def test_every_site_that_a_sampler_can_state_is_compared(method):
-    request = METHODS[method].input_type
+    request, rule = METHODS[method].input_type, RULES[method]
+    compared = {rule.site, (rule.more, *rule.site[1:])} if rule.more else {rule.site}
 
-    assert _site_paths(request) == ({RULES[method].site} if RULES[method].site else set())
+    assert _site_paths(request) == (compared if rule.site else set())
 
 
 def test_site_in_a_request_must_be_the_certificates():
@@ -100,6 +101,17 @@ def test_site_in_a_request_must_be_the_certificates():
     assert refuse_request(method, identity(Role.SAMPLER, site="b"), request).reason is RefusalReason.SITE
     assert refuse_request(method, identity(Role.SAMPLER), rollout_pb2.PushGroupsRequest()) is not None
     assert refuse_request(method, LocalPeer(), request) is None
+
+
+def test_site_of_every_group_in_a_request_must_be_the_certificates():
+    method = "/heterorl.v1.RolloutService/PushGroups"
+    request = rollout_pb2.PushGroupsRequest()
+    request.group.id.site = "a"
+    request.more.add().id.site = "a"
+    assert refuse_request(method, identity(Role.SAMPLER), request) is None
+
+    request.more.add().id.site = "b"
+    assert refuse_request(method, identity(Role.SAMPLER), request).reason is RefusalReason.SITE
 
 
 def test_lifetime_has_both_ends():

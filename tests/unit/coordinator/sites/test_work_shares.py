@@ -7,65 +7,114 @@ import pytest
 from heterorl.common.types.rollout import GroupId, PushStatus
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.sites.shares import ASKED_S, Shares
+from heterorl.coordinator.sites import shares
+from heterorl.coordinator.store.database import _connect
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, Run
 
 
-def allowances(shares, sites, *, limit=32, now=0.0, holders=()):
-    return [shares.allowance(site, holders=holders, limit=limit, now=now) for site in sites]
+@pytest.fixture
+def connection(tmp_path):
+    connection = _connect(tmp_path / "store.sqlite")
+    yield connection
+    connection.close()
 
 
-def test_site_alone_may_hold_everything_whatever_it_owes():
-    shares = Shares()
-    for _ in range(100):
-        shares.note_expired("a")
-
-    assert allowances(shares, ["a"]) == [32]
+def allowances(connection, sites, *, limit=32, now=0.0, works_ahead=False):
+    return [
+        shares.allowance(connection, site, limit=limit, at_least=8, works_ahead=works_ahead, now=now) for site in sites
+    ]
 
 
-def test_sites_that_want_work_share_it_and_those_that_left_do_not_count():
-    shares = Shares()
+def hold(connection, site, *assignments):
+    for assignment in assignments:
+        connection.execute("INSERT INTO work VALUES (?, 0, 0, ?, 'i', 1, '[]', '')", (assignment, site))
+
+
+def deliver(connection, site, count):
+    """Groups that were taken."""
+    for _ in range(count):
+        connection.execute(
+            "INSERT INTO groups (site, incarnation, sequence, digest, state, assignment, oldest_version, num_bytes,"
+            " arrived) SELECT ?, 'i', count(*), '', 'pending', 0, 0, 9, 0 FROM groups",
+            (site,),
+        )
+
+
+def test_site_alone_may_hold_everything_whatever_it_owes(connection):
+    shares.note_asked(connection, "a", 0.0)
+    shares.note_expired(connection, "a", 100)
+
+    assert allowances(connection, ["a"]) == [32]
+
+
+def test_sites_that_want_work_share_it_and_those_that_left_do_not_count(connection):
     for name in "abc":
-        shares.note_asked(name, 0.0)
-    assert allowances(shares, "abc") == [11, 11, 11]
+        shares.note_asked(connection, name, 0.0)
+    assert allowances(connection, "abc") == [11, 11, 11]
 
-    shares.note_asked("a", ASKED_S + 1)
-    assert allowances(shares, "a", now=ASKED_S + 1) == [32]
+    later = shares.ASKED_S + 1
+    shares.note_asked(connection, "a", later)
+    assert allowances(connection, "a", now=later) == [32]
     # One that generates does not ask, but it holds.
-    assert allowances(shares, "a", now=ASKED_S + 1, holders={"b"}) == [16]
+    hold(connection, "b", 1, 2)
+    assert allowances(connection, "a", now=later) == [16]
+    connection.execute("DELETE FROM work WHERE assignment = 1")
+    assert allowances(connection, "a", now=later) == [16]
+    # What is away takes nobody's share.
+    connection.execute("UPDATE temp.out_work SET is_away = 1")
+    assert allowances(connection, "a", now=later) == [32]
 
 
-def test_site_that_answers_nothing_comes_down_to_one_and_the_others_get_the_rest():
-    shares = Shares()
+def test_site_that_answers_nothing_comes_down_to_one_and_the_others_get_the_rest(connection):
     for name in "ab":
-        shares.note_asked(name, 0.0)
-    for _ in range(4):
-        shares.note_expired("a")
-    assert allowances(shares, "ab") == [12, 16]
-    for _ in range(40):
-        shares.note_expired("a")
-    assert allowances(shares, "ab") == [1, 32]
+        shares.note_asked(connection, name, 0.0)
+    shares.note_expired(connection, "a", 4)
+    assert allowances(connection, "ab") == [12, 16]
+    shares.note_expired(connection, "a", 40)
+    assert allowances(connection, "ab") == [1, 32]
 
     # Every group delivered wins one back: 1, 2, 4, ... a round.
     rounds = []
     for _ in range(5):
-        (allowed,) = allowances(shares, "a")
+        (allowed,) = allowances(connection, "a")
         rounds.append(allowed)
-        for _ in range(allowed):
-            shares.note_answered("a")
+        deliver(connection, "a", allowed)
     assert rounds == [1, 1, 2, 4, 8]
-    for _ in range(16):
-        shares.note_answered("a")
-    assert allowances(shares, "ab") == [16, 16]
+    deliver(connection, "a", 16)
+    assert allowances(connection, "ab") == [16, 16]
 
 
-def test_many_sites_get_one_each():
-    shares = Shares()
+def test_many_sites_get_one_each(connection):
     for number in range(100):
-        shares.note_asked(str(number), 0.0)
+        shares.note_asked(connection, str(number), 0.0)
 
-    assert allowances(shares, ["7"], limit=32) == [1]
+    assert allowances(connection, ["7"], limit=32) == [1]
+
+
+@pytest.mark.parametrize(
+    ("limit", "at_least", "wanting", "owed", "debtors", "works_ahead", "expected"),
+    [
+        (128, 32, 1, 0, 0, False, (128, 0)),  # alone: everything
+        (128, 32, 1, 0, 0, True, (96, 0)),  # alone and ahead: a quarter is a newcomer's
+        (128, 32, 1, 99, 1, True, (96, 99)),  # nobody waits for what it owes
+        (32, 32, 1, 0, 0, True, (32, 0)),  # one version's worth in any case
+        (40, 32, 1, 0, 0, True, (32, 0)),
+        (2, 32, 1, 0, 0, True, (2, 0)),
+        (128, 32, 2, 0, 0, True, (64, 0)),  # together: equal shares, ahead or not
+        (128, 32, 2, 0, 0, False, (64, 0)),
+        (10, 2, 3, 0, 0, False, (4, 0)),  # rounded up
+        (128, 32, 2, 64, 1, False, (1, 64)),  # owes all
+        (128, 32, 2, 500, 1, False, (1, 64)),  # no debt is larger than the share
+        (128, 32, 3, 0, 1, False, (64, 0)),  # one of three is a debtor: the others share what it does not use
+        (128, 32, 1000, 0, 0, False, (1, 0)),
+    ],
+)
+def test_share_is_decided_from_a_claim(limit, at_least, wanting, owed, debtors, works_ahead, expected):
+    claim = shares.Claim(
+        limit=limit, at_least=at_least, wanting=wanting, owed=owed, debtors=debtors, works_ahead=works_ahead
+    )
+    assert shares.decide_share(claim) == expected
 
 
 async def world(tmp_path, **changes):

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from heterorl.common.errors import CorruptStore, Draining, InvalidRequest
+from heterorl.coordinator.offline.history import read_histories
+from heterorl.coordinator.store import database as database_module
 from heterorl.coordinator.store.database import Database, get_meta, set_meta
 
 
@@ -177,3 +179,44 @@ async def test_closing_commits_what_was_queued_before_it(tmp_path):
     again = await Database.open(tmp_path / "store.sqlite")
     assert await again.run(lambda connection: get_meta(connection, "key")) == "kept"
     await again.close()
+
+
+@pytest.mark.parametrize(("table", "stops_the_start"), [("work", True), ("groups", False)])
+async def test_start_on_a_large_store_checks_what_is_in_use_and_verify_checks_all(
+    tmp_path, monkeypatch, table, stops_the_start
+):
+    path = tmp_path / "coordinator.sqlite"
+    monkeypatch.setattr(database_module, "CHECKED_BYTES", 4096)
+    database = await Database.open(path)
+
+    def fill(connection):
+        set_meta(connection, "run_id", "run")
+        connection.executemany(
+            "INSERT INTO work VALUES (?, 0, 0, 'a', 'i', 0, '[]', ?)", [(number, "r" * 64) for number in range(500)]
+        )
+        connection.executemany(
+            "INSERT INTO groups (site, incarnation, sequence, digest, state, assignment, oldest_version, num_bytes,"
+            " arrived) VALUES ('a', 'i', ?, ?, 'consumed', 0, 0, 0, 0)",
+            [(number, "d" * 64) for number in range(500)],
+        )
+
+    await database.run(fill)
+    root, size = await database.run(
+        lambda connection: connection.execute(
+            "SELECT rootpage, page_size FROM sqlite_master, pragma_page_size WHERE name = ?", (table,)
+        ).fetchone()
+    )
+    await database.close()
+    assert len(read_histories(tmp_path)) >= 1
+    with path.open("r+b") as file:
+        # The number of cells of the table's first page.
+        file.seek((root - 1) * size + 3)
+        file.write(b"\xff\xff")
+
+    if stops_the_start:
+        with pytest.raises(CorruptStore):
+            await Database.open(path)
+    else:
+        await (await Database.open(path)).close()
+    with pytest.raises(CorruptStore):
+        read_histories(tmp_path)

@@ -121,6 +121,19 @@ def test_run_restored_from_a_checkpoint_continues_bit_for_bit(model_dir, tmp_pat
     assert torch.equal(draw, expected_draw)
 
 
+def test_state_that_was_frozen_is_that_of_its_moment_though_steps_follow(model_dir, tmp_path):
+    backend, resumed = _backend(model_dir), _backend(model_dir)
+    _train(backend, 0, 2)
+    write = backend.freeze(tmp_path)
+    expected = _train(backend, 2, 4)
+    write()
+
+    resumed.restore(tmp_path)
+
+    assert _numbers(_train(resumed, 2, 4)) == _numbers(expected)
+    assert is_identical(weights(backend.torch_model), weights(resumed.torch_model))
+
+
 def test_checkpoint_before_the_first_step_restores(model_dir, tmp_path):
     straight, resumed = _backend(model_dir), _backend(model_dir)
     straight.save(tmp_path)

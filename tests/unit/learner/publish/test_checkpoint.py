@@ -1,5 +1,6 @@
 import errno
 import os
+import weakref
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from heterorl.common.types.common import SiteId
 from heterorl.common.types.rollout import GroupId
 from heterorl.common.weights.arena import Arena
 from heterorl.common.weights.payload import apply_payload, write_snapshot
-from heterorl.learner.publish.checkpoint import CheckpointStore, read_checkpoint
+from heterorl.learner.publish.checkpoint import CheckpointStore, cadence, read_checkpoint
 from heterorl.learner.publish.cursor import cursor_from_bytes, cursor_to_bytes, step_id
 from tests.support.cursors import make_cursor
 from tests.support.learner_world import LAYOUT, NumpyBackend, queued
@@ -21,7 +22,8 @@ def write(store, version, backend=None, snapshot=None):
     backend = backend or NumpyBackend()
     arena = Arena(LAYOUT)
     backend.store(arena)
-    return store.write(make_cursor(version), backend=backend, arena=arena, snapshot=snapshot)
+    begun = store.begin(version, backend)
+    return store.write(make_cursor(version), begun=begun, arena=arena, snapshot=snapshot)
 
 
 def test_checkpoint_gives_back_cursor_and_backend(tmp_path):
@@ -190,3 +192,35 @@ def test_step_id_depends_on_run_parent_step_and_state_alone():
 
     assert len(set(ids)) == 5
     assert step_id(**base) == ids[0]
+
+
+@pytest.mark.parametrize(
+    ("every", "num_elements", "expected"),
+    [(0, 96, 1), (0, 300_000_000, 1), (0, 310_000_000, 10), (0, 7_000_000_000, 10), (3, 96, 3), (1, 7_000_000_000, 1)],
+)
+def test_large_models_have_fewer_checkpoints_unless_told(every, num_elements, expected):
+    assert cadence(every, num_elements=num_elements) == expected
+
+
+def test_checkpoint_has_the_state_of_its_beginning_whatever_steps_are_taken_meanwhile(tmp_path):
+    store, backend, before = CheckpointStore(tmp_path), NumpyBackend(), NumpyBackend()
+    arena = Arena(LAYOUT)
+    backend.store(arena)
+    begun = store.begin(1, backend)
+    backend.train_step([queued(1)], head_version=0, step=1)
+
+    path = store.write(make_cursor(1), begun=begun, arena=arena, snapshot=None)
+
+    other = NumpyBackend()
+    other.restore(store.backend_directory(path))
+    assert (other.weights == before.weights).all()
+    assert (other.weights != backend.weights).any()
+
+
+def test_copy_of_masters_and_optimizer_is_given_up_when_it_is_written(tmp_path):
+    store, backend = CheckpointStore(tmp_path), NumpyBackend()
+    begun = store.begin(1, backend)
+    copy = weakref.ref(begun.save)
+    store.write(make_cursor(1), begun=begun, arena=Arena(LAYOUT), snapshot=None)
+
+    assert copy() is None, "an upload may take long, and the copy is as large as the optimizer"

@@ -393,8 +393,8 @@ async def test_learner_refuses_the_checkpoints_of_another_run(coordinator, tmp_p
     other = await World.open(coordinator, tmp_path)
     path = world.store.paths()[0]
     world.store.write(
-        make_cursor(version=1, run_id="other"), backend=world.backend, arena=world.publisher.position.shadow,
-        snapshot=None,
+        make_cursor(version=1, run_id="other"), begun=world.store.begin(1, world.backend),
+        arena=world.publisher.position.shadow, snapshot=None,
     )  # fmt: skip
     assert path.exists()
 

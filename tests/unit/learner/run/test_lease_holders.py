@@ -159,14 +159,16 @@ async def test_stopped_learner_says_where_it_stopped(coordinator, tmp_path):
 
 
 async def test_stopped_learner_says_which_steps_are_in_no_version(coordinator, tmp_path):
-    backend, stop, third = NumpyBackend(), asyncio.Event(), threading.Event()
-    backend.on_step = lambda: third.set() if len(backend.reports) == 2 else None
+    backend, stop, proceed = NumpyBackend(), asyncio.Event(), threading.Event()
+    backend.on_step = lambda: len(backend.reports) != 2 or proceed.wait(30)
     config = learner_config(tmp_path, max_steps=100, steps_per_version=2)
-    running = asyncio.create_task(learn(config, coordinator, backend, stop=stop))
+    api = FragileApi(coordinator)
+    running = asyncio.create_task(learn(config, api, backend, stop=stop))
     await fill(coordinator, 6)
-    assert await asyncio.to_thread(third.wait, 30)
+    await api.wait_for("publish_version", 2)
 
     stop.set()
+    proceed.set()
     result = await running
 
     # Stopped in the thread of step 3, which is waited for and whose effect is dropped, or just behind it.

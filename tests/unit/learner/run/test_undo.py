@@ -127,9 +127,9 @@ class Unsaying(FragileApi):
 class Refusing(FragileApi):
     """A coordinator that does not have a group of one version any more."""
 
-    def __init__(self, core, version):
+    def __init__(self, core, version, on_refusal=lambda: None):
         super().__init__(core)
-        self.version, self.has_refused = version, False
+        self.version, self.has_refused, self.on_refusal = version, False, on_refusal
 
     def __getattr__(self, name):
         call = super().__getattr__(name)
@@ -139,29 +139,41 @@ class Refusing(FragileApi):
         async def publish(request):
             if manifest_from_bytes(request.manifest).version == self.version and not self.has_refused:
                 self.has_refused = True
+                self.on_refusal()
                 raise GroupNotAvailable("1 groups are not available, 0 became too stale")
             return await call(request)
 
         return publish
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
     ("cadence", "said"), [(10, "version 4 has no checkpoint"), (1, "back at version 4: checkpoint v00000004")]
 )
-async def test_refused_step_takes_back_itself_alone(tmp_path, caplog, cadence, said):
+async def test_refused_step_takes_back_itself_and_what_builds_on_it(tmp_path, caplog, cadence, said, overlap):
     """Versions since the newest checkpoint stand: they are sound, and samplers use them."""
     core = await open_coordinator(tmp_path)
     backend = NumpyBackend()
-    config = learner_config(tmp_path, max_steps=6, checkpoint_every_versions=cadence)
+    config = learner_config(tmp_path, max_steps=6, checkpoint_every_versions=cadence, overlap_publication=overlap)
+    if overlap:
+        # The refusal comes while step 6 computes, and waits for its end.
+        is_refused = threading.Event()
+        backend.on_step = lambda: len(backend.reports) != 5 or is_refused.wait(30)
     caplog.set_level(logging.INFO)
 
-    result, _ = await asyncio.gather(learn(config, Refusing(core, 5), backend), fill(core, 12))
+    api = Refusing(core, 5, on_refusal=is_refused.set if overlap else lambda: None)
+    result, _ = await asyncio.gather(learn(config, api, backend), fill(core, 12))
 
     status = await core.get_status()
     assert (result.step, result.version) == (6, 6)
     assert await _abandoned(core) == []
     assert status.ledger.consumed == 12
-    assert [len(ids) for ids in backend.trained] == [2] * 7, "one step was taken twice, on the same groups or others"
+    sequences = [[group_id.sequence for group_id in ids] for ids in backend.trained]
+    straight = [[2 * step - 1, 2 * step] for step in range(1, 7)]
+    undone = 2 if overlap else 1
+    # The groups of a step that is undone return once, in their order.
+    assert sequences == straight[: 4 + undone] + straight[4:]
+    assert status.ledger.is_balanced
     assert said in caplog.text
     await core.close()
 

@@ -6,17 +6,19 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import RewardError
+from heterorl.common.generation.engine import generate_all
 from heterorl.common.generation.hf import HfEngine
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.model.tensors import store
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.tasks.registry import TaskConfig, build_task
+from heterorl.common.tasks.registry import TaskConfig, build_task, close_task
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.common import Digest, LogprobMode, SamplingSemantics, SiteId
-from heterorl.common.types.rollout import FinishReason, GroupId, RewardPart, WorkAssignment  # fmt: skip
+from heterorl.common.types.rollout import FinishReason, RewardPart, WorkAssignment  # fmt: skip
 from heterorl.common.weights.arena import Arena
 from heterorl.demo.tiny_model import EOS, write_tiny_model
 from heterorl.sampler.rollout.maker import RolloutMaker
+from tests.support.sampler_world import World
 
 ROOT = Digest("ab" * 32)
 BROKEN = 13
@@ -61,9 +63,9 @@ def parts(tmp_path_factory):
 
 
 def maker_of(parts):
-    engine, prompter = parts
+    _, prompter = parts
     return RolloutMaker(
-        engine=engine, task=LengthTask(), prompter=prompter, site=SiteId("eu-1"), incarnation="abcd", group_size=4,
+        task=LengthTask(), prompter=prompter, site=SiteId("eu-1"), incarnation="abcd", group_size=4,
         clock=SystemClock(),
     )  # fmt: skip
 
@@ -72,28 +74,47 @@ def work(*indices):
     return [WorkAssignment(id=100 + index, prompt_index=index, seed=1000 + index, lease_s=60.0) for index in indices]
 
 
+def made(parts, maker, assignments):
+    """Their groups, and the assignments that gave none."""
+    engine, _ = parts
+    drafts = maker.begin(assignments, version=5, state_root=ROOT)
+    members = generate_all(
+        engine,
+        [draft.prompt_token_ids for draft in drafts],
+        seeds=[draft.seed for draft in drafts],
+        num_per_prompt=maker.group_size,
+    )
+    groups, failed = [], []
+    for draft, completions in zip(drafts, members, strict=True):
+        draft.completions = dict(enumerate(completions))
+        try:
+            draft.scores = {number: maker.score(draft.prompt, one) for number, one in draft.completions.items()}
+        except RewardError:
+            failed.append(draft.assignment.id)
+            continue
+        groups.append(maker.group(draft, state_roots={5: ROOT}))
+    return groups, failed
+
+
 def test_each_assignment_gives_one_group_that_says_where_it_comes_from(parts):
     maker = maker_of(parts)
 
-    batch = maker.make(work(3, 7), state_roots={5: ROOT}, first_sequence=41)
+    groups, failed = made(parts, maker, work(3, 7))
 
-    assert batch.failed == ()
-    assert [group.id for group in batch.groups] == [
-        GroupId(site=SiteId("eu-1"), incarnation="abcd", sequence=sequence) for sequence in (41, 42)
-    ]
-    assert [(group.assignment, group.prompt_index) for group in batch.groups] == [(103, 3), (107, 7)]
-    assert [maker.prompter.decode(group.prompt_token_ids) for group in batch.groups] == ["3+1=", "7+1="]
-    assert all(group.state_root == ROOT and group.oldest_version == 5 for group in batch.groups)
-    assert all(len(group.rollouts) == 4 for group in batch.groups)
-    assert batch.num_tokens == sum(row.token_ids.size for group in batch.groups for row in group.rollouts)
+    assert failed == []
+    assert {(group.id.site, group.id.incarnation) for group in groups} == {("eu-1", "abcd")}
+    assert [(group.assignment, group.prompt_index) for group in groups] == [(103, 3), (107, 7)]
+    assert [maker.prompter.decode(group.prompt_token_ids) for group in groups] == ["3+1=", "7+1="]
+    assert all(group.state_root == ROOT and group.oldest_version == 5 for group in groups)
+    assert all(len(group.rollouts) == 4 for group in groups)
 
 
 def test_scored_text_is_the_completion_without_its_end_and_the_reward_is_the_sum_of_its_parts(parts):
     maker = maker_of(parts)
 
-    batch = maker.make(work(*range(8)), state_roots={5: ROOT}, first_sequence=1)
+    groups, _ = made(parts, maker, work(*range(8)))
 
-    rows = [(group.prompt_index, row) for group in batch.groups for row in group.rollouts]
+    rows = [(group.prompt_index, row) for group in groups for row in group.rollouts]
     assert {row.finish_reason for _, row in rows} == {FinishReason.EOS, FinishReason.LENGTH}
     assert [index for index, _ in maker.task.seen] == [index for index, _ in rows]
     for (_, text), (_, row) in zip(maker.task.seen, rows, strict=True):
@@ -104,15 +125,15 @@ def test_scored_text_is_the_completion_without_its_end_and_the_reward_is_the_sum
         assert row.spans[-1].end == row.token_ids.size == row.sampler_logprobs.size
 
 
-def test_broken_verifier_gives_no_group_and_leaves_no_hole_in_the_sequences(parts):
+def test_broken_verifier_gives_no_group(parts):
     # T13: a reward error is not a zero reward.
-    batch = maker_of(parts).make(work(3, BROKEN, 7), state_roots={5: ROOT}, first_sequence=9)
+    groups, failed = made(parts, maker_of(parts), work(3, BROKEN, 7))
 
-    assert batch.failed == (100 + BROKEN,)
-    assert [(group.id.sequence, group.prompt_index) for group in batch.groups] == [(9, 3), (10, 7)]
+    assert failed == [100 + BROKEN]
+    assert [group.prompt_index for group in groups] == [3, 7]
 
 
-def test_a_reward_that_hangs_costs_its_own_group_only(parts, tmp_path, caplog):
+async def test_a_reward_that_hangs_costs_its_own_group_only(parts, tmp_path, caplog):
     # Hangs on every completion of one prompt, crashes on those of another.
     (tmp_path / "mine.py").write_text(
         "import os, time\n"
@@ -126,22 +147,42 @@ def test_a_reward_that_hangs_costs_its_own_group_only(parts, tmp_path, caplog):
     for name, index in (("HANGS", 2), ("CRASHES", 4)):
         source = source.replace(name, repr(plain.prompt(index).text))
     (tmp_path / "mine.py").write_text(source)
-    task = build_task(TaskConfig(digits=1, reward="mine:score", reward_path=str(tmp_path), reward_timeout_s=2.0))
+    task = build_task(
+        TaskConfig(digits=1, reward="mine:score", reward_path=str(tmp_path), reward_timeout_s=1.0, reward_workers=2)
+    )
     maker = dataclasses.replace(maker_of(parts), task=task)
+    world = await World.open(tmp_path / "world")
+    world.task, world.prompter = task, maker.prompter
+    world.settings = {"work_ahead_s": 10.0, "swap": "in_flight"}
+    await world.run.publish()
 
-    batch = maker.make(work(1, 2, 3, 4, 5), state_roots={5: ROOT}, first_sequence=1)
+    async def lease_work(**wanted):
+        grant = await world.core.lease_work(**wanted)
+        numbered = [dataclasses.replace(assignment, prompt_index=assignment.id % 6) for assignment in grant.assignments]
+        return dataclasses.replace(grant, assignments=tuple(numbered))
 
-    assert batch.failed == (102, 104)
-    assert [group.prompt_index for group in batch.groups] == [1, 3, 5]
-    assert "assignment 102 gives no group: the reward function failed on prompt 2: no answer in 2 s" in caplog.text
-    for number in range(3):
-        maker.make(work(4, 4, 4, 4), state_roots={5: ROOT}, first_sequence=10 * number)
-    assert "NO REWARD for 8 groups in a row" in caplog.text
+    world.link.replaced["lease_work"] = lease_work
+    failed = []
+
+    async def abandon_work(*, assignments, **named):
+        failed.extend(assignments)
+        await world.core.abandon_work(assignments=assignments, **named)
+
+    world.link.replaced["abandon_work"] = abandon_work
+    world.start()
+    # Others are spooled while the first one hangs.
+    await world.until(lambda: world.outbox.next_sequence > 2)
+    assert 2 not in {number % 6 for number in failed}
+    await world.until(lambda: {number % 6 for number in failed} == {2, 4})
+    await world.close()
+
+    assert "the reward function failed on prompt 2: no answer in 1 s" in caplog.text
+    close_task(task)
 
 
 def test_group_is_the_same_whatever_shares_its_batch(parts):
-    alone = maker_of(parts).make(work(7), state_roots={5: ROOT}, first_sequence=1).groups[0]
-    among = maker_of(parts).make(work(1, 2, 7, 4), state_roots={5: ROOT}, first_sequence=1).groups[2]
+    alone = made(parts, maker_of(parts), work(7))[0][0]
+    among = made(parts, maker_of(parts), work(1, 2, 7, 4))[0][2]
 
     for left, right in zip(alone.rollouts, among.rollouts, strict=True):
         assert left.token_ids.tolist() == right.token_ids.tolist()

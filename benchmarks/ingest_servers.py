@@ -1,0 +1,389 @@
+"""What takes groups in, each a real server process on one core: a coordinator, PostgreSQL, NATS JetStream.
+
+Every server gives clients that push lists of the same bytes and return when all of them are durable. PostgreSQL and
+nats-server come from packages (see benchmarks.ingest); their clients, psycopg and nats-py, are imported where needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+from benchmarks.groups import bench_contract, group_of, publish
+from benchmarks.pull import free_port
+from heterorl.common.errors import HeterorlError
+from heterorl.common.identity.tls import TlsConfig
+from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.types.common import Digest, SiteId
+from heterorl.common.types.rollout import PushStatus, SealedGroup, WorkAssignment
+from heterorl.common.types.run import Registration
+from heterorl.common.weights.arena import Arena, Layout, TensorSpec
+from heterorl.common.wire.seal import as_bytes, read_sealed, seal
+from heterorl.demo.processes import start, stop
+
+INCARNATION = "b1946ac9"
+LEASED_AT_ONCE = 4096
+MESSAGE_BYTES = 16 << 20
+CONNECT_S = 30.0
+
+
+class Missing(Exception):
+    """A server or its client library is not installed."""
+
+
+class Client(Protocol):
+    """One connection."""
+
+    async def push(self, groups: Sequence[SealedGroup]) -> None:
+        """Send groups; they are durable when this returns."""
+
+    async def close(self) -> None:
+        """End the connection."""
+
+
+class Server(Protocol):
+    """One server; `durability` says in words what an answer promises."""
+
+    name: str
+    durability: str
+
+    async def start(self, directory: Path, *, num_tokens: int) -> None:
+        """Start it in a directory of its own."""
+
+    async def client(self, number: int) -> Client:
+        """A connection of its own."""
+
+    def cpu_s(self) -> float:
+        """CPU that the server's processes have taken."""
+
+    async def stop(self) -> None:
+        """End it."""
+
+
+@contextlib.contextmanager
+def on_core(core: int) -> Iterator[None]:
+    """Processes that begin here stay on one core."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+class Groups:
+    """Groups of one size, alike but for what tells them apart; made when they are needed."""
+
+    def __init__(self, *, num_tokens: int, root: Digest) -> None:
+        work = WorkAssignment(id=0, prompt_index=0, seed=0, lease_s=1.0)
+        group = group_of(work, 1, root=root, num_tokens=num_tokens)
+        self._raw = as_bytes("Group").FromString(seal(group).data)
+        self.num_bytes = len(self.make(SiteId("bench-0"), 1, work).data)
+
+    def make(self, site: SiteId, sequence: int, work: WorkAssignment) -> SealedGroup:
+        """The group of an assignment."""
+        raw = self._raw
+        raw.id.site, raw.id.incarnation, raw.id.sequence = site, INCARNATION, sequence
+        raw.assignment, raw.prompt_index = work.id, work.prompt_index
+        return read_sealed(raw.SerializeToString(deterministic=True))
+
+
+class Heterorl:
+    """A coordinator as it is shipped, with a learner's lease and one site for each client."""
+
+    name = "heterorl"
+    durability = "outcome after the commit: SQLite, WAL, synchronous=FULL; groups of all streams share an fsync"
+
+    def __init__(self, core: int) -> None:
+        self._core = core
+        self._address = ""
+        self.root = Digest("")
+        self.layout_id = Digest("")
+
+    async def start(self, directory: Path, *, num_tokens: int) -> None:
+        """Start a coordinator and publish version 0."""
+        self._address = f"127.0.0.1:{free_port()}"
+        tables = {
+            "run_id": "bench", "data_dir": str(directory / "data"), "listen": self._address, "metrics_port": 0,
+            "tls": {"insecure": True}, "max_staleness_versions": 1000, "max_policy_age_s": 1e6,
+            "groups_per_version": 1 << 18, "max_outstanding_groups": 1 << 18, "site_pending_bytes": 1 << 40,
+            "learner_lease_s": 600.0, "work_lease_s": 3600.0,
+        }  # fmt: skip
+        with on_core(self._core):
+            self._child = start("coordinator", name="coordinator", tables=tables, directory=directory)
+        self._process = psutil.Process(self._child.process.pid)
+        layout = Layout.build([TensorSpec(name="w", dtype="bf16", shape=(64,))])
+        self._contract = bench_contract(layout.layout_id, num_tokens)
+        api = self._connect(-1)
+        deadline = time.monotonic() + CONNECT_S
+        while True:
+            try:
+                grant = await api.acquire_lease(holder="bench", contract=self._contract, request_id="bench")
+                break
+            except HeterorlError:
+                if time.monotonic() > deadline or self._child.exit_code is not None:
+                    raise
+                await asyncio.sleep(0.1)
+        self.root = await publish(api, Arena(layout), grant.epoch, directory)
+        await api.close()
+
+    def _connect(self, number: int) -> CoordinatorClient:
+        # gRPC joins connections of equal options within a process.
+        return CoordinatorClient(
+            self._address, tls=TlsConfig(insecure=True), max_message_bytes=MESSAGE_BYTES + 1 + number
+        )
+
+    async def client(self, number: int) -> HeterorlClient:
+        """A registered site."""
+        site, api = SiteId(f"bench-{number}"), self._connect(number)
+        await api.register(
+            Registration(
+                site=site, incarnation=INCARNATION, contract=self._contract, engine="bench", dtype="fp32",
+                max_delay_versions=0,
+            )
+        )  # fmt: skip
+        return HeterorlClient(api, site)
+
+    def cpu_s(self) -> float:
+        """CPU of the coordinator."""
+        times = self._process.cpu_times()
+        return float(times.user + times.system)
+
+    async def stop(self) -> None:
+        """End the coordinator."""
+        await asyncio.to_thread(stop, [self._child])
+
+
+class HeterorlClient:
+    """A site's connection."""
+
+    def __init__(self, api: CoordinatorClient, site: SiteId) -> None:
+        self._api = api
+        self.site = site
+
+    async def lease(self, count: int) -> list[WorkAssignment]:
+        """Assignments."""
+        work: list[WorkAssignment] = []
+        while len(work) < count:
+            grant = await self._api.lease_work(
+                site=self.site, incarnation=INCARNATION, max_groups=min(LEASED_AT_ONCE, count - len(work)),
+                policy_version=0,
+            )  # fmt: skip
+            assert grant.assignments, grant.reason
+            work += grant.assignments
+        return work
+
+    async def push(self, groups: Sequence[SealedGroup]) -> None:
+        """Push as a sampler does."""
+        outcomes = await self._api.push_groups(groups)
+        assert len(outcomes) == len(groups), "the link broke"
+        assert all(outcome.status is PushStatus.ACCEPTED for outcome in outcomes), outcomes[0]
+
+    async def close(self) -> None:
+        """End the connection."""
+        await self._api.close()
+
+
+class _Spawned:
+    """A server that is a process of ours with its children."""
+
+    def __init__(self, core: int) -> None:
+        self._core = core
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def _spawn(self, command: Sequence[str], directory: Path) -> None:
+        with on_core(self._core), (directory / "log").open("wb") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=directory)
+
+    def cpu_s(self) -> float:
+        """CPU of the process and its children; those that ended are counted by their parent."""
+        assert self._process is not None
+        top = psutil.Process(self._process.pid)
+        return sum(
+            times.user + times.system
+            for times in (process.cpu_times() for process in [top, *top.children(recursive=True)])
+        )
+
+    async def stop(self) -> None:
+        """Ask it to end."""
+        if self._process is not None:
+            # PostgreSQL's runs under another user's shell: the signal is for the server below it.
+            below = psutil.Process(self._process.pid).children()
+            os.kill(below[0].pid if below and self._is_wrapped() else self._process.pid, signal.SIGINT)
+            await asyncio.to_thread(self._process.wait, 30)
+
+    def _is_wrapped(self) -> bool:
+        return False
+
+
+def _postgres_binaries() -> Path:
+    found = [*Path("/usr/lib/postgresql").glob("*/bin/postgres")]
+    if found:
+        return max(found).parent
+    which = shutil.which("postgres")
+    if which is None:
+        raise Missing("postgres is not installed")
+    return Path(which).resolve().parent
+
+
+def _runs(command: Sequence[str]) -> bool:
+    try:
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
+
+
+class Postgres(_Spawned):
+    """PostgreSQL with its own defaults: synchronous_commit and fsync are on."""
+
+    name = "postgres"
+    durability = "answer after COMMIT: fsync = on, synchronous_commit = on; one row a group, a transaction a push"
+
+    async def start(self, directory: Path, *, num_tokens: int) -> None:  # noqa: ARG002 - bytes are bytes here
+        """Make a database and start its server."""
+        try:
+            import psycopg  # noqa: F401
+        except ImportError as error:
+            raise Missing("psycopg is not installed") from error
+        binaries = _postgres_binaries()
+        data = directory / "data"
+        data.mkdir()
+        # The server refuses to run as root.
+        self._user = ["runuser", "-u", "postgres", "--"] if os.geteuid() == 0 else []
+        if self._user:
+            shutil.chown(directory, "postgres")
+            shutil.chown(data, "postgres")
+        initdb = [*self._user, str(binaries / "initdb"), "-D", str(data), "-A", "trust", "-U", "bench"]
+        done = await asyncio.to_thread(subprocess.run, initdb, capture_output=True, check=False, cwd=directory)
+        if done.returncode:
+            raise Missing(f"initdb failed: {done.stderr[-300:].decode(errors='replace')}")
+        self._port = free_port()
+        server = [str(binaries / "postgres"), "-D", str(data), "-p", str(self._port), "-k", str(directory), "-c",
+                  "listen_addresses=127.0.0.1"]  # fmt: skip
+        self._spawn([*self._user, *server], directory)
+        connection = await self._connect()
+        await connection.execute(
+            "CREATE TABLE groups (site text, incarnation text, sequence bigint, payload bytea,"
+            " PRIMARY KEY (site, incarnation, sequence))"
+        )
+        await connection.commit()
+        await connection.close()
+
+    def _is_wrapped(self) -> bool:
+        return bool(self._user)
+
+    async def _connect(self) -> Any:
+        import psycopg
+
+        deadline = time.monotonic() + CONNECT_S
+        while True:
+            try:
+                return await psycopg.AsyncConnection.connect(
+                    f"host=127.0.0.1 port={self._port} user=bench dbname=postgres"
+                )
+            except psycopg.OperationalError:
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(0.1)
+
+    async def client(self, number: int) -> PostgresClient:  # noqa: ARG002 - all are alike
+        """A connection."""
+        return PostgresClient(await self._connect())
+
+
+class PostgresClient:
+    """A connection of psycopg."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+
+    async def push(self, groups: Sequence[SealedGroup]) -> None:
+        """Insert and commit."""
+        async with self._connection.cursor() as cursor:
+            await cursor.executemany(
+                "INSERT INTO groups VALUES (%s, %s, %s, %b)",
+                [(group.id.site, group.id.incarnation, group.id.sequence, group.data) for group in groups],
+            )
+        await self._connection.commit()
+
+    async def close(self) -> None:
+        """End the connection."""
+        await self._connection.close()
+
+
+class JetStream(_Spawned):
+    """NATS JetStream: one stream of files, every message synced before its acknowledgement."""
+
+    name = "jetstream"
+    durability = "publish acknowledgement: file storage, sync_interval = always; a push is published as one window"
+
+    async def start(self, directory: Path, *, num_tokens: int) -> None:  # noqa: ARG002 - bytes are bytes here
+        """Start a server with one stream."""
+        try:
+            import nats  # noqa: F401
+        except ImportError as error:
+            raise Missing("nats-py is not installed") from error
+        self._port = free_port()
+        config = directory / "nats.conf"
+        config.write_text(
+            f"host: 127.0.0.1\nport: {self._port}\nmax_payload: 8MB\n"
+            f'jetstream {{ store_dir: "{directory}", sync_interval: always }}\n'
+        )
+        for binary in (str(Path(sys.executable).with_name("nats-server")), "nats-server"):
+            command = [binary, "-c", str(config)]
+            if await asyncio.to_thread(_runs, [*command, "-t"]):
+                break
+        else:
+            raise Missing("no nats-server that knows sync_interval = always (2.10 or later)")
+        self._spawn(command, directory)
+        client = await self.client(0)
+        await client.open_stream()
+        await client.close()
+
+    async def client(self, number: int) -> JetStreamClient:  # noqa: ARG002 - all are alike
+        """A connection."""
+        import nats
+
+        deadline = time.monotonic() + CONNECT_S
+        while True:
+            try:
+                return JetStreamClient(await nats.connect(f"nats://127.0.0.1:{self._port}", connect_timeout=5))
+            except (OSError, nats.errors.Error):
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(0.1)
+
+
+class JetStreamClient:
+    """A connection of nats-py."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+        self._stream = connection.jetstream(publish_async_max_pending=1 << 16)
+
+    async def open_stream(self) -> None:
+        """Make the stream of all groups."""
+        await self._stream.add_stream(name="groups", subjects=["groups.>"], storage="file")
+
+    async def push(self, groups: Sequence[SealedGroup]) -> None:
+        """Publish all, then wait for all acknowledgements."""
+        waiting = [
+            await self._stream.publish_async(f"groups.{group.id.site}", group.data, wait_stall=60) for group in groups
+        ]
+        for acknowledgement in waiting:
+            await acknowledgement
+
+    async def close(self) -> None:
+        """End the connection."""
+        await self._connection.close()

@@ -1,0 +1,143 @@
+"""What is counted beside the store: tables in memory, kept by triggers, so that no operation counts for itself.
+
+Guarantees: part of every transaction, so an operation that is undone is undone here too; each count costs the rows that
+change, never those that are there; nothing of it reaches the disk. Made anew at a start from what waits and what is
+out, never from history. Instants are of the monotonic clock, so they belong to this process.
+
+tally     groups by state, assignments that count as outstanding (`out`) or that left with a silent site (`away`), and
+          sites that share the work (`wanting`)
+waiting   groups and bytes of each site that are pending or with the learner
+out_work  assignments that are out: since when, and whether they are away
+holder    who holds some, and when to look at them again (groups/deadlines.py)
+sharer    what each site holds, how much of it counts, when it asked, what it owes (sites/shares.py)
+"""
+
+from __future__ import annotations
+
+import sqlite3
+
+SOON = -1e300
+"""An instant before all others: look at the next chance."""
+_TABLES = f"""
+CREATE TEMP TABLE tally (name TEXT PRIMARY KEY, count INTEGER NOT NULL) WITHOUT ROWID;
+INSERT INTO temp.tally VALUES ('pending', 0), ('leased', 0), ('out', 0), ('away', 0), ('wanting', 0);
+CREATE TEMP TABLE waiting (
+    site TEXT PRIMARY KEY, num_groups INTEGER NOT NULL, num_bytes INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TEMP TABLE out_work (
+    assignment INTEGER PRIMARY KEY, site TEXT NOT NULL, incarnation TEXT NOT NULL, request_id TEXT NOT NULL,
+    since REAL, is_away INTEGER NOT NULL DEFAULT 0);
+CREATE INDEX temp.out_by_holder ON out_work (site, incarnation, since);
+CREATE INDEX temp.out_by_request ON out_work (site, incarnation, request_id);
+CREATE TEMP TABLE holder (
+    site TEXT NOT NULL, incarnation TEXT NOT NULL, held INTEGER NOT NULL,
+    away INTEGER NOT NULL DEFAULT 0, due REAL NOT NULL DEFAULT {SOON},
+    PRIMARY KEY (site, incarnation)) WITHOUT ROWID;
+CREATE INDEX temp.holder_due ON holder (due);
+CREATE TEMP TABLE sharer (
+    site TEXT PRIMARY KEY, held INTEGER NOT NULL DEFAULT 0, counted INTEGER NOT NULL DEFAULT 0, asked REAL,
+    owed INTEGER NOT NULL DEFAULT 0) WITHOUT ROWID;
+CREATE INDEX temp.sharer_asked ON sharer (asked) WHERE asked IS NOT NULL;
+CREATE INDEX temp.sharer_owed ON sharer (owed) WHERE owed > 0;
+"""
+_ENTERS = """
+    INSERT INTO waiting VALUES (NEW.site, 1, NEW.num_bytes) ON CONFLICT (site) DO UPDATE
+        SET num_groups = num_groups + 1, num_bytes = num_bytes + excluded.num_bytes;
+    UPDATE tally SET count = count + 1 WHERE name = NEW.state;
+"""
+_LEAVES = """
+    UPDATE waiting SET num_groups = num_groups - 1, num_bytes = num_bytes - OLD.num_bytes WHERE site = OLD.site;
+    DELETE FROM waiting WHERE site = OLD.site AND num_groups = 0;
+    UPDATE tally SET count = count - 1 WHERE name = OLD.state;
+"""
+_OUT = """INSERT INTO out_work (assignment, site, incarnation, request_id)
+    VALUES (NEW.assignment, NEW.site, NEW.incarnation, NEW.request_id);"""
+_BACK = "DELETE FROM out_work WHERE assignment = OLD.assignment;"
+_WANTS = "(({0}.counted > 0) OR ({0}.asked IS NOT NULL))"
+_TRIGGERS = f"""
+CREATE TEMP TRIGGER group_enters AFTER INSERT ON main.groups WHEN NEW.state IN ('pending', 'leased')
+    BEGIN {_ENTERS}
+    -- A group that was taken wins back one of the assignments that its site left unanswered.
+    UPDATE sharer SET owed = owed - 1 WHERE site = NEW.site AND owed > 0; END;
+CREATE TEMP TRIGGER group_returns AFTER UPDATE OF state ON main.groups
+    WHEN OLD.state NOT IN ('pending', 'leased') AND NEW.state IN ('pending', 'leased') BEGIN {_ENTERS} END;
+CREATE TEMP TRIGGER group_leaves AFTER UPDATE OF state ON main.groups
+    WHEN OLD.state IN ('pending', 'leased') AND NEW.state NOT IN ('pending', 'leased') BEGIN {_LEAVES} END;
+CREATE TEMP TRIGGER group_moves AFTER UPDATE OF state ON main.groups
+    WHEN OLD.state IN ('pending', 'leased') AND NEW.state IN ('pending', 'leased')
+    BEGIN UPDATE tally SET count = count - 1 WHERE name = OLD.state;
+    UPDATE tally SET count = count + 1 WHERE name = NEW.state; END;
+CREATE TEMP TRIGGER group_goes AFTER DELETE ON main.groups WHEN OLD.state IN ('pending', 'leased')
+    BEGIN {_LEAVES} END;
+CREATE TEMP TRIGGER work_begins AFTER INSERT ON main.work WHEN NEW.is_leased = 1 BEGIN {_OUT} END;
+CREATE TEMP TRIGGER work_moves AFTER UPDATE OF is_leased, site, incarnation ON main.work
+    WHEN OLD.is_leased = 1 AND NEW.is_leased = 1 BEGIN {_BACK} {_OUT} END;
+CREATE TEMP TRIGGER work_leaves AFTER UPDATE OF is_leased ON main.work
+    WHEN OLD.is_leased = 0 AND NEW.is_leased = 1 BEGIN {_OUT} END;
+CREATE TEMP TRIGGER work_opens AFTER UPDATE OF is_leased ON main.work
+    WHEN OLD.is_leased = 1 AND NEW.is_leased = 0 BEGIN {_BACK} END;
+CREATE TEMP TRIGGER work_ends AFTER DELETE ON main.work WHEN OLD.is_leased = 1 BEGIN {_BACK} END;
+CREATE TEMP TRIGGER out_enters AFTER INSERT ON temp.out_work BEGIN
+    INSERT INTO holder (site, incarnation, held) VALUES (NEW.site, NEW.incarnation, 1)
+        ON CONFLICT (site, incarnation) DO UPDATE SET held = held + 1;
+    INSERT OR IGNORE INTO sharer (site) VALUES (NEW.site);
+    UPDATE sharer SET held = held + 1, counted = counted + 1 WHERE site = NEW.site;
+    UPDATE tally SET count = count + 1 WHERE name = 'out'; END;
+CREATE TEMP TRIGGER out_leaves AFTER DELETE ON temp.out_work BEGIN
+    UPDATE holder SET held = held - 1, away = away - OLD.is_away
+        WHERE site = OLD.site AND incarnation = OLD.incarnation;
+    DELETE FROM holder WHERE site = OLD.site AND incarnation = OLD.incarnation AND held = 0;
+    UPDATE sharer SET held = held - 1, counted = counted - (OLD.is_away = 0) WHERE site = OLD.site;
+    UPDATE tally SET count = count - 1 WHERE name = CASE OLD.is_away WHEN 0 THEN 'out' ELSE 'away' END; END;
+CREATE TEMP TRIGGER out_goes_away AFTER UPDATE OF is_away ON temp.out_work WHEN OLD.is_away = 0 AND NEW.is_away = 1
+    BEGIN UPDATE sharer SET counted = counted - 1 WHERE site = NEW.site;
+    UPDATE holder SET away = away + 1 WHERE site = NEW.site AND incarnation = NEW.incarnation;
+    UPDATE tally SET count = count - 1 WHERE name = 'out';
+    UPDATE tally SET count = count + 1 WHERE name = 'away'; END;
+CREATE TEMP TRIGGER sharer_wants AFTER UPDATE OF counted, asked ON temp.sharer
+    WHEN {_WANTS.format("OLD")} <> {_WANTS.format("NEW")}
+    BEGIN UPDATE tally SET count = count + CASE WHEN {_WANTS.format("NEW")} THEN 1 ELSE -1 END
+    WHERE name = 'wanting'; END;
+"""
+_FILL = """
+INSERT INTO temp.tally SELECT state, count(*) FROM main.groups WHERE state IN ('pending', 'leased') GROUP BY state
+    ON CONFLICT (name) DO UPDATE SET count = excluded.count;
+INSERT INTO temp.waiting SELECT site, count(*), sum(num_bytes) FROM main.groups
+    WHERE state IN ('pending', 'leased') GROUP BY site;
+INSERT INTO temp.out_work (assignment, site, incarnation, request_id)
+    SELECT assignment, site, incarnation, request_id FROM main.work WHERE is_leased = 1;
+"""
+
+
+def begin(connection: sqlite3.Connection) -> None:
+    """Count what waits and what is out, and go on counting; once for each connection."""
+    connection.executescript(f"{_TABLES} {_TRIGGERS} {_FILL}")
+
+
+def read(connection: sqlite3.Connection, name: str) -> int:
+    """One count of `tally`."""
+    return int(connection.execute("SELECT count FROM temp.tally WHERE name = ?", (name,)).fetchone()[0])
+
+
+def outstanding(connection: sqlite3.Connection) -> int:
+    """Groups that are queued or with the learner, and assignments that are out and count."""
+    (count,) = connection.execute(
+        "SELECT sum(count) FROM temp.tally WHERE name IN ('pending', 'leased', 'out')"
+    ).fetchone()
+    return int(count)
+
+
+def waiting_bytes(connection: sqlite3.Connection, site: str) -> int:
+    """Bytes of a site's groups that are queued or with the learner."""
+    row = connection.execute("SELECT num_bytes FROM temp.waiting WHERE site = ?", (site,)).fetchone()
+    return 0 if row is None else int(row[0])
+
+
+def held(connection: sqlite3.Connection, site: str) -> int:
+    """Assignments that a site holds, those that are away included."""
+    row = connection.execute("SELECT held FROM temp.sharer WHERE site = ?", (site,)).fetchone()
+    return 0 if row is None else int(row[0])
+
+
+def look_soon(connection: sqlite3.Connection, site: str) -> None:
+    """Look at the terms of what a site holds at the next chance: something was said of it."""
+    connection.execute("UPDATE temp.holder SET due = ? WHERE site = ?", (SOON, site))

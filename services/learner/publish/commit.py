@@ -1,0 +1,45 @@
+"""Committing a version: asked until there is an answer, and never anew before the fate of what was sent is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from heterorl.common.api import LearnerApi
+from heterorl.common.errors import PayloadMissing, RemoteError
+from heterorl.common.process.patience import Patience, is_transient
+from heterorl.common.types.policy import PayloadRef, PublishRequest
+from heterorl.learner.publish.upload import upload_all
+
+MAX_REPAIRS = 3
+"""Times that payloads are uploaded again because the coordinator says they are missing."""
+
+
+async def commit(
+    api: LearnerApi, request: PublishRequest, files: Sequence[tuple[PayloadRef, Path]], *, patience: Patience
+) -> None:
+    """Have a version committed whose payloads are at the coordinator.
+
+    Raises:
+        GroupNotAvailable, ParentNotHead, StaleEpoch: it never will be.
+        PayloadMissing: the coordinator loses its payloads as fast as they are sent.
+    """
+    num_repairs = 0
+    while True:
+        try:
+            await api.publish_version(request)
+        except PayloadMissing:
+            num_repairs += 1
+            if num_repairs > MAX_REPAIRS:
+                raise
+            await upload_all(api, files, epoch=request.epoch, patience=patience)
+        except (RemoteError, TimeoutError) as error:
+            if not is_transient(error):
+                raise
+            # The answer may be lost while the version is there: ask before anything else.
+            known = await patience.insist(lambda: api.get_step(step_id=request.step_id))
+            if known is not None:
+                return
+            await patience.wait(error)
+        else:
+            return

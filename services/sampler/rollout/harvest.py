@@ -1,0 +1,240 @@
+"""From completions to groups in the outbox: collect, score, spool; and what gives no group goes back.
+
+    collect  waits for a completion that ends; unblocked by the engine
+    score    waits for a process that computes rewards; unblocked by it, and by the time limit
+    spool    waits for a group whose last member is scored, or a second attempt on a full disk; unblocked by score, time
+    return   waits for assignments that give no group; unblocked by score, collect, the end
+
+Guarantees: a group is in the outbox before its assignment is forgotten; what gives no group is handed back; a reward
+that fails costs its own group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from heterorl.common.errors import EngineError, RewardError
+from heterorl.common.generation.engine import Engine
+from heterorl.common.generation.requests import Finished, Lost
+from heterorl.common.process import metrics
+from heterorl.common.process.clock import Bell, Clock, ring_or_time
+from heterorl.common.types.rollout import Group
+from heterorl.sampler.outbox.spooling import Spooling
+from heterorl.sampler.rollout.drafts import Draft, Drafts
+from heterorl.sampler.rollout.maker import RolloutMaker
+from heterorl.sampler.rollout.scorer import Scorer
+from heterorl.sampler.rollout.speed import GroupRate, TokenRate
+from heterorl.sampler.rollout.swap import Swap
+from heterorl.sampler.rollout.work import Work
+from heterorl.sampler.rollout.work_log import WorkLog
+
+_LOG = logging.getLogger(__name__)
+LAST_SCORES_S = 3.0
+"""What a stop waits for rewards of completions that have ended."""
+HAND_BACK_S = 3.0
+"""What an end waits for a coordinator that takes assignments back."""
+
+
+class Harvest:
+    """What becomes of the groups under way, `drafts`."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        maker: RolloutMaker,
+        spooling: Spooling,
+        swap: Swap,
+        work: Work,
+        clock: Clock,
+        bell: Bell,
+        news: Bell,
+    ) -> None:
+        """Join it.
+
+        Args:
+            engine: that computes completions.
+            maker: that scores them.
+            spooling: that takes groups.
+            swap: that knows the versions.
+            work: that takes assignments back.
+            clock: time.
+            bell: rings when there is more in the outbox.
+            news: rings when anything happened to a group under way.
+        """
+        self.drafts = Drafts(group_size=maker.group_size)
+        self.tokens, self.groups = TokenRate(), GroupRate()
+        self.log = WorkLog()
+        self.spooling = spooling
+        self._engine = engine
+        self._maker = maker
+        self._swap = swap
+        self._work = work
+        self._clock = clock
+        self._bell = bell
+        self._news = news
+        self._scorer = Scorer(maker)
+        self._scoring: dict[int, list[asyncio.Task[None]]] = {}
+        self._whole: list[Group] = []
+        self._returned: list[int] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no group is under way nor on its way to the outbox."""
+        return not (self.drafts or self._whole or self.spooling.num_waiting)
+
+    def begin(self, drafts: Sequence[Draft]) -> None:
+        """Count groups that the engine is about to be given."""
+        now = self._clock.monotonic()
+        for draft in drafts:
+            self.drafts.begin(draft)
+        self.tokens.begin(now)
+        self.groups.work(True, now)
+
+    def give_back(self, assignments: Sequence[int]) -> None:
+        """Hand assignments back."""
+        if assignments:
+            self._returned += assignments
+            self._news.ring()
+
+    def loops(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+        """Start the loops; they never end by themselves."""
+        return [tasks.create_task(loop) for loop in (self._collect(tasks), self._spool(), self._return())]
+
+    async def end(self) -> None:
+        """Spool what has ended, give up and hand back the rest, while the loops run; takes seconds at most."""
+        self._lose_all()
+        until = self._clock.monotonic() + LAST_SCORES_S
+        while not (self.is_empty or self.spooling.problem):
+            ticket, left_s = self._news.ticket(), until - self._clock.monotonic()
+            if left_s <= 0:
+                break
+            await ring_or_time(ticket, clock=self._clock, seconds=left_s)
+        for draft in list(self.drafts):
+            self.drafts.give_up(draft.key)
+            self._give_up(draft)
+        await self.hand_back()
+
+    def close(self) -> None:
+        """Wait for no completion and no reward any longer."""
+        # A thread that waits for the engine would hold the end of the process.
+        self._engine.cancel()
+        self._scorer.close()
+
+    async def _collect(self, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            ticket = self._news.ticket()
+            ended: list[Finished | Lost] = []
+            if self.drafts.num_running:
+                was_swapping = self._swap.running.locked()
+                try:
+                    ended = await asyncio.to_thread(self._engine.collect)
+                except EngineError as error:
+                    self._lose_all()
+                    # A swap that failed says so itself.
+                    if not was_swapping and not self._swap.running.locked() and self._swap.version >= 0:
+                        self._swap.note_failure(error)
+                    self._news.ring()
+            if ended:
+                self._take_in(ended, tasks)
+                self._news.ring()
+            else:
+                await ticket.wait()
+
+    def _take_in(self, ended: Sequence[Finished | Lost], tasks: asyncio.TaskGroup) -> None:
+        now, num_tokens = self._clock.monotonic(), 0
+        for one in ended:
+            if isinstance(one, Lost):
+                lost = self.drafts.lose(one.key)
+                if lost is not None:
+                    self._give_up(lost)
+                continue
+            num_tokens += one.completion.token_ids.size
+            draft = self.drafts.take(one, now)
+            if draft is None:
+                continue
+            if len(draft.completions) == self._maker.group_size:
+                metrics.GENERATE_SECONDS.observe(draft.generation_s)
+            self._scoring.setdefault(draft.key, []).append(tasks.create_task(self._score(draft, one.member)))
+        metrics.TOKENS.inc(num_tokens)
+        self.tokens.add(num_tokens, now)
+
+    async def _score(self, draft: Draft, member: int) -> None:
+        try:
+            parts = await self._scorer.score(draft.prompt, draft.completions[member])
+        except RewardError as error:
+            if self.drafts.give_up(draft.key) is not None:
+                self._scorer.failed(draft, error)
+                metrics.REWARD_ERRORS.inc()
+                self.log.note_failed()
+                self.groups.add(1, self._clock.monotonic())
+                self._give_up(draft)
+        else:
+            whole = self.drafts.score(draft.key, member, parts)
+            if whole is not None:
+                self._scoring.pop(draft.key, None)
+                self._scorer.passed()
+                self._whole.append(self._maker.group(whole, state_roots=self._swap.state_roots))
+        self._news.ring()
+
+    def _give_up(self, draft: Draft) -> None:
+        """Hand an assignment back and ask for no more of its rewards."""
+        self._returned.append(draft.assignment.id)
+        for task in self._scoring.pop(draft.key, ()):
+            if task is not asyncio.current_task():
+                task.cancel()
+
+    async def _spool(self) -> None:
+        while True:
+            ticket = self._news.ticket()
+            groups, self._whole = self._whole, []
+            self.spooling.add(groups)
+            if groups:
+                self._note(groups)
+            if not self.spooling.num_waiting:
+                await ticket.wait()
+            elif self.spooling.retry_s > 0:
+                await ring_or_time(ticket, clock=self._clock, seconds=self.spooling.retry_s)
+            else:
+                await self.spooling.retry()
+                self._news.ring()
+                self._bell.ring()
+
+    def _note(self, groups: Sequence[Group]) -> None:
+        self.groups.add(len(groups), self._clock.monotonic())
+        self.log.note(groups)
+        for group in groups:
+            self._swap.note_age("generate", group.oldest_version)
+
+    def _lose_all(self) -> None:
+        for draft in self.drafts.lose_all():
+            self._give_up(draft)
+
+    async def _return(self) -> None:
+        while True:
+            ticket = self._news.ticket()
+            if self._returned:
+                await self._abandon()
+            else:
+                await ticket.wait()
+
+    async def _abandon(self) -> None:
+        given = tuple(self._returned)
+        await self._work.abandon(given)
+        self._returned = [number for number in self._returned if number not in set(given)]
+
+    async def hand_back(self) -> None:
+        """Hand back what gives no group, as long as an end may take; a coordinator that is away lets it expire."""
+        if not self._returned:
+            return
+        tasks = [asyncio.ensure_future(self._abandon()), asyncio.ensure_future(self._clock.sleep(HAND_BACK_S))]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not tasks[0].done():
+                _LOG.info("%d assignments are left to expire: the coordinator does not answer", len(self._returned))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)

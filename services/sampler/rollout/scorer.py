@@ -1,0 +1,56 @@
+"""Rewards of completions beside generation: a task in processes is asked from threads, any other one at once.
+
+Guarantees: whatever a reward takes, the event loop and the engine go on; what was queued for a group that was given up
+is never asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
+from heterorl.common.errors import RewardError
+from heterorl.common.generation.requests import Completion
+from heterorl.common.tasks.scoring import FailureRow
+from heterorl.common.tasks.task import Prompt
+from heterorl.common.types.rollout import RewardPart
+from heterorl.sampler.rollout.drafts import Draft
+from heterorl.sampler.rollout.maker import RolloutMaker
+
+_LOG = logging.getLogger(__name__)
+
+
+class Scorer:
+    """Asks for rewards, as many at once as the task has processes."""
+
+    def __init__(self, maker: RolloutMaker) -> None:
+        self._maker = maker
+        # A plain task is a function: the lab computes it at once, in no virtual time.
+        num_workers = int(getattr(maker.task, "num_workers", 0))
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward") if num_workers else None
+        self._failures = FailureRow()
+
+    async def score(self, prompt: Prompt, completion: Completion) -> tuple[RewardPart, ...]:
+        """The parts of a completion's reward.
+
+        Raises:
+            RewardError: it could not be computed.
+        """
+        if self._threads is None:
+            return self._maker.score(prompt, completion)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._maker.score, prompt, completion)
+
+    def failed(self, draft: Draft, error: RewardError) -> None:
+        """Note that a group has no reward."""
+        self._failures.failed(error)
+        _LOG.warning("assignment %d gives no group: %s", draft.assignment.id, error)
+
+    def passed(self) -> None:
+        """Note that a group has its rewards."""
+        self._failures.passed()
+
+    def close(self) -> None:
+        """Ask for nothing more; what is being asked ends with the task's processes."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,121 @@
+"""Groups taken in together leave the store, and get the outcomes, that they would one after another."""
+
+import dataclasses
+import random
+
+import pytest
+
+from heterorl.common.types.common import Digest
+from heterorl.common.types.rollout import DropReason, PushStatus
+from heterorl.common.wire.seal import seal
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from tests.support.clock import ManualClock
+from tests.support.run import Run
+
+TABLES = ("groups", "ledger", "sites", "beyond_watermark", "work")
+
+
+async def _open(directory, **changes):
+    config = CoordinatorConfig(
+        run_id="run", data_dir=directory / "data", groups_per_version=64, max_outstanding_groups=64, **changes
+    )
+    core = await Coordinator.open(config, ManualClock())
+    run = Run(core, directory)
+    await run.begin()
+    await run.publish()
+    await run.register()
+    return core, run
+
+
+def _numbered(group, sequence, **changes):
+    return dataclasses.replace(group, id=dataclasses.replace(group.id, sequence=sequence), **changes)
+
+
+async def _groups(run):
+    """Pushes of all kinds: usual ones, one more for an answered assignment, wrong ones, gaps, known ids."""
+    work = await run.lease(12)
+    usual = [run.group(each) for each in work]
+    return [
+        usual[0], usual[1],
+        _numbered(usual[1], 3),
+        _numbered(usual[2], 4, state_root=Digest("0" * 64)),
+        _numbered(usual[3], 5),
+        usual[0],
+        dataclasses.replace(usual[1], generation_s=9.0),
+        _numbered(usual[4], 8), _numbered(usual[5], 7), _numbered(usual[6], 6),
+        _numbered(usual[7], 9),
+        _numbered(usual[8], 10, oldest_version=7),
+        _numbered(usual[9], 11, prompt_index=usual[9].prompt_index + 1),
+        _numbered(usual[9], 12),
+        _numbered(usual[10], 13), _numbered(usual[10], 14), _numbered(usual[11], 15),
+        _numbered(usual[11], 500_000),
+        _numbered(usual[11], 16, assignment=10_000),
+    ]  # fmt: skip
+
+
+async def _dump(core):
+    def read(connection):
+        return {name: sorted(connection.execute(f"SELECT * FROM {name}").fetchall(), key=repr) for name in TABLES}
+
+    return await core.database.run(read)
+
+
+async def _taken(directory, order, sizes, **changes):
+    """(outcomes, tables) where groups come so many at a time."""
+    directory.mkdir()
+    core, run = await _open(directory, **changes)
+    try:
+        groups = await _groups(run)
+        groups = [groups[number] for number in order]
+        outcomes, first = [], 0
+        for size in sizes:
+            outcomes += await core.push_groups([seal(group) for group in groups[first : first + size]])
+            first += size
+        status = await core.get_status()
+        assert status.ledger.is_balanced
+        return outcomes, await _dump(core)
+    finally:
+        await core.close()
+
+
+@pytest.mark.parametrize("changes", [{}, {"site_groups_per_s": 0.01, "site_burst_s": 700.0}], ids=["free", "quota"])
+@pytest.mark.parametrize("seed", range(4))
+async def test_together_or_one_after_another_is_the_same(tmp_path, seed, changes):
+    order = list(range(19))
+    if seed:
+        random.Random(seed).shuffle(order)
+
+    one_by_one = await _taken(tmp_path / "one", order, [1] * 19, **changes)
+    together = await _taken(tmp_path / "all", order, [19], **changes)
+    in_parts = await _taken(tmp_path / "parts", order, [5, 2, 12], **changes)
+
+    assert together == one_by_one
+    assert in_parts == one_by_one
+    statuses = {outcome.status for outcome in together[0]}
+    assert statuses >= {PushStatus.ACCEPTED, PushStatus.DROPPED, PushStatus.RETRY}
+    if not seed and not changes:
+        assert {outcome.reason for outcome in together[0]} >= {
+            None, DropReason.SURPLUS, DropReason.WRONG_DIGEST, DropReason.CONFLICT, DropReason.INVALID,
+        }  # fmt: skip
+
+
+async def test_statements_of_a_push_do_not_grow_with_its_groups(tmp_path):
+    core, run = await _open(tmp_path)
+    try:
+        work = await run.lease(40)
+        groups = [seal(run.group(each)) for each in work]
+        statements = []
+
+        async def count(some):
+            statements.clear()
+            await core.database.run(lambda connection: connection.set_trace_callback(statements.append))
+            await core.push_groups(some)
+            await core.database.run(lambda connection: connection.set_trace_callback(None))
+            return len(statements)
+
+        few = await count(groups[:4])
+        many = await count(groups[4:])
+    finally:
+        await core.close()
+    assert many == few

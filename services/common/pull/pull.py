@@ -1,8 +1,8 @@
 """Getting a version: plan, fetch, apply to a staging copy, verify the whole state; nobody ever sees it half done.
 
-Guarantees: what is returned has exactly the manifest's state; what was held is never changed; a fetch goes on from the
-bytes on disk, also after a restart; a stalled link fails in bounded time; anything that fails its check is thrown away
-and the version is built another way, down the ladder
+Guarantees: what is returned has exactly the state of the manifest that was judged; what was held is never changed; a
+fetch goes on from the bytes on disk, also after a restart; a stalled link fails in bounded time; anything that fails
+its check is thrown away and the version is built another way, down the ladder
 
     merged deltas -> single deltas from what is held -> from the base model -> from a snapshot
 
@@ -157,12 +157,15 @@ class Puller:
         self._check(plan, held=held, want_version=want_version)
         self.way.begin(plan)
         if plan.kind is PlanKind.SAME and held is not None:
-            if is_from_base and admit is not None:
-                await admit(plan)
+            if is_from_base:
+                if admit is not None:
+                    await admit(plan)
+                _confirm(held, plan.manifests[-1])
             return held
         _LOG.debug("version %d: %s", plan.target_version, peer_words(plan.reason))
         if admit is not None:
             await admit(plan)
+        judged = plan.manifests[-1]
         # Only now: the way of a version that is not to be built is not asked for.
         plan = dataclasses.replace(plan, manifests=await self.way.manifests(plan))
         self._fetcher.keep_only(plan.payloads)
@@ -172,6 +175,7 @@ class Puller:
         self.fetch_s, self.fetched_bytes = fetched - started, sum(payload.num_bytes for payload in plan.payloads)
         metrics.PULL_SECONDS.observe(self.fetch_s)
         pulled = await asyncio.to_thread(self._apply, plan, paths, held)
+        _confirm(pulled, judged)
         self.apply_s = self._clock.monotonic() - fetched
         metrics.APPLY_SECONDS.observe(self.apply_s)
         self._fetcher.keep_only(())
@@ -242,6 +246,12 @@ class Puller:
             raise StateMismatch(f"the plan leads to version {parent.version}, not {plan.target_version}")
         verify_state(parent, staging, threads=self._threads)
         return PulledVersion(arena=staging, manifest=parent, manifest_digest=Digest(parent_digest))
+
+
+def _confirm(pulled: PulledVersion, judged: bytes) -> None:
+    """The last line of every way: the state was compared with the very manifest that `admit` saw."""
+    if pulled.manifest_digest != manifest_digest(judged):
+        raise StateMismatch(f"version {pulled.version} has not the manifest that was judged")
 
 
 def _check_plan(plan: PullPlan, *, held: PulledVersion | None, want_version: int) -> None:

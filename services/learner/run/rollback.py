@@ -108,7 +108,7 @@ class Rollback:
         if manifest_digest(head) != position.lineage_digest:
             raise StateMismatch(f"the manifest of version {position.head_version} is another than was published")
         try:
-            arena = await self._content(manifest_from_bytes(await self._published.manifest(version)))
+            arena = await self._content(await self._published.manifest(version))
         except (UnknownVersion, UnknownPayload, CorruptData) as error:
             self._refused = version
             _LOG.error("going back to version %d is not possible, training goes on: %s", version, error)
@@ -124,15 +124,16 @@ class Rollback:
         await self._publisher.publish(arena, step=step, saved_by=self._backend, is_last=True)
         return step
 
-    async def _content(self, target: Manifest) -> Arena:
+    async def _content(self, data: bytes) -> Arena:
+        target = manifest_from_bytes(data)
         shadow = self._publisher.position.shadow
         if shadow is None or target.layout_id != shadow.layout.layout_id:
-            return await self._published.rebuild(target.version)
+            return await self._published.rebuild(data)
         try:
             return await self._undo(target, shadow)
         except (NotReversible, UnknownVersion, UnknownPayload, CorruptData) as error:
             _LOG.info("version %d is rebuilt: %s", target.version, error)
-            return await self._published.rebuild(target.version)
+            return await self._published.rebuild(data)
 
     async def _undo(self, target: Manifest, shadow: Arena) -> Arena:
         fetcher = Fetcher(

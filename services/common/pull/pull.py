@@ -260,6 +260,9 @@ def _check_plan(plan: PullPlan, *, held: PulledVersion | None, want_version: int
     if plan.kind is PlanKind.SAME:
         if held is None or held.version != plan.target_version:
             raise StateMismatch(f"the plan says that version {plan.target_version} is held already")
+        if plan.payloads:
+            # A manifest of the base model's would be taken from one place and the judged one from another.
+            raise StateMismatch(f"the plan says that version {plan.target_version} is held already, and has payloads")
     elif not plan.payloads or len(plan.manifests) not in (1, len(plan.payloads)):
         raise StateMismatch(f"the plan has {len(plan.payloads)} payloads and {len(plan.manifests)} manifests")
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from heterorl.common.api import LearnerApi
-from heterorl.common.errors import GroupNotAvailable, PayloadMissing, RemoteError
+from heterorl.common.errors import DigestMismatch, GroupNotAvailable, PayloadMissing, RemoteError
 from heterorl.common.identity.signing import Signer
 from heterorl.common.model.quantise import scales_of
 from heterorl.common.process.files import make_directory
@@ -42,7 +42,8 @@ from heterorl.learner.publish.upload import upload
 
 _LOG = logging.getLogger(__name__)
 MAX_REPAIRS = 3
-"""Times that payloads are uploaded again because the coordinator says they are missing."""
+"""Times a payload that uploads begin again because the coordinator says that one is missing or wrong: each answer names
+one, and a power cut at the coordinator may have spoiled them all."""
 
 
 class Publisher:
@@ -244,9 +245,10 @@ class Publisher:
         while True:
             try:
                 await self._api.publish_version(request)
-            except PayloadMissing:
+            except (PayloadMissing, DigestMismatch):
+                # Wrong is as good as missing: the coordinator removed what it found, and the files are still here.
                 num_repairs += 1
-                if num_repairs > MAX_REPAIRS:
+                if num_repairs > MAX_REPAIRS * len(files):
                     raise
                 await self._upload(files)
             except (RemoteError, TimeoutError) as error:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from heterorl.common.api import WeightsApi
-from heterorl.common.errors import CorruptData, LimitExceeded, StateMismatch, UnknownPayload
+from heterorl.common.errors import CorruptData, StateMismatch, UnknownPayload
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Clock
 from heterorl.common.pull.fetch import Fetcher
@@ -40,8 +40,6 @@ _LOG = logging.getLogger(__name__)
 Admit = Callable[[PullPlan], Awaitable[None]]
 """Looks at the last manifest of a plan, its target's, and raises when the version is not to be built; not asked about
 what is held."""
-MAX_COPIES = 8
-"""Largest plan, in payloads of the largest size: a longer way is begun again from a snapshot. Bounds the disk used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -188,11 +186,7 @@ class Puller:
         if plan.kind is PlanKind.SAME:
             return
         _check_target(plan, self._layout)
-        for payload in plan.payloads:
-            self._fetcher.check(payload)
-        total = sum(payload.num_bytes for payload in plan.payloads)
-        if total > MAX_COPIES * self._max_bytes:
-            raise LimitExceeded(f"a plan of {total} bytes is over {MAX_COPIES} copies of the weights")
+        self._fetcher.check_way(plan.payloads)
 
     async def _base_root(self) -> Digest | str:
         if not self._ladder.is_open(Rung.BASE):

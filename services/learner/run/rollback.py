@@ -102,6 +102,8 @@ class Rollback:
         # Asked now: an order heard of before may be carried out or taken back.
         version = (await self._patience.insist(lambda: self._api.renew_lease(epoch=self._epoch))).rollback_to
         if not self.is_due(version):
+            # Of a process that died on the way: whole copies of the weights, and nobody comes back for them.
+            await in_thread(_remove_leftovers, self._directory)
             return None
         position = self._publisher.position
         head = await self._published.manifest(position.head_version)
@@ -153,12 +155,22 @@ class Rollback:
         if any(payload.kind is PayloadKind.SNAPSHOT for payload in plan.payloads) or len(plan.payloads) > MAX_PAYLOADS:
             raise NotReversible(f"the way from version {target.version} is a {plan.kind.value} one")
         fetcher.check_way(plan.payloads)
+        fetcher.keep_only(plan.payloads)
         fetches = [functools.partial(fetcher.fetch, payload) for payload in plan.payloads]
-        paths = [await self._patience.insist(fetch) for fetch in fetches]
         try:
-            return await in_thread(_undone, paths, shadow, target, self._directory)
-        finally:
+            paths = [await self._patience.insist(fetch) for fetch in fetches]
+            arena = await in_thread(_undone, paths, shadow, target, self._directory)
+        except (CorruptData, NotReversible, UnknownPayload):
+            # A later order must not meet a damaged one again; what a stop cut off is gone on with.
             fetcher.keep_only(())
+            raise
+        fetcher.keep_only(())
+        return arena
+
+
+def _remove_leftovers(directory: Path) -> None:
+    for path in [*directory.glob("undo/*"), *directory.glob("undo.*")]:
+        path.unlink(missing_ok=True)
 
 
 def _undone(paths: list[Path], shadow: Arena, target: Manifest, directory: Path) -> Arena:

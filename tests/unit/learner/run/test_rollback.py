@@ -329,3 +329,27 @@ async def test_way_back_fills_no_disk(core, tmp_path):
 
     assert not set(api.read) & set(names)
     assert (await manifest(core, 4)).state_root == (await manifest(core, 1)).state_root
+
+
+async def test_payload_of_a_way_back_that_arrived_damaged_is_not_kept(core, tmp_path):
+    config = await trained(core, tmp_path, GentleBackend())
+    await core.rollback(to_version=1, request_id="one")
+
+    await learn(config, Crooked(core, is_damaging=True), GentleBackend())
+
+    assert (await manifest(core, 4)).state_root == (await manifest(core, 1)).state_root, "rebuilt"
+    assert list((tmp_path / "learner" / "payloads" / "undo").iterdir()) == []
+
+
+async def test_leftovers_of_an_order_go_with_it(core, tmp_path):
+    """A process that died on the way left whole copies of the weights; the order was taken back meanwhile."""
+    config = await trained(core, tmp_path, GentleBackend())
+    payloads = tmp_path / "learner" / "payloads"
+    (payloads / "undo").mkdir(exist_ok=True)
+    left = [payloads / "undo" / ("f" * 64), payloads / "undo.merged", payloads / "undo.back"]
+    for path in left:
+        path.write_bytes(b"of an order")
+
+    await learn(config, core, GentleBackend())
+
+    assert [path for path in left if path.exists()] == []

@@ -89,6 +89,19 @@ def test_a_reward_that_raises_names_the_users_own_line(place):
         task.score(task.prompt(0), "x")
 
 
+def test_a_reward_that_raises_with_the_completion_in_its_words_says_one_short_line(place):
+    write(place, "mytask/rewards.py", "def score(p, c, a):\n    raise ValueError('not an answer: ' + c)\n")
+    task = task_in(place)
+    completion = "7\n\x1b[2J2026 CRITICAL forged \ud800" * 20_000
+
+    with pytest.raises(RewardError, match=r"ValueError: not an answer: 7 .*\(.*mytask/rewards.py, line 2\)") as raised:
+        task.score(task.prompt(0), completion)
+
+    words = str(raised.value)
+    assert len(words) < 1000
+    assert words.isprintable()
+
+
 def test_the_directory_is_that_of_the_configuration_file(place, tmp_path, monkeypatch):
     other = place / "elsewhere"
     other.mkdir()

@@ -28,10 +28,10 @@ from heterorl.coordinator.rpc.budget import Budget, Room
 from heterorl.coordinator.rpc.calls import Shares
 from heterorl.coordinator.rpc.gate import Gate
 from heterorl.coordinator.rpc.holders import Holder, holder_of
-from heterorl.coordinator.rpc.scan import can_be_long, has_repeated, parse
+from heterorl.coordinator.rpc.scan import can_be_long, has_repeated, parse, parse_soon
 
 INLINE_BYTES = 1 << 14
-"""Messages up to this size are parsed on the event loop, in some milliseconds at worst."""
+"""Messages up to this size are parsed on the event loop, unless they have many fields."""
 PARSED_BYTES = 4
 """Bytes of memory that one byte of a message is counted as, up to the room of the longest message."""
 READ_TIMEOUT_S = 900.0
@@ -122,9 +122,9 @@ class Door(grpc.aio.ServerInterceptor):
         """
         self._gate.recheck(peer)
         request = _descriptor(method).input_type
-        if len(data) <= INLINE_BYTES or not has_repeated(request):
-            message = parse(data, request)
-        else:
+        is_short = len(data) <= INLINE_BYTES or not has_repeated(request)
+        message = parse_soon(data, request) if is_short else None
+        if message is None:
             async with self._parsing:
                 message = await asyncio.to_thread(parse, data, request)
         self._gate.check_request(method, peer, message)

@@ -82,6 +82,7 @@ CREATE TABLE retired (digest TEXT PRIMARY KEY) WITHOUT ROWID;
 """
 INDEXES = """
 CREATE INDEX IF NOT EXISTS versions_abandoned ON versions (is_abandoned, version) WHERE is_abandoned = 1;
+CREATE INDEX IF NOT EXISTS groups_held ON groups (site, state, num_bytes) WHERE state IN ('pending', 'leased');
 """
 """Made at a start where an earlier program did not: they hold nothing that the tables do not."""
 _MOVED = ("payloads", "signatures", "verified", "canaries")

@@ -10,7 +10,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.internal import encoder, wire_format
 
 from heterorl.common.errors import InvalidRequest
-from heterorl.common.tasks.rewards.own import MAX_PARTS
+from heterorl.common.types.rollout import MAX_REWARD_PARTS
 from heterorl.coordinator.rpc import door
 from heterorl.coordinator.rpc.bounds import BOUNDS, MAX_TAGS, TAGS, Text, bound_of, tags_of
 from heterorl.coordinator.rpc.scan import MAX_SAME, MAX_UNKNOWN_BYTES, SOON_TAGS, parse, parse_soon
@@ -190,7 +190,7 @@ def test_only_a_learner_needs_many_fields():
         assert has_more == (request.name in TAGS)
     largest = rollout_pb2.Rollout(
         spans=[rollout_pb2.VersionSpan(version=1, start=1, end=2)] * 8,
-        reward_parts=[rollout_pb2.RewardPart(name="part", value=1.0)] * MAX_PARTS,
+        reward_parts=[rollout_pb2.RewardPart(name="part", value=1.0)] * MAX_REWARD_PARTS,
     )
     group = rollout_pb2.Group(rollouts=[largest] * 256)
     parse(rollout_pb2.PushGroupsRequest(group=group).SerializeToString(), rollout_pb2.PushGroupsRequest.DESCRIPTOR)

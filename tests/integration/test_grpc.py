@@ -152,6 +152,21 @@ async def test_rejected_groups_and_their_site_over_the_wire(served, run):
         await client.release_site(site=SITE, reason="")
 
 
+async def test_groups_are_given_up_for_reasons_of_any_length_in_any_characters(served, run):
+    """What a learner says of a group may hold a completion, and a refusal would end it again after every start."""
+    client = served.client
+    first, second = await run.push(2)
+    await stream(client, run, 2)
+    reason = "not an answer: \x00\n\ud800" + "so 7 " * 200_000
+
+    await client.abandon_groups(epoch=run.epoch, ids=[first], reason=reason)
+    rejection = Rejection(id=second, reason=DropReason.REWARD_MISMATCH, detail=reason)
+    await client.reject_groups(epoch=run.epoch, rejections=[rejection])
+
+    dropped = (await client.get_status()).ledger.dropped
+    assert (dropped[DropReason.LEARNER_ABANDONED], dropped[DropReason.REWARD_MISMATCH]) == (1, 1)
+
+
 async def test_payloads_and_heads_stream_over_the_wire(served, run):
     client = served.client
     await run.publish()

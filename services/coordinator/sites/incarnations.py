@@ -92,10 +92,11 @@ def shown(connection: sqlite3.Connection, active: Collection[tuple[str, str]]) -
             continue
         newest = json.loads(get_meta(connection, f"incarnations/{site}") or "[]")
         names = sorted({*newest, *(incarnation for each, incarnation in active if each == site)})
-        marks = ", ".join("?" * len(names))
+        # One value, however many they are: SQLite takes so many and no more.
         found = connection.execute(
-            f"SELECT {_COLUMNS} FROM sites WHERE site = ? AND incarnation IN ({marks}) ORDER BY incarnation",
-            (site, *names),
+            f"SELECT {_COLUMNS} FROM sites WHERE site = ? AND incarnation IN (SELECT value FROM json_each(?))"
+            " ORDER BY incarnation",
+            (site, json.dumps(names)),
         )
         own = [Row(*row) for row in found]
         rest = accepted - sum(row.accepted for row in own), dropped - sum(row.dropped for row in own)

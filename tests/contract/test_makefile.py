@@ -16,7 +16,7 @@ TEXT = (ROOT / "Makefile").read_text()
 TARGETS = sorted(set(re.findall(r"^([a-z][a-z0-9-]*):(?!=)", TEXT, re.MULTILINE)))
 BENCHES = {
     "learner": "learner", "groups": "groups", "losses": "loss_step", "merge": "weights_merge", "weights": "weights",
-    "ingest": "ingest",
+    "ingest": "ingest", "sites": "sites",
     "overlap": "overlap", "pull": "pull", "serve": "serve", "sampler": "sampler", "verify": "verify", "forward": "forward",
 }  # fmt: skip
 """What is measured to the module that measures it."""

@@ -29,16 +29,13 @@ from heterorl.common.process import metrics
 from heterorl.common.process.files import make_directory
 from heterorl.coordinator.store import tallies
 from heterorl.coordinator.store.schema import EARLIER, INDEXES, SCHEMA, SCHEMA_VERSION
+from heterorl.coordinator.store.soundness import check_file
 
 _LOG = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
 Operation = Callable[[sqlite3.Connection], Any]
 
 MAX_BATCH = 256
-CHECKED_BYTES = 64 << 20
-"""A store up to this size is checked as a whole at every start, which takes a fraction of a second."""
-HISTORY = frozenset({"groups", "versions", "flavour_versions", "steps", "signatures", "canaries", "audit"})
-"""Tables that grow with the run."""
 _OPERATION_ERRORS = (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.DataError, sqlite3.InterfaceError)
 """Errors of one operation; every other error of SQLite is the store's."""
 
@@ -251,7 +248,7 @@ def _connect(path: Path) -> sqlite3.Connection:
         level = connection.execute("PRAGMA synchronous").fetchone()[0]
         if (mode, level) != ("wal", 2):
             raise CorruptStore(f"{path}: durable mode refused (journal {mode}, synchronous {level})")
-        _check(connection, path)
+        check_file(connection, path)
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         if version == 0:
             connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
@@ -278,19 +275,6 @@ def _connect(path: Path) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
-
-
-def _check(connection: sqlite3.Connection, path: Path) -> None:
-    """Let SQLite check the store: all of a small one; of a large one what is read and written all the time."""
-    pages, size = (int(connection.execute(f"PRAGMA {name}").fetchone()[0]) for name in ("page_count", "page_size"))
-    names = ["1"]
-    if pages * size > CHECKED_BYTES:
-        # A start must not take longer with every group that was ever trained on; `heterorl verify` checks all.
-        rows = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
-        names = [f"'{name}'" for (name,) in rows if name not in HISTORY and not name.startswith("sqlite_")]
-    for name in names:
-        if connection.execute(f"PRAGMA quick_check({name})").fetchone()[0] != "ok":
-            raise CorruptStore(f"{path} fails SQLite's check")
 
 
 def _make_indexes(connection: sqlite3.Connection) -> None:

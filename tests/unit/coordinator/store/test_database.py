@@ -9,7 +9,7 @@ import pytest
 
 from heterorl.common.errors import CorruptStore, Draining, InvalidRequest
 from heterorl.coordinator.offline.history import read_histories
-from heterorl.coordinator.store import database as database_module
+from heterorl.coordinator.store import soundness
 from heterorl.coordinator.store.database import Database, get_meta, set_meta
 
 
@@ -186,7 +186,7 @@ async def test_start_on_a_large_store_checks_what_is_in_use_and_verify_checks_al
     tmp_path, monkeypatch, table, stops_the_start
 ):
     path = tmp_path / "coordinator.sqlite"
-    monkeypatch.setattr(database_module, "CHECKED_BYTES", 4096)
+    monkeypatch.setattr(soundness, "CHECKED_BYTES", 4096)
     database = await Database.open(path)
 
     def fill(connection):

@@ -273,7 +273,7 @@ class Unreachable(RemoteError):
 
 
 class Busy(Unreachable):
-    """The coordinator is out of descriptors, or its disk does not answer, for now; nothing was changed or lost."""
+    """The coordinator cannot now: no descriptors, a silent disk, a damaged frame; nothing was changed or lost."""
 
     action = "repeat after the stated delay; the coordinator's log names what is missing"
     is_transient = True

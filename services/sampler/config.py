@@ -86,6 +86,9 @@ class VllmEngineConfig(Config):
     canary_tolerance: float = Field(default=0.0, ge=0)
     """Mean difference of log-probs from the float32 reference at which a swap is refused, nats; 0 takes 1e-4 for fp32,
     0.02 for fp16 and 0.1 for bf16."""
+    canary_device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
+    """What computes the float32 reference: cpu, cuda or cuda:N. On a CPU a swap costs some 6 core-seconds for each
+    10^9 weights; on a GPU it needs room beside vLLM (`memory_share`) for the largest layer in float32."""
     weights_dir: str = ""
     """Where weights lie on their way to vLLM's processes; empty is state_dir. A memory file system saves time."""
     threads: int = Field(default=0, ge=0)

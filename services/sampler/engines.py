@@ -81,6 +81,7 @@ def _vllm(
         sampling=sampling,
         weights_dir=Path(settings.weights_dir) if settings.weights_dir else config.state_dir / "engine",
         lora=config.lora,
+        canary_device=settings.canary_device,
     )
     try:
         engine, close = start_vllm(source, vllm_options(settings), eos_token_id=eos_token_id)

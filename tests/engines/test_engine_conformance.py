@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from heterorl.common.generation.requests import Finished, Request, in_order
 from heterorl.common.types.rollout import FinishReason, VersionSpan
 from heterorl.common.weights.arena import Arena
 from tests.support.engines import EOS, PROMPTS, Truth, disturbed, hf_engine, semantics, vllm_engine, write_model
@@ -172,3 +173,93 @@ def test_swaps_in_flight_stamp_every_token_with_the_weights_that_drew_it(subject
     after = [differences[row.spans[-1].start :] for differences, (_, row) in zip(fresh, mixed, strict=True)]
     assert max(differences.max() for differences in fresh) > 1e-3
     assert max(differences.max() for differences in after) > 1e-4
+
+
+def request(key, *, num=3):
+    return Request(key=key, prompt=PROMPTS[key % len(PROMPTS)], seed=500 + key, num_completions=num)
+
+
+def drained(engine):
+    finished = []
+    while ended := engine.collect():
+        finished += ended
+    return finished
+
+
+def test_requests_submitted_while_others_are_under_way_give_what_they_give_alone(subject):
+    subject.load(subject.base)
+    requests, finished = [request(key) for key in range(16)], []
+    waiting = iter(requests)
+    # As many as fit, and another one whenever something ended.
+    for one in (next(waiting) for _ in range(subject.engine.max_running // 3)):
+        subject.engine.submit(one)
+    while ended := subject.engine.collect():
+        assert all(isinstance(one, Finished) for one in ended)
+        finished += ended
+        if (one := next(waiting, None)) is not None:
+            subject.engine.submit(one)
+
+    assert len(finished) == 48
+    for one, rows in zip(requests, in_order(finished, requests), strict=True):
+        alone = subject.generate(prompts=[one.prompt], seeds=[one.seed])
+        assert tokens([rows]) == tokens(alone)
+        differences = [np.abs(a.logprobs - b.logprobs).max() for a, b in zip(rows, alone[0], strict=True)]
+        assert max(differences) < 1e-5
+
+
+def test_cancel_under_way_wakes_collect_and_leaves_a_clean_engine(subject):
+    subject.load(subject.base)
+    seen = []
+
+    def collect():
+        seen.extend(drained(subject.engine))
+        seen.append("end")
+
+    for key in range(8):
+        subject.engine.submit(request(key, num=12))
+    collector = threading.Thread(target=collect)
+    collector.start()
+    subject.engine.cancel()
+    collector.join()
+
+    assert seen[-1] == "end"
+    assert len(seen) < 96
+    assert subject.engine.collect() == []
+    subject.engine.submit(request(3))
+    (rows,) = in_order(drained(subject.engine), [request(3)])
+    assert tokens([rows]) == tokens(subject.generate(prompts=[request(3).prompt], seeds=[request(3).seed]))
+
+
+def test_loads_while_requests_come_and_go_stamp_every_token(subject):
+    arenas = {subject.load(subject.base): subject.base}
+    requests = [request(key, num=8) for key in range(40)]
+    finished, waiting, is_over = [], iter(requests), threading.Event()
+
+    def loop():
+        for one in (next(waiting) for _ in range(4)):
+            subject.engine.submit(one)
+        while ended := subject.engine.collect():
+            finished.extend(ended)
+            if (one := next(waiting, None)) is not None:
+                subject.engine.submit(one)
+        is_over.set()
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    state = subject.base
+    while not is_over.is_set() and len(arenas) < 200:
+        state = disturbed(state, seed=len(arenas), scale=0.02)
+        arenas[subject.load(state)] = state
+    thread.join()
+
+    rows = [
+        (one.prompt, row)
+        for one, members in zip(requests, in_order(finished, requests), strict=True)
+        for row in members
+    ]
+    assert len({span.version for _, row in rows for span in row.spans}) > 2
+    assert any(len(row.spans) > 1 for _, row in rows)
+    assert (
+        max(np.abs(row.logprobs - subject.truth.mixed(arenas, prompt, row, SAMPLING)).max() for prompt, row in rows)
+        < 1e-5
+    )

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import random
 import socket
 
 import blake3
@@ -15,14 +16,16 @@ from heterorl.common import errors
 from heterorl.common.errors import PortInUse
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import SystemClock
+from heterorl.common.process.patience import Patience
 from heterorl.common.rpc.bandwidth import BandwidthConfig
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.retry import RetryPolicy
 from heterorl.common.rpc.status import from_rpc_error
 from heterorl.common.types.common import Digest
-from heterorl.common.types.policy import PlanKind
+from heterorl.common.types.policy import PayloadKind, PayloadRef, PlanKind
 from heterorl.common.types.rollout import DropReason, PushStatus, Rejection
 from heterorl.common.types.run import Command, Heartbeat
+from heterorl.common.wire.policy import frame_checksum
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups.schedule import seed_of
@@ -30,6 +33,7 @@ from heterorl.coordinator.rpc.server import Server
 from heterorl.coordinator.servicers.policy import PolicyServicer
 from heterorl.coordinator.servicers.rollout import RolloutServicer
 from heterorl.coordinator.servicers.run import RunServicer
+from heterorl.learner.publish.upload import MAX_MISMATCHES, upload
 from heterorl.v1 import policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc, run_pb2_grpc
 from tests.support.groups import group_to_pb
 from tests.support.links import PLAINTEXT
@@ -148,6 +152,21 @@ async def test_rejected_groups_and_their_site_over_the_wire(served, run):
         await client.release_site(site=SITE, reason="")
 
 
+async def test_groups_are_given_up_for_reasons_of_any_length_in_any_characters(served, run):
+    """What a learner says of a group may hold a completion, and a refusal would end it again after every start."""
+    client = served.client
+    first, second = await run.push(2)
+    await stream(client, run, 2)
+    reason = "not an answer: \x00\n\ud800" + "so 7 " * 200_000
+
+    await client.abandon_groups(epoch=run.epoch, ids=[first], reason=reason)
+    rejection = Rejection(id=second, reason=DropReason.REWARD_MISMATCH, detail=reason)
+    await client.reject_groups(epoch=run.epoch, rejections=[rejection])
+
+    dropped = (await client.get_status()).ledger.dropped
+    assert (dropped[DropReason.LEARNER_ABANDONED], dropped[DropReason.REWARD_MISMATCH]) == (1, 1)
+
+
 async def test_payloads_and_heads_stream_over_the_wire(served, run):
     client = served.client
     await run.publish()
@@ -186,11 +205,34 @@ async def test_damaged_frames_are_told_at_once_in_both_directions(served, run, m
         monkeypatch.setattr(f"heterorl.{module}.frame_checksum", alternating)
     with pytest.raises(errors.Unreachable, match="damaged"):
         await anext(served.client.read_payload(digest=plan.payloads[0].digest, offset=0))
-    with pytest.raises(errors.DigestMismatch, match="damaged"):
+    with pytest.raises(errors.Busy, match="damaged"):
         await served.client.upload_payload(
             epoch=run.epoch, digest=digest, num_bytes=len(data), offset=0, frames=frames()
         )
     assert await served.client.query_upload(digest=digest) == 0
+
+
+async def test_link_that_damages_frames_again_and_again_is_waited_for(served, run, monkeypatch, tmp_path):
+    """It is no proof that the file is wrong, of which a few are enough to give it up."""
+    data = b"some bytes of a payload"
+    (tmp_path / "file").write_bytes(data)
+    payload = PayloadRef(
+        kind=PayloadKind.SNAPSHOT,
+        from_version=-1,
+        to_version=1,
+        digest=Digest(blake3.blake3(data).hexdigest()),
+        num_bytes=len(data),
+    )
+    damaged = iter(range(MAX_MISMATCHES + 2))
+    monkeypatch.setattr(
+        "heterorl.common.rpc.client.frame_checksum", lambda frame: frame_checksum(frame) ^ (next(damaged, -1) >= 0)
+    )
+    patience = Patience(clock=_SleepingClock(), rng=random.Random(0), asked_cap_s=1e-3, base_s=1e-4, cap_s=1e-3)
+
+    await upload(served.client, payload, tmp_path / "file", epoch=run.epoch, patience=patience)
+
+    assert next(damaged, None) is None
+    assert await served.client.query_upload(digest=payload.digest) == len(data)
 
 
 class _Alternating:
@@ -342,6 +384,30 @@ async def test_group_of_a_newer_program_is_recorded_like_any_other_that_is_inval
     assert await served.core.database.run(lambda c: c.execute(watermark).fetchone()) == (3,), "it leaves no hole"
     # Its prompt is handed out again.
     assert (await run.lease(1))[0] == work[1]
+
+
+async def test_small_groups_share_a_message_and_a_commit(served, run, monkeypatch):
+    taken = []
+    honest = served.core.rollout.take_groups
+
+    async def take_groups(arrived):
+        taken.append(len(arrived))
+        return await honest(arrived)
+
+    monkeypatch.setattr(served.core.rollout, "take_groups", take_groups)
+    await served.client.register(run.registration())
+    groups = [run.group(work) for work in await run.lease(4)]
+    groups[2] = dataclasses.replace(groups[2], generation_s=-1.0)
+
+    outcomes = await served.client.push_groups(groups)
+
+    assert taken == [4]
+    assert [outcome.id for outcome in outcomes] == [group.id for group in groups]
+    accepted, dropped = PushStatus.ACCEPTED, PushStatus.DROPPED
+    assert [outcome.status for outcome in outcomes] == [accepted, accepted, dropped, accepted]
+    again = await served.client.push_groups(groups)
+    assert {outcome.status for outcome in again} == {PushStatus.DUPLICATE}
+    assert (await served.client.get_status()).ledger.is_balanced
 
 
 @pytest.mark.parametrize("lie", ["fewer", "none", "another id", "another order"])

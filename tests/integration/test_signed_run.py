@@ -38,6 +38,7 @@ from heterorl.sampler.policy.delay_models import FixedDelay, NoDelay
 from heterorl.sampler.policy.record import RunReplaced, VersionRecord
 from heterorl.sampler.policy.sync import PolicySync
 from heterorl.v1 import policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
+from tests.support.forging import Forger
 from tests.support.learner_world import fill, learn, learner_config, rows
 from tests.support.links import PLAINTEXT
 from tests.support.merging import LARGER, RandomRun, merging
@@ -423,6 +424,30 @@ async def test_learner_without_its_disk_refuses_weights_that_are_not_proven(tmp_
             )
 
     assert api.read == []
+
+
+@pytest.mark.parametrize("has_history", [False, True], ids=["fresh", "restarted"])
+async def test_weights_of_the_coordinators_own_beside_a_signed_manifest_are_not_used(tmp_path, key, has_history):
+    record = tmp_path / "site" / "versions.jsonl"
+    async with serving(tmp_path / "data") as client:
+        run = await begin(client, tmp_path, key, 2)
+        if has_history:
+            async with sampling(client, tmp_path / "site", [key.public_key]) as site:
+                await site.reach(1)
+        await run.publish()
+        before = record.read_bytes() if has_history else b""
+        forger = Forger(client, tmp_path / "forged", target=2)
+        async with sampling(forger, tmp_path / "site", [key.public_key]) as site:
+            await _said(site, "version 2 is not usable")
+            assert site.take(-1) is None
+        assert record.read_bytes() == before
+        async with sampling(client, tmp_path / "site", [key.public_key]) as site:
+            assert (await site.reach(2)).manifest.state_root == run.roots[2]
+
+
+async def _said(site, words):
+    while words not in await site.refusal():
+        pass
 
 
 @contextlib.asynccontextmanager

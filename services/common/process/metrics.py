@@ -212,7 +212,8 @@ OUTBOX_BYTES = _gauge("sampler_outbox_bytes", "Bytes waiting in the outbox.")
 OUTBOX_DROPPED = _counter("sampler_outbox_dropped_total", "Groups that the coordinator did not take.", "reason")
 OUTBOX_SET_ASIDE = _counter(
     "sampler_outbox_set_aside_total",
-    "What a sampler did not deliver: damaged groups (row), a damaged file (file), groups under another name (renamed).",
+    "What a sampler did not deliver: damaged groups (row), a damaged file (file), groups under another name (renamed), "
+    "groups that the coordinator refused for good (refused).",
     "kind",
 )
 ENGINE_FAILURES = _counter(

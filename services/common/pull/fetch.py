@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import shutil
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 
 from heterorl.common.api import WeightsApi
@@ -32,6 +32,8 @@ from heterorl.common.weights.container import FRAME_BYTES
 STALL_S = 60.0
 """A link that brings no frame (at most 1 MiB) for so long is given up; the bytes received stay. The time in which a cap
 of this process lets no frame through comes on top."""
+MAX_COPIES = 8
+"""Largest way, in payloads of the largest size: a longer one is begun again from a snapshot. Bounds the disk used."""
 
 
 class Fetcher:
@@ -93,6 +95,14 @@ class Fetcher:
                 f"payload {name[:12]} states {payload.num_bytes} bytes, the layout allows {self._max_bytes} at most",
                 action="distrust the coordinator",
             )
+
+    def check_way(self, payloads: Sequence[PayloadRef]) -> None:
+        """Refuse payloads that are to lie side by side, one by one and together; see `check`."""
+        for payload in payloads:
+            self.check(payload)
+        total = sum(payload.num_bytes for payload in payloads)
+        if total > MAX_COPIES * self._max_bytes:
+            raise LimitExceeded(f"a plan of {total} bytes is over {MAX_COPIES} copies of the weights")
 
     async def _fetch(self, payload: PayloadRef) -> Path:
         pieces = self._pieces(payload)

@@ -12,14 +12,18 @@
     AGAIN     the same rungs are open, but MAX_REPLANS plans in one call are the last
     END       there is nothing below: the failure is the caller's
 
-Three rules. The coordinator chooses the plan, so a rung is read off the plan, and the highest that it rests on counts.
-What is struck out outlives a call: a version may take several, and what failed would only fail again in between. A
-version that was built opens all rungs but BASE, which whoever holds a version needs no more.
+Four rules. The coordinator chooses the plan, so a rung is read off the plan, and the highest that it rests on counts. A
+plan that rests on a rung that is struck out is itself damaged, and the failure is that of the rung that was asked for;
+so every failure but a few strikes another rung or ends the call, whatever the coordinator offers. What is struck out
+outlives a call: a version may take several, and what failed would only fail again in between. A version that was built
+opens all rungs but BASE, which whoever holds a version needs no more.
 """
 
 from __future__ import annotations
 
 import enum
+
+from heterorl.common.errors import StateMismatch
 
 
 class Rung(enum.Enum):
@@ -79,7 +83,13 @@ class Ladder:
         self.rung = Rung.SINGLES if is_held else Rung.SNAPSHOT
 
     def rest_on(self, rung: Rung) -> None:
-        """The plan turns out to rest on a higher rung."""
+        """The plan turns out to rest on a higher rung.
+
+        Raises:
+            StateMismatch: that rung is struck out; the plan counts as one that rests on the rung below.
+        """
+        if not self.is_open(rung):
+            raise StateMismatch(f"the plan rests on {rung.value}, which it was not to")
         self.rung = rung
 
     def fail(self, failure: Failure) -> bool:

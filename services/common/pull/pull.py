@@ -1,8 +1,8 @@
 """Getting a version: plan, fetch, apply to a staging copy, verify the whole state; nobody ever sees it half done.
 
-Guarantees: what is returned has exactly the manifest's state; what was held is never changed; a fetch goes on from the
-bytes on disk, also after a restart; a stalled link fails in bounded time; anything that fails its check is thrown away
-and the version is built another way, down the ladder
+Guarantees: what is returned has exactly the state of the manifest that was judged; what was held is never changed; a
+fetch goes on from the bytes on disk, also after a restart; a stalled link fails in bounded time; anything that fails
+its check is thrown away and the version is built another way, down the ladder
 
     merged deltas -> single deltas from what is held -> from the base model -> from a snapshot
 
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from heterorl.common.api import WeightsApi
-from heterorl.common.errors import CorruptData, LimitExceeded, StateMismatch, UnknownPayload
+from heterorl.common.errors import CorruptData, StateMismatch, UnknownPayload
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Clock
 from heterorl.common.pull.fetch import Fetcher
@@ -40,8 +40,6 @@ _LOG = logging.getLogger(__name__)
 Admit = Callable[[PullPlan], Awaitable[None]]
 """Looks at the last manifest of a plan, its target's, and raises when the version is not to be built; not asked about
 what is held."""
-MAX_COPIES = 8
-"""Largest plan, in payloads of the largest size: a longer way is begun again from a snapshot. Bounds the disk used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -157,12 +155,15 @@ class Puller:
         self._check(plan, held=held, want_version=want_version)
         self.way.begin(plan)
         if plan.kind is PlanKind.SAME and held is not None:
-            if is_from_base and admit is not None:
-                await admit(plan)
+            if is_from_base:
+                if admit is not None:
+                    await admit(plan)
+                _confirm(held, plan.manifests[-1])
             return held
         _LOG.debug("version %d: %s", plan.target_version, peer_words(plan.reason))
         if admit is not None:
             await admit(plan)
+        judged = plan.manifests[-1]
         # Only now: the way of a version that is not to be built is not asked for.
         plan = dataclasses.replace(plan, manifests=await self.way.manifests(plan))
         self._fetcher.keep_only(plan.payloads)
@@ -172,6 +173,7 @@ class Puller:
         self.fetch_s, self.fetched_bytes = fetched - started, sum(payload.num_bytes for payload in plan.payloads)
         metrics.PULL_SECONDS.observe(self.fetch_s)
         pulled = await asyncio.to_thread(self._apply, plan, paths, held)
+        _confirm(pulled, judged)
         self.apply_s = self._clock.monotonic() - fetched
         metrics.APPLY_SECONDS.observe(self.apply_s)
         self._fetcher.keep_only(())
@@ -184,11 +186,7 @@ class Puller:
         if plan.kind is PlanKind.SAME:
             return
         _check_target(plan, self._layout)
-        for payload in plan.payloads:
-            self._fetcher.check(payload)
-        total = sum(payload.num_bytes for payload in plan.payloads)
-        if total > MAX_COPIES * self._max_bytes:
-            raise LimitExceeded(f"a plan of {total} bytes is over {MAX_COPIES} copies of the weights")
+        self._fetcher.check_way(plan.payloads)
 
     async def _base_root(self) -> Digest | str:
         if not self._ladder.is_open(Rung.BASE):
@@ -244,12 +242,21 @@ class Puller:
         return PulledVersion(arena=staging, manifest=parent, manifest_digest=Digest(parent_digest))
 
 
+def _confirm(pulled: PulledVersion, judged: bytes) -> None:
+    """The last line of every way: the state was compared with the very manifest that `admit` saw."""
+    if pulled.manifest_digest != manifest_digest(judged):
+        raise StateMismatch(f"version {pulled.version} has not the manifest that was judged")
+
+
 def _check_plan(plan: PullPlan, *, held: PulledVersion | None, want_version: int) -> None:
     if want_version >= 0 and plan.target_version != want_version:
         raise StateMismatch(f"the plan leads to version {plan.target_version}, not {want_version}")
     if plan.kind is PlanKind.SAME:
         if held is None or held.version != plan.target_version:
             raise StateMismatch(f"the plan says that version {plan.target_version} is held already")
+        if plan.payloads:
+            # A manifest of the base model's would be taken from one place and the judged one from another.
+            raise StateMismatch(f"the plan says that version {plan.target_version} is held already, and has payloads")
     elif not plan.payloads or len(plan.manifests) not in (1, len(plan.payloads)):
         raise StateMismatch(f"the plan has {len(plan.payloads)} payloads and {len(plan.manifests)} manifests")
 

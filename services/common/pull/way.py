@@ -1,7 +1,9 @@
 """The manifests on the way to a version: the target's comes with the plan, the others are asked for in bounded pages.
 
 Guarantees: an answer is as large as its sender makes one, never as long as the way; what is kept is what the plan
-names, at most MAX_BYTES of it; every call brings at least the manifest that it was made for, or the way ends.
+names, at most MAX_BYTES of it; every call brings at least the manifest that it was made for, or the way ends. The
+target's manifest is the plan's last and no other, for that one was judged: a manifest's word about its own version
+counts for nothing where the plan shows one.
 """
 
 from __future__ import annotations
@@ -29,10 +31,20 @@ class Way:
         self._found: dict[int, bytes] = {}
 
     def begin(self, plan: PullPlan) -> None:
-        """Forget the plan before; whatever came with this one is at hand."""
-        self._wanted = frozenset(payload.to_version for payload in plan.payloads)
-        self._found = {}
-        self._keep(plan.manifests)
+        """Forget the plan before; whatever came with this one is at hand.
+
+        Raises:
+            StateMismatch: the plan shows another version's manifest for one of its payloads.
+            LimitExceeded: together they are too large.
+        """
+        numbers = [payload.to_version for payload in plan.payloads]
+        self._wanted, self._found = frozenset(numbers), {}
+        # By place, the last for the last: of two that claim one version it is the last that is judged.
+        for number, data in zip(reversed(numbers), reversed(plan.manifests), strict=False):
+            if manifest_from_bytes(data).version != number:
+                raise StateMismatch(f"the plan shows another version's manifest for version {number}")
+            self._found[number] = data
+        self._check_size()
 
     def end(self) -> None:
         """Forget everything."""
@@ -74,5 +86,8 @@ class Way:
                 continue
             if version in self._wanted:
                 self._found.setdefault(version, data)
+        self._check_size()
+
+    def _check_size(self) -> None:
         if sum(map(len, self._found.values())) > MAX_BYTES:
             raise LimitExceeded(f"the manifests of {len(self._wanted)} payloads are over {MAX_BYTES} bytes")

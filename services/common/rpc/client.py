@@ -25,6 +25,7 @@ from heterorl.common.types.run import (
     Registration,
     RunStatus,
 )
+from heterorl.common.types.words import peer_words
 from heterorl.common.wire.common import report_from_pb
 from heterorl.common.wire.policy import frame_checksum, plan_from_pb, publish_to_pb
 from heterorl.common.wire.rollout import (
@@ -239,7 +240,7 @@ class CoordinatorClient(LeaseCalls):
     async def abandon_groups(self, *, epoch: int, ids: Sequence[GroupId], reason: str) -> None:
         """Drop leased groups for good."""
         request = rollout_pb2.AbandonGroupsRequest(
-            epoch=epoch, ids=[group_id_to_pb(group_id) for group_id in ids], reason=reason
+            epoch=epoch, ids=[group_id_to_pb(group_id) for group_id in ids], reason=peer_words(reason)
         )
         await self._call("AbandonGroups", request)
 

@@ -15,6 +15,7 @@ from heterorl.common.errors import ConfigError, DependencyMissing, RewardError
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import RewardPart
+from heterorl.common.types.words import peer_words
 from heterorl.common.wire.common import bytes_digest
 
 _SEED_STRIDE = 1_000_003
@@ -70,7 +71,7 @@ class ReasoningGymTask:
         try:
             value = float(self._dataset(0).score_answer(answer=completion.strip(), entry=entry))
         except Exception as error:
-            raise RewardError(f"reasoning_gym failed on prompt {prompt.index}: {error!r}") from error
+            raise RewardError(f"reasoning_gym failed on prompt {prompt.index}: {peer_words(repr(error))}") from error
         if not math.isfinite(value):
             raise RewardError(f"reasoning_gym scored prompt {prompt.index} with {value}")
         return (RewardPart(name="score", value=value),)

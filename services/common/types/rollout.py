@@ -36,6 +36,12 @@ class VersionSpan:
     end: int
 
 
+MAX_REWARD_PARTS = 64
+"""Of one completion."""
+MAX_PART_NAME = 128
+"""Characters of a part's name, all printable."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardPart:
     """One named component of a reward."""

@@ -20,6 +20,7 @@ from heterorl.common.types.rollout import (
     WorkAssignment,
     WorkGrant,
 )
+from heterorl.common.types.words import peer_words
 from heterorl.common.wire.common import MAX_INT64
 from heterorl.common.wire.seal import as_bytes, open_group, receive, shell_of
 from heterorl.v1 import common_pb2, rollout_pb2
@@ -181,7 +182,9 @@ def rejections_to_pb(epoch: int, values: Sequence[Rejection]) -> rollout_pb2.Rej
     return rollout_pb2.RejectGroupsRequest(
         epoch=epoch,
         rejections=[
-            rollout_pb2.Rejection(id=group_id_to_pb(value.id), reason=reason_to_pb(value.reason), detail=value.detail)
+            rollout_pb2.Rejection(
+                id=group_id_to_pb(value.id), reason=reason_to_pb(value.reason), detail=peer_words(value.detail)
+            )
             for value in values
         ],
     )

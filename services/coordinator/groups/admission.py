@@ -11,10 +11,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from heterorl.common.types.common import Contract
-from heterorl.common.types.rollout import DropReason, FinishReason, Group, Rollout, SealedGroup
-
-MAX_REWARD_PARTS = 64
-MAX_NAME = 128
+from heterorl.common.types.rollout import (
+    MAX_PART_NAME,
+    MAX_REWARD_PARTS,
+    DropReason,
+    FinishReason,
+    Group,
+    Rollout,
+    SealedGroup,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +116,7 @@ def _rollout_problem(rollout: Rollout, contract: Contract) -> str:
     parts = rollout.reward_parts
     if not math.isfinite(rollout.reward) or not all(math.isfinite(part.value) for part in parts):
         return "reward: not finite"
-    if len(parts) > MAX_REWARD_PARTS or any(len(part.name) > MAX_NAME for part in parts):
+    if len(parts) > MAX_REWARD_PARTS or any(len(part.name) > MAX_PART_NAME for part in parts):
         return "reward_parts: too many or too long names"
     position = 0
     for span in rollout.spans:

@@ -51,6 +51,14 @@ _PROSE = Bound(length=4096, text=Text.PROSE)
 _TOKENS = Bound(count=MAX_TOKENS)
 _OF_LEARNER = Bound(count=1 << 15)
 """Entries that only a learner sends, one for each group or step of a version."""
+MAX_TAGS = 1 << 16
+"""Fields of all kinds in one message, those inside others included: 256 completions with 64 reward parts each."""
+TAGS: Mapping[str, int] = MappingProxyType(
+    dict.fromkeys(
+        ("PublishVersionRequest", "StreamGroupsRequest", "AbandonGroupsRequest", "RejectGroupsRequest"), 1 << 18
+    )
+)
+"""The same for messages that only a learner sends."""
 
 BOUNDS: Mapping[str, Bound] = MappingProxyType(
     {
@@ -116,6 +124,11 @@ BOUNDS: Mapping[str, Bound] = MappingProxyType(
 def bound_of(message: str, field: str) -> Bound:
     """The bound of a field of a message (its name without the package)."""
     return BOUNDS.get(f"{message}.{field}", DEFAULT)
+
+
+def tags_of(message: str) -> int:
+    """Most fields of all kinds in a request (its name without the package)."""
+    return TAGS.get(message, MAX_TAGS)
 
 
 def text_problem(text: str, bound: Bound) -> str:

@@ -29,10 +29,10 @@ from heterorl.coordinator.rpc.calls import Shares
 from heterorl.coordinator.rpc.gate import Gate
 from heterorl.coordinator.rpc.holders import Holder, holder_of
 from heterorl.coordinator.rpc.plain import read_push
-from heterorl.coordinator.rpc.scan import can_be_long, has_repeated, parse
+from heterorl.coordinator.rpc.scan import can_be_long, has_repeated, parse, parse_soon
 
 INLINE_BYTES = 1 << 14
-"""Messages up to this size are parsed on the event loop, in some milliseconds at worst."""
+"""Messages up to this size are parsed on the event loop, unless they have many fields."""
 PLAIN_BYTES = 1 << 22
 """Pushes up to this size are tried as plain ones, on the event loop too: they are copied, and little more."""
 PUSH = "/heterorl.v1.RolloutService/PushGroups"
@@ -129,11 +129,9 @@ class Door(grpc.aio.ServerInterceptor):
         message: Any = None
         if method == PUSH and len(data) <= PLAIN_BYTES:
             message = read_push(data)
-        if message is not None:
-            pass
-        elif len(data) <= INLINE_BYTES or not has_repeated(request):
-            message = parse(data, request)
-        else:
+        if message is None and (len(data) <= INLINE_BYTES or not has_repeated(request)):
+            message = parse_soon(data, request)
+        if message is None:
             async with self._parsing:
                 message = await asyncio.to_thread(parse, data, request)
         self._gate.check_request(method, peer, message)

@@ -21,10 +21,12 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from heterorl.common.errors import InvalidRequest
-from heterorl.coordinator.rpc.bounds import Bound, bound_of, text_problem
+from heterorl.coordinator.rpc.bounds import Bound, bound_of, tags_of, text_problem
 
-MAX_TAGS = 1 << 18
-"""Fields of all kinds in one message, those inside others included."""
+SOON_TAGS = 1024
+"""Fields that are read in some milliseconds at worst."""
+MAX_SAME = 4
+"""Times that a message may state one field that is not repeated; no program of ours states it twice."""
 MAX_UNKNOWN_BYTES = 1 << 16
 """Of fields that this program does not know, which a newer one may send."""
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
@@ -57,7 +59,7 @@ class _Field:
 
 
 _State = dict[int, Any]
-"""Of one message: entries so far of its repeated fields by number, states of its single inner messages by -number."""
+"""Of one message: entries so far of its fields by number, states of its single inner messages by -number."""
 
 
 def parse(data: bytes, descriptor: Descriptor) -> Message:
@@ -66,7 +68,27 @@ def parse(data: bytes, descriptor: Descriptor) -> Message:
     Raises:
         InvalidRequest: the bytes are no such message, or a field is over its bound; it names the field.
     """
-    _Scan(data).message(_fields(descriptor), 0, len(data), {}, "")
+    _Scan(data, tags_of(descriptor.name)).message(_fields(descriptor), 0, len(data), {}, "")
+    return _made(data, descriptor)
+
+
+def parse_soon(data: bytes, descriptor: Descriptor) -> Message | None:
+    """Make a message of its bytes; None where it has so many fields that this takes time.
+
+    Raises:
+        InvalidRequest: see `parse`.
+    """
+    scan = _Scan(data, SOON_TAGS)
+    try:
+        scan.message(_fields(descriptor), 0, len(data), {}, "")
+    except InvalidRequest:
+        if scan.is_over:
+            return None
+        raise
+    return _made(data, descriptor)
+
+
+def _made(data: bytes, descriptor: Descriptor) -> Message:
     try:
         message: Message = GetMessageClass(descriptor).FromString(data)
     except DecodeError as error:
@@ -111,18 +133,24 @@ def _fields(descriptor: Descriptor) -> Mapping[int, _Field]:
 class _Scan:
     """One pass over one message's bytes."""
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes, most_tags: int) -> None:
         self._data = data
+        self._most_tags = most_tags
         self._num_tags = 0
         self._unknown_bytes = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the message has more fields than were to be read."""
+        return self._num_tags > self._most_tags
 
     def message(self, fields: Mapping[int, _Field], position: int, end: int, state: _State, path: str) -> None:
         """Walk the fields of one message in [position, end)."""
         data = self._data
         while position < end:
             self._num_tags += 1
-            if self._num_tags > MAX_TAGS:
-                raise InvalidRequest(f"{path or 'message'}: more than {MAX_TAGS} fields in one message")
+            if self._num_tags > self._most_tags:
+                raise InvalidRequest(f"{path or 'message'}: more than {self._most_tags} fields in one message")
             tag, start = data[position], position + 1
             if tag > 127:
                 tag, start = self._varint(position, end)
@@ -150,6 +178,11 @@ class _Scan:
         is_packed = wire == _LENGTH and known.wire != _LENGTH and known.is_repeated
         if wire != known.wire and not is_packed:
             return False
+        if not known.is_repeated:
+            count = state.get(known.number, 0) + 1
+            if count > MAX_SAME:
+                raise InvalidRequest(f"{_join(path, known)}: more than {MAX_SAME} times in one message")
+            state[known.number] = count
         # Each entry has a byte at least: a list whose bound is beyond the message's length need not be counted.
         if known.is_repeated and known.bound.count < len(self._data):
             count = state.get(known.number, 0) + (self._packed(known, start, stop) if is_packed else 1)

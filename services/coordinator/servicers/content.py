@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from heterorl.common.process.tracing import well_formed
 from heterorl.common.types.common import Contract
+from heterorl.common.types.rollout import MAX_PART_NAME, MAX_REWARD_PARTS
 from heterorl.common.wire.common import MAX_INT64
-from heterorl.coordinator.groups.admission import MAX_NAME, MAX_REWARD_PARTS
 from heterorl.v1 import rollout_pb2
 
 _Bytes = NDArray[np.uint8]
@@ -89,7 +89,7 @@ def _are_parts_sound(rollout: Any) -> bool:
     parts = rollout.reward_parts
     if len(parts) > MAX_REWARD_PARTS or not math.isfinite(rollout.reward):
         return False
-    return all(math.isfinite(part.value) and len(part.name) <= MAX_NAME for part in parts)
+    return all(math.isfinite(part.value) and len(part.name) <= MAX_PART_NAME for part in parts)
 
 
 def _count(is_stop: NDArray[np.bool_], sizes: Sequence[int]) -> list[int]:

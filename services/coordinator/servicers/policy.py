@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc.aio
 
-from heterorl.common.errors import DigestMismatch, InvalidRequest
+from heterorl.common.errors import Busy, InvalidRequest
 from heterorl.common.process.metrics import BYTES
 from heterorl.common.types.digests import digest_field
 from heterorl.common.weights.container import FRAME_BYTES
@@ -72,7 +72,8 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
                 if message.WhichOneof("part") != "frame" or not 0 < len(frame) <= FRAME_BYTES:
                     raise InvalidRequest(f"upload: frames carry 1 to {FRAME_BYTES} bytes")
                 if frame_checksum(frame) != message.checksum:
-                    raise DigestMismatch("upload: a frame was damaged on its way", action="ask QueryUpload")
+                    # The link's failure: DigestMismatch says that the sender's content is wrong.
+                    raise Busy("upload: a frame was damaged on its way", action="ask QueryUpload", retry_after_s=1.0)
                 BYTES.labels("weights", "in").inc(len(frame))
                 yield frame
 

@@ -19,6 +19,8 @@ from heterorl.coordinator.sites.quotas import Quotas
 from heterorl.coordinator.store import tallies
 
 _LOG = logging.getLogger(__name__)
+MAX_SEEN = 16
+"""Incarnations of a site whose last sign of life is remembered, those seen most recently."""
 Holder = tuple[str, str]
 """A site and its incarnation."""
 
@@ -53,6 +55,7 @@ class Sites:
     def __init__(self, *, max_work_ahead_s: float = math.inf) -> None:
         self._seen: dict[Holder, _Seen] = {}
         self._max_work_ahead_s = max_work_ahead_s
+        self._seen_of: dict[str, set[str]] = {}
 
     def seen_at(self, holder: Holder) -> float | None:
         """Instant of a site's last sign of life; None when this process saw none."""
@@ -65,14 +68,14 @@ class Sites:
 
     def see(self, site: str, incarnation: str, now: float, *, policy_version: int | None = None) -> None:
         """Note a sign of life."""
-        seen = self._seen.setdefault((site, incarnation), _Seen(at=now))
+        seen = self._noted(site, incarnation, now)
         seen.at = now
         if policy_version is not None:
             seen.policy_version = policy_version
 
     def beat(self, beat: Heartbeat, now: float) -> None:
         """Note what a heartbeat says."""
-        seen = self._seen.setdefault((beat.site, beat.incarnation), _Seen(at=now))
+        seen = self._noted(beat.site, beat.incarnation, now)
         seen.at = now
         seen.policy_version = beat.policy_version
         seen.state_root = beat.state_root
@@ -82,8 +85,26 @@ class Sites:
 
     def note_canary(self, report: CanaryReport, difference: float | None, now: float) -> None:
         """Note how far a site's canary is off."""
-        seen = self._seen.setdefault((report.site, report.incarnation), _Seen(at=now))
-        seen.canary_difference = difference
+        self._noted(report.site, report.incarnation, now).canary_difference = difference
+
+    def _noted(self, site: str, incarnation: str, now: float) -> _Seen:
+        """What is known of an incarnation; a new one takes the place of its site's that was silent for longest."""
+        seen = self._seen.get((site, incarnation))
+        if seen is None:
+            seen = _Seen(at=now)
+            # Less what a registration forgot.
+            own = {each for each in self._seen_of.get(site, ()) if (site, each) in self._seen}
+            while len(own) >= MAX_SEEN:
+                longest = min(own, key=lambda each: self._last(site, each))
+                own.remove(longest)
+                self._seen.pop((site, longest), None)
+            self._seen_of[site] = own | {incarnation}
+            self._seen[site, incarnation] = seen
+        return seen
+
+    def _last(self, site: str, incarnation: str) -> float:
+        seen = self._seen.get((site, incarnation))
+        return -math.inf if seen is None else seen.at
 
     def versions_in_use(self, since: float) -> frozenset[int]:
         """Versions that sites seen since then generate with."""

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from heterorl.common.api import LearnerApi
-from heterorl.common.errors import PayloadMissing, RemoteError
+from heterorl.common.errors import DigestMismatch, PayloadMissing, RemoteError
 from heterorl.common.process.patience import Patience, is_transient
 from heterorl.common.types.policy import PayloadRef, PublishRequest
 from heterorl.learner.publish.upload import upload_all
 
 MAX_REPAIRS = 3
-"""Times that payloads are uploaded again because the coordinator says they are missing."""
+"""Times a payload that uploads begin again because the coordinator says that one is missing or wrong: each answer names
+one, and a power cut at the coordinator may have spoiled them all."""
 
 
 async def commit(
@@ -22,15 +23,16 @@ async def commit(
 
     Raises:
         GroupNotAvailable, ParentNotHead, StaleEpoch: it never will be.
-        PayloadMissing: the coordinator loses its payloads as fast as they are sent.
+        PayloadMissing, DigestMismatch: the coordinator loses its payloads as fast as they are sent.
     """
     num_repairs = 0
     while True:
         try:
             await api.publish_version(request)
-        except PayloadMissing:
+        except (PayloadMissing, DigestMismatch):
+            # Wrong is as good as missing: the coordinator removed what it found, and the files are still here.
             num_repairs += 1
-            if num_repairs > MAX_REPAIRS:
+            if num_repairs > MAX_REPAIRS * len(files):
                 raise
             await upload_all(api, files, epoch=request.epoch, patience=patience)
         except (RemoteError, TimeoutError) as error:

@@ -223,7 +223,7 @@ class Flavours:
         digest, scales = manifest_digest(signed.data), self._offered.get(name)
         if position.shadow is None:
             # Versions are abandoned: nobody may start from the state, but the scales stay.
-            scales = scales or await self._pulled_scales(name, version)
+            scales = scales or await self._pulled_scales(name, version, digest)
             return Form(version=version, digest=digest, shadow=None, scales=scales)
         if scales is not None:
             arena = Arena(self._layouts[name])
@@ -231,20 +231,20 @@ class Flavours:
             if await in_thread(arena.state_root, threads=self._threads) == manifest.state_root:
                 return Form(version=version, digest=digest, shadow=arena, scales=arena)
         try:
-            arena = await self._pull(name, version)
+            arena = await self._pull(name, version, digest)
         except (UnknownVersion, UnknownPayload, CorruptData) as error:
             _LOG.error("flavour %s: version %d is gone, the next one is a snapshot: %s", name, version, error)
             return Form(version=version, digest=digest, shadow=None, scales=scales)
         return Form(version=version, digest=digest, shadow=arena, scales=arena)
 
-    async def _pulled_scales(self, name: Flavour, version: int) -> Arena | None:
+    async def _pulled_scales(self, name: Flavour, version: int, digest: str) -> Arena | None:
         try:
-            return scales_of(await self._pull(name, version))
+            return scales_of(await self._pull(name, version, digest))
         except (UnknownVersion, UnknownPayload, CorruptData) as error:
             _LOG.warning("flavour %s gets new scales: those of version %d are gone: %s", name, version, error)
             return None
 
-    async def _pull(self, name: Flavour, version: int) -> Arena:
+    async def _pull(self, name: Flavour, version: int, digest: str) -> Arena:
         _LOG.info("rebuilding version %d of flavour %s from nothing", version, name)
         puller = TrustedPuller(
             api=self._api,
@@ -255,4 +255,7 @@ class Flavours:
             threads=self._threads,
             flavour=name,
         )
-        return (await puller.pull(version)).arena
+        pulled = await puller.pull(version)
+        if pulled.manifest_digest != digest:
+            raise StateMismatch(f"version {version} of flavour {name} was rebuilt with another manifest than was shown")
+        return pulled.arena

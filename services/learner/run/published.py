@@ -47,8 +47,13 @@ class PublishedVersions:
         """Digest of a version's manifest; empty for NO_VERSION."""
         return "" if version == NO_VERSION else manifest_digest(await self.manifest(version))
 
-    async def rebuild(self, version: int) -> Arena:
-        """The weights of a version as samplers have them, from the coordinator alone."""
+    async def rebuild(self, data: bytes) -> Arena:
+        """The weights of a version as samplers have them, from the coordinator alone; `data` is its manifest.
+
+        Raises:
+            StateMismatch: the coordinator leads to another signed version of this number.
+        """
+        version = manifest_from_bytes(data).version
         _LOG.info("rebuilding version %d from nothing", version)
         puller = TrustedPuller(
             api=self.api,
@@ -58,4 +63,8 @@ class PublishedVersions:
             trust=self.trust,
             threads=self.threads,
         )
-        return (await puller.pull(version)).arena
+        pulled = await puller.pull(version)
+        # A key may have signed two histories: the next delta starts from these weights and names this manifest.
+        if pulled.manifest_digest != manifest_digest(data):
+            raise StateMismatch(f"version {version} was rebuilt with another manifest than was shown")
+        return pulled.arena

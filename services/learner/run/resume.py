@@ -201,13 +201,14 @@ class Resumption:
 
     async def _shadow_of(self, version: int) -> Arena | None:
         """What samplers have at a version, so that a delta may start from it; None when nobody has it any more."""
-        root = manifest_from_bytes(await self.published.manifest(version)).state_root
+        data = await self.published.manifest(version)
+        root = manifest_from_bytes(data).state_root
         arena = await in_thread(find_published, self.store.paths(), version, root, self.backend.layout)
         if arena is not None:
             _LOG.info("version %d is taken from its checkpoint", version)
             return arena
         try:
-            return await self.published.rebuild(version)
+            return await self.published.rebuild(data)
         except (UnknownVersion, UnknownPayload, CorruptData) as error:
             _LOG.error("version %d cannot be rebuilt, the next version is a snapshot: %s", version, error)
             return None
@@ -221,7 +222,7 @@ class Resumption:
             "NO USABLE CHECKPOINT for version %d: its published weights become the masters, the optimizer starts anew",
             head,
         )
-        arena = await self.published.rebuild(head)
+        arena = await self.published.rebuild(data)
         await in_thread(self.backend.load_published, arena)
         self.publisher.position = Position(
             head_version=head, lineage_version=head, lineage_digest=manifest_digest(data), shadow=arena

@@ -102,13 +102,15 @@ class Rollback:
         # Asked now: an order heard of before may be carried out or taken back.
         version = (await self._patience.insist(lambda: self._api.renew_lease(epoch=self._epoch))).rollback_to
         if not self.is_due(version):
+            # Of a process that died on the way: whole copies of the weights, and nobody comes back for them.
+            await in_thread(_remove_leftovers, self._directory)
             return None
         position = self._publisher.position
         head = await self._published.manifest(position.head_version)
         if manifest_digest(head) != position.lineage_digest:
             raise StateMismatch(f"the manifest of version {position.head_version} is another than was published")
         try:
-            arena = await self._content(manifest_from_bytes(await self._published.manifest(version)))
+            arena = await self._content(await self._published.manifest(version))
         except (UnknownVersion, UnknownPayload, CorruptData) as error:
             self._refused = version
             _LOG.error("going back to version %d is not possible, training goes on: %s", version, error)
@@ -124,15 +126,16 @@ class Rollback:
         await self._publisher.publish(arena, step=step, saved_by=self._backend, is_last=True)
         return step
 
-    async def _content(self, target: Manifest) -> Arena:
+    async def _content(self, data: bytes) -> Arena:
+        target = manifest_from_bytes(data)
         shadow = self._publisher.position.shadow
         if shadow is None or target.layout_id != shadow.layout.layout_id:
-            return await self._published.rebuild(target.version)
+            return await self._published.rebuild(data)
         try:
             return await self._undo(target, shadow)
         except (NotReversible, UnknownVersion, UnknownPayload, CorruptData) as error:
             _LOG.info("version %d is rebuilt: %s", target.version, error)
-            return await self._published.rebuild(target.version)
+            return await self._published.rebuild(data)
 
     async def _undo(self, target: Manifest, shadow: Arena) -> Arena:
         fetcher = Fetcher(
@@ -151,12 +154,23 @@ class Rollback:
         )
         if any(payload.kind is PayloadKind.SNAPSHOT for payload in plan.payloads) or len(plan.payloads) > MAX_PAYLOADS:
             raise NotReversible(f"the way from version {target.version} is a {plan.kind.value} one")
+        fetcher.check_way(plan.payloads)
+        fetcher.keep_only(plan.payloads)
         fetches = [functools.partial(fetcher.fetch, payload) for payload in plan.payloads]
-        paths = [await self._patience.insist(fetch) for fetch in fetches]
         try:
-            return await in_thread(_undone, paths, shadow, target, self._directory)
-        finally:
+            paths = [await self._patience.insist(fetch) for fetch in fetches]
+            arena = await in_thread(_undone, paths, shadow, target, self._directory)
+        except (CorruptData, NotReversible, UnknownPayload):
+            # A later order must not meet a damaged one again; what a stop cut off is gone on with.
             fetcher.keep_only(())
+            raise
+        fetcher.keep_only(())
+        return arena
+
+
+def _remove_leftovers(directory: Path) -> None:
+    for path in [*directory.glob("undo/*"), *directory.glob("undo.*")]:
+        path.unlink(missing_ok=True)
 
 
 def _undone(paths: list[Path], shadow: Arena, target: Manifest, directory: Path) -> Arena:

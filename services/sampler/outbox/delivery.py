@@ -3,7 +3,8 @@
     deliver  waits for a group that is due; unblocked by the outbox (bell) or by time; goes on through outages
 
 Guarantees: a group leaves the outbox only by a terminal outcome of its own; whatever else happens, it is pushed again
-under the same id; what came before a link broke counts. No step of the wall clock holds a group.
+under the same id; what came before a link broke counts; one that is refused for good leaves an empty one in its place,
+so that nothing behind it waits. No step of the wall clock holds a group.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from heterorl.common.api import SamplerApi
-from heterorl.common.errors import DiskFull, MessageTooLarge, RemoteError, Unreachable
+from heterorl.common.errors import DiskFull, InvalidRequest, MessageTooLarge, RemoteError, Unreachable
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Bell, Clock, ring_or_time, steady
 from heterorl.common.process.patience import Patience
@@ -49,6 +50,8 @@ class Delivery:
         self._now = now or steady(clock)
         self._bell = bell
         self._patience = Patience(clock=clock, rng=rng)
+        self._is_alone = False
+        self._put_aside = 0
         self.num_delivered = 0
         """Groups that the coordinator took since this process began."""
         self.num_refused = 0
@@ -59,7 +62,8 @@ class Delivery:
         while True:
             ticket = self._bell.ticket()
             now = self._now()
-            groups, later = await asyncio.to_thread(self._outbox.due, now, limit=BATCH_GROUPS, max_bytes=BATCH_BYTES)
+            limit = 1 if self._is_alone else BATCH_GROUPS
+            groups, later = await asyncio.to_thread(self._outbox.due, now, limit=limit, max_bytes=BATCH_BYTES)
             if groups:
                 await self._push(groups)
             else:
@@ -69,6 +73,9 @@ class Delivery:
         started = self._clock.monotonic()
         try:
             outcomes = await self._api.push_groups(groups)
+        except InvalidRequest as error:
+            await self._isolate(groups, error)
+            return
         except RemoteError as error:
             # A coordinator that takes less than it did says how much when the site registers again.
             is_too_large = isinstance(error, MessageTooLarge)
@@ -78,6 +85,7 @@ class Delivery:
             _LOG.log(level, "%d groups wait %.1f s in the outbox: %s", len(groups), delay_s, error)
             await self._clock.sleep(delay_s)
             return
+        self._is_alone = False
         # Outcomes come in order; one that names another group is nobody's.
         answered = [
             (group, outcome) for group, outcome in zip(groups, outcomes, strict=False) if outcome.id == group.id
@@ -107,6 +115,21 @@ class Delivery:
             self._patience.reset()
         else:
             await self._clock.sleep(self._patience.delay_s(asked_s=asked_s))
+
+    async def _isolate(self, groups: Sequence[SealedGroup], error: InvalidRequest) -> None:
+        """Find the group that is refused for good, and put an empty one in its place: the others must not wait.
+
+        Raises:
+            InvalidRequest: an empty group is refused, too, so that it is not the group.
+        """
+        sequence = groups[0].id.sequence
+        if len(groups) > 1:
+            self._is_alone = True
+        elif sequence == self._put_aside:
+            raise error
+        elif await asyncio.to_thread(self._outbox.put_aside, sequence, peer_words(str(error))):
+            self._put_aside = sequence
+        await self._clock.sleep(self._patience.delay_s())
 
     async def _forget(self, settled: Sequence[int]) -> None:
         for stay_s in await asyncio.to_thread(self._outbox.delete, settled, now=self._now()):

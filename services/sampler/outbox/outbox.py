@@ -16,18 +16,17 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import xxhash
 
-from heterorl.common.errors import ConfigError, DiskFull, HeterorlError, InvalidRequest, MalformedPayload
+from heterorl.common.errors import DiskFull, HeterorlError, InvalidRequest, MalformedPayload
 from heterorl.common.process import metrics
-from heterorl.common.process.files import make_directory, try_lock
+from heterorl.common.process.files import make_directory
 from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.rollout import Group, GroupId, SealedGroup
 from heterorl.common.wire.seal import open_group, read_sealed, seal
-from heterorl.sampler.outbox.spool_file import NAME, open_spool, set_aside, typed
+from heterorl.sampler.outbox.spool_file import NAME, lock_spool, open_spool, set_aside, typed
 
 _LOG = logging.getLogger(__name__)
 MAX_SEQUENCE = 2**48
@@ -50,7 +49,7 @@ class Outbox:
 
     def __init__(self, directory: Path, *, site: str = "") -> None:
         make_directory(directory)
-        self._lock_file = _lock(directory / "lock")
+        self._lock_file = lock_spool(directory / "lock")
         self._mutex = threading.Lock()
         self._path = directory / NAME
         self._spooled: dict[int, float] = {}
@@ -175,6 +174,13 @@ class Outbox:
         starts = [self._spooled.pop(sequence) for sequence in sequences if sequence in self._spooled]
         return [] if now is None else [max(0.0, now - start) for start in starts]
 
+    def put_aside(self, sequence: int, problem: str) -> bool:
+        """Deliver an empty group in a group's place, and keep its bytes; False where the disk has no room for that."""
+        with self._reading():
+            statement = "SELECT payload, checksum FROM groups WHERE sequence = ?"
+            payload, checksum = self._connection.execute(statement, (sequence,)).fetchone()
+        return self._set_row_aside(sequence, payload, checksum, problem, is_refused=True)
+
     def level(self) -> Level:
         """How full the outbox is; waits for nothing."""
         return self._level
@@ -239,12 +245,15 @@ class Outbox:
         self._set_row_aside(sequence, payload, checksum, problem)
         return seal(self._empty(sequence))
 
-    def _set_row_aside(self, sequence: int, payload: bytes, checksum: bytes | None, problem: str) -> None:
-        metrics.OUTBOX_SET_ASIDE.labels("row").inc()
+    def _set_row_aside(
+        self, sequence: int, payload: bytes, checksum: bytes | None, problem: str, *, is_refused: bool = False
+    ) -> bool:
+        metrics.OUTBOX_SET_ASIDE.labels("refused" if is_refused else "row").inc()
+        what, advice = ("REFUSED", "see what the reward returns") if is_refused else ("DAMAGED", "check this disk")
         _LOG.error(
-            "GROUP %d OF THE OUTBOX IS DAMAGED (%s): it is not delivered, an empty one takes its place; its bytes are "
-            "in table set_aside of %s; check this disk",
-            sequence, problem, self._path,
+            "GROUP %d OF THE OUTBOX IS %s (%s): it is not delivered, an empty one takes its place; its bytes are "
+            "in table set_aside of %s; %s",
+            sequence, what, problem, self._path, advice,
         )  # fmt: skip
         data = seal(self._empty(sequence)).data
         # A full disk only leaves the row as it is: it is judged again the next time.
@@ -261,6 +270,8 @@ class Outbox:
                     (len(data), data, _checksum(sequence, data), sequence),
                 )
             self._change_level(0, len(data) - before)
+            return True
+        return False
 
     def _empty(self, sequence: int) -> Group:
         """A group that settles its sequence and nothing else: without rollouts it is refused for good."""
@@ -320,12 +331,3 @@ class Outbox:
 def _checksum(sequence: int, data: bytes) -> bytes:
     """xxh3-64 of a row, 8 bytes; its place is part of it."""
     return xxhash.xxh3_64_digest(data, seed=sequence)
-
-
-def _lock(path: Path) -> BinaryIO:
-    file = path.open("wb")
-    if not try_lock(file):
-        file.close()
-        action = "stop the other process or give each sampler its own state_dir"
-        raise ConfigError("state_dir", f"another sampler uses {path.parent}", action=action)
-    return file

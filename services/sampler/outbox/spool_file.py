@@ -13,10 +13,11 @@ import secrets
 import shutil
 import sqlite3
 from pathlib import Path
+from typing import BinaryIO
 
 from heterorl.common.errors import ConfigError, CorruptStore, DiskFull, HeterorlError
 from heterorl.common.process import metrics
-from heterorl.common.process.files import make_directory, sync_directory
+from heterorl.common.process.files import make_directory, sync_directory, try_lock
 
 _LOG = logging.getLogger(__name__)
 NAME = "outbox.sqlite"
@@ -36,6 +37,20 @@ _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 class _DamagedFile(Exception):
     """The bytes are no database, or one whose pages contradict each other."""
+
+
+def lock_spool(path: Path) -> BinaryIO:
+    """Take a spool for this process.
+
+    Raises:
+        ConfigError: another process has it.
+    """
+    file = path.open("wb")
+    if not try_lock(file):
+        file.close()
+        action = "stop the other process or give each sampler its own state_dir"
+        raise ConfigError("state_dir", f"another sampler uses {path.parent}", action=action)
+    return file
 
 
 def open_spool(directory: Path) -> sqlite3.Connection:

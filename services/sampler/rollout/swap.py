@@ -66,6 +66,9 @@ class Swap:
         self._on_quarantine = on_quarantine
         self._patience = Patience(clock=clock, rng=rng, cap_s=ENGINE_CAP_S)
         self._next_at = clock.monotonic()
+        # Of one engine of several that is out; the others take new versions meanwhile.
+        self._mending = Patience(clock=clock, rng=rng, cap_s=ENGINE_CAP_S)
+        self._mend_at = self._next_at
 
     @property
     def version(self) -> int:
@@ -73,13 +76,24 @@ class Swap:
         return self.reported.policy_version
 
     def due(self) -> PulledVersion | None:
-        """The version that the engine should have and has not, when it may be given it now."""
-        return self._staged() if self._clock.monotonic() >= self._next_at else None
+        """The version that the engine, or one of several, should have and has not, when it may be given it now."""
+        now = self._clock.monotonic()
+        newer = self._staged() if now >= self._next_at else None
+        if newer is None and self._is_partly_out and now >= self._mend_at:
+            return self._policy.take(NO_VERSION)
+        return newer
+
+    @property
+    def _is_partly_out(self) -> bool:
+        return self.version >= 0 and not self._engine.is_whole
 
     @property
     def wait_s(self) -> float | None:
         """Seconds until a version that waits for another attempt is due; None where none waits."""
-        return self._next_at - self._clock.monotonic() if self._staged() is not None else None
+        times = [self._next_at] if self._staged() is not None else []
+        if self._is_partly_out:
+            times.append(self._mend_at)
+        return min(times) - self._clock.monotonic() if times else None
 
     async def take(self, pulled: PulledVersion) -> None:
         """Give the engine a version, and let the coordinator compare what it computes with it."""
@@ -134,6 +148,10 @@ class Swap:
             pulled.version, decimal(self._policy.fetched_bytes), self._policy.fetch_s, self._policy.apply_s, swap_s,
         )  # fmt: skip
         self._patience.reset()
+        if self._engine.is_whole:
+            self._mending.reset()
+        else:
+            self._mend_at = self._clock.monotonic() + self._mending.delay_s()
         metrics.SWAP_SECONDS.observe(swap_s)
         metrics.POLICY_VERSION.set(pulled.version)
         self.note_age("apply", pulled.version)

@@ -33,6 +33,7 @@ class VllmSource:
         sampling: SamplingSemantics,
         weights_dir: Path,
         lora: LoraConfig = ALL_WEIGHTS,
+        canary_device: str = "cpu",
     ) -> None:
         """Load the model on the CPU: the reference, which keeps no weights of its own.
 
@@ -42,12 +43,14 @@ class VllmSource:
             sampling: what a log-prob means.
             weights_dir: where a private directory for the weights on their way is made.
             lora: adapters to take instead of all weights; the base model stays, in vLLM and in the reference.
+            canary_device: what computes the reference, a module's weights at a time.
 
         Raises:
             ConfigError: the model cannot be loaded.
         """
         self.model_dir = model_dir
         self.sampling = sampling
+        self._canary_device = canary_device
         self.model, self.vocab_size = _load_on_cpu(model_dir, published_dtype)
         self.lora = lora.settings(base_digest(self.model) if lora.is_on else Digest(""))
         if self.lora.rank:
@@ -78,7 +81,7 @@ class VllmSource:
         """The version's file, from the first who asks for it until the last one has done with it."""
         with self._writing:
             if not self._num_readers:
-                self._reference = self._reference or Reference(self.model, self.layout)
+                self._reference = self._reference or Reference(self.model, self.layout, device=self._canary_device)
                 self._known = {}
                 try:
                     self.swap_bytes = self.weights.write(arena)

@@ -9,10 +9,9 @@ from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.tasks.rewards.process import LoadFailed, RewardPool
 from heterorl.common.tasks.task import Prompt, Task
 from heterorl.common.types.common import Digest
-from heterorl.common.types.rollout import RewardPart
+from heterorl.common.types.rollout import MAX_PART_NAME, MAX_REWARD_PARTS, RewardPart
+from heterorl.common.types.words import peer_words
 from heterorl.common.wire.common import bytes_digest
-
-MAX_PARTS = 64
 
 
 class OwnReward:
@@ -54,9 +53,15 @@ class OwnReward:
         except RewardError as error:
             raise RewardError(f"the reward function failed on prompt {prompt.index}: {error}") from error
         parts = tuple(RewardPart(name=str(name), value=float(part)) for name, part in reply["parts"].items())
-        if not 1 <= len(parts) <= MAX_PARTS:
-            problem = f"{len(parts)} parts, 1 to {MAX_PARTS} are allowed"
+        if not 1 <= len(parts) <= MAX_REWARD_PARTS:
+            problem = f"{len(parts)} parts, 1 to {MAX_REWARD_PARTS} are allowed"
             raise RewardError(f"the reward function returned {problem} on prompt {prompt.index}")
+        for part in parts:
+            # The coordinator takes no other: a group with one would be refused at every push.
+            if len(part.name) > MAX_PART_NAME or not part.name.isprintable():
+                name = peer_words(part.name, most=MAX_PART_NAME)
+                problem = f"the name of a part, {name!r}, is not at most {MAX_PART_NAME} printable characters"
+                raise RewardError(f"{problem} on prompt {prompt.index}")
         if not all(math.isfinite(part.value) for part in parts):
             raise RewardError(f"the reward function returned a value that is not finite on prompt {prompt.index}")
         return parts

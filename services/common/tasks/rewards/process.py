@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from heterorl.common.errors import RewardError
+from heterorl.common.types.words import peer_words
 
 SCRIPT = Path(__file__).parent / "worker.py"
 START_TIMEOUT_S = 120.0
@@ -28,6 +29,8 @@ START_TIMEOUT_S = 120.0
 MAX_REPLY_BYTES = 1 << 20
 START_AFTER_S = 0.25
 """About what a start costs: for less, callers wait for the processes that run."""
+MAX_WORDS = 600
+"""Characters of an error and the line that raised it."""
 _GRACE_S = 5.0
 """The worker's own limit comes so much later than its parent's, which it only replaces."""
 
@@ -93,7 +96,8 @@ class RewardProcess:
             self.close()
             raise RewardError(str(error) or "no answer") from error
         if "error" in reply:
-            raise RewardError(str(reply["error"]))
+            # It may hold a completion, which is a peer's.
+            raise RewardError(peer_words(str(reply["error"]), most=MAX_WORDS))
         return reply
 
     def kill(self) -> None:

@@ -24,6 +24,8 @@ from types import ModuleType
 from typing import Any
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
+MAX_WORDS = 300
+"""Characters of an error's text."""
 
 
 class LoadError(Exception):
@@ -166,7 +168,8 @@ def _words(error: BaseException) -> str:
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     own = [frame for frame in own if not frame.filename.startswith("<frozen")]
     place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
-    return f"{type(error).__name__}: {error}{place}"
+    # A reward that raises with the completion in its words must not push the place out.
+    return f"{type(error).__name__}: {str(error)[:MAX_WORDS]}{place}"
 
 
 def _near(name: str, module: ModuleType) -> str:

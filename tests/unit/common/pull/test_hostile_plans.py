@@ -12,8 +12,8 @@ from heterorl.common.identity.signing import Signer
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.identity.trust import Trust
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.pull.fetch import Fetcher
-from heterorl.common.pull.pull import MAX_COPIES, Puller
+from heterorl.common.pull.fetch import MAX_COPIES, Fetcher
+from heterorl.common.pull.pull import Puller
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind, PayloadRef

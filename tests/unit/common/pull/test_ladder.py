@@ -1,12 +1,15 @@
 """The ways to a version: every entry of the table, and a puller that is driven down the whole ladder."""
 
+import contextlib
+import dataclasses
 import itertools
 
 import pytest
 
-from heterorl.common.errors import CorruptData, UnknownPayload
+from heterorl.common.errors import CorruptData, StateMismatch, UnknownPayload
 from heterorl.common.pull import ladder
 from heterorl.common.pull.ladder import MAX_REPLANS, TABLE, Failure, Ladder, Move, Rung
+from heterorl.common.types.policy import PayloadKind, PayloadRef, PlanKind
 from tests.support.merging import merging, published, puller
 
 HEAD = 8
@@ -53,6 +56,20 @@ def test_plans_are_made_anew_so_often_in_a_call_whatever_they_rest_on():
     assert found.fail(Failure.GONE)
 
 
+@pytest.mark.parametrize("failure", list(Failure))
+@pytest.mark.parametrize("offered", [Rung.MERGED, Rung.BASE])
+def test_call_ends_whatever_is_offered_again_and_again(offered, failure):
+    found = Ladder()
+    found.begin_call()
+    for number in itertools.count():
+        found.begin(is_held=found.is_open(Rung.SINGLES))
+        with contextlib.suppress(StateMismatch):
+            found.rest_on(offered)
+        if not found.fail(failure):
+            break
+        assert number < len(Rung) + MAX_REPLANS
+
+
 class Hostile:
     """A coordinator that notes how it is asked for plans, and whose payloads are damaged or gone when told."""
 
@@ -60,13 +77,22 @@ class Hostile:
         self._core = core
         self.asked = []
         self.failure = None
+        self.insists = False
 
     def __getattr__(self, name):
         return getattr(self._core, name)
 
     async def plan_pull(self, **wanted):
         self.asked.append((wanted["have_version"], wanted["accept_merged"], bool(wanted["base_root"])))
-        return await self._core.plan_pull(**wanted)
+        plan = await self._core.plan_pull(**wanted)
+        if not self.insists:
+            return plan
+        # As fast as the caller asks; a test that fails is to end.
+        assert len(self.asked) < 20
+        payload = PayloadRef(
+            kind=PayloadKind.MERGED, from_version=0, to_version=plan.target_version, digest="a" * 64, num_bytes=1 << 60
+        )
+        return dataclasses.replace(plan, kind=PlanKind.MERGED, payloads=(payload,), manifests=plan.manifests[-1:])
 
     async def read_payload(self, *, digest, offset):
         if self.failure is Failure.GONE:
@@ -114,6 +140,18 @@ async def test_damage_leads_down_every_rung_and_what_failed_is_remembered_until_
     await pulling.pull(held=held, want_version=HEAD)
     await pulling.pull(held=None, want_version=HEAD)
     assert api.asked == [MERGED, (-1, True, False)], "all rungs but the base are open again"
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+async def test_merged_deltas_that_were_not_asked_for_lead_down_the_ladder_to_its_end(world, is_held):
+    api, run, pulling, held = world
+    api.insists = True
+    with pytest.raises(StateMismatch, match="rests on merged deltas"):
+        await pulling.pull(held=held if is_held else None, want_version=HEAD)
+    assert api.asked == ([MERGED, SINGLES, BASE, SNAPSHOT] if is_held else [(-1, True, True), BASE, SNAPSHOT])
+
+    api.insists = False
+    assert (await pulling.pull(held=held, want_version=HEAD)).arena.state_root() == run.roots[HEAD]
 
 
 async def test_payloads_that_went_cost_the_merged_rung_alone(world):

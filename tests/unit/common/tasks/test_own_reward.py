@@ -16,6 +16,8 @@ from heterorl.common.process.config import load
 from heterorl.common.tasks.registry import TaskConfig, build_task
 from heterorl.common.tasks.rewards.process import SCRIPT
 from heterorl.common.tasks.scoring import score_group
+from heterorl.common.types.rollout import MAX_PART_NAME, MAX_REWARD_PARTS
+from heterorl.coordinator.rpc.bounds import bound_of, text_problem
 from heterorl.learner.config import LearnerConfig
 
 REWARD = """
@@ -87,6 +89,39 @@ def test_a_reward_that_raises_names_the_users_own_line(place):
 
     with pytest.raises(RewardError, match=r"KeyError: 'x' \(.*mytask/rewards.py, line \d+\)"):
         task.score(task.prompt(0), "x")
+
+
+def test_a_reward_that_raises_with_the_completion_in_its_words_says_one_short_line(place):
+    write(place, "mytask/rewards.py", "def score(p, c, a):\n    raise ValueError('not an answer: ' + c)\n")
+    task = task_in(place)
+    completion = "7\n\x1b[2J2026 CRITICAL forged \ud800" * 20_000
+
+    with pytest.raises(RewardError, match=r"ValueError: not an answer: 7 .*\(.*mytask/rewards.py, line 2\)") as raised:
+        task.score(task.prompt(0), completion)
+
+    words = str(raised.value)
+    assert len(words) < 1000
+    assert words.isprintable()
+
+
+@pytest.mark.parametrize("name", ["right\u00a0answer", "tags\n", "x" * (MAX_PART_NAME + 1), "\ud800"])
+def test_a_part_whose_name_no_coordinator_takes_is_an_error_and_no_group(place, name):
+    """A group with such a name would be refused for good, by every site that has this reward."""
+    write(place, "mytask/rewards.py", f"def score(p, c, a):\n    return {{{name!r}: 1.0}}\n")
+    task = task_in(place)
+
+    with pytest.raises(RewardError, match="the name of a part.* on prompt 0") as raised:
+        task.score(task.prompt(0), "x")
+    assert str(raised.value).isprintable()
+
+
+def test_a_part_whose_name_is_as_long_as_a_coordinator_takes_is_one(place):
+    name = "\u00e9" * MAX_PART_NAME
+    write(place, "mytask/rewards.py", f"def score(p, c, a):\n    return {{{name!r}: 1.0}}\n")
+
+    assert task_in(place).score(task_in(place).prompt(0), "x")[0].name == name
+    assert not text_problem(name, bound_of("RewardPart", "name"))
+    assert bound_of("Rollout", "reward_parts").count >= MAX_REWARD_PARTS
 
 
 def test_the_directory_is_that_of_the_configuration_file(place, tmp_path, monkeypatch):

@@ -1,6 +1,8 @@
 """Every repeated field, text and bytes field of every request is bounded before anything is made of its bytes."""
 
+import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from google.protobuf import message_factory
@@ -8,12 +10,24 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.internal import encoder, wire_format
 
 from heterorl.common.errors import InvalidRequest
-from heterorl.coordinator.rpc.bounds import BOUNDS, Text, bound_of
-from heterorl.coordinator.rpc.scan import MAX_TAGS, MAX_UNKNOWN_BYTES, parse
+from heterorl.common.types.rollout import MAX_REWARD_PARTS
+from heterorl.coordinator.rpc import door
+from heterorl.coordinator.rpc.bounds import BOUNDS, MAX_TAGS, TAGS, Text, bound_of, tags_of
+from heterorl.coordinator.rpc.scan import MAX_SAME, MAX_UNKNOWN_BYTES, SOON_TAGS, parse, parse_soon
 from heterorl.v1 import common_pb2, policy_pb2, rollout_pb2, run_pb2
 from tests.support.protos import REQUESTS, bytes_field, entries, fields, is_repeated, wrapped
 
 WAYS = [(request, way) for request in REQUESTS for way in fields(request)]
+_WIRES = {
+    FieldDescriptor.TYPE_DOUBLE: wire_format.WIRETYPE_FIXED64,
+    FieldDescriptor.TYPE_FIXED64: wire_format.WIRETYPE_FIXED64,
+    FieldDescriptor.TYPE_FLOAT: wire_format.WIRETYPE_FIXED32,
+    FieldDescriptor.TYPE_FIXED32: wire_format.WIRETYPE_FIXED32,
+    FieldDescriptor.TYPE_STRING: wire_format.WIRETYPE_LENGTH_DELIMITED,
+    FieldDescriptor.TYPE_BYTES: wire_format.WIRETYPE_LENGTH_DELIMITED,
+    FieldDescriptor.TYPE_MESSAGE: wire_format.WIRETYPE_LENGTH_DELIMITED,
+}
+_WIDTHS = {wire_format.WIRETYPE_FIXED64: 8, wire_format.WIRETYPE_FIXED32: 4}
 NAMES = [f"{request.name}.{'.'.join(field.name for field in way)}" for request, way in WAYS]
 
 
@@ -121,6 +135,65 @@ def test_fields_of_all_kinds_together_are_bounded():
 
     with pytest.raises(InvalidRequest, match=f"more than {MAX_TAGS} fields"):
         parse(data, rollout_pb2.PushGroupsRequest.DESCRIPTOR)
+
+
+@pytest.mark.parametrize("request_type", REQUESTS, ids=[request.name for request in REQUESTS])
+def test_field_that_is_said_again_and_again_is_refused_before_the_next(request_type):
+    """The parser takes the last one, so that a small message could be scanned for seconds."""
+    for field in request_type.fields:
+        if is_repeated(field):
+            continue
+        wire = _WIRES.get(field.type, wire_format.WIRETYPE_VARINT)
+        one = encoder.TagBytes(field.number, wire) + b"\x00" * _WIDTHS.get(wire, 1)
+        parse(one * MAX_SAME, request_type)
+        with pytest.raises(InvalidRequest, match=rf"^{field.name}: more than {MAX_SAME} times"):
+            parse(one * (MAX_SAME + 1), request_type)
+
+
+def test_field_said_again_in_messages_that_the_parser_merges_is_counted_as_one():
+    group = rollout_pb2.PushGroupsRequest(group=rollout_pb2.Group(prompt_index=1)).SerializeToString()
+
+    parse(group * MAX_SAME, rollout_pb2.PushGroupsRequest.DESCRIPTOR)
+    with pytest.raises(InvalidRequest, match=rf"^group: more than {MAX_SAME} times"):
+        parse(group * (MAX_SAME + 1), rollout_pb2.PushGroupsRequest.DESCRIPTOR)
+
+
+def test_message_of_many_fields_is_not_parsed_soon():
+    request = rollout_pb2.LeaseWorkRequest.DESCRIPTOR
+    newer = encoder.TagBytes(900, wire_format.WIRETYPE_VARINT) + b"\x01"
+
+    assert parse_soon(newer * SOON_TAGS, request) == parse(newer * SOON_TAGS, request)
+    assert parse_soon(newer * (SOON_TAGS + 1), request) is None
+    with pytest.raises(InvalidRequest, match="malformed"):
+        parse_soon(newer * SOON_TAGS + b"\x0a\x05a", request) or parse_soon(b"\x0a\x05a", request)
+
+
+async def test_event_loop_never_reads_a_message_of_many_fields(monkeypatch):
+    """Whatever its kind: with a few such calls at a time one caller stopped the lease's renewals and the watchdog."""
+    gate = SimpleNamespace(recheck=lambda peer: None, check_request=lambda *asked: None)
+    threads = []
+    real = door.parse
+    monkeypatch.setattr(door, "parse", lambda *args: threads.append(threading.get_ident()) or real(*args))
+    newer = encoder.TagBytes(900, wire_format.WIRETYPE_VARINT) + b"\x01"
+    guard = door.Door(gate, shares=None, budget=None)
+
+    for count in (1, SOON_TAGS + 1):
+        await guard.message("/heterorl.v1.RolloutService/LeaseWork", None, newer * count)
+
+    assert len(threads) == 1
+    assert threads[0] != threading.get_ident()
+
+
+def test_only_a_learner_needs_many_fields():
+    for request in REQUESTS:
+        has_more = tags_of(request.name) > MAX_TAGS
+        assert has_more == (request.name in TAGS)
+    largest = rollout_pb2.Rollout(
+        spans=[rollout_pb2.VersionSpan(version=1, start=1, end=2)] * 8,
+        reward_parts=[rollout_pb2.RewardPart(name="part", value=1.0)] * MAX_REWARD_PARTS,
+    )
+    group = rollout_pb2.Group(rollouts=[largest] * 256)
+    parse(rollout_pb2.PushGroupsRequest(group=group).SerializeToString(), rollout_pb2.PushGroupsRequest.DESCRIPTOR)
 
 
 def test_what_passes_is_what_was_sent():

@@ -1,6 +1,7 @@
 """A site may register ever new incarnations: what is kept of them, and what a status costs, is bounded."""
 
 import dataclasses
+import sqlite3
 
 import pytest
 
@@ -8,7 +9,8 @@ from heterorl.common.types.common import SiteId
 from heterorl.common.types.rollout import GroupId, PushStatus
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.sites.incarnations import EARLIER, KEPT, SHOWN
+from heterorl.coordinator.sites.incarnations import EARLIER, KEPT, SHOWN, shown
+from heterorl.coordinator.sites.sites import MAX_SEEN
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, SITE, Run
 
@@ -102,3 +104,44 @@ async def test_site_registered_by_an_earlier_program_is_pruned_too(run):
     await run.register()
 
     assert await _rows(run) == KEPT
+
+
+async def test_many_that_pushed_and_push_again_are_neither_remembered_nor_shown(run):
+    """Of each a sign of life would be kept, and named in one statement: SQLite takes so many values and no more."""
+    await run.api.database.run(lambda connection: connection.setlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER, 30))
+    count = 3 * MAX_SEEN
+    pushed = [(await _push(run, f"i{number}"))[0] for number in range(count)]
+    await run.api.push_groups(pushed)
+    await run.register(site=SiteId("us-1"), incarnation=INCARNATION)
+
+    sites = (await run.api.get_status()).sites
+
+    assert len(run.api.parts.sites._seen) == MAX_SEEN + 1
+    own = [entry for entry in sites if entry.site == SITE]
+    assert len(own) <= 1 + KEPT + MAX_SEEN
+    assert sum(entry.groups_accepted for entry in own) == count
+    assert [entry.last_seen_s for entry in sites if entry.site == "us-1"] == [0]
+
+
+async def test_incarnation_that_is_seen_most_recently_is_remembered(run):
+    await run.register(incarnation="lives")
+    sites, clock = run.api.parts.sites, run.api.parts.clock
+    for number in range(3 * MAX_SEEN):
+        clock.advance(1.0)
+        sites.see(SITE, f"i{number}", clock.monotonic())
+        sites.see(SITE, "lives", clock.monotonic())
+
+    assert sites.silence_s((SITE, "lives"), clock.monotonic()) == 0
+    assert len(sites._seen) == MAX_SEEN
+
+
+async def test_many_that_hold_work_are_named_whatever_sqlite_takes_at_once(run):
+    def hold(connection):
+        connection.setlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER, 30)
+        connection.executemany(
+            "INSERT INTO sites (site, incarnation, engine, dtype) VALUES (?, ?, '', '')",
+            [(SITE, f"i{number}") for number in range(100)],
+        )
+        return shown(connection, {(SITE, f"i{number}") for number in range(100)})
+
+    assert len(await run.api.database.run(hold)) == 101

@@ -460,6 +460,28 @@ async def test_learner_goes_on_only_from_flavours_that_its_key_signed(core, tmp_
         await World.open(core, tmp_path, signer=signer)
 
 
+async def test_flavour_is_rebuilt_for_the_manifest_that_the_next_version_names(core, tmp_path, caplog, monkeypatch):
+    """Of two versions that one key signed, the state of one is never continued under the other's name."""
+    await (await World.open(core, tmp_path)).advance()
+    # Without the checkpoint's scales the state must come from the coordinator.
+    monkeypatch.setattr(Flavours, "offer_scales", lambda self, scales: None)
+    genuine = core.get_signed_manifest
+
+    async def other(*, version, flavour=""):
+        signed = await genuine(version=version, flavour=flavour)
+        if flavour != "int8":
+            return signed
+        other = dataclasses.replace(manifest_from_bytes(signed.data), num_changed=7)
+        return dataclasses.replace(signed, data=manifest_to_bytes(other))
+
+    core.get_signed_manifest = other
+    await World.open(core, tmp_path)
+
+    assert "flavour int8: version 1 is gone, the next one is a snapshot" in caplog.text
+    assert "was rebuilt with another manifest than was shown" in caplog.text
+    assert "flavour fp8_e4m3: version 1 is gone" not in caplog.text
+
+
 async def test_sampler_of_a_flavour_that_nobody_publishes_is_told_what_there_is(core, tmp_path):
     await World.open(core, tmp_path, names=("int8",))
     await fill(core, 1, contract=make_contract(LAYOUT))

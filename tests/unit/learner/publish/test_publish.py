@@ -29,6 +29,7 @@ from heterorl.common.weights.arena import Arena, Layout, TensorSpec
 from heterorl.common.weights.payload import apply_payload
 from heterorl.common.wire.policy import manifest_from_bytes, manifest_to_bytes
 from heterorl.learner.publish.checkpoint import CheckpointStore
+from heterorl.learner.publish.commit import MAX_REPAIRS
 from heterorl.learner.publish.encode import Position, encode_version
 from heterorl.learner.publish.journal import Journal
 from heterorl.learner.publish.publish import Publisher
@@ -287,6 +288,47 @@ async def test_missing_payload_is_uploaded_again(coordinator, tmp_path):
     await world.resume()
 
     assert (await coordinator.get_status()).head_version == 0
+
+
+class PowerCut:
+    """A coordinator that loses power in the first upload of each payload: all its bytes are there then, and wrong."""
+
+    def __init__(self, core, partial):
+        self._core, self._partial = core, partial
+        self.lost = []
+
+    def __getattr__(self, name):
+        return getattr(self._core, name)
+
+    async def upload_payload(self, *, digest, num_bytes, **rest):
+        if digest in self.lost:
+            return await self._core.upload_payload(digest=digest, num_bytes=num_bytes, **rest)
+        self.lost.append(digest)
+        (self._partial / digest).write_bytes(bytes(num_bytes))
+        raise Unreachable("power cut")
+
+
+async def test_payloads_that_are_all_there_and_wrong_are_uploaded_again(coordinator, tmp_path, monkeypatch):
+    monkeypatch.setattr("heterorl.learner.publish.commit.MAX_REPAIRS", 1)
+    api = PowerCut(coordinator, coordinator.config.data_dir / "partial")
+    world = await World.open(coordinator, tmp_path, api=api, snapshot_every_versions=1)
+
+    await world.resume()
+    await world.advance()
+
+    assert len(api.lost) == 3, "a snapshot, then a delta and a snapshot: each is found wrong by itself"
+    assert (await coordinator.get_status()).head_version == 1
+
+
+@pytest.mark.parametrize("error", [PayloadMissing, DigestMismatch])
+async def test_payload_that_is_never_right_ends_the_publication(coordinator, tmp_path, error):
+    fail = {("publish_version", number): error("again") for number in range(1, 100)}
+    api = FragileApi(coordinator, fail=fail)
+    world = await World.open(coordinator, tmp_path, api=api)
+
+    with pytest.raises(error):
+        await world.resume()
+    assert api.calls.count("publish_version") == 1 + MAX_REPAIRS
 
 
 # ---- resumption

@@ -1,6 +1,7 @@
 """Going back by order: the next version holds what an earlier one held, once, whoever dies, and training goes on."""
 
 import asyncio
+import dataclasses
 import logging
 
 import numpy as np
@@ -8,9 +9,11 @@ import pytest
 
 from heterorl.common.errors import InvalidRequest, NotReversible, StaleEpoch, UnknownVersion
 from heterorl.common.process.clock import SystemClock
+from heterorl.common.pull.fetch import MAX_COPIES
 from heterorl.common.pull.pull import Puller
-from heterorl.common.types.policy import PayloadKind
+from heterorl.common.types.policy import PayloadKind, PayloadRef
 from heterorl.common.weights.compose import compose
+from heterorl.common.weights.container import max_file_bytes
 from heterorl.common.weights.negate import negate
 from heterorl.common.weights.payload import file_digest
 from heterorl.common.wire.policy import manifest_from_bytes
@@ -287,3 +290,66 @@ async def test_superseded_learner_carries_out_nothing(core, tmp_path):
         await learn(config, Late(core), GentleBackend())
 
     assert await ordered(core) == (1, 3)
+
+
+class Crooked:
+    """Answers the way back from version 1 with `payloads`, if any, or damages what lies on it; notes what is read."""
+
+    def __init__(self, core, *, payloads=(), is_damaging=False):
+        self._core, self._payloads, self.is_damaging = core, payloads, is_damaging
+        self.read, self._damaged = [], set()
+
+    def __getattr__(self, name):
+        return getattr(self._core, name)
+
+    async def plan_pull(self, *, have_version, **wanted):
+        plan = await self._core.plan_pull(have_version=have_version, **wanted)
+        if have_version == 1:
+            self._damaged = {payload.digest for payload in plan.payloads} if self.is_damaging else set()
+        return dataclasses.replace(plan, payloads=self._payloads) if self._payloads and have_version == 1 else plan
+
+    async def read_payload(self, *, digest, **wanted):
+        self.read.append(digest)
+        async for frame in self._core.read_payload(digest=digest, **wanted):
+            yield bytes(len(frame)) if digest in self._damaged else frame
+
+
+async def test_way_back_fills_no_disk(core, tmp_path):
+    """What is larger than a puller would fetch is not fetched for a way back either."""
+    config = await trained(core, tmp_path, GentleBackend())
+    await core.rollback(to_version=1, request_id="one")
+    names = [f"{number:064x}" for number in range(MAX_COPIES + 1)]
+    size = max_file_bytes(LAYOUT.chunks)
+    refs = [
+        PayloadRef(kind=PayloadKind.DELTA, from_version=1, to_version=3, digest=name, num_bytes=size) for name in names
+    ]
+    api = Crooked(core, payloads=tuple(refs))
+
+    await learn(config, api, GentleBackend())
+
+    assert not set(api.read) & set(names)
+    assert (await manifest(core, 4)).state_root == (await manifest(core, 1)).state_root
+
+
+async def test_payload_of_a_way_back_that_arrived_damaged_is_not_kept(core, tmp_path):
+    config = await trained(core, tmp_path, GentleBackend())
+    await core.rollback(to_version=1, request_id="one")
+
+    await learn(config, Crooked(core, is_damaging=True), GentleBackend())
+
+    assert (await manifest(core, 4)).state_root == (await manifest(core, 1)).state_root, "rebuilt"
+    assert list((tmp_path / "learner" / "payloads" / "undo").iterdir()) == []
+
+
+async def test_leftovers_of_an_order_go_with_it(core, tmp_path):
+    """A process that died on the way left whole copies of the weights; the order was taken back meanwhile."""
+    config = await trained(core, tmp_path, GentleBackend())
+    payloads = tmp_path / "learner" / "payloads"
+    (payloads / "undo").mkdir(exist_ok=True)
+    left = [payloads / "undo" / ("f" * 64), payloads / "undo.merged", payloads / "undo.back"]
+    for path in left:
+        path.write_bytes(b"of an order")
+
+    await learn(config, core, GentleBackend())
+
+    assert [path for path in left if path.exists()] == []

@@ -8,6 +8,7 @@ import pytest
 from heterorl.common.errors import DiskFull, InvalidRequest, MessageTooLarge, Unreachable
 from heterorl.common.process.clock import Bell
 from heterorl.common.types.rollout import DropReason, PushOutcome, PushStatus
+from heterorl.common.wire.seal import open_group
 from heterorl.sampler.outbox.delivery import Delivery, settle
 from heterorl.sampler.outbox.outbox import Outbox
 from tests.support.outboxes import spooled_groups
@@ -122,6 +123,56 @@ async def test_request_that_can_never_succeed_ends_the_loop(outbox):
     with pytest.raises(InvalidRequest, match="correct the named field"):
         await delivered(outbox, Refusing(), SleepingClock(), until=lambda: False)
     assert outbox.level().num_groups == 3
+    # An empty group was refused as well, so that nothing more was tried: the request is wrong, not the groups.
+    assert len(_put_aside(outbox)) == 1
+
+
+def _put_aside(outbox):
+    return outbox._connection.execute("SELECT sequence, reason, payload FROM set_aside").fetchall()
+
+
+@pytest.mark.parametrize("outcomes_before", [True, False], ids=["stream", "call"])
+async def test_group_that_is_refused_for_good_holds_up_no_other(outbox, caplog, outcomes_before):
+    (middle,) = [group for group in outbox.due(0.0, limit=3, max_bytes=1 << 20)[0] if group.id.sequence == 2]
+
+    settled = []
+
+    class Refusing(Coordinator):
+        async def push_groups(self, groups):
+            bad = [number for number, group in enumerate(groups) if group.data == middle.data]
+            if not bad:
+                outcomes = await super().push_groups(groups)
+                settled.extend((group.id.sequence, bool(open_group(group).rollouts)) for group in groups)
+                return outcomes
+            # A stream's first outcomes may come before its end, and need not.
+            if bad[0] and outcomes_before:
+                return await self.push_groups(groups[: bad[0]])
+            raise InvalidRequest("group.rollouts.reward_parts.name: not one line of printable characters")
+
+    api = Refusing(SleepingClock())
+    await delivered(outbox, api, api.clock, until=lambda: not outbox.level().num_groups)
+
+    assert settled == [(1, True), (2, False), (3, True)]
+    ((sequence, reason, payload),) = _put_aside(outbox)
+    assert (sequence, payload) == (2, middle.data)
+    assert "reward_parts.name" in reason
+    assert "GROUP 2 OF THE OUTBOX IS REFUSED" in caplog.text
+    assert sum(api.clock.slept) > 0
+
+
+async def test_group_that_is_refused_for_good_on_a_full_disk_waits(outbox, monkeypatch):
+    monkeypatch.setattr(outbox, "put_aside", lambda sequence, problem: False)
+
+    class Refusing(Coordinator):
+        async def push_groups(self, groups):
+            await super().push_groups(groups)
+            raise InvalidRequest("groups")
+
+    api = Refusing(SleepingClock())
+    await delivered(outbox, api, api.clock, until=lambda: api.clock.now > 600)
+
+    assert outbox.level().num_groups == 3
+    assert len(api.pushed) < 200
 
 
 def test_only_terminal_outcomes_settle_a_group(tmp_path):

@@ -89,3 +89,23 @@ async def test_engine_that_dies_while_it_scores_the_canary_loads_its_version_aga
 
     assert [version for version, _ in world.engine.loaded] == [0, 1, 1]
     assert world.sampler.generation.reported().policy_version == 1
+
+
+async def test_one_engine_of_several_that_is_out_is_started_again_ever_more_rarely(world):
+    await generating(world)
+    batches, began = world.engine.num_batches, world.clock.monotonic()
+    world.engine.is_whole = False
+
+    await world.until(lambda: len(world.engine.loaded) >= 8)
+
+    # The version that it has, while the others generate with it.
+    assert {version for version, _ in world.engine.loaded} == {0}
+    assert world.engine.num_batches > batches
+    assert world.clock.monotonic() - began > 10
+    # A new version does not wait for the next attempt.
+    await world.run.publish()
+    await world.until(lambda: world.engine.version == 1)
+    world.engine.is_whole = True
+    loaded = len(world.engine.loaded)
+    await world.passed(400.0, step_s=2.0)
+    assert len(world.engine.loaded) == loaded

@@ -268,6 +268,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=180.0)
     parser.add_argument("--outage-s", type=float, default=60.0)
     arguments = parser.parse_args()
+    # An end from outside ends the processes of the run too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="loop-") as name:
         small = str(write_tiny_model(Path(name) / "model", seed=0, hidden_size=256, num_layers=4))

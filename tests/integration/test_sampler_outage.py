@@ -51,9 +51,12 @@ async def test_site_cut_off_works_on_from_its_reserve_and_delivers_everything_af
             cluster.sampler["coordinator"] = f"127.0.0.1:{relay.port}"
             cluster.start("site-a")
             # 10 completions a second, two a group: the reserve holds many times what is under way.
-            await cluster.until(
+            status = await cluster.until(
                 client, lambda status: (site := site_of(status)) is not None and site.work_leased >= 60, timeout_s=200
             )
+            # The answer with the reserve has arrived when groups came after it.
+            acked = status.ledger.acked
+            await cluster.until(client, lambda status: status.ledger.acked >= acked + 3, timeout_s=60)
             relay.cut()
             made = next_sequence(cluster)
             async with asyncio.timeout(120):

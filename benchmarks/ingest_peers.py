@@ -150,6 +150,10 @@ class PostgresClient:
         await self._connection.close()
 
 
+async def _unsaid(_: Exception) -> None:
+    """A server that begins refuses connections."""
+
+
 class JetStream(_Spawned):
     """NATS JetStream: one stream of files, every message synced before its acknowledgement."""
 
@@ -186,7 +190,9 @@ class JetStream(_Spawned):
         deadline = time.monotonic() + CONNECT_S
         while True:
             try:
-                return JetStreamClient(await nats.connect(f"nats://127.0.0.1:{self._port}", connect_timeout=5))
+                return JetStreamClient(
+                    await nats.connect(f"nats://127.0.0.1:{self._port}", connect_timeout=5, error_cb=_unsaid)
+                )
             except (OSError, nats.errors.Error):
                 if time.monotonic() > deadline:
                     raise

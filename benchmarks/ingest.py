@@ -31,7 +31,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.ingest_servers import Client, Groups, Heterorl, HeterorlClient, JetStream, Missing, Postgres, Server
+from benchmarks.ingest_peers import JetStream, Postgres
+from benchmarks.ingest_servers import Client, Groups, Heterorl, HeterorlClient, Missing, Server
 from heterorl.common.rpc.allocator import keep_freed_frames
 from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.rollout import SealedGroup, WorkAssignment

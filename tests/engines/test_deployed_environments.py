@@ -20,11 +20,12 @@ LOCKED = [str(path) for path in ROOT.glob(".venv/lib/python*/site-packages")]
 COMPUTE = {
     "sampler": """
     import numpy as np
+    from heterorl.common.generation.engine import generate_all
     from heterorl.sampler.assembly import assemble
 
     parts = assemble(config)
     parts.engine.load(parts.base(), 0)
-    ((completion,),) = parts.engine.generate([np.array([2, 3, 12, 4], np.int32)], seeds=[1], num_per_prompt=1)
+    ((completion,),) = generate_all(parts.engine, [np.array([2, 3, 12, 4], np.int32)], seeds=[1], num_per_prompt=1)
     print(parts.engine.name, 0 < completion.token_ids.size == completion.logprobs.size)
     parts.close()
 """,

@@ -96,6 +96,7 @@ bench-weights: $(SETUP)  ## Weight deltas of real GRPO steps: ours, open schemes
 bench-overlap: $(SETUP)  ## What a learner's trainer waits while versions are published, beside one that waits for each commit; 3 minutes
 bench-pull: $(SETUP)  ## A 1 GB model from coordinator to sampler, beside bare gRPC, raw TCP and memcpy; 5 GB of memory
 bench-serve: $(SETUP)  ## A coordinator's memory while 8 samplers read a 4 GB model at once; 4 GB of disk
+bench-loop: $(ENGINES_SETUP)  ## How busy a sampler keeps its engine, 150 ms from its coordinator, beside the engine alone: MODEL=DIR BEFORE=CHECKOUT; 40 minutes
 bench-sampler: $(ENGINES_SETUP)  ## Tokens per second and the pause of a swap, for transformers and vLLM
 bench-sites: $(SETUP)  ## What 10, 100 and 1,000 simulated sites and a history of 1,000,000 groups cost one coordinator; 4 minutes
 bench-verify: $(SETUP)  ## What the checks of untrusted sites see: each cheat's detection, honest rollouts' false rejects; 4 minutes
@@ -106,8 +107,9 @@ bench-losses: THREADS =
 bench-merge: MODULE = weights_merge
 bench-merge: RESULTS = weights_merge
 bench-forward: OPTIONS = --model $(MODEL) --resume
-bench-sampler: BIN = $(ENGINES)
-bench-sampler: THREADS += VLLM_CPU_OMP_THREADS_BIND=nobind
+bench-loop: OPTIONS = $(if $(MODEL),--model $(MODEL)) $(if $(BEFORE),--before $(BEFORE))
+bench-loop bench-sampler: BIN = $(ENGINES)
+bench-loop bench-sampler: THREADS += VLLM_CPU_OMP_THREADS_BIND=nobind
 $(filter bench-%,$(SHOWN)): bench-%:
 	$(THREADS) $(BIN)/python -m benchmarks.$(or $(MODULE),$*) $(OPTIONS) --out benchmarks/results/$(or $(RESULTS),$*).json
 

@@ -119,7 +119,7 @@ async def run_learner(model_dir: Path, directory: Path, *, steps: int, bytes_per
             "run_id": "bench", "coordinator": address, "tls": {"insecure": True}, "model_dir": str(model_dir),
             "state_dir": directory / "learner", "group_size": GROUP_SIZE, "groups_per_step": GROUPS,
             "max_steps": steps, "sampling": {"max_new_tokens": TOKENS}, "overlap_publication": overlap,
-            "backend": {"lr": 1e-5, "threads": 1}, "bandwidth": {"up_bytes_per_s": bytes_per_s},
+            "backend": {"lr": 1e-4, "threads": 1}, "bandwidth": {"up_bytes_per_s": bytes_per_s},
             "verification": {"recompute_rewards": False},
         }
     )  # fmt: skip
@@ -210,8 +210,8 @@ def main() -> None:
     """Calibrate, measure each share in both modes, print a table and write JSON."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/overlap.json"))
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--hidden", type=int, default=192)
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     table = Table(title="A learner's trainer beside its publications, seconds a version")

@@ -45,9 +45,7 @@ class Waiting:
 
 def read_waiting(connection: sqlite3.Connection) -> Waiting:
     """One look at the store, as a store operation."""
-    rows = connection.execute(
-        "SELECT site, sum(num_bytes) FROM groups WHERE state IN ('pending', 'leased') GROUP BY site"
-    )
+    rows = connection.execute("SELECT site, num_bytes FROM temp.waiting")
     (oldest,) = connection.execute("SELECT min(arrived) FROM groups WHERE state = 'pending'").fetchone()
     head = lineage.read_head(connection)
     return Waiting(

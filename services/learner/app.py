@@ -6,9 +6,12 @@
 
     loop      waits for                                        unblocked by
     renew     a third of the lease term                        the clock; StaleEpoch ends all, an order the session
-    feed      groups of the stream; room in the inbox          the coordinator; Inbox.take; a broken link is re-opened
-    session   groups_per_step groups, then its thread, then    Inbox.put; the thread's end; the coordinator's answer,
-              upload and commit                                repeated and asked for until it comes
+    feed      groups of the stream; room in the inbox; the     the coordinator; Inbox.take; a broken link is re-opened;
+              scores of the oldest                             a worker's answer or its time limit
+    session   groups_per_step groups, then its thread, then    Inbox.put; the thread's end; the publication's
+              the publication of the version before
+    publication, beside the next step: its threads, upload     the thread's end; the coordinator's answer, repeated and
+              and commit                                       asked for until it comes
     watchdog  half the service manager's interval              the clock
     main      the session's end, or the stop event             max_steps; SIGTERM or SIGINT
 

@@ -16,7 +16,8 @@ TEXT = (ROOT / "Makefile").read_text()
 TARGETS = sorted(set(re.findall(r"^([a-z][a-z0-9-]*):(?!=)", TEXT, re.MULTILINE)))
 BENCHES = {
     "learner": "learner", "groups": "groups", "losses": "loss_step", "merge": "weights_merge", "weights": "weights",
-    "pull": "pull", "serve": "serve", "sampler": "sampler", "verify": "verify", "forward": "forward",
+    "ingest": "ingest",
+    "overlap": "overlap", "pull": "pull", "serve": "serve", "sampler": "sampler", "verify": "verify", "forward": "forward",
 }  # fmt: skip
 """What is measured to the module that measures it."""
 RESULTS = {"merge": "weights_merge"}

@@ -344,6 +344,30 @@ async def test_group_of_a_newer_program_is_recorded_like_any_other_that_is_inval
     assert (await run.lease(1))[0] == work[1]
 
 
+async def test_small_groups_share_a_message_and_a_commit(served, run, monkeypatch):
+    taken = []
+    honest = served.core.rollout.take_groups
+
+    async def take_groups(arrived):
+        taken.append(len(arrived))
+        return await honest(arrived)
+
+    monkeypatch.setattr(served.core.rollout, "take_groups", take_groups)
+    await served.client.register(run.registration())
+    groups = [run.group(work) for work in await run.lease(4)]
+    groups[2] = dataclasses.replace(groups[2], generation_s=-1.0)
+
+    outcomes = await served.client.push_groups(groups)
+
+    assert taken == [4]
+    assert [outcome.id for outcome in outcomes] == [group.id for group in groups]
+    accepted, dropped = PushStatus.ACCEPTED, PushStatus.DROPPED
+    assert [outcome.status for outcome in outcomes] == [accepted, accepted, dropped, accepted]
+    again = await served.client.push_groups(groups)
+    assert {outcome.status for outcome in again} == {PushStatus.DUPLICATE}
+    assert (await served.client.get_status()).ledger.is_balanced
+
+
 @pytest.mark.parametrize("lie", ["fewer", "none", "another id", "another order"])
 async def test_answers_settle_only_the_groups_that_they_name_in_order(served, run, monkeypatch, lie):
     """What a link cut short is kept; from the first outcome on that is not its group's, nothing is believed."""

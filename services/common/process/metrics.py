@@ -202,7 +202,7 @@ SAMPLER_POLICY_AGE_SECONDS = _histogram(
     buckets=_AGES,
 )
 SWAP_SECONDS = _histogram("sampler_swap_seconds", "Pause of generation for a swap.")
-GENERATE_SECONDS = _histogram("sampler_generate_seconds", "Duration of a generation batch.")
+GENERATE_SECONDS = _histogram("sampler_generate_seconds", "Time from a group's beginning to its last completion.")
 RTT_SECONDS = _histogram("sampler_rtt_seconds", "Round trip of a heartbeat to the coordinator.")
 PUSH_DELAY_SECONDS = _histogram(
     "sampler_push_delay_seconds", "Time from a group's generation to its acknowledgement.", buckets=_AGES

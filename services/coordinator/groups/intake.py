@@ -9,7 +9,7 @@ from __future__ import annotations
 import sqlite3
 from dataclasses import dataclass
 
-from heterorl.common.types.common import Contract, SiteId
+from heterorl.common.types.common import Contract
 from heterorl.common.types.rollout import DropReason, Group, GroupId, PushOutcome, PushStatus, SealedGroup
 from heterorl.common.wire.common import bytes_digest
 from heterorl.common.wire.seal import open_group, sealed
@@ -18,6 +18,7 @@ from heterorl.coordinator.groups import ages, ledger, work
 from heterorl.coordinator.groups.admission import Facts, content_problem, judge, size_problem
 from heterorl.coordinator.sites import quarantine, watermark
 from heterorl.coordinator.sites.quotas import Quotas
+from heterorl.coordinator.store import tallies
 
 RETRY_AFTER_S = 1.0
 
@@ -149,15 +150,7 @@ def _busy(connection: sqlite3.Connection, arrived: Arrival, around: Surroundings
     if not 0 < group_id.sequence <= known + watermark.MAX_GAP:
         text = f"sequence {group_id.sequence} is too far beyond {known}; push the earlier groups first"
         return RETRY_AFTER_S, text
-    return quota(arrived, around, pending_bytes=waiting_bytes(connection, group_id.site))
-
-
-def waiting_bytes(connection: sqlite3.Connection, site: SiteId) -> int:
-    """Bytes of a site in the queue."""
-    (used,) = connection.execute(
-        "SELECT coalesce(sum(num_bytes), 0) FROM groups WHERE state IN ('pending', 'leased') AND site = ?", (site,)
-    ).fetchone()
-    return int(used)
+    return quota(arrived, around, pending_bytes=tallies.waiting_bytes(connection, group_id.site))
 
 
 def quota(arrived: Arrival, around: Surroundings, *, pending_bytes: int) -> tuple[float, str]:

@@ -21,6 +21,7 @@ from heterorl.coordinator.groups import intake, ledger, work
 from heterorl.coordinator.groups.admission import Facts, judge, size_problem
 from heterorl.coordinator.groups.intake import Arrival, Surroundings
 from heterorl.coordinator.sites import watermark
+from heterorl.coordinator.store import tallies
 
 ROWS_AT_ONCE = 64
 _Incarnation = tuple[SiteId, str]
@@ -72,7 +73,7 @@ class _Rows:
             return intake.take(self._connection, arrived, self._around)
         site = arrived.id.site
         if site not in self._waiting_bytes:
-            self._waiting_bytes[site] = intake.waiting_bytes(self._connection, site)
+            self._waiting_bytes[site] = tallies.waiting_bytes(self._connection, site)
         wait_s, busy = intake.quota(arrived, self._around, pending_bytes=self._waiting_bytes[site])
         if busy:
             return PushOutcome(id=arrived.id, status=PushStatus.RETRY, message=busy, retry_after_s=wait_s)

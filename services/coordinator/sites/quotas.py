@@ -69,6 +69,7 @@ class Quotas:
         self._used: dict[tuple[str, str], float] = {}
         self.refused: Counter[tuple[str, str]] = Counter()
         """Refusals since the start, by site and quota."""
+        self._refusals: Counter[str] = Counter()
         self._counted: Counter[tuple[str, str]] = Counter()
         self._summed: Counter[tuple[str, str]] = Counter()
         self._summary_time = -math.inf
@@ -87,19 +88,23 @@ class Quotas:
         """
         self._used[site, "pending_bytes"] = pending_bytes / pending_limit
         if pending_bytes + num_bytes > pending_limit:
-            self.refused[site, "pending_bytes"] += 1
+            self._refuse(site, "pending_bytes")
             return 1.0, (f"the site has {pending_bytes} bytes in the queue; site_pending_bytes is {pending_limit}")
         amounts = {"groups": 1.0, "bytes": float(num_bytes)}
         buckets = {name: filled(self._buckets.get((site, name)), rate, now) for name, rate in self._rates.items()}
         for name, rate in self._rates.items():
             delay_s = wait_s(buckets[name], rate, amounts[name])
             if delay_s > 0:
-                self.refused[site, name] += 1
+                self._refuse(site, name)
                 self._used[site, name] = 1.0
                 return delay_s, f"quota: site_{name}_per_s is {rate.per_s:g}; push again in {delay_s:.2f} s"
         for name, bucket in buckets.items():
             self._buckets[site, name] = Bucket(level=bucket.level - amounts[name], at=now)
         return 0.0, ""
+
+    def _refuse(self, site: str, quota: str) -> None:
+        self.refused[site, quota] += 1
+        self._refusals[site] += 1
 
     def used(self, site: str, now: float) -> dict[str, float]:
         """Used share of each quota of a site, 0 to 1."""
@@ -111,7 +116,7 @@ class Quotas:
 
     def refusals_of(self, site: str) -> int:
         """Refusals of a site since the start."""
-        return sum(count for (name, _), count in self.refused.items() if name == site)
+        return self._refusals[site]
 
     def new_refusals(self) -> Counter[tuple[str, str]]:
         """Refusals since the last call, by site and quota."""

@@ -19,7 +19,7 @@ GROWING = frozenset(
      "signatures", "manifests", "beyond_watermark", "sharer", "waiting"}
 )  # fmt: skip
 """Tables that grow with versions, groups, sites or what is out. Others are bounded by retention or by names."""
-OF_FEW = frozenset({"versions_abandoned", "work_open", "sharer_owed", "groups_waiting"})
+OF_FEW = frozenset({"versions_abandoned", "work_open", "sharer_owed"})
 """Indexes of a few rows of such a table."""
 NEWEST = re.compile(r"ORDER BY [\w., ]+ DESC LIMIT 1$")
 

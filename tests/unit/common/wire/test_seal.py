@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from heterorl.common.errors import InvalidRequest, MalformedPayload
 from heterorl.common.process.tracing import NO_TRACE
-from heterorl.common.types.rollout import Group, GroupId, SealedGroup
+from heterorl.common.types.rollout import DropReason, Group, GroupId, PushOutcome, PushStatus, SealedGroup
 from heterorl.common.wire.common import MAX_INT64, bytes_digest
-from heterorl.common.wire.rollout import pushes_to_pb
+from heterorl.common.wire.rollout import outcomes_from_pb, outcomes_to_pb, pushes_to_pb
 from heterorl.common.wire.seal import open_group, read_sealed, receive, seal
 from heterorl.v1 import common_pb2, rollout_pb2
 from tests.support.groups import cleaned, group_to_bytes
@@ -213,3 +213,46 @@ def test_shell_of_a_group_that_is_too_large_is_the_group_without_its_tokens():
     assert whole == rollout_pb2.PushGroupsRequest(group=rollout_pb2.Group.FromString(sealed.data)).SerializeToString()
     assert shell.SerializeToString(deterministic=True) == group_to_bytes(empty)
     assert bytes_digest(seal(empty).data) == bytes_digest(receive(shell)[0].data)
+
+
+@pytest.mark.parametrize(
+    ("limit_groups", "limit_bytes", "expected"),
+    [(1, 1 << 20, [1] * 5), (2, 1 << 20, [2, 2, 1]), (256, 1 << 20, [5]), (256, 700, [2, 2, 1])],
+)
+def test_small_groups_travel_together_in_order(limit_groups, limit_bytes, expected):
+    groups = [seal(dataclasses.replace(GROUP, id=dataclasses.replace(GROUP.id, sequence=n))) for n in range(1, 6)]
+    assert 2 * len(groups[0].data) < 690 < 3 * len(groups[0].data)
+
+    pushed = pushes_to_pb(groups, limit_bytes=limit_bytes, limit_groups=limit_groups)
+
+    assert [count for _, count in pushed] == expected
+    assert all(message.ByteSize() <= limit_bytes for message, _ in pushed)
+    read = [rollout_pb2.PushGroupsRequest.FromString(message.SerializeToString()) for message, _ in pushed]
+    sent = [group.SerializeToString(deterministic=True) for one in read for group in (one.group, *one.more)]
+    assert sent == [group.data for group in groups]
+
+
+def test_shell_of_a_group_that_is_too_large_travels_with_its_neighbours():
+    small = seal(GROUP)
+    rollout = dataclasses.replace(
+        GROUP.rollouts[0], token_ids=np.full(2000, 7, np.int32), sampler_logprobs=np.zeros(2000, np.float32)
+    )
+    large = seal(dataclasses.replace(GROUP, rollouts=(rollout,)))
+
+    ((message, count),) = pushes_to_pb([small, large, small], limit_bytes=4000, limit_groups=9)
+
+    read = rollout_pb2.PushGroupsRequest.FromString(message.SerializeToString())
+    assert count == 3
+    assert [len(group.rollouts) for group in (read.group, *read.more)] == [len(GROUP.rollouts), 0, len(GROUP.rollouts)]
+
+
+def test_outcomes_of_a_message_are_those_of_its_groups_in_order():
+    outcomes = [
+        PushOutcome(id=dataclasses.replace(GROUP.id, sequence=1), status=PushStatus.ACCEPTED),
+        PushOutcome(id=dataclasses.replace(GROUP.id, sequence=2), status=PushStatus.DROPPED,
+                    reason=DropReason.INVALID, message="why"),
+        PushOutcome(id=dataclasses.replace(GROUP.id, sequence=3), status=PushStatus.RETRY, retry_after_s=2.0),
+    ]  # fmt: skip
+
+    assert outcomes_from_pb(outcomes_to_pb(outcomes)) == outcomes
+    assert outcomes_from_pb(outcomes_to_pb(outcomes[:1])) == outcomes[:1]

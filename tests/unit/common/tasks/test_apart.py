@@ -1,0 +1,115 @@
+"""A task's own score in processes: the same parts, one time limit, no more processes than are needed."""
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from heterorl.common.errors import ConfigError, RewardError
+from heterorl.common.tasks.registry import TaskConfig, apart, build_task, close_task
+from heterorl.common.tasks.rewards.apart import TaskApart
+from heterorl.common.tasks.rewards.process import RewardPool
+
+
+def settings_of(tmp_path, kind):
+    if kind != "jsonl":
+        return TaskConfig(name=kind, reward_timeout_s=20)
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(f'{{"prompt": "{n}+1=", "answer": " {n + 1}"}}\n' for n in range(8)))
+    return TaskConfig(name=f"jsonl:{path}", reward_timeout_s=20)
+
+
+@pytest.mark.parametrize("kind", ["arithmetic", "progression", "jsonl"])
+def test_scores_are_those_of_the_task_itself(tmp_path, kind):
+    settings = settings_of(tmp_path, kind)
+    task = build_task(settings)
+    elsewhere = apart(task, settings)
+    assert isinstance(elsewhere, TaskApart)
+    try:
+        prompt = task.prompt(1)
+        for completion in (prompt.answer, f" {prompt.answer}\n", prompt.answer[:-1], "no", ""):
+            assert elsewhere.score(prompt, completion) == task.score(prompt, completion)
+        held_out = task.evaluation_prompt(0)
+        assert elsewhere.score(held_out, held_out.answer) == task.score(held_out, held_out.answer)
+    finally:
+        close_task(elsewhere)
+    assert (elsewhere.digest, elsewhere.num_prompts) == (task.digest, task.num_prompts)
+
+
+def test_task_that_already_scores_in_processes_stays_as_it_is(tmp_path):
+    settings = settings_of(tmp_path, "jsonl").model_copy(update={"match": "math_verify"})
+    task = build_task(settings)
+
+    assert apart(task, settings) is task
+
+
+def test_task_of_another_release_is_refused():
+    task = build_task(TaskConfig())
+    elsewhere = apart(task, TaskConfig(digits=4))
+    with pytest.raises(ConfigError, match="another one there"):
+        elsewhere.score(task.prompt(0), "1")
+    close_task(elsewhere)
+
+
+def test_score_that_is_stopped_is_killed_and_the_next_one_is_computed():
+    settings = TaskConfig(reward_timeout_s=1.0)
+    elsewhere = apart(build_task(settings), settings)
+    prompt = elsewhere.prompt(0)
+    elsewhere.score(prompt, prompt.answer)
+    worker = elsewhere.pool.workers[0].process
+    # As a verifier that hangs: it answers nothing.
+    os.kill(worker.pid, 19)
+    try:
+        with pytest.raises(RewardError, match="no answer in 1 s"):
+            elsewhere.score(prompt, prompt.answer)
+        assert elsewhere.score(prompt, prompt.answer)[0].value == 1.0
+    finally:
+        close_task(elsewhere)
+    assert worker.poll() is not None
+
+
+def pool_of(tmp_path, seconds, num_workers):
+    (tmp_path / "slow.py").write_text(f"import time\ndef score(p, c, a):\n    time.sleep({seconds})\n    return 1.0\n")
+    job = {"kind": "function", "module": "slow", "name": "score", "directory": str(tmp_path)}
+    return RewardPool(job, timeout_s=30, num_workers=num_workers)
+
+
+def test_another_process_starts_only_where_those_that_run_are_not_enough(tmp_path):
+    pool = pool_of(tmp_path, 0.1, 3)
+    request = {"prompt": "p", "completion": "c", "answer": "a"}
+    for _ in range(3):
+        pool.ask(request)
+    assert sum(worker.process is not None for worker in pool.workers) == 1
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(lambda _: pool.ask(request), range(60)))
+
+    assert sum(worker.process is not None for worker in pool.workers) == 3
+    pool.close()
+
+
+def test_closed_pool_answers_nobody_and_starts_nothing(tmp_path):
+    pool = pool_of(tmp_path, 1000, 1)
+    pool.start()
+    process = pool.workers[0].process
+    errors = []
+
+    def ask():
+        try:
+            pool.ask({"prompt": "p", "completion": "c", "answer": "a"})
+        except RewardError as error:
+            errors.append(str(error))
+
+    callers = [threading.Thread(target=ask) for _ in range(2)]
+    for caller in callers:
+        caller.start()
+    with pool._changed:
+        while pool._running or not pool._num_waiting:
+            pool._changed.wait(0.01)
+    pool.close()
+    for caller in callers:
+        caller.join(20)
+
+    assert len(errors) == 2
+    assert process.poll() is not None
+    assert all(worker.process is None for worker in pool.workers)

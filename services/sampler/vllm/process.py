@@ -93,11 +93,7 @@ class VllmProcess:
     def submit(self, ids: Sequence[int], settings: Mapping[str, Any], on_end: Callable[[Any], None]) -> None:
         """Take a request: prompt token ids, sampling parameters.
 
-        Args:
-            ids: the prompt.
-            settings: of vLLM's SamplingParams.
-            on_end: called in the process's own thread with vLLM's RequestOutput, or with the EngineDied instead of it;
-                not called when the request is given up.
+        Its own thread calls `on_end` with vLLM's RequestOutput or the EngineDied instead of it, if it is not given up.
 
         Raises:
             EngineDied: the process was closed.

@@ -115,9 +115,12 @@ class LearnerLease:
         return await self._parts.database.run(operation)
 
     async def release_lease(self, *, epoch: int) -> None:
-        """End the lease; its groups return to the queue."""
+        """End the lease; its groups return to the queue. Said again while nobody else took it, it changes nothing."""
 
         def operation(connection: sqlite3.Connection) -> None:
+            if get_meta(connection, "epoch") == str(epoch) and get_meta(connection, "lease_released") == "1":
+                # The first answer was lost.
+                return
             lineage.check_epoch(connection, epoch)
             set_meta(connection, "lease_released", "1")
             queue.return_leased(connection)

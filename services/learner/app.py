@@ -82,7 +82,6 @@ async def _train(
 ) -> None:
     parts = await in_thread(assemble, config, num_ranks=num_ranks)
     make_directory(config.state_dir)
-    write_run_file(config)
     metrics.watch_disk(config.state_dir)
     observe_start()
     tracing.start(config.tracing, service="learner", name=config.holder)
@@ -102,9 +101,13 @@ async def _train(
         bandwidth=config.bandwidth,
     ) as client:
         learner = join(config, parts, api=client, clock=clock, rng=random.Random())
-        result = await learner.run(
-            stop, on_ready=lambda: notifier.ready(f"run {config.run_id}, holder {config.holder}")
-        )
+
+        def begin() -> None:
+            # Only now is the directory this learner's.
+            write_run_file(config)
+            notifier.ready(f"run {config.run_id}, holder {config.holder}")
+
+        result = await learner.run(stop, on_ready=begin)
     notifier.stopping()
     await in_thread(parts.close)
     _LOG.info("%s", result)

@@ -5,6 +5,7 @@
 
 Orders: REGISTER registers again; DRAIN finishes and pushes what is under way, then ends; STOP gives up what is under
 way, and what remains in the outbox is durable. A heartbeat that fails is forgotten: the next one is the next attempt.
+One that is refused for who this node is ends the process.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from heterorl.common.api import SamplerApi
-from heterorl.common.errors import CorruptData, RemoteError, Unreachable
+from heterorl.common.errors import CorruptData, PermissionDenied, RemoteError, Unauthenticated, Unreachable
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Bell, Clock
 from heterorl.common.process.patience import Patience
@@ -115,7 +116,12 @@ class Session:
                 await asyncio.to_thread(self._outbox.skip_to, sequence)
 
     async def beat(self, reported: Callable[[], Reported]) -> None:
-        """Report and obey for ever; `reported` is asked at each heartbeat."""
+        """Report and obey for ever; `reported` is asked at each heartbeat.
+
+        Raises:
+            PermissionDenied, Unauthenticated: no call of this node is taken any more; nothing else would notice while
+                there is no version to generate with.
+        """
         while True:
             level = await asyncio.to_thread(self._outbox.level)
             state = reported()
@@ -134,6 +140,8 @@ class Session:
                 commands = await self._api.heartbeat(report)
                 metrics.RTT_SECONDS.observe(self._clock.monotonic() - sent)
             except (RemoteError, CorruptData) as error:
+                if isinstance(error, (PermissionDenied, Unauthenticated)) and not error.is_transient:
+                    raise
                 _LOG.log(logging.DEBUG if isinstance(error, Unreachable) else logging.INFO, "no heartbeat: %s", error)
                 commands = ()
             await self._obey(commands)

@@ -1,0 +1,39 @@
+"""A second learner that is started in a state directory by mistake."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from heterorl.common.errors import ConfigError
+from heterorl.common.process.notify import Notifier
+from heterorl.learner import app
+from heterorl.learner.run.directory import hold_directory
+from heterorl.learner.run.run_file import RUN_FILE
+from tests.support.clock import ManualClock
+from tests.support.learner_world import learner_config
+from tests.support.links import PLAINTEXT
+
+
+async def _start(config, monkeypatch, leader=None):
+    monkeypatch.setattr(app, "assemble", lambda *args, **options: SimpleNamespace(signer=None, close=lambda: None))
+    monkeypatch.setattr(app, "join", lambda *args, **options: app.Learner(leader=leader, state_dir=config.state_dir))
+    monkeypatch.setattr(app.metrics, "serve", lambda *args, **options: 0)
+    stop = asyncio.Event()
+    stop.set()
+    await app._train(config, 1, ManualClock(), stop, Notifier())
+
+
+async def test_what_the_first_one_runs_with_is_not_written_over(tmp_path, monkeypatch):
+    config = learner_config(tmp_path).model_copy(update={"tls": PLAINTEXT, "coordinator": "127.0.0.1:1"})
+
+    async def lead():
+        await asyncio.Event().wait()
+
+    await _start(config, monkeypatch, SimpleNamespace(lead=lead, result=None))
+    first = (config.state_dir / RUN_FILE).read_bytes()
+    assert b"heterorl_version" in first
+
+    with hold_directory(config.state_dir), pytest.raises(ConfigError, match="another learner"):
+        await _start(config.model_copy(update={"holder": "by-mistake"}), monkeypatch)
+    assert (config.state_dir / RUN_FILE).read_bytes() == first

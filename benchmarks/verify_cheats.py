@@ -60,7 +60,6 @@ class Site:
     def generate(self, engine: HfEngine, numbers: Sequence[int], *, seed: int = SEED) -> list[Group]:
         """Groups of the assignments with these numbers, by the sampler's own code."""
         maker = RolloutMaker(
-            engine=engine,
             task=self.task,
             prompter=self.prompter,
             site=SiteId("bench"),
@@ -81,7 +80,17 @@ class Site:
         groups: list[Group] = []
         for start in range(0, len(work), 32):
             part = work[start : start + 32]
-            groups += maker.make(part, state_roots={engine.version: self.state_root}, first_sequence=1 + start).groups
+            drafts = maker.begin(part, version=engine.version, state_root=self.state_root)
+            made = engine.generate(
+                [draft.prompt_token_ids for draft in drafts],
+                seeds=[draft.seed for draft in drafts],
+                num_per_prompt=self.group_size,
+            )
+            for number, (draft, completions) in enumerate(zip(drafts, made, strict=True), start=1 + start):
+                draft.completions = dict(enumerate(completions))
+                draft.scores = {member: maker.score(draft.prompt, one) for member, one in enumerate(completions)}
+                group = maker.group(draft, state_roots={engine.version: self.state_root})
+                groups.append(dataclasses.replace(group, id=dataclasses.replace(group.id, sequence=number)))
         return groups
 
     def with_logprobs(self, group: Group) -> Group:

@@ -16,7 +16,7 @@ TEXT = (ROOT / "Makefile").read_text()
 TARGETS = sorted(set(re.findall(r"^([a-z][a-z0-9-]*):(?!=)", TEXT, re.MULTILINE)))
 BENCHES = {
     "learner": "learner", "groups": "groups", "losses": "loss_step", "merge": "weights_merge", "weights": "weights",
-    "ingest": "ingest", "sites": "sites",
+    "ingest": "ingest", "loop": "loop", "sites": "sites",
     "overlap": "overlap", "pull": "pull", "serve": "serve", "sampler": "sampler", "verify": "verify", "forward": "forward",
 }  # fmt: skip
 """What is measured to the module that measures it."""
@@ -64,7 +64,7 @@ def test_benchmark_runs_its_module_and_writes_its_results(name):
     assert words[words.index("-m") + 1] == f"benchmarks.{BENCHES[name]}"
     assert words[-2:] == ["--out", f"benchmarks/results/{RESULTS.get(name, name)}.json"]
     assert ("OMP_NUM_THREADS=1" in words) is (name != "losses")
-    engines = name == "sampler"
+    engines = name in ("sampler", "loop")
     assert f".venv{'-engines' if engines else ''}/bin/python" in words
     assert ("VLLM_CPU_OMP_THREADS_BIND=nobind" in words) is engines
     assert (words[-5:-2] == ["--model", "/models/x", "--resume"]) is (name == "forward")

@@ -31,7 +31,7 @@ def load(*args, **kwargs):
 
 @pytest.mark.parametrize(
     ("module", "schema", "loading"),
-    [(learner, LearnerConfig, "build_backend"), (sampler, SamplerConfig, "_build_engine")],
+    [(learner, LearnerConfig, "build_backend"), (sampler, SamplerConfig, "build_engines")],
     ids=["learner", "sampler"],
 )
 def test_reward_that_fails_ends_the_start(module, schema, loading, model_dir, task, monkeypatch):

@@ -103,9 +103,7 @@ PUSHED_GROUPS = _counter("coordinator_pushed_groups_total", "Groups pushed, by o
 SITE_POLICY_VERSION = _gauge("coordinator_site_policy_version", "Version that a site generates with.", "site")
 SITE_SILENCE_SECONDS = _gauge("coordinator_site_silence_seconds", "Time since a site's last sign of life.", "site")
 SITE_WORK_GROUPS = _gauge("coordinator_site_work_groups", "Assignments leased to a site.", "site")
-SITE_AWAY_GROUPS = _gauge(
-    "coordinator_site_away_groups", "Those of them that left with the site when it fell silent.", "site"
-)
+SITE_AWAY_GROUPS = _gauge("coordinator_site_away_groups", "Those that left with a site that fell silent.", "site")
 SITE_PENDING_BYTES = _gauge("coordinator_site_pending_bytes", "Bytes of a site in the queue.", "site")
 SITE_CANARY_NATS = _gauge(
     "coordinator_site_canary_nats", "Median difference of a site's canary log-probs from the learner's.", "site"

@@ -14,34 +14,23 @@ import sqlite3
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import xxhash
-
-from heterorl.common.errors import DiskFull, HeterorlError, InvalidRequest, MalformedPayload
+from heterorl.common.errors import DiskFull, HeterorlError, MalformedPayload
 from heterorl.common.process import metrics
 from heterorl.common.process.files import make_directory
-from heterorl.common.types.common import Digest, SiteId
+from heterorl.common.types.common import SiteId
 from heterorl.common.types.rollout import Group, GroupId, SealedGroup
-from heterorl.common.wire.seal import open_group, read_sealed, seal
+from heterorl.common.wire.seal import read_sealed, seal
+from heterorl.sampler.outbox.level import Gauge, Level
+from heterorl.sampler.outbox.row import checksum_of, empty_group, group_of
 from heterorl.sampler.outbox.spool_file import NAME, lock_spool, open_spool, set_aside, typed
 
 _LOG = logging.getLogger(__name__)
 MAX_SEQUENCE = 2**48
 """Sequences that a coordinator may know of; beyond it is no run's, and SQLite's own end would be near."""
-
 MAX_ASSIGNMENTS = 1 << 16
 """Stated at a registration; a program that knew no assignments wrote rows without one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Level:
-    """How full the outbox is."""
-
-    num_groups: int
-    num_bytes: int
 
 
 class Outbox:
@@ -53,9 +42,8 @@ class Outbox:
         self._mutex = threading.Lock()
         self._path = directory / NAME
         self._spooled: dict[int, float] = {}
-        # Kept here: a loop asks at every completion, and the spool may be writing.
-        self._level = Level(num_groups=0, num_bytes=0)
-        self._counting = threading.Lock()
+        # Kept in memory: a loop asks at every completion, and the spool may be writing.
+        self._gauge = Gauge()
         self._next = 1
         self._site = ""
         self.incarnation = ""
@@ -114,7 +102,9 @@ class Outbox:
         for group, at in zip(groups, release, strict=True):
             # Not before: what had no room on the disk was numbered again since it was made.
             data = seal(group).data
-            rows.append((group.id.sequence, at, len(data), data, _checksum(group.id.sequence, data), group.assignment))
+            rows.append(
+                (group.id.sequence, at, len(data), data, checksum_of(group.id.sequence, data), group.assignment)
+            )
         self._site = self._site or (groups[0].id.site if groups else "")
         with self._transaction():
             if self._site:
@@ -122,7 +112,7 @@ class Outbox:
             self._connection.executemany("INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?)", rows)
             self._connection.execute("UPDATE meta SET value = ? WHERE key = 'next_sequence'", (str(first + len(rows)),))
         self._next = first + len(rows)
-        self._change_level(len(rows), sum(row[2] for row in rows))
+        self._gauge.change(len(rows), sum(row[2] for row in rows))
 
     def due(self, now: float, *, limit: int, max_bytes: int) -> tuple[list[SealedGroup], float | None]:
         """Groups to push now, oldest first, and the instant at which the next one is due.
@@ -170,7 +160,7 @@ class Outbox:
                 for sequence in sequences
                 for (size,) in self._connection.execute(statement, (sequence,)).fetchall()
             ]
-        self._change_level(-len(sizes), -sum(sizes))
+        self._gauge.change(-len(sizes), -sum(sizes))
         starts = [self._spooled.pop(sequence) for sequence in sequences if sequence in self._spooled]
         return [] if now is None else [max(0.0, now - start) for start in starts]
 
@@ -183,7 +173,7 @@ class Outbox:
 
     def level(self) -> Level:
         """How full the outbox is; waits for nothing."""
-        return self._level
+        return self._gauge.level
 
     def close(self) -> None:
         """Close the spool and let go of it."""
@@ -230,20 +220,11 @@ class Outbox:
 
     def _read(self, sequence: int, payload: bytes, checksum: bytes | None) -> SealedGroup:
         """The group of a row; an empty one where the row is not what was spooled."""
-        problem = "its bytes changed on disk"
-        # Rows of an earlier program have no checksum: there, only what is inside can tell.
-        if checksum is None or checksum == _checksum(sequence, payload):
-            try:
-                group = read_sealed(payload)
-                if checksum is None:
-                    open_group(group)
-                if group.id.sequence == sequence:
-                    return group
-                problem = "it is another group"
-            except (MalformedPayload, InvalidRequest) as error:
-                problem = str(error)
-        self._set_row_aside(sequence, payload, checksum, problem)
-        return seal(self._empty(sequence))
+        found = group_of(sequence, payload, checksum)
+        if isinstance(found, SealedGroup):
+            return found
+        self._set_row_aside(sequence, payload, checksum, found)
+        return self._empty(sequence)
 
     def _set_row_aside(
         self, sequence: int, payload: bytes, checksum: bytes | None, problem: str, *, is_refused: bool = False
@@ -255,7 +236,7 @@ class Outbox:
             "in table set_aside of %s; %s",
             sequence, what, problem, self._path, advice,
         )  # fmt: skip
-        data = seal(self._empty(sequence)).data
+        data = self._empty(sequence).data
         # A full disk only leaves the row as it is: it is judged again the next time.
         with contextlib.suppress(DiskFull):
             with self._transaction():
@@ -267,29 +248,19 @@ class Outbox:
                 )
                 self._connection.execute(
                     "UPDATE groups SET num_bytes = ?, payload = ?, checksum = ? WHERE sequence = ?",
-                    (len(data), data, _checksum(sequence, data), sequence),
+                    (len(data), data, checksum_of(sequence, data), sequence),
                 )
-            self._change_level(0, len(data) - before)
+            self._gauge.change(0, len(data) - before)
             return True
         return False
 
-    def _empty(self, sequence: int) -> Group:
-        """A group that settles its sequence and nothing else: without rollouts it is refused for good."""
-        return Group(
-            id=GroupId(site=SiteId(self._site), incarnation=self.incarnation, sequence=sequence),
-            assignment=0, prompt_index=0, prompt_token_ids=np.zeros(0, np.int32), rollouts=(), oldest_version=0,
-            state_root=Digest(""), generation_s=0.0,
-        )  # fmt: skip
+    def _empty(self, sequence: int) -> SealedGroup:
+        return seal(empty_group(GroupId(site=SiteId(self._site), incarnation=self.incarnation, sequence=sequence)))
 
     def _count(self) -> None:
         with self._reading():
             row = self._connection.execute("SELECT count(*), coalesce(sum(num_bytes), 0) FROM groups").fetchone()
-        self._level = Level(num_groups=row[0], num_bytes=row[1])
-
-    def _change_level(self, groups: int, num_bytes: int) -> None:
-        with self._counting:
-            before = self._level
-            self._level = Level(num_groups=before.num_groups + groups, num_bytes=before.num_bytes + num_bytes)
+        self._gauge.level = Level(num_groups=row[0], num_bytes=row[1])
 
     def _meta(self, key: str, default: str) -> str:
         with self._reading():
@@ -326,8 +297,3 @@ class Outbox:
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
                 raise
-
-
-def _checksum(sequence: int, data: bytes) -> bytes:
-    """xxh3-64 of a row, 8 bytes; its place is part of it."""
-    return xxhash.xxh3_64_digest(data, seed=sequence)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rich.filesize import decimal
 
 from heterorl.common.types.rollout import Group
-from heterorl.sampler.outbox.outbox import Level
+from heterorl.sampler.outbox.level import Level
 
 _LOG = logging.getLogger(__name__)
 EVERY_S = 60.0

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from heterorl.common.errors import ConfigError, RewardError
+from heterorl.common.generation.requests import Finished
 from heterorl.common.model import tensors
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.arithmetic import ArithmeticTask
@@ -36,17 +37,29 @@ class Answering:
     def __init__(self, task, num_right):
         self.right = {task.evaluation_prompt(index).text: task.evaluation_prompt(index).answer for index in range(50)}
         self.num_right, self.roots, self.seeds = num_right, [], []
+        self.under_way = []
 
     def load(self, arena, version):
         self.roots.append((version, arena.state_root()))
 
-    def generate(self, prompts, *, seeds, num_per_prompt):
-        self.seeds.append(list(seeds))
-        texts = [
-            self.right[Bytes().decode(prompt)] if index < self.num_right else "?"
-            for index, prompt in enumerate(prompts)
+    def submit(self, request):
+        self.under_way.append(request)
+
+    def collect(self):
+        requests, self.under_way = self.under_way, []
+        self.seeds.append([request.seed for request in requests])
+        return [
+            Finished(key=request.key, member=member, completion=SimpleNamespace(token_ids=self._answer(request)))
+            for request in requests
+            for member in range(request.num_completions)
         ]
-        return [[SimpleNamespace(token_ids=Bytes().encode(text))] * num_per_prompt for text in texts]
+
+    def cancel(self):
+        self.under_way = []
+
+    def _answer(self, request):
+        is_right = request.key < self.num_right
+        return Bytes().encode(self.right[Bytes().decode(request.prompt)] if is_right else "?")
 
 
 def test_accuracy_is_the_share_of_right_completions():
@@ -204,9 +217,12 @@ def test_prompts_go_through_the_chat_template(tmp_path):
         def load(self, arena, version):
             pass
 
-        def generate(self, prompts, *, seeds, num_per_prompt):
-            self.prompts = prompts
-            return [[]]
+        def submit(self, request):
+            self.request = request
+
+        def collect(self):
+            completion = SimpleNamespace(token_ids=np.zeros(1, np.int32))
+            return [Finished(key=self.request.key, member=0, completion=completion)]
 
     class OnePrompt(ArithmeticTask):
         def evaluation_prompt(self, index):
@@ -221,7 +237,7 @@ def test_prompts_go_through_the_chat_template(tmp_path):
     )
 
     # "1+1" through the template "...=": ids of 1 + 1 =
-    assert np.array_equal(engine.prompts[0], [2, 11, 2, 12])
+    assert np.array_equal(engine.request.prompt, [2, 11, 2, 12])
 
 
 @pytest.mark.parametrize("model_dir", ["", "nowhere/at/all"])

@@ -19,7 +19,7 @@ WITHOUT_UNIT = {
     "heterorl_learner_steps_without_signal",
 }  # fmt: skip
 LABELS = {"side", "method", "code", "kind", "direction", "site", "status", "reason", "state", "account",
-          "applied", "stage", "quota", "check", "verdict", "flavour", "loop"}  # fmt: skip
+          "applied", "stage", "quota", "check", "verdict", "flavour", "loop", "on"}  # fmt: skip
 
 
 def _own(name):

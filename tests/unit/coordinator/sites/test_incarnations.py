@@ -131,7 +131,7 @@ async def test_incarnation_that_is_seen_most_recently_is_remembered(run):
         sites.see(SITE, f"i{number}", clock.monotonic())
         sites.see(SITE, "lives", clock.monotonic())
 
-    assert sites.silence_s((SITE, "lives"), clock.monotonic()) == 0
+    assert sites.seen_at((SITE, "lives")) == clock.monotonic()
     assert len(sites._seen) == MAX_SEEN
 
 

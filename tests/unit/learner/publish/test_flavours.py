@@ -562,7 +562,12 @@ async def test_store_of_an_earlier_program_gets_flavours_and_keeps_what_it_had(t
         # As schema 1 had it: the same columns, but for the last.
         connection.executescript("DROP VIEW stated; DROP TABLE flavour_versions; PRAGMA user_version = 1;")
         connection.executescript("DROP TABLE failures; DROP TABLE convictions; DROP TABLE audit;")
-        for table, column in (("sites", "flavour"), ("sites", "max_delay_s"), ("work", "request_id")):
+        for table, column in (
+            ("sites", "flavour"),
+            ("sites", "max_delay_s"),
+            ("work", "request_id"),
+            ("sites", "work_ahead_s"),
+        ):
             connection.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
         keys = {"payloads": "to_version, kind, from_version", "signatures": "version", "verified": "version"}
         for name, key in {**keys, "canaries": "version"}.items():

@@ -26,17 +26,10 @@ from tests.support.secure_run import SecureRun
 CONTEXT = f"00-{'a1' * 16}-{'b2' * 8}-01"
 
 
-class FixedEngine:
-    """Answers the same tokens to every prompt."""
-
-    version = 0
-
-    def generate(self, prompts, *, seeds, num_per_prompt):
-        one = Completion(
-            token_ids=np.array([5, 6, 1], np.int32), logprobs=np.array([-0.5, -0.25, -1.0], np.float32),
-            spans=(VersionSpan(version=0, start=0, end=3),), finish_reason=FinishReason.EOS,
-        )  # fmt: skip
-        return [[one] * num_per_prompt for _ in prompts]
+COMPLETION = Completion(
+    token_ids=np.array([5, 6, 1], np.int32), logprobs=np.array([-0.5, -0.25, -1.0], np.float32),
+    spans=(VersionSpan(version=0, start=0, end=3),), finish_reason=FinishReason.EOS,
+)  # fmt: skip
 
 
 class Words:
@@ -58,11 +51,18 @@ class FreeTask:
         return (RewardPart(name="right", value=1.0),)
 
 
-def maker():
-    return RolloutMaker(
-        engine=FixedEngine(), task=FreeTask(), prompter=Words(), site=SiteId(SITE), incarnation=INCARNATION,
-        group_size=2, clock=SystemClock(),
-    )  # fmt: skip
+def made(work, state_root):
+    """The group of an assignment, all of whose completions are the same."""
+    maker = RolloutMaker(
+        task=FreeTask(), prompter=Words(), site=SiteId(SITE), incarnation=INCARNATION, group_size=2, clock=SystemClock()
+    )
+    (draft,) = maker.begin([work], version=0, state_root=state_root)
+    for member in range(2):
+        draft.completions[member] = COMPLETION
+        draft.scores[member] = maker.score(draft.prompt, COMPLETION)
+    draft.ended_at = draft.begun_at
+    group = maker.group(draft, state_roots={0: state_root})
+    return dataclasses.replace(group, id=dataclasses.replace(group.id, sequence=1))
 
 
 @pytest.fixture
@@ -84,9 +84,9 @@ async def travel(tmp_path):
     """A group made by a sampler, delivered, queued, leased and trained, over certificates and a socket."""
     async with SecureRun(tmp_path) as secure:
         (work,) = await secure.run.lease()
-        batch = maker().make([work], state_roots={0: secure.run.roots[0]}, first_sequence=1)
+        group = made(work, secure.run.roots[0])
         outbox = Outbox(tmp_path / "outbox")
-        outbox.put(batch.groups, release=[0.0])
+        outbox.put([group], release=[0.0])
         delivery = Delivery(api=secure.sampler, outbox=outbox, clock=SystemClock(), bell=Bell(), rng=random.Random(0))
         # Spooled and read again, as after a restart.
         await delivery._push(outbox.due(1.0, limit=1, max_bytes=1 << 20)[0])
@@ -154,7 +154,7 @@ def test_context_that_is_not_well_formed_counts_as_none(text, spans):
 
 def test_context_is_part_of_a_groups_bytes_and_checked_when_they_are_read():
     work = dataclasses.make_dataclass("Work", ["id", "prompt_index", "seed"])(1, 2, 3)
-    (group,) = maker().make([work], state_roots={0: Digest("0" * 64)}, first_sequence=1).groups
+    group = made(work, Digest("0" * 64))
     followed = dataclasses.replace(group, trace=CONTEXT)
 
     assert open_group(seal(followed)).trace == CONTEXT

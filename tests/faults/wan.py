@@ -41,9 +41,11 @@ DELAY_S, JITTER_S, LOSS = 0.074, 0.002, 0.01
 PROCESSES = ("coordinator", "learner", *SAMPLERS)
 RUN = {"task": {"name": "arithmetic", "digits": 2}, "sampling": {"max_new_tokens": 8}, "group_size": 4}
 PATIENT = RetryPolicy(budget_s=60.0, cap_s=0.5)
-WORK_LEASE_S = 900.0
-"""Longer than the outage: what a site holds when its line breaks stays its own."""
-MAX_RECOVERY_S = 60.0
+MAX_OUTSTANDING, MAX_STALENESS = 6144, 512
+"""Groups, versions: room for what two sites generate in an outage, and for its age."""
+MAX_RECOVERY_S, MAX_DELIVERY_S = 60.0, 15.0
+MIN_GENERATED = 0.9
+"""Of what was generated in the same time before."""
 
 
 def make_cluster(directory: Path) -> Cluster:
@@ -56,7 +58,8 @@ def make_cluster(directory: Path) -> Cluster:
     cluster = Cluster(
         directory,
         certificates=certificates,
-        coordinator={"groups_per_version": 16, "work_lease_s": WORK_LEASE_S, "learner_lease_s": 10.0, "listen": address},
+        coordinator={"groups_per_version": 16, "learner_lease_s": 10.0, "listen": address,
+                     "max_outstanding_groups": MAX_OUTSTANDING, "max_staleness_versions": MAX_STALENESS},
         learner={**RUN, "coordinator": address, "groups_per_step": 16,
                  "evaluation": {"every_versions": 20, "num_prompts": 16, "batch_rows": 16}},
         sampler={**RUN, "coordinator": address, "engine": {"kind": "hf", "threads": 1, "batch_rows": 128}, "metrics_host": ADDRESS_B, "heartbeat_s": 2.0},
@@ -170,11 +173,15 @@ class TwoSites:
         link.say("up")
         self.times["heal"] = time.time()
         had = {name: self.marks["heal"][name] for name in SAMPLERS}
+        left = {name: self._spooled(name) for name in SAMPLERS}
         recovery = {}
         for name, condition in {
             "first_group_s": lambda status: any(site.groups_accepted > had[site.site] for site in self._sites(status)),
             "all_sites_deliver_s": lambda status: all(
                 site.groups_accepted > had[site.site] for site in self._sites(status)
+            ),
+            "outage_delivered_s": lambda status: all(
+                site.groups_accepted >= had[site.site] + left[site.site] for site in self._sites(status)
             ),
             "all_sites_at_heal_version_s": lambda status: all(
                 site.policy_version >= head for site in self._sites(status)
@@ -187,6 +194,9 @@ class TwoSites:
         await self._mark("end", operator)
         self.times["end"] = time.time()
         marks = self.marks
+        before_s = self.times["cut"] - self.times["begin"]
+        before = sum(marks["cut"][name] - marks["begin"][name] for name in SAMPLERS) / before_s
+        generated = (sum(left.values()) - spooled[0]) / self.outage_s
         return {
             "rtt_ms": round(1000 * statistics.median(rtt_s)),
             "loss": LOSS,
@@ -202,6 +212,7 @@ class TwoSites:
             },
             "heads": {name: mark["head"] for name, mark in marks.items()},
             "spooled_in_outage_max": max(spooled),
+            "groups_per_s": {"before": round(before, 2), "in_outage": round(generated, 2)},
             "dropped": {"groups": self.marks["end"]["dropped"]},
             "recovery": recovery,
         }
@@ -266,6 +277,9 @@ def problems(summary: dict[str, Any]) -> list[str]:
     }
     if long:
         fired = set(evidence["alerts_fired"])
+        rates = summary["groups_per_s"]
+        checks["less was generated without the line"] = rates["in_outage"] >= MIN_GENERATED * rates["before"]
+        checks["the outage's groups came late"] = summary["recovery"]["outage_delivered_s"] <= MAX_DELIVERY_S
         checks["the alerts of an outage did not fire"] = {"HeterorlProcessDown", "HeterorlSiteSilent"} <= fired
     return [text for text, is_kept in checks.items() if not is_kept]
 

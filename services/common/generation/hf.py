@@ -112,7 +112,17 @@ class HfEngine:
 
     @torch.inference_mode()
     def score(self, texts: Sequence[ScoredText]) -> list[Float32Array]:
-        """Score one text after another: few and short."""
+        """Score one text after another: few and short.
+
+        Raises:
+            EngineError: the device has no room for them beside what is under way.
+        """
+        try:
+            return self._scores(texts)
+        except torch.OutOfMemoryError as error:
+            raise _no_memory(error) from error
+
+    def _scores(self, texts: Sequence[ScoredText]) -> list[Float32Array]:
         scores = []
         for text in texts:
             ids = torch.from_numpy(np.concatenate([text.prompt, text.completion]).astype(np.int64)).to(self._device)
@@ -154,7 +164,7 @@ class HfEngine:
                     return list(ended)
         except torch.OutOfMemoryError as error:
             self.cancel()
-            raise EngineError(f"the device is out of memory: {error}", action="lower engine.batch_rows") from error
+            raise _no_memory(error) from error
         except BaseException:
             self.cancel()
             raise
@@ -214,3 +224,7 @@ class HfEngine:
         """One pass with one version: its output and the version."""
         with self._turns.taken():
             return self.model(**inputs), self._version
+
+
+def _no_memory(error: Exception) -> EngineError:
+    return EngineError(f"the device is out of memory: {error}", action="lower engine.batch_rows")

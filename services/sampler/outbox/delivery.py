@@ -50,7 +50,8 @@ class Delivery:
         self._now = now or steady(clock)
         self._bell = bell
         self._patience = Patience(clock=clock, rng=rng)
-        self._is_alone = False
+        # Groups still to be pushed one by one: one of them was refused with the others.
+        self._num_alone = 0
         self._put_aside = 0
         self.num_delivered = 0
         """Groups that the coordinator took since this process began."""
@@ -62,7 +63,7 @@ class Delivery:
         while True:
             ticket = self._bell.ticket()
             now = self._now()
-            limit = 1 if self._is_alone else BATCH_GROUPS
+            limit = 1 if self._num_alone else BATCH_GROUPS
             groups, later = await asyncio.to_thread(self._outbox.due, now, limit=limit, max_bytes=BATCH_BYTES)
             if groups:
                 await self._push(groups)
@@ -85,7 +86,7 @@ class Delivery:
             _LOG.log(level, "%d groups wait %.1f s in the outbox: %s", len(groups), delay_s, error)
             await self._clock.sleep(delay_s)
             return
-        self._is_alone = False
+        self._num_alone = max(0, self._num_alone - 1)
         # Outcomes come in order; one that names another group is nobody's.
         answered = [
             (group, outcome) for group, outcome in zip(groups, outcomes, strict=False) if outcome.id == group.id
@@ -124,11 +125,11 @@ class Delivery:
         """
         sequence = groups[0].id.sequence
         if len(groups) > 1:
-            self._is_alone = True
+            self._num_alone = len(groups)
         elif sequence == self._put_aside:
             raise error
         elif await asyncio.to_thread(self._outbox.put_aside, sequence, peer_words(str(error))):
-            self._put_aside = sequence
+            self._put_aside, self._num_alone = sequence, 0
         await self._clock.sleep(self._patience.delay_s())
 
     async def _forget(self, settled: Sequence[int]) -> None:

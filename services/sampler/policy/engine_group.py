@@ -117,14 +117,16 @@ class EngineGroup:
         Raises:
             EngineError: none of them has taken it.
         """
-        wanted = [member for member in self._members if member.is_out or member.engine.version != version]
+        # A new version does not wait for one that is out: it would cost the others the time of a start.
+        is_out = [member for member in self._members if member.is_out]
+        wanted = is_out if version == self._version else self._living() or self._members
         with self._staged(arena), ThreadPoolExecutor(len(self._members)) as threads:
             failures = list(threads.map(lambda member: self._loaded(member, arena, version), wanted))
         with self._news:
             if self._living():
                 self._version = version
                 return
-        raise next(failure for failure in failures if failure is not None)
+        raise next((failure for failure in failures if failure is not None), EngineError("all engines are out"))
 
     def score(self, texts: Sequence[ScoredText]) -> list[Float32Array]:
         """What the engine says that is farthest from the median of all: one wrong engine is the group's word.
@@ -207,9 +209,11 @@ class EngineGroup:
     def _loaded(self, member: _Member, arena: Arena, version: int) -> EngineError | None:
         try:
             member.engine.load(arena, version)
-        except EngineError as error:
-            self._put_out(member, error)
-            return error
+        except (EngineError, OSError) as error:
+            # A file that cannot be written is one engine's trouble, not that of those that have loaded.
+            failure = error if isinstance(error, EngineError) else EngineError(f"its weights: {error}")
+            self._put_out(member, failure)
+            return failure
         with self._news:
             member.is_out = False
         return None
@@ -261,7 +265,8 @@ class EngineGroup:
                 self._version = -1
                 finished: list[Finished | Lost] = [one for one in self._ended if isinstance(one, Finished)]
                 # The error says more than that each is lost.
-                self._failure = error if len(finished) < len(self._ended) else None
+                if len(finished) < len(self._ended):
+                    self._failure = error
                 self._ended = finished
             self._news.notify_all()
 

@@ -116,10 +116,12 @@ class Generation:
     async def stop(self) -> None:
         """Begin nothing more: spool what has ended, give up the rest and hand it back; takes seconds at most."""
         self._is_ending = True
-        async with self.swap.running:
-            await asyncio.to_thread(self._engine.cancel)
+        await asyncio.to_thread(self._engine.cancel)
         self._return_reserve()
         await self.harvest.end()
+        async with self.swap.running:
+            # Its thread cannot be cancelled.
+            pass
 
     async def empty(self) -> None:
         """Push what is held: a drained run waits for no delay."""
@@ -154,6 +156,11 @@ class Generation:
             and level.num_bytes < self._config.outbox_bytes
         )
 
+    @property
+    def _is_newer_due(self) -> bool:
+        pulled = self.swap.due()
+        return pulled is not None and pulled.version != self.swap.version
+
     def _version_to_ask(self) -> int | None:
         return self.swap.version if self._may_begin else None
 
@@ -165,7 +172,7 @@ class Generation:
                 if self.harvest.is_empty:
                     return
             now = self._clock.monotonic()
-            self.harvest.groups.work(self._drafts.num_running > 0, now)
+            self.harvest.groups.work(len(self._drafts) > 0, now)
             self.swap.forget_roots(self._drafts.oldest_version)
             self.harvest.log.say(
                 tokens_per_s=self.harvest.tokens.per_s(now), now=now, version=self.swap.version,
@@ -181,10 +188,12 @@ class Generation:
         pulled = self.swap.due()
         if pulled is None or self._is_swapping or self._is_ending:
             return False
-        if self._drafts.num_running and self._config.swap == "drain":
+        # One engine of several is started again beside what the others do.
+        is_mend = pulled.version == self.swap.version
+        if self._drafts.num_running and self._config.swap == "drain" and not is_mend:
             return False
         self._is_swapping = True
-        if self._drafts.num_running:
+        if self._drafts.num_running or is_mend:
             tasks.create_task(self._take(pulled))
         else:
             await self._take(pulled)
@@ -202,7 +211,7 @@ class Generation:
 
     async def _begin(self) -> bool:
         """Give the engine what it has room for; whether anything was done."""
-        if not self._may_begin or (self._config.swap == "drain" and self.swap.due() is not None):
+        if not self._may_begin or (self._config.swap == "drain" and self._is_newer_due):
             return False
         count = self._num_wanted()
         if count and not self._config.work_ahead_s and not len(self.reserve):

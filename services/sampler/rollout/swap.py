@@ -125,7 +125,7 @@ class Swap:
         return self._policy.take(self.version)
 
     async def _load(self, pulled: PulledVersion) -> bool:
-        started = self._clock.monotonic()
+        started, is_mend = self._clock.monotonic(), pulled.version == self.version
         # Before the engine has it: what is under way may end with it at once.
         self.state_roots[pulled.version] = pulled.manifest.state_root
         try:
@@ -150,7 +150,7 @@ class Swap:
         self._patience.reset()
         if self._engine.is_whole:
             self._mending.reset()
-        else:
+        elif is_mend:
             self._mend_at = self._clock.monotonic() + self._mending.delay_s()
         metrics.SWAP_SECONDS.observe(swap_s)
         metrics.POLICY_VERSION.set(pulled.version)

@@ -98,33 +98,34 @@ class VllmEngine:
             StaleWeights: the engine computes something else than the weights say.
             EngineDied: its process does not do what it is asked.
         """
-        with self._news:
-            self._is_loading = True
-        try:
-            self._load(arena, version)
-        except BaseException as error:
-            self._fail(EngineError(f"what was generated is dropped: a swap meanwhile failed: {error}"))
-            if self._process is not None:
-                self._process.give_up()
-            raise
-        else:
+        # A disk that is full leaves the engine with what it has.
+        with self.source.written(arena):
             with self._news:
-                self._version, self._is_trusted = version, True
-        finally:
-            with self._news:
-                self._is_loading = False
-                self._news.notify_all()
+                self._is_loading = True
+            try:
+                self._load(arena, version)
+            except BaseException as error:
+                self._fail(EngineError(f"what was generated is dropped: a swap meanwhile failed: {error}"))
+                if self._process is not None:
+                    self._process.give_up()
+                raise
+            else:
+                with self._news:
+                    self._version, self._is_trusted = version, True
+            finally:
+                with self._news:
+                    self._is_loading = False
+                    self._news.notify_all()
 
     def _load(self, arena: Arena, version: int) -> None:
         label = str(version)
-        with self.source.written(arena):
-            is_running = self._is_trusted and self._process is not None
-            if not is_running:
-                self._start_again()
-                self._alive().set_version(label)
-            if is_running or self.source.lora.rank:
-                self.source.weights.swap(self._alive(), label)
-            self._check(arena, version)
+        is_running = self._is_trusted and self._process is not None
+        if not is_running:
+            self._start_again()
+            self._alive().set_version(label)
+        if is_running or self.source.lora.rank:
+            self.source.weights.swap(self._alive(), label)
+        self._check(arena, version)
 
     def submit(self, request: Request) -> None:
         """Take a request; during a swap too.
@@ -204,7 +205,8 @@ class VllmEngine:
     def _fail(self, error: EngineError) -> None:
         """Trust nothing until a `load` succeeds; `collect` says so if something was under way."""
         with self._news:
-            is_heard = self._num_open > 0
+            # One death is told several times; what was under way when it was told first must still be given up.
+            is_heard = self._num_open > 0 or self._failure is not None
             self._version, self._is_trusted = -1, False
             self._drop()
             self._failure = error if is_heard else None

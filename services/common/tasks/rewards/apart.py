@@ -30,6 +30,7 @@ class TaskApart:
         self.num_evaluation_prompts = task.num_evaluation_prompts
         self.num_workers = num_workers
         self.digest: Digest = task.digest
+        self._has_scored = False
 
     def prompt(self, index: int) -> Prompt:
         """The training prompt at a position."""
@@ -50,9 +51,13 @@ class TaskApart:
         try:
             reply = self.pool.ask(request)
         except LoadFailed as error:
+            if self._has_scored:
+                # What it needs was there before; a full memory, say, is no mistake of a configuration.
+                raise RewardError(f"the process that computes rewards cannot load its task again: {error}") from error
             raise ConfigError("task.name", f"the process that computes rewards cannot load it: {error}") from error
         except RewardError as error:
             raise RewardError(f"the reward of prompt {prompt.index} failed: {error}") from error
+        self._has_scored = True
         return tuple(RewardPart(name=str(name), value=float(value)) for name, value in reply["parts"].items())
 
     def close(self) -> None:

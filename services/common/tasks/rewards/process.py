@@ -61,13 +61,16 @@ class RewardProcess:
         """
         self.close()
         # -P: no file of the working directory stands for a package. A session of its own: Ctrl-C is the service's.
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", str(SCRIPT)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,
-        )
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", str(SCRIPT)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise RewardError(f"the system starts no process that computes rewards: {error}") from error
         self._end = weakref.finalize(self, _kill, self.process)
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None

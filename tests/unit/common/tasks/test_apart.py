@@ -52,6 +52,31 @@ def test_task_of_another_release_is_refused():
     close_task(elsewhere)
 
 
+def test_process_that_cannot_be_started_again_costs_one_reward(monkeypatch):
+    settings = TaskConfig(reward_timeout_s=20)
+    elsewhere = apart(build_task(settings), settings)
+    prompt = elsewhere.prompt(0)
+    elsewhere.score(prompt, prompt.answer)
+    for worker in elsewhere.pool.workers:
+        worker.close()
+
+    def refuse(*args, **kwargs):
+        raise BlockingIOError("no more processes")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("subprocess.Popen", refuse)
+        with pytest.raises(RewardError, match="no more processes"):
+            elsewhere.score(prompt, prompt.answer)
+    with monkeypatch.context() as patch:
+        patch.setattr(elsewhere.pool.workers[0], "_job", {"kind": "task", "digest": "of another"})
+        for worker in elsewhere.pool.workers:
+            patch.setattr(worker, "_job", {"kind": "nothing"})
+        with pytest.raises(RewardError):
+            elsewhere.score(prompt, prompt.answer)
+    elsewhere.score(prompt, prompt.answer)
+    close_task(elsewhere)
+
+
 def test_score_that_is_stopped_is_killed_and_the_next_one_is_computed():
     settings = TaskConfig(reward_timeout_s=1.0)
     elsewhere = apart(build_task(settings), settings)

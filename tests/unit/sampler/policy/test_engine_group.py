@@ -300,3 +300,43 @@ def test_engines_of_one_process_draw_as_one_alone(tmp_path):
         finished += ended
     assert len(in_order(finished, requests)) == 8
     group.close()
+
+
+def test_a_death_that_is_told_twice_is_still_told_to_who_collects():
+    engine = Told()
+    group = EngineGroup([engine])
+    group.load(None, 0)
+    group.submit(request(0))
+    engine.scores, engine.load_failure = EngineDied("killed"), EngineDied("killed again")
+
+    with pytest.raises(EngineDied):
+        group.score([])
+    with pytest.raises(EngineDied):
+        group.load(None, 0)
+
+    with pytest.raises(EngineDied):
+        group.collect()
+    group.close()
+
+
+def test_a_new_version_does_not_wait_for_an_engine_that_is_out(group, engines):
+    group.submit(request(0))
+    engines[0].die()
+    assert group.collect() == [Lost(key=0)]
+
+    group.load(None, 1)
+    assert [engine.loads for engine in engines] == [[0], [0, 1], [0, 1]]
+    assert (group.version, group.is_whole) == (1, False)
+
+    group.load(None, 1)
+    assert [engine.loads for engine in engines] == [[0, 1], [0, 1], [0, 1]]
+    assert group.is_whole
+
+
+def test_weights_that_cannot_be_written_for_one_engine_stop_that_one_alone(group, engines):
+    engines[1].load_failure = OSError("no space left")
+
+    group.load(None, 1)
+
+    assert (group.version, group.is_whole) == (1, False)
+    assert [engine.version for engine in engines] == [1, -1, 1]

@@ -115,9 +115,13 @@ async def test_rewards_that_come_too_slowly_stop_the_engine_before_memory_fills(
     world.task.slow = set(range(CONTRACT.num_prompts))
     drafts = world.sampler.generation.harvest.drafts
     await world.until(lambda: not drafts.num_running)
-    unscored = drafts.num_unscored
+    unscored, speed = drafts.num_unscored, world.sampler.generation.harvest.groups
+    before = speed.per_s
     await world.passed(60.0, step_s=1.0)
 
+    # The site is as fast as its rewards: what it leases ahead follows from that.
+    speed.add(0, world.clock.monotonic())
+    assert speed.per_s < before / 2
     assert unscored == drafts.num_unscored <= 2 * world.engine.max_running + 3 * SIZE
     made = world.outbox.next_sequence
     world.task.go.set()
@@ -141,6 +145,20 @@ async def test_swap_that_drains_waits_for_what_is_under_way_and_lets_nothing_mor
 
     assert {group.versions for group in pushed} == {(0,), (1,), (2,), (3,)}
     assert sum((await world.core.get_status()).ledger.dropped.values()) == 0
+
+
+async def test_one_engine_of_several_is_started_again_beside_what_the_others_do(world):
+    world.settings |= {"swap": "drain"}
+    await generating(world)
+    drafts = world.sampler.generation.harvest.drafts
+    await world.until(lambda: drafts.num_running)
+    world.engine.is_whole = False
+
+    # Nothing ends meanwhile.
+    await world.until(lambda: len(world.engine.loaded) >= 2)
+
+    assert drafts.num_running
+    assert {version for version, _ in world.engine.loaded} == {0}
 
 
 async def test_swap_beside_what_is_under_way_gives_each_group_its_oldest_root_and_forgets_the_others(world):

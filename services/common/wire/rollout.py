@@ -26,8 +26,9 @@ from heterorl.common.wire.seal import as_bytes, open_group, receive, shell_of
 from heterorl.v1 import common_pb2, rollout_pb2
 
 _LOG = logging.getLogger(__name__)
-TOGETHER_BYTES = 1 << 20
-"""What several groups of one message have at most; a larger one travels alone."""
+TOGETHER_BYTES = 1 << 18
+"""What several groups of one message have at most; a larger one travels alone. So many bytes of groups have
+fewer fields than a coordinator reads of a message."""
 FRAME_BYTES = 8
 """Of a tag and a length."""
 _PUSHED, _STREAMED = as_bytes("PushGroupsRequest"), as_bytes("StreamGroupsResponse")

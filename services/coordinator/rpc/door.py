@@ -24,6 +24,7 @@ from google.protobuf.descriptor import MethodDescriptor
 
 from heterorl.common.errors import InvalidRequest, QuotaExceeded
 from heterorl.common.identity.identity import Peer
+from heterorl.common.process.threads import in_thread
 from heterorl.coordinator.rpc.budget import Budget, Room
 from heterorl.coordinator.rpc.calls import Shares
 from heterorl.coordinator.rpc.gate import Gate
@@ -133,7 +134,8 @@ class Door(grpc.aio.ServerInterceptor):
             message = parse_soon(data, request)
         if message is None:
             async with self._parsing:
-                message = await asyncio.to_thread(parse, data, request)
+                # To its end: a call that goes away keeps its room and the place while its thread runs.
+                message = await in_thread(parse, data, request)
         self._gate.check_request(method, peer, message)
         return message
 

@@ -4,8 +4,8 @@ The scan asks every field before the parser runs, in Python. Nearly all pushes n
 canonical form, in which lists of numbers are bytes for the parser (heterorl.common.wire.seal), and little else is in
 them. Such a push is read here by protobuf alone. Any other one is left to the scan, which says what is wrong with it.
 
-Guarantees: what is taken here, the scan would pass, and the group's bytes are its canonical ones; what the parser makes
-of a push takes memory of the same order as the push, or at most some megabytes, once at a time.
+Guarantees: of what is taken here, the scan would pass each group, and the group's bytes are its canonical ones; a push
+is left to the scan after some milliseconds, whatever is in it; what the parser makes of it takes a few times its bytes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ SMALL_BYTES = 1 << 16
 """Whatever a group of this size consists of, its objects are some megabytes."""
 REST_BYTES = 1 << 16
 """What a longer one may have beside its lists of numbers."""
-OBJECT_BYTES = 16
+OBJECT_BYTES = 32
 """Least bytes of a group for each message inside it: fewer would become many times their size."""
+MAX_OBJECTS = 1 << 14
+"""Messages inside all groups of a push, which the event loop makes in some milliseconds."""
 _MAX_ROLLOUTS = 4096
 _GROUP = as_bytes("Group")
 _FIRST, _MORE, _ROLLOUTS, _PROMPT = 0x0A, 0x12, 0x2A, 0x22
@@ -55,7 +57,8 @@ class PlainPush:
 def read_push(data: bytes) -> PlainPush | None:
     """The groups of a push; None where it is not plain, which says nothing about whether it is allowed."""
     parts: list[bytes] = []
-    position = 0
+    groups: list[Any] = []
+    position, left = 0, MAX_OBJECTS
     while position < len(data):
         if data[position] != (_MORE if parts else _FIRST) or len(parts) == PUSH_GROUPS:
             return None
@@ -65,11 +68,24 @@ def read_push(data: bytes) -> PlainPush | None:
             return None
         if length > SMALL_BYTES and not _has_little_rest(data, start, position):
             return None
-        parts.append(data[start:position])
-    groups = [_group_of(part) for part in parts]
-    if not groups or any(group is None for group in groups):
+        part = data[start:position]
+        # Each before the next is looked at: the first that is not plain ends it all.
+        group = _group_of(part)
+        if group is None:
+            return None
+        left -= _num_objects(group)
+        if left < 0:
+            return None
+        parts.append(part)
+        groups.append(group)
+    if not groups:
         return None
     return PlainPush(groups[0], groups[1:], parts)
+
+
+def _num_objects(group: Any) -> int:
+    rollouts = group.rollouts
+    return len(rollouts) + sum(len(rollout.spans) + len(rollout.reward_parts) for rollout in rollouts)
 
 
 def _group_of(data: bytes) -> Any:
@@ -87,8 +103,7 @@ def _group_of(data: bytes) -> Any:
 
 def _is_within_bounds(group: Any, num_bytes: int) -> bool:
     rollouts = group.rollouts
-    num_objects = len(rollouts)
-    if num_objects > _MAX_ROLLOUTS:
+    if len(rollouts) > _MAX_ROLLOUTS or _num_objects(group) * OBJECT_BYTES > num_bytes:
         return False
     texts = [(group.id.site, _NAME), (group.id.incarnation, _NAME), (group.state_root, _ROOT)]
     if group.traceparent:
@@ -96,19 +111,20 @@ def _is_within_bounds(group: Any, num_bytes: int) -> bool:
     for rollout in rollouts:
         if len(rollout.spans) > DEFAULT.count or len(rollout.reward_parts) > _MAX_PARTS:
             return False
-        num_objects += len(rollout.spans) + len(rollout.reward_parts)
         texts += [(part.name, _PART) for part in rollout.reward_parts]
-    if num_objects * OBJECT_BYTES > num_bytes:
-        return False
     # Most rollouts name the same parts.
     return not any(text_problem(text, bound) for text, bound in set(texts))
 
 
 def _has_little_rest(data: bytes, position: int, end: int) -> bool:
     """Whether a long group consists of lists of numbers but for a small rest; looks at no more than those lists."""
-    rest, num_rollouts = 0, 0
+    rest, num_rollouts, last = 0, 0, 0
     while position < end:
         tag = data[position]
+        if tag < last or (tag == last and tag != _ROLLOUTS):
+            # Canonical bytes have their fields in order, and none of them again.
+            return False
+        last = tag
         if tag not in (_ROLLOUTS, _PROMPT):
             # One byte at a time: whatever it is, it counts as the rest until the next list.
             stop = _skip(data, position, end)

@@ -18,6 +18,7 @@ from typing import Protocol
 
 from heterorl.common.errors import NotRegistered
 from heterorl.common.process.metrics import BYTES
+from heterorl.common.process.threads import in_thread
 from heterorl.common.types.common import Contract
 from heterorl.common.types.rollout import Group, PushOutcome, SealedGroup
 from heterorl.coordinator.groups.intake import Arrival
@@ -70,8 +71,9 @@ class PushStreams:
             requests.settle_by_hand()
         arrived: asyncio.Queue[_Sized | None] = asyncio.Queue(READ_AHEAD)
         committing: asyncio.Queue[_Commit | None] = asyncio.Queue(COMMITS)
+        commits = asyncio.Semaphore(COMMITS)
         reader = asyncio.create_task(_read(requests, arrived))
-        submitter = asyncio.create_task(self._submit(arrived, committing))
+        submitter = asyncio.create_task(self._submit(arrived, committing, commits))
         try:
             while (commit := await committing.get()) is not None:
                 counts, answers = commit
@@ -91,7 +93,12 @@ class PushStreams:
                 with contextlib.suppress(asyncio.CancelledError, Exception):
                     await task
 
-    async def _submit(self, arrived: asyncio.Queue[_Sized | None], committing: asyncio.Queue[_Commit | None]) -> None:
+    async def _submit(
+        self,
+        arrived: asyncio.Queue[_Sized | None],
+        committing: asyncio.Queue[_Commit | None],
+        commits: asyncio.Semaphore,
+    ) -> None:
         """Hand what was read to the store, some at a time; ends with None, whatever goes wrong."""
         waiting: _Sized | None = await arrived.get()
         try:
@@ -111,7 +118,9 @@ class PushStreams:
                 entries, error = await self._look_at(batch, num_bytes)
                 batch.clear()
                 if entries:
+                    await commits.acquire()
                     answers: _Answers = asyncio.ensure_future(self._api.take_groups(list(chain.from_iterable(entries))))
+                    answers.add_done_callback(lambda _: commits.release())
                     # Nobody may ask any more.
                     answers.add_done_callback(_note)
                     await committing.put(([len(groups) for groups in entries], answers))
@@ -137,7 +146,7 @@ class PushStreams:
             return arrivals.read_all(batch, contract=contract, max_prompt_tokens=limit)
         # Some nanoseconds for each token, in which the event loop answers others; one at a time for the memory of it.
         async with self._converting:
-            return await asyncio.to_thread(arrivals.read_all, batch, contract=contract, max_prompt_tokens=limit)
+            return await in_thread(arrivals.read_all, batch, contract=contract, max_prompt_tokens=limit)
 
 
 async def _read(requests: AsyncIterator[rollout_pb2.PushGroupsRequest], arrived: asyncio.Queue[_Sized | None]) -> None:

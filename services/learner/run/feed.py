@@ -72,7 +72,7 @@ async def feed(
                 async for queued, finding in arrivals:
                     await hand_on(queued, finding)
             else:
-                await _examine(arrivals, examiner, hand_on)
+                await _examine(arrivals, examiner, hand_on, most=inbox.capacity)
         except (RemoteError, TimeoutError) as error:
             if not is_transient(error):
                 raise
@@ -85,9 +85,12 @@ async def _examine(
     arrivals: AsyncIterator[tuple[QueuedGroup, Finding]],
     examiner: Examiner,
     hand_on: Callable[[QueuedGroup, Finding], Awaitable[None]],
+    *,
+    most: int,
 ) -> None:
     """Score several groups at once and hand them on in their order; raises what ended the arrivals, behind them all."""
-    arrived: _Arrivals = asyncio.Queue()
+    # Credits bound what comes; this bounds what a coordinator sends that heeds none.
+    arrived: _Arrivals = asyncio.Queue(most)
     scores: set[asyncio.Task[Scored]] = set()
     reading = asyncio.create_task(_read(arrivals, examiner, arrived, scores))
     try:
@@ -115,12 +118,13 @@ async def _read(
     scores: set[asyncio.Task[Scored]],
 ) -> None:
     try:
-        # What is not handed on is bounded by the credits that were given.
         async for queued, finding in arrivals:
             scoring = None
             if finding == SOUND:
                 scoring = asyncio.create_task(examiner.score(queued))
                 scores.add(scoring)
-            arrived.put_nowait((queued, finding, scoring))
-    finally:
-        arrived.put_nowait(None)
+            await arrived.put((queued, finding, scoring))
+    except Exception:
+        await arrived.put(None)
+        raise
+    await arrived.put(None)

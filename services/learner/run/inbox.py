@@ -25,7 +25,8 @@ class Inbox:
     """
 
     def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
+        self.capacity = capacity
+        """Groups that may wait, and be on their way here."""
         self._condition = asyncio.Condition()
         self._waiting: deque[QueuedGroup] = deque()
         self._held: dict[GroupId, float] = {}
@@ -73,13 +74,13 @@ class Inbox:
         return self._is_closed or stream != self._stream
 
     def _room(self) -> int:
-        return self._capacity - len(self._waiting) - self._granted
+        return self.capacity - len(self._waiting) - self._granted
 
     async def put(self, queued: QueuedGroup) -> None:
         """Take a streamed group in; one that is held already is ignored, and so is one that no credit was given for."""
         async with self._condition:
             self._granted = max(0, self._granted - 1)
-            if queued.group.id not in self._held and len(self._waiting) < self._capacity:
+            if queued.group.id not in self._held and len(self._waiting) < self.capacity:
                 self._held[queued.group.id] = asyncio.get_running_loop().time()
                 self._waiting.append(queued)
             self._condition.notify_all()
@@ -92,7 +93,7 @@ class Inbox:
 
     async def take(self, count: int) -> list[QueuedGroup]:
         """Wait for `count` groups and remove them, oldest first; empty after `close`."""
-        assert 0 < count <= self._capacity, "more groups than ever fit are never there"
+        assert 0 < count <= self.capacity, "more groups than ever fit are never there"
         async with self._condition:
             await self._condition.wait_for(lambda: self._is_closed or len(self._waiting) >= count)
             if self._is_closed:

@@ -73,6 +73,34 @@ def test_what_is_not_is_left_to_the_scan(data):
     assert read_push(data) is None
 
 
+@pytest.mark.parametrize("rest", [b"\x10\x00", b"\x22\x00", b"\x78\x00"], ids=["number", "list", "unknown"])
+def test_a_long_group_that_says_a_field_again_is_left_at_once(rest, monkeypatch):
+    skipped = []
+    monkeypatch.setattr("heterorl.coordinator.rpc.plain._skip", lambda data, at, end: skipped.append(at) or at + 2)
+    data = rest * SMALL_BYTES
+    length = len(data)
+    prefix = bytes([0x0A, length & 127 | 128, length >> 7 & 127 | 128, length >> 14])
+
+    assert read_push(prefix + data) is None
+    assert len(skipped) <= 1
+
+
+def test_the_first_group_that_is_not_plain_ends_the_reading(monkeypatch):
+    made = []
+    monkeypatch.setattr("heterorl.coordinator.rpc.plain._group_of", lambda data: made.append(data))
+
+    assert read_push(_push(*[_group(number) for number in range(1, 60)])) is None
+    assert len(made) == 1
+
+
+def test_a_push_of_too_many_messages_is_left_to_the_scan():
+    rollout = rollout_pb2.Rollout(token_ids=[1] * 64, sampler_logprobs=[-1.0] * 64)
+    groups = [_group(number, rollouts=[rollout] * 1000) for number in range(1, 18)]
+
+    assert read_push(_push(*groups[:16])) is not None
+    assert read_push(_push(*groups)) is None
+
+
 def _refusal(data):
     try:
         parse(data, rollout_pb2.PushGroupsRequest.DESCRIPTOR)

@@ -210,6 +210,29 @@ async def test_superseded_learner_is_told_though_a_reward_hangs():
         await running
 
 
+async def test_groups_that_nobody_asked_for_wait_at_the_coordinator():
+    task, inbox = SlowTask(num_workers=2, waits_for=[1]), Inbox(4)
+    api = Api(inbox)
+    sent = []
+
+    async def flood(*, epoch, held, credits):
+        for entry in groups_of(*range(1, 1000)):
+            sent.append(entry)
+            yield entry
+
+    api.stream_groups = flood
+    running = feeding(api, inbox, task)
+    await until(task, lambda: task.now == {1} and 2 in task.begun)
+    for _ in range(100):
+        await asyncio.sleep(0)
+
+    assert len(sent) <= 4 + 2
+    running.cancel()
+    task.gates[1].set()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
 async def test_feed_that_is_cancelled_waits_for_its_threads():
     task, inbox = SlowTask(num_workers=2, waits_for=[1, 2]), Inbox(4)
     running = feeding(Api(inbox, groups_of(1, 2, 3)), inbox, task)

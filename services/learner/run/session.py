@@ -121,13 +121,20 @@ class Session:
             await self._publish(ready)
             self._waited_s["publication"] += clock.monotonic() - started
             return await self._train_version()
+        trained, problem = None, None
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._publish(ready))
-                trained = await self._train_version()
+                try:
+                    trained = await self._train_version()
+                except OperatorError as error:
+                    # It ends the run, not the version under way, which is sound.
+                    problem = error
                 started = clock.monotonic()
         except BaseExceptionGroup as group:
             raise _most_serious(group) from group
+        if problem is not None:
+            raise problem
         self._waited_s["publication"] += clock.monotonic() - started
         return trained
 

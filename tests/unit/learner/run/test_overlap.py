@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 
-from heterorl.common.errors import DiskFull, GroupNotAvailable, StaleEpoch
+from heterorl.common.errors import DiskFull, GroupNotAvailable, OperatorError, StaleEpoch
 from heterorl.common.model.canary import ScoredText
 from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.learner.backends.torch import TorchBackend
@@ -130,6 +130,22 @@ async def test_step_computes_while_the_version_before_is_committed_and_one_versi
 
     assert (await learning).is_finished
     assert api.calls.count("publish_version") == 1 + STEPS
+
+
+async def test_steps_that_end_the_run_do_not_end_the_version_under_way(core, tmp_path):
+    moment = Moment()
+    moment.end()
+    moment.backend.not_finite_steps = {2, 3}
+    api = Gated(core, moment, wait_at=("publish_version", 2))
+    learning = asyncio.create_task(learn(learner_config(tmp_path, max_rejected_steps=2), api, moment.backend))
+    await fill(core, QUEUE)
+    await api.is_reached.wait()
+    await api.wait_for("abandon_groups", 2)
+    api.proceed.set()
+
+    with pytest.raises(OperatorError, match="2 steps in a row"):
+        await learning
+    assert (await core.get_status()).head_version == 1
 
 
 async def test_without_overlap_a_step_waits_for_the_commit(core, tmp_path):

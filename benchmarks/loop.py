@@ -221,13 +221,11 @@ async def until(client: CoordinatorClient, condition: Any, node: Node) -> RunSta
 
 def alone(case: Case, directory: Path, requests: list[dict[str, Any]]) -> Span:
     """The engine in a process of its own on the same requests."""
-    job = directory / "alone.json"
+    job, answer = directory / "alone.json", directory / "answer.json"
     sampler = {**case.shared(directory), "state_dir": str(directory / "alone"), "engine": case.engine_table()}
     job.write_text(json.dumps({"sampler": sampler, "requests": requests}), encoding="utf-8")
-    answer = subprocess.run(
-        [sys.executable, "-m", "benchmarks.loop_engine", str(job)], check=True, stdout=subprocess.PIPE, text=True
-    )
-    return Span(**json.loads(answer.stdout.splitlines()[-1]))
+    subprocess.run([sys.executable, "-m", "benchmarks.loop_engine", str(job), str(answer)], check=True)
+    return Span(**json.loads(answer.read_text(encoding="utf-8")))
 
 
 def measure(
@@ -245,7 +243,8 @@ def measure(
         sampler, engine = span_of(found["ends"]), alone(case, directory, found["requests"])
         lengths = sorted(length for request in found["requests"] for length in request["lengths"])
         yield {
-            "engine": case.engine, "lengths": case.lengths, "release": release, "rows": case.rows,
+            "engine": case.engine, "model": Path(case.model_dir).name, "lengths": case.lengths,
+            "release": release, "rows": case.rows,
             "engine_alone_tokens_per_s": round(engine.tokens_per_s, 1),
             "sampler_tokens_per_s": round(sampler.tokens_per_s, 1),
             "utilisation": round(sampler.tokens_per_s / engine.tokens_per_s, 3),
@@ -267,12 +266,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=180.0)
     parser.add_argument("--outage-s", type=float, default=60.0)
+    parser.add_argument("--keep", action="store_true", help="keep what --out holds of other cases")
     arguments = parser.parse_args()
     # An end from outside ends the processes of the run too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="loop-") as name:
-        small = str(write_tiny_model(Path(name) / "model", seed=0, hidden_size=256, num_layers=4))
+        small = str(write_tiny_model(Path(name) / "random", seed=0, hidden_size=256, num_layers=4))
         for engine in arguments.engines:
             if engine == "vllm" and find_spec("vllm") is None:
                 continue
@@ -288,6 +288,10 @@ def main() -> None:
                 ):  # fmt: skip
                     print(row, flush=True)
                     rows.append(row)
+    if arguments.keep and arguments.out.is_file():
+        found = {case_of(row) for row in rows}
+        before = json.loads(arguments.out.read_text(encoding="utf-8"))["rows"]
+        rows = [row for row in before if case_of(row) not in found] + rows
     show(rows)
     document = {
         "processor": "cpu", "cores": os.cpu_count(), "load_average": round(os.getloadavg()[0], 1),
@@ -296,14 +300,19 @@ def main() -> None:
     arguments.out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
+def case_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What a row measures."""
+    return tuple(row[name] for name in ("engine", "model", "lengths", "release", "rows", "outage_s"))
+
+
 def show(rows: list[dict[str, Any]]) -> None:
     """Print the table."""
     table = Table(
-        "engine", "lengths", "release", "outage s", "alone tokens/s", "sampler tokens/s", "utilisation", "lost"
+        "engine", "model", "lengths", "release", "outage s", "alone tokens/s", "sampler tokens/s", "utilisation", "lost"
     )
     for row in rows:
         table.add_row(
-            row["engine"], row["lengths"], row["release"], f"{row['outage_s']:g}",
+            row["engine"], row["model"], row["lengths"], row["release"], f"{row['outage_s']:g}",
             f"{row['engine_alone_tokens_per_s']:,.0f}", f"{row['sampler_tokens_per_s']:,.0f}",
             f"{row['utilisation']:.3f}", str(row["groups_lost"]),
         )  # fmt: skip

@@ -1,7 +1,7 @@
-"""An engine alone on given requests: `python -m benchmarks.loop_engine JOB.json`, started by benchmarks.loop.
+"""An engine alone on given requests: `python -m benchmarks.loop_engine JOB.json ANSWER.json`, started by benchmarks.loop.
 
-All requests are its own from the beginning, so it is as busy as it can be. The last line that it prints is the span
-between the first fill's end and the last one's beginning.
+All requests are its own from the beginning, so it is as busy as it can be. The answer is the span between the first
+fill's end and the last one's beginning; a file, because an engine writes to standard output what it likes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def main() -> None:
             ends.append((time.monotonic(), tokens, left))
         rows = parts.engine.max_running
         steady = [(at, count) for at, count, remaining in ends if rows <= remaining <= sum(members) - rows]
-        print(json.dumps(dataclasses.asdict(span_of(steady if len(steady) > 1 else [(at, n) for at, n, _ in ends]))))
+        span = span_of(steady if len(steady) > 1 else [(at, n) for at, n, _ in ends])
+        Path(sys.argv[2]).write_text(json.dumps(dataclasses.asdict(span)), encoding="utf-8")
     finally:
         parts.close()
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
+from typing import Any
 
 import blake3
 
@@ -170,7 +171,7 @@ class PieceWriter:
                 os.fsync(self._file.fileno())
 
 
-async def settle(*tasks: asyncio.Future[None]) -> None:
+async def settle(*tasks: asyncio.Future[Any]) -> None:
     """Wait for tasks to end, however often the caller is cancelled meanwhile; then the cancellation goes on.
 
     For what ends by itself soon and must not be left behind: a thread that writes to a file, say.

@@ -5,6 +5,8 @@ block. While device, inode, size and time of change stay, a file is not read a s
 of a disk that turns a bit over, so a block is compared with its checksum whenever it is sent: bytes that differ from
 those that were proved never leave, whatever the file says of itself.
 
+While a block is sent the next one is read: two of them are in memory for each caller.
+
 A proof belongs to nobody: whoever asks for the same file meanwhile waits for the same pass, and it goes on when a
 caller has gone, so that a file whose pass takes longer than callers wait is served at their next attempt.
 """
@@ -26,11 +28,10 @@ import xxhash
 
 from heterorl.common.errors import CorruptData, Draining, InvalidRequest
 from heterorl.common.process import descriptors
+from heterorl.common.pull.spool import settle
 from heterorl.common.types.common import Digest
 from heterorl.common.weights.container import FRAME_BYTES
 
-BLOCKS_AT_ONCE = 2
-"""Blocks read by one visit to a thread, and kept in memory for each caller."""
 MAX_BLOCKS = 1 << 20
 """Blocks of which checksums are kept: 8 MiB of memory for 1 TiB of payloads."""
 MAX_PROOFS = 4096
@@ -96,15 +97,20 @@ class PayloadReader:
             end = size if stop is None else stop
             if not 0 <= offset <= end <= size:
                 raise InvalidRequest(f"bytes {offset} to {end} are not within the {size} bytes of the payload")
-            while offset < end:
-                try:
-                    frames = await asyncio.to_thread(_read_frames, file.fileno(), proof, offset, end)
-                except DamagedFile:
-                    self._forget(digest)
-                    raise
-                for frame in frames:
+            ahead = _begin(file, proof, offset, end)
+            try:
+                while offset < end:
+                    frame = await ahead
                     offset += len(frame)
+                    # Beside the sending of this one.
+                    ahead = _begin(file, proof, offset, end)
                     yield frame
+            except DamagedFile:
+                self._forget(digest)
+                raise
+            finally:
+                # Its thread reads by the number of the descriptor.
+                await settle(ahead)
 
     async def close(self) -> None:
         """End the passes under way."""
@@ -186,22 +192,25 @@ def _fill(descriptor: int, block: memoryview, offset: int) -> int:
     return num_read
 
 
-def _read_frames(descriptor: int, proof: Proof, offset: int, end: int) -> list[bytes]:
-    """The next frames of [offset, end): parts of blocks that still are what was proved.
+def _begin(file: BinaryIO, proof: Proof, offset: int, end: int) -> asyncio.Future[bytes]:
+    return asyncio.ensure_future(asyncio.to_thread(_read_frame, file.fileno(), proof, offset, end))
+
+
+def _read_frame(descriptor: int, proof: Proof, offset: int, end: int) -> bytes:
+    """The next bytes of [offset, end): of a block that still is what was proved; nothing where nothing is left.
 
     Raises:
-        DamagedFile: a block is not.
+        DamagedFile: the block is not.
     """
-    frames = []
-    first = offset // FRAME_BYTES
-    for number in range(first, min(first + BLOCKS_AT_ONCE, -(-end // FRAME_BYTES))):
-        start = number * FRAME_BYTES
-        block = _read(descriptor, min(FRAME_BYTES, proof.identity.size - start), start)
-        # Whole blocks, also where the range begins or ends within one.
-        if xxhash.xxh3_64_intdigest(block) != proof.checksums[number]:
-            raise DamagedFile(f"its bytes from {start} on changed on disk")
-        frames.append(block[max(0, offset - start) : end - start])
-    return frames
+    if offset >= end:
+        return b""
+    number = offset // FRAME_BYTES
+    start = number * FRAME_BYTES
+    block = _read(descriptor, min(FRAME_BYTES, proof.identity.size - start), start)
+    # Whole blocks, also where the range begins or ends within one.
+    if xxhash.xxh3_64_intdigest(block) != proof.checksums[number]:
+        raise DamagedFile(f"its bytes from {start} on changed on disk")
+    return block[offset - start : end - start]
 
 
 def _read(descriptor: int, num_bytes: int, offset: int) -> bytes:

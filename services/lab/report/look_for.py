@@ -5,6 +5,8 @@ from __future__ import annotations
 _SENTENCES = {
     "accuracy_each": "Look for panels whose lines lie on each other: such an algorithm bears delay.",
     "accuracy": "Look for lines that rise and stay up, and for shades that do not overlap: only those differ for sure.",
+    "difference_gepo": "Look for bands that leave zero and stay on one side: above zero is better than GEPO.",
+    "difference_online": "Look for lines that return to zero: such an algorithm loses nothing to delay in the end.",
     "last": "Look for lines that stay level: what falls with the delay does not bear staleness.",
     "kl": "It grows with the delay; look for algorithms whose line runs away from the others.",
     "iw_variance": "Lower is better: high variance means that few answers decide a step.",

@@ -21,20 +21,21 @@ def write_claims(directory: Path, path: Path) -> int:
     Raises:
         ConfigError: a file of results is damaged.
     """
-    rows = [as_row(finding) for finding in judge(gather(CLAIMS, directory))]
+    found = gather(CLAIMS, directory)
+    findings = judge([(claim, differences(claim, runs)) for claim, runs in found])
+    rows = [as_row(finding, runs) for finding, (_, runs) in zip(findings, found, strict=True)]
     text = "[\n" + ",\n".join(json.dumps(row, allow_nan=False) for row in rows) + "\n]\n"
     with replacing(path, is_durable=False) as file:
         file.write(text.encode("ascii"))
     return len(rows)
 
 
-def gather(claims: Sequence[Claim], directory: Path) -> list[tuple[Claim, list[float]]]:
-    """Each claim with its differences by seed; none where its experiment has no results."""
+def gather(claims: Sequence[Claim], directory: Path) -> list[tuple[Claim, list[Run]]]:
+    """Each claim with the runs of its experiment that ended; none where it has no results."""
     files = {name: directory / f"{name}.json" for claim in claims for name in claim.experiment.split("+")}
     finished = {name: load_table(path).finished for name, path in files.items() if path.is_file()}
     return [
-        (claim, differences(claim, [run for name in claim.experiment.split("+") for run in finished.get(name, [])]))
-        for claim in claims
+        (claim, [run for name in claim.experiment.split("+") for run in finished.get(name, [])]) for claim in claims
     ]
 
 
@@ -45,13 +46,14 @@ def differences(claim: Claim, runs: Sequence[Run]) -> list[float]:
     return [first[seed] - claim.ratio * second[seed] for seed in sorted(first.keys() & second.keys())]
 
 
-def as_row(finding: Finding) -> dict[str, Any]:
-    """One row of claims.json."""
+def as_row(finding: Finding, runs: Iterable[Run]) -> dict[str, Any]:
+    """One row of claims.json; `steps` of the longest run of its experiment."""
     claim, found = finding.claim, finding.difference
     return {
         "claim": claim.claim,
         "source": claim.source,
         "experiment": claim.experiment,
+        "steps": max((run.steps or 0 for run in runs), default=0),
         "test": claim.test,
         "seeds": found.num if found is not None else 0,
         "difference": _rounded(found.mean if found is not None else None),
@@ -67,16 +69,16 @@ def as_row(finding: Finding) -> dict[str, Any]:
 def markdown(rows: Iterable[Mapping[str, Any]]) -> str:
     """The rows of claims.json as a markdown table."""
     lines = [
-        "| claim | source | experiment | test | seeds | difference | p | p, Holm | verdict |",
-        "|---|---|---|---|---:|---:|---:|---:|---|",
+        "| claim | source | experiment | steps | test | seeds | difference | p | p, Holm | verdict |",
+        "|---|---|---|---:|---|---:|---:|---:|---:|---|",
     ]
     for row in rows:
         difference = "-"
         if row["difference"] is not None:
             difference = f"{row['difference']:+.3f} ({row['low']:+.3f} to {row['high']:+.3f})"
         cells = (
-            row["claim"], row["source"], f"`{row['experiment']}`", row["test"].replace("|", "\\|"),
-            str(row["seeds"]) if row["seeds"] else "-", difference, _p_text(row["p"]), _p_text(row["p_holm"]),
+            row["claim"], row["source"], f"`{row['experiment']}`", str(row["steps"] or "-"), row["test"],
+            str(row["seeds"] or "-"), difference, _p_text(row["p"]), _p_text(row["p_holm"]),
             f"**{row['verdict']}**" if row["verdict"] in {"shown", "contradicted"} else row["verdict"],
         )  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
@@ -93,7 +95,8 @@ def _by_seed(runs: Sequence[Run], task: str, side: Side) -> dict[int, float]:
 
 
 def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, _DIGITS)
+    # Without the sign of a zero.
+    return None if value is None else round(value, _DIGITS) + 0.0
 
 
 def _significant(value: float | None) -> float | None:

@@ -107,7 +107,8 @@ def test_experiments_of_one_regime_are_joined_and_missing_ones_are_not_tested(tm
 
     found = gather(claims, tmp_path)
 
-    assert [values for _, values in found] == [pytest.approx([0.2, 0.2]), [], []]
+    assert [differences(claim, runs) for claim, runs in found] == [pytest.approx([0.2, 0.2]), [], []]
+    assert [len(runs) for _, runs in found] == [4, 2, 0]
 
 
 def test_table_has_every_declared_claim_and_the_keys_that_programs_read(tmp_path):
@@ -133,7 +134,7 @@ def test_a_shown_claim_stands_in_the_table_with_its_numbers(tmp_path, monkeypatc
     write_claims(results_of(tmp_path, "e", runs), tmp_path / "claims.json")
     (row,) = json.loads((tmp_path / "claims.json").read_text())
 
-    assert (row["seeds"], row["difference"], row["verdict"]) == (6, 0.1, "shown")
+    assert (row["seeds"], row["steps"], row["difference"], row["verdict"]) == (6, 3, 0.1, "shown")
     # s = sqrt(0.001 / 5), s / sqrt(6) times 2.5706.
     assert row["high"] - 0.1 == pytest.approx(2.57058 * (0.0002 / 6) ** 0.5, abs=1e-4)
     assert row["p_sign_flip"] == pytest.approx(2 / 64, rel=1e-2)

@@ -22,8 +22,9 @@ LATER_KEYS: Mapping[str, frozenset[str]] = {
     "regime": frozenset({"last_evaluations"}),
 }
 """Keys that came after the first tables: a digest names them only where they are set, so that runs keep theirs."""
-_POINTS = 20
+_POINTS = 10
 _DIGITS = 3
+_DIGITS_OF_MEANS = 6
 
 _MEANS = {
     "kl_mean": "kl",
@@ -117,26 +118,34 @@ def failure(cell: Cell, *, problem: str, wall_s: float) -> dict[str, Any]:
 
 
 def kept(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What stands in results.json: evaluations as two lists, and each series as means over 20 stretches of steps.
+    """What stands in results.json: evaluations as two lists, and each series as means over 10 stretches of steps.
 
-    Accuracies have five digits after the point, series three significant ones: about 2.5 KB a run.
+    Accuracies of evaluations have four digits after the point, series three significant ones, other numbers six: about
+    2 KB a run.
     """
     evaluations = row["evaluations"]
     return {
-        **row,
+        **{
+            name: _significant(value, _DIGITS_OF_MEANS) if isinstance(value, float) else value
+            for name, value in row.items()
+        },
         "series": {name: _stretches(values) for name, values in row["series"].items()},
         "evaluations": {
             "step": [found["step"] for found in evaluations],
-            "accuracy": [_rounded(found["accuracy"], 5) for found in evaluations],
+            "accuracy": [_rounded(found["accuracy"], 4) for found in evaluations],
         },
     }
 
 
 def _stretches(values: Sequence[float | None]) -> list[float | None]:
-    """Means over at most 20 stretches of the same length, but for the last."""
+    """Means over at most 10 stretches of the same length, but for the last."""
     length = max(1, math.ceil(len(values) / _POINTS))
     means = (_mean(values[start : start + length]) for start in range(0, len(values), length))
-    return [None if value is None else float(f"{value:.{_DIGITS}g}") for value in means]
+    return [None if value is None else _significant(value, _DIGITS) for value in means]
+
+
+def _significant(value: float, digits: int) -> float:
+    return float(f"{value:.{digits}g}")
 
 
 def _rounded(value: float | None, digits: int) -> float | None:

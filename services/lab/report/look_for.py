@@ -18,6 +18,7 @@ _SENTENCES = {
     "staleness": "A check of the experiment: it should be the delay that was asked for.",
     "correlations": "Look for r near 1 or -1: such a pair moves together.",
     "training": "Look for a line that leaves the others for good: accuracy follows it.",
+    "plane": "Look for the size of the blue field: a method that bears delay learns at every rate, not at a lucky one.",
     "sweep": "Look for a broad top: a setting whose neighbours are as good needs no tuning.",
 }
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from heterorl.common.errors import DependencyMissing
 from heterorl.lab.protocol.flat import TOLERANCE
-from heterorl.lab.report import curves, differences, figures, sweeps
+from heterorl.lab.report import curves, differences, figures, plane, sweeps
 from heterorl.lab.report.canvas import Picture, save
 from heterorl.lab.report.data import COLLAPSE_MARGIN, Results, load
 from heterorl.lab.report.look_for import look_for
@@ -91,6 +91,7 @@ def pictures_of(results: Results) -> list[Picture]:
         *figures.against_delay(results, look),
         *figures.correlations(results, look),
         *curves.training(results, look),
+        *plane.pictures(results),
         *sweeps.sweeps(results),
     ]
 

@@ -75,7 +75,7 @@ class Claim:
         """The test in a line."""
         factor = "" if self.ratio == 1.0 else f"{self.ratio:g} x "
         end = {"above": f"> {self.margin:g}", "below": f"< {-self.margin:g}", "within": f"within {self.margin:g}"}
-        return f"{self.a.label} - {factor}{self.b.label} {end[self.direction].replace('-0', '0')}"
+        return f"{self.task}: {self.a.label} - {factor}{self.b.label} {end[self.direction].replace('-0', '0')}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

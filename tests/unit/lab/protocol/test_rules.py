@@ -60,7 +60,7 @@ def test_seeds_are_enough_and_none_is_tuned_on():
     with pytest.raises(ValidationError, match="15 seeds are fewer than"):
         experiment_of(seeds=[*range(15), 0])
     with pytest.raises(ValidationError, match="seed 101 is both tuned on and reported"):
-        experiment_of(seeds=range(90, 110))
+        experiment_of(seeds=(*range(16), 101))
 
 
 @pytest.mark.parametrize("rates", [(1e-3, 1e-3), (0.0, 1e-3), (1e-3,)])

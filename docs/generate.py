@@ -1,6 +1,7 @@
-"""Makes two pages: all configuration keys from the schemas that check them, and the map of the code from its packages.
+"""Makes three pages: configuration keys from the schemas, the map of the code from its packages, claims from results.
 
-python -m docs.generate writes docs/configuration.md and docs/map.md; tests compare both with what they are made of.
+python -m docs.generate writes docs/configuration.md, docs/map.md and docs/claims.md; tests compare them with what they
+are made of. What `heterorl lab claims` writes has to be there first.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import enum
 import json
 import re
 import types
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +21,15 @@ from pydantic.fields import FieldInfo
 
 from heterorl.common.process.config import Config
 from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.lab.claims.claim import LEVEL
+from heterorl.lab.claims.verdicts import markdown
 from heterorl.learner.config import LearnerConfig
 from heterorl.sampler.config import SamplerConfig
 
 PATH = Path(__file__).parent / "configuration.md"
 MAP = Path(__file__).parent / "map.md"
+CLAIMS = Path(__file__).parent / "claims.md"
+VERDICTS = Path(__file__).parents[1] / "benchmarks" / "results" / "lab" / "claims.json"
 PACKAGE = Path(__file__).parents[1] / "services"
 SERVICES: dict[str, type[Config]] = {
     "coordinator": CoordinatorConfig,
@@ -73,6 +79,20 @@ Then follow [a group and a version through the code](../ARCHITECTURE.md#the-life
 
 | folder | what it holds | open first |
 |---|---|---|
+"""
+_VERDICTS = ("shown", "contradicted", "not shown", "not tested")
+_CLAIMS_HEAD = f"""# Claims
+
+What the paper ([arXiv 2508.17850](https://arxiv.org/abs/2508.17850)) and this project's README say about algorithms
+under delay, and what the lab's results say about it. `heterorl lab claims` computes
+[claims.json](../benchmarks/results/lab/claims.json) from the results beside it, `make docs` this page from that. The
+claims and their tests stand in `services/lab/claims/declared.py`; no verdict is written by hand.
+
+A test compares two numbers on the same seeds: the difference is its mean with the 95 % t-interval, p is the paired
+t-test's against the border of the claim, then corrected by Holm over the questions that one experiment answers. *Shown*
+and *contradicted* need a corrected p below {LEVEL:g}; *not shown* says that neither can be said; *not tested* that
+there are no results. The file has the exact sign-flip p too, which five seeds cannot bring below 0.0625. The paper's
+claims were made for larger models and longer outputs.
 """
 _BESIDE = """
 ## Beside the package
@@ -294,6 +314,14 @@ def render_map() -> str:
     return _MAP_HEAD + start + _FOLDERS_HEAD + folders + _BESIDE
 
 
+def render_claims() -> str:
+    """The whole page about claims, from the verdicts that are committed."""
+    rows = json.loads(VERDICTS.read_bytes())
+    counts = Counter(row["verdict"] for row in rows)
+    summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in _VERDICTS)
+    return f"{_CLAIMS_HEAD}\n{len(rows)} claims: {summary}.\n\n{markdown(rows)}"
+
+
 def _packages() -> Iterator[tuple[str, str, str]]:
     """Each package's folder, the first paragraph of its docstring, and the file that it says to open first."""
     for source in sorted(PACKAGE.rglob("__init__.py"), key=lambda path: path.parent.parts):
@@ -313,3 +341,4 @@ def _sentence(model: type[Config]) -> str:
 if __name__ == "__main__":
     PATH.write_text(render(), encoding="utf-8")
     MAP.write_text(render_map(), encoding="utf-8")
+    CLAIMS.write_text(render_claims(), encoding="utf-8")

@@ -34,6 +34,39 @@ def run(
     raise typer.Exit(run_experiment(experiment, out=out, overrides=set_ or (), jobs=jobs, reuse=reuse or ()))
 
 
+@app.command("tune")
+def tune(
+    experiment: Annotated[str, typer.Argument(help="Name of a shipped experiment with a protocol, or a TOML file.")],
+    out: Annotated[Path | None, typer.Option(help="Directory of the results; `runs/lab/NAME` if not given.")] = None,
+    jobs: Annotated[int, typer.Option(help="Processes; 0 takes all cores.", min=0)] = 0,
+    reuse: Annotated[
+        list[Path] | None,
+        typer.Option(help="Trials of another experiment; runs that are the same are taken from there."),
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Override one key: `--set section.key=value`.")
+    ] = None,
+) -> None:
+    """Choose each arm's learning rate on the tuning seeds and write learning_rates.json, which `run` reads."""
+    from heterorl.lab.tune import tune_experiment
+
+    raise typer.Exit(tune_experiment(experiment, out=out, overrides=set_ or (), jobs=jobs, reuse=reuse or ()))
+
+
+@app.command("claims")
+def claims(
+    results: Annotated[Path, typer.Option(help="Directory of results, a file for each experiment.")] = Path(
+        "benchmarks/results/lab"
+    ),
+    out: Annotated[Path | None, typer.Option(help="The table; `claims.json` in that directory if not given.")] = None,
+) -> None:
+    """Test every claim of the paper and of the README on the results that are there, and write the table."""
+    from heterorl.lab.claims.verdicts import write_claims
+
+    path = out or results / "claims.json"
+    Console(markup=False, emoji=False, highlight=False).print(f"{write_claims(results, path)} claims: {path}")
+
+
 @app.command("report")
 def report(directory: Annotated[Path, typer.Argument(help="Directory of an experiment's results.")]) -> None:
     """Write the report of results that are there: HTML, pictures, CSV."""

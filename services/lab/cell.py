@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from heterorl.common.errors import ConfigError
@@ -37,29 +37,41 @@ class Cell:
         return not isinstance(self.delay, NoDelay) and self.delay.semantics == "refresh_interval"
 
     @property
-    def run_id(self) -> str:
-        """Name of the run's file."""
+    def arm_id(self) -> str:
+        """Name of what is compared: all of the run but its seed."""
         delay = f"{self.delay.kind}{self.delay_value:g}{self.delay_unit[0]}"
         if self.is_refreshed:
             delay += "r"
         variant = f"-{self.variant}" if self.variant else ""
-        return f"{self.task.name}-{self.algorithm.name}-{delay}{variant}-s{self.seed}"
+        return f"{self.task.name}-{self.algorithm.name}-{delay}{variant}"
+
+    @property
+    def run_id(self) -> str:
+        """Name of the run's file."""
+        return f"{self.arm_id}-s{self.seed}"
 
 
 def list_cells(experiment: ExperimentConfig) -> list[Cell]:
     """All runs; seed by seed, so that an unfinished experiment has whole comparisons.
 
+    A run's `regime.lr` is its variant's, else what the protocol has chosen for its arm, else its task's, else the
+    regime's.
+
     Raises:
         ConfigError: a variant sets a key that does not exist, or two runs have one name.
     """
     cells = [
-        Cell(
-            algorithm=_varied_algorithm(algorithm, variant),
-            delay=delay,
-            task=task,
-            variant=variant.name,
-            seed=seed,
-            regime=_varied_regime(experiment.regime, variant),
+        _with_lr(
+            experiment,
+            variant,
+            Cell(
+                algorithm=_varied_algorithm(algorithm, variant),
+                delay=delay,
+                task=task,
+                variant=variant.name,
+                seed=seed,
+                regime=_varied_regime(experiment.regime, variant),
+            ),
         )
         for seed in experiment.seeds
         for task in experiment.tasks
@@ -72,6 +84,14 @@ def list_cells(experiment: ExperimentConfig) -> list[Cell]:
     if twice:
         raise ConfigError("algorithms", f"two runs are called {twice[0]}", action="give them different names")
     return cells
+
+
+def _with_lr(experiment: ExperimentConfig, variant: VariantConfig, cell: Cell) -> Cell:
+    chosen = experiment.protocol.chosen if experiment.protocol is not None else {}
+    lr = chosen.get(cell.arm_id, cell.task.lr)
+    if lr is None or "lr" in variant.set:
+        return cell
+    return replace(cell, regime=cell.regime.model_copy(update={"lr": lr}))
 
 
 def _varied_regime(regime: RegimeConfig, variant: VariantConfig) -> RegimeConfig:

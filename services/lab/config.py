@@ -48,6 +48,8 @@ class LabTaskConfig(Config):
     """Width of the model."""
     num_layers: int = Field(default=2, ge=1)
     """Depth of the model."""
+    lr: float | None = Field(default=None, gt=0.0)
+    """AdamW step size of this task; none takes the regime's. Long completions need smaller steps."""
 
 
 class VariantConfig(Config):
@@ -88,8 +90,42 @@ class RegimeConfig(Config):
     """Steps between evaluations."""
     num_evaluation: int = Field(default=256, ge=8)
     """Held-out prompts of an evaluation, one sampled completion each."""
+    last_evaluations: int = Field(default=1, ge=1)
+    """Evaluations at the end whose mean is the last accuracy."""
     probe_every: int = Field(default=10, ge=0)
     """Steps between measurements of the estimation error with fresh rollouts; 0 is off."""
+
+
+class ProtocolConfig(Config):
+    """What an experiment must keep so that a difference between two arms is one of the arms; checked before it runs.
+
+    An arm is an algorithm with a delay, a task and a variant. A key that is loosened stands in the experiment's file.
+    """
+
+    tune: bool = True
+    """Whether `lr` is chosen for every arm on the tuning seeds; off where every arm has the same, or `lr` is swept."""
+    tuning_seeds: tuple[int, ...] = Field(default=(100, 101, 102), min_length=1)
+    """Seeds that choose `lr`; none of them is reported."""
+    learning_rates: tuple[float, ...] = Field(default=(1.5e-4, 3e-4, 5e-4, 7e-4, 1e-3, 1.5e-3), min_length=2)
+    """What `lr` is chosen from."""
+    chosen: dict[str, float] = Field(default_factory=dict)
+    """Learning rate by arm, as `heterorl lab tune` found it; `heterorl lab run` reads it from beside the results."""
+    least_seeds: int = Field(default=16, ge=2)
+    """Fewest seeds that are reported."""
+    steps_per_lag: float = Field(default=3.0, ge=0.0)
+    """Steps are at least this many times the delay, in versions."""
+    least_prompts: int = Field(default=1024, ge=8)
+    """Fewest prompts of an evaluation."""
+    least_evaluations: int = Field(default=3, ge=1)
+    """Fewest evaluations whose mean is the last accuracy."""
+
+    @model_validator(mode="after")
+    def _rates_differ(self) -> ProtocolConfig:
+        if any(rate <= 0.0 for rate in (*self.learning_rates, *self.chosen.values())):
+            raise ValueError("a learning rate is not positive")
+        if len(set(self.learning_rates)) < len(self.learning_rates):
+            raise ValueError("learning_rates has one twice")
+        return self
 
 
 class ExperimentConfig(Config):
@@ -111,3 +147,15 @@ class ExperimentConfig(Config):
     """A seed fixes warm start, prompts, sampling and delays, for every algorithm the same."""
     regime: RegimeConfig = RegimeConfig()
     """What all runs share."""
+    protocol: ProtocolConfig | None = None
+    """What the experiment keeps; none for a quick look."""
+
+    @model_validator(mode="after")
+    def _seeds_are_fresh(self) -> ExperimentConfig:
+        if self.protocol is not None:
+            both = sorted(set(self.seeds) & set(self.protocol.tuning_seeds))
+            if both:
+                raise ValueError(f"seed {both[0]} is both tuned on and reported")
+            if len(set(self.seeds)) < self.protocol.least_seeds:
+                raise ValueError(f"{len(set(self.seeds))} seeds are fewer than protocol.least_seeds")
+        return self

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from heterorl.common.process.config import Config
 from heterorl.common.wire.common import bytes_digest
 from heterorl.lab.cell import Cell
-from heterorl.lab.world import Outcome
+
+if TYPE_CHECKING:
+    from heterorl.lab.world import Outcome
+
+LATER_KEYS: Mapping[str, frozenset[str]] = {
+    "loss": frozenset(),
+    "delay": frozenset(),
+    "task": frozenset({"lr"}),
+    "regime": frozenset({"last_evaluations"}),
+}
+"""Keys that came after the first tables: a digest names them only where they are set, so that runs keep theirs."""
+_POINTS = 10
+_DIGITS = 3
+_DIGITS_OF_MEANS = 6
 
 _MEANS = {
     "kl_mean": "kl",
@@ -26,8 +40,25 @@ _MEANS = {
 
 def cell_digest(cell: Cell) -> str:
     """Digest of everything that a run depends on."""
-    parts = (cell.algorithm, cell.delay, cell.task, cell.regime)
-    return bytes_digest("\n".join([cell.run_id, *(part.model_dump_json() for part in parts)]).encode())
+    loss = _unset(cell.algorithm.loss, "loss")
+    parts = (
+        cell.algorithm.model_dump_json(exclude={"loss": loss} if loss else None),
+        *(
+            part.model_dump_json(exclude=_unset(part, name) or None)
+            for name, part in (("delay", cell.delay), ("task", cell.task), ("regime", cell.regime))
+        ),
+    )
+    return bytes_digest("\n".join([cell.run_id, *parts]).encode())
+
+
+def _unset(part: Config, name: str) -> set[str]:
+    """Later keys of a part that have their defaults."""
+    fields = type(part).model_fields
+    return {
+        key
+        for key in LATER_KEYS[name] & fields.keys()
+        if getattr(part, key) == fields[key].get_default(call_default_factory=True)
+    }
 
 
 def identity(cell: Cell) -> dict[str, Any]:
@@ -44,6 +75,7 @@ def identity(cell: Cell) -> dict[str, Any]:
         "seed": cell.seed,
         "task": cell.task.name,
         "variant": cell.variant,
+        "lr": cell.regime.lr,
         "cell_digest": cell_digest(cell),
     }
 
@@ -52,11 +84,12 @@ def summarise(cell: Cell, outcome: Outcome, *, wall_s: float) -> dict[str, Any]:
     """The row of a finished run, with its series and evaluations.
 
     `best` is that of a single checkpoint; `best_per_benchmark` is the mean over benchmarks of each one's own best
-    checkpoint, which is never smaller. `warm_start_accuracy` is the evaluation of version 0.
+    checkpoint, which is never smaller. `last` is the mean of the last `regime.last_evaluations`. `warm_start_accuracy`
+    is the evaluation of version 0.
     """
     columns = {name: [_finite(row[name]) for row in outcome.steps] for name in (outcome.steps or [{}])[0]}
     accuracies = [row["accuracy"] for row in outcome.evaluations if row["accuracy"] is not None]
-    best, last = (max(accuracies), accuracies[-1]) if accuracies else (None, None)
+    best, last = max(accuracies, default=None), _mean(accuracies[-cell.regime.last_evaluations :])
     norms = [value for value in columns.get("grad_norm", []) if value is not None]
     staleness = [value for value in columns.get("staleness", []) if value is not None]
     return {
@@ -82,6 +115,41 @@ def summarise(cell: Cell, outcome: Outcome, *, wall_s: float) -> dict[str, Any]:
 def failure(cell: Cell, *, problem: str, wall_s: float) -> dict[str, Any]:
     """The row of a run that did not end."""
     return {**identity(cell), "failed": problem, "wall_s": round(wall_s, 2), "series": {}, "evaluations": []}
+
+
+def kept(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands in results.json: evaluations as two lists, and each series as means over 10 stretches of steps.
+
+    Accuracies of evaluations have four digits after the point, series three significant ones, other numbers six: about
+    2 KB a run.
+    """
+    evaluations = row["evaluations"]
+    return {
+        **{
+            name: _significant(value, _DIGITS_OF_MEANS) if isinstance(value, float) else value
+            for name, value in row.items()
+        },
+        "series": {name: _stretches(values) for name, values in row["series"].items()},
+        "evaluations": {
+            "step": [found["step"] for found in evaluations],
+            "accuracy": [_rounded(found["accuracy"], 4) for found in evaluations],
+        },
+    }
+
+
+def _stretches(values: Sequence[float | None]) -> list[float | None]:
+    """Means over at most 10 stretches of the same length, but for the last."""
+    length = max(1, math.ceil(len(values) / _POINTS))
+    means = (_mean(values[start : start + length]) for start in range(0, len(values), length))
+    return [None if value is None else _significant(value, _DIGITS) for value in means]
+
+
+def _significant(value: float, digits: int) -> float:
+    return float(f"{value:.{digits}g}")
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)
 
 
 def _best_per_benchmark(evaluations: list[dict[str, Any]]) -> float | None:

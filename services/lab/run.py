@@ -27,7 +27,9 @@ from heterorl.common.process.config import load
 from heterorl.common.wire.common import bytes_digest
 from heterorl.lab.cell import Cell, list_cells
 from heterorl.lab.config import ExperimentConfig
-from heterorl.lab.results import cell_digest, failure
+from heterorl.lab.protocol.rates import with_chosen
+from heterorl.lab.protocol.rules import check
+from heterorl.lab.results import cell_digest, failure, kept
 from heterorl.lab.warm_starts import key
 
 CACHE = Path(".cache/heterorl")
@@ -54,13 +56,20 @@ def run_experiment(
     """Run what is missing of an experiment and write its report; returns the exit code.
 
     Raises:
-        ConfigError: the experiment is unknown or wrong.
+        ConfigError: the experiment is unknown or wrong, or keeps not what its protocol says.
     """
+    experiment = load(ExperimentConfig, find_experiment(name), overrides)
+    directory = out or Path("runs/lab") / experiment.name
+    experiment = with_chosen(experiment, directory)
+    check(experiment, list_cells(experiment))
+    return carry_out(experiment, directory=directory, jobs=jobs, reuse=reuse)
+
+
+def carry_out(experiment: ExperimentConfig, *, directory: Path, jobs: int, reuse: Sequence[Path] = ()) -> int:
+    """Run what is missing of an experiment into a directory; returns the exit code."""
     from heterorl.lab.report.report import write_report
 
     console = Console(stderr=True, markup=False, emoji=False, highlight=False)
-    experiment = load(ExperimentConfig, find_experiment(name), overrides)
-    directory = out or Path("runs/lab") / experiment.name
     cells = list_cells(experiment)
     (directory / "runs").mkdir(parents=True, exist_ok=True)
     (directory / "experiment.json").write_text(experiment.model_dump_json(indent=2) + "\n", encoding="utf-8")
@@ -110,22 +119,16 @@ def _collect(experiment: ExperimentConfig, cells: Sequence[Cell], directory: Pat
         "title": experiment.title,
         "heterorl_version": version("heterorl"),
         "config_digest": bytes_digest(experiment.model_dump_json().encode()),
-        "runs": [_kept(row) for row in rows],
+        "runs": [kept(row) for row in rows],
     }
     (directory / "results.json").write_text(_one_run_a_line(results), encoding="ascii")
     return results
 
 
-def _kept(row: dict[str, Any]) -> dict[str, Any]:
-    """What stands in results.json: all but the series, so that curves of accuracy can be drawn from it alone."""
-    evaluations = [{"step": found["step"], "accuracy": found["accuracy"]} for found in row["evaluations"]]
-    return {**{name: value for name, value in row.items() if name != "series"}, "evaluations": evaluations}
-
-
 def _one_run_a_line(results: dict[str, Any]) -> str:
     # Short, and a run that changed is one line of a diff.
     head = json.dumps({**results, "runs": []}, indent=1, allow_nan=False).removesuffix("[]\n}")
-    runs = ",\n".join("  " + json.dumps(row, allow_nan=False) for row in results["runs"])
+    runs = ",\n".join("  " + json.dumps(row, allow_nan=False, separators=(",", ":")) for row in results["runs"])
     return f"{head}[\n{runs}\n ]\n}}\n" if runs else f"{head}[]\n}}\n"
 
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from heterorl.lab.report.canvas import Picture, say_empty, scale, whole_steps
 from heterorl.lab.report.data import Arm, Delay, Results, Run, by_cell, mean
-from heterorl.lab.report.intervals import interval
 from heterorl.lab.report.palette import Look
+from heterorl.lab.statistics.intervals import interval
 
 _BINS = 60
 _DELAYS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#8C8C8C")
@@ -104,9 +104,7 @@ def _name(name: str, number: int, task: str, results: Results) -> str:
 
 
 def _points(run: Run) -> list[tuple[int, float]]:
-    found = {evaluation.step: evaluation.accuracy for evaluation in run.evaluations}
-    found.setdefault(0, run.warm_start_accuracy)
-    return [(step, value) for step, value in sorted(found.items()) if value is not None]
+    return list(run.curve.items())
 
 
 def _accuracy_lines(axes: Any, runs: Sequence[Run], look: Look, *, shade: float) -> None:

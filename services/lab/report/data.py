@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from heterorl.common.errors import ConfigError
 
 _KINDS = ("none", "fixed", "uniform", "lognormal", "weibull", "exponential")
 _SAFE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+,@-]*")
+COLLAPSE_MARGIN = 0.05
+"""A run has collapsed when its last accuracy is this much below its warm start: more than chance on 256 prompts."""
 
 
 Number = float | None
@@ -47,6 +49,7 @@ class Run(_Record):
     seed: int
     task: str = ""
     variant: str = ""
+    lr: Number = None
     warm_start_accuracy: Number = None
     best: Number = None
     last: Number = None
@@ -70,6 +73,19 @@ class Run(_Record):
     series: dict[str, list[Number]] = {}
     evaluations: list[Evaluation] = []
 
+    @field_validator("evaluations", mode="before")
+    @classmethod
+    def _from_columns(cls, found: Any) -> Any:
+        """Two lists of equal length, as results.json has them, as a list of evaluations."""
+        if not isinstance(found, dict):
+            return found
+        if set(found) != {"step", "accuracy"} or len(found["step"]) != len(found["accuracy"]):
+            raise ValueError("evaluations are neither rows nor two columns of equal length")
+        return [
+            {"step": step, "accuracy": accuracy}
+            for step, accuracy in zip(found["step"], found["accuracy"], strict=True)
+        ]
+
     @property
     def place(self) -> Delay:
         """The delay this run was made at; a delay of 0 is none, whatever its kind."""
@@ -84,9 +100,20 @@ class Run(_Record):
 
     @property
     def has_collapsed(self) -> bool:
-        """Whether the last accuracy is below half of the warm start, or below half of the best."""
-        marks = [mark for mark in (self.warm_start_accuracy, self.best) if mark is not None]
-        return self.last is not None and any(self.last < mark / 2 for mark in marks)
+        """Whether the last accuracy is below the warm start by more than `COLLAPSE_MARGIN`."""
+        return (
+            self.last is not None
+            and self.warm_start_accuracy is not None
+            and self.last < self.warm_start_accuracy - COLLAPSE_MARGIN
+        )
+
+    @property
+    def curve(self) -> dict[int, float]:
+        """Accuracy by step, from the warm start on."""
+        found = {evaluation.step: evaluation.accuracy for evaluation in self.evaluations}
+        if found:
+            found.setdefault(0, self.warm_start_accuracy)
+        return {step: value for step, value in sorted(found.items()) if value is not None}
 
     @property
     def last_three(self) -> float | None:
@@ -217,7 +244,9 @@ def load(directory: Path) -> Results:
                 raise ConfigError("run_id", f"{run.run_id!r} is not a file name")
             path = directory / "runs" / f"{run.run_id}.json"
             if not path.exists():
-                missing.append(run.run_id)
+                # results.json has both in short; older files have neither.
+                if not run.evaluations:
+                    missing.append(run.run_id)
                 runs.append(run)
                 continue
             detail = Run.model_validate(
@@ -226,10 +255,30 @@ def load(directory: Path) -> Results:
             runs.append(detail)
     except ValidationError as error:
         raise ConfigError(str(directory), f"not the results of an experiment: {error}") from None
+    return _sorted(table, runs, directory / "results.json").model_copy(
+        update={"missing_files": sorted(missing), "num_not_finite": len(not_finite)}
+    )
+
+
+def load_table(path: Path) -> Results:
+    """Read one file of results by itself, as it is committed: evaluations and series are the short ones.
+
+    Raises:
+        ConfigError: the file is absent or not what is described here, or two runs share an id.
+    """
+    not_finite: list[str] = []
+    try:
+        table = Results.model_validate(_parse(path, not_finite))
+    except ValidationError as error:
+        raise ConfigError(str(path), f"not the results of an experiment: {error}") from None
+    return _sorted(table, table.runs, path).model_copy(update={"num_not_finite": len(not_finite)})
+
+
+def _sorted(table: Results, runs: Sequence[Run], path: Path) -> Results:
     if len({run.run_id for run in runs}) != len(runs):
-        raise ConfigError(str(directory / "results.json"), "two runs share a run_id")
-    runs.sort(key=lambda run: (run.task, run.place.rank, run.arm, run.seed, run.run_id))
-    return table.model_copy(update={"runs": runs, "missing_files": sorted(missing), "num_not_finite": len(not_finite)})
+        raise ConfigError(str(path), "two runs share a run_id")
+    ordered = sorted(runs, key=lambda run: (run.task, run.place.rank, run.arm, run.seed, run.run_id))
+    return table.model_copy(update={"runs": ordered})
 
 
 def _only(found: Mapping[str, Any], *names: str) -> dict[str, Any]:

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from heterorl.lab.report.data import Arm, Delay, Results, Run, by_cell, mean
-from heterorl.lab.report.intervals import Interval, holm, interval, sign_flip_test, t_test, wilcoxon_test
+from heterorl.lab.statistics.intervals import Interval, interval
+from heterorl.lab.statistics.power import detectable_difference
+from heterorl.lab.statistics.significance import holm, sign_flip_test, t_test, wilcoxon_test
 
 BASELINE = "gepo"
 MEASURES = {"last": "last accuracy", "last_three": "mean of the last three evaluations"}
@@ -32,6 +34,8 @@ class Comparison:
     t_p: float | None
     sign_flip_p: float | None
     wilcoxon_p: float | None
+    detectable: float | None
+    """True difference that so many pairs of this spread show in 80 of 100 cases, without correction."""
     adjusted_p: float | None = None
 
     @property
@@ -79,6 +83,7 @@ def _family(
                 t_p=t_test(differences),
                 sign_flip_p=sign_flip_test(differences),
                 wilcoxon_p=wilcoxon_test(differences),
+                detectable=detectable_difference(sd=difference.sd, num=difference.num),
             )
         )
     adjusted = holm([comparison.t_p for comparison in family])

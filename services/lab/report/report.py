@@ -1,18 +1,20 @@
-"""The report of an experiment: one HTML file with its pictures inside, the pictures and two CSV files beside it.
+"""The report of an experiment: one HTML file with its pictures inside; beside it pictures, tables and curves as data.
 
 The same results give the same bytes. Foreign text is escaped.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from heterorl.common.errors import DependencyMissing
-from heterorl.lab.report import curves, figures, sweeps
+from heterorl.lab.protocol.flat import TOLERANCE
+from heterorl.lab.report import curves, differences, figures, plane, sweeps
 from heterorl.lab.report.canvas import Picture, save
-from heterorl.lab.report.data import Results, load
+from heterorl.lab.report.data import COLLAPSE_MARGIN, Results, load
 from heterorl.lab.report.look_for import look_for
 from heterorl.lab.report.page import PAGE
 from heterorl.lab.report.paired import BASELINE, MEASURES, Comparison, comparisons
@@ -21,7 +23,7 @@ from heterorl.lab.report.tables import Row, p_text, plus_minus, rows, write_comp
 
 
 def write_report(directory: Path) -> Path:
-    """Write report.html, runs.csv, comparisons.csv and the PNG files into `directory`.
+    """Write report.html, runs.csv, comparisons.csv, differences.json and the PNG files into `directory`.
 
     Args:
         directory: holds results.json and runs/RUN_ID.json of an experiment.
@@ -37,6 +39,9 @@ def write_report(directory: Path) -> Path:
     found = comparisons(results)
     write_runs(results, directory / "runs.csv")
     write_comparisons(found, directory / "comparisons.csv")
+    differing = differences.as_json(differences.difference_curves(results))
+    lines = ",\n".join(json.dumps(curve, separators=(",", ":"), allow_nan=False) for curve in differing)
+    (directory / "differences.json").write_text(f"[\n{lines}\n]\n", encoding="ascii")
     pictures = [(picture, save(picture, directory)) for picture in pictures_of(results)]
     path = directory / "report.html"
     path.write_text(render(results, found, pictures), encoding="utf-8")
@@ -67,6 +72,8 @@ def render(results: Results, found: Sequence[Comparison], pictures: Sequence[tup
         tables=_by_place(rows(results)),
         comparisons=_by_place(found),
         baseline=BASELINE,
+        collapse_margin=COLLAPSE_MARGIN,
+        flat_tolerance=TOLERANCE,
         measures=MEASURES,
         pictures=[(picture, look_for(picture.name), data) for picture, data in pictures],
         unbalanced=[run for run in results.runs if run.ledger_balanced is False],
@@ -80,9 +87,11 @@ def pictures_of(results: Results) -> list[Picture]:
     look = looks(results.arms)
     return [
         *curves.accuracy(results, look),
+        *differences.pictures(results, look),
         *figures.against_delay(results, look),
         *figures.correlations(results, look),
         *curves.training(results, look),
+        *plane.pictures(results),
         *sweeps.sweeps(results),
     ]
 

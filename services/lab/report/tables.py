@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from heterorl.lab.protocol.flat import is_flat, rise
 from heterorl.lab.report.data import Arm, Delay, Results, Run, by_cell, load, numbers
-from heterorl.lab.report.intervals import Interval, interval
 from heterorl.lab.report.paired import Comparison
+from heterorl.lab.statistics.intervals import Interval, interval, wilson
 
 _NOT_IN_CSV = {"series", "evaluations"}
 
@@ -29,6 +30,22 @@ class Row:
     num_finished: int
     num_failed: int
     num_collapsed: int
+    late_rise: Interval | None
+
+    @property
+    def collapse_share(self) -> str:
+        """Share of the seeds that collapsed with Wilson's 95 % interval."""
+        if not self.num_finished:
+            return "-"
+        low, high = wilson(self.num_collapsed, self.num_finished)
+        return f"{self.num_collapsed}/{self.num_finished} ({low:.2f} to {high:.2f})"
+
+    @property
+    def flatness(self) -> str:
+        """Rise of the accuracy over the last quarter of the steps, and whether that counts as the end of training."""
+        if self.late_rise is None:
+            return "-"
+        return f"{plus_minus(self.late_rise, signed=True)}{', flat' if is_flat(self.late_rise) else ''}"
 
 
 def rows(results: Results) -> list[Row]:
@@ -53,6 +70,7 @@ def _row(task: str, delay: Delay, arm: Arm, runs: Sequence[Run]) -> Row:
         num_finished=len(finished),
         num_failed=len(runs) - len(finished),
         num_collapsed=sum(run.has_collapsed for run in finished),
+        late_rise=rise([run.curve for run in finished]),
     )
 
 
@@ -80,13 +98,14 @@ def write_comparisons(found: Iterable[Comparison], path: Path) -> None:
     """Write every comparison with the baseline, one a line."""
     header = [
         "task", "delay", "measure", "algorithm", "variant", "pairs", "mean_difference", "half_interval",
-        "lowest_difference", "highest_difference", "t_p", "holm_p", "sign_flip_p", "wilcoxon_p", "verdict",
+        "lowest_difference", "highest_difference", "t_p", "holm_p", "sign_flip_p", "wilcoxon_p",
+        "detectable", "verdict",
     ]  # fmt: skip
     lines = [
         [
             c.task, c.delay.label, c.measure, c.arm.algorithm, c.arm.variant, c.difference.num, c.difference.mean,
             c.difference.half, c.difference.lowest, c.difference.highest, c.t_p, c.adjusted_p, c.sign_flip_p,
-            c.wilcoxon_p, c.verdict,
+            c.wilcoxon_p, c.detectable, c.verdict,
         ]
         for c in found
     ]  # fmt: skip

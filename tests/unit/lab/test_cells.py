@@ -6,13 +6,16 @@ from pydantic import ValidationError
 from heterorl.common.errors import ConfigError
 from heterorl.common.process.config import load
 from heterorl.common.tasks.arithmetic import ArithmeticTask
+from heterorl.common.wire.common import bytes_digest
 from heterorl.lab.benchmarks import split_evaluation
 from heterorl.lab.cell import list_cells
 from heterorl.lab.config import ExperimentConfig
-from heterorl.lab.results import cell_digest
+from heterorl.lab.protocol.rules import check
+from heterorl.lab.results import LATER_KEYS, cell_digest
 from heterorl.lab.run import find_experiment
 
-SHIPPED = ["quick", "stale64", "stale256", "latency1800", "sweeps", "recommend", "tasks"]
+WITH_PROTOCOL = ["horizon", "ladder", "plane", "lengths", "clips"]
+SHIPPED = ["quick", "stale64", "stale256", "latency1800", "sweeps", "recommend", "tasks", *WITH_PROTOCOL]
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -21,6 +24,78 @@ def test_shipped_experiments_are_valid_and_their_runs_have_names_of_their_own(na
 
     assert len({cell.run_id for cell in cells}) == len(cells) > 0
     assert len({cell_digest(cell) for cell in cells}) == len(cells)
+
+
+def test_every_shipped_experiment_is_listed_here():
+    assert {path.stem for path in find_experiment("quick").parent.glob("*.toml")} == set(SHIPPED)
+
+
+@pytest.mark.parametrize(
+    ("name", "digest"),
+    # Of all digests of the experiment. Whoever adds a key of a run names it in LATER_KEYS; then results stay those of
+    # the experiment that made them.
+    [
+        ("quick", "a995386239e28ad2d74d21548cfb066dc31245e0b44d045bd4ee1831acc9984c"),
+        ("stale64", "423aca25e35b398f856aea544c91c06bd7f8cf93685f5d9cf438e57aeeb87578"),
+        ("stale256", "b5977e1f50d9177acf998942c1e6e7774c0ba7c0bb36a9e255a2c0b9cc044eca"),
+        ("latency1800", "bbe73af6db773549f0c394ff9a275ea2dac69b950044a53b1ca028bc3849d503"),
+        ("sweeps", "5e1fe96b034aad07d2f49f50012910d3b24a333cca2350e7fded560821d663e9"),
+        ("recommend", "6c1ffdc6629d29d15fdccf16759da1d1d38e10345bce7c385259bc22201877ce"),
+        ("tasks", "aabf197043f909a88c065f0396c4e96293713b46738caafafd21f3618a7720fc"),
+    ],
+)
+def test_a_new_key_leaves_the_digests_of_earlier_runs_alone(name, digest):
+    digests = [cell_digest(cell) for cell in list_cells(load(ExperimentConfig, find_experiment(name)))]
+
+    assert bytes_digest("\n".join(digests).encode()) == digest
+
+
+def test_a_later_key_that_is_set_is_another_run():
+    plain, smooth, slow = (
+        list_cells(ExperimentConfig(regime={"last_evaluations": last}, tasks=({"lr": lr},)))[0]
+        for last, lr in ((1, None), (3, None), (1, 1e-4))
+    )
+
+    assert len({cell_digest(cell) for cell in (plain, smooth, slow)}) == 3
+
+
+def test_later_keys_exist():
+    cell = list_cells(ExperimentConfig())[0]
+
+    assert LATER_KEYS["task"] <= set(type(cell.task).model_fields)
+    assert LATER_KEYS["regime"] <= set(type(cell.regime).model_fields)
+
+
+def test_a_learning_rate_is_the_variants_or_the_chosen_or_the_tasks_or_the_regimes():
+    experiment = ExperimentConfig(
+        algorithms=({"name": "a"}, {"name": "b"}),
+        tasks=({"name": "t", "lr": 2e-4}, {"name": "u"}),
+        variants=({"name": ""}, {"name": "lr=0.1", "set": {"lr": 0.1}}),
+        regime={"lr": 5e-4},
+        protocol={"chosen": {"t-a-none0v": 1e-3, "t-a-none0v-lr=0.1": 7.0}, "least_seeds": 2},
+        seeds=(0, 1),
+    )
+
+    found = {cell.arm_id: cell.regime.lr for cell in list_cells(experiment)}
+
+    assert found == {
+        "t-a-none0v": 1e-3, "t-b-none0v": 2e-4, "u-a-none0v": 5e-4, "u-b-none0v": 5e-4,
+        **{f"{task}-{name}-none0v-lr=0.1": 0.1 for task in "tu" for name in "ab"},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITH_PROTOCOL)
+def test_experiments_with_a_protocol_keep_it_once_their_rates_are_chosen(name):
+    experiment = load(ExperimentConfig, find_experiment(name))
+    protocol = experiment.protocol
+    chosen = {cell.arm_id: 1e-3 for cell in list_cells(experiment)}
+    tuned = experiment.model_copy(update={"protocol": protocol.model_copy(update={"chosen": chosen})})
+
+    check(tuned, list_cells(tuned))
+    if protocol.tune:
+        with pytest.raises(ConfigError, match="no learning rate is chosen for"):
+            check(experiment, list_cells(experiment))
+    assert "gepo" in {algorithm.name for algorithm in experiment.algorithms}
 
 
 def test_stale64_has_the_losses_of_the_sources_at_three_delays():
@@ -77,7 +152,7 @@ def test_names_cannot_leave_their_directory():
 
 
 def test_an_unknown_experiment_lists_those_that_are_shipped():
-    with pytest.raises(ConfigError, match="latency1800, quick, recommend"):
+    with pytest.raises(ConfigError, match="latency1800, lengths, plane, quick, recommend"):
         find_experiment("stale65")
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from heterorl.common.errors import ConfigError
 from heterorl.lab.report.canvas import save
-from heterorl.lab.report.data import load
+from heterorl.lab.report.data import load, load_table
 from heterorl.lab.report.paired import comparisons
 from heterorl.lab.report.report import pictures_of, render, write_report
 from heterorl.lab.report.sweeps import settings, swept_keys
@@ -51,7 +51,7 @@ def test_page_shows_every_algorithm_number_and_picture_and_needs_no_other_file(t
     pictures = {path.stem for path in tmp_path.glob("*.png")}
     assert pictures == {
         "accuracy", "accuracy_each", "last", "kl", "iw_variance", "advantage_error", "bias", "ess", "clip", "grad_norm",
-        "staleness", "correlations", "training",
+        "staleness", "correlations", "training", "difference_gepo", "difference_online",
     }  # fmt: skip
     assert page.count("data:image/png;base64,") == page.count("<img") == len(pictures)
 
@@ -152,16 +152,49 @@ def test_report_is_made_when_every_run_failed_and_when_there_is_none(tmp_path):
 
 
 def test_collapsed_runs_are_counted(tmp_path):
-    # Warm start 0.3, best 0.6 or more: the mark is half of the best, 0.3.
-    runs = [make_run("gspo", 64, seed, last=last) for seed, last in enumerate((0.29, 0.31, 0.1))]
-    early = make_run("gepo", 64, 0, last=0.14, best=0.2, warm_start_accuracy=0.3)
-    kept = make_run("gepo", 64, 1, last=0.16, best=0.2, warm_start_accuracy=0.3)
+    # Warm start 0.3: the mark is 0.25.
+    runs = [make_run("gspo", 64, seed, last=last) for seed, last in enumerate((0.24, 0.26, 0.1))]
+    kept = make_run("gepo", 64, 0, last=0.3, best=0.9)
 
-    found = {row.arm.algorithm: row for row in rows(load(write_results(tmp_path, [*runs, early, kept])))}
+    found = {row.arm.algorithm: row for row in rows(load(write_results(tmp_path, [*runs, kept])))}
 
     assert (found["gspo"].num_collapsed, found["gspo"].num_finished) == (2, 3)
-    assert found["gepo"].num_collapsed == 1
+    assert (found["gepo"].num_collapsed, found["gepo"].collapse_share) == (0, "0/1 (0.00 to 0.79)")
+    assert found["gspo"].collapse_share == "2/3 (0.21 to 0.94)"
     assert found["gspo"].last.lowest == 0.1
+
+
+def test_row_says_whether_training_has_come_to_its_end(tmp_path):
+    def long_run(seed, last):
+        evaluations = [{"step": step, "accuracy": min(last, 0.3 + step / 400)} for step in range(0, 401, 20)]
+        return make_run("gepo", 0, seed, evaluations=evaluations, last=last)
+
+    (flat,) = rows(load(write_results(tmp_path / "a", [long_run(0, 0.5), long_run(1, 0.6)])))
+    (rising,) = rows(load(write_results(tmp_path / "b", [long_run(0, 1.25), long_run(1, 1.3)])))
+
+    assert flat.flatness == "+0.000 \u00b1 0.000, flat"
+    assert rising.flatness.startswith("+0.2")
+    assert "flat" not in rising.flatness
+
+
+def test_results_alone_are_enough_for_curves(tmp_path):
+    runs = plain_runs()
+    write_results(tmp_path, runs)
+    table = json.loads((tmp_path / "results.json").read_text())
+    for row, run in zip(table["runs"], runs, strict=True):
+        row["evaluations"] = {
+            "step": [found["step"] for found in run["evaluations"]],
+            "accuracy": [found["accuracy"] for found in run["evaluations"]],
+        }
+        (tmp_path / "runs" / f"{run['run_id']}.json").unlink()
+    (tmp_path / "results.json").write_text(json.dumps(table))
+
+    results = load(tmp_path)
+
+    assert results.missing_files == []
+    assert [run.curve for run in results.runs] == [run.curve for run in load_table(tmp_path / "results.json").runs]
+    assert all(list(run.curve) == [0, 1, 2, 3] for run in results.runs)
+    assert {"accuracy", "difference_gepo"} <= {picture.name for picture in pictures_of(results)}
 
 
 def test_delays_are_sorted_by_size_and_none_and_zero_are_one(tmp_path):

@@ -3,17 +3,9 @@
 import mpmath
 import pytest
 
-from heterorl.lab.report.intervals import (
-    holm,
-    interval,
-    pearson,
-    sign_flip_test,
-    spearman,
-    t_central,
-    t_quantile,
-    t_test,
-    wilcoxon_test,
-)
+from heterorl.lab.statistics.correlation import pearson, spearman
+from heterorl.lab.statistics.intervals import interval, t_central, t_quantile
+from heterorl.lab.statistics.significance import holm, sign_flip_test, t_test, wilcoxon_test
 
 # Darwin's maize, eighths of an inch, crossed minus self-fertilised: Fisher, The Design of Experiments, sections 17
 # and 21: t = 2.148 with 14 degrees of freedom; 863 of the 2^15 sign patterns have a sum of 314 or more.
@@ -43,6 +35,7 @@ def test_interval_of_five_seeds_is_the_t_interval():
     # s = sqrt(0.025), s / sqrt(5) = sqrt(0.005), times 2.776445.
     assert found.mean == pytest.approx(0.3)
     assert found.half == pytest.approx(2.77644510520 * 0.005**0.5)
+    assert found.sd == pytest.approx(0.025**0.5)
     assert (found.lowest, found.highest, found.num) == (0.1, 0.5, 5)
     assert (found.low, found.high) == (pytest.approx(0.3 - found.half), pytest.approx(0.3 + found.half))
 

@@ -1,0 +1,110 @@
+"""Student's t and the intervals made with it, and Wilson's interval of a share; no statistics package.
+
+Pure arithmetic on lists of finite numbers. A single value has no interval, and none is invented for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """Mean of `num` values, the half width of its t-interval, and their standard deviation.
+
+    Example: Interval(mean=0.5, half=0.1, lowest=0.4, highest=0.6, num=5, sd=0.08). Of a single value `half` is None
+    and `sd` 0.
+    """
+
+    mean: float
+    half: float | None
+    lowest: float
+    highest: float
+    num: int
+    sd: float = 0.0
+
+    @property
+    def low(self) -> float:
+        """Lower end; the mean itself where there is no interval."""
+        return self.mean - (self.half or 0.0)
+
+    @property
+    def high(self) -> float:
+        """Upper end; the mean itself where there is no interval."""
+        return self.mean + (self.half or 0.0)
+
+
+def interval(values: Sequence[float], *, confidence: float = 0.95) -> Interval | None:
+    """Mean and t-interval: mean +- t_{(1+confidence)/2, n-1} s / sqrt(n), s with n - 1.
+
+    Returns:
+        None for no values; `half` None for one.
+    """
+    if not values:
+        return None
+    num = len(values)
+    center = math.fsum(values) / num
+    if num == 1:
+        return Interval(mean=center, half=None, lowest=center, highest=center, num=1)
+    error = standard_error(values)
+    return Interval(
+        mean=center,
+        half=t_quantile(confidence, df=num - 1) * error,
+        lowest=min(values),
+        highest=max(values),
+        num=num,
+        sd=error * math.sqrt(num),
+    )
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """s / sqrt(n) with s^2 = sum (x - mean)^2 / (n - 1); at least two values."""
+    center = math.fsum(values) / len(values)
+    return math.sqrt(math.fsum((value - center) ** 2 for value in values) / (len(values) - 1) / len(values))
+
+
+def t_central(t: float, *, df: int) -> float:
+    """P(|T| <= t) of Student's t with `df` degrees of freedom (Abramowitz and Stegun, 26.7.3 and 26.7.4).
+
+    Args:
+        t: at least 0; infinity is allowed.
+        df: at least 1; the sum has df/2 terms.
+    """
+    theta = math.atan(t / math.sqrt(df))
+    sine, square = math.sin(theta), math.cos(theta) ** 2
+    term = total = math.cos(theta) if df % 2 else 1.0
+    for k in range(3 if df % 2 else 2, df - 1, 2):
+        term *= (k - 1) / k * square
+        total += term
+    if df % 2 == 0:
+        return min(1.0, sine * total)
+    return min(1.0, 2 / math.pi * (theta + (sine * total if df > 1 else 0.0)))
+
+
+def t_quantile(confidence: float, *, df: int) -> float:
+    """The t with P(|T| <= t) = confidence, by bisection to the last bit."""
+    low, high = 0.0, 1.0
+    while t_central(high, df=df) < confidence:
+        high *= 2
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_central(middle, df=df) < confidence else (low, middle)
+    return high
+
+
+def wilson(num: int, of: int, *, confidence: float = 0.95) -> tuple[float, float]:
+    """Interval of a share num / of that holds near 0 and 1 (Wilson, 1927): all p with |num/of - p| <= z sd(p).
+
+    Args:
+        num: how many have the property.
+        of: how many there are, at least 1.
+        confidence: of both ends together.
+    """
+    z = NormalDist().inv_cdf((1.0 + confidence) / 2.0)
+    share, weight = num / of, z * z / of
+    center = (share + weight / 2.0) / (1.0 + weight)
+    half = z * math.sqrt(share * (1.0 - share) / of + weight / (4.0 * of)) / (1.0 + weight)
+    return max(0.0, center - half), min(1.0, center + half)

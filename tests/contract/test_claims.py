@@ -1,0 +1,32 @@
+"""The committed verdicts and their page are what the commands make of the committed results."""
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from docs import generate
+from heterorl.cli.main import app
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "lab"
+
+
+def test_committed_verdicts_are_those_of_the_committed_results(tmp_path):
+    path = tmp_path / "claims.json"
+    answer = CliRunner().invoke(app, ["lab", "claims", "--results", str(RESULTS), "--out", str(path)])
+
+    assert answer.exit_code == 0, answer.output
+    assert path.read_text() == (RESULTS / "claims.json").read_text(), "run heterorl lab claims"
+
+
+def test_committed_page_shows_them():
+    assert generate.CLAIMS.read_text(encoding="utf-8") == generate.render_claims(), "run make docs"
+
+
+def test_what_the_committed_results_test_has_numbers_and_what_they_do_not_has_none():
+    rows = json.loads((RESULTS / "claims.json").read_text())
+
+    tested = [row for row in rows if row["verdict"] != "not tested"]
+    assert {row["experiment"] for row in tested} >= {"stale64", "stale256+gspo64", "recommend", "stale256"}
+    assert all(row["low"] <= row["difference"] <= row["high"] and row["seeds"] >= 5 for row in tested)
+    assert all(row["p"] is row["difference"] is None and row["seeds"] == 0 for row in rows if row not in tested)

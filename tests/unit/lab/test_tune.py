@@ -1,0 +1,88 @@
+"""`tune` runs the trials, writes the rates and survives runs that fail; `run` takes the rates and refuses to go without."""
+
+import json
+
+import pytest
+
+from heterorl.common.errors import ConfigError
+from heterorl.lab import run as lab_run
+from heterorl.lab import tune as lab_tune
+from heterorl.lab.cell import list_cells
+from heterorl.lab.protocol.rates import FILE
+from heterorl.lab.results import failure, identity
+
+EXPERIMENT = """
+name = "small"
+seeds = [0, 1]
+algorithms = [{ name = "gepo" }]
+[regime]
+max_steps = 30
+evaluate_every = 10
+last_evaluations = 3
+num_evaluation = 1024
+[protocol]
+least_seeds = 2
+tuning_seeds = [5]
+learning_rates = [1e-4, 1e-3, 1e-2]
+"""
+
+
+@pytest.fixture
+def small(tmp_path):
+    path = tmp_path / "small.toml"
+    path.write_text(EXPERIMENT)
+    return str(path)
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """Cells that would be run; each gets a row, best at 1e-3, and 1e-2 fails."""
+    cells_run = []
+
+    async def finish(cells, missing, *, directory, jobs):
+        for number in missing:
+            cell = cells[number]
+            cells_run.append(cell)
+            row = {**failure(cell, problem="", wall_s=1.0), **identity(cell), "last": cell.regime.lr}
+            if cell.regime.lr == 1e-2:
+                row |= {"failed": "nan", "last": 0.9}
+            (directory / "runs" / f"{cell.run_id}.json").write_text(json.dumps(row))
+        return True
+
+    monkeypatch.setattr(lab_run, "_run_all", finish)
+    monkeypatch.setattr("heterorl.lab.report.report.write_report", lambda directory: directory / "report.html")
+    return cells_run
+
+
+def arguments(tmp_path):
+    return {"out": tmp_path / "out", "overrides": (), "jobs": 1}
+
+
+def test_rates_are_chosen_and_used(tmp_path, small, ran):
+    assert lab_tune.tune_experiment(small, **arguments(tmp_path)) == 0
+    assert {(cell.seed, cell.regime.lr) for cell in ran} == {(5, 1e-4), (5, 1e-3), (5, 1e-2)}
+    assert json.loads((tmp_path / "out" / FILE).read_text())["arms"][0]["lr"] == 1e-3
+
+    ran.clear()
+    assert lab_run.run_experiment(small, **arguments(tmp_path)) == 0
+    assert [(cell.seed, cell.regime.lr) for cell in ran] == [(0, 1e-3), (1, 1e-3)]
+    # What its processes read says it too.
+    text = (tmp_path / "out" / "experiment.json").read_text()
+    found = list_cells(lab_run.ExperimentConfig.model_validate_json(text))
+    assert [cell.regime.lr for cell in found] == [1e-3, 1e-3]
+    assert [row["lr"] for row in json.loads((tmp_path / "out" / "results.json").read_text())["runs"]] == [1e-3, 1e-3]
+
+
+def test_a_run_without_rates_is_refused(tmp_path, small, ran):
+    with pytest.raises(ConfigError, match="no learning rate is chosen for add3-gepo-none0v"):
+        lab_run.run_experiment(small, **arguments(tmp_path))
+
+    assert ran == []
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_interrupted_search_chooses_nothing(tmp_path, small, ran, monkeypatch):
+    monkeypatch.setattr(lab_tune, "carry_out", lambda *_, **__: lab_run.INTERRUPTED)
+
+    assert lab_tune.tune_experiment(small, **arguments(tmp_path)) == lab_run.INTERRUPTED
+    assert not (tmp_path / "out" / FILE).exists()

@@ -169,6 +169,10 @@ class Reference:
     def gepo_topr(self, i: int, a: float) -> list[float]:
         return [a * lp for lp in self.lp[i]] if a >= 0 else self.gepo(i, a)
 
+    def gepo_topr_clipped(self, i: int, a: float) -> list[float]:
+        is_dropped = self.sp(i) / self.group_mean(i, "") > 1.2
+        return self.rows(i, 1.2 * a) if a > 0 and is_dropped else self.gepo_topr(i, a)
+
     def gepo_plus(self, i: int, a: float) -> list[float]:
         d = [sg - lq for sg, lq in zip(self.sg[i], self.lq[i], strict=True)]
         kl = mean([math.exp(x) - 1 - x for x in d])

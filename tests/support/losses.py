@@ -181,6 +181,7 @@ CATALOGUE: dict[str, LossConfig] = {
     "gepo with opsm": GepoConfig(opsm_threshold=0.05),
     "gepo with m2po": GepoConfig(m2_budget=0.02),
     "gepo with topr": GepoConfig(positive_weight="one"),
+    "gepo with topr within its clip": GepoConfig(positive_weight="one_clipped"),
     "gepo leaving itself out": GepoConfig(denominator="leave_one_out"),
     "gepo with dual clip": GepoConfig(dual_clip=1.3),
     "gepo_1s": GepoOneSidedConfig(),

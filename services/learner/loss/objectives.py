@@ -162,10 +162,19 @@ def score_objective(
     return Objective(values=weights * advantages_B1.detach() * logprobs_BT, weights=weights, is_clipped=is_outside)
 
 
-def with_likelihood_of_good(objective: Objective, logprobs_BT: torch.Tensor, advantages_B1: torch.Tensor) -> Objective:
-    """Replace terms with A >= 0 by A log p per token, weight 1: TOPR's treatment, arXiv 2503.14286 equation 8."""
+def with_likelihood_of_good(
+    objective: Objective, logprobs_BT: torch.Tensor, advantages_B1: torch.Tensor, *, is_clip_kept: bool = False
+) -> Objective:
+    """Replace terms with A >= 0 by A log p per token, weight 1: TOPR's treatment, arXiv 2503.14286 equation 8.
+
+    Args:
+        objective: what terms with A < 0 keep.
+        logprobs_BT: log p; carries the gradient.
+        advantages_B1: A; a constant.
+        is_clip_kept: whether clipped terms stay as they are, so that the weight alone changes.
+    """
     advantages = advantages_B1.detach()
-    is_good = advantages >= 0
+    is_good = (advantages >= 0) & ~objective.is_clipped if is_clip_kept else advantages >= 0
     return Objective(
         values=torch.where(is_good, advantages * logprobs_BT, objective.values),
         weights=torch.where(is_good, 1.0, objective.weights),

@@ -72,8 +72,9 @@ class SequenceLossConfig(RatioLossConfig):
     """Beyond the clip range: no gradient, the gradient of the bound (c-GEPO and c-GSPO), or no clipping at all."""
     clip_on: Literal["own", "gepo", "gspo"] = "own"
     """Which weight decides what is clipped: the loss's own, GEPO's or GSPO's."""
-    positive_weight: Literal["own", "one"] = "own"
-    """Weight of rollouts better than their group: the loss's own, or 1 and the plain log-likelihood as in TOPR."""
+    positive_weight: Literal["own", "one", "one_clipped"] = "own"
+    """Weight of rollouts better than their group: the loss's own, or 1 and the plain log-likelihood as in TOPR, without
+    the upper clip or with it."""
     negative_weight: Literal["own", "one", "product", "tempered"] = "own"
     """Weight of rollouts worse than their group: the loss's own with its clip; or of the plain log-likelihood 1, the
     truncated ratio of the whole rollout min(1, prod_t p / q) as in TOPR, or the same of tempered, normalised ratios."""

@@ -99,8 +99,10 @@ def policy_loss(
     else:
         objective = _sequence_objective(rule, inputs, learner_BT, sampler_BT, advantages_B)
         is_counted = mask_BT.any(1)
-    if rule.positive_weight == "one":
-        objective = with_likelihood_of_good(objective, learner_BT, advantages_B[:, None])
+    if rule.positive_weight != "own":
+        objective = with_likelihood_of_good(
+            objective, learner_BT, advantages_B[:, None], is_clip_kept=rule.positive_weight == "one_clipped"
+        )
     if rule.negative_weight != "own":
         logs_B1 = _negative_log_weights(rule, inputs, learner_BT, sampler_BT)[:, None]
         objective = with_likelihood_of_bad(objective, learner_BT, advantages_B[:, None], logs_B1)

@@ -18,6 +18,7 @@ REFERENCES = {
     "gepo with opsm": (Reference.gepo, "mean", "sequence_mean"),
     "gepo with m2po": (Reference.gepo_spread, "mean", "sequence_mean"),
     "gepo with topr": (Reference.gepo_topr, "mean", "sequence_mean"),
+    "gepo with topr within its clip": (Reference.gepo_topr_clipped, "mean", "sequence_mean"),
     "gepo leaving itself out": (Reference.gepo_others, "mean", "sequence_mean"),
     "gepo with dual clip": (Reference.gepo_dual, "mean", "sequence_mean"),
     "gepo_1s": (Reference.gepo_1s, "mean", "sequence_mean"),

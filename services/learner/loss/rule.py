@@ -55,7 +55,7 @@ class Rule:
     trace_cap: float = 0.0
     """c of V-trace, whose rho is `high`: token weights times truncated ratios of all later tokens; 0 turns it off."""
     positive_weight: Literal["own", "one", "one_clipped"] = "own"
-    """Weight of rollouts with A > 0: the rule's own, or 1 for plain likelihood (TOPR), all or only where not clipped."""
+    """Weight of rollouts with A > 0: the rule's own, or 1 for plain likelihood (TOPR), all of them or the unclipped."""
     negative_weight: Literal["own", "one", "product", "tempered"] = "own"
     """Weight of rollouts with A < 0: the rule's own, or of plain likelihood 1, min(1, prod_t p / q) (TOPR), or that of
     ratios tempered to the effective share `tempering_ess` of the step."""

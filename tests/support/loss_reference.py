@@ -217,7 +217,7 @@ class Reference:
         return [dual(r, a) for r in self.ratios(i)]
 
     def mois(self, i: int, a: float, is_full: bool, eps: float) -> list[float]:
-        share = 1 / (1 + math.exp(self.case.staleness[i] - 3))
+        share = 1 / (1 + math.exp(self.case.staleness[i] - 1))
         result = []
         for lp, sg, lq in zip(self.lp[i], self.sg[i], self.lq[i], strict=True):
             denominator = share * math.exp(lp if is_full else sg) + (1 - share) * math.exp(lq)

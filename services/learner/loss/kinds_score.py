@@ -39,7 +39,7 @@ class CispoConfig(LossOptions):
 class TisConfig(LossOptions):
     """Truncated importance sampling (Yao et al. 2025; Ionides 2008): weights min(r, cap).
 
-    `level = "sequence"`, `cap = 8` and `step_size = "ess"` take two ideas of VCPO; the kind `vcpo` has its baseline too.
+    `level = "sequence"`, `cap = 8` and `step_size = "ess"` take two ideas of VCPO; `vcpo` has its baseline too.
     """
 
     kind: Literal["tis"] = "tis"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -60,8 +61,8 @@ class LossInputs:
 
     def to(self, device: torch.device) -> LossInputs:
         """The same tensors on `device`."""
-        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        return LossInputs(**{name: None if one is None else one.to(device) for name, one in tensors.items()})
+        tensors: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        return LossInputs(**{name: one if one is None else one.to(device) for name, one in tensors.items()})
 
     def padded(self, values_N: torch.Tensor) -> torch.Tensor:
         """Values of all completion tokens, one rollout after another, as float64 [B, T]; 0 in padding."""

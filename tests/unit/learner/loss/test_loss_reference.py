@@ -37,7 +37,7 @@ REFERENCES = {
     "gmpo": (Reference.gmpo, "mean_std", "sequence_mean"),
     "grpo": (Reference.grpo, "mean_std", "sequence_mean"),
     "grpo with dual clip": (Reference.grpo_dual, "mean_std", "sequence_mean"),
-    "mois": (lambda self, i, a: self.mois(i, a, False, 0.2), "mean", "sequence_mean"),
+    "mois": (lambda self, i, a: self.mois(i, a, False, 0.1), "mean", "sequence_mean"),
     "mois differentiated": (lambda self, i, a: self.mois(i, a, True, 0.05), "mean", "sequence_mean"),
     "reinforce": (Reference.reinforce, "mean", "token_mean"),
     "impala": (lambda self, i, a: self.impala(i, a, 1.0, 1.0), "mean", "token_mean"),

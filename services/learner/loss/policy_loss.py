@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 
@@ -61,8 +60,8 @@ class LossInputs:
 
     def to(self, device: torch.device) -> LossInputs:
         """The same tensors on `device`."""
-        tensors: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return LossInputs(**{name: one if one is None else one.to(device) for name, one in tensors.items()})
+        present = {field.name: one for field in fields(self) if (one := getattr(self, field.name)) is not None}
+        return LossInputs(**{name: one.to(device) for name, one in present.items()})
 
     def padded(self, values_N: torch.Tensor) -> torch.Tensor:
         """Values of all completion tokens, one rollout after another, as float64 [B, T]; 0 in padding."""

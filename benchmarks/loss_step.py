@@ -114,6 +114,8 @@ def step(
         max_new_tokens=4096,
         micro_batch_tokens=micro_batch_tokens,
         batching="padded",
+        # As dear as any other of its size, for losses that compare with a frozen model.
+        reference=model,
     )
     is_applied, _ = apply_gradients(
         model.parameters(), optimizer, loss=sum(sample.loss for sample in samples), lr=0.0, grad_clip=1.0

@@ -20,6 +20,7 @@ DECISIONS = [
     "learner/loss/importance.py",
     "learner/loss/masks.py",
     "learner/loss/advantages.py",
+    "learner/loss/denominators.py",
     "sampler/policy/delay.py",
 ]
 LOOPS = [

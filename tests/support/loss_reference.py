@@ -52,6 +52,10 @@ def advantage(case: Case, i: int, kind: str) -> float:
     return centred * min(1 / density, 1e6)
 
 
+def dual(w: float, a: float, low: float = 0.8, high: float = 1.2, c: float = 1.3) -> float:
+    return max(ppo(w, a, low, high), c * a) if a < 0 else ppo(w, a, low, high)
+
+
 def ppo(w: float, a: float, low: float, high: float) -> float:
     return min(w * a, clip(w, low, high) * a)
 
@@ -88,6 +92,50 @@ class Reference:
     def gepo(self, i: int, a: float, kind: str = "contraharmonic") -> list[float]:
         return self.rows(i, ppo(self.p(i) / self.group_mean(i, kind), a, 0.8, 1.2))
 
+    def gepo_others(self, i: int, a: float) -> list[float]:
+        q = [self.q(j) for j in self.case.members(i) if j != i]
+        return self.rows(i, ppo(self.p(i) / (sum(x * x for x in q) / sum(q)), a, 0.8, 1.2))
+
+    def gepo_dual(self, i: int, a: float) -> list[float]:
+        return self.rows(i, dual(self.p(i) / self.group_mean(i, ""), a))
+
+    def gepo_1s(self, i: int, a: float) -> list[float]:
+        return self.rows(i, ppo(self.p(i) / self.group_mean(i, ""), a, 0.8, math.inf))
+
+    def gepo_with_bad(self, i: int, a: float, weight: float) -> list[float]:
+        return self.gepo_1s(i, a) if a >= 0 else [weight * a * lp for lp in self.lp[i]]
+
+    def product(self, i: int) -> float:
+        return math.prod(self.fixed_ratios(i))
+
+    def gepo_product(self, i: int, a: float) -> list[float]:
+        return self.gepo_with_bad(i, a, min(1.0, self.product(i)))
+
+    def gepo_quantile(self, i: int, a: float) -> list[float]:
+        """Leave out the bad rollout of the smallest ratio, one at a time, while the share allows it."""
+        bad = [j for j in range(len(self.lq)) if advantage(self.case, j, "mean") < 0]
+        w = {j: self.product(j) for j in bad}
+        share = max(0.3, sum(w.values()) ** 2 / (len(bad) * sum(x * x for x in w.values())))
+        kept = sorted(bad, key=lambda j: w[j])
+        while len(kept) - 1 >= share * len(bad):
+            kept = kept[1:]
+        return self.gepo_with_bad(i, a, 1.0 if i in kept else 0.0)
+
+    def gepo_tempered(self, i: int, a: float) -> list[float]:
+        """The exponent by walking down from 1 in ever smaller steps."""
+        every = [self.product(j) for j in range(len(self.lq))]
+        exponent, step = 1.0, 0.1
+        while step > 1e-17:
+            w = [x**exponent for x in every]
+            if sum(w) ** 2 / (len(w) * sum(x * x for x in w)) >= 0.9:
+                if exponent == 1.0:
+                    break
+                exponent += step
+                step /= 10
+            exponent -= step
+        w = [x**exponent for x in every]
+        return self.gepo_with_bad(i, a, min(1.0, w[i] / mean(w)))
+
     def gepo_raw(self, i: int, a: float) -> list[float]:
         q = [math.exp(sum(self.lq[j])) for j in self.case.members(i)]
         return self.rows(i, ppo(math.exp(sum(self.lp[i])) / (sum(x * x for x in q) / sum(q)), a, 0.8, 1.2))
@@ -120,6 +168,10 @@ class Reference:
 
     def gepo_topr(self, i: int, a: float) -> list[float]:
         return [a * lp for lp in self.lp[i]] if a >= 0 else self.gepo(i, a)
+
+    def gepo_topr_clipped(self, i: int, a: float) -> list[float]:
+        is_dropped = self.sp(i) / self.group_mean(i, "") > 1.2
+        return self.rows(i, 1.2 * a) if a > 0 and is_dropped else self.gepo_topr(i, a)
 
     def gepo_plus(self, i: int, a: float) -> list[float]:
         d = [sg - lq for sg, lq in zip(self.sg[i], self.lq[i], strict=True)]
@@ -160,6 +212,52 @@ class Reference:
 
     def grpo(self, i: int, a: float, low: float = 0.8, high: float = 1.2) -> list[float]:
         return [ppo(r, a, low, high) for r in self.ratios(i)]
+
+    def grpo_dual(self, i: int, a: float) -> list[float]:
+        return [dual(r, a) for r in self.ratios(i)]
+
+    def mois(self, i: int, a: float, is_full: bool, eps: float) -> list[float]:
+        share = 1 / (1 + math.exp(self.case.staleness[i] - 1))
+        result = []
+        for lp, sg, lq in zip(self.lp[i], self.sg[i], self.lq[i], strict=True):
+            denominator = share * math.exp(lp if is_full else sg) + (1 - share) * math.exp(lq)
+            result.append(ppo(math.exp(lp) / denominator, a, 1 - eps, 1 + eps))
+        return result
+
+    def reinforce(self, i: int, a: float) -> list[float]:
+        return [a * lp for lp in self.lp[i]]
+
+    def impala(self, i: int, a: float, rho_cap: float, c_cap: float) -> list[float]:
+        """V-trace as its paper writes it: targets v by recursion, with a value of .3 in every state but the end."""
+        ratios, value = self.fixed_ratios(i), 0.3
+        rewards = [0.0] * (len(ratios) - 1) + [a + value]
+        next_target, next_value, terms = 0.0, 0.0, []
+        for r, reward, lp in reversed(list(zip(ratios, rewards, self.lp[i], strict=True))):
+            rho = min(rho_cap, r)
+            terms.append(rho * (reward + next_target - value) * lp)
+            delta = rho * (reward + next_value - value)
+            next_target = value + delta + min(c_cap, r) * (next_target - next_value)
+            next_value = value
+        return terms[::-1]
+
+    def vcpo(self, i: int, a: float) -> list[float]:
+        members = self.case.members(i)
+        w = [self.product(j) ** 2 * sum((1 - math.exp(sg)) ** 2 for sg in self.sg[j]) for j in members]
+        others = [advantage(self.case, j, "mean_std") for j in members]
+        shift = sum(x * y for x, y in zip(w, others, strict=True)) / sum(w)
+        return [min(self.product(i), 1.2) * (a - shift) * lp for lp in self.lp[i]]
+
+    def tba(self, i: int, a: float) -> list[float]:
+        """Half of beta times the squared residual of the balance, summed over a rollout; see `Terms` for the sign."""
+        beta, members = 0.1, self.case.members(i)
+
+        def gap(j: int, rows: Rows) -> float:
+            row = [x - 0.3 * math.cos(2.0 * t) ** 2 for t, x in enumerate(self.lq[j])]
+            return sum(rows[j]) - sum(row)
+
+        log_z = mean([self.case.rewards[j] / beta - gap(j, self.sg) for j in members])
+        residual = log_z + gap(i, self.lp) - self.case.rewards[i] / beta
+        return [-beta / 2 * residual**2 / len(self.lp[i])] * len(self.lp[i])
 
     def dapo(self, i: int, a: float) -> list[float]:
         return self.grpo(i, a, 0.8, 1.28)

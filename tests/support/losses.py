@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,17 +22,26 @@ from heterorl.learner.loss.config import (
     DsGspoConfig,
     EqpConfig,
     GepoConfig,
+    GepoOneSidedConfig,
     GepoPlusConfig,
+    GepoProductConfig,
+    GepoQuantileConfig,
+    GepoTemperedConfig,
     GmpoConfig,
     GrpoConfig,
     GspoConfig,
     GspoTokenConfig,
+    ImpalaConfig,
     LossConfig,
     M2poConfig,
     MisConfig,
+    MoisConfig,
     OpsmConfig,
+    ReinforceConfig,
+    TbaConfig,
     TisConfig,
     ToprConfig,
+    VcpoConfig,
 )
 from heterorl.learner.loss.objectives import LossTerms
 from heterorl.learner.loss.policy_loss import policy_loss
@@ -88,6 +98,21 @@ def groups_of(
     return result
 
 
+def reference_row(sampler: Sequence[float]) -> list[float]:
+    """Log-probs of a reference model that exists for no rollout: the sampler's, up to .3 nats away."""
+    return [x - 0.3 * math.cos(2.0 * t) ** 2 for t, x in enumerate(sampler)]
+
+
+def with_reference(batch: Batch) -> Batch:
+    """The same step with `reference_row` in every sequence."""
+    return Batch(
+        sequences=tuple(
+            dataclasses.replace(one, reference_logprobs=np.array(reference_row(one.sampler_logprobs.tolist())))
+            for one in batch.sequences
+        )
+    )
+
+
 def run_loss(
     config: LossConfig,
     learner: Sequence[Sequence[float]],
@@ -116,6 +141,8 @@ def run_loss(
     if advantages is not None:
         pairs = zip(batch.sequences, advantages, strict=True)
         batch = Batch(sequences=tuple(dataclasses.replace(one, advantage=value) for one, value in pairs))
+    if rule.needs_reference:
+        batch = with_reference(batch)
     logprobs = [torch.tensor(row, dtype=torch.float64) for row in learner]
     if rule.needs_first_pass:
         batch = couple(rule, batch, logprobs, max_new_tokens=max_tokens)
@@ -154,6 +181,13 @@ CATALOGUE: dict[str, LossConfig] = {
     "gepo with opsm": GepoConfig(opsm_threshold=0.05),
     "gepo with m2po": GepoConfig(m2_budget=0.02),
     "gepo with topr": GepoConfig(positive_weight="one"),
+    "gepo with topr within its clip": GepoConfig(positive_weight="one_clipped"),
+    "gepo leaving itself out": GepoConfig(denominator="leave_one_out"),
+    "gepo with dual clip": GepoConfig(dual_clip=1.3),
+    "gepo_1s": GepoOneSidedConfig(),
+    "gepo_product": GepoProductConfig(),
+    "gepo_quantile": GepoQuantileConfig(),
+    "gepo_tempered": GepoTemperedConfig(tempering_ess=0.9),
     "gepo_plus": GepoPlusConfig(kl_threshold=0.05),
     "ds_gepo": DsGepoConfig(defensive_fraction=0.2),
     "eqp": EqpConfig(),
@@ -165,6 +199,14 @@ CATALOGUE: dict[str, LossConfig] = {
     "gspo_token": GspoTokenConfig(),
     "gmpo": GmpoConfig(eps_log=0.2),
     "grpo": GrpoConfig(),
+    "grpo with dual clip": GrpoConfig(dual_clip=1.3),
+    "mois": MoisConfig(mixture_age=1.0, eps_low=0.1, eps_high=0.1),
+    "mois differentiated": MoisConfig(mixture_age=1.0, mixture_gradient="full", eps_low=0.05, eps_high=0.05),
+    "reinforce": ReinforceConfig(),
+    "impala": ImpalaConfig(),
+    "impala wider": ImpalaConfig(rho_cap=1.3, c_cap=1.1),
+    "vcpo": VcpoConfig(cap=1.2),
+    "tba": TbaConfig(beta=0.1),
     "dr_grpo": DrGrpoConfig(),
     "dapo": DapoConfig(),
     "dapo dropping": DapoConfig(drop_uniform_groups=True),

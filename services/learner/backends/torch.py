@@ -30,6 +30,7 @@ from heterorl.learner.train.batch import build_batch
 from heterorl.learner.train.config import TorchBackendConfig
 from heterorl.learner.train.kernels import apply_liger, compile_forward
 from heterorl.learner.train.model import check_forward, load_model
+from heterorl.learner.train.reference import load_reference
 from heterorl.learner.train.stand_in import Rounding
 from heterorl.learner.train.step import accumulate_gradients, apply_gradients, end_step
 
@@ -52,8 +53,8 @@ class TorchBackend:
         """Load the model and check that it can be trained this way.
 
         Raises:
-            ConfigError: the model cannot be loaded or trained in the chosen layout, the device does not exist, or
-                there are no layers for the adapters.
+            ConfigError: the model or the loss's reference cannot be loaded or trained in the chosen layout, the
+                device does not exist, or there are no layers for the adapters.
         """
         model = load_model(model_dir, gradient_checkpointing=config.gradient_checkpointing)
         self.lora = lora.settings(base_digest(model) if lora.is_on else Digest(""))
@@ -75,6 +76,10 @@ class TorchBackend:
         self._clock = clock or SystemClock()
         self._temperature = sampling.logprob_temperature
         self._layout = tensors.layout_of(self._model, config.published_dtype)
+        self._reference: nn.Module | None = None
+        if self._rule.needs_reference:
+            directory = config.reference_model_dir or str(model_dir)
+            self._reference = load_reference(directory, config, layout=self._layout)
         self._rounding: Rounding | None = None
         if config.forward_weights == "published":
             self._rounding = Rounding(self._model, self._layout, dead_band_ulp=config.dead_band_ulp)
@@ -114,6 +119,7 @@ class TorchBackend:
                 micro_batch_tokens=self._config.micro_batch_tokens,
                 batching=self._config.batching,
                 autocast_dtype=torch.bfloat16 if self._config.compute_dtype == "bf16" else None,
+                reference=self._reference,
             )
         end = end_step(
             samples,

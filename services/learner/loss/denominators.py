@@ -27,7 +27,8 @@ def group_log_denominator(mean_logprobs_G: torch.Tensor, *, kind: Denominator) -
     """Log of a mean of q_i = exp(mean token log-prob of rollout i) over the group.
 
     contraharmonic: log E = LSE(2 l) - LSE(l), that is sum q^2 / sum q, arXiv 2508.17850 equation 2 with the length
-    normalisation of its reference implementation; arithmetic: LSE(l) - log G; geometric: mean(l).
+    normalisation of its reference implementation; arithmetic: LSE(l) - log G; geometric: mean(l). leave_one_out has one
+    for each rollout: see `log_denominators`.
 
     Args:
         mean_logprobs_G: float64 [G], mean sampler log-prob of each rollout.
@@ -35,6 +36,7 @@ def group_log_denominator(mean_logprobs_G: torch.Tensor, *, kind: Denominator) -
     """
     assert mean_logprobs_G.dim() == 1
     assert mean_logprobs_G.dtype == torch.float64
+    assert kind != "leave_one_out"
     if kind == "geometric":
         return float(mean_logprobs_G.mean())
     log_sum = torch.logsumexp(mean_logprobs_G, 0)
@@ -53,8 +55,20 @@ def log_denominators(rule: Rule, log_probs_G: torch.Tensor) -> torch.Tensor:
     """
     if rule.denominator == "own":
         return log_probs_G
+    if rule.denominator == "leave_one_out":
+        return _others_log_denominators(log_probs_G)
     kind: Denominator = "contraharmonic" if rule.denominator == "expected_learner" else rule.denominator
     return torch.full_like(log_probs_G, group_log_denominator(log_probs_G, kind=kind))
+
+
+def _others_log_denominators(log_probs_G: torch.Tensor) -> torch.Tensor:
+    """Contraharmonic mean of the other members, float64 [G]; a member that is alone has its own probability."""
+    num_members = log_probs_G.numel()
+    if num_members < 2:
+        return log_probs_G
+    others = ~torch.eye(num_members, dtype=torch.bool, device=log_probs_G.device)
+    others_GG = log_probs_G.expand(num_members, num_members).masked_fill(~others, -math.inf)
+    return torch.logsumexp(2.0 * others_GG, 1) - torch.logsumexp(others_GG, 1)
 
 
 def expected_learner_log_denominator(learner_means_G: torch.Tensor, sampler_means_G: torch.Tensor) -> torch.Tensor:

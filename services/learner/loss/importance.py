@@ -42,6 +42,82 @@ def switched_log_denominators(
     return torch.where(kl_B.detach() < threshold, own_B, group_B)
 
 
+def mixture_log_denominators(
+    learner_BT: torch.Tensor, sampler_BT: torch.Tensor, staleness_BT: torch.Tensor, *, age: float, slope: float
+) -> torch.Tensor:
+    """log(a p + (1 - a) q) with a = 1 / (1 + exp(slope (staleness - age))): the learner's share falls with age; [B, T].
+
+    MoIS of the published code of arXiv 2508.17850, with age 8 and slope 1. p / D never exceeds 1 / a.
+
+    Args:
+        learner_BT: log p; detach it for a denominator that is a constant.
+        sampler_BT: log q.
+        staleness_BT: age of each token, versions.
+        age: at which a is one half, versions.
+        slope: per version, positive.
+    """
+    logits_BT = slope * (age - staleness_BT)
+    logsigmoid = torch.nn.functional.logsigmoid
+    return torch.logaddexp(logsigmoid(logits_BT) + learner_BT, logsigmoid(-logits_BT) + sampler_BT)
+
+
+def v_trace_log_weights(
+    log_ratios_BT: torch.Tensor, mask_BT: torch.Tensor, *, rho_cap: float, c_cap: float
+) -> torch.Tensor:
+    """Log of what V-trace multiplies A grad log p_t by when the only reward is at the end; [B, T], a constant.
+
+    arXiv 1802.01561 equation 1 and section 4.2 with discount 1 and the same value, the group's mean reward, for every
+    state. All temporal differences but the last vanish; that one is rho_T A. Hence v_(t+1) minus the value is
+    (prod_(t < j < T) c_j) rho_T A, and the weight of token t is rho_t (prod_(t < j < T) c_j) rho_T, of the last rho_T,
+    with rho = min(rho_cap, r) and c = min(c_cap, r).
+
+    Args:
+        log_ratios_BT: log p - log q.
+        mask_BT: bool, True at completion tokens, which stand at the left.
+        rho_cap: positive.
+        c_cap: positive.
+    """
+    ratios_BT = torch.where(mask_BT, log_ratios_BT.detach(), 0.0)
+    positions = torch.arange(mask_BT.shape[1], device=mask_BT.device)
+    is_last_BT = mask_BT & (positions == mask_BT.sum(1, keepdim=True) - 1)
+    rho_BT = ratios_BT.clamp(max=math.log(rho_cap))
+    backwards_BT = torch.where(is_last_BT, rho_BT, torch.where(mask_BT, ratios_BT.clamp(max=math.log(c_cap)), 0.0))
+    later_BT = torch.nn.functional.pad(backwards_BT.flip(1).cumsum(1).flip(1)[:, 1:], (0, 1))
+    return rho_BT + later_BT
+
+
+def log_effective_share(log_weights_N: torch.Tensor) -> torch.Tensor:
+    """log of (sum w)^2 / (N sum w^2), the effective share of a sample, over the last dimension; at most 0."""
+    log_sum = torch.logsumexp(log_weights_N, -1)
+    return 2.0 * log_sum - torch.logsumexp(2.0 * log_weights_N, -1) - math.log(log_weights_N.shape[-1])
+
+
+def tempered_log_weights(log_products_N: torch.Tensor, *, share: float) -> torch.Tensor:
+    """log of u_i = e^(a z_i) / mean_j e^(a z_j), a the largest power up to 1 with this effective share; [..., N].
+
+    A step of adaptive tempering, Jasra et al. 2011: the policy p^a q^(1 - a) is the nearest to the learner that samples
+    of q still represent. The effective share falls with a: its derivative, 2 (E_a z - E_2a z) under weights e^(a z) and
+    e^(2 a z), is never positive. Hence bisection; a is exact to 2^-60. Where the share binds, adding a constant to all
+    z or multiplying them by one changes nothing.
+
+    Args:
+        log_products_N: z, log ratios of the rollouts of a step; leading dimensions are other steps.
+        share: in (0, 1].
+    """
+    z_N = log_products_N.detach().double()
+    z_N = z_N - z_N.amax(-1, keepdim=True)
+    low = torch.zeros_like(z_N[..., :1])
+    high = torch.ones_like(low)
+    floor = math.log(share)
+    is_whole = log_effective_share(z_N)[..., None] >= floor
+    for _ in range(60):
+        middle = (low + high) / 2.0
+        holds = log_effective_share(middle * z_N)[..., None] >= floor
+        low, high = torch.where(holds, middle, low), torch.where(holds, high, middle)
+    logs_N = torch.where(is_whole, 1.0, low) * z_N
+    return logs_N - (torch.logsumexp(logs_N, -1, keepdim=True) - math.log(z_N.shape[-1]))
+
+
 def proximal_logprobs(
     learner_BT: torch.Tensor, sampler_BT: torch.Tensor, staleness_BT: torch.Tensor, *, is_exact: bool
 ) -> torch.Tensor:

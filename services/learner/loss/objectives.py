@@ -94,19 +94,22 @@ def ratio_objective(
     *,
     low: float,
     high: float,
+    dual: float = math.inf,
     decision_log_weights: torch.Tensor | None = None,
     is_preserving: bool = False,
     max_log_weight: float = MAX_LOG_WEIGHT,
 ) -> Objective:
-    """PPO's one-sided clip: min(w A, clip(w, low, high) A), arXiv 1707.06347 equation 7.
+    """PPO's one-sided clip: min(w A, clip(w, low, high) A), arXiv 1707.06347 equation 7; for A < 0 at least c A.
 
-    The gradient of an unclipped term is A w dlog w; of a clipped one 0 or, preserving, A b dlog w with the bound b.
+    The bound c A is the dual clip of arXiv 1912.09729. The gradient of an unclipped term is A w dlog w; of a
+    clipped one 0 or, preserving, A b dlog w with the bound b.
 
     Args:
         log_weights: log w; carries the gradient.
         advantages_B1: A; a constant.
         low: smallest weight, for A < 0.
         high: largest weight, for A > 0.
+        dual: c, largest weight for A < 0.
         decision_log_weights: log of the weight that is compared with the bounds in place of w.
         is_preserving: whether clipped terms keep the bound's gradient.
         max_log_weight: weights beyond e^this are capped, without gradient.
@@ -116,12 +119,16 @@ def ratio_objective(
     weights = log_weights.clamp(max=max_log_weight).exp()
     own = weights.detach()
     decision = own if decision_log_weights is None else decision_log_weights.detach().clamp(max=MAX_LOG_WEIGHT).exp()
-    is_outside = ((advantages > 0) & (decision > high)) | ((advantages < 0) & (decision < low))
-    bounded = decision.clamp(low, high)
+    is_outside = ((advantages > 0) & (decision > high)) | ((advantages < 0) & ((decision < low) | (decision > dual)))
+    bounded = decision.clamp(low, high) if math.isinf(dual) else _bounded(decision, advantages, low, high, dual)
     if is_preserving:
         bounded = bounded * (1.0 + (log_weights - log_weights.detach()))
     values = torch.where(is_outside, bounded, weights) * advantages
     return Objective(values=values, weights=own, is_clipped=is_outside | (log_weights.detach() > max_log_weight))
+
+
+def _bounded(decision: torch.Tensor, advantages: torch.Tensor, low: float, high: float, dual: float) -> torch.Tensor:
+    return torch.where(advantages < 0, decision.clamp(low, dual), decision.clamp(low, high))
 
 
 def score_objective(
@@ -155,14 +162,45 @@ def score_objective(
     return Objective(values=weights * advantages_B1.detach() * logprobs_BT, weights=weights, is_clipped=is_outside)
 
 
-def with_likelihood_of_good(objective: Objective, logprobs_BT: torch.Tensor, advantages_B1: torch.Tensor) -> Objective:
-    """Replace terms with A >= 0 by A log p per token, weight 1: TOPR's treatment, arXiv 2503.14286 equation 8."""
+def with_likelihood_of_good(
+    objective: Objective, logprobs_BT: torch.Tensor, advantages_B1: torch.Tensor, *, is_clip_kept: bool = False
+) -> Objective:
+    """Replace terms with A >= 0 by A log p per token, weight 1: TOPR's treatment, arXiv 2503.14286 equation 8.
+
+    Args:
+        objective: what terms with A < 0 keep.
+        logprobs_BT: log p; carries the gradient.
+        advantages_B1: A; a constant.
+        is_clip_kept: whether clipped terms stay as they are, so that the weight alone changes.
+    """
     advantages = advantages_B1.detach()
-    is_good = advantages >= 0
+    is_good = (advantages >= 0) & ~objective.is_clipped if is_clip_kept else advantages >= 0
     return Objective(
         values=torch.where(is_good, advantages * logprobs_BT, objective.values),
         weights=torch.where(is_good, 1.0, objective.weights),
         is_clipped=objective.is_clipped & ~is_good,
+    )
+
+
+def with_likelihood_of_bad(
+    objective: Objective, logprobs_BT: torch.Tensor, advantages_B1: torch.Tensor, log_weights_B1: torch.Tensor
+) -> Objective:
+    """Replace terms with A < 0 by sg(min(1, w)) A log p per token: the negative half of TOPR with any weight.
+
+    Args:
+        objective: what terms with A >= 0 keep.
+        logprobs_BT: log p; carries the gradient.
+        advantages_B1: A; a constant.
+        log_weights_B1: log w; taken as a constant, truncated and counted as clipped above 0.
+    """
+    advantages = advantages_B1.detach()
+    is_bad = advantages < 0
+    logs = log_weights_B1.detach()
+    weights = logs.clamp(max=0.0).exp()
+    return Objective(
+        values=torch.where(is_bad, weights * advantages * logprobs_BT, objective.values),
+        weights=torch.where(is_bad, weights, objective.weights),
+        is_clipped=torch.where(is_bad, logs > 0.0, objective.is_clipped),
     )
 
 
@@ -181,6 +219,27 @@ def kl_estimates(
     """
     assert learner_logprobs_BT.shape == sampler_logprobs_BT.shape == mask_BT.shape
     log_ratios_BT = torch.where(mask_BT, learner_logprobs_BT - sampler_logprobs_BT.detach(), 0.0)
-    # Capping inside exp alone would leave -log r: a gradient that pushes p further away from q.
+    return _k3(log_ratios_BT, max_log_ratio)
+
+
+def reference_kl_estimates(
+    learner_logprobs_BT: torch.Tensor,
+    reference_logprobs_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    *,
+    max_log_ratio: float = MAX_LOG_WEIGHT,
+) -> torch.Tensor:
+    """Per-token penalty for leaving a reference: k3 with r = ref / p, arXiv 2402.03300 equation 4; [B, T].
+
+    Under samples of p its value estimates KL(p || ref); stale samples are not reweighed, as there. Its gradient is
+    1 - r by log p, so it pulls where p is below the reference, too. log r is capped, without gradient.
+    """
+    assert learner_logprobs_BT.shape == reference_logprobs_BT.shape == mask_BT.shape
+    log_ratios_BT = torch.where(mask_BT, reference_logprobs_BT.detach() - learner_logprobs_BT, 0.0)
+    return _k3(log_ratios_BT, max_log_ratio)
+
+
+def _k3(log_ratios_BT: torch.Tensor, max_log_ratio: float) -> torch.Tensor:
+    # Capping inside exp alone would leave -log r: a gradient that pushes p further away from what it is compared with.
     capped_BT = log_ratios_BT.clamp(max=max_log_ratio)
     return torch.expm1(capped_BT) - capped_BT

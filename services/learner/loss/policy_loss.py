@@ -7,6 +7,7 @@ Suffixes: B sequences, T completion tokens.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 import torch
@@ -20,6 +21,7 @@ from heterorl.learner.loss.objectives import (
     kl_estimates,
     ratio_objective,
     score_objective,
+    with_likelihood_of_bad,
     with_likelihood_of_good,
 )
 from heterorl.learner.loss.rule import Rule
@@ -51,10 +53,15 @@ class LossInputs:
     """Versions between each token's sampler and the learner."""
     is_selected_BT: torch.Tensor
     """bool, True at tokens that the step's selection keeps."""
+    log_gates_B: torch.Tensor | None = None
+    """log of the step's weight for a rollout with A < 0, where the rule tempers ratios."""
+    reference_BT: torch.Tensor | None = None
+    """log-probs of the reference model, where the rule has one."""
 
     def to(self, device: torch.device) -> LossInputs:
         """The same tensors on `device`."""
-        return LossInputs(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+        present = {field.name: one for field in fields(self) if (one := getattr(self, field.name)) is not None}
+        return LossInputs(**{name: one.to(device) for name, one in present.items()})
 
     def padded(self, values_N: torch.Tensor) -> torch.Tensor:
         """Values of all completion tokens, one rollout after another, as float64 [B, T]; 0 in padding."""
@@ -87,13 +94,18 @@ def policy_loss(
     coefficients_BT = torch.where(is_kept_BT, coefficients_BT, 0.0)
 
     if rule.level == "token":
-        objective = _token_objective(rule, learner_BT, sampler_BT, advantages_B[:, None], inputs.staleness_BT)
+        objective = _token_objective(rule, inputs, learner_BT, sampler_BT, advantages_B[:, None])
         is_counted = mask_BT
     else:
         objective = _sequence_objective(rule, inputs, learner_BT, sampler_BT, advantages_B)
         is_counted = mask_BT.any(1)
-    if rule.positive_weight == "one":
-        objective = with_likelihood_of_good(objective, learner_BT, advantages_B[:, None])
+    if rule.positive_weight != "own":
+        objective = with_likelihood_of_good(
+            objective, learner_BT, advantages_B[:, None], is_clip_kept=rule.positive_weight == "one_clipped"
+        )
+    if rule.negative_weight != "own":
+        logs_B1 = _negative_log_weights(rule, inputs, learner_BT, sampler_BT)[:, None]
+        objective = with_likelihood_of_bad(objective, learner_BT, advantages_B[:, None], logs_B1)
 
     contributions_B = -(coefficients_BT * objective.values).sum(1)
     if rule.denominator == "expected_learner":
@@ -111,13 +123,36 @@ def policy_loss(
     )
 
 
+def _negative_log_weights(
+    rule: Rule, inputs: LossInputs, learner_BT: torch.Tensor, sampler_BT: torch.Tensor
+) -> torch.Tensor:
+    if rule.negative_weight == "product":
+        return (learner_BT - sampler_BT).sum(1)
+    if rule.negative_weight == "tempered":
+        assert inputs.log_gates_B is not None
+        return inputs.log_gates_B
+    return torch.zeros_like(inputs.log_denominators_B)
+
+
 def _token_objective(
     rule: Rule,
+    inputs: LossInputs,
     learner_BT: torch.Tensor,
     sampler_BT: torch.Tensor,
     advantages_B1: torch.Tensor,
-    staleness_BT: torch.Tensor,
 ) -> Objective:
+    staleness_BT = inputs.staleness_BT
+    if rule.trace_cap > 0.0:
+        return _trace_objective(rule, inputs.mask_BT, learner_BT, sampler_BT, advantages_B1)
+    if rule.mixture_slope > 0.0:
+        denominators_BT = importance.mixture_log_denominators(
+            learner_BT if rule.mixture_gradient == "full" else learner_BT.detach(),
+            sampler_BT,
+            staleness_BT,
+            age=rule.mixture_age,
+            slope=rule.mixture_slope,
+        )
+        return _objective(rule, learner_BT - denominators_BT, learner_BT, advantages_B1, decision=None)
     if rule.is_score or rule.proximal == "none":
         return _objective(rule, learner_BT - sampler_BT, learner_BT, advantages_B1, decision=None)
     proximal_BT = importance.proximal_logprobs(
@@ -128,6 +163,19 @@ def _token_objective(
     return Objective(
         values=inner.values * behaviour_BT, weights=inner.weights * behaviour_BT, is_clipped=inner.is_clipped
     )
+
+
+def _trace_objective(
+    rule: Rule, mask_BT: torch.Tensor, learner_BT: torch.Tensor, sampler_BT: torch.Tensor, advantages_B1: torch.Tensor
+) -> Objective:
+    ratios_BT = learner_BT - sampler_BT
+    log_weights_BT = importance.v_trace_log_weights(ratios_BT, mask_BT, rho_cap=rule.high, c_cap=rule.trace_cap)
+    objective = score_objective(
+        log_weights_BT, learner_BT, advantages_B1, low=0.0, high=float("inf"), max_log_weight=rule.max_log_weight
+    )
+    # What was truncated is a factor, not the product.
+    is_truncated_BT = ratios_BT.detach() > math.log(rule.high)
+    return Objective(values=objective.values, weights=objective.weights, is_clipped=is_truncated_BT)
 
 
 def _sequence_objective(
@@ -197,6 +245,7 @@ def _objective(
         advantages_B1,
         low=rule.low if has_bounds else 0.0,
         high=rule.high if has_bounds else float("inf"),
+        dual=rule.dual_clip or float("inf"),
         decision_log_weights=decision,
         is_preserving=rule.clip == "preserve",
         max_log_weight=rule.max_log_weight,

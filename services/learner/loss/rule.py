@@ -30,6 +30,11 @@ class Rule:
     """Rollouts with a mean k3 below this use their own denominator; 0 turns it off."""
     defensive_fraction: float = 0.0
     """a of D <- (1 - a) D + a sg(p)."""
+    mixture_slope: float = 0.0
+    """D <- a p + (1 - a) q with a = 1 / (1 + exp(slope (staleness - mixture_age))); 0 turns it off."""
+    mixture_age: float = 0.0
+    mixture_gradient: Literal["none", "full"] = "none"
+    """Whether that D is a constant or differentiated."""
     proximal: Literal["none", "step_start", "loglinear"] = "none"
     """Policy around which decoupled PPO clips: none, the learner at the start of the step, or an estimate from ages."""
     behaviour_cap: float = 1.0
@@ -45,20 +50,36 @@ class Rule:
     """Upper end of the range, in the unit of `low`."""
     clip_on: Literal["own", "gepo", "gspo"] = "own"
     """Weight that decides whether a rollout is clipped: the rule's own, or that of another algorithm."""
-    positive_weight: Literal["own", "one"] = "own"
-    """Weight of rollouts with A > 0: the rule's own, or 1 for plain likelihood (TOPR)."""
+    dual_clip: float = 0.0
+    """Largest weight for A < 0; 0 turns it off."""
+    trace_cap: float = 0.0
+    """c of V-trace, whose rho is `high`: token weights times truncated ratios of all later tokens; 0 turns it off."""
+    positive_weight: Literal["own", "one", "one_clipped"] = "own"
+    """Weight of rollouts with A > 0: the rule's own, or 1 for plain likelihood (TOPR), all of them or the unclipped."""
+    negative_weight: Literal["own", "one", "product", "tempered"] = "own"
+    """Weight of rollouts with A < 0: the rule's own, or of plain likelihood 1, min(1, prod_t p / q) (TOPR), or that of
+    ratios tempered to the effective share `tempering_ess` of the step."""
+    tempering_ess: float = 0.5
 
     # What is averaged, and how.
     advantage: Advantage = "mean"
+    baseline: Literal["group", "optimal"] = "group"
+    """What A is centred on: the group's mean, or the mean of least variance (VCPO)."""
+    balance_beta: float = 0.0
+    """b of A <- A - b (z - mean z), z = log learner over reference of a rollout: trajectory balance; 0 turns it off."""
     aggregation: Aggregation = "sequence_mean"
     length_power: float = 1.0
     opsm_threshold: float = 0.0
     m2_budget: float = 0.0
+    negative_keep: float = 0.0
+    """Least share of the step's rollouts with A < 0 that take part, by ratio; 0 is all."""
     drop_uniform_groups: bool = False
     kl_coefficient: float = 0.0
+    reference_kl: float = 0.0
+    """Weight of the penalty for leaving the reference model."""
     max_log_weight: float = 20.0
     """Weights, and ratios in the KL penalty, beyond e^this are capped without gradient."""
-    step_size: Literal["constant", "ess"] = "constant"
+    step_size: Literal["constant", "ess", "ess_uncapped"] = "constant"
 
     @property
     def is_score(self) -> bool:
@@ -73,11 +94,30 @@ class Rule:
     @property
     def needs_first_pass(self) -> bool:
         """Whether the loss of one rollout depends on the learner's log-probs of others."""
-        return self.denominator == "expected_learner" or self.m2_budget > 0.0
+        return (
+            self.denominator == "expected_learner"
+            or self.negative_weight == "tempered"
+            or self.baseline == "optimal"
+            or max(self.m2_budget, self.negative_keep, self.balance_beta) > 0.0
+        )
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss reads log-probs of a frozen model."""
+        return max(self.reference_kl, self.balance_beta) > 0.0
+
+    @property
+    def needs_staleness(self) -> bool:
+        """Whether the loss reads the age of each token."""
+        return self.proximal == "loglinear" or self.mixture_slope > 0.0
 
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "gepo": {"level": "sequence"},
+    "gepo_1s": {"level": "sequence"},
+    "gepo_product": {"level": "sequence"},
+    "gepo_quantile": {"level": "sequence"},
+    "gepo_tempered": {"level": "sequence"},
     "gepo_plus": {"level": "sequence"},
     "ds_gepo": {"level": "sequence"},
     "eqp": {"level": "sequence", "denominator": "expected_learner"},
@@ -93,6 +133,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "opsm": {},
     "decoupled_ppo": {},
     "m2po": {"clip": "none"},
+    "mois": {},
+    "reinforce": {"clip": "truncate", "positive_weight": "one", "negative_weight": "one"},
     "topr": {
         "level": "sequence",
         "normalisation": "raw",
@@ -103,6 +145,9 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "cispo": {"clip": "truncate"},
     "tis": {"clip": "truncate"},
     "mis": {"clip": "drop"},
+    "impala": {"clip": "truncate"},
+    "vcpo": {"level": "sequence", "normalisation": "raw", "clip": "truncate"},
+    "tba": {"clip": "truncate", "positive_weight": "one", "negative_weight": "one"},
 }
 """What each algorithm fixes; the rest is its configuration's keys or the defaults of `Rule`."""
 
@@ -125,6 +170,10 @@ def rule_of(config: LossConfig) -> Rule:
         parts |= {"low": -keys["eps_log"], "high": keys["eps_log"]}
     if "cap" in keys:
         parts |= {"low": keys.get("floor", 0.0), "high": keys["cap"]}
+    if "rho_cap" in keys:
+        parts |= {"high": keys["rho_cap"], "trace_cap": keys["c_cap"]}
+    if "beta" in keys:
+        parts |= {"balance_beta": keys["beta"]}
     if config.kind in ("mis", "tis"):
         parts |= LEVELS[config.level]
     return Rule(**parts)

@@ -45,6 +45,10 @@ class TrainingSequence:
     """See `policy_loss.LossInputs`; known after a first pass only."""
     is_selected: np.ndarray[tuple[int], np.dtype[np.bool_]] | None = None
     """Tokens that the step's selection keeps; None is all."""
+    log_gate: float = 0.0
+    """See `policy_loss.LossInputs`; known after a first pass only."""
+    reference_logprobs: np.ndarray[tuple[int], np.dtype[np.float64]] | None = None
+    """Of the reference model, where the loss has one."""
 
     @classmethod
     def scored(cls, prompt: Int32Array, tokens: Int32Array) -> TrainingSequence:
@@ -156,7 +160,7 @@ def _sequences(group: Group, rule: Rule, *, number: int, scale: float, head_vers
             centred_reward=centred_reward,
             log_expectation=log_expectation,
             group=number,
-            staleness=_staleness(rollout, head_version) if rule.proximal == "loglinear" else None,
+            staleness=_staleness(rollout, head_version) if rule.needs_staleness else None,
         )
         for rollout, advantage, centred_reward, log_denominator in zip(
             group.rollouts, advantages_G, centred_G, log_denominators_G, strict=True

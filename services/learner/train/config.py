@@ -56,6 +56,9 @@ class TorchBackendConfig(_Training):
     """Type of matrix products; log-probabilities are normalised in fp32 either way."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
     """Where the weights live: cpu, cuda or cuda:N."""
+    reference_model_dir: str = ""
+    """Frozen model that `loss.reference_kl` and `loss.kind = "tba"` compare with, loaded beside the learner's for them
+    only; empty is model_dir, that is version 0."""
 
 
 class DeepSpeedBackendConfig(_Training):

@@ -119,7 +119,18 @@ def _loss_inputs(sequences: Sequence[TrainingSequence]) -> LossInputs:
         couplings_B=_vector([sequence.coupling for sequence in sequences]),
         staleness_BT=torch.from_numpy(staleness_BT),
         is_selected_BT=torch.from_numpy(is_selected_BT),
+        log_gates_B=_vector([sequence.log_gate for sequence in sequences]),
+        reference_BT=_reference(sequences, longest),
     )
+
+
+def _reference(sequences: Sequence[TrainingSequence], longest: int) -> torch.Tensor | None:
+    if any(sequence.reference_logprobs is None for sequence in sequences):
+        return None
+    reference_BT = np.zeros((len(sequences), longest), np.float64)
+    for row, sequence in enumerate(sequences):
+        reference_BT[row, : sequence.token_ids.size] = sequence.reference_logprobs
+    return torch.from_numpy(reference_BT)
 
 
 def _vector(values: Sequence[float]) -> torch.Tensor:

@@ -22,7 +22,7 @@ from heterorl.learner.loss.policy_loss import LossInputs
 from heterorl.learner.loss.rule import Rule
 
 SEQUENCE_RATIO_CAP = 8.0
-"""Largest sequence ratio in the effective sample size of losses without weights of rollouts; VCPO caps none."""
+"""Largest sequence ratio in the effective sample size of losses without weights of rollouts, but for `ess_uncapped`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -116,7 +116,8 @@ def step_size_factor(rule: Rule, sample: SequenceSample) -> float:
     """What multiplies the learning rate: 1, or sqrt(ESS / B) after VCPO, arXiv 2602.17616 section 4.
 
     ESS is (sum w)^2 / sum w^2 over the B rollouts of the step. The weights are GEPO's own where the loss divides by a
-    group's denominator, else the ratios of whole rollouts, prod_t p_t / q_t, capped at 8.
+    group's denominator, else the ratios of whole rollouts, prod_t p_t / q_t, capped at 8; for `ess_uncapped` always
+    those ratios, without a cap, as in VCPO.
 
     Args:
         rule: the loss.
@@ -124,6 +125,8 @@ def step_size_factor(rule: Rule, sample: SequenceSample) -> float:
     """
     if rule.step_size == "constant":
         return 1.0
+    if rule.step_size == "ess_uncapped":
+        return math.sqrt(ess_fraction(_shifted(sample.log_products_B)))
     if rule.has_group_denominator:
         return math.sqrt(ess_fraction(sample.weights_B))
     return math.sqrt(ess_fraction(_capped_products(sample)))
@@ -207,9 +210,12 @@ def build_report(
 
 
 def _capped_products(sample: SequenceSample) -> torch.Tensor:
-    # Shifted by the largest logarithm: a share does not change, and exp(-20000) would be 0 for every rollout.
-    capped_B = sample.log_products_B.clamp(max=math.log(SEQUENCE_RATIO_CAP))
-    return (capped_B - capped_B.max()).exp() if capped_B.numel() else capped_B
+    return _shifted(sample.log_products_B.clamp(max=math.log(SEQUENCE_RATIO_CAP)))
+
+
+def _shifted(logs_B: torch.Tensor) -> torch.Tensor:
+    # By the largest logarithm: a share does not change, and exp(-20000) would be 0 for every rollout.
+    return (logs_B - logs_B.max()).exp() if logs_B.numel() else logs_B
 
 
 def _ratio(total: torch.Tensor, count: float) -> float:

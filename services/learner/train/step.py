@@ -18,8 +18,8 @@ from torch import nn
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.rollout import QueuedGroup
 from heterorl.learner.loss.config import LossConfig
-from heterorl.learner.loss.denominators import group_log_denominator, masked_mean
-from heterorl.learner.loss.objectives import kl_estimates
+from heterorl.learner.loss.denominators import log_denominators, masked_mean
+from heterorl.learner.loss.objectives import kl_estimates, reference_kl_estimates
 from heterorl.learner.loss.policy_loss import LossInputs, policy_loss
 from heterorl.learner.loss.rule import Rule, rule_of
 from heterorl.learner.train.batch import Batch, TrainingSequence
@@ -61,6 +61,7 @@ def accumulate_gradients(
     micro_batch_tokens: int,
     batching: Batching,
     autocast_dtype: torch.dtype | None = None,
+    reference: nn.Module | None = None,
 ) -> list[MicroBatchSample]:
     """Add the gradient of the whole batch's loss to `grad`, one micro-batch at a time.
 
@@ -75,10 +76,14 @@ def accumulate_gradients(
         micro_batch_tokens: budget of one pass, padding included.
         batching: padded or packed.
         autocast_dtype: type of matrix products; None for that of the weights.
+        reference: frozen model for losses that compare with one.
     """
     rule = rule_of(loss)
     forward = _Forward(model=model, temperature=temperature, batching=batching, autocast_dtype=autocast_dtype)
     parts = split(batch.sequences, max_tokens=micro_batch_tokens, batching=batching)
+    if rule.needs_reference:
+        assert reference is not None
+        parts = _with_reference(parts, dataclasses.replace(forward, model=reference))
     only_pass = None
     if rule.needs_first_pass and parts:
         if len(parts) == 1:
@@ -100,6 +105,22 @@ def accumulate_gradients(
         total.backward()  # type: ignore[no-untyped-call]
         samples.append(sample)
     return samples
+
+
+@torch.no_grad()
+def _with_reference(parts: Sequence[list[TrainingSequence]], forward: _Forward) -> list[list[TrainingSequence]]:
+    """The same sequences with log-probs of the reference model; a pass over all of them."""
+    known = []
+    for part in parts:
+        logprobs_N = forward(forward.collate(part))[0].cpu().double()
+        rows = logprobs_N.split([sequence.token_ids.size for sequence in part])
+        known.append(
+            [
+                dataclasses.replace(sequence, reference_logprobs=row.numpy())
+                for sequence, row in zip(part, rows, strict=True)
+            ]
+        )
+    return known
 
 
 def apply_gradients(
@@ -220,6 +241,12 @@ def micro_batch_loss(
     kl_BT = kl_estimates(learner_BT, sampler_BT, mask_BT, max_log_ratio=rule.max_log_weight)
     if rule.kl_coefficient > 0.0:
         total = total + rule.kl_coefficient * (coefficients_BT * kl_BT).sum()
+    if rule.reference_kl > 0.0:
+        assert inputs.reference_BT is not None
+        distance_BT = reference_kl_estimates(
+            learner_BT, inputs.reference_BT, mask_BT, max_log_ratio=rule.max_log_weight
+        )
+        total = total + rule.reference_kl * (coefficients_BT * distance_BT).sum()
     clippable = mask_BT if terms.is_clipped.dim() == 2 else mask_BT.any(1)
     sample = MicroBatchSample(
         loss=total.item(),
@@ -234,9 +261,7 @@ def micro_batch_loss(
 
 def _with_shared_denominator(rule: Rule, inputs: LossInputs) -> LossInputs:
     # The published code of GEPO takes its mean over whatever shares the pass, whichever prompts that mixes.
-    assert rule.denominator != "own"
-    assert rule.denominator != "expected_learner"
+    assert rule.has_group_denominator
     mask_BT, sampler_BT = inputs.mask_BT, inputs.sampler_BT
     log_probs_B = sampler_BT.sum(1) if rule.normalisation == "raw" else masked_mean(sampler_BT, mask_BT)
-    shared = group_log_denominator(log_probs_B, kind=rule.denominator)
-    return dataclasses.replace(inputs, log_denominators_B=torch.full_like(inputs.log_denominators_B, shared))
+    return dataclasses.replace(inputs, log_denominators_B=log_denominators(rule, log_probs_B))

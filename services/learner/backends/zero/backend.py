@@ -60,13 +60,16 @@ class DeepSpeedBackend:
         Raises:
             DependencyMissing: DeepSpeed is not installed.
             ConfigError: the model cannot be loaded or trained in the chosen layout, the device does not exist, or the
-                loss depends on how a step is cut into passes.
+                loss depends on how a step is cut into passes or on a reference model.
         """
         self._rule = rule_of(loss)
         if self._rule.scope == "microbatch" and ranks.world_size > 1:
             raise ConfigError(
                 "loss.scope", "microbatch makes the loss depend on the number of ranks", action="train with one rank"
             )
+        if self._rule.needs_reference:
+            problem = "needs log-probs of a reference model, which ZeRO would have to divide too"
+            raise ConfigError("loss", problem, action='use backend.kind = "torch", or a loss without reference')
         if ranks.rank == 0:
             for note in caveats(self._rule):
                 _LOG.warning("%s", note)

@@ -9,11 +9,17 @@ from heterorl.learner.loss.config import (
     DecoupledPpoConfig,
     DsGspoConfig,
     GepoConfig,
+    GepoProductConfig,
+    GepoQuantileConfig,
+    GepoTemperedConfig,
     GrpoConfig,
     GspoConfig,
+    ImpalaConfig,
     MisConfig,
+    MoisConfig,
     TisConfig,
     ToprConfig,
+    VcpoConfig,
 )
 from heterorl.learner.train.config import TorchBackendConfig
 from tests.support.training import SAMPLING, random_groups, tiny_model
@@ -56,8 +62,12 @@ def _worst(model_dir, loss):
 
 
 @pytest.mark.parametrize(
-    "config", [GepoConfig, GspoConfig, DsGspoConfig, GrpoConfig, MisConfig, TisConfig, ToprConfig, DecoupledPpoConfig]
-)
+    "config",
+    [
+        GepoConfig, GspoConfig, DsGspoConfig, GrpoConfig, MisConfig, TisConfig, ToprConfig, DecoupledPpoConfig,
+        GepoProductConfig, GepoQuantileConfig, GepoTemperedConfig, ImpalaConfig, MoisConfig, VcpoConfig,
+    ],
+)  # fmt: skip
 def test_forged_rollout_counts_for_at_most_twenty_of_its_peers(model_dir, config):
     # The worst rollout has about the gradient of all others together, hence a little more than e^3.
     assert _worst(model_dir, config()) < 30

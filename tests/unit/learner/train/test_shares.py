@@ -5,7 +5,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heterorl.learner.loss.config import EqpConfig, GepoConfig, GrpoConfig, GspoConfig, M2poConfig
+from heterorl.learner.loss.config import (
+    EqpConfig,
+    GepoConfig,
+    GepoQuantileConfig,
+    GepoTemperedConfig,
+    GrpoConfig,
+    GspoConfig,
+    ImpalaConfig,
+    M2poConfig,
+    MoisConfig,
+    TbaConfig,
+    VcpoConfig,
+)
 from heterorl.learner.loss.rule import rule_of
 from heterorl.learner.train.batch import Batch, build_batch
 from heterorl.learner.train.coupling import couple
@@ -13,10 +25,15 @@ from heterorl.learner.train.micro_batch import collate
 from heterorl.learner.train.model import learner_logprobs
 from heterorl.learner.train.shares import assign_groups, empty_pass, share_out
 from heterorl.learner.train.step import micro_batch_loss
+from tests.support.losses import with_reference
 from tests.support.training import random_groups, tiny_model
 
 F64 = torch.float64
-LOSSES = [GepoConfig(), GrpoConfig(), GspoConfig(), EqpConfig(), M2poConfig(), GepoConfig(aggregation="token_mean")]
+LOSSES = [
+    GepoConfig(), GrpoConfig(), GspoConfig(), EqpConfig(), M2poConfig(), GepoConfig(aggregation="token_mean"),
+    GepoQuantileConfig(), GepoTemperedConfig(), ImpalaConfig(), MoisConfig(mixture_age=1.0), VcpoConfig(),
+    TbaConfig(beta=0.1), GrpoConfig(reference_kl=0.3, aggregation="token_mean"),
+]  # fmt: skip
 
 
 def _gradient(loss, groups, *, num_ranks, batching="padded"):
@@ -24,6 +41,8 @@ def _gradient(loss, groups, *, num_ranks, batching="padded"):
     model = tiny_model(dtype=F64)
     rule = rule_of(loss)
     batch = build_batch([queued.group for queued in groups], loss=loss, head_version=2)
+    if rule.needs_reference:
+        batch = with_reference(batch)
     shares = share_out(batch.sequences, num_ranks=num_ranks, max_tokens=40, batching=batching)
     if rule.needs_first_pass:
         with torch.no_grad():

@@ -20,6 +20,7 @@ LOSSES = {
     "gepo": GepoConfig(),
     "gspo": GspoConfig(aggregation="max_length"),
     "grpo": GrpoConfig(aggregation="token_mean"),
+    "grpo near a reference": GrpoConfig(reference_kl=0.5),
 }
 
 
@@ -33,6 +34,7 @@ def _gradients(model, groups, loss, *, micro_batch_tokens, batching="padded", te
         max_new_tokens=16,
         micro_batch_tokens=micro_batch_tokens,
         batching=batching,
+        reference=tiny_model(seed=5, dtype=torch.float64),
     )
     gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     return sum(sample.loss for sample in samples), gradients, len(samples)

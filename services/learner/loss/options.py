@@ -1,0 +1,92 @@
+"""Keys that compose: of every loss, of clipped ratios, of one weight per rollout, of one denominator per group."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from heterorl.common.process.config import Config
+
+Denominator = Literal["contraharmonic", "arithmetic", "geometric", "leave_one_out"]
+Advantage = Literal["mean", "mean_std", "beta"]
+Aggregation = Literal["sequence_mean", "token_mean", "max_length", "sequence_sum", "length_power"]
+
+
+class LossOptions(Config):
+    """What composes with every algorithm."""
+
+    kl_coefficient: float = Field(default=0.005, ge=0.0, le=100.0)
+    """Weight of the penalty KL(sampler || learner); 0 turns it off."""
+    aggregation: Aggregation = "sequence_mean"
+    """How token terms are averaged: every rollout counts equally, every token counts equally, every token counts
+    1 / (rollouts x max_new_tokens), tokens are summed and rollouts averaged, or rollouts count by a power of length."""
+    length_power: float = Field(default=1.0, ge=0.0, le=2.0)
+    """With aggregation length_power: a rollout of T tokens counts in proportion to T^-length_power per token."""
+    advantage: Advantage = "mean_std"
+    """Reward minus the group's mean, that over the group's standard deviation, or that over a Beta density (BNPO)."""
+    opsm_threshold: float = Field(default=0.0, ge=0.0)
+    """Rollouts worse than their group whose mean of log q - log p exceeds this, nats, are left out; 0 turns it off."""
+    m2_budget: float = Field(default=0.0, ge=0.0)
+    """Harmful tokens with the largest log ratios are left out until their mean square is at most this; 0 is off."""
+    max_log_weight: float = Field(default=3.0, gt=0.0, le=20.0)
+    """Weights, and ratios in the KL penalty, beyond e^this are capped without gradient: whatever log-probs a site
+    states, no rollout or token counts for more than e^3 = 20 of its peers. 20 is the published algorithms, uncapped."""
+    baseline: Literal["group", "optimal"] = "group"
+    """What is subtracted from rewards: the group's mean, or the mean weighted by squared ratios and gradient norms that
+    gives the estimate of the gradient its least variance (VCPO, arXiv 2602.17616 equation 7)."""
+    negative_keep: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Least share of the step's rollouts worse than their group that take part, those of the largest ratio; where the
+    effective share of their ratios is larger, it is that share. 0 turns the gate off."""
+    reference_kl: float = Field(default=0.0, ge=0.0, le=100.0)
+    """Weight of the penalty KL(learner || reference model), GRPO's beta; 0 turns it off. Backend torch only."""
+    drop_uniform_groups: bool = False
+    """Whether groups whose rewards are all equal leave the step, counts and KL penalty included."""
+    step_size: Literal["constant", "ess", "ess_uncapped"] = "constant"
+    """Learning rate as configured, or times sqrt(ESS / rollouts) of the step's importance weights, in which ratios of
+    whole rollouts are capped at 8, or of those ratios without a cap (VCPO)."""
+
+
+class RatioLossConfig(LossOptions):
+    """What the clipped-ratio losses share."""
+
+    eps_low: float = Field(default=0.2, ge=0.0, le=1.0)
+    """A weight below 1 - eps_low of a rollout worse than its group's mean gets no gradient."""
+    eps_high: float = Field(default=0.2, ge=0.0, le=100.0)
+    """A weight above 1 + eps_high of a rollout better than its group's mean gets no gradient."""
+    dual_clip: float = Field(default=0.0, ge=0.0, le=1e6)
+    """A weight above this of a rollout worse than its group's mean gets no gradient either, so that no term is below
+    dual_clip x A (arXiv 1912.09729; TRL's delta); usual is 3, 0 turns it off."""
+
+    @model_validator(mode="after")
+    def _check_dual_clip(self) -> RatioLossConfig:
+        if 0.0 < self.dual_clip <= 1.0:
+            raise ValueError("dual_clip is a largest weight: 0 for none, or above 1")
+        return self
+
+
+class SequenceLossConfig(RatioLossConfig):
+    """What losses with one weight per rollout share."""
+
+    clip: Literal["zero", "preserve", "none"] = "zero"
+    """Beyond the clip range: no gradient, the gradient of the bound (c-GEPO and c-GSPO), or no clipping at all."""
+    clip_on: Literal["own", "gepo", "gspo"] = "own"
+    """Which weight decides what is clipped: the loss's own, GEPO's or GSPO's."""
+    positive_weight: Literal["own", "one", "one_clipped"] = "own"
+    """Weight of rollouts better than their group: the loss's own, or 1 and the plain log-likelihood as in TOPR, without
+    the upper clip or with it."""
+    negative_weight: Literal["own", "one", "product", "tempered"] = "own"
+    """Weight of rollouts worse than their group: the loss's own with its clip; or of the plain log-likelihood 1, the
+    truncated ratio of the whole rollout min(1, prod_t p / q) as in TOPR, or the same of tempered, normalised ratios."""
+    tempering_ess: float = Field(default=0.5, gt=0.0, le=1.0)
+    """With negative_weight tempered: ratios are raised to the largest power, at most 1, at which the effective share of
+    the step's rollouts is this."""
+
+
+class GroupDenominatorConfig(SequenceLossConfig):
+    """What losses with one denominator per group share."""
+
+    advantage: Advantage = "mean"
+    denominator: Denominator = "contraharmonic"
+    """Mean of the group's sampler probabilities: contraharmonic is the paper's, arithmetic the unbiased estimate;
+    leave_one_out is the contraharmonic mean of the others, which a rollout's own probability does not move."""

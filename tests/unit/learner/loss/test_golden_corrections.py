@@ -1,0 +1,180 @@
+"""Losses without published numbers, on the golden rollouts: against numpy, and against the numbers that numpy gave."""
+
+import numpy as np
+import pytest
+
+from heterorl.learner.loss.config import (
+    GepoConfig,
+    GepoOneSidedConfig,
+    GepoProductConfig,
+    GepoQuantileConfig,
+    GepoTemperedConfig,
+    GrpoConfig,
+    ImpalaConfig,
+    MoisConfig,
+    ReinforceConfig,
+    TbaConfig,
+    VcpoConfig,
+)
+from tests.support.losses import GOLDEN_LEARNER, GOLDEN_REWARDS, GOLDEN_SAMPLER, groups_of, reference_row, run_loss
+
+Q = [np.array(row) for row in GOLDEN_SAMPLER]
+P = [np.array(row) for row in GOLDEN_LEARNER]
+LENGTHS = np.array([5, 3, 4, 2])
+A = np.array([0.5, -0.5, 0.5, -0.5])
+IS_GOOD = A > 0
+STD = 0.5 / 0.8658754297607
+"""std (ddof 1) of (1, 0, 1, 0), + 1e-4."""
+Z = np.array([(p - q).sum() for p, q in zip(P, Q, strict=True)])
+MEANS = np.array([p.mean() for p in P])
+SAMPLER_MEANS = np.array([q.mean() for q in Q])
+W = np.exp(MEANS) * np.exp(SAMPLER_MEANS).sum() / np.exp(2 * SAMPLER_MEANS).sum()
+
+
+def _halves(good_values, bad_weights):
+    """A rollout mean of w A for the good and of u A l for the bad ones, and its gradient by row."""
+    values = np.where(IS_GOOD, good_values, bad_weights * A * MEANS)
+    return -values.mean(), np.where(IS_GOOD, -A * W, -A * bad_weights) / 4
+
+
+def _reinforce():
+    return -(A * MEANS * LENGTHS).sum() / 14, -A * LENGTHS / 14
+
+
+def _one_sided():
+    # The last, bad, has w = .432 < .8.
+    return -np.where(W < 0.8, 0.8 * A, W * A).mean(), np.where(W < 0.8, 0, -A * W) / 4
+
+
+def _product():
+    return _halves(W * A, np.minimum(1, np.exp(Z)))
+
+
+def _quantile():
+    # z of the bad ones, -.4 and -.5, is so even that their effective share is .998: ceil(.998 x 2) = 2 stay.
+    return _halves(W * A, np.ones(4))
+
+
+def _tempered(exponent):
+    u = np.exp(exponent * Z)
+    return _halves(W * A, np.minimum(1, u / u.mean()))
+
+
+def _leave_one_out():
+    q = np.exp(SAMPLER_MEANS)
+    others = [np.delete(q, i) for i in range(4)]
+    w = np.exp(MEANS) / [(x**2).sum() / x.sum() for x in others]
+    is_outside = np.where(IS_GOOD, w > 1.2, w < 0.8)
+    return -np.where(is_outside, w.clip(0.8, 1.2) * A, w * A).mean(), np.where(is_outside, 0, -A * w) / 4
+
+
+def _impala():
+    # With both caps at 1 the weight of a token is the product of min(1, r) from it to the end.
+    weights = [np.cumprod(np.minimum(1, np.exp(p - q))[::-1])[::-1] for p, q in zip(P, Q, strict=True)]
+    value = -sum((w * a * p).sum() for w, a, p in zip(weights, A, P, strict=True)) / 14
+    return value, np.array([-a * w.sum() / 14 for w, a in zip(weights, A, strict=True)])
+
+
+def _vcpo():
+    weights = np.array([((1 - np.exp(p)) ** 2).sum() for p in P]) * np.exp(2 * Z)
+    # The same baseline in units of the reward: the weighted share of right answers.
+    advantages = (np.array(GOLDEN_REWARDS) - (weights * GOLDEN_REWARDS).sum() / weights.sum()) / STD
+    return -(np.exp(Z) * advantages * MEANS).mean(), -np.exp(Z) * advantages / 4
+
+
+def _mois(is_full):
+    value, rows = 0.0, []
+    for p, q, a in zip(P, Q, A, strict=True):
+        # Eight versions old: half learner, half sampler. One ratio, 1.245, is beyond the clip.
+        r = 2 * np.exp(p) / (np.exp(p) + np.exp(q))
+        is_outside = (r > 1.2) if a > 0 else (r < 0.8)
+        value -= (np.where(is_outside, r.clip(0.8, 1.2), r) * a).mean() / 4
+        rows.append(-(np.where(is_outside, 0, r * (1 - r / 2 if is_full else 1)) * a).mean() / 4)
+    return value, np.array(rows)
+
+
+def _tba():
+    gaps = np.array([(p - reference_row(q)).sum() for p, q in zip(P, Q, strict=True)])
+    balanced = A - 0.1 * (gaps - gaps.mean())
+    return -(balanced * MEANS * LENGTHS).mean(), -balanced * LENGTHS / 4
+
+
+def _dual():
+    value, rows = 0.0, []
+    for p, q, a in zip(P, Q, -A / STD, strict=True):
+        r = np.exp(p - q)
+        clipped = np.minimum(r * a, r.clip(0.8, 1.2) * a)
+        value -= np.maximum(clipped, 1.3 * a).mean() / 4 if a < 0 else clipped.mean() / 4
+        is_outside = (r > 1.3) | (r < 0.8) if a < 0 else r > 1.2
+        rows.append(-(np.where(is_outside, 0, r) * a).mean() / 4)
+    return value, np.array(rows)
+
+
+# Configuration, rewards, numpy's way, value, gradient summed over each rollout.
+CASES = {
+    "reinforce": (
+        ReinforceConfig(), GOLDEN_REWARDS, _reinforce,
+        -0.025714285714286, [-0.178571428571429, 0.107142857142857, -0.142857142857143, 0.071428571428571],
+    ),
+    "gepo_1s": (
+        GepoOneSidedConfig(), GOLDEN_REWARDS, _one_sided,
+        -0.068773516636977, [-0.157151422536395, 0.122226573473352, -0.133848667573934, 0],
+    ),
+    "gepo_product": (
+        GepoProductConfig(), GOLDEN_REWARDS, _product,
+        -0.454000775827732, [-0.157151422536395, 0.083790005754455, -0.133848667573934, 0.075816332464079],
+    ),
+    "gepo_quantile": (
+        GepoQuantileConfig(), GOLDEN_REWARDS, _quantile,
+        -0.551416756776996, [-0.157151422536395, 0.125, -0.133848667573934, 0.125],
+    ),
+    # The effective share of e^z is .838: .5 does not bind, .9 does at the exponent .7368526420419778.
+    "gepo_tempered": (
+        GepoTemperedConfig(), GOLDEN_REWARDS, lambda: _tempered(1.0),
+        -0.434978040672281, [-0.157151422536395, 0.074011426718879, -0.133848667573934, 0.066968308257468],
+    ),
+    "gepo_tempered to .9": (
+        GepoTemperedConfig(tempering_ess=0.9), GOLDEN_REWARDS, lambda: _tempered(0.7368526420419778),
+        -0.462597995289774, [-0.157151422536395, 0.086651115571475, -0.133848667573934, 0.080495769184490],
+    ),
+    "gepo leaving itself out": (
+        GepoConfig(denominator="leave_one_out"), GOLDEN_REWARDS, _leave_one_out,
+        -0.052543919742514, [0, 0.128599714863158, -0.131143634605672, 0],
+    ),
+    "impala": (
+        ImpalaConfig(), GOLDEN_REWARDS, _impala,
+        0.022897096140109, [-0.177864238332384, 0.080994699363751, -0.141442762379054, 0.050902193313951],
+    ),
+    "vcpo": (
+        VcpoConfig(), GOLDEN_REWARDS, _vcpo,
+        -0.365969702519137, [-0.109387264279129, 0.242983195850743, -0.119688731539089, 0.219860287559712],
+    ),
+    "mois": (
+        MoisConfig(), GOLDEN_REWARDS, lambda: _mois(False),
+        -0.036049875403869, [-0.130483276846802, 0.116686563404964, -0.094218597696513, 0.109465435734483],
+    ),
+    "mois differentiated": (
+        MoisConfig(mixture_gradient="full"), GOLDEN_REWARDS, lambda: _mois(True),
+        -0.036049875403869, [-0.062242285613779, 0.062163282872543, -0.046863676046731, 0.061496860550326],
+    ),
+    "tba": (
+        TbaConfig(beta=0.1), GOLDEN_REWARDS, _tba,
+        -0.075910101387799, [-0.550300486987408, 0.335600019925453, -0.431875497385076, 0.212324596870533],
+    ),
+    # The long ratios belong to bad rollouts: e^.5 = 1.65 is above 1.3.
+    "grpo with dual clip": (
+        GrpoConfig(dual_clip=1.3), [0.0, 1.0, 0.0, 1.0], _dual,
+        0.113228075515585, [0.237437132931975, -0.189819243200483, 0.164054699351916, -0.168796892235880],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "rewards", "way", "value", "rows"), CASES.values(), ids=CASES.keys())
+def test_loss_equals_golden_value_and_gradient(config, rewards, way, value, rows):
+    outcome = run_loss(config, GOLDEN_LEARNER, groups_of([GOLDEN_SAMPLER], [rewards]), head_version=9)
+    expected, expected_rows = way()
+
+    assert expected == pytest.approx(value, abs=1e-13)
+    assert expected_rows.tolist() == pytest.approx(rows, abs=1e-13)
+    assert outcome.value == pytest.approx(expected, abs=1e-13)
+    assert outcome.row_sums == pytest.approx(expected_rows.tolist(), abs=1e-13)

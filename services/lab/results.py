@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from heterorl.lab.world import Outcome
 
 LATER_KEYS: Mapping[str, frozenset[str]] = {
-    "loss": frozenset(),
+    "loss": frozenset({"dual_clip", "baseline", "negative_keep", "reference_kl", "negative_weight", "tempering_ess"}),
     "delay": frozenset(),
     "task": frozenset({"lr"}),
     "regime": frozenset({"last_evaluations"}),

@@ -37,12 +37,12 @@ def test_v_trace_with_caps_that_never_bind_is_the_ratio_of_what_follows(values):
 def test_v_trace_by_hand():
     # rho = min(2, r), c = min(1, r); the last token of the first row is its third.
     mask = torch.tensor([[True, True, True, False], [True, False, False, False]])
-    logs = torch.log(torch.tensor([[4.0, 3.0, 0.5, 7.0], [5.0, 1.0, 1.0, 1.0]], dtype=F64))
+    logs = torch.log(torch.tensor([[4.0, 3.0, 1.5, 7.0], [5.0, 1.0, 1.0, 1.0]], dtype=F64))
 
     weights = v_trace_log_weights(logs, mask, rho_cap=2.0, c_cap=1.0).exp()
 
-    # 2 x 1 x .5, 2 x .5, .5; then 2
-    assert weights[mask].tolist() == pytest.approx([1.0, 1.0, 0.5, 2.0], abs=1e-12)
+    # 2 x 1 x 1.5, 2 x 1.5, 1.5: the last token has rho wherever it stands; then 2
+    assert weights[mask].tolist() == pytest.approx([3.0, 3.0, 1.5, 2.0], abs=1e-12)
 
 
 @given(spread, st.floats(0.2, 0.95))

@@ -85,6 +85,9 @@ def test_quantile_gate_keeps_the_least_share_where_one_ratio_outweighs_all():
 
     assert within_quantile(logs, -ones, least=0.3).tolist() == [False] * 7 + [True] * 3
     assert within_quantile(logs, ones, least=0.3).all()
+    # .28 x 25 is 7 and a rounding.
+    many = torch.arange(25, dtype=F64) * 50.0
+    assert int(within_quantile(many, -torch.ones(25, dtype=F64), least=0.28).sum()) == 7
     # The good ones neither leave nor count.
     mixed = torch.where(torch.arange(10) % 2 == 0, ones, -ones)
     assert within_quantile(logs, mixed, least=0.4).tolist() == [True, False] * 3 + [True, True] * 2

@@ -8,8 +8,9 @@ seeds in every mode and repetition, which alternate in one process.
     waves        requests wait until all rows have ended, ended rows leave by halves: a cache with sliding windows
     whole_waves  requests wait, ended rows are computed to the end: a cache with a recurrent state
 
-`busy_share` is the share of computed rows whose token was used. Tokens per second of a small model on a CPU; how much a
-wave wastes is a matter of lengths, and the same on every machine.
+`busy_share` is the share of computed rows whose token was used. Here a pass costs what its rows and columns cost, and
+refilled rows are as wide as the longest of them. Where a pass costs nearly the same for any number of rows, as on a GPU
+that is not full, `passes` is what the modes differ by; it depends on lengths alone.
 
     python -m benchmarks.hf_rows --out benchmarks/results/hf_rows.json
 """
@@ -36,7 +37,7 @@ from heterorl.common.generation.hf import HfEngine
 from heterorl.common.generation.requests import Finished, Request
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
 
-NUM_REQUESTS, GROUP_SIZE, NUM_ROWS, PROMPT_TOKENS = 48, 4, 32, 16
+NUM_REQUESTS, GROUP_SIZE, NUM_ROWS, PROMPT_TOKENS = 40, 4, 32, 16
 VOCABULARY, MAX_NEW_TOKENS, EOS = 64, 512, 1
 MODES = {"refill": (True, True), "waves": (True, False), "whole_waves": (False, False)}
 """What the engine is told of its cache: whether rows may leave it, and whether others may join."""
@@ -128,7 +129,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--hidden-size", type=int, default=192)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--repetitions", type=int, default=4)
+    parser.add_argument("--repetitions", type=int, default=3)
     arguments = parser.parse_args()
     sampling = SamplingSemantics(
         temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=MAX_NEW_TOKENS, logprob_mode=LogprobMode.PROCESSED

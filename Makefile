@@ -90,6 +90,7 @@ bench-forward: $(SETUP)  ## What a learner's forward pass should see, on a pretr
 bench-losses: $(SETUP)  ## Time a learner step under each loss beside the cheapest
 bench-learner: $(SETUP)  ## A GRPO step beside TRL's: tokens per second and peak memory at a vocabulary of 32 000
 bench-groups: $(SETUP)  ## What a group costs the coordinator: CPU from a push's bytes to the learner's, beside what its bytes alone cost
+bench-hf-rows: $(SETUP)  ## The hf engine's rows refilled between two tokens, beside waves, on the same long-tailed requests; 3 minutes
 bench-ingest: $(SETUP)  ## Groups taken in durably by one core, beside PostgreSQL and NATS JetStream on the same disk; 2 minutes, 4 GB of disk
 bench-merge: $(SETUP)  ## Merged deltas beside the chain: bytes and seconds for samplers 1 to 256 versions behind
 bench-weights: $(SETUP)  ## Weight deltas of real GRPO steps: ours, open schemes, the entropy bound; trains once, 4 minutes
@@ -102,6 +103,8 @@ bench-sites: $(SETUP)  ## What 10, 100 and 1,000 simulated sites and a history o
 bench-verify: $(SETUP)  ## What the checks of untrusted sites see: each cheat's detection, honest rollouts' false rejects; 4 minutes
 # Module and results are named as the target is, and one thread computes, except where a line says otherwise.
 THREADS = OMP_NUM_THREADS=1
+bench-hf-rows: MODULE = hf_rows
+bench-hf-rows: RESULTS = hf_rows
 bench-losses: MODULE = loss_step
 bench-losses: THREADS =
 bench-merge: MODULE = weights_merge

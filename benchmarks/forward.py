@@ -118,7 +118,7 @@ def make_bench(options: argparse.Namespace) -> Bench:
             device=options.device,
             sampling=SAMPLING,
             batch_rows=256,
-            eos_token_id=prompter.eos_token_id,
+            end_token_ids=prompter.end_token_ids,
         )
 
     return Bench(

@@ -168,7 +168,7 @@ def _train(recipe: Recipe, directory: Path) -> None:
         device="cpu",
         sampling=_sampling(),
         batch_rows=recipe.groups * recipe.group_size,
-        eos_token_id=prompter.eos_token_id,
+        end_token_ids=prompter.end_token_ids,
     )
     maker = RolloutMaker(
         engine=engine,

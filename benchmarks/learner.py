@@ -47,7 +47,7 @@ def write_model(directory: Path, *, hidden_size: int, layers: int) -> int:
             num_key_value_heads=max(1, hidden_size // 128),
             head_dim=64,
             tie_word_embeddings=True,
-            eos_token_id=1,
+            end_token_ids=(1,),
             pad_token_id=0,
             bos_token_id=None,
         )

@@ -94,13 +94,13 @@ def main() -> None:
         num_rows = NUM_PROMPTS * GROUP_SIZE
 
         def hf() -> Made:
-            engine = HfEngine(**common, compute_dtype="fp32", batch_rows=num_rows, device="cpu", eos_token_id=EOS)
+            engine = HfEngine(**common, compute_dtype="fp32", batch_rows=num_rows, device="cpu", end_token_ids=(EOS,))
             return engine, engine.base(), engine.vocab_size
 
         def vllm() -> Made:
             source = VllmSource(**common, weights_dir=Path(name))
             options = VllmOptions(compute_dtype="fp32", batch_rows=num_rows, kv_cache_bytes=256 << 20)
-            return VllmEngine(source, eos_token_id=EOS, options=options), source.base(), source.vocab_size
+            return VllmEngine(source, end_token_ids=(EOS,), options=options), source.base(), source.vocab_size
 
         makers: list[Callable[[], Made]] = [hf]
         if find_spec("vllm") is not None:

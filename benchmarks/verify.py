@@ -84,6 +84,7 @@ def build_site(model_dir: str, *, digits: int, group_size: int) -> tuple[Site, C
         vocab_size=int(backend.torch_model.config.vocab_size),
         group_size=group_size,
         sampling=sampling,
+        end_token_ids=prompter.end_token_ids,
     )
     return site, contract
 

@@ -49,7 +49,7 @@ class Site:
             device="cpu",
             sampling=sampling,
             batch_rows=256,
-            eos_token_id=self.prompter.eos_token_id,
+            end_token_ids=self.prompter.end_token_ids,
             is_seeded=True,
         )
         arena = engine.base()

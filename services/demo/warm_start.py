@@ -150,7 +150,7 @@ def evaluate(directory: Path, *, task: Task, seed: int, num_prompts: int = _NUM_
             temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=longest, logprob_mode=LogprobMode.PROCESSED
         ),
         batch_rows=num_prompts,
-        eos_token_id=prompter.eos_token_id,
+        end_token_ids=prompter.end_token_ids,
     )
     # As published: rounded to bf16, like every version of the run.
     arena = Arena(engine.layout)

@@ -163,6 +163,7 @@ def measure_contract(config: Any, *, published_dtype: str) -> Contract | Trouble
             vocab_size=vocab_size,
             group_size=config.group_size,
             sampling=config.sampling.semantics(),
+            end_token_ids=config.sampling.end_token_ids or prompter.end_token_ids,
             lora=config.lora.settings(Digest("")),
         )
     except (HeterorlError, OSError, ValueError, ImportError) as error:

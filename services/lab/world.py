@@ -252,7 +252,7 @@ def _engine(cell: Cell, model_dir: Path, prompter: Prompter, rows: int, *, tempe
         device="cpu",
         sampling=sampling,
         batch_rows=rows,
-        eos_token_id=prompter.eos_token_id,
+        end_token_ids=prompter.end_token_ids,
     )
 
 

@@ -73,6 +73,7 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1) -> Parts:
         vocab_size=int(model.config.vocab_size),
         group_size=config.group_size,
         sampling=sampling,
+        end_token_ids=config.sampling.end_token_ids or prompter.end_token_ids,
         lora=backend.lora if isinstance(backend, TorchBackend) else NO_LORA,
     )
     evaluator = _build_evaluator(config, task, prompter) if config.evaluation.every_versions else None
@@ -172,7 +173,7 @@ def _build_evaluator(config: LearnerConfig, task: Task, prompter: Prompter) -> E
         device=config.backend.device,
         sampling=sampling,
         batch_rows=options.batch_rows,
-        eos_token_id=prompter.eos_token_id,
+        end_token_ids=config.sampling.end_token_ids or prompter.end_token_ids,
         lora=config.lora,
     )
     return Evaluator(

@@ -65,7 +65,8 @@ def assemble(config: SamplerConfig, *, scores_here: bool = False) -> Parts:
     # Before the model is loaded and before anybody counts on this site.
     try_reward(task, prompter)
     sampling = config.sampling.semantics()
-    engines = build_engines(config, sampling, eos_token_id=prompter.eos_token_id)
+    end_token_ids = config.sampling.end_token_ids or prompter.end_token_ids
+    engines = build_engines(config, sampling, end_token_ids=end_token_ids)
     engine = engines.engine
     contract = build_contract(
         tokenizer=prompter.tokenizer,
@@ -75,6 +76,7 @@ def assemble(config: SamplerConfig, *, scores_here: bool = False) -> Parts:
         vocab_size=engines.vocab_size,
         group_size=config.group_size,
         sampling=sampling,
+        end_token_ids=end_token_ids,
         lora=engines.lora,
     )
     flavoured = FlavouredEngine(engine, config.flavour) if config.flavour else None

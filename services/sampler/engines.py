@@ -32,7 +32,7 @@ class Engines:
     close: Callable[[], None]
 
 
-def build_engines(config: SamplerConfig, sampling: SamplingSemantics, *, eos_token_id: int) -> Engines:
+def build_engines(config: SamplerConfig, sampling: SamplingSemantics, *, end_token_ids: Sequence[int]) -> Engines:
     """Start what [engine] asks for.
 
     Raises:
@@ -41,11 +41,13 @@ def build_engines(config: SamplerConfig, sampling: SamplingSemantics, *, eos_tok
         EngineDied: an engine's own process does not start.
     """
     if isinstance(config.engine, HfEngineConfig):
-        return _hf(config, config.engine, sampling, eos_token_id=eos_token_id)
-    return _vllm(config, config.engine, sampling, eos_token_id=eos_token_id)
+        return _hf(config, config.engine, sampling, end_token_ids=end_token_ids)
+    return _vllm(config, config.engine, sampling, end_token_ids=end_token_ids)
 
 
-def _hf(config: SamplerConfig, settings: HfEngineConfig, sampling: SamplingSemantics, *, eos_token_id: int) -> Engines:
+def _hf(
+    config: SamplerConfig, settings: HfEngineConfig, sampling: SamplingSemantics, *, end_token_ids: Sequence[int]
+) -> Engines:
     devices = [f"cuda:{number}" for number in settings.devices] or [settings.device] * settings.engines
     engines = [
         HfEngine(
@@ -55,7 +57,7 @@ def _hf(config: SamplerConfig, settings: HfEngineConfig, sampling: SamplingSeman
             device=device,
             sampling=sampling,
             batch_rows=settings.batch_rows,
-            eos_token_id=eos_token_id,
+            end_token_ids=end_token_ids,
             lora=config.lora,
             is_seeded=config.seeded_sampling,
         )
@@ -73,7 +75,7 @@ def _hf(config: SamplerConfig, settings: HfEngineConfig, sampling: SamplingSeman
 
 
 def _vllm(
-    config: SamplerConfig, settings: VllmEngineConfig, sampling: SamplingSemantics, *, eos_token_id: int
+    config: SamplerConfig, settings: VllmEngineConfig, sampling: SamplingSemantics, *, end_token_ids: Sequence[int]
 ) -> Engines:
     source = VllmSource(
         model_dir=config.model_dir,
@@ -84,7 +86,7 @@ def _vllm(
         canary_device=settings.canary_device,
     )
     try:
-        engine, close = start_vllm(source, vllm_options(settings), eos_token_id=eos_token_id)
+        engine, close = start_vllm(source, vllm_options(settings), end_token_ids=end_token_ids)
     except BaseException:
         source.close()
         raise
@@ -115,7 +117,7 @@ def vllm_options(settings: VllmEngineConfig) -> list[VllmOptions]:
 
 
 def start_vllm(
-    source: VllmSource, options: Sequence[VllmOptions], *, eos_token_id: int
+    source: VllmSource, options: Sequence[VllmOptions], *, end_token_ids: Sequence[int]
 ) -> tuple[Engine, Callable[[], None]]:
     """Start an engine for each of the options, side by side; and what ends all of them and the source.
 
@@ -126,7 +128,7 @@ def start_vllm(
         # A process that is forked while another thread holds a lock inherits a lock that nobody gives back.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     with ThreadPoolExecutor(len(options)) as threads, ExitStack() as started:
-        futures = [threads.submit(VllmEngine, source, eos_token_id=eos_token_id, options=one) for one in options]
+        futures = [threads.submit(VllmEngine, source, end_token_ids=end_token_ids, options=one) for one in options]
         failures = []
         engines = []
         for future in futures:

@@ -119,6 +119,7 @@ class Contract(google.protobuf.message.Message):
     SAMPLING_FIELD_NUMBER: builtins.int
     LORA_FIELD_NUMBER: builtins.int
     EOS_TOKEN_ID_FIELD_NUMBER: builtins.int
+    END_TOKEN_IDS_FIELD_NUMBER: builtins.int
     tokenizer_digest: builtins.str
     """Blake3 (hex) of the tokenizer."""
     chat_template_digest: builtins.str
@@ -134,7 +135,7 @@ class Contract(google.protobuf.message.Message):
     group_size: builtins.int
     """Rollouts in a group."""
     eos_token_id: builtins.int
-    """Token that ends a completion; unset in contracts of programs that did not state it."""
+    """The one token that ends a completion; unset where several do, and in contracts of programs that did not state it."""
     @property
     def sampling(self) -> Global___SamplingSemantics:
         """How tokens are drawn and what their log-probs mean."""
@@ -142,6 +143,10 @@ class Contract(google.protobuf.message.Message):
     @property
     def lora(self) -> Global___LoraSettings:
         """Adapters that are trained on a frozen base model; absent when all weights are trained."""
+
+    @property
+    def end_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The tokens that end a completion, ascending, where there are several."""
 
     def __init__(
         self,
@@ -156,9 +161,10 @@ class Contract(google.protobuf.message.Message):
         sampling: Global___SamplingSemantics | None = ...,
         lora: Global___LoraSettings | None = ...,
         eos_token_id: builtins.int | None = ...,
+        end_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_eos_token_id", b"_eos_token_id", "eos_token_id", b"eos_token_id", "lora", b"lora", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_eos_token_id", b"_eos_token_id", "chat_template_digest", b"chat_template_digest", "eos_token_id", b"eos_token_id", "group_size", b"group_size", "layout_id", b"layout_id", "lora", b"lora", "num_prompts", b"num_prompts", "sampling", b"sampling", "task_digest", b"task_digest", "tokenizer_digest", b"tokenizer_digest", "vocab_size", b"vocab_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_eos_token_id", b"_eos_token_id", "chat_template_digest", b"chat_template_digest", "end_token_ids", b"end_token_ids", "eos_token_id", b"eos_token_id", "group_size", b"group_size", "layout_id", b"layout_id", "lora", b"lora", "num_prompts", b"num_prompts", "sampling", b"sampling", "task_digest", b"task_digest", "tokenizer_digest", b"tokenizer_digest", "vocab_size", b"vocab_size"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_eos_token_id", b"_eos_token_id"]) -> typing.Literal["eos_token_id"] | None: ...
 
 Global___Contract: typing_extensions.TypeAlias = Contract

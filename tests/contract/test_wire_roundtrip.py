@@ -151,7 +151,7 @@ contracts = st.builds(
     num_prompts=uint,
     group_size=st.integers(0, 999),
     sampling=sampling,
-    eos_token_id=st.integers(-1, 2**31),
+    end_token_ids=st.sets(st.integers(0, 2**31), max_size=3).map(sorted).map(tuple),
     lora=st.just(NO_LORA)
     | st.builds(
         LoraSettings,

@@ -116,7 +116,7 @@ async def _push(core, contract, numbers):
             version=head,
             state_root=manifest.state_root,
         )
-        rollouts = tuple(_ended(entry, contract.eos_token_id) for entry in group.rollouts)
+        rollouts = tuple(_ended(entry, contract.end_token_ids[0]) for entry in group.rollouts)
         groups.append(dataclasses.replace(group, rollouts=rollouts))
     outcomes = await core.push_groups(groups)
     assert [outcome.status for outcome in outcomes] == [PushStatus.ACCEPTED] * len(groups)

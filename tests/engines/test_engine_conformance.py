@@ -17,6 +17,9 @@ NEEDS_VLLM = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not i
 TEMPERATURE = 0.8
 SAMPLING = semantics(temperature=TEMPERATURE)
 SEEDS = [11, 12, 13, 14]
+OTHER_END = 7
+"""As models have that end a turn and a text by different tokens."""
+ENGINE = {"end_token_ids": (EOS, OTHER_END)}
 
 
 class Subject:
@@ -42,9 +45,9 @@ def subject(request, tmp_path_factory):
         directory = tmp_path_factory.mktemp("engine")
         model_dir = write_model(directory / "model")
         if request.param == "hf":
-            engine = hf_engine(model_dir, temperature=TEMPERATURE)
+            engine = hf_engine(model_dir, temperature=TEMPERATURE, engine=ENGINE)
         else:
-            engine = vllm_engine(model_dir, directory / "weights", temperature=TEMPERATURE)
+            engine = vllm_engine(model_dir, directory / "weights", temperature=TEMPERATURE, engine=ENGINE)
         base = engine.base()
         assert base is not None
         yield Subject(engine, base, Truth(model_dir))
@@ -77,16 +80,21 @@ def test_equal_seeds_draw_equal_tokens_whatever_else_is_in_the_batch(subject):
     assert all(len({tuple(ids) for ids in rows}) > 1 for rows in together)
 
 
-def test_completions_end_with_the_end_token_or_at_the_limit(subject):
+def test_completions_end_with_an_end_token_or_at_the_limit(subject):
     subject.load(subject.base)
 
     rows = [row for rows in subject.generate(num_per_prompt=24) for row in rows]
 
     ended = [row for row in rows if row.finish_reason is FinishReason.EOS]
     assert 0 < len(ended) < len(rows)
-    assert all(row.token_ids[-1] == EOS and (row.token_ids[:-1] != EOS).all() for row in ended)
+    # Each of them ends completions, which keep it with its log-prob.
+    assert {int(row.token_ids[-1]) for row in ended} == {EOS, OTHER_END}
+    assert not any(np.isin(row.token_ids[:-1], (EOS, OTHER_END)).any() for row in ended)
     cut = [row for row in rows if row.finish_reason is FinishReason.LENGTH]
-    assert all(len(row.token_ids) == SAMPLING.max_new_tokens and (row.token_ids != EOS).all() for row in cut)
+    assert all(
+        len(row.token_ids) == SAMPLING.max_new_tokens and not np.isin(row.token_ids, (EOS, OTHER_END)).any()
+        for row in cut
+    )
     assert all(row.token_ids.dtype == np.int32 and len(row.logprobs) == len(row.token_ids) for row in rows)
 
 

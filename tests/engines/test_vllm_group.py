@@ -31,7 +31,7 @@ def test_one_engine_is_killed_and_the_other_goes_on(tmp_path, monkeypatch):
     source = vllm_source(model_dir, tmp_path / "weights", max_new_tokens=LIMIT)
     base, truth, before = source.base(), Truth(model_dir), children()
     options = VllmOptions(compute_dtype="fp32", batch_rows=16, kv_cache_bytes=32 << 20)
-    group, close = start_vllm(source, [options] * 2, eos_token_id=EOS)
+    group, close = start_vllm(source, [options] * 2, end_token_ids=(EOS,))
     try:
         written = []
         write = weights.write_weights

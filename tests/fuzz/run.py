@@ -20,6 +20,7 @@ from tests.fuzz.chunks import ChunkTarget, ZstdTarget
 from tests.fuzz.files import ComposeTarget, ContainerTarget, PayloadTarget, StateTarget
 from tests.fuzz.messages import ManifestTarget, MessageTarget, PlanTarget
 from tests.fuzz.plans import FetchTarget
+from tests.fuzz.pushes import PushTarget
 
 CAP_BYTES = 64 << 20
 """Memory that a case may take beside what the process holds; the largest valid case needs some kilobytes."""
@@ -44,6 +45,7 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "messages": MessageTarget,
     "payload": PayloadTarget,
     "plan": PlanTarget,
+    "push": PushTarget,
     "safetensors": StateTarget,
     "zstd": ZstdTarget,
 }

@@ -86,7 +86,7 @@ async def _generates_the_same(core, parts, config, manifests, tmp_path):
     sampling = dataclasses.replace(config.sampling.semantics(), top_k=1, max_new_tokens=12)
     engine = HfEngine(
         model_dir=config.model_dir, published_dtype="bf16", compute_dtype="fp32", device="cpu", sampling=sampling,
-        batch_rows=4, eos_token_id=1, lora=config.lora,
+        batch_rows=4, end_token_ids=(1,), lora=config.lora,
     )  # fmt: skip
     prompt = np.array([2, 3, 12, 4], np.int32)
     assert engine.base().state_root() == manifests[0].state_root

@@ -42,10 +42,9 @@ def write_model(directory: Path, *, family: str = "Qwen3", is_tied: bool = True)
 
 
 def hf_engine(model_dir: Path, **changes: Any) -> HfEngine:
-    values = {"compute_dtype": "fp32", "device": "cpu", "batch_rows": 32, **changes.pop("engine", {})}
-    return HfEngine(
-        model_dir=str(model_dir), published_dtype="fp32", sampling=semantics(**changes), eos_token_id=EOS, **values
-    )
+    values = {"compute_dtype": "fp32", "device": "cpu", "batch_rows": 32, "end_token_ids": (EOS,),
+              **changes.pop("engine", {})}  # fmt: skip
+    return HfEngine(model_dir=str(model_dir), published_dtype="fp32", sampling=semantics(**changes), **values)
 
 
 def vllm_engine(model_dir: Path, weights_dir: Path, **changes: Any) -> Any:
@@ -53,6 +52,7 @@ def vllm_engine(model_dir: Path, weights_dir: Path, **changes: Any) -> Any:
     from heterorl.sampler.vllm.options import VllmOptions
 
     values = {"compute_dtype": "fp32", "batch_rows": 32, "kv_cache_bytes": 32 << 20, **changes.pop("engine", {})}
+    ends = values.pop("end_token_ids", (EOS,))
     source = vllm_source(model_dir, weights_dir, lora=values.pop("lora", ALL_WEIGHTS), **changes)
 
     class Alone(VllmEngine):
@@ -64,7 +64,7 @@ def vllm_engine(model_dir: Path, weights_dir: Path, **changes: Any) -> Any:
             super().close()
             source.close()
 
-    return Alone(source, eos_token_id=EOS, options=VllmOptions(**values))
+    return Alone(source, end_token_ids=ends, options=VllmOptions(**values))
 
 
 def vllm_source(model_dir: Path, weights_dir: Path, *, lora: LoraConfig = ALL_WEIGHTS, **changes: Any) -> Any:

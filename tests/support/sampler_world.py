@@ -53,6 +53,9 @@ class SilentEngine:
         self.proceed = threading.Event()
         self.proceed.set()
         self.is_held = False
+        self.may_load = threading.Event()
+        self.may_load.set()
+        self.is_loading = False
         self.begins_late = False
         self.is_paced = False
         self.pace = threading.Semaphore(0)
@@ -74,6 +77,9 @@ class SilentEngine:
 
     def load(self, arena: Arena, version: int) -> None:
         self.version = -1
+        self.is_loading = True
+        assert self.may_load.wait(30)
+        self.is_loading = False
         if self.load_failures:
             self._is_lost = bool(self._waiting)
             raise self.load_failures.pop()
@@ -287,7 +293,8 @@ class World:
             # What an operation on the store answers is on its way when one submitted after it has answered.
             await self.core.database.run(lambda _: None)
             await asyncio.sleep(0)
-            if self.threads.num_busy <= (self.running is not None and self.engine.is_held):
+            num_held = 0 if self.running is None else self.engine.is_held + self.engine.is_loading
+            if self.threads.num_busy <= num_held:
                 break
         if self.running is not None and self.engine.is_paced and self.engine.is_held:
             self.engine.pace.release()
@@ -319,6 +326,7 @@ class World:
         """End everything."""
         if self.running is not None:
             self.engine.proceed.set()
+            self.engine.may_load.set()
             self.running.cancel()
             await asyncio.wait([self.running])
             self.outbox.close()

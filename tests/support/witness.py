@@ -41,6 +41,7 @@ def contract_of(model_dir: Path, *, digits: int, max_new_tokens: int, group_size
         vocab_size=len(prompter.tokenizer),
         group_size=group_size,
         sampling=SamplingConfig(max_new_tokens=max_new_tokens).semantics(),
+        end_token_ids=prompter.end_token_ids,
     )
 
 
@@ -132,7 +133,7 @@ class Witness:
 
     def _group(self, work: WorkAssignment, version: int, root: Digest) -> Group:
         length = self._contract.sampling.max_new_tokens
-        tokens = [token for token in range(2, 10) if token != self._contract.eos_token_id]
+        tokens = [token for token in range(2, 10) if token not in self._contract.end_token_ids]
 
         def rollout() -> Rollout:
             return Rollout(

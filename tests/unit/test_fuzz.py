@@ -8,7 +8,7 @@ from heterorl.common.errors import CorruptData, MalformedPayload
 from tests.fuzz.mutate import mutated
 from tests.fuzz.run import TARGETS, repeat, run_cases
 
-CASES = dict.fromkeys(TARGETS, 3000) | {"safetensors": 400, "compose": 1500}
+CASES = dict.fromkeys(TARGETS, 3000) | {"safetensors": 400, "compose": 1500, "push": 1500}
 
 
 @pytest.mark.parametrize("name", sorted(TARGETS))

@@ -45,11 +45,22 @@ class HfEngine:
         device: str,
         sampling: SamplingSemantics,
         batch_rows: int,
-        eos_token_id: int,
+        end_token_ids: Sequence[int],
         lora: LoraConfig = ALL_WEIGHTS,
         is_seeded: bool = False,
     ) -> None:
-        """Load the model; with `is_seeded` the seeds of `generate` are keys of heterorl.common.generation.seeded.
+        """Load the model.
+
+        Args:
+            model_dir: Hugging Face directory or hub id.
+            published_dtype: type of the weights that it takes.
+            compute_dtype: fp32 or bf16.
+            device: where it computes.
+            sampling: how tokens are drawn.
+            batch_rows: completions that are computed at once.
+            end_token_ids: each ends a completion, and stays its last token; nothing else does.
+            lora: adapters to take instead of all weights.
+            is_seeded: the seeds of `generate` are keys of heterorl.common.generation.seeded.
 
         Raises:
             ConfigError: it cannot be loaded.
@@ -72,7 +83,7 @@ class HfEngine:
         self._sampling = sampling
         self.max_running = batch_rows
         self.is_whole = True
-        self._eos = eos_token_id
+        self._ends = tuple(end_token_ids)
         self._device = torch.device(device)
         self._version = -1
         self._turns = Turns()
@@ -206,7 +217,7 @@ class HfEngine:
                 joining,
                 run=self._run,
                 sampling=self._sampling,
-                eos_token_id=self._eos,
+                end_token_ids=self._ends,
                 vocab_size=self.vocab_size,
                 device=self._device,
             )

@@ -54,7 +54,12 @@ class Group:
         return whole if len(self.members) == len(whole) else whole[torch.from_numpy(self.members)]
 
     def take(
-        self, tokens: np.ndarray[Any, Any], logprobs: np.ndarray[Any, Any], version: int, *, eos_token_id: int
+        self,
+        tokens: np.ndarray[Any, Any],
+        logprobs: np.ndarray[Any, Any],
+        version: int,
+        *,
+        are_ends: np.ndarray[Any, Any],
     ) -> list[Finished]:
         """Put a token at the end of every row; returns the completions that end with it."""
         if self.is_done.all():
@@ -65,17 +70,17 @@ class Group:
         self._versions[self.column] = version
         self.column += 1
         is_end = np.zeros(len(self.is_done), bool)
-        is_end[self.members] = (tokens == eos_token_id) | (self.column == self._tokens.shape[1])
+        is_end[self.members] = are_ends | (self.column == self._tokens.shape[1])
         is_end &= ~self.is_done
         self.is_done |= is_end
-        return [self._finished(member, eos_token_id) for member in np.flatnonzero(is_end).tolist()]
+        by_token = set(self.members[are_ends].tolist())
+        return [self._finished(member, by_token=member in by_token) for member in np.flatnonzero(is_end).tolist()]
 
-    def _finished(self, member: int, eos_token_id: int) -> Finished:
-        tokens = self._tokens[member, : self.column].copy()
+    def _finished(self, member: int, *, by_token: bool) -> Finished:
         completion = Completion(
-            token_ids=tokens,
+            token_ids=self._tokens[member, : self.column].copy(),
             logprobs=self._logprobs[member, : self.column].copy(),
-            finish_reason=FinishReason.EOS if tokens[-1] == eos_token_id else FinishReason.LENGTH,
+            finish_reason=FinishReason.EOS if by_token else FinishReason.LENGTH,
             spans=spans_of(self._versions[: self.column].tolist()),
         )
         return Finished(key=self.request.key, member=member, completion=completion)
@@ -90,7 +95,7 @@ class Rows:
         *,
         run: Pass,
         sampling: SamplingSemantics,
-        eos_token_id: int,
+        end_token_ids: Sequence[int],
         vocab_size: int,
         device: torch.device,
     ) -> None:
@@ -98,7 +103,7 @@ class Rows:
         self._groups = list(groups)
         self._run = run
         self._sampling = sampling
-        self._eos = eos_token_id
+        self._ends = list(end_token_ids)
         self._vocab_size = vocab_size
         self._device = device
         self._ids, self._attention = _left_padded(groups, device)
@@ -156,10 +161,11 @@ class Rows:
         self._groups += others._groups
 
     def _take(self, tokens: np.ndarray[Any, Any], logprobs: np.ndarray[Any, Any], version: int) -> list[Finished]:
+        are_ends = np.isin(tokens, self._ends)
         ended, start = [], 0
         for group in self._groups:
             rows = slice(start, start + len(group.members))
-            ended += group.take(tokens[rows], logprobs[rows], version, eos_token_id=self._eos)
+            ended += group.take(tokens[rows], logprobs[rows], version, are_ends=are_ends[rows])
             start = rows.stop
         return ended
 

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 from pydantic import Field
 
+from heterorl.common.errors import ConfigError
 from heterorl.common.process.config import Config
 from heterorl.common.tasks.task import Task
-from heterorl.common.types.common import NO_LORA, Contract, Digest, LogprobMode, LoraSettings, SamplingSemantics
+from heterorl.common.types.common import (
+    MAX_END_TOKENS,
+    NO_LORA,
+    Contract,
+    Digest,
+    LogprobMode,
+    LoraSettings,
+    SamplingSemantics,
+)
 from heterorl.common.wire.common import bytes_digest
 
 
@@ -23,6 +33,9 @@ class SamplingConfig(Config):
     """Number of candidates; 0 is off."""
     max_new_tokens: int = Field(default=512, ge=1)
     """Longest completion, tokens."""
+    end_token_ids: tuple[Annotated[int, Field(ge=0, lt=1 << 31)], ...] = Field(default=(), max_length=MAX_END_TOKENS)
+    """Tokens that end a completion; empty takes what model_dir says: generation_config.json, or config.json where that
+    names none, and in any case the tokenizer's own."""
     logprob_mode: LogprobMode = LogprobMode.PROCESSED
     """`processed`: of logits / temperature; `raw`: of the logits."""
 
@@ -58,9 +71,17 @@ def build_contract(
     vocab_size: int,
     group_size: int,
     sampling: SamplingSemantics,
+    end_token_ids: Sequence[int],
     lora: LoraSettings = NO_LORA,
 ) -> Contract:
-    """State what this node runs with."""
+    """State what this node runs with.
+
+    Raises:
+        ConfigError: an end token is no token of the model.
+    """
+    ends = tuple(sorted(set(end_token_ids)))
+    if ends and ends[-1] >= vocab_size:
+        raise ConfigError("sampling.end_token_ids", f"{ends[-1]} is no token of a model that has {vocab_size}")
     return Contract(
         tokenizer_digest=tokenizer_digest(tokenizer),
         chat_template_digest=chat_template_digest(tokenizer, use_chat_template=use_chat_template),
@@ -71,5 +92,5 @@ def build_contract(
         num_prompts=task.num_prompts,
         group_size=group_size,
         sampling=sampling,
-        eos_token_id=-1 if tokenizer.eos_token_id is None else int(tokenizer.eos_token_id),
+        end_token_ids=ends,
     )

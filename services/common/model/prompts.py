@@ -8,6 +8,7 @@ import numpy as np
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.model.directory import check_model_dir, first_line
+from heterorl.common.model.ending import end_token_ids
 from heterorl.common.types.common import Int32Array
 
 
@@ -28,9 +29,12 @@ class Prompter:
             raise ConfigError("model_dir", f"the tokenizer of {model_dir} has no end-of-sequence token")
         self.use_chat_template = use_chat_template
 
+        self.end_token_ids = end_token_ids(model_dir, self.tokenizer)
+        """Ids that end a completion, ascending, as the model's files say."""
+
     @property
     def eos_token_id(self) -> int:
-        """Id that ends a completion."""
+        """Id that ends a text which is written, not drawn."""
         return int(self.tokenizer.eos_token_id)
 
     def encode(self, text: str) -> Int32Array:

@@ -16,6 +16,10 @@ Digest = NewType("Digest", str)
 """Lower-case hex blake3-256 of content; 64 characters."""
 
 
+MAX_END_TOKENS = 64
+"""In a contract: each costs the coordinator a look at all tokens."""
+
+
 Int32Array = npt.NDArray[np.int32]
 
 
@@ -92,8 +96,8 @@ class Contract:
     num_prompts: int
     group_size: int
     sampling: SamplingSemantics
-    eos_token_id: int = -1
-    """Token that ends a completion; -1 in contracts of programs that did not state it."""
+    end_token_ids: tuple[int, ...] = ()
+    """Tokens that end a completion, ascending; empty in contracts of programs that did not state them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,7 +67,10 @@ def contract_to_pb(value: Contract) -> common_pb2.Contract:
             logprob_mode=_MODE[sampling.logprob_mode],
         ),
         lora=_lora_to_pb(value.lora),
-        eos_token_id=value.eos_token_id if value.eos_token_id >= 0 else None,
+        # One alone as programs that know no others state it: the bytes are theirs. Where there are several
+        # those are told none, so that a coordinator among them judges no ending instead of refusing what is right.
+        eos_token_id=value.end_token_ids[0] if len(value.end_token_ids) == 1 else None,
+        end_token_ids=value.end_token_ids if len(value.end_token_ids) > 1 else (),
     )
 
 
@@ -97,7 +100,9 @@ def contract_from_pb(message: common_pb2.Contract) -> Contract:
             logprob_mode=mode,
         ),
         lora=_lora_from_pb(message),
-        eos_token_id=message.eos_token_id if message.HasField("eos_token_id") else -1,
+        end_token_ids=tuple(
+            sorted({*message.end_token_ids, *([message.eos_token_id] if message.HasField("eos_token_id") else [])})
+        ),
     )
 
 

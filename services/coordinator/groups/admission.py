@@ -127,14 +127,15 @@ def _rollout_problem(rollout: Rollout, contract: Contract) -> str:
 
 
 def ending_problem(rollout: Rollout, contract: Contract) -> str:
-    """A completion ends with the end token or at the longest length, and has no end token before its end."""
-    if contract.eos_token_id < 0:
+    """A completion ends with an end token or at the longest length, and has no end token before its end."""
+    ends = contract.end_token_ids
+    if not ends:
         return ""
-    is_end = rollout.token_ids == contract.eos_token_id
+    is_end = np.isin(rollout.token_ids, ends)
     if is_end[:-1].any():
-        return f"token_ids: the end token {contract.eos_token_id} stands before the end"
+        return f"token_ids: the end token {rollout.token_ids[int(is_end.argmax())]} stands before the end"
     if bool(is_end[-1]) != (rollout.finish_reason is FinishReason.EOS):
         return f"finish_reason: {rollout.finish_reason.value}, the last token is {rollout.token_ids[-1]}"
     if not is_end[-1] and rollout.token_ids.size < contract.sampling.max_new_tokens:
-        return f"token_ids: {rollout.token_ids.size} tokens without the end token {contract.eos_token_id}"
+        return f"token_ids: {rollout.token_ids.size} tokens without the end token {' or '.join(map(str, ends))}"
     return ""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from heterorl.common.identity.identity import is_name
+from heterorl.common.types.common import MAX_END_TOKENS
 from heterorl.common.weights.container import FRAME_BYTES
 
 
@@ -68,6 +69,7 @@ BOUNDS: Mapping[str, Bound] = MappingProxyType(
         "Contract.chat_template_digest": _DIGEST,
         "Contract.task_digest": _DIGEST,
         "Contract.layout_id": _DIGEST,
+        "Contract.end_token_ids": Bound(count=MAX_END_TOKENS),
         "LoraSettings.base_digest": _DIGEST,
         "LoraSettings.target_modules": Bound(count=256),
         "DiagnoseRequest.padding": Bound(length=512 << 20),

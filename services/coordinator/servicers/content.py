@@ -1,7 +1,7 @@
 """What groups say, judged from their bytes in one pass over many: whether nothing at all is wrong with them.
 
 Lists of numbers stay as protobuf packs them. A vectorised look at the bytes answers what admission asks: that numbers
-are in their shortest form and below the vocabulary, as many ids as log-probs, the end token nowhere but at the end.
+are in their shortest form and below the vocabulary, as many ids as log-probs, end tokens nowhere but at the end.
 Which rule a group breaks, nobody learns here: `admission.content_problem` says that of the opened group.
 
 Guarantees: what is sound here has no `content_problem`, and its bytes are canonical inside its lists too. Pure.
@@ -131,20 +131,28 @@ def _do_ends_agree(
     """Whether each completion ends as it says, and has no end token before; `ends` are the last bytes of the lists."""
     if any(reason not in (_EOS, _LENGTH) for reason in finish):
         return False
-    if contract.eos_token_id < 0:
+    if not contract.end_token_ids:
         return True
-    end_token = _packed(contract.eos_token_id)
-    is_end = data == end_token[-1]
-    for place in range(1, len(end_token)):
-        is_end[place:] &= data[:-place] == end_token[-1 - place]
-        is_end[:place] = False
-    # In front of it another number ends, or the first list begins.
-    is_end[len(end_token) :] &= is_stop[: -len(end_token)]
+    is_end = np.zeros(data.size, np.bool_)
+    for number in contract.end_token_ids:
+        is_end |= _stands(data, is_stop, number)
     longest = contract.sampling.max_new_tokens
     expected = [end for end, reason in zip(ends.tolist(), finish, strict=True) if reason == _EOS]
     if np.flatnonzero(is_end).tolist() != expected:
         return False
     return all(reason == _EOS or length == longest for reason, length in zip(finish, lengths, strict=True))
+
+
+def _stands(data: _Bytes, is_stop: NDArray[np.bool_], number: int) -> NDArray[np.bool_]:
+    """Where a number's last byte is."""
+    packed = _packed(number)
+    is_here: NDArray[np.bool_] = data == packed[-1]
+    for place in range(1, len(packed)):
+        is_here[place:] &= data[:-place] == packed[-1 - place]
+        is_here[:place] = False
+    # In front of it another number ends, or the first list begins.
+    is_here[len(packed) :] &= is_stop[: -len(packed)]
+    return is_here
 
 
 def _packed(number: int) -> bytes:

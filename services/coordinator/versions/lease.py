@@ -6,7 +6,10 @@ from dataclasses import dataclass, fields
 
 from heterorl.common.types.common import Contract, LoraSettings, SamplingSemantics
 
-_KEYS = {"lora.base_digest": "model_dir (the base model under the adapters)"}
+_KEYS = {
+    "lora.base_digest": "model_dir (the base model under the adapters)",
+    "end_token_ids": "sampling.end_token_ids (of model_dir where it is not set)",
+}
 """Settings that a node's configuration knows by another name."""
 
 
@@ -58,7 +61,7 @@ def contract_difference(stated: Contract, offered: Contract) -> str:
         if mine == theirs:
             continue
         name = entry.name
-        if name == "eos_token_id" and -1 in (mine, theirs):
+        if name == "end_token_ids" and () in (mine, theirs):
             # Stated by one side only: the other is an earlier program, whose tokenizer has the right digest anyway.
             continue
         if isinstance(mine, SamplingSemantics | LoraSettings):

@@ -37,12 +37,12 @@ _LOG = logging.getLogger(__name__)
 class VllmEngine:
     """Implements heterorl.common.generation.engine.Engine."""
 
-    def __init__(self, source: VllmSource, *, eos_token_id: int, options: VllmOptions) -> None:
+    def __init__(self, source: VllmSource, *, end_token_ids: Sequence[int], options: VllmOptions) -> None:
         """Start vLLM with the model of a source, which `close` does not close.
 
         Args:
             source: the model, and where its versions lie on their way.
-            eos_token_id: ends a completion; nothing else does.
+            end_token_ids: each ends a completion, and stays its last token; nothing else does.
             options: how vLLM computes, and on which devices.
 
         Raises:
@@ -52,7 +52,7 @@ class VllmEngine:
         """
         package = import_vllm()
         self.source = source
-        self._sampling, self._eos = source.sampling, eos_token_id
+        self._sampling, self._ends = source.sampling, tuple(end_token_ids)
         self._tolerance = options.tolerance
         self._version = -1
         self._is_trusted = True
@@ -150,7 +150,7 @@ class VllmEngine:
                     self._sampling,
                     seed=seed_of(request.seed, member),
                     max_tokens=limit,
-                    stop_token_ids=[self._eos],
+                    stop_token_ids=list(self._ends),
                 )
                 process.submit(ids, asked, partial(self._take, epoch, request.key, member))
                 self._num_open += 1
@@ -198,7 +198,7 @@ class VllmEngine:
             if isinstance(answer, EngineDied):
                 self._fail(answer)
                 return
-            row = completion(answer.outputs[0], eos_token_id=self._eos)
+            row = completion(answer.outputs[0], end_token_ids=self._ends)
             self._ended.append(Finished(key=key, member=member, completion=row))
             self._news.notify_all()
 

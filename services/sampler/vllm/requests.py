@@ -54,7 +54,7 @@ def settings(sampling: SamplingSemantics, *, seed: int, max_tokens: int, **chang
         "top_k": sampling.top_k,
         "logprobs": 0,
         "detokenize": False,
-        # The contract's end token ends a completion, not those that the model's own settings name.
+        # The contract's end tokens end a completion, not those that the model's own settings name.
         "ignore_eos": True,
         **changes,
     }
@@ -70,14 +70,14 @@ def chosen(tokens: Int32Array, entries: Sequence[Any]) -> Float32Array:
     return np.array([entry[int(token)].logprob for token, entry in zip(tokens, entries, strict=True)], np.float32)
 
 
-def completion(output: Any, *, eos_token_id: int) -> Completion:
+def completion(output: Any, *, end_token_ids: Sequence[int]) -> Completion:
     """The domain value of one of vLLM's CompletionOutputs."""
     tokens = np.array(output.token_ids, np.int32)
     return Completion(
         token_ids=tokens,
         # Rounding may leave a certain token at +1e-8; a log-prob is never positive.
         logprobs=np.minimum(chosen(tokens, output.logprobs), np.float32(0.0)),
-        finish_reason=FinishReason.EOS if tokens[-1] == eos_token_id else FinishReason.LENGTH,
+        finish_reason=FinishReason.EOS if tokens[-1] in end_token_ids else FinishReason.LENGTH,
         spans=tuple(
             VersionSpan(version=_number(span.version), start=span.start, end=span.end)
             for span in output.weight_versions

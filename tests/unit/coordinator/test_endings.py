@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from heterorl.common.types.rollout import DropReason, FinishReason, PushStatus
+from heterorl.common.wire.common import contract_from_pb, contract_to_pb
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups.admission import ending_problem
@@ -14,7 +15,9 @@ from tests.support.clock import ManualClock
 from tests.support.run import CONTRACT, Run, rollout
 
 END = 1
-STATED = dataclasses.replace(CONTRACT, eos_token_id=END)
+OTHER_END = 9
+STATED = dataclasses.replace(CONTRACT, end_token_ids=(END,))
+SEVERAL = dataclasses.replace(CONTRACT, end_token_ids=(END, OTHER_END))
 
 
 def ending(ids, finish_reason, contract=STATED):
@@ -43,15 +46,50 @@ def test_ending_is_plausible_or_named(ids, finish_reason, problem):
     assert bool(found) == bool(problem)
 
 
+@pytest.mark.parametrize(
+    ("ids", "finish_reason", "problem"),
+    [
+        ([5, 6, END], FinishReason.EOS, ""),
+        ([5, 6, OTHER_END], FinishReason.EOS, ""),
+        ([5, 6, 7, OTHER_END], FinishReason.LENGTH, "finish_reason: length, the last token is 9"),
+        ([5, 6, 7], FinishReason.EOS, "finish_reason: eos, the last token is 7"),
+        ([5, 6, 7], FinishReason.LENGTH, "3 tokens without the end token 1 or 9"),
+        ([5, OTHER_END, 7, END], FinishReason.EOS, "the end token 9 stands before the end"),
+        ([END, OTHER_END], FinishReason.EOS, "the end token 1 stands before the end"),
+    ],
+)
+def test_any_of_several_end_tokens_ends_a_completion_and_no_other_does(ids, finish_reason, problem):
+    found = ending(ids, finish_reason, SEVERAL)
+
+    assert problem in found
+    assert bool(found) == bool(problem)
+
+
 def test_nothing_is_judged_in_a_run_whose_end_token_is_not_stated():
     assert ending([5, END, 7], FinishReason.LENGTH, CONTRACT) == ""
 
 
-def test_end_token_differs_only_where_both_state_one():
-    other = dataclasses.replace(STATED, eos_token_id=2)
+def test_end_tokens_differ_only_where_both_state_some():
+    other = dataclasses.replace(STATED, end_token_ids=(2,))
 
-    assert contract_difference(STATED, other) == "eos_token_id: the run has 1, this node 2"
+    key = "sampling.end_token_ids (of model_dir where it is not set)"
+    assert contract_difference(STATED, other) == f"{key}: the run has (1,), this node (2,)"
+    assert contract_difference(SEVERAL, STATED) == f"{key}: the run has (1, 9), this node (1,)"
     assert contract_difference(STATED, CONTRACT) == contract_difference(CONTRACT, STATED) == ""
+
+
+def test_one_end_token_has_the_bytes_of_programs_that_know_no_more():
+    message = contract_to_pb(STATED)
+
+    assert (message.eos_token_id, list(message.end_token_ids)) == (END, [])
+    assert contract_from_pb(message) == STATED
+    # They judge no ending where they could only judge it wrongly.
+    several = contract_to_pb(SEVERAL)
+    assert not several.HasField("eos_token_id")
+    assert contract_from_pb(several) == SEVERAL
+    # Whoever states them in another order, or one of them twice.
+    several.end_token_ids[:] = [OTHER_END, END, OTHER_END]
+    assert contract_from_pb(several) == SEVERAL
 
 
 async def test_group_with_a_cut_completion_is_dropped_and_its_prompt_handed_out_again(tmp_path):

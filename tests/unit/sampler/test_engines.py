@@ -64,7 +64,7 @@ def test_hf_engines_stand_behind_one(tmp_path):
 
     def built(*overrides):
         values = [f"model_dir={model_dir}", "published_dtype=fp32", *overrides]
-        return build_engines(config(*values), semantics(), eos_token_id=EOS)
+        return build_engines(config(*values), semantics(), end_token_ids=(EOS,))
 
     two, one = built("engine.engines=2", "engine.batch_rows=4"), built()
 

@@ -37,7 +37,7 @@ def engine_of(model_dir, **changes):
     sampling = semantics(**changes)
     return HfEngine(
         model_dir=str(model_dir), published_dtype="fp32", compute_dtype="fp32", device="cpu", sampling=sampling,
-        batch_rows=8, eos_token_id=1,
+        batch_rows=8, end_token_ids=(1,),
     )  # fmt: skip
 
 

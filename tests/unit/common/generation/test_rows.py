@@ -10,6 +10,7 @@ from heterorl.common.errors import ConfigError, EngineError
 from heterorl.common.generation import rows
 from heterorl.common.generation.engine import generate_all
 from heterorl.common.generation.requests import Finished, Lost, Request, in_order
+from heterorl.common.model.canary import ScoredText
 from heterorl.common.types.rollout import FinishReason
 from tests.support.engines import PROMPTS, Truth, disturbed, hf_engine, semantics, write_model
 from tests.support.one_batch import one_batch
@@ -195,6 +196,30 @@ def test_a_device_without_memory_gives_everything_up(engine, monkeypatch):
             engine.collect()
 
     assert engine.collect() == []
+
+
+def test_a_pass_that_fails_in_any_way_gives_everything_up(engine, monkeypatch):
+    for key in range(3):
+        engine.submit(request(key))
+    assert engine.collect()
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.model, "forward", lambda **_: (_ for _ in ()).throw(RuntimeError("CUDA error")))
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            engine.collect()
+
+    assert engine.collect() == []
+
+
+def test_a_device_without_memory_for_the_canary_gives_nothing_up(engine, monkeypatch):
+    text = ScoredText(prompt=PROMPTS[0], completion=np.array([5, 1], np.int32))
+    engine.submit(request(0))
+    first = engine.collect()
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.model, "forward", lambda **_: (_ for _ in ()).throw(torch.OutOfMemoryError("2 GiB")))
+        with pytest.raises(EngineError, match=r"out of memory: 2 GiB .*batch_rows"):
+            engine.score([text])
+
+    assert_equal(in_order([*first, *collected(engine)], [request(0)])[0], alone(engine, 0))
 
 
 class Answers:

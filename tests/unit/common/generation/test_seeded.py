@@ -22,7 +22,7 @@ def engine(tmp_path_factory):
     model_dir = write_tiny_model(tmp_path_factory.mktemp("model"), seed=0, hidden_size=32, num_layers=1)
     return HfEngine(
         model_dir=str(model_dir), published_dtype="fp32", compute_dtype="fp32", device="cpu", sampling=SAMPLING,
-        batch_rows=8, eos_token_id=1, is_seeded=True,
+        batch_rows=8, end_token_ids=(1,), is_seeded=True,
     )  # fmt: skip
 
 
@@ -105,5 +105,5 @@ def test_device_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"engine.device: cannot use cuda:0: .*heterorl doctor"):
         HfEngine(
             model_dir=str(model_dir), published_dtype="fp32", compute_dtype="fp32", device="cuda:0",
-            sampling=SAMPLING, batch_rows=8, eos_token_id=1,
+            sampling=SAMPLING, batch_rows=8, end_token_ids=(1,),
         )  # fmt: skip

@@ -168,6 +168,30 @@ async def test_room_is_reserved_ahead_of_the_writer_and_the_size_is_what_was_wri
     assert num_reserved(path) < 2 * FRAME
 
 
+async def test_fetch_reserves_what_is_missing_and_syncs_what_came_every_half_minute(tmp_path, monkeypatch):
+    asked, synced = [], []
+    monkeypatch.setattr(spool, "reserve", lambda _, begin, num_bytes: asked.append((begin, num_bytes)) or True)
+    monkeypatch.setattr(os, "fdatasync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
+    source, clock = Source(), ManualClock()
+    path = tmp_path / PAYLOAD.digest
+    path.write_bytes(DATA[:FRAME])
+    plain = source.read_payload
+
+    async def frames(**wanted):
+        async for frame in plain(**wanted):
+            yield frame
+            # Each is on the disk before the next, 10 s apart.
+            await until(lambda: path.stat().st_size == FRAME + source.sent)
+            clock.advance(10.0)
+
+    source.read_payload = frames
+    await begin(source, tmp_path, clock)
+
+    assert asked == [(FRAME, len(DATA) - FRAME)]
+    num_frames = (len(DATA) - FRAME) // FRAME
+    assert num_frames / 4 <= len(synced) <= num_frames / 3 + 1
+
+
 @pytest.mark.parametrize("why", ["refused", "unknown"])
 async def test_disk_that_reserves_nothing_is_written_to_all_the_same(tmp_path, monkeypatch, why):
     if why == "refused":

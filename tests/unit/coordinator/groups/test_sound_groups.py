@@ -26,20 +26,20 @@ MAX_PROMPT = 12
 VOCABULARIES = (40, 128, 129, 16_384, 16_385, 17_001, 150_000, 2**21, 2**31)
 
 
-def _contract(vocab_size: int, eos: int):
+def _contract(vocab_size: int, *ends: int):
     sampling = dataclasses.replace(CONTRACT.sampling, max_new_tokens=LONGEST)
-    return dataclasses.replace(CONTRACT, vocab_size=vocab_size, group_size=2, eos_token_id=eos, sampling=sampling)
+    return dataclasses.replace(CONTRACT, vocab_size=vocab_size, group_size=2, end_token_ids=ends, sampling=sampling)
 
 
 def _group(draw: random.Random, contract) -> GroupValue:
     def rollout() -> Rollout:
-        is_eos = contract.eos_token_id >= 0 and draw.random() < 0.5
-        length = draw.randint(1, LONGEST) if is_eos or contract.eos_token_id < 0 else LONGEST
+        is_eos = bool(contract.end_token_ids) and draw.random() < 0.5
+        length = draw.randint(1, LONGEST) if is_eos or not contract.end_token_ids else LONGEST
         ids = [draw.choice([0, 5, 127, 128, 300, 16_383, 16_384, draw.randrange(contract.vocab_size)])
                % contract.vocab_size for _ in range(length)]  # fmt: skip
-        ids = [number if number != contract.eos_token_id else 1 for number in ids]
+        ids = [number if number not in contract.end_token_ids else 1 for number in ids]
         if is_eos:
-            ids[-1] = contract.eos_token_id
+            ids[-1] = draw.choice(contract.end_token_ids)
         cut = draw.randint(0, length - 1)
         bounds = [(3, 0, length)] if not cut else [(3, 0, cut), (4, cut, length)]
         return Rollout(
@@ -113,10 +113,10 @@ def _damaged(data: bytes, draw: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
-@pytest.mark.parametrize("eos", [-1, 2, 39, 128, EOS])
-def test_what_is_sound_by_its_bytes_has_no_problem_and_the_other_way_round(vocabulary, eos):
-    draw = random.Random(vocabulary * 100 + eos)
-    contract = _contract(vocabulary, eos if eos < vocabulary else -1)
+@pytest.mark.parametrize("ends", [(), (2,), (39,), (128,), (EOS,), (2, 128), (39, 300, EOS)])
+def test_what_is_sound_by_its_bytes_has_no_problem_and_the_other_way_round(vocabulary, ends):
+    draw = random.Random(vocabulary * 100 + sum(ends))
+    contract = _contract(vocabulary, *[token for token in ends if token < vocabulary])
     seen = {True: 0, False: 0}
     for _ in range(120):
         data = _damaged(seal(_group(draw, contract)).data, draw)

@@ -52,7 +52,7 @@ def model_dir(request, tmp_path_factory):
 def _engine(model_dir, published_dtype):
     return HfEngine(
         model_dir=str(model_dir), published_dtype=published_dtype, compute_dtype="fp32", device="cpu",
-        sampling=SAMPLING, batch_rows=32, eos_token_id=1,
+        sampling=SAMPLING, batch_rows=32, end_token_ids=(1,),
     )  # fmt: skip
 
 

@@ -371,7 +371,7 @@ async def test_feed_lets_only_sound_groups_in(site, honest):
 def test_versions_of_adapters_are_replayed_like_those_of_whole_models(site, tmp_path):
     engine = HfEngine(
         model_dir=site.model_dir, published_dtype="fp32", compute_dtype="fp32", device="cpu", sampling=site.sampling,
-        batch_rows=8, eos_token_id=site.prompter.eos_token_id, lora=LoraConfig(rank=2, alpha=8.0), is_seeded=True,
+        batch_rows=8, end_token_ids=site.prompter.end_token_ids, lora=LoraConfig(rank=2, alpha=8.0), is_seeded=True,
     )  # fmt: skip
     arena = Arena(engine.layout)
     for name, parameter in engine.model.named_parameters():

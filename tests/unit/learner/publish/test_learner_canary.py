@@ -28,7 +28,7 @@ def _sampling(temperature=1.0, mode=LogprobMode.PROCESSED):
 def _engine(model_dir, sampling):
     return HfEngine(
         model_dir=str(model_dir), published_dtype="fp32", compute_dtype="fp32", device="cpu", sampling=sampling,
-        batch_rows=8, eos_token_id=1,
+        batch_rows=8, end_token_ids=(1,),
     )  # fmt: skip
 
 

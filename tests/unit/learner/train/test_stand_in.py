@@ -57,7 +57,7 @@ def test_passes_see_to_the_bit_what_an_engine_has_loaded(model_dir, dtype):
     masters = _logits(backend.torch_model)
     engine = HfEngine(
         model_dir=str(model_dir), published_dtype=dtype, compute_dtype="fp32", device="cpu", sampling=SAMPLING,
-        batch_rows=8, eos_token_id=1,
+        batch_rows=8, end_token_ids=(1,),
     )  # fmt: skip
     engine.load(_arena(backend), 1)
 

@@ -1,11 +1,14 @@
 """Swaps during a batch: its groups span versions and count from the oldest; a swap that fails drops the batch."""
 
+import asyncio
+
 import pytest
 
 from heterorl.common.errors import StaleWeights
 from heterorl.common.process import metrics
 from heterorl.common.types.rollout import VersionSpan
 from heterorl.common.wire.seal import open_group
+from heterorl.sampler.outbox.outbox import Outbox
 from tests.support.sampler_world import World
 
 
@@ -94,3 +97,50 @@ async def test_batch_whose_swap_failed_gives_no_group_and_its_work_is_handed_bac
     # The swap's, and not the batch's that it took along.
     assert failures() == before + 1
     assert world.engine.version == 1
+
+
+async def test_stop_during_a_swap_ends_when_the_engine_has_the_weights_and_hands_everything_back(world):
+    await hold_a_batch(world)
+    world.engine.may_load.clear()
+    await world.run.publish()
+    await world.until(lambda: world.engine.is_loading)
+    submitted, began = len(world.engine.submitted), world.clock.monotonic()
+    world.stop.set()
+    await world.passed(10.0)
+    # Its thread cannot be cancelled, and must not outlive what it writes to.
+    assert not world.is_ended
+
+    world.engine.may_load.set()
+    await world.end()
+
+    assert world.clock.monotonic() - began < 12.0
+    assert world.engine.version == 1
+    assert len(world.engine.submitted) == submitted
+    await _only_what_is_spooled_is_leased(world)
+
+
+async def test_version_that_comes_during_a_stop_is_not_loaded(world):
+    await hold_a_batch(world)
+
+    async def abandon_work(**given):
+        await asyncio.Event().wait()
+
+    # The stop lasts as long as the work is not taken back.
+    world.link.replaced["abandon_work"] = abandon_work
+    began = world.clock.monotonic()
+    world.stop.set()
+    await world.until(lambda: not world.engine.is_held)
+    assert world.clock.monotonic() - began < 1.0, "nobody waits for what the engine computes"
+    await world.run.publish()
+    await world.end()
+
+    assert world.sampler.policy.head_version == 1
+    assert [version for version, _ in world.engine.loaded] == [0]
+
+
+async def _only_what_is_spooled_is_leased(world):
+    leased = "SELECT count(*) FROM work WHERE is_leased = 1"
+    (count,) = await world.core.database.run(lambda c: c.execute(leased).fetchone())
+    outbox = Outbox(world.directory / "site")
+    assert count == outbox.level().num_groups
+    outbox.close()

@@ -51,7 +51,7 @@ def parts(tmp_path_factory):
     prompter = Prompter(str(model_dir), use_chat_template=False)
     engine = HfEngine(
         model_dir=str(model_dir), published_dtype="fp32", compute_dtype="fp32", device="cpu", batch_rows=64,
-        eos_token_id=prompter.eos_token_id,
+        end_token_ids=prompter.end_token_ids,
         sampling=SamplingSemantics(
             temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=8, logprob_mode=LogprobMode.PROCESSED
         ),

@@ -1,0 +1,214 @@
+"""One push stream: several commits under way, answers in the order of the groups, and an end that leaves nothing behind."""
+
+import asyncio
+
+import pytest
+
+from heterorl.common.errors import InvalidRequest
+from heterorl.common.types.common import Digest
+from heterorl.common.types.rollout import Group, GroupId, PushOutcome, PushStatus
+from heterorl.common.wire.seal import as_bytes
+from heterorl.coordinator.rpc.door import Requests
+from heterorl.coordinator.rpc.plain import read_push
+from heterorl.coordinator.servicers import push_stream
+from heterorl.coordinator.servicers.push_stream import COMMITS, PushStreams
+from heterorl.v1 import rollout_pb2
+from tests.support.groups import group_to_pb
+from tests.support.run import CONTRACT, INCARNATION, SITE, rollout
+
+PLENTY = COMMITS + 3
+
+
+class Store:
+    """Takes groups, and answers when it is told to."""
+
+    def __init__(self):
+        self.commits = []
+        self.news = asyncio.Event()
+
+    async def stated_contract(self):
+        return CONTRACT
+
+    async def take_groups(self, groups):
+        answer = asyncio.get_running_loop().create_future()
+        self.commits.append(([arrived.id.sequence for arrived in groups], answer))
+        self.news.set()
+        await answer
+        return [PushOutcome(id=arrived.id, status=PushStatus.ACCEPTED) for arrived in groups]
+
+    async def until(self, count):
+        while len(self.commits) < count:
+            self.news.clear()
+            await self.news.wait()
+
+
+class Messages(Requests):
+    """Messages of a call as the door has them, and how many were settled at a time."""
+
+    def __init__(self, *messages):
+        self.messages, self.num_bytes, self.settled = iter(messages), 100, []
+
+    def settle_by_hand(self):
+        pass
+
+    def settle(self, count):
+        self.settled.append(count)
+
+    async def __anext__(self):
+        for one in self.messages:
+            return one
+        raise StopAsyncIteration
+
+
+def message(sequence):
+    value = Group(
+        id=GroupId(site=SITE, incarnation=INCARNATION, sequence=sequence), assignment=sequence, prompt_index=1,
+        prompt_token_ids=rollout(0).token_ids, rollouts=(rollout(0), rollout(0)), oldest_version=0,
+        state_root=Digest("a" * 64), generation_s=1.0,
+    )  # fmt: skip
+    return rollout_pb2.PushGroupsRequest(group=group_to_pb(value))
+
+
+def plain(sequence):
+    return read_push(message(sequence).SerializeToString(deterministic=True))
+
+
+def broken(sequence):
+    """Canonical but for a list of ids that breaks off, which the door does not look into."""
+    group = as_bytes("Group").FromString(message(sequence).group.SerializeToString(deterministic=True))
+    group.rollouts[0].token_ids = b"\x80"
+    data = group.SerializeToString(deterministic=True)
+    push = read_push(bytes([0x0A, len(data) & 127 | 128, len(data) >> 7]) + data)
+    assert push is not None
+    return push
+
+
+async def settled():
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+def store():
+    return Store()
+
+
+async def numbered(count, *, then=None):
+    for number in range(1, count + 1):
+        yield message(number)
+    if then is not None:
+        raise then
+
+
+@pytest.fixture
+def each_alone(monkeypatch):
+    """Each message is a commit of its own."""
+    monkeypatch.setattr(push_stream, "BATCH_BYTES", 1)
+
+
+@pytest.fixture
+async def pushed(store):
+    """Begin to push messages: a task that ends with the call, and the sequences that were answered."""
+    before = asyncio.all_tasks()
+    readers = []
+
+    async def begin(messages):
+        outcomes = []
+
+        async def read():
+            async for some in PushStreams(store, max_prompt_tokens=100).outcomes(messages):
+                outcomes.extend(outcome.id.sequence for outcome in some)
+
+        readers.append(asyncio.create_task(read()))
+        return readers[-1], outcomes
+
+    yield begin
+    for reader in readers:
+        reader.cancel()
+        await asyncio.wait([reader])
+    # What the store has begun it ends, whoever waits for it.
+    for _, answer in store.commits:
+        if not answer.done():
+            answer.set_result(None)
+    await settled()
+    assert asyncio.all_tasks() - before <= {asyncio.current_task()}, "a loop of the call goes on"
+
+
+@pytest.mark.usefixtures("each_alone")
+async def test_commits_of_one_call_are_under_way_together_and_no_more_than_allowed(store, pushed):
+    reader, outcomes = await pushed(numbered(PLENTY))
+    await store.until(COMMITS)
+    await settled()
+    assert [sequences for sequences, _ in store.commits] == [[1], [2], [3]]
+
+    # One that is answered makes room for another.
+    store.commits[0][1].set_result(None)
+    await store.until(COMMITS + 1)
+    await settled()
+    assert (len(store.commits), outcomes) == (COMMITS + 1, [1])
+    for number in range(1, PLENTY):
+        await store.until(number + 1)
+        store.commits[number][1].set_result(None)
+    await reader
+    assert outcomes == list(range(1, PLENTY + 1))
+
+
+@pytest.mark.usefixtures("each_alone")
+async def test_answers_come_in_the_order_of_the_groups_whichever_commit_ends_first(store, pushed):
+    reader, outcomes = await pushed(numbered(COMMITS))
+    await store.until(COMMITS)
+    for _, answer in reversed(store.commits):
+        answer.set_result(None)
+        await settled()
+        if answer is not store.commits[0][1]:
+            assert outcomes == []
+    await reader
+
+    assert outcomes == [1, 2, 3]
+
+
+@pytest.mark.usefixtures("each_alone")
+async def test_what_came_before_a_message_that_is_refused_is_committed_and_answered(store, pushed):
+    reader, outcomes = await pushed(numbered(2, then=InvalidRequest("no message")))
+    await store.until(2)
+    for _, answer in store.commits:
+        answer.set_result(None)
+
+    with pytest.raises(InvalidRequest, match="no message"):
+        await reader
+    assert outcomes == [1, 2]
+
+
+@pytest.mark.usefixtures("each_alone")
+async def test_store_that_fails_ends_the_call_after_the_answers_before_it(store, pushed):
+    reader, outcomes = await pushed(numbered(PLENTY))
+    await store.until(COMMITS)
+    store.commits[0][1].set_result(None)
+    store.commits[1][1].set_exception(OSError("the disk is gone"))
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        await reader
+    assert outcomes == [1]
+
+
+async def test_messages_that_came_together_share_a_commit_and_are_settled_when_it_is_answered(store, pushed):
+    messages = Messages(*[plain(number) for number in range(1, 4)])
+    reader, outcomes = await pushed(messages)
+    await store.until(1)
+    await settled()
+    assert ([sequences for sequences, _ in store.commits], messages.settled) == ([[1, 2, 3]], [])
+
+    store.commits[0][1].set_result(None)
+    await reader
+    assert (outcomes, messages.settled) == ([1, 2, 3], [3])
+
+
+async def test_what_came_together_with_a_message_that_is_none_is_committed_and_answered_first(store, pushed):
+    reader, outcomes = await pushed(Messages(plain(1), plain(2), broken(3), plain(4)))
+    await store.until(1)
+    store.commits[0][1].set_result(None)
+
+    with pytest.raises(InvalidRequest, match="not a Group"):
+        await reader
+    assert outcomes == [1, 2]
+    assert [sequences for sequences, _ in store.commits] == [[1, 2]]

@@ -16,17 +16,18 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-KINDS = ("torch", "zero 1", "zero 2", "zero 3")
-DTYPES = ("fp32", "bf16")
+KINDS = ("zero 3", "zero 2", "zero 1", "torch")
+DTYPES = ("bf16", "fp32")
 MB = 1e6
 
 
@@ -182,29 +183,31 @@ def _operate(backend: Any, name: str, directory: str = "") -> Any:
     return None
 
 
-def _rows(checkouts: dict[str, Path], directory: Path, kinds: Sequence[str], *, width: int, layers: int) -> list[Any]:
+def _cells(kinds: Sequence[str]) -> list[tuple[str, str, int]]:
+    every = [(kind, dtype, ranks) for ranks in (2, 1) for dtype in DTYPES for kind in kinds]
+    return [cell for cell in every if cell[0] != "torch" or cell[2] == 1]
+
+
+def _rows(checkouts: dict[str, Path], directory: Path, kinds: Sequence[str], width: int, layers: int) -> Iterator[Any]:
     tiny, model_dir = directory / "tiny", directory / "model"
     write_model(tiny, hidden_size=32, num_layers=1, vocab_size=64)
     size = write_model(model_dir, hidden_size=width, num_layers=layers)
-    rows = []
-    for kind, dtype in [(kind, dtype) for kind in kinds for dtype in DTYPES]:
-        for ranks in (1,) if kind == "torch" else (1, 2):
-            row: dict[str, Any] = {"backend": kind, "compute_dtype": dtype, "ranks": ranks, "parameters": size}
-            exact = {}
-            for name, checkout in checkouts.items():
-                saved = str(directory / f"{name}-{kind[-1]}-{dtype}-{ranks}")
-                job = {"tiny": str(tiny), "model_dir": str(model_dir), "kind": kind, "dtype": dtype, "ranks": ranks}
-                first = [["load"], ["published"], ["step"], ["store"], ["save", saved]]
-                one = measure({**job, "operations": first}, checkout=checkout)
-                other = measure({**job, "operations": [["load"], ["restore", saved]]}, checkout=checkout)
-                peaks = {**{key: one[key] for key in ("load", "kept", "published")}, "restore": other["restore"]}
-                row[name] = {key: [round(peak / MB, 1) for peak in value] for key, value in peaks.items()}
-                exact[name] = (one["loss"], one["root"])
-            if len(exact) > 1:
-                row["is_bit_equal"] = len({json.dumps(value) for value in exact.values()}) == 1
-            rows.append(row)
-            print(json.dumps(row), flush=True)
-    return rows
+    for kind, dtype, ranks in _cells(kinds):
+        row: dict[str, Any] = {"backend": kind, "compute_dtype": dtype, "ranks": ranks, "parameters": size}
+        exact = []
+        for name, checkout in checkouts.items():
+            saved = str(directory / f"{name}-{kind[-1]}-{dtype}-{ranks}")
+            job = {"tiny": str(tiny), "model_dir": str(model_dir), "kind": kind, "dtype": dtype, "ranks": ranks}
+            first = [["load"], ["published"], ["step"], ["store"], ["save", saved]]
+            one = measure({**job, "operations": first}, checkout=checkout)
+            other = measure({**job, "operations": [["load"], ["restore", saved]]}, checkout=checkout)
+            shutil.rmtree(saved)
+            peaks = {**{key: one[key] for key in ("load", "kept", "published")}, "restore": other["restore"]}
+            row[name] = {key: [round(peak / MB, 1) for peak in value] for key, value in peaks.items()}
+            exact.append(json.dumps([one["loss"], one["root"]]))
+        if len(exact) > 1:
+            row["is_bit_equal"] = len(set(exact)) == 1
+        yield row
 
 
 def main() -> None:
@@ -223,10 +226,13 @@ def main() -> None:
     kinds = [kind for kind in options.kinds if kind == "torch" or find_spec("deepspeed") is not None]
     checkouts = {"after": ROOT} if options.before is None else {"before": options.before.resolve(), "after": ROOT}
     with tempfile.TemporaryDirectory(prefix="heterorl-load-") as directory:
-        rows = _rows(checkouts, Path(directory), kinds, width=options.width, layers=options.layers)
-    if options.out is not None:
-        result = {"unit": "MB beyond an idle rank, peak of each rank", "rows": rows, "processor": platform.processor()}
-        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        rows = []
+        for row in _rows(checkouts, Path(directory), kinds, options.width, options.layers):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+            if options.out is not None:
+                result = {"unit": "MB of each rank beyond an idle one", "rows": rows, "processor": platform.processor()}
+                options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -92,6 +92,7 @@ bench-learner: $(SETUP)  ## A GRPO step beside TRL's: tokens per second and peak
 bench-groups: $(SETUP)  ## What a group costs the coordinator: CPU from a push's bytes to the learner's, beside what its bytes alone cost
 bench-hf-rows: $(SETUP)  ## The hf engine's rows refilled between two tokens, beside waves, on the same long-tailed requests; 3 minutes
 bench-ingest: $(SETUP)  ## Groups taken in durably by one core, beside PostgreSQL and NATS JetStream on the same disk; 2 minutes, 4 GB of disk
+bench-load: $(ENGINES_SETUP)  ## What each rank of a learner holds at most while it loads: torch and ZeRO 1 to 3, 1 and 2 ranks: BEFORE=CHECKOUT; 15 minutes
 bench-merge: $(SETUP)  ## Merged deltas beside the chain: bytes and seconds for samplers 1 to 256 versions behind
 bench-weights: $(SETUP)  ## Weight deltas of real GRPO steps: ours, open schemes, the entropy bound; trains once, 4 minutes
 bench-overlap: $(SETUP)  ## What a learner's trainer waits while versions are published, beside one that waits for each commit; 3 minutes
@@ -111,7 +112,9 @@ bench-merge: MODULE = weights_merge
 bench-merge: RESULTS = weights_merge
 bench-forward: OPTIONS = --model $(MODEL) --resume
 bench-loop: OPTIONS = $(if $(MODEL),--model $(MODEL)) $(if $(BEFORE),--before $(BEFORE))
-bench-loop bench-sampler: BIN = $(ENGINES)
+bench-load: MODULE = load_memory
+bench-load: OPTIONS = $(if $(BEFORE),--before $(BEFORE))
+bench-load bench-loop bench-sampler: BIN = $(ENGINES)
 bench-loop bench-sampler: THREADS += VLLM_CPU_OMP_THREADS_BIND=nobind
 $(filter bench-%,$(SHOWN)): bench-%:
 	$(THREADS) $(BIN)/python -m benchmarks.$(or $(MODULE),$*) $(OPTIONS) --out benchmarks/results/$(or $(RESULTS),$*).json

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 from heterorl.common.errors import CorruptStore
 from heterorl.common.model.adapters import trainable
 from heterorl.common.types.common import NO_LORA, LoraSettings
+from heterorl.learner.backends.loading.tensor_file import TensorFile
 
 WEIGHTS_FILE = "weights.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -75,7 +75,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def read_state(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Put the state back into a model and a fresh optimizer.
+    """Put the state back into a model and a fresh optimizer; beside these, one tensor at a time is in memory.
 
     Returns:
         The number of applied steps.
@@ -84,26 +84,27 @@ def read_state(directory: Path, model: nn.Module, optimizer: torch.optim.Optimiz
         CorruptStore: a file is missing, broken, or of another model; nothing was changed.
     """
     parameters = trainable(model)
+    weights, moments = TensorFile(directory / WEIGHTS_FILE), TensorFile(directory / OPTIMIZER_FILE)
     try:
-        weights = load_file(directory / WEIGHTS_FILE)
-        moments = load_file(directory / OPTIMIZER_FILE)
         counters = json.loads((directory / COUNTERS_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError) as error:
         raise CorruptStore(f"checkpoint {directory} cannot be read: {error}") from error
-    applied_steps = check_state(directory, parameters, weights, moments, counters)
-    check_random_state(directory, moments["random/cpu"])
+    applied_steps = check_state(directory, parameters, weights.tensors, moments.tensors, counters)
+    random = moments.flat("random/cpu").clone()
+    check_random_state(directory, random)
     for name, parameter in parameters.items():
-        parameter.copy_(weights[name])
-        if f"step/{name}" in moments:
+        parameter.copy_(weights.flat(name).view(parameter.shape))
+        if f"step/{name}" in moments.tensors:
             # AdamW keeps its count on the CPU whatever the device.
             optimizer.state[parameter] = {
-                key: moments[f"{key}/{name}"].clone().to("cpu" if key == "step" else parameter.device)
+                key: moments.flat(stored).view(moments.tensors[stored].shape).to(place, copy=True)
                 for key in _MOMENTS
+                for stored, place in [(f"{key}/{name}", "cpu" if key == "step" else parameter.device)]
             }
-    torch.set_rng_state(moments["random/cpu"])
+    torch.set_rng_state(random)
     device = next(model.parameters()).device
-    if device.type == "cuda" and "random/cuda" in moments:
-        torch.cuda.set_rng_state(moments["random/cuda"], device)
+    if device.type == "cuda" and "random/cuda" in moments.tensors:
+        torch.cuda.set_rng_state(moments.flat("random/cuda").clone(), device)
     return applied_steps
 
 

@@ -23,13 +23,14 @@ from heterorl.common.process.clock import Clock, SystemClock
 from heterorl.common.types.common import Digest, SamplingSemantics, StepReport
 from heterorl.common.types.rollout import QueuedGroup
 from heterorl.common.weights.arena import Arena, Layout
+from heterorl.learner.backends.loading.opened import fill, open_model
 from heterorl.learner.backends.state import copy_state, read_state
 from heterorl.learner.loss.config import LossConfig
 from heterorl.learner.loss.rule import caveats, rule_of
 from heterorl.learner.train.batch import build_batch
 from heterorl.learner.train.config import TorchBackendConfig
 from heterorl.learner.train.kernels import apply_liger, compile_forward
-from heterorl.learner.train.model import check_forward, load_model
+from heterorl.learner.train.model import check_forward
 from heterorl.learner.train.reference import load_reference
 from heterorl.learner.train.stand_in import Rounding
 from heterorl.learner.train.step import accumulate_gradients, apply_gradients, end_step
@@ -56,14 +57,14 @@ class TorchBackend:
             ConfigError: the model or the loss's reference cannot be loaded or trained in the chosen layout, the
                 device does not exist, or there are no layers for the adapters.
         """
-        model = load_model(model_dir, gradient_checkpointing=config.gradient_checkpointing)
-        self.lora = lora.settings(base_digest(model) if lora.is_on else Digest(""))
-        if self.lora.rank:
-            attach(model, self.lora)
+        opened = open_model(model_dir, gradient_checkpointing=config.gradient_checkpointing)
         try:
-            self._model = model.to(config.device)
+            self._model = fill(opened, device=config.device)
         except (RuntimeError, AssertionError) as error:
             raise ConfigError("backend.device", f"cannot use {config.device}: {error}") from error
+        self.lora = lora.settings(base_digest(self._model) if lora.is_on else Digest(""))
+        if self.lora.rank:
+            attach(self._model, self.lora)
         apply_liger(self._model, config)
         check_forward(self._model, batching=config.batching)
         compile_forward(self._model, config)

@@ -29,13 +29,13 @@ from heterorl.learner.backends.zero.checkpoint import read_checkpoint_files, wri
 from heterorl.learner.backends.zero.collectives import Collectives
 from heterorl.learner.backends.zero.commands import Command, Do, command_from_bytes, command_to_bytes
 from heterorl.learner.backends.zero.engine import build_engine
+from heterorl.learner.backends.zero.opening import open_together
 from heterorl.learner.backends.zero.step import Passes
 from heterorl.learner.loss.config import LossConfig
 from heterorl.learner.loss.rule import caveats, rule_of
 from heterorl.learner.train.batch import build_batch
 from heterorl.learner.train.config import DeepSpeedBackendConfig
 from heterorl.learner.train.kernels import apply_liger, compile_forward
-from heterorl.learner.train.model import check_forward, load_model
 from heterorl.learner.train.stand_in import Rounding
 from heterorl.learner.train.step import StepEnd, apply_gradients, end_step
 
@@ -73,8 +73,8 @@ class DeepSpeedBackend:
         if ranks.rank == 0:
             for note in caveats(self._rule):
                 _LOG.warning("%s", note)
-        model = load_model(model_dir, gradient_checkpointing=config.gradient_checkpointing)
-        check_forward(model, batching=config.batching)
+        opened = open_together(model_dir, config, ranks)
+        model = opened.model
         # After the check, which is on the CPU.
         apply_liger(model, config)
         self._layout = tensors.layout_of(model, config.published_dtype)
@@ -90,7 +90,7 @@ class DeepSpeedBackend:
         self._max_new_tokens = sampling.max_new_tokens
         self._ranks = ranks
         self._clock = clock or SystemClock()
-        built = build_engine(model, config, temperature=sampling.logprob_temperature, ranks=ranks)
+        built = build_engine(opened, config, temperature=sampling.logprob_temperature, ranks=ranks)
         self._engine, self._state = built.engine, built.state
         compile_forward(model, config)
         self._passes = Passes(
@@ -251,10 +251,12 @@ class DeepSpeedBackend:
         for name in sorted(self._state.shapes):
             spec = self._layout.spec(name)
             dtype = tensors.TORCH_DTYPE[spec.dtype]
-            whole = torch.empty(math.prod(spec.shape), dtype=torch.float32)
-            if arena is not None:
-                whole.copy_(torch.from_numpy(arena.view(name)).view(dtype).reshape(-1))
-            self._ranks.broadcast(whole)
+            if arena is None:
+                whole = torch.empty(math.prod(spec.shape), dtype=dtype)
+            else:
+                # The arena's own memory, of which the broadcast reads.
+                whole = torch.from_numpy(arena.view(name)).view(dtype).reshape(-1)
+            self._ranks.broadcast(whole.view(torch.uint8))
             self._state.put(name, "", whole)
         if arena is not None:
             self._buffers = {

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from heterorl.common.errors import CorruptStore
+from heterorl.learner.backends.loading.tensor_file import TensorFile
 from heterorl.learner.backends.state import (
     COUNTERS_FILE,
     FORMAT,
@@ -23,7 +24,7 @@ from heterorl.learner.backends.state import (
     check_random_state,
     check_state,
 )
-from heterorl.learner.backends.zero.files import TensorFile, write_tensors
+from heterorl.learner.backends.zero.files import write_tensors
 from heterorl.learner.backends.zero.state import MOMENTS, ZeroState
 
 

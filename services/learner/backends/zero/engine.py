@@ -1,10 +1,17 @@
-"""From a language model to a DeepSpeed engine whose masters are exactly the model's fp32 weights."""
+"""From an opened language model to a DeepSpeed engine whose masters are exactly the model's fp32 weights.
+
+Guarantees: no rank holds the whole model in fp32 where its stage divides it. DeepSpeed divides parameters of no
+content, whose pages on the CPU nothing has touched, and each rank then reads what it keeps: its piece of the masters,
+and in stages 1 and 2 the whole in the type that the model computes with.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +20,8 @@ from torch import nn
 
 from heterorl.common.errors import ConfigError, DependencyMissing
 from heterorl.common.model.packages import check_engine
+from heterorl.learner.backends.loading.empty import replace_parameters
+from heterorl.learner.backends.loading.opened import OpenedModel
 from heterorl.learner.backends.zero.collectives import Collectives
 from heterorl.learner.backends.zero.state import ZeroState
 from heterorl.learner.backends.zero.step import LogprobModel
@@ -79,8 +88,10 @@ class Engine:
     device: torch.device
 
 
-def build_engine(model: nn.Module, config: DeepSpeedBackendConfig, *, temperature: float, ranks: Collectives) -> Engine:
-    """Hand a model over to DeepSpeed; the model object stays the same, its weights are DeepSpeed's afterwards.
+def build_engine(
+    opened: OpenedModel, config: DeepSpeedBackendConfig, *, temperature: float, ranks: Collectives
+) -> Engine:
+    """Hand a model over to DeepSpeed and read its weights; the model object stays the same.
 
     Raises:
         DependencyMissing: DeepSpeed is not installed.
@@ -96,25 +107,30 @@ def build_engine(model: nn.Module, config: DeepSpeedBackendConfig, *, temperatur
             f"DeepSpeed found {deepspeed.get_accelerator().device_name()}, not {device.type}",
             action=f"set DS_ACCELERATOR={device.type} in the environment, or change backend.device",
         )
+    model, weights = opened.model, opened.weights
     shapes = {name: parameter.shape for name, parameter in model.named_parameters() if parameter.requires_grad}
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()}
     is_low = config.compute_dtype == "bf16" and config.stage > 0
-    masters: dict[str, torch.Tensor] = {}
-    if is_low:
-        masters = {name: parameter.detach() for name, parameter in model.named_parameters() if name in shapes}
-        model.to(torch.bfloat16)
     products = torch.bfloat16 if config.compute_dtype == "bf16" and not is_low else None
     wrapped = LogprobModel(model, temperature=temperature, autocast_dtype=products)
     own = engine_config(config, world_size=ranks.world_size)
-    with warnings.catch_warnings():
+
+    def without_content(name: str, meta: nn.Parameter) -> torch.Tensor:
+        like = torch.empty(meta.shape, dtype=torch.bfloat16 if is_low else torch.float32, device=device)
+        return like if name in shapes else like.copy_(weights.flat(name).view(meta.shape))
+
+    parameters = (parameter for _, parameter in replace_parameters(model, without_content))
+    with warnings.catch_warnings(), _without_broadcast(deepspeed.DeepSpeedEngine):
         warnings.simplefilter("ignore")
         deepspeed.init_distributed(
             dist_backend="gloo" if device.type == "cpu" else "nccl", auto_mpi_discovery=False, verbose=False
         )
         if config.stage == 3:
-            # Parameter by parameter, so that no device ever holds the whole model.
-            deepspeed.zero.Init(module=wrapped, config_dict_or_path=own)
+            # Parameter by parameter, so that no rank ever holds the whole model.
+            deepspeed.zero.Init(module=_OneByOne(parameters), config_dict_or_path=own)
             deepspeed.zero.register_external_parameter(wrapped.head, wrapped.head.weight)
+        else:
+            list(parameters)
         optimizer = torch.optim.AdamW(
             [parameter for parameter in wrapped.parameters() if parameter.requires_grad],
             lr=config.lr,
@@ -124,11 +140,32 @@ def build_engine(model: nn.Module, config: DeepSpeedBackendConfig, *, temperatur
         engine, *_ = deepspeed.initialize(model=wrapped, optimizer=optimizer, config=own)
     named = {name: parameter for name, parameter in model.named_parameters() if name in shapes}
     state = ZeroState(engine, stage=config.stage, parameters=named, shapes=shapes, ranks=ranks)
-    if is_low:
-        # DeepSpeed starts its masters from the bf16 copy, and rounds buffers such as the frequencies of positions.
-        for name, values in masters.items():
-            state.put(name, "", values.reshape(-1))
-        for name, buffer in model.named_buffers():
-            if name in buffers:
-                buffer.data = buffers[name].to(device)
+    for name in sorted(shapes):
+        state.put(name, "", weights.flat(name))
+    for name, buffer in model.named_buffers():
+        if name in buffers:
+            # It may have been rounded, such as the frequencies of positions.
+            buffer.data = buffers[name].to(device)
     return Engine(engine=engine, state=state, device=device)
+
+
+class _OneByOne(nn.Module):
+    """A module whose parameters come to be as they are asked for."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
+        super().__init__()
+        self._coming = parameters
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:  # noqa: ARG002 - torch's name
+        return self._coming
+
+
+@contextmanager
+def _without_broadcast(engine: Any) -> Iterator[None]:
+    """While it lasts, an engine does not send rank 0's parameters to all, which would touch every page of them."""
+    own = engine._broadcast_model
+    engine._broadcast_model = lambda _: None
+    try:
+        yield
+    finally:
+        engine._broadcast_model = own

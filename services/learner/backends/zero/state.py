@@ -87,7 +87,8 @@ class ZeroState:
         Args:
             name: of the parameter.
             key: which tensor.
-            whole: the flattened tensor in fp32, of which no more is read than is needed; may lie on a disk.
+            whole: the flattened tensor of a type that fp32 has exactly, of which no more is read than is needed; may
+                lie on a disk.
         """
         piece = self._pieces[name]
         values = whole[piece.start : piece.start + piece.size]

@@ -6,13 +6,13 @@ import threading
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from heterorl.common.errors import ConfigError, CorruptStore, DependencyMissing
+from heterorl.common.errors import ConfigError, DependencyMissing
 from heterorl.common.process.config import load
 from heterorl.learner.backends.zero.commands import Command, Do, command_from_bytes, command_to_bytes
 from heterorl.learner.backends.zero.engine import engine_config, import_deepspeed
-from heterorl.learner.backends.zero.files import TensorFile, write_tensors
+from heterorl.learner.backends.zero.files import write_tensors
 from heterorl.learner.backends.zero.ranks import LocalRanks
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.train.config import DeepSpeedBackendConfig, TorchBackendConfig
@@ -29,44 +29,6 @@ def test_streamed_file_is_a_safetensors_file(tmp_path):
     assert read.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert torch.equal(read[name].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8))
-
-
-def test_pieces_are_read_from_a_file_of_the_torch_backend(tmp_path):
-    path = tmp_path / "x.safetensors"
-    save_file({"w": torch.arange(12.0).reshape(3, 4), "n": torch.tensor(7.0), "e": torch.zeros(0, 3)}, path)
-
-    file = TensorFile(path)
-
-    assert file.flat("w")[5:8].tolist() == [5.0, 6.0, 7.0]
-    assert file.flat("n").tolist() == [7.0]
-    assert file.flat("e").numel() == 0
-    assert file.tensors["w"].shape == (3, 4)
-
-
-def test_reading_a_piece_leaves_the_file_as_it_was(tmp_path):
-    path = tmp_path / "x.safetensors"
-    save_file({"w": torch.arange(12.0)}, path)
-    before = path.read_bytes()
-
-    TensorFile(path).flat("w").zero_()
-
-    assert path.read_bytes() == before
-
-
-@pytest.mark.parametrize("damage", [lambda data: data[:-5], lambda data: b"\xff" * 8 + data[8:], lambda data: b""])
-def test_broken_file_is_refused(tmp_path, damage):
-    path = tmp_path / "x.safetensors"
-    save_file({"w": torch.arange(12.0)}, path)
-    path.write_bytes(damage(path.read_bytes()))
-
-    with pytest.raises(CorruptStore):
-        TensorFile(path)
-
-
-def test_tensor_of_another_type_is_not_taken_for_fp32(tmp_path):
-    save_file({"w": torch.zeros(4, dtype=torch.bfloat16)}, tmp_path / "x.safetensors")
-
-    assert TensorFile(tmp_path / "x.safetensors").tensors["w"].dtype == torch.float64
 
 
 def test_command_survives_its_way(tmp_path):

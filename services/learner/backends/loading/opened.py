@@ -1,0 +1,174 @@
+"""A model directory, opened: the model without its weights, and the weights by the model's own names.
+
+Guarantees: what is read is bit for bit what transformers loads. Where names or values in the files are not the model's
+own (experts that are merged, quantised weights, tied tensors that differ, files that are not safetensors), transformers
+reads the whole model, and the log says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from heterorl.common.errors import ConfigError, CorruptStore
+from heterorl.common.model.directory import first_line
+from heterorl.learner.backends.loading.empty import empty_model, replace_parameters
+from heterorl.learner.backends.loading.shards import Shards, weight_files
+from heterorl.learner.train.model import load_model, prepare
+
+_LOG = logging.getLogger(__name__)
+_EXACT_IN_FP32 = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Weights(Protocol):
+    """Where a model's weights are."""
+
+    def flat(self, name: str) -> torch.Tensor:
+        """The flattened tensor of a name of the model, of a type that fp32 has exactly; not to be written to."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedModel:
+    """A model whose parameters are on the meta device, ready to train when it has weights; its buffers are real."""
+
+    model: nn.Module
+    weights: Weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedShards:
+    """Weights on the disk; `names` leads from the model's names to those of the files."""
+
+    shards: Shards
+    names: Mapping[str, str]
+
+    def flat(self, name: str) -> torch.Tensor:
+        """See Weights."""
+        return self.shards.flat(self.names[name])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldWeights:
+    """Weights in this process's memory."""
+
+    tensors: Mapping[str, torch.Tensor]
+
+    def flat(self, name: str) -> torch.Tensor:
+        """See Weights."""
+        return self.tensors[name].reshape(-1)
+
+
+class _NotByName(Exception):
+    """The files are not the model's tensors by name; says why."""
+
+
+def open_model(model_dir: str | Path, *, gradient_checkpointing: bool = False, may_hold: bool = True) -> OpenedModel:
+    """Open a local directory or hub id; of its weights, types and shapes alone are read.
+
+    Args:
+        model_dir: the directory or id.
+        gradient_checkpointing: as `prepare` takes it.
+        may_hold: read the whole model where it cannot be read by name; otherwise `weights` is then empty, and what is
+            not trained is as it is computed.
+
+    Raises:
+        ConfigError: it is not a causal language model, or cannot be read.
+    """
+    try:
+        opened = _by_name(str(model_dir))
+    except _NotByName as reason:
+        opened = _whole(model_dir, reason) if may_hold else _without_weights(model_dir)
+    except CorruptStore as error:
+        raise ConfigError("model_dir", f"cannot load {model_dir}: {first_line(error)}") from error
+    prepare(opened.model, gradient_checkpointing=gradient_checkpointing)
+    return opened
+
+
+def fill(opened: OpenedModel, *, device: torch.device | str = "cpu") -> nn.Module:
+    """Give the model all of its weights as fp32 masters on a device, in memory of their own; returns it."""
+    names = replace_parameters(
+        opened.model,
+        lambda name, meta: opened.weights.flat(name).to(device, torch.float32, copy=True).view(meta.shape),
+    )
+    for _ in names:
+        pass
+    return opened.model.to(device)
+
+
+def _by_name(model_dir: str) -> OpenedModel:
+    try:
+        if (Path(model_dir) / "adapter_config.json").is_file():
+            raise _NotByName("it has an adapter")
+        files = weight_files(model_dir)
+        if not files:
+            raise _NotByName("it has no safetensors")
+        model = empty_model(model_dir)
+    except (OSError, ValueError) as error:
+        raise _NotByName(first_line(error)) from error
+    network: Any = model
+    if getattr(network.config, "quantization_config", None) is not None:
+        raise _NotByName("it is quantised")
+    if _is_converted(model):
+        raise _NotByName("transformers computes its tensors from those in the files")
+    weights = NamedShards(shards=(shards := Shards(files)), names=_names(model, shards))
+    with torch.no_grad():
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if not isinstance(tensor, nn.Parameter):
+                tensor.copy_(weights.flat(name).view(tensor.shape))
+    return OpenedModel(model=model, weights=weights)
+
+
+def _whole(model_dir: str | Path, reason: _NotByName) -> OpenedModel:
+    _LOG.warning("%s is read whole before it is divided: %s", model_dir, reason)
+    model = load_model(model_dir)
+    held = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
+    for _ in replace_parameters(model, lambda _, parameter: parameter.detach().to("meta")):
+        pass
+    return OpenedModel(model=model, weights=HeldWeights(tensors=held))
+
+
+def _without_weights(model_dir: str | Path) -> OpenedModel:
+    try:
+        return OpenedModel(model=empty_model(str(model_dir)), weights=HeldWeights(tensors={}))
+    except (OSError, ValueError) as error:
+        raise ConfigError("model_dir", f"cannot load {model_dir}: {first_line(error)}") from error
+
+
+def _is_converted(model: nn.Module) -> bool:
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+    except ImportError:
+        # Older ones rename at most, and a name that is the model's own is then itself.
+        return False
+    network: Any = model
+    return any(getattr(step, "operations", None) for step in get_model_conversion_mapping(network))
+
+
+def _names(model: nn.Module, shards: Shards) -> dict[str, str]:
+    """Where each tensor of a model is; tied ones are one tensor, under any of their names."""
+    tied: dict[int, list[str]] = {}
+    state = model.state_dict(keep_vars=True)
+    for name, tensor in state.items():
+        if not isinstance(tensor, nn.Parameter) and tensor.dtype != torch.float32:
+            raise _NotByName(f"{name} is {tensor.dtype}")
+        tied.setdefault(id(tensor), []).append(name)
+    where: dict[str, str] = {}
+    for names in tied.values():
+        found = [name for name in names if name in shards]
+        if not found:
+            raise _NotByName(f"{names[0]} is not in the files")
+        for name in found:
+            like = shards.like(name)
+            if like.shape != state[name].shape or like.dtype not in _EXACT_IN_FP32:
+                raise _NotByName(f"{name} is {like.dtype} {tuple(like.shape)} in the files")
+        if any(not torch.equal(shards.flat(found[0]), shards.flat(name)) for name in found[1:]):
+            raise _NotByName(f"{' and '.join(found)} are tied and differ")
+        where.update(dict.fromkeys(names, found[0]))
+    return where

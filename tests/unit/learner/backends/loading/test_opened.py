@@ -1,0 +1,209 @@
+"""What is read by name is what transformers loads, bit for bit; what cannot be is read whole."""
+
+import json
+import logging
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from heterorl.common.errors import ConfigError
+from heterorl.common.model import tensors
+from heterorl.common.weights.arena import Arena
+from heterorl.learner.backends.loading.empty import replace_parameters
+from heterorl.learner.backends.loading.opened import HeldWeights, NamedShards, fill, open_model
+from heterorl.learner.train.model import load_model
+from tests.support.training import tiny_model
+
+FAMILIES = ["Qwen3", "Llama", "Olmo2", "Qwen2"]
+
+
+def _saved(directory, *, dtype=torch.float32, max_shard_size="1GB", **settings):
+    tiny_model(**settings).to(dtype).save_pretrained(directory, max_shard_size=max_shard_size)
+    return directory
+
+
+def _assert_same(actual, expected):
+    layout = tensors.layout_of(expected, "fp32")
+    assert tensors.layout_of(actual, "fp32").layout_id == layout.layout_id
+    for method in ("named_parameters", "named_buffers"):
+        own, other = dict(getattr(actual, method)()), dict(getattr(expected, method)())
+        assert own.keys() == other.keys()
+        for name, tensor in other.items():
+            assert own[name].dtype == tensor.dtype, name
+            assert torch.equal(own[name].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)), name
+    roots = []
+    for model in (actual, expected):
+        arena = Arena(tensors.layout_of(model, "bf16"))
+        tensors.store(model, arena)
+        roots.append(arena.state_root())
+    assert roots[0] == roots[1]
+
+
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_by_name_are_those_that_transformers_loads(tmp_path, family, is_tied):
+    directory = _saved(tmp_path, family=family, is_tied=is_tied)
+
+    opened = open_model(directory)
+
+    assert isinstance(opened.weights, NamedShards)
+    assert all(parameter.is_meta for parameter in opened.model.parameters())
+    expected = load_model(directory)
+    assert tensors.layout_of(opened.model, "bf16").layout_id == tensors.layout_of(expected, "bf16").layout_id
+    _assert_same(fill(opened), expected)
+    assert opened.model.training == expected.training
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_narrow_weights_in_several_files_become_exact_masters(tmp_path, dtype):
+    directory = _saved(tmp_path, dtype=dtype, max_shard_size=8000)
+    assert len(list(directory.glob("*.safetensors"))) > 2
+
+    opened = open_model(directory)
+
+    assert isinstance(opened.weights, NamedShards)
+    assert opened.weights.flat("lm_head.weight").dtype == dtype
+    _assert_same(fill(opened), load_model(directory))
+
+
+def test_masters_are_memory_of_their_own(tmp_path):
+    directory = _saved(tmp_path)
+    before = (directory / "model.safetensors").read_bytes()
+    opened = open_model(directory)
+
+    with torch.no_grad():
+        for parameter in fill(opened).parameters():
+            parameter.zero_()
+
+    assert (directory / "model.safetensors").read_bytes() == before
+    assert opened.weights.flat("model.norm.weight").any()
+
+
+def test_reading_leaves_the_random_state_alone(tmp_path):
+    directory = _saved(tmp_path)
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+
+    fill(open_model(directory))
+
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def _change(directory, change):
+    path = directory / "model.safetensors"
+    values = change(load_file(path))
+    save_file(values, path, metadata={"format": "pt"})
+
+
+def _drop(name):
+    return lambda values: {key: value for key, value in values.items() if key != name}
+
+
+def _head(scale):
+    return lambda values: values | {"lm_head.weight": values["model.embed_tokens.weight"] * scale}
+
+
+def test_tied_weights_may_be_there_twice_under_either_name(tmp_path):
+    directory = _saved(tmp_path)
+    _change(directory, _head(1.0))
+    assert isinstance(open_model(directory).weights, NamedShards)
+    _assert_same(fill(open_model(directory)), load_model(directory))
+    _change(directory, _drop("model.embed_tokens.weight"))
+
+    opened = open_model(directory)
+
+    assert isinstance(opened.weights, NamedShards)
+    _assert_same(fill(opened), load_model(directory))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_head(2.0), "tied and differ"),
+        (_drop("model.layers.1.mlp.up_proj.weight"), "up_proj.weight is not in the files"),
+        (lambda values: {name: value.double() for name, value in values.items()}, "float64"),
+    ],
+    ids=["tied-differ", "missing", "double"],
+)
+def test_files_that_are_not_the_model_by_name_are_left_to_transformers(tmp_path, caplog, change, reason):
+    directory = _saved(tmp_path)
+    _change(directory, change)
+
+    with caplog.at_level(logging.WARNING, logger="heterorl"):
+        torch.manual_seed(0)
+        opened = open_model(directory)
+
+    assert isinstance(opened.weights, HeldWeights)
+    assert reason in caplog.text
+    assert all(parameter.is_meta for parameter in opened.model.parameters())
+    torch.manual_seed(0)
+    _assert_same(fill(opened), load_model(directory))
+
+
+def test_experts_that_transformers_merges_are_left_to_it(tmp_path):
+    directory = _saved(tmp_path, family="Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+
+    opened = open_model(directory)
+
+    assert isinstance(opened.weights, HeldWeights)
+    _assert_same(fill(opened), load_model(directory))
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-5], lambda data: b"", lambda data: b"\xff" * 8 + data[8:]])
+def test_broken_file_is_named_with_the_key(tmp_path, damage):
+    directory = _saved(tmp_path)
+    path = directory / "model.safetensors"
+    path.write_bytes(damage(path.read_bytes()))
+
+    with pytest.raises(ConfigError, match="model_dir"):
+        open_model(directory)
+
+
+def _renamed_shard(directory, name):
+    index = directory / "model.safetensors.index.json"
+    table = json.loads(index.read_text())
+    old = table["weight_map"]["model.norm.weight"]
+    table["weight_map"] = {key: name if value == old else value for key, value in table["weight_map"].items()}
+    index.write_text(json.dumps(table))
+    return directory / old
+
+
+def test_file_outside_the_directory_is_not_opened_by_name(tmp_path, caplog):
+    directory = _saved(tmp_path / "model", max_shard_size=8000)
+    _renamed_shard(directory, "../x.safetensors").rename(tmp_path / "x.safetensors")
+
+    with caplog.at_level(logging.WARNING, logger="heterorl"):
+        opened = open_model(directory)
+
+    assert isinstance(opened.weights, HeldWeights)
+    assert "names files that are not there" in caplog.text
+
+
+def test_missing_file_is_named_with_the_key(tmp_path):
+    directory = _saved(tmp_path, max_shard_size=8000)
+    _renamed_shard(directory, "gone.safetensors")
+
+    with pytest.raises(ConfigError, match="model_dir"):
+        open_model(directory)
+
+
+def test_directory_without_a_model_is_named_with_the_key(tmp_path):
+    with pytest.raises(ConfigError, match="model_dir"):
+        open_model(tmp_path)
+
+
+def test_replaced_parameters_come_one_at_a_time_and_stay_tied():
+    model = tiny_model()
+    made = []
+
+    coming = replace_parameters(model, lambda name, old: made.append(name) or torch.full_like(old, len(made)))
+
+    assert made == []
+    name, first = next(coming)
+    assert made == [name] == ["model.embed_tokens.weight"]
+    assert model.model.embed_tokens.weight is first
+    assert model.lm_head.weight is first
+    rest = dict(coming)
+    assert dict(model.named_parameters()) == {name: first, **rest}
+    assert len(made) == len(set(made)) == len(rest) + 1

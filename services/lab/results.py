@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
+from heterorl.common.process.config import Config
 from heterorl.common.wire.common import bytes_digest
 from heterorl.lab.cell import Cell
 from heterorl.lab.world import Outcome
+
+LATER_KEYS: Mapping[str, frozenset[str]] = {
+    "loss": frozenset(),
+    "delay": frozenset({"default"}),
+    "task": frozenset(),
+    "regime": frozenset(
+        {
+            "top_p",
+            "top_k",
+            "lease_order",
+            "sampler_speed",
+            "versions_in_flight",
+            "steps_per_version",
+            "publish_interval",
+        }
+    ),
+}
+"""Keys that came after the first tables: a digest names them only where they are set, so that runs keep theirs."""
 
 _MEANS = {
     "kl_mean": "kl",
@@ -26,8 +45,25 @@ _MEANS = {
 
 def cell_digest(cell: Cell) -> str:
     """Digest of everything that a run depends on."""
-    parts = (cell.algorithm, cell.delay, cell.task, cell.regime)
-    return bytes_digest("\n".join([cell.run_id, *(part.model_dump_json() for part in parts)]).encode())
+    loss = _unset(cell.algorithm.loss, "loss")
+    parts = (
+        cell.algorithm.model_dump_json(exclude={"loss": loss} if loss else None),
+        *(
+            part.model_dump_json(exclude=_unset(part, name) or None)
+            for name, part in (("delay", cell.delay), ("task", cell.task), ("regime", cell.regime))
+        ),
+    )
+    return bytes_digest("\n".join([cell.run_id, *parts]).encode())
+
+
+def _unset(part: Config, name: str) -> set[str]:
+    """Later keys of a part that have their defaults."""
+    fields = type(part).model_fields
+    return {
+        key
+        for key in LATER_KEYS[name] & fields.keys()
+        if getattr(part, key) == fields[key].get_default(call_default_factory=True)
+    }
 
 
 def identity(cell: Cell) -> dict[str, Any]:
@@ -35,6 +71,8 @@ def identity(cell: Cell) -> dict[str, Any]:
     kind: str = cell.delay.kind
     if cell.is_refreshed:
         kind = f"{kind} refresh"
+    if cell.delay_default:
+        kind = f"{kind} less {cell.delay_default:g}"
     return {
         "run_id": cell.run_id,
         "algorithm": cell.algorithm.name,

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from heterorl.common.errors import ConfigError
 
-_KINDS = ("none", "fixed", "uniform", "lognormal", "weibull", "exponential")
+_KINDS = ("none", "fixed", "uniform", "lognormal", "weibull", "exponential", "sawtooth", "uniform_lag")
 _SAFE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+,@-]*")
 
 

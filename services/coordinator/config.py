@@ -60,8 +60,10 @@ class CoordinatorConfig(Config):
     """Assignments that one site may hold; 0 is an equal share of what all may hold, less what it left unanswered."""
     site_batch_share: float = Field(default=1.0, gt=0, le=1)
     """Largest part of a version's groups from one site while others have groups; 1 is no bound."""
-    lease_order: Literal["oldest", "fair"] = "oldest"
-    """Which groups the learner gets first: those of the oldest policies, or one of each site in turn."""
+    lease_order: Literal["oldest", "fair", "newest"] = "oldest"
+    """Which groups the learner gets first: those of the oldest policies, one of each site in turn, or `newest`: of the
+    newest version when it is newer than any before, else the first that came of those at most max_staleness_versions
+    // 2 versions older than that one; what is older is dropped."""
     quarantine_failures: int = Field(default=3, ge=0)
     """Groups failing the learner's checks that put a site into quarantine until an operator releases it; 0: never."""
     quarantine_window_groups: int = Field(default=1000, ge=1)

@@ -27,6 +27,11 @@ class Cell:
         return upper_end(self.delay)
 
     @property
+    def delay_default(self) -> float:
+        """What is taken off every drawn delay, in its unit."""
+        return float(getattr(self.delay, "default", 0.0))
+
+    @property
     def delay_unit(self) -> str:
         """`versions` or `seconds`."""
         return "versions" if isinstance(self.delay, NoDelay) else self.delay.unit
@@ -42,6 +47,8 @@ class Cell:
         delay = f"{self.delay.kind}{self.delay_value:g}{self.delay_unit[0]}"
         if self.is_refreshed:
             delay += "r"
+        if self.delay_default:
+            delay += f"d{self.delay_default:g}"
         variant = f"-{self.variant}" if self.variant else ""
         return f"{self.task.name}-{self.algorithm.name}-{delay}{variant}"
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from heterorl.common.process.config import Config
 from heterorl.common.tasks.registry import TaskConfig
 from heterorl.learner.loss.config import GepoConfig, LossConfig
+from heterorl.learner.train.interval import FixedIntervalConfig, PublishIntervalConfig
 from heterorl.sampler.policy.delay_models import DelayConfig, NoDelay
 
 AS_PUBLISHED = 20.0
@@ -72,14 +73,29 @@ class RegimeConfig(Config):
     """Rollouts of a prompt."""
     lr: float = Field(default=1e-3, gt=0.0)
     """AdamW step size. Staleness hurts only when the policy moves."""
+    steps_per_version: int = Field(default=1, ge=1)
+    """Optimizer steps between publications; delays in versions count these."""
+    publish_interval: PublishIntervalConfig = FixedIntervalConfig()
+    """Whether a version always holds so many steps, or as many as a bandit chooses, as in a learner's configuration."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the step size grows to lr."""
     temperature: float = Field(default=1.0, gt=0.0)
     """Softmax temperature of the samplers."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Nucleus mass of the samplers; 1 is off. Evaluations draw from the whole distribution."""
+    top_k: int = Field(default=0, ge=0)
+    """Candidates of the samplers; 0 is off. Evaluations draw from the whole distribution."""
     evaluation_temperature: float = Field(default=1.0, gt=0.0)
     """Softmax temperature of every evaluation, the warm start's too: runs at several temperatures stay comparable."""
     num_samplers: int = Field(default=2, ge=1, le=64)
     """Samplers, each with its own delays."""
+    lease_order: Literal["oldest", "newest"] = "oldest"
+    """Which groups the learner gets first, as in a coordinator's configuration; matters where a queue builds up."""
+    sampler_speed: float = Field(default=1.0, gt=0.0)
+    """Groups that all samplers together can make, over those that the learner takes; for delays in seconds. Above 1 a
+    queue builds up, as long as versions_in_flight lets it be."""
+    versions_in_flight: int = Field(default=0, ge=0)
+    """Versions whose groups may be under way or wait; 0 is as few as the delay needs. For delays in seconds."""
     seconds_per_step: float = Field(default=28.0, gt=0.0)
     """How long a learner's step stands for, seconds: delays in seconds become versions by it."""
     link_one_way_s: float = Field(default=0.1, ge=0.0)

@@ -17,9 +17,20 @@ if TYPE_CHECKING:
 
 LATER_KEYS: Mapping[str, frozenset[str]] = {
     "loss": frozenset({"dual_clip", "baseline", "negative_keep", "reference_kl", "negative_weight", "tempering_ess"}),
-    "delay": frozenset(),
+    "delay": frozenset({"default"}),
     "task": frozenset({"lr"}),
-    "regime": frozenset({"last_evaluations"}),
+    "regime": frozenset(
+        {
+            "last_evaluations",
+            "top_p",
+            "top_k",
+            "lease_order",
+            "sampler_speed",
+            "versions_in_flight",
+            "steps_per_version",
+            "publish_interval",
+        }
+    ),
 }
 """Keys that came after the first tables: a digest names them only where they are set, so that runs keep theirs."""
 _POINTS = 10
@@ -66,6 +77,8 @@ def identity(cell: Cell) -> dict[str, Any]:
     kind: str = cell.delay.kind
     if cell.is_refreshed:
         kind = f"{kind} refresh"
+    if cell.delay_default:
+        kind = f"{kind} less {cell.delay_default:g}"
     return {
         "run_id": cell.run_id,
         "algorithm": cell.algorithm.name,

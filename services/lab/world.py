@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import math
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,19 +20,34 @@ from typing import Any
 
 import torch
 
+from heterorl.common.api import CoordinatorApi
 from heterorl.common.generation.hf import HfEngine
 from heterorl.common.model.contract import SamplingConfig
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.registry import build_task
+from heterorl.common.types.policy import stated_version
 from heterorl.common.types.run import RunStatus
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
+from heterorl.coordinator.versions import lineage
 from heterorl.lab.benchmarks import split_evaluation
 from heterorl.lab.cell import Cell
 from heterorl.lab.inline_store import InlineDatabase
 from heterorl.lab.link import Link
 from heterorl.lab.measure import BenchmarkEvaluator, ChargedEngine, MeasuredBackend, Probe
+from heterorl.lab.pace import (
+    STEP_S,
+    PolicyGate,
+    delay_seed,
+    group_s,
+    groups_per_version,
+    lags,
+    left_over_versions,
+    needs_gate,
+    reach_versions,
+    versions_in_flight,
+)
 from heterorl.lab.virtual_loop import VirtualClock, VirtualLoop, run_virtually
 from heterorl.learner import app as learner_app
 from heterorl.learner.assembly import Parts, assemble
@@ -47,8 +61,6 @@ from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.sampler.policy.delay_models import NoDelay
 from heterorl.sampler.policy.record import VersionRecord, record_name
 
-STEP_S = 1.0
-"""Virtual seconds of a learner step."""
 _HOUR = 3600.0
 
 
@@ -120,12 +132,12 @@ def _sampler(
 ) -> sampler_app.Sampler:
     config = _sampler_config(cell, number, model_dir=model_dir, directory=directory)
     parts = assemble_sampler(config, scores_here=True)
-    engine = ChargedEngine(inner=parts.engine, charge=loop.charge, group_s=_group_s(cell))
+    engine = ChargedEngine(inner=parts.engine, charge=loop.charge, group_s=group_s(cell))
     return sampler_app.join(
         config,
         # One program scores both sides here: nothing to find, and the calls would take virtual time.
         dataclasses.replace(parts, engine=engine, canary=()),
-        api=_link(cell, coordinator, config.site),
+        api=_link(cell, _gated(cell, number, coordinator), config.site),
         outbox=outbox,
         record=VersionRecord(config.state_dir / record_name("")),
         clock=clock,
@@ -133,7 +145,17 @@ def _sampler(
     )
 
 
-def _link(cell: Cell, coordinator: Coordinator, name: str) -> Any:
+def _gated(cell: Cell, number: int, coordinator: Coordinator) -> CoordinatorApi:
+    if not needs_gate(cell):
+        return coordinator
+
+    async def head() -> int:
+        return stated_version(await coordinator.database.run(lineage.head_version))
+
+    return PolicyGate(coordinator, lags=lags(cell, number), head=head).api()
+
+
+def _link(cell: Cell, coordinator: CoordinatorApi, name: str) -> Any:
     return Link(
         coordinator,
         one_way_s=cell.regime.link_one_way_s / cell.regime.seconds_per_step,
@@ -142,47 +164,18 @@ def _link(cell: Cell, coordinator: Coordinator, name: str) -> Any:
     ).api()
 
 
-def _counts_versions(cell: Cell) -> bool:
-    return isinstance(cell.delay, NoDelay) or cell.delay.unit == "versions"
-
-
-def _reach_versions(cell: Cell) -> int:
-    """Versions that the delay, there and back where messages travel, can be behind."""
-    if _counts_versions(cell):
-        return math.ceil(cell.delay_value)
-    ways = 1 if cell.is_refreshed else 2
-    return math.ceil(ways * cell.delay_value / cell.regime.seconds_per_step)
-
-
-def _group_s(cell: Cell) -> float:
-    """Virtual seconds to generate a group.
-
-    Delays in seconds: all samplers together are exactly as fast as the learner, because a faster site fills the queue
-    and groups would grow old there by the lab's doing. Delays in versions: a little faster, to be ready in time.
-    """
-    pace = 0.8 if _counts_versions(cell) else 1.0
-    return pace * STEP_S * cell.regime.num_samplers / cell.regime.groups_per_step
-
-
-def _versions_in_flight(cell: Cell) -> int:
-    """Versions whose groups may be under way: one more than the delay of a message takes."""
-    if _counts_versions(cell):
-        return 1
-    # A site that refreshes late answers at once: its groups are old, not long under way.
-    return 2 if cell.is_refreshed else _reach_versions(cell) + 2
-
-
 def _coordinator_config(cell: Cell, directory: Path) -> CoordinatorConfig:
-    in_flight = _versions_in_flight(cell)
+    in_flight, groups = versions_in_flight(cell), groups_per_version(cell)
     return CoordinatorConfig(
         run_id="lab",
         data_dir=directory / "coordinator",
         seed=cell.seed,
-        groups_per_version=cell.regime.groups_per_step,
-        max_outstanding_groups=in_flight * cell.regime.groups_per_step,
-        max_staleness_versions=_reach_versions(cell) + 2 * (in_flight - 1),
+        groups_per_version=groups,
+        max_outstanding_groups=in_flight * groups,
+        max_staleness_versions=reach_versions(cell) + 2 * (in_flight - 1) + left_over_versions(cell),
         learner_lease_s=_HOUR,
         work_lease_s=100 * _HOUR,
+        lease_order=cell.regime.lease_order,
     )
 
 
@@ -191,7 +184,12 @@ def _shared(cell: Cell, model_dir: Path) -> dict[str, Any]:
         "model_dir": str(model_dir),
         "group_size": cell.regime.group_size,
         "task": cell.task.task.model_dump(),
-        "sampling": {"max_new_tokens": cell.task.max_new_tokens, "temperature": cell.regime.temperature},
+        "sampling": {
+            "max_new_tokens": cell.task.max_new_tokens,
+            "temperature": cell.regime.temperature,
+            "top_p": cell.regime.top_p,
+            "top_k": cell.regime.top_k,
+        },
     }
 
 
@@ -203,6 +201,8 @@ def _learner_config(cell: Cell, *, model_dir: Path, directory: Path) -> LearnerC
             "state_dir": directory / "learner",
             "groups_per_step": cell.regime.groups_per_step,
             "max_steps": cell.regime.max_steps,
+            "steps_per_version": cell.regime.steps_per_version,
+            "publish_interval": cell.regime.publish_interval.model_dump(),
             "loss": cell.algorithm.loss.model_dump(),
             "backend": {
                 "lr": cell.regime.lr,
@@ -235,16 +235,16 @@ def _sampler_config(cell: Cell, number: int, *, model_dir: Path, directory: Path
             "swap": "drain",
             "work_ahead_s": 0.0,
             "engine": {"threads": 1, "batch_rows": groups * cell.regime.group_size},
-            "seed": 1000 * cell.seed + number,
+            "seed": delay_seed(cell, number),
             "delay": delay.model_dump(),
             "heartbeat_s": _HOUR,
         }
     )
 
 
-def _engine(cell: Cell, model_dir: Path, prompter: Prompter, rows: int, *, temperature: float) -> HfEngine:
+def _engine(cell: Cell, model_dir: Path, prompter: Prompter, rows: int, **changes: float) -> HfEngine:
     shared = _shared(cell, model_dir)["sampling"]
-    sampling = SamplingConfig.model_validate({**shared, "temperature": temperature}).semantics()
+    sampling = SamplingConfig.model_validate({**shared, **changes}).semantics()
     return HfEngine(
         model_dir=str(model_dir),
         published_dtype="bf16",
@@ -259,7 +259,7 @@ def _engine(cell: Cell, model_dir: Path, prompter: Prompter, rows: int, *, tempe
 def _probe(cell: Cell, model_dir: Path) -> Probe:
     prompter = Prompter(str(model_dir), use_chat_template=False)
     return Probe(
-        engine=_engine(cell, model_dir, prompter, 256, temperature=cell.regime.temperature),
+        engine=_engine(cell, model_dir, prompter, 256),
         task=build_task(cell.task.task),
         prompter=prompter,
         every=cell.regime.probe_every,
@@ -271,9 +271,8 @@ def _probe(cell: Cell, model_dir: Path) -> Probe:
 def _evaluator(cell: Cell, model_dir: Path) -> BenchmarkEvaluator:
     prompter = Prompter(str(model_dir), use_chat_template=False)
     task = build_task(cell.task.task)
-    engine = _engine(
-        cell, model_dir, prompter, cell.regime.num_evaluation, temperature=cell.regime.evaluation_temperature
-    )
+    drawn = {"temperature": cell.regime.evaluation_temperature, "top_p": 1.0, "top_k": 0}
+    engine = _engine(cell, model_dir, prompter, cell.regime.num_evaluation, **drawn)
     parts = split_evaluation(task, num_prompts=cell.regime.num_evaluation)
     return BenchmarkEvaluator(
         {

@@ -18,6 +18,7 @@ from heterorl.common.tasks.registry import TaskConfig
 from heterorl.learner.checks.judge import VerificationConfig
 from heterorl.learner.loss.config import GepoConfig, LossConfig
 from heterorl.learner.train.config import BackendConfig, TorchBackendConfig
+from heterorl.learner.train.interval import FixedIntervalConfig, PublishIntervalConfig
 
 
 class EvaluationConfig(Config):
@@ -68,6 +69,8 @@ class LearnerConfig(Config):
     """Groups of one optimizer step. Times steps_per_version it should be the coordinator's groups_per_version."""
     steps_per_version: int = Field(default=1, ge=1)
     """Optimizer steps between publications."""
+    publish_interval: PublishIntervalConfig = FixedIntervalConfig()
+    """Whether a version always holds steps_per_version steps, or as many as a bandit chooses."""
     max_steps: int = Field(default=1000, ge=1)
     """Optimizer steps of the whole run, restarts included; then the run drains and the learner ends."""
     max_rejected_steps: int = Field(default=10, ge=1)

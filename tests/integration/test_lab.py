@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from heterorl.demo.tiny_model import write_tiny_model
-from heterorl.lab import world
+from heterorl.lab import pace, world
 from heterorl.lab.cell import list_cells
 from heterorl.lab.config import ExperimentConfig
 from heterorl.lab.results import summarise
@@ -75,6 +75,73 @@ def test_staleness_is_exactly_the_delay_once_there_are_so_many_versions(delay, e
     assert staleness == [min(step, expected) for step in range(8)]
 
 
+LAGGED = [
+    {"kind": "sawtooth", "high": 4},
+    {"kind": "uniform_lag", "high": 4},
+    {"kind": "uniform", "unit": "versions", "low": 1, "high": 5},
+    {"kind": "fixed", "unit": "versions", "semantics": "refresh_interval", "value": 3},
+]
+
+
+@pytest.mark.parametrize("num_samplers", [1, 2])
+@pytest.mark.parametrize("delay", LAGGED, ids=lambda delay: delay["kind"])
+def test_staleness_is_exactly_the_lag_that_was_drawn(delay, num_samplers, model_dir, tmp_path):
+    cell = cell_of(delay, max_steps=16, evaluate_every=16, probe_every=0, num_samplers=num_samplers)
+    found = run(cell, model_dir, tmp_path / "run")
+
+    # Half of a step's groups are of each site.
+    of_sites = [pace.lags(cell, number) for number in range(num_samplers)]
+    expected = [sum(lags) / num_samplers for lags in zip(*of_sites, strict=True)]
+    assert found["series"]["staleness"] == expected[:16]
+    assert found["ledger_balanced"]
+
+
+def test_truncated_sampling_is_another_run_that_is_evaluated_alike(model_dir, tmp_path):
+    plain, top = (
+        run(cell_of(VERSIONS, **regime), model_dir, tmp_path / name)
+        for name, regime in (("plain", {}), ("top", {"top_k": 2}))
+    )
+
+    assert plain["evaluations"][0] == top["evaluations"][0]
+    # Other tokens are drawn, of which the learner's entropy is another.
+    assert plain["series"]["entropy"] != top["series"]["entropy"]
+
+
+def test_newest_first_is_an_order_of_the_lab(model_dir, tmp_path):
+    def staleness(order):
+        queue = {"sampler_speed": 1.5, "versions_in_flight": 10, "lease_order": order}
+        cell = cell_of(REFRESHED, max_steps=60, evaluate_every=60, probe_every=0, num_samplers=2, **queue)
+        found = run(cell, model_dir, tmp_path / order)
+        assert found["ledger_balanced"]
+        assert found["steps"] == 60
+        late = found["series"]["staleness"][30:]
+        return sum(late) / len(late), min(late)
+
+    # Where samplers outrun the learner, oldest first waits out the whole queue; newest first has new groups soon.
+    (newest, least), (oldest, _) = staleness("newest"), staleness("oldest")
+    assert (newest, least) < (oldest, 0), (newest, oldest, least)
+
+
+def test_a_version_of_several_steps_is_that_much_newer(model_dir, tmp_path):
+    found = run(cell_of(VERSIONS, max_steps=16, steps_per_version=2), model_dir, tmp_path / "run")
+
+    # Two steps a version: the delay of three versions is reached after six steps.
+    assert found["series"]["staleness"] == [min(step // 2, 3) for step in range(16)]
+    assert [row["step"] for row in found["evaluations"]] == [0, 4, 8]
+
+
+def test_a_learned_publish_interval_makes_versions_of_several_lengths(model_dir, tmp_path):
+    learned = {"kind": "ucb", "intervals": [1, 4], "trial_steps": 4, "price": 0.0}
+    cell = cell_of({"kind": "none"}, max_steps=24, evaluate_every=1, probe_every=0, publish_interval=learned)
+    first, second = (run(cell, model_dir, tmp_path / name) for name in ("one", "two"))
+
+    versions = len(first["evaluations"]) - 1
+    # The trials at the beginning are of 1, 1 and 4 steps a version.
+    assert 24 / 4 < versions < 24
+    assert first["ledger_balanced"]
+    assert json.dumps(first) == json.dumps(second)
+
+
 def test_delays_in_seconds_become_versions_by_the_length_of_a_step(model_dir, tmp_path):
     near = run(cell_of(SECONDS, seconds_per_step=1000.0), model_dir, tmp_path / "near")
     far = run(cell_of(SECONDS, seconds_per_step=28.0), model_dir, tmp_path / "far")
@@ -101,16 +168,17 @@ def test_every_temperature_is_evaluated_alike(model_dir, monkeypatch):
     real = world.HfEngine
 
     def noted(**settings):
-        drawn.append(settings["sampling"].temperature)
+        sampling = settings["sampling"]
+        drawn.append((sampling.temperature, sampling.top_p, sampling.top_k))
         return real(**settings)
 
     monkeypatch.setattr(world, "HfEngine", noted)
-    cell = cell_of(VERSIONS, temperature=0.3)
+    cell = cell_of(VERSIONS, temperature=0.3, top_p=0.9, top_k=5)
     world._probe(cell, model_dir)
     world._evaluator(cell, model_dir)
 
     # Fresh rollouts of the policy in training are drawn as samplers draw; accuracies are compared between runs.
-    assert drawn == [0.3, 1.0]
+    assert drawn == [(0.3, 0.9, 5), (1.0, 1.0, 0)]
 
 
 def test_a_lossy_link_changes_nothing_that_is_learned_from(model_dir, tmp_path):

@@ -15,13 +15,16 @@ from heterorl.common.wire.common import bytes_digest
 class ProgressionTask(NumberPairs):
     """Implements heterorl.common.tasks.task.Task: "12+34=" with 3 terms -> "640841" (46, 80, 14 modulo 100, reversed).
 
-    The reward is the share of terms before the first wrong one.
+    The reward is the share of terms before the first wrong one. An answer that goes on after its last term is worth
+    nothing, or with `prefix_counts` what its first terms are worth: then it need not have learned to stop.
     """
 
-    def __init__(self, *, digits: int, terms: int, seed: int = 0) -> None:
+    def __init__(self, *, digits: int, terms: int, seed: int = 0, prefix_counts: bool = False) -> None:
         super().__init__(digits=digits, seed=seed)
         self._terms = terms
-        self.digest: Digest = bytes_digest(f"progression 1 {digits} {terms} {self._shift}".encode())
+        self._prefix_counts = prefix_counts
+        kind = "progression:prefix" if prefix_counts else "progression"
+        self.digest: Digest = bytes_digest(f"{kind} 1 {digits} {terms} {self._shift}".encode())
 
     def _prompt(self, index: int, left: int, right: int) -> Prompt:
         terms = [(left + number * right) % self._base for number in range(1, self._terms + 1)]
@@ -32,10 +35,10 @@ class ProgressionTask(NumberPairs):
         )
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        """Right terms before the first wrong one, over all terms; 0 for an answer that is too long."""
+        """Right terms before the first wrong one, over all terms."""
         given = completion.strip()
         right = 0
-        if len(given) <= len(prompt.answer):
+        if self._prefix_counts or len(given) <= len(prompt.answer):
             width = self._digits
             while (
                 right < self._terms

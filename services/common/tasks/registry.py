@@ -1,4 +1,4 @@
-"""Tasks by name: `arithmetic`, `progression`, `reasoning_gym:NAME`, `jsonl:PATH`; rewards by dotted path."""
+"""Tasks by name: `arithmetic`, `progression[:prefix]`, `reasoning_gym:NAME`, `jsonl:PATH`; rewards by dotted path."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from heterorl.common.tasks.progression import ProgressionTask
 from heterorl.common.tasks.task import Task
 
 _LOG = logging.getLogger(__name__)
-_KINDS = ("arithmetic", "progression", "reasoning_gym:NAME", "jsonl:PATH")
+_KINDS = ("arithmetic", "progression", "progression:prefix", "reasoning_gym:NAME", "jsonl:PATH")
 
 
 class TaskConfig(Config):
     """Prompts and reward; the same on every node of a run."""
 
     name: str = "arithmetic"
-    """`arithmetic`, `progression`, `reasoning_gym:NAME` (any of its datasets) or `jsonl:PATH` (prompt, answer)."""
+    """`arithmetic`, `progression` (an answer that is too long is worth nothing), `progression:prefix` (its first terms
+    count), `reasoning_gym:NAME` (any of its datasets) or `jsonl:PATH` (prompt, answer)."""
     digits: int = Field(default=3, ge=1, le=9)
     """arithmetic and progression: digits of each number."""
     terms: int = Field(default=34, ge=1, le=10_000)
@@ -71,8 +72,10 @@ def build_task(config: TaskConfig) -> Task:
     task: Task
     if kind == "arithmetic" and not argument:
         task = ArithmeticTask(digits=config.digits, seed=config.seed)
-    elif kind == "progression" and not argument:
-        task = ProgressionTask(digits=config.digits, terms=config.terms, seed=config.seed)
+    elif kind == "progression" and argument in ("", "prefix"):
+        task = ProgressionTask(
+            digits=config.digits, terms=config.terms, seed=config.seed, prefix_counts=argument == "prefix"
+        )
     elif kind == "reasoning_gym" and argument:
         from heterorl.common.tasks.reasoning_gym import ReasoningGymTask
 

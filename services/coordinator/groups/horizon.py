@@ -45,13 +45,31 @@ def too_stale(connection: sqlite3.Connection, ids: Sequence[GroupId], *, head: i
     return found
 
 
+_LEASED = (
+    "SELECT arrival, digest, payload, arrived, published, assignment, site, incarnation, sequence"
+    " FROM groups JOIN versions ON versions.version = oldest_version WHERE state = 'pending'"
+)
+
+
 def oldest_pending(
     connection: sqlite3.Connection, count: int, *, first_version: int, site: str = ""
 ) -> list[tuple[Any, ...]]:
     """Up to `count` pending groups of a version or later ones, oldest policy first; of one site if named."""
     return connection.execute(
-        "SELECT arrival, digest, payload, arrived, published, assignment, site, incarnation, sequence"
-        " FROM groups JOIN versions ON versions.version = oldest_version WHERE state = 'pending' AND ? IN ('', site)"
-        " AND oldest_version >= ? ORDER BY oldest_version, arrival LIMIT ?",
+        f"{_LEASED} AND ? IN ('', site) AND oldest_version >= ? ORDER BY oldest_version, arrival LIMIT ?",
         (site, first_version, count),
     ).fetchall()
+
+
+def pending_at(connection: sqlite3.Connection, arrival: int) -> list[tuple[Any, ...]]:
+    """The pending group of an arrival, as a row like those of `oldest_pending`."""
+    return connection.execute(f"{_LEASED} AND arrival = ?", (arrival,)).fetchall()
+
+
+def newest_taken(connection: sqlite3.Connection) -> int:
+    """The newest version of which a group is leased or was consumed; -1 where none is."""
+    row = connection.execute(
+        "SELECT max(coalesce((SELECT max(oldest_version) FROM groups WHERE state = 'leased'), -1),"
+        " coalesce((SELECT max(oldest_version) FROM groups WHERE state = 'consumed'), -1))"
+    ).fetchone()
+    return int(row[0])

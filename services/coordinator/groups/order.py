@@ -1,4 +1,4 @@
-"""Whose group the learner gets next: oldest policies first, or sites in turn by deficit round robin; pure.
+"""Which group the learner gets next: of the oldest policy, of the newest, or of the site whose turn it is; pure.
 
 Guarantees: work-conserving (a site's share is a bound only while another site has groups), and without starvation: in
 the fair order every site with groups is served once in each round; in the share order every site below its share comes
@@ -7,6 +7,12 @@ is trained on, only when.
 
 Deficit round robin (Shreedhar and Varghese, 1996) with a cost of 1 for a group and a quantum of 1: what is left of a
 site's deficit is never more than 0, so a round is one group of each site that has one.
+
+Newest first is the queue of the program of arXiv 2508.17850: as soon as there is a group of a newer version than any
+that was taken, the first of the newest version; else the one that came first of those that are at most D versions older
+than the newest that was taken, where D is half of the bound on staleness. What is older will never be taken. That
+program's learner also waits while all groups are more than D versions old; here none waits, since what waits holds the
+work of the sites that would end its wait, and the bound is kept when a group is leased.
 """
 
 from __future__ import annotations
@@ -17,7 +23,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Order = Literal["oldest", "fair"]
+Order = Literal["oldest", "fair", "newest"]
+
+
+def newest_first(version: int, arrival: int, *, newest_taken: int) -> tuple[int, int, int]:
+    """Rank of a waiting group of a version under newest first: the smallest is next, its last number is `arrival`."""
+    return (0, -version, arrival) if version > newest_taken else (1, 0, arrival)
+
+
+def oldest_in_window(newest_taken: int, *, max_staleness_versions: int) -> int:
+    """The oldest version that newest first still takes."""
+    return newest_taken - max_staleness_versions // 2
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,29 +60,30 @@ class Turns:
         """Groups of one site among any `window` groups in a row while another site has groups."""
         return max(1, math.floor(self.share * self.window))
 
-    def next(self, oldest: Mapping[str, tuple[int, int]]) -> str:
+    def next(self, ranks: Mapping[str, tuple[int, ...]]) -> str:
         """The site that is served now.
 
         Args:
-            oldest: for each site with groups, the (policy version, arrival) of its oldest one.
+            ranks: for each site with groups, the rank of its first one, smallest first: (policy version, arrival), or
+                that of `newest_first`.
         """
-        assert oldest, "asked only while there are groups"
+        assert ranks, "asked only while there are groups"
         served = Counter(self._recent)
-        counts = {site: served[site] for site in oldest}
+        counts = {site: served[site] for site in ranks}
         # Where all are at their share, those with the least of it: two sites under a share of a third get a half each.
         bound = max(self.cap, min(counts.values()) + 1)
-        below = {site for site in oldest if counts[site] < bound}
-        if self.order == "oldest":
-            chosen = min(below, key=lambda site: oldest[site])
+        below = {site for site in ranks if counts[site] < bound}
+        if self.order != "fair":
+            chosen = min(below, key=lambda site: ranks[site])
         else:
-            for site in sorted(oldest.keys() - self._ring.keys(), key=lambda site: oldest[site]):
+            for site in sorted(ranks.keys() - self._ring.keys(), key=lambda site: ranks[site]):
                 self._ring[site] = None
             chosen = next(site for site in self._ring if site in below)
             del self._ring[chosen]
             self._ring[chosen] = None
-            if len(self._ring) > max(1024, 2 * len(oldest)):
+            if len(self._ring) > max(1024, 2 * len(ranks)):
                 # Sites that left; those with groups keep their places, however many they are.
-                self._ring = {site: None for site in self._ring if site in oldest}
+                self._ring = {site: None for site in self._ring if site in ranks}
         self._recent.append(chosen)
         while len(self._recent) >= max(1, self.window):
             self._recent.popleft()

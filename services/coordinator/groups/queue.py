@@ -1,7 +1,8 @@
 """The durable queue of whole groups, as store operations.
 
 Guarantees: a group has exactly one account of the ledger at every commit; an id takes effect once (by watermark, never
-by time); oldest policies first; a group that became too stale is dropped, counted, and its prompt handed out again.
+by time); oldest policies first, or as `order` says; a group that became too stale is dropped, counted, and its prompt
+handed out again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from heterorl.common.wire.seal import read_sealed
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.groups import ages, horizon, ledger, work
 from heterorl.coordinator.groups.intake import Arrival, Surroundings
-from heterorl.coordinator.groups.order import Turns
+from heterorl.coordinator.groups.order import Turns, newest_first, oldest_in_window
 from heterorl.coordinator.groups.rows import take_all
 from heterorl.coordinator.groups.schedule import seed_of
 from heterorl.coordinator.sites import quarantine
@@ -58,7 +59,7 @@ class Queue:
         return take_all(connection, groups, around)
 
     def lease(self, connection: sqlite3.Connection, *, count: int, head: int, now: float) -> list[LeasedGroup]:
-        """Lease up to `count` groups to the learner, oldest policy first; drops what is too stale on the way."""
+        """Lease up to `count` groups to the learner, in the run's order; drops what is too stale on the way."""
         self._drop_stale(connection, head=head, now=now)
         leased: list[LeasedGroup] = []
         # Again while damaged groups leave room: whoever waits is woken by arrivals only.
@@ -90,6 +91,8 @@ class Queue:
         count, first_version = horizon.next_lease(connection, head=head, bound=bound, count=count)
         if self.turns.is_plain or count < 1:
             return horizon.oldest_pending(connection, count, first_version=first_version)
+        if self.turns.order == "newest":
+            return self._newest(connection, first_version)
         oldest = {
             site: (version, arrival)
             for site, version, arrival in connection.execute(
@@ -105,11 +108,29 @@ class Queue:
             else []
         )
 
+    def _newest(self, connection: sqlite3.Connection, first_version: int) -> list[tuple[Any, ...]]:
+        taken = horizon.newest_taken(connection)
+        first_version = max(first_version, self._window(taken))
+        first: dict[str, tuple[int, int, int]] = {}
+        for site, version, arrival in connection.execute(
+            "SELECT site, oldest_version, arrival FROM groups WHERE state = 'pending' AND oldest_version >= ?",
+            (first_version,),
+        ):
+            rank = newest_first(version, arrival, newest_taken=taken)
+            first[site] = min(first.get(site, rank), rank)
+        return horizon.pending_at(connection, first[self.turns.next(first)][-1]) if first else []
+
+    def _window(self, newest_taken: int) -> int:
+        return oldest_in_window(newest_taken, max_staleness_versions=self.config.max_staleness_versions)
+
     def _drop_stale(self, connection: sqlite3.Connection, *, head: int, now: float) -> None:
         config = self.config
         oldest = ages.oldest_usable(
             connection, head=head, max_versions=config.max_staleness_versions, max_s=config.max_policy_age_s, now=now
         )
+        if self.turns.order == "newest":
+            # The window only moves on: what is behind it would wait for ever, and hold its site's work.
+            oldest = max(oldest, self._window(horizon.newest_taken(connection)))
         rows = connection.execute(
             "SELECT site, incarnation, sequence FROM groups WHERE state = 'pending' AND oldest_version < ?", (oldest,)
         ).fetchall()

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from heterorl.common.errors import ConfigError
 
-_KINDS = ("none", "fixed", "uniform", "lognormal", "weibull", "exponential")
+_KINDS = ("none", "fixed", "uniform", "lognormal", "weibull", "exponential", "sawtooth", "uniform_lag")
 _SAFE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+,@-]*")
 COLLAPSE_MARGIN = 0.05
 """A run has collapsed when its last accuracy is this much below its warm start: more than chance on 256 prompts."""

@@ -32,6 +32,7 @@ from heterorl.learner.run.rollback import Rollback
 from heterorl.learner.run.run_file import describe_run
 from heterorl.learner.run.run_result import RunResult
 from heterorl.learner.run.session import Outcome, Session
+from heterorl.learner.train.interval import FixedIntervalConfig, Interval, make_interval
 
 _LOG = logging.getLogger(__name__)
 RELEASE_TIMEOUT_S = 5.0
@@ -68,8 +69,19 @@ class Leader:
     )
     max_staleness_versions: int = -1
     signal: RewardSignal = field(default_factory=RewardSignal)
+    interval: Interval = field(init=False)
+    """Of all sessions, so that what a bandit has learned outlives one."""
     _session: Session | None = None
     _rollback: Rollback | None = None
+
+    def __post_init__(self) -> None:
+        self.interval = make_interval(self.config.publish_interval, steps_per_version=self.config.steps_per_version)
+
+    @property
+    def _groups_per_version(self) -> int:
+        """Groups that one version is made of; 0 where that changes, so that none is leased for a version to come."""
+        is_fixed = isinstance(self.config.publish_interval, FixedIntervalConfig)
+        return self.config.groups_per_step * self.config.steps_per_version if is_fixed else 0
 
     async def lead(self) -> None:
         """Hold the lease and train under it."""
@@ -81,7 +93,7 @@ class Leader:
             patience=self.patience(),
             flavours=self.config.flavours,
             incarnation=await in_thread(read_incarnation, self.config.state_dir),
-            groups_per_version=self.config.groups_per_step * self.config.steps_per_version,
+            groups_per_version=self._groups_per_version,
         )
         self.max_staleness_versions = grant.max_staleness_versions
         self.result = replace(self.result, version=grant.head_version)
@@ -129,6 +141,7 @@ class Leader:
                 api=self.api,
                 backend=self.backend,
                 publisher=term.publisher,
+                interval=self.interval,
                 inbox=Inbox(self.config.groups_per_step * self.config.prefetch_steps),
                 journal=term.journal,
                 patience=self.patience(),

@@ -36,6 +36,7 @@ from heterorl.learner.publish.draft import Draft
 from heterorl.learner.publish.journal import Journal
 from heterorl.learner.publish.publish import Publisher
 from heterorl.learner.run.inbox import Inbox
+from heterorl.learner.train.interval import Interval
 
 _LOG = logging.getLogger(__name__)
 
@@ -78,6 +79,8 @@ class Session:
     journal: Journal
     patience: Patience
     evaluator: Evaluator | None
+    interval: Interval
+    """How many steps a version holds."""
     epoch: int
     step: int
     max_staleness_versions: int = -1
@@ -170,7 +173,8 @@ class Session:
         """Take the steps of one version, none where all are taken; None when the inbox closed."""
         reports: list[StepReport] = []
         consumed: list[GroupId] = []
-        while len(reports) < self.config.steps_per_version and self.step < self.config.max_steps:
+        num_steps = self.interval.steps
+        while len(reports) < num_steps and self.step < self.config.max_steps:
             groups = await self._take(self.config.groups_per_step)
             if not groups:
                 return None
@@ -188,6 +192,7 @@ class Session:
             self.signal.note(groups)
             reports.append(report)
             consumed += [queued.group.id for queued in groups]
+        self.interval.note([report.reward_mean for report in reports])
         return _Trained(reports=reports, consumed=consumed)
 
     async def _take(self, count: int) -> list[QueuedGroup]:

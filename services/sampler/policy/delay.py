@@ -6,14 +6,22 @@ are not held. Intervals follow each other from the first version on, whether or 
 drawn per version, per group or per interval, from the sampler's own seed and that number alone.
 
 D counts seconds (divided by `time_scale`, so that 1800 s can be shown in a minute) or versions. In versions, only
-weights are held: a group held for versions that only groups can produce would wait for itself.
+weights are held: a group held for versions that only groups can produce would wait for itself. `sawtooth` and
+`uniform_lag` say for each head how many versions the one in use is behind it.
 """
 
 from __future__ import annotations
 
 import math
 
-from heterorl.sampler.policy.delay_models import DelayConfig, NoDelay, SomeDelay, draw, upper_end
+from heterorl.sampler.policy.delay_models import (
+    DelayConfig,
+    DrawnDelay,
+    LagDelay,
+    NoDelay,
+    draw,
+    upper_end,
+)
 
 MAX_SEEN = 100_000
 """Versions on their way at once, as far as they are told; more than any delay holds at a version a second."""
@@ -38,7 +46,7 @@ def max_delay_s(config: DelayConfig) -> float:
 
 def group_delay_s(config: DelayConfig, *, seed: int, sequence: int) -> float:
     """How long a group is held before it is pushed, real seconds."""
-    if isinstance(config, NoDelay) or config.semantics != "transit" or config.unit != "seconds":
+    if isinstance(config, NoDelay | LagDelay) or config.semantics != "transit" or config.unit != "seconds":
         return 0.0
     return draw(config, seed=seed, stream="group", index=sequence) / config.time_scale
 
@@ -48,6 +56,27 @@ def max_group_delay_s(config: DelayConfig) -> float:
     if isinstance(config, NoDelay) or config.semantics != "transit" or config.unit != "seconds":
         return 0.0
     return upper_end(config) / config.time_scale
+
+
+def version_lags(config: DelayConfig, *, seed: int, count: int) -> list[int]:
+    """How many versions a sampler is behind at heads 0, 1, ... count - 1, each of which it hears of; a pure function.
+
+    Args:
+        config: a delay in versions, or none.
+        seed: the sampler's.
+        count: heads.
+
+    Raises:
+        ValueError: the delay counts seconds, so the lag depends on when versions are made.
+    """
+    if not isinstance(config, NoDelay) and config.unit == "seconds":
+        raise ValueError("a delay in seconds has no lag in versions of its own")
+    visibility, current, lags = Visibility(config, seed=seed), -1, []
+    for head in range(count):
+        visibility.see(head, 0.0)
+        current, _ = visibility.target(0.0, current=current)
+        lags.append(head - current)
+    return lags
 
 
 class Visibility:
@@ -60,6 +89,8 @@ class Visibility:
         self._seen: dict[int, float] = {}
         self._refreshes = 0
         self._last_refresh: tuple[int, float] | None = None
+        self._lag = (0, 0)
+        """A head that was asked about and the lag there."""
 
     def see(self, version: int, now: float) -> None:
         """Note that `version` is the head since `now` (monotonic seconds)."""
@@ -78,20 +109,29 @@ class Visibility:
         config = self._config
         if self._head < 0 or isinstance(config, NoDelay):
             return self._head, None
+        if isinstance(config, LagDelay):
+            return max(current, self._head - self._lag_at(config, self._head)), None
         if config.semantics == "refresh_interval":
             return self._refreshed(config, now, current)
         if config.unit == "versions":
             return self._transit_versions(config, current), None
         return self._transit_seconds(config, now, current)
 
-    def _transit_versions(self, config: SomeDelay, current: int) -> int:
+    def _lag_at(self, config: LagDelay, head: int) -> int:
+        version, lag = self._lag
+        for later in range(version + 1, head + 1):
+            lag = config.lag_after(lag, seed=self._seed, version=later)
+        self._lag = (head, lag)
+        return lag
+
+    def _transit_versions(self, config: DrawnDelay, current: int) -> int:
         reach = max_delay_versions(config)
         for version in range(self._head, max(current, self._head - reach, 0), -1):
             if self._head - version >= draw(config, seed=self._seed, stream="version", index=version):
                 return version
         return max(current, self._head - reach, 0)
 
-    def _transit_seconds(self, config: SomeDelay, now: float, current: int) -> tuple[int, float | None]:
+    def _transit_seconds(self, config: DrawnDelay, now: float, current: int) -> tuple[int, float | None]:
         if current < 0:
             return self._head, None
         arrivals = {
@@ -104,7 +144,7 @@ class Visibility:
         waiting = [at for at in arrivals.values() if at > now]
         return max(arrived, default=current), min(waiting, default=None)
 
-    def _refreshed(self, config: SomeDelay, now: float, current: int) -> tuple[int, float | None]:
+    def _refreshed(self, config: DrawnDelay, now: float, current: int) -> tuple[int, float | None]:
         if current < 0 or self._last_refresh is None:
             self._last_refresh = (self._head, now)
             return self._head, None
@@ -116,7 +156,7 @@ class Visibility:
             self._last_refresh = (self._head, now)
         return self._last_refresh[0], None
 
-    def _refreshed_seconds(self, config: SomeDelay, version: int, at: float, now: float) -> tuple[int, float | None]:
+    def _refreshed_seconds(self, config: DrawnDelay, version: int, at: float, now: float) -> tuple[int, float | None]:
         while (due := at + max(self._interval(config) / config.time_scale, MIN_INTERVAL_S)) <= now:
             # What was the newest when the interval ended, not what is the newest now.
             version = max((other for other, seen in self._seen.items() if seen <= due), default=version)
@@ -126,5 +166,5 @@ class Visibility:
         self._last_refresh = (version, at)
         return version, due if self._head > version else None
 
-    def _interval(self, config: SomeDelay) -> float:
+    def _interval(self, config: DrawnDelay) -> float:
         return draw(config, seed=self._seed, stream="interval", index=self._refreshes)

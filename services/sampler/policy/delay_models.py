@@ -3,6 +3,11 @@
 Uniform, lognormal, Weibull and exponential delays are given by `low` and `high`, which hold 99.5 % of the distribution
 (0.25 % lie below, 0.25 % above; draws are cut to the interval), or by their parameters, which say where the interval
 is. From 60 to 1920 s: lognormal mu 5.827212514, sigma 0.617330640; Weibull k 2.244991927, lambda 864.888494.
+
+A delay is clip(T - default, low, high) with T of the distribution. The published runs of arXiv 2508.17850 have
+60/1920/60 and 400/3600/400: medians 279 and 800 s, where `default = 0` gives 339 and 1200.
+
+A saw-tooth and a uniform lag say how many versions a sampler is behind at each version, not when one arrives.
 """
 
 from __future__ import annotations
@@ -49,7 +54,14 @@ class FixedDelay(TimedDelay):
     """Delay, in the unit."""
 
 
-class _IntervalDelay(TimedDelay):
+class _DrawnDelay(TimedDelay):
+    """What every delay has that is drawn at random."""
+
+    default: float = Field(default=0.0, ge=0)
+    """What is taken off every draw before it is cut to low and high, in the unit: what the link takes anyway."""
+
+
+class _IntervalDelay(_DrawnDelay):
     """A distribution between two ends; see the module docstring."""
 
     parameters: ClassVar[tuple[str, str]]
@@ -105,7 +117,7 @@ class _IntervalDelay(TimedDelay):
         """The delay below which a share `uniform` of the distribution lies, before it is cut."""
 
 
-class UniformDelay(TimedDelay):
+class UniformDelay(_DrawnDelay):
     """Equally likely everywhere from low to high, which are its ends."""
 
     kind: Literal["uniform"] = "uniform"
@@ -196,22 +208,86 @@ class ExponentialDelay(_IntervalDelay):
         return self.start - self.scale * math.log1p(-uniform)
 
 
+class _LagDelay(TimedDelay):
+    """How many versions the newest one that may be used is behind; it never goes back to an older version."""
+
+    semantics: Literal["transit"] = "transit"
+    """The lag says which version is to be had; groups are not held."""
+    unit: Literal["versions"] = "versions"
+    """What the lag counts."""
+    high: int = Field(ge=1)
+    """Largest lag, versions."""
+
+    @abstractmethod
+    def lag_after(self, lag: int, *, seed: int, version: int) -> int:
+        """The lag at a version, where that at the version before it is `lag`."""
+
+
+class SawtoothDelay(_LagDelay):
+    """0, 1, 2, ... high, 0, 1, ...: the lag at version v is v modulo high + 1, on average high / 2.
+
+    A queue that takes the newest version first and then the oldest ones makes such a lag: 0 to 57, on average 26.5, in
+    the log of arXiv 2508.17850 that is called "max delay 64". All samplers are in step, as in that log.
+    """
+
+    kind: Literal["sawtooth"] = "sawtooth"
+
+    def lag_after(self, lag: int, *, seed: int, version: int) -> int:  # noqa: ARG002 - of every lag alike
+        """One more, or none."""
+        return version % (self.high + 1)
+
+
+class UniformLagDelay(_LagDelay):
+    """Every lag from 0 to high equally often, and the policy never an older one than before.
+
+    From a lag l below `high` to l + 1 with probability (l + 1) / (l + 2), else, and always from `high`, to a lag drawn
+    evenly from 0 ... l. Uniform is the stationary distribution: j is risen to at the rate j / (j + 1), and fallen to at
+    1 / (high + 1) plus the sum of 1 / ((l + 1) (l + 2)) over l = j ... high - 1, which is 1 / (j + 1).
+    """
+
+    kind: Literal["uniform_lag"] = "uniform_lag"
+
+    def lag_after(self, lag: int, *, seed: int, version: int) -> int:
+        """One step of the walk."""
+        share = _uniform(seed, "lag", version)
+        if lag < self.high:
+            share *= lag + 2
+            if share >= 1.0:
+                return lag + 1
+        return min(int(share * (lag + 1)), lag)
+
+
 RandomDelay = UniformDelay | LognormalDelay | WeibullDelay | ExponentialDelay
-SomeDelay = FixedDelay | RandomDelay
+DrawnDelay = FixedDelay | RandomDelay
+LagDelay = SawtoothDelay | UniformLagDelay
+SomeDelay = DrawnDelay | LagDelay
 DelayConfig = Annotated[
-    NoDelay | FixedDelay | UniformDelay | LognormalDelay | WeibullDelay | ExponentialDelay, Field(discriminator="kind")
+    NoDelay
+    | FixedDelay
+    | UniformDelay
+    | LognormalDelay
+    | WeibullDelay
+    | ExponentialDelay
+    | SawtoothDelay
+    | UniformLagDelay,
+    Field(discriminator="kind"),
 ]
 
 
-def draw(config: SomeDelay, *, seed: int, stream: str, index: int) -> float:
+def draw(config: DrawnDelay, *, seed: int, stream: str, index: int) -> float:
     """The delay number `index` of a stream, in the config's unit; a function of its arguments alone."""
     if isinstance(config, FixedDelay):
         return config.value
+    value = config.quantile(_uniform(seed, stream, index))
+    return min(max(value - config.default, config.low), config.high)
+
+
+def _uniform(seed: int, stream: str, index: int) -> float:
+    """Evenly between 0 and 1, without either."""
     digest = hashlib.blake2b(f"{seed}/{stream}/{index}".encode(), digest_size=8).digest()
     uniform = (int.from_bytes(digest, "little") + 0.5) / 2**64
     # The integer of all ones rounds to 1, where the quantile is infinite.
-    value = config.quantile(min(uniform, 1.0 - 2.0**-53))
-    return min(max(value, config.low), config.high)
+    return min(uniform, 1.0 - 2.0**-53)
 
 
 def upper_end(config: DelayConfig) -> float:

@@ -44,6 +44,8 @@ class Work:
 class Model(RuleBasedStateMachine):
     """Each rule calls the coordinator and predicts its answer from dicts."""
 
+    lease_order = "oldest"
+
     def __init__(self):
         super().__init__()
         self.loop = asyncio.new_event_loop()
@@ -85,6 +87,7 @@ class Model(RuleBasedStateMachine):
             work_lease_s=WORK_LEASE_S,
             learner_lease_s=LEARNER_LEASE_S,
             quarantine_failures=2,
+            lease_order=self.lease_order,
         )
         self.core = self.wait(Coordinator.open(config, self.clock))
 
@@ -111,8 +114,16 @@ class Model(RuleBasedStateMachine):
         now = self.clock.wall()
         for group_id in self.of("pending"):
             version = self.groups[group_id][2]
-            if self.run.head - version > BOUND or self.is_old(version, now):
+            if self.run.head - version > BOUND or version < self.window() or self.is_old(version, now):
                 self.drop(group_id, DropReason.STALE_AT_LEASE)
+
+    def window(self):
+        """The oldest version that the order still hands out."""
+        return 0
+
+    def next_groups(self, count):
+        """What is leased to a learner with so many credits."""
+        return self.of("pending")[:count]
 
     def is_old(self, version, now):
         """Whether a newer version could be had for longer than the bound."""
@@ -237,7 +248,7 @@ class Model(RuleBasedStateMachine):
         for group_id in self.of("leased")[:forget]:
             self.groups[group_id][0] = "pending"
         self.drop_stale()
-        expected = self.of("pending")[:count]
+        expected = self.next_groups(count)
 
         async def credits():
             yield count
@@ -252,6 +263,9 @@ class Model(RuleBasedStateMachine):
             sent = self.pushed[queued.group.id]
             assert queued.group.rollouts[0].token_ids.tolist() == sent.rollouts[0].token_ids.tolist()
             assert queued.policy_age_s == self.clock.wall() - self.published[queued.group.oldest_version]
+        if len(received) < count:
+            # It asked for the rest once more.
+            self.drop_stale()
 
     @rule(count=st.integers(0, 3))
     def publish(self, count):
@@ -391,7 +405,31 @@ class Model(RuleBasedStateMachine):
         assert counts.dropped == {reason: dropped.count(reason) for reason in set(dropped)}
 
 
-Model.TestCase.settings = settings(
-    max_examples=20, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
+class NewestFirst(Model):
+    """The same under the other order: newest version first, then by arrival within the window."""
+
+    lease_order = "newest"
+
+    def newest_taken(self):
+        return max((self.groups[group_id][2] for group_id in self.of("leased", "consumed")), default=-1)
+
+    def window(self):
+        return self.newest_taken() - BOUND // 2
+
+    def next_groups(self, count):
+        taken, pending, chosen = self.newest_taken(), self.of("pending"), []
+        while len(chosen) < count:
+            waiting = [one for one in pending if one not in chosen and self.groups[one][2] >= taken - BOUND // 2]
+            if not waiting:
+                break
+            newest = max(self.groups[one][2] for one in waiting)
+            first = [one for one in waiting if self.groups[one][2] == newest] if newest > taken else waiting
+            chosen.append(min(first, key=lambda one: self.groups[one][3]))
+            taken = max(taken, newest)
+        return chosen
+
+
+SETTINGS = settings(max_examples=20, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+Model.TestCase.settings = NewestFirst.TestCase.settings = SETTINGS
 TestConservation = pytest.mark.timeout(300)(Model.TestCase)
+TestConservationNewestFirst = pytest.mark.timeout(300)(NewestFirst.TestCase)

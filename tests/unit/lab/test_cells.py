@@ -11,11 +11,14 @@ from heterorl.lab.benchmarks import split_evaluation
 from heterorl.lab.cell import list_cells
 from heterorl.lab.config import ExperimentConfig
 from heterorl.lab.protocol.rules import check
-from heterorl.lab.results import LATER_KEYS, cell_digest
+from heterorl.lab.results import LATER_KEYS, cell_digest, identity
 from heterorl.lab.run import find_experiment
 
 WITH_PROTOCOL = ["horizon", "ladder", "plane", "lengths", "clips"]
-SHIPPED = ["quick", "stale64", "stale256", "latency1800", "sweeps", "recommend", "tasks", *WITH_PROTOCOL]
+SHIPPED = [
+    "quick", "stale64", "stale256", "latency1800", "sweeps", "recommend", "tasks", "s6_latency", "s7_sweeps",
+    *WITH_PROTOCOL,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -144,6 +147,54 @@ def test_refresh_and_transit_of_the_same_delay_have_different_names():
     names = [cell.run_id for cell in list_cells(ExperimentConfig(delays=delays))]
 
     assert names == ["add3-gepo-lognormal1800s-s0", "add3-gepo-lognormal1800sr-s0"]
+
+
+def test_the_default_of_a_delay_is_part_of_its_name():
+    delays = tuple({"kind": "lognormal", "low": 60, "high": 1800, "default": default} for default in (0, 60))
+    cells = list_cells(ExperimentConfig(delays=delays))
+
+    assert [cell.run_id for cell in cells] == ["add3-gepo-lognormal1800s-s0", "add3-gepo-lognormal1800sd60-s0"]
+    assert [identity(cell)["delay_kind"] for cell in cells] == ["lognormal", "lognormal less 60"]
+
+
+GOLDEN = {
+    ("quick", "add3-gepo-fixed64v-s0"): "71c792b06b8fcbb519a51d7fa8af9f24dd488e3b40a6b579016c21c23e9ad523",
+    ("stale64", "add3-gepo-fixed64v-s0"): "71c792b06b8fcbb519a51d7fa8af9f24dd488e3b40a6b579016c21c23e9ad523",
+    ("stale64", "add3-dapo-none0v-s4"): "6039bc974f75019b2039852a09b638bcd0fb2aa5ab51548dc4c6eaf104ef5879",
+    ("latency1800", "add3-gspo-weibull1800sr-s2"): "f3c4239d59305b5e833aa998fe37fba2fdfd7bc8de8fd89ad06f94078e8bbf37",
+    (
+        "sweeps",
+        "add3-gepo-fixed64v-temperature=0.6-s1",
+    ): "247cd8bd4cf20191984c6d75d533e01e7111557e192f522933961904908f83f7",
+    ("tasks", "progression-topr-fixed32v-s2"): "6a8ae2504337371d305daa57e699e2c73012f97f30a5f948a8e96beb0f38682a",
+}
+
+
+@pytest.mark.parametrize(("name", "run_id"), GOLDEN)
+def test_runs_that_set_no_later_key_keep_their_digests(name, run_id):
+    cells = {cell.run_id: cell for cell in list_cells(load(ExperimentConfig, find_experiment(name)))}
+
+    assert cell_digest(cells[run_id]) == GOLDEN[name, run_id]
+
+
+LATER = [
+    ("regime", {"top_p": 0.9}), ("regime", {"top_k": 3}), ("regime", {"lease_order": "newest"}),
+    ("regime", {"sampler_speed": 2.0}), ("regime", {"versions_in_flight": 9}),
+    ("regime", {"steps_per_version": 2}), ("regime", {"publish_interval": {"kind": "ucb"}}),
+    ("delay", {"default": 2.0}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("part", "change"), LATER, ids=lambda value: "-".join(value) if isinstance(value, dict) else ""
+)
+def test_a_later_key_that_is_set_makes_another_run(part, change):
+    delay = {"kind": "lognormal", "low": 1, "high": 9}
+    changed = {"delays": ({**delay, **change},)} if part == "delay" else {"delays": (delay,), "regime": change}
+    (plain,), (other,) = (list_cells(ExperimentConfig(**{"delays": (delay,), **some})) for some in ({}, changed))
+
+    assert change.keys() <= LATER_KEYS[part]
+    assert cell_digest(other) != cell_digest(plain)
 
 
 def test_names_cannot_leave_their_directory():

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+
+
+class Engine(enum.Enum):
+    """What computes the runs of an experiment."""
+
+    SERVICES = "services"
+    FAST = "fast"
+
 
 app = typer.Typer(
     help="Experiments on this machine: what delay does to every algorithm, with the services' own code.",
@@ -27,11 +36,24 @@ def run(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Override one key: `--set section.key=value`.")
     ] = None,
+    engine: Annotated[
+        Engine, typer.Option(help="`services`: their own code; `fast`: many runs at once, delays in versions alone.")
+    ] = Engine.SERVICES,
+    device: Annotated[str, typer.Option(help="Where the engine `fast` computes: cpu, cuda or cuda:N.")] = "cpu",
 ) -> None:
     """Run an experiment, or what is missing of it, and write results.json and report.html."""
     from heterorl.lab.run import run_experiment
 
-    raise typer.Exit(run_experiment(experiment, out=out, overrides=set_ or (), jobs=jobs, reuse=reuse or ()))
+    code = run_experiment(
+        experiment,
+        out=out,
+        overrides=set_ or (),
+        jobs=jobs,
+        reuse=reuse or (),
+        engine=engine.value,
+        device=device,
+    )
+    raise typer.Exit(code)
 
 
 @app.command("report")

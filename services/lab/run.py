@@ -33,6 +33,8 @@ from heterorl.lab.warm_starts import key
 
 CACHE = Path(".cache/heterorl")
 INTERRUPTED = 130
+KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
+"""Freed tensors stay with the process: pages that the kernel clears anew for each one cost more than the products."""
 
 
 def find_experiment(name: str) -> Path:
@@ -260,7 +262,7 @@ class _Worker:
                     stdout=asyncio.subprocess.PIPE,
                     stderr=log,
                     # One core each; torch's own threads would fight over them.
-                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                    env={**os.environ, "OMP_NUM_THREADS": "1", **KEEP_MEMORY},
                     start_new_session=True,
                 )
         return self._process

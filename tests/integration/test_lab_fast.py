@@ -34,6 +34,11 @@ def run_together(cells, models):
     return [summarise(cell, outcome, wall_s=0.0) for cell, outcome in zip(cells, outcomes, strict=True)]
 
 
+def known(values):
+    """Steps with a number, and the numbers; where there are none says at which steps they are missing."""
+    return {step: value for step, value in enumerate(values) if value is not None}
+
+
 @pytest.fixture(scope="module")
 def rows(models):
     return run_together(CELLS, models)
@@ -56,7 +61,7 @@ def test_a_run_is_that_of_the_services(number, rows, models, tmp_path):
     assert row["series"]["reward"] == theirs["series"]["reward"]
     assert row["evaluations"] == theirs["evaluations"]
     for name, values in theirs["series"].items():
-        assert row["series"][name] == pytest.approx(values, rel=2e-3, abs=2e-5), name
+        assert known(row["series"][name]) == pytest.approx(known(values), rel=2e-3, abs=2e-5), name
     assert row["groups"] is None
     assert row["ledger_balanced"] is None
 

@@ -20,6 +20,7 @@ REGIME = {
     "max_steps": 8, "groups_per_step": 4, "group_size": 4, "evaluate_every": 4, "num_evaluation": 16,
     "probe_every": 4, "num_samplers": 1, "lr": 3e-3, "warmup_steps": 2,
 }  # fmt: skip
+EOS = 1
 VERSIONS = {"kind": "fixed", "unit": "versions", "value": 3}
 
 
@@ -41,8 +42,9 @@ def random_rollouts(sizes: Sizes, seed: int, *, version: int = 0) -> Rollouts:
     """Groups of a few short completions, some of them equal, with log-probs that no policy explains."""
     rng = np.random.default_rng(seed)
     shape = (sizes.num_prompts, sizes.group_size)
-    tokens = rng.integers(1, 3, (*shape, sizes.max_new_tokens))
-    lengths = rng.integers(1, sizes.max_new_tokens + 1, shape)
+    tokens = rng.choice([EOS, 2, 3], (*shape, sizes.max_new_tokens), p=[0.2, 0.5, 0.3])
+    ends = tokens == EOS
+    lengths = np.where(ends.any(-1), ends.argmax(-1) + 1, sizes.max_new_tokens)
     is_token = np.arange(sizes.max_new_tokens) < lengths[..., None]
     tokens = np.where(is_token, tokens, 0)
     logprobs = np.where(is_token, -rng.exponential(1.0, tokens.shape), 0.0).astype(np.float32)

@@ -21,7 +21,7 @@ _aten: Any = torch.ops.aten
 
 def linear(x_NK: Tensor, weight_ROK: Tensor, counts: Sequence[int], residual_NO: Tensor | None = None) -> Tensor:
     """Rows times their run's weight, [N, O]; plus a residual."""
-    result: Tensor = _Linear.apply(x_NK, weight_ROK, tuple(counts), residual_NO)  # type: ignore[no-untyped-call]
+    result: Tensor = _Linear.apply(x_NK, weight_ROK, list(counts), residual_NO)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -92,9 +92,7 @@ def _is_batched(x_NK: Tensor, counts: Sequence[int]) -> bool:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x_NK: Tensor, weight_ROK: Tensor, counts: tuple[int, ...], residual_NO: Tensor | None
-    ) -> Tensor:
+    def forward(ctx: Any, x_NK: Tensor, weight_ROK: Tensor, counts: list[int], residual_NO: Tensor | None) -> Tensor:
         ctx.save_for_backward(x_NK, weight_ROK)
         ctx.counts, ctx.has_residual = counts, residual_NO is not None
         if _is_batched(x_NK, counts):

@@ -131,7 +131,8 @@ def lay_out(
         sizes: of the batch.
         prompts_RGP: token ids.
         tokens_RGMT: token ids; beyond the length anything.
-        lengths_RGM: tokens of each completion, at least 1.
+        lengths_RGM: tokens of each completion, at least 1; a prefix after which one completion ends ends all that
+            have it.
         first_RGMT: of `extend`, for each prefix; of `unshared`, where nothing is shared.
         device: of the indices.
         is_sharing: whether equal prefixes are one row; else every token that something may follow is one, whatever

@@ -29,6 +29,7 @@ from heterorl.lab.fast.layout import Sizes, lay_out, unshared
 from heterorl.lab.fast.losses import gather_step, losses
 from heterorl.lab.fast.orders import batch_key
 from heterorl.lab.fast.rollouts import Rollouts
+from heterorl.lab.fast.scope import check_scope, sampling_keys
 from heterorl.lab.fast.stack import Shape, published, read_model, views
 from heterorl.lab.fast.work import Assignments, Texts
 from heterorl.lab.measure import step_row
@@ -74,6 +75,8 @@ def run_batch(
     """
     if len({batch_key(cell) for cell in cells}) != 1:
         raise ConfigError("regime", "runs of several shapes are several batches")
+    for cell in cells:
+        check_scope(cell)
     batch = _Batch(cells, model_dirs, device)
     for version in range(cells[0].regime.max_steps):
         batch.turn(version)
@@ -115,7 +118,7 @@ class _Batch:
             texts=texts,
             sizes=sizes,
             mask_SS=additive_mask(sizes, self._device),
-            sampling=sampling_of(first, temperature=first.regime.temperature),
+            sampling=sampling_of(first, temperature=first.regime.temperature, **sampling_keys(first)),
             device=self._device,
             is_sharing=self._device.type == "cpu",
         )

@@ -22,9 +22,9 @@ from heterorl.lab.fast.rollouts import Rollouts, of_run, score
 from heterorl.lab.fast.work import Texts, Work, make_work
 
 
-def sampling_of(cell: Cell, *, temperature: float) -> SamplingSemantics:
-    """How a cell's tokens are drawn."""
-    return SamplingConfig(max_new_tokens=cell.task.max_new_tokens, temperature=temperature).semantics()
+def sampling_of(cell: Cell, **keys: Any) -> SamplingSemantics:
+    """How a cell's tokens are drawn: temperature and truncation as in a configuration."""
+    return SamplingConfig(max_new_tokens=cell.task.max_new_tokens, **keys).semantics()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

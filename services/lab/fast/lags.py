@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from heterorl.common.errors import ConfigError
 from heterorl.lab.cell import Cell
 from heterorl.sampler.policy.delay import Visibility
-from heterorl.sampler.policy.delay_models import FixedDelay, NoDelay
 
 
 def sources(cell: Cell) -> list[int]:
@@ -14,15 +12,10 @@ def sources(cell: Cell) -> list[int]:
     Work for a version is handed out when the version before it is published, and is done before the next: a sampler
     draws for step s with the newest version that its delay lets through while s is the head.
 
-    Raises:
-        ConfigError: the delay counts seconds, or is drawn by several samplers.
+    Args:
+        cell: within the scope of this engine.
     """
-    delay = cell.delay
-    if not isinstance(delay, NoDelay) and delay.unit == "seconds":
-        raise ConfigError("delays.unit", "seconds need the services' clocks", action="choose the engine services")
-    if not isinstance(delay, NoDelay | FixedDelay) and cell.regime.num_samplers > 1:
-        raise ConfigError("regime.num_samplers", "one sampler alone has a random delay in the engine fast")
-    visibility = Visibility(delay, seed=1000 * cell.seed)
+    visibility = Visibility(cell.delay, seed=1000 * cell.seed)
     found: list[int] = []
     current = -1
     for head in range(cell.regime.max_steps):

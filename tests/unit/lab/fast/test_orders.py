@@ -7,6 +7,7 @@ from heterorl.lab.cell import list_cells
 from heterorl.lab.config import ExperimentConfig
 from heterorl.lab.fast.lags import served, sources
 from heterorl.lab.fast.orders import batch_key, split
+from heterorl.lab.fast.scope import check_scope
 from tests.support.fast_lab import VERSIONS, cell_of
 
 EXPERIMENT = ExperimentConfig.model_validate(
@@ -48,6 +49,23 @@ def test_refreshed_sites_keep_a_version_for_the_whole_interval():
     assert sources(cell_of({**VERSIONS, "semantics": "refresh_interval"}, max_steps=8)) == [0, 0, 0, 3, 3, 3, 6, 6]
 
 
-def test_delays_in_seconds_are_for_the_services():
-    with pytest.raises(ConfigError, match="seconds"):
-        sources(cell_of({"kind": "fixed", "value": 60}))
+REFUSED = {
+    "seconds": ({"kind": "fixed", "value": 60}, {}),
+    "num_samplers": ({"kind": "uniform", "low": 0, "high": 4, "unit": "versions"}, {"num_samplers": 2}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_engine_does_not_compute_is_refused(name):
+    delay, regime = REFUSED[name]
+    with pytest.raises(ConfigError, match=name):
+        check_scope(cell_of(delay, **regime))
+
+
+def test_one_sampler_may_have_a_random_delay():
+    cell = cell_of({"kind": "uniform", "low": 0, "high": 4, "unit": "versions"}, max_steps=40)
+    check_scope(cell)
+
+    lags = [step - version for step, version in enumerate(sources(cell))]
+    assert max(lags) <= 4
+    assert len(set(lags)) > 2

@@ -87,6 +87,7 @@ $(filter lab-%,$(SHOWN)): lab-%:
 	$(BIN)/heterorl lab run $*
 
 bench-forward: $(SETUP)  ## What a learner's forward pass should see, on a pretrained model: MODEL=DIR; an hour on two cores, goes on where it ended
+bench-lab: $(SETUP)  ## The vectorised lab beside the services' lab: seconds and last accuracies of the same cells; 5 minutes
 bench-losses: $(SETUP)  ## Time a learner step under each loss beside the cheapest
 bench-learner: $(SETUP)  ## A GRPO step beside TRL's: tokens per second and peak memory at a vocabulary of 32 000
 bench-groups: $(SETUP)  ## What a group costs the coordinator: CPU from a push's bytes to the learner's, beside what its bytes alone cost
@@ -106,6 +107,8 @@ bench-verify: $(SETUP)  ## What the checks of untrusted sites see: each cheat's 
 THREADS = OMP_NUM_THREADS=1
 bench-hf-rows: MODULE = hf_rows
 bench-hf-rows: RESULTS = hf_rows
+bench-lab: MODULE = lab_fast
+bench-lab: RESULTS = lab/fast
 bench-losses: MODULE = loss_step
 bench-losses: THREADS =
 bench-merge: MODULE = weights_merge

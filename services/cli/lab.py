@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+
+class Engine(enum.Enum):
+    """What computes the runs of an experiment."""
+
+    SERVICES = "services"
+    FAST = "fast"
+
+
 app = typer.Typer(
     help="Experiments on this machine: what delay does to every algorithm, with the services' own code.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
+
+
+EngineOption = Annotated[
+    Engine, typer.Option(help="`services`: their own code; `fast`: many runs at once, delays in versions alone.")
+]
+DeviceOption = Annotated[str, typer.Option(help="Where the engine `fast` computes: cpu, cuda or cuda:N.")]
 
 
 @app.command("run")
@@ -27,11 +42,22 @@ def run(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Override one key: `--set section.key=value`.")
     ] = None,
+    engine: EngineOption = Engine.SERVICES,
+    device: DeviceOption = "cpu",
 ) -> None:
     """Run an experiment, or what is missing of it, and write results.json and report.html."""
     from heterorl.lab.run import run_experiment
 
-    raise typer.Exit(run_experiment(experiment, out=out, overrides=set_ or (), jobs=jobs, reuse=reuse or ()))
+    code = run_experiment(
+        experiment,
+        out=out,
+        overrides=set_ or (),
+        jobs=jobs,
+        reuse=reuse or (),
+        engine=engine.value,
+        device=device,
+    )
+    raise typer.Exit(code)
 
 
 @app.command("tune")
@@ -46,11 +72,22 @@ def tune(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Override one key: `--set section.key=value`.")
     ] = None,
+    engine: EngineOption = Engine.SERVICES,
+    device: DeviceOption = "cpu",
 ) -> None:
     """Choose each arm's learning rate on the tuning seeds and write learning_rates.json, which `run` reads."""
     from heterorl.lab.tune import tune_experiment
 
-    raise typer.Exit(tune_experiment(experiment, out=out, overrides=set_ or (), jobs=jobs, reuse=reuse or ()))
+    code = tune_experiment(
+        experiment,
+        out=out,
+        overrides=set_ or (),
+        jobs=jobs,
+        reuse=reuse or (),
+        engine=engine.value,
+        device=device,
+    )
+    raise typer.Exit(code)
 
 
 @app.command("claims")

@@ -93,7 +93,7 @@ class MeasuredBackend:
         report = self.inner.train_step(groups, head_version=head_version, step=step)
         self.charge(self.step_s)
         if report.is_applied:
-            self.rows.append(_row(report, self.inner.last_extras, target))
+            self.rows.append(step_row(report, self.inner.last_extras, target))
         return report
 
     def store(self, arena: Arena, *, published: Arena | None = None) -> None:
@@ -113,7 +113,8 @@ class MeasuredBackend:
         self.inner.restore(directory)
 
 
-def _row(report: StepReport, extras: dict[str, float], target: float | None) -> dict[str, float | None]:
+def step_row(report: StepReport, extras: dict[str, float], target: float | None) -> dict[str, float | None]:
+    """What a run keeps of a step: its report, `report.step_extras`, and the mean advantage of fresh rollouts."""
     estimate = extras.get("advantage_estimate")
     return {
         "step": report.step,

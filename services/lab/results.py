@@ -116,7 +116,7 @@ def summarise(cell: Cell, outcome: Outcome, *, wall_s: float) -> dict[str, Any]:
         "grad_norm_p95": float(np.percentile(norms, 95)) if norms else None,
         "staleness_max": max(staleness, default=None),
         "steps": len(outcome.steps),
-        "groups": outcome.status.ledger.acked,
+        "groups": None if outcome.status is None else outcome.status.ledger.acked,
         "ledger_balanced": outcome.ledger_balanced,
         "wall_s": round(wall_s, 2),
         "failed": None,

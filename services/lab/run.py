@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from heterorl.common.process.config import load
 from heterorl.common.wire.common import bytes_digest
 from heterorl.lab.cell import Cell, list_cells
 from heterorl.lab.config import ExperimentConfig
+from heterorl.lab.fast.orders import FAST, MOST_RUNS, MOST_RUNS_ON_GPU, SERVICES, Order, split
 from heterorl.lab.protocol.rates import with_chosen
 from heterorl.lab.protocol.rules import check
 from heterorl.lab.results import cell_digest, failure, kept
@@ -34,6 +35,8 @@ from heterorl.lab.warm_starts import key
 
 CACHE = Path(".cache/heterorl")
 INTERRUPTED = 130
+KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
+"""Freed tensors stay with the process: pages that the kernel clears anew for each one cost more than the products."""
 
 
 def find_experiment(name: str) -> Path:
@@ -51,9 +54,18 @@ def find_experiment(name: str) -> Path:
 
 
 def run_experiment(
-    name: str, *, out: Path | None, overrides: Sequence[str], jobs: int, reuse: Sequence[Path] = ()
+    name: str,
+    *,
+    out: Path | None,
+    overrides: Sequence[str],
+    jobs: int,
+    reuse: Sequence[Path] = (),
+    engine: str = SERVICES,
+    device: str = "cpu",
 ) -> int:
     """Run what is missing of an experiment and write its report; returns the exit code.
+
+    Runs of the other engine count as missing: their numbers differ by rounding, and so does what follows from it.
 
     Raises:
         ConfigError: the experiment is unknown or wrong, or keeps not what its protocol says.
@@ -62,10 +74,18 @@ def run_experiment(
     directory = out or Path("runs/lab") / experiment.name
     experiment = with_chosen(experiment, directory)
     check(experiment, list_cells(experiment))
-    return carry_out(experiment, directory=directory, jobs=jobs, reuse=reuse)
+    return carry_out(experiment, directory=directory, jobs=jobs, reuse=reuse, engine=engine, device=device)
 
 
-def carry_out(experiment: ExperimentConfig, *, directory: Path, jobs: int, reuse: Sequence[Path] = ()) -> int:
+def carry_out(
+    experiment: ExperimentConfig,
+    *,
+    directory: Path,
+    jobs: int,
+    reuse: Sequence[Path] = (),
+    engine: str = SERVICES,
+    device: str = "cpu",
+) -> int:
     """Run what is missing of an experiment into a directory; returns the exit code."""
     from heterorl.lab.report.report import write_report
 
@@ -74,10 +94,17 @@ def carry_out(experiment: ExperimentConfig, *, directory: Path, jobs: int, reuse
     (directory / "runs").mkdir(parents=True, exist_ok=True)
     (directory / "experiment.json").write_text(experiment.model_dump_json(indent=2) + "\n", encoding="utf-8")
     for other in reuse:
-        _take_over(cells, other, directory)
-    missing = [number for number, cell in enumerate(cells) if not _is_done(directory, cell)]
+        _take_over(cells, other, directory, engine)
+    missing = [number for number, cell in enumerate(cells) if not _is_done(directory, cell, engine)]
     console.print(f"{experiment.name}: {len(cells)} runs, {len(cells) - len(missing)} already there; in {directory}")
-    is_whole = asyncio.run(_run_all(cells, missing, directory=directory, jobs=jobs or os.cpu_count() or 1))
+    jobs = jobs or os.cpu_count() or 1
+    orders = [Order(kind="run", numbers=(number,)) for number in missing]
+    if engine == FAST:
+        # A GPU is one, and is filled by many runs.
+        jobs, most = (jobs, MOST_RUNS) if device == "cpu" else (1, MOST_RUNS_ON_GPU)
+        parts = split(cells, missing, jobs=jobs, most=most)
+        orders = [Order(kind="batch", numbers=tuple(numbers), device=device) for numbers in parts]
+    is_whole = asyncio.run(_run_all(cells, missing, orders=orders, directory=directory, jobs=jobs))
     results = _collect(experiment, cells, directory)
     failed = [row for row in results["runs"] if row["failed"]]
     if results["runs"]:
@@ -90,15 +117,20 @@ def carry_out(experiment: ExperimentConfig, *, directory: Path, jobs: int, reuse
     return 1 if failed else 0
 
 
-def _is_done(directory: Path, cell: Cell) -> bool:
+def _is_done(directory: Path, cell: Cell, engine: str) -> bool:
     row = _read(directory, cell)
-    return row is not None and not row["failed"] and row["cell_digest"] == cell_digest(cell)
+    return (
+        row is not None
+        and not row["failed"]
+        and row["cell_digest"] == cell_digest(cell)
+        and row.get("engine", SERVICES) == engine
+    )
 
 
-def _take_over(cells: Sequence[Cell], other: Path, directory: Path) -> None:
+def _take_over(cells: Sequence[Cell], other: Path, directory: Path, engine: str) -> None:
     """Copy the rows of the same runs that another experiment has already."""
     for cell in cells:
-        if not _is_done(directory, cell) and _is_done(other, cell):
+        if not _is_done(directory, cell, engine) and _is_done(other, cell, engine):
             shutil.copyfile(other / "runs" / f"{cell.run_id}.json", directory / "runs" / f"{cell.run_id}.json")
 
 
@@ -132,12 +164,15 @@ def _one_run_a_line(results: dict[str, Any]) -> str:
     return f"{head}[\n{runs}\n ]\n}}\n" if runs else f"{head}[]\n}}\n"
 
 
-async def _run_all(cells: Sequence[Cell], missing: Sequence[int], *, directory: Path, jobs: int) -> bool:
+async def _run_all(
+    cells: Sequence[Cell], missing: Sequence[int], *, orders: Sequence[Order], directory: Path, jobs: int
+) -> bool:
     """Warm starts first, then runs; False when interrupted."""
     firsts: dict[tuple[str, int], int] = {}
     for number in missing:
         firsts.setdefault(key(cells[number]), number)
-    work = asyncio.ensure_future(_phases(cells, list(firsts.values()), missing, directory=directory, jobs=jobs))
+    warm_starts = [Order(kind="warm_start", numbers=(number,)) for number in firsts.values()]
+    work = asyncio.ensure_future(_phases(cells, warm_starts, orders, directory=directory, jobs=jobs))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, work.cancel)
@@ -149,7 +184,7 @@ async def _run_all(cells: Sequence[Cell], missing: Sequence[int], *, directory: 
 
 
 async def _phases(
-    cells: Sequence[Cell], firsts: Sequence[int], missing: Sequence[int], *, directory: Path, jobs: int
+    cells: Sequence[Cell], warm_starts: Sequence[Order], runs: Sequence[Order], *, directory: Path, jobs: int
 ) -> None:
     with Progress(
         TextColumn("{task.description}"),
@@ -160,17 +195,17 @@ async def _phases(
         console=Console(stderr=True, markup=False),
         transient=False,
     ) as progress:
-        pool = [_Worker(cells, directory) for _ in range(min(jobs, max(1, len(missing))))]
+        pool = [_Worker(cells, directory) for _ in range(min(jobs, max(1, len(warm_starts), len(runs))))]
         try:
-            for kind, label, numbers in (("warm_start", "warm starts", firsts), ("run", "runs", missing)):
-                bar = progress.add_task(label, total=len(numbers))
-                queue = list(reversed(numbers))
+            for label, orders in (("warm starts", warm_starts), ("runs", runs)):
+                bar = progress.add_task(label, total=sum(len(order.numbers) for order in orders))
+                queue = list(reversed(orders))
 
-                async def drain(worker: _Worker, kind: str = kind, queue: list[int] = queue, bar: Any = bar) -> None:
+                async def drain(worker: _Worker, queue: list[Order] = queue, bar: Any = bar) -> None:
                     while queue:
-                        number = queue.pop()
-                        await worker.do(kind, number)
-                        progress.advance(bar)
+                        order = queue.pop()
+                        async for share in worker.do(order):
+                            progress.advance(bar, share * len(order.numbers))
 
                 async with asyncio.TaskGroup() as tasks:
                     for worker in pool:
@@ -188,24 +223,34 @@ class _Worker:
         self._directory = directory
         self._process: asyncio.subprocess.Process | None = None
 
-    async def do(self, kind: str, number: int) -> None:
-        """Have an order carried out; a process that dies fails the run it was given."""
+    async def do(self, order: Order) -> AsyncIterator[float]:
+        """Have an order carried out; shares of it as they are done, 1 in all.
+
+        A process that dies fails the runs it was given.
+        """
         process = await self._started()
         assert process.stdin is not None
         assert process.stdout is not None
         with contextlib.suppress(ConnectionError):
-            process.stdin.write(json.dumps({kind: number}).encode() + b"\n")
+            process.stdin.write(order.line().encode() + b"\n")
             await process.stdin.drain()
-        if await process.stdout.readline():
-            return
+        done = 0.0
+        while line := await process.stdout.readline():
+            answer = json.loads(line)
+            if "share" not in answer:
+                yield 1.0 - done
+                return
+            yield answer["share"] - done
+            done = answer["share"]
         code = await process.wait()
         self._process = None
-        if kind == "run":
+        if order.kind != "warm_start":
             from heterorl.lab.worker import write_json
 
-            cell = self._cells[number]
-            row = failure(cell, problem=f"its process ended with code {code}; see worker.log", wall_s=0.0)
-            write_json(self._directory / "runs" / f"{cell.run_id}.json", row)
+            for cell in (self._cells[number] for number in order.numbers):
+                row = failure(cell, problem=f"its process ended with code {code}; see worker.log", wall_s=0.0)
+                write_json(self._directory / "runs" / f"{cell.run_id}.json", row)
+        yield 1.0 - done
 
     async def stop(self) -> None:
         """Kill the process; what it was doing is done again next time."""
@@ -228,7 +273,7 @@ class _Worker:
                     stdout=asyncio.subprocess.PIPE,
                     stderr=log,
                     # One core each; torch's own threads would fight over them.
-                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                    env={**os.environ, "OMP_NUM_THREADS": "1", **KEEP_MEMORY},
                     start_new_session=True,
                 )
         return self._process

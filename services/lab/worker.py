@@ -2,17 +2,20 @@
 
 {"warm_start": N}   make sure that the warm start of cell N exists
 {"run": N}          run cell N and write runs/RUN_ID.json
+{"batch": [N, ...], "device": D}   run these cells together with the engine fast; meanwhile lines {"share": S}
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -20,9 +23,11 @@ from heterorl.common.errors import HeterorlError
 from heterorl.common.process.files import replacing
 from heterorl.lab.cell import Cell, list_cells
 from heterorl.lab.config import ExperimentConfig
+from heterorl.lab.fast.batch import run_batch
+from heterorl.lab.fast.orders import FAST
 from heterorl.lab.results import failure, summarise
 from heterorl.lab.warm_starts import prepare
-from heterorl.lab.world import run_cell
+from heterorl.lab.world import Outcome, run_cell
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -46,6 +51,33 @@ def _run(cell: Cell, *, out: Path, cache: Path) -> dict[str, Any]:
     return {"run_id": cell.run_id, "last": row.get("last"), "failed": row["failed"]}
 
 
+def _run_together(
+    cells: list[Cell], *, out: Path, cache: Path, device: str, tell: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    started = time.perf_counter()
+    steps = cells[0].regime.max_steps
+
+    def note_step(done: int) -> None:
+        if done % max(1, steps // 50) == 0:
+            tell({"share": done / steps})
+
+    outcomes: Sequence[Outcome | str]
+    try:
+        model_dirs = [prepare(cell, cache=cache)[0] for cell in cells]
+        outcomes = run_batch(cells, model_dirs=model_dirs, device=device, note_step=note_step)
+    except (HeterorlError, RuntimeError) as error:
+        outcomes = [f"{type(error).__name__}: {error}"] * len(cells)
+    # The time of the batch, in equal parts: what a cell costs.
+    wall_s = (time.perf_counter() - started) / len(cells)
+    for cell, outcome in zip(cells, outcomes, strict=True):
+        if isinstance(outcome, str):
+            row = failure(cell, problem=outcome, wall_s=wall_s)
+        else:
+            row = summarise(cell, outcome, wall_s=wall_s)
+        write_json(out / "runs" / f"{cell.run_id}.json", {**row, "engine": FAST})
+    return {"runs": len(cells)}
+
+
 def main() -> None:
     """Answer orders until the input ends."""
     torch.set_num_threads(1)
@@ -60,9 +92,17 @@ def main() -> None:
         if "warm_start" in order:
             _, accuracy = prepare(cells[order["warm_start"]], cache=cache)
             answer = {"accuracy": accuracy}
+        elif "batch" in order:
+            chosen = [cells[number] for number in order["batch"]]
+            tell = functools.partial(_tell, answers)
+            answer = _run_together(chosen, out=out, cache=cache, device=order["device"], tell=tell)
         else:
             answer = _run(cells[order["run"]], out=out, cache=cache)
-        print(json.dumps(answer), file=answers)
+        _tell(answers, answer)
+
+
+def _tell(answers: TextIO, answer: dict[str, Any]) -> None:
+    print(json.dumps(answer), file=answers)
 
 
 if __name__ == "__main__":

@@ -66,12 +66,15 @@ _HOUR = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a run left: a row per step, a row per evaluation, the coordinator's last status, the ledger's verdict."""
+    """What a run left: a row per step, a row per evaluation, the coordinator's last status, the ledger's verdict.
+
+    The last two are None where no coordinator took part.
+    """
 
     steps: list[dict[str, float | None]]
     evaluations: list[dict[str, Any]]
-    status: RunStatus
-    ledger_balanced: bool
+    status: RunStatus | None
+    ledger_balanced: bool | None
 
 
 def run_cell(cell: Cell, *, model_dir: Path, directory: Path) -> Outcome:

@@ -15,12 +15,13 @@ ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "Makefile").read_text()
 TARGETS = sorted(set(re.findall(r"^([a-z][a-z0-9-]*):(?!=)", TEXT, re.MULTILINE)))
 BENCHES = {
-    "hf-rows": "hf_rows", "learner": "learner", "groups": "groups", "losses": "loss_step", "merge": "weights_merge", "weights": "weights",
+    "lab": "lab_fast", "hf-rows": "hf_rows", "learner": "learner", "groups": "groups", "losses": "loss_step",
+    "merge": "weights_merge", "weights": "weights",
     "ingest": "ingest", "loop": "loop", "sites": "sites",
     "overlap": "overlap", "pull": "pull", "serve": "serve", "sampler": "sampler", "verify": "verify", "forward": "forward",
 }  # fmt: skip
 """What is measured to the module that measures it."""
-RESULTS = {"merge": "weights_merge", "hf-rows": "hf_rows"}
+RESULTS = {"lab": "lab/fast", "merge": "weights_merge", "hf-rows": "hf_rows"}
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
 
 

@@ -1,0 +1,151 @@
+"""Held-out accuracy and the estimation error of many runs: the same prompts, seeds and numbers as the services' lab."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from heterorl.common.model.contract import SamplingConfig
+from heterorl.common.tasks.task import Prompt, Task
+from heterorl.common.types.common import SamplingSemantics
+from heterorl.lab.benchmarks import PartOfTask, split_evaluation
+from heterorl.lab.cell import Cell
+from heterorl.lab.fast.forward import Folded
+from heterorl.lab.fast.generate import generate
+from heterorl.lab.fast.layout import Sizes, mask_of
+from heterorl.lab.fast.rollouts import Rollouts, of_run, score
+from heterorl.lab.fast.work import Texts, Work, make_work
+
+
+def sampling_of(cell: Cell, **keys: Any) -> SamplingSemantics:
+    """How a cell's tokens are drawn: temperature and truncation as in a configuration."""
+    return SamplingConfig(max_new_tokens=cell.task.max_new_tokens, **keys).semantics()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawing:
+    """What every generation of a batch needs beside weights and work; `mask_SS` is `additive_mask` of the sizes."""
+
+    task: Task
+    texts: Texts
+    sizes: Sizes
+    mask_SS: Tensor
+    sampling: SamplingSemantics
+    device: torch.device
+    is_sharing: bool
+
+    def draw(self, folded: Folded, works: Sequence[Work], *, version: int) -> list[Rollouts]:
+        """Rollouts of one work for each of the weights, scored."""
+        noise = torch.stack([work.noise_GMTV for work in works])
+        drawn = generate(
+            folded,
+            self.sizes,
+            np.stack([work.tokens_GP for work in works]),
+            noise.to(self.device),
+            self.mask_SS,
+            sampling=self.sampling,
+            eos_token_id=self.texts.eos_token_id,
+            is_sharing=self.is_sharing,
+        )
+        return [
+            Rollouts(
+                work=work,
+                drawn=of_run(drawn, number),
+                rewards_GM=score(self.task, self.texts, work, of_run(drawn, number)),
+                version=version,
+            )
+            for number, work in enumerate(works)
+        ]
+
+
+def additive_mask(sizes: Sizes, device: torch.device) -> Tensor:
+    """`layout.mask_of` as what is added to scores."""
+    is_seen = torch.from_numpy(mask_of(sizes))
+    return torch.zeros(is_seen.shape).masked_fill(~is_seen, -torch.inf).to(device)
+
+
+class Evaluations:
+    """Scores held-out prompts in their parts, one completion each."""
+
+    def __init__(self, cell: Cell, drawing: Drawing) -> None:
+        parts = split_evaluation(drawing.task, num_prompts=cell.regime.num_evaluation)
+        self._parts: dict[str, PartOfTask] = parts
+        sizes = Sizes(
+            num_prompts=sum(part.num_evaluation_prompts for part in parts.values()),
+            group_size=1,
+            prompt_length=drawing.sizes.prompt_length,
+            max_new_tokens=drawing.sizes.max_new_tokens,
+            vocab_size=drawing.sizes.vocab_size,
+        )
+        self._drawing = Drawing(
+            task=drawing.task,
+            texts=drawing.texts,
+            sizes=sizes,
+            mask_SS=additive_mask(sizes, drawing.device),
+            sampling=sampling_of(cell, temperature=cell.regime.evaluation_temperature),
+            device=drawing.device,
+            is_sharing=drawing.is_sharing,
+        )
+        self._works: dict[int, Work] = {}
+
+    def rows(self, folded: Folded, seeds: Sequence[int], *, version: int) -> list[dict[str, Any]]:
+        """A row for each of the weights, as the services' lab writes them.
+
+        Args:
+            folded: published weights.
+            seeds: of the runs that they belong to.
+            version: their version.
+        """
+        rollouts = self._drawing.draw(folded, [self._work(seed) for seed in seeds], version=version)
+        return [self._row(one, version) for one in rollouts]
+
+    def _row(self, rollouts: Rollouts, version: int) -> dict[str, Any]:
+        rewards, benchmarks, start = rollouts.rewards_GM[:, 0].tolist(), {}, 0
+        for name, part in self._parts.items():
+            own = rewards[start : start + part.num_evaluation_prompts]
+            benchmarks[name] = sum(own) / len(own) if own else None
+            start += len(own)
+        return {"step": version, "accuracy": sum(rewards) / len(rewards), "benchmarks": benchmarks}
+
+    def _work(self, seed: int) -> Work:
+        if seed not in self._works:
+            prompts: list[Prompt] = []
+            seeds: list[int] = []
+            for part in self._parts.values():
+                prompts += [part.evaluation_prompt(index) for index in range(part.num_evaluation_prompts)]
+                seeds += [seed + index for index in range(part.num_evaluation_prompts)]
+            # Scores ask for text and answer alone, so the whole task may give them.
+            self._works[seed] = make_work(prompts, seeds, texts=self._drawing.texts, sizes=self._drawing.sizes)
+        return self._works[seed]
+
+
+def mean_advantages(
+    drawing: Drawing, folded: Folded, stale: Sequence[Rollouts], seeds: Sequence[int], *, step: int
+) -> list[float]:
+    """Monte-Carlo estimates of E_p[A], A = reward - mean reward of the stale group: `measure.Probe` for many runs.
+
+    Args:
+        drawing: of the batch.
+        folded: published weights that are about to be trained.
+        stale: what they are about to be trained on.
+        seeds: of the runs.
+        step: from 1.
+    """
+    works = [
+        make_work(
+            one.work.prompts,
+            [(seed << 40) + (step << 16) + number for number in range(len(one.work.prompts))],
+            texts=drawing.texts,
+            sizes=drawing.sizes,
+        )
+        for one, seed in zip(stale, seeds, strict=True)
+    ]
+    fresh = drawing.draw(folded, works, version=step - 1)
+    return [
+        float(np.mean(new.rewards_GM.mean(1) - old.rewards_GM.mean(1))) for new, old in zip(fresh, stale, strict=True)
+    ]

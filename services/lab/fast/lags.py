@@ -1,0 +1,33 @@
+"""Which version's rollouts each step trains on: the delay of the cell, asked of the sampler's own model of it."""
+
+from __future__ import annotations
+
+from heterorl.lab.cell import Cell
+from heterorl.sampler.policy.delay import Visibility
+
+
+def sources(cell: Cell) -> list[int]:
+    """The version that draws the rollouts of each step; step s, from 0, builds on version s.
+
+    Work for a version is handed out when the version before it is published, and is done before the next: a sampler
+    draws for step s with the newest version that its delay lets through while s is the head.
+
+    Args:
+        cell: within the scope of this engine.
+    """
+    visibility = Visibility(cell.delay, seed=1000 * cell.seed)
+    found: list[int] = []
+    current = -1
+    for head in range(cell.regime.max_steps):
+        visibility.see(head, float(head))
+        current, _ = visibility.target(float(head), current=current)
+        found.append(current)
+    return found
+
+
+def served(found: list[int]) -> dict[int, list[int]]:
+    """The steps that each version draws rollouts for."""
+    steps: dict[int, list[int]] = {}
+    for step, version in enumerate(found):
+        steps.setdefault(version, []).append(step)
+    return steps

@@ -1,0 +1,205 @@
+"""Where tokens stand: rows, which are computed once for all rollouts that share a prefix, and slots, where rollouts
+of a prompt attend side by side.
+
+    rows     of each run: all but the last token of every prompt, the last tokens, the prefixes of completions
+    slots    of a bundle of k rollouts of a prompt: P of the prompt, then for each position k of completions
+
+Attention is cheap and regular, so slots are dense; all else is dear, so a prefix that 8 rollouts share is one row. The
+sums of a gradient are those of the rollouts one by one.
+
+Suffixes: R runs, G prompts of a run, M rollouts of a prompt, P prompt tokens, T completion tokens, C = T - 1 of them
+that something follows, B bundles of all runs, S slots, N rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+MOST_TOGETHER = 40
+"""Slots of completions in a bundle: scores grow with its square, the number of bundles falls with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What all runs of a batch have in common."""
+
+    num_prompts: int
+    group_size: int
+    prompt_length: int
+    max_new_tokens: int
+    vocab_size: int
+
+    @property
+    def num_inputs(self) -> int:
+        """Completion tokens that another one may follow."""
+        return self.max_new_tokens - 1
+
+    @property
+    def together(self) -> int:
+        """Rollouts of a bundle: a divisor of the group's size."""
+        fitting = [
+            count
+            for count in range(1, self.group_size + 1)
+            if self.group_size % count == 0 and count * self.num_inputs <= MOST_TOGETHER
+        ]
+        return max(fitting, default=1)
+
+    @property
+    def num_bundles(self) -> int:
+        """Bundles of a prompt."""
+        return self.group_size // self.together
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of a bundle."""
+        return self.prompt_length + self.num_inputs * self.together
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that a token can have."""
+        return self.prompt_length + self.num_inputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Layout:
+    """Rows and slots of one forward pass over whole rollouts; indices are int64 tensors on the device.
+
+    `entries_BS` are where the first layer finds a slot's queries, keys and values: they depend on token and position
+    alone. `seen_*` are of the rows that a token is predicted from, the only ones that the last layer finishes.
+    """
+
+    counts: list[int]
+    tokens_N: torch.Tensor
+    turns_N: torch.Tensor
+    entries_BS: torch.Tensor
+    rows_BS: torch.Tensor
+    taken_N: torch.Tensor
+    seen_counts: list[int]
+    seen_N: torch.Tensor
+    predicting_RGMT: torch.Tensor
+
+
+def mask_of(sizes: Sizes) -> Bools:
+    """True where a slot [S, S] sees another one: what came before it in the prompt and in its own rollout."""
+    prompt, together = sizes.prompt_length, sizes.together
+    slots = np.arange(sizes.num_slots)
+    is_prompt = slots < prompt
+    member = np.where(is_prompt, -1, (slots - prompt) % together)
+    position = np.where(is_prompt, slots, prompt + (slots - prompt) // together)
+    is_seen: Bools = (position[None, :] <= position[:, None]) & (
+        is_prompt[None, :] | (member[None, :] == member[:, None])
+    )
+    return is_seen
+
+
+def extend(parents_RGM: Ints, tokens_RGM: Ints, vocab_size: int) -> Ints:
+    """The lowest member of each group with the same prefix, given that of the prefix before and the next token."""
+    names = parents_RGM * vocab_size + tokens_RGM
+    lowest: Ints = (names[..., :, None] == names[..., None, :]).argmax(-1)
+    return lowest
+
+
+def prompt_rows(sizes: Sizes) -> Ints:
+    """Place [G, P] of each prompt token in the rows of its run: last tokens come after all others."""
+    num, length = sizes.num_prompts, sizes.prompt_length
+    rows = np.arange(num)[:, None] * (length - 1) + np.arange(length)
+    rows[:, -1] = num * (length - 1) + np.arange(num)
+    return rows
+
+
+def lay_out(
+    sizes: Sizes,
+    prompts_RGP: Ints,
+    tokens_RGMT: Ints,
+    lengths_RGM: Ints,
+    first_RGMT: Ints,
+    *,
+    device: torch.device,
+    is_sharing: bool,
+) -> Layout:
+    """Give every prefix a row and every token a slot.
+
+    Args:
+        sizes: of the batch.
+        prompts_RGP: token ids.
+        tokens_RGMT: token ids; beyond the length anything.
+        lengths_RGM: tokens of each completion, at least 1; a prefix after which one completion ends ends all that
+            have it.
+        first_RGMT: of `extend`, for each prefix; of `unshared`, where nothing is shared.
+        device: of the indices.
+        is_sharing: whether equal prefixes are one row; else every token that something may follow is one, whatever
+            its completion's length, so that all runs have equally many rows.
+    """
+    num_runs = len(prompts_RGP)
+    num, length, inputs, together = sizes.num_prompts, sizes.prompt_length, sizes.num_inputs, sizes.together
+    bundles, num_slots, vocab = sizes.num_bundles, sizes.num_slots, sizes.vocab_size
+    tokens, first = tokens_RGMT[..., :inputs], first_RGMT[..., :inputs]
+    run = np.arange(num_runs)[:, None, None]
+    is_input = np.arange(inputs) < (lengths_RGM - 1)[..., None]
+    is_node = is_input & (first == np.arange(sizes.group_size)[:, None]) if is_sharing else np.ones_like(is_input)
+
+    ranks = (is_node.reshape(num_runs, -1).cumsum(1) - 1).reshape(is_node.shape)
+    num_nodes = is_node.sum((1, 2, 3))
+    counts = num_nodes + num * length
+    starts = np.concatenate(([0], counts.cumsum()[:-1]))[:, None, None]
+    of_prompt = prompt_rows(sizes) + starts
+    of_node = ranks + (starts + num * length)[..., None]
+    of_input = np.where(is_input, np.take_along_axis(of_node, first, 2), of_prompt[:, :, -1, None, None])
+
+    positions = np.arange(length + inputs)
+    turns = run * sizes.num_positions + positions
+    prompt_entries = turns[..., :length] * vocab + prompts_RGP
+    entries = turns[:, None, :, length:] * vocab + tokens
+    prompt_slots = (np.arange(num_runs * num).reshape(num_runs, num, 1) * bundles) * num_slots + np.arange(length)
+    member = np.arange(sizes.group_size)[:, None]
+    bundle = np.arange(num_runs * num).reshape(num_runs, num, 1, 1) * bundles + member // together
+    slots = bundle * num_slots + length + np.arange(inputs) * together + member % together
+
+    def by_row(values_RGP: Any, values_RGMC: Any) -> Ints:
+        result = np.empty(int(counts.sum()), np.int64)
+        result[of_prompt] = values_RGP
+        result[of_node[is_node]] = np.broadcast_to(values_RGMC, is_node.shape)[is_node]
+        return result
+
+    def by_slot(values_RGP: Ints, values_RGMC: Ints) -> Ints:
+        result = np.empty((num_runs, num, bundles, num_slots), np.int64)
+        result[..., :length] = values_RGP[:, :, None]
+        by_bundle = values_RGMC.reshape(num_runs, num, bundles, together, inputs).swapaxes(3, 4)
+        result[..., length:] = by_bundle.reshape(num_runs, num, bundles, -1)
+        return result.reshape(-1, num_slots)
+
+    seen_counts = num_nodes + num
+    seen_starts = np.concatenate(([0], seen_counts.cumsum()[:-1]))[:, None, None]
+    skipped = starts + num * (length - 1) - seen_starts
+    predicting = np.empty(tokens_RGMT.shape, np.int64)
+    predicting[..., 0] = of_prompt[:, :, -1:] - skipped
+    predicting[..., 1:] = of_input - skipped[..., None]
+    seen = np.repeat(skipped[:, 0, 0], seen_counts) + np.arange(int(seen_counts.sum()))
+
+    def on_device(values: Ints) -> torch.Tensor:
+        return torch.from_numpy(values).to(device)
+
+    return Layout(
+        counts=counts.tolist(),
+        tokens_N=on_device(by_row(run * vocab + prompts_RGP, run[..., None] * vocab + tokens)),
+        turns_N=on_device(by_row(turns[..., :length], turns[:, None, :, length:])),
+        entries_BS=on_device(by_slot(prompt_entries, entries)),
+        rows_BS=on_device(by_slot(of_prompt, of_input)),
+        taken_N=on_device(by_row(prompt_slots, slots)),
+        seen_counts=seen_counts.tolist(),
+        seen_N=on_device(seen),
+        predicting_RGMT=on_device(predicting),
+    )
+
+
+def unshared(shape: tuple[int, ...]) -> Ints:
+    """`first` [R, G, M, T] under which every rollout has rows of its own."""
+    return np.broadcast_to(np.arange(shape[2])[:, None], shape)

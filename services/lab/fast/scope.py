@@ -1,0 +1,38 @@
+"""What the vectorised lab does not compute: refused before a batch begins, never left out in silence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from heterorl.common.errors import ConfigError
+from heterorl.lab.cell import Cell
+from heterorl.learner.loss.rule import Rule, rule_of
+from heterorl.sampler.policy.delay_models import FixedDelay, NoDelay
+
+_SERVICES = "choose the engine services"
+
+
+def check_scope(cell: Cell) -> None:
+    """Refuse a cell that needs the services.
+
+    Raises:
+        ConfigError: its delay counts seconds or is drawn by several samplers, its versions hold several steps, its link
+            loses messages, or its loss needs a second model.
+    """
+    delay, regime = cell.delay, cell.regime
+    if not isinstance(delay, NoDelay) and delay.unit == "seconds":
+        raise ConfigError("delays.unit", "seconds need the services' clocks", action=_SERVICES)
+    if not isinstance(delay, NoDelay | FixedDelay) and regime.num_samplers > 1:
+        raise ConfigError("regime.num_samplers", "a random delay needs num_samplers = 1 here", action=_SERVICES)
+    # Keys of the regime and parts of a rule that are not there are not set.
+    keys: dict[str, Any] = dict(regime)
+    if keys.get("steps_per_version", 1) != 1 or getattr(keys.get("publish_interval"), "kind", "fixed") != "fixed":
+        raise ConfigError("regime.steps_per_version", "a version holds one step here", action=_SERVICES)
+    rule: Rule = rule_of(cell.algorithm.loss)
+    if getattr(rule, "needs_reference", False):
+        raise ConfigError("algorithms.loss", f"{cell.algorithm.name} needs a reference model", action=_SERVICES)
+
+
+def sampling_keys(cell: Cell) -> dict[str, Any]:
+    """Truncation of what samplers draw; evaluations draw from the whole distribution."""
+    return {name: value for name, value in dict(cell.regime).items() if name in ("top_p", "top_k")}

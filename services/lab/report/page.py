@@ -44,7 +44,9 @@ out of all means.</p>{% endif %}
 best per benchmark lets each benchmark choose its own, which flatters. Gap is best minus last. Collapsed: the
 share of seeds whose last accuracy is more than {{ collapse_margin }} below their warm start, with Wilson's 95 %
 interval. Late rise: the end minus a quarter of the steps before, each the mean of three evaluations; flat where the
-upper end of its interval is at most {{ flat_tolerance }}. Where the arm without delay is not flat, train longer.</p>
+upper end of its interval is at most {{ flat_tolerance }}.</p>
+{% if unfinished %}<p class="bad">Without delay these are not shown to be flat, so the order of the arms may still turn
+when training goes on: {{ unfinished | join(", ") }}.</p>{% endif %}
 {% for title, table in tables %}<h3>{{ title }}</h3>
 <div class="scroll"><table><tr><th>algorithm</th><th>last</th><th>last, worst seed</th>
 <th>best</th><th>best, worst seed</th>

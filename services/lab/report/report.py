@@ -70,6 +70,7 @@ def render(results: Results, found: Sequence[Comparison], pictures: Sequence[tup
         results=results,
         numbers=_numbers(results),
         tables=_by_place(rows(results)),
+        unfinished=[f"{row.task} {row.arm.label}".strip() for row in rows(results) if row.is_unfinished],
         comparisons=_by_place(found),
         baseline=BASELINE,
         collapse_margin=COLLAPSE_MARGIN,

@@ -41,6 +41,11 @@ class Row:
         return f"{self.num_collapsed}/{self.num_finished} ({low:.2f} to {high:.2f})"
 
     @property
+    def is_unfinished(self) -> bool:
+        """Whether an arm without delay is not shown to be flat: then the order of the arms may still turn."""
+        return self.delay.kind == "none" and self.late_rise is not None and not is_flat(self.late_rise)
+
+    @property
     def flatness(self) -> str:
         """Rise of the accuracy over the last quarter of the steps, and whether that counts as the end of training."""
         if self.late_rise is None:

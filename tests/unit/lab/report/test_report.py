@@ -175,6 +175,8 @@ def test_row_says_whether_training_has_come_to_its_end(tmp_path):
     assert flat.flatness == "+0.000 \u00b1 0.000, flat"
     assert rising.flatness.startswith("+0.2")
     assert "flat" not in rising.flatness
+    assert "may still turn\nwhen training goes on: addition gepo." in page_of(tmp_path / "b")
+    assert "may still turn" not in page_of(tmp_path / "a")
 
 
 def test_results_alone_are_enough_for_curves(tmp_path):

@@ -1,4 +1,4 @@
-"""An engine alone on given requests: `python -m benchmarks.loop_engine JOB.json ANSWER.json`, started by benchmarks.loop.
+"""An engine alone on given requests: `python -m benchmarks.loop_engine JOB.json ANSWER.json`, of benchmarks.loop.
 
 All requests are its own from the beginning, so it is as busy as it can be. The answer is the span between the first
 fill's end and the last one's beginning; a file, because an engine writes to standard output what it likes.

@@ -32,7 +32,8 @@ _LAID_OUT = frozenset(
     {
         "level", "denominator", "normalisation", "kl_threshold", "defensive_fraction", "proximal", "behaviour_cap",
         "clip", "low", "high", "clip_on", "positive_weight", "advantage", "aggregation", "length_power",
-        "opsm_threshold", "kl_coefficient", "max_log_weight", "step_size",
+        "opsm_threshold", "kl_coefficient", "max_log_weight", "step_size", "dual_clip", "trace_cap",
+        "negative_weight", "mixture_slope", "mixture_age", "mixture_gradient",
     }
 )  # fmt: skip
 """Parts of a rule that what is laid out here has all inputs for; a rule that sets another part is taken apart."""
@@ -68,7 +69,8 @@ def is_separable(rule: Rule) -> bool:
     """Whether runs of the rule may be one call."""
     others = [field for field in fields(Rule) if field.name not in _LAID_OUT]
     return (
-        {field.name for field in fields(LossInputs)} == _INPUTS
+        {field.name for field in fields(LossInputs) if field.default is MISSING} == _INPUTS
+        and not (rule.needs_first_pass or rule.needs_reference)
         and rule.denominator in _DENOMINATORS
         and rule.advantage in _ADVANTAGES
         and all(field.default is not MISSING and getattr(rule, field.name) == field.default for field in others)
@@ -183,7 +185,7 @@ def _together(
 def _inputs(rule: Rule, numbers: list[int], step: Step) -> LossInputs:
     mask_BT = step.mask_RBT[numbers].flatten(0, 1)
     staleness_BT = torch.zeros(mask_BT.shape, dtype=torch.float64, device=mask_BT.device)
-    if rule.proximal == "loglinear":
+    if rule.needs_staleness:
         ages = [max(step.head_version - step.rollouts[number].version, 0) for number in numbers]
         staleness_BT = mask_BT.view(len(numbers), -1) * torch.tensor(ages, device=mask_BT.device).double()[:, None]
         staleness_BT = staleness_BT.view(mask_BT.shape)

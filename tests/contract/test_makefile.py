@@ -65,9 +65,8 @@ def test_benchmark_runs_its_module_and_writes_its_results(name):
     assert words[words.index("-m") + 1] == f"benchmarks.{BENCHES[name]}"
     assert words[-2:] == ["--out", f"benchmarks/results/{RESULTS.get(name, name)}.json"]
     assert ("OMP_NUM_THREADS=1" in words) is (name != "losses")
-    engines = name in ("sampler", "loop")
-    assert f".venv{'-engines' if engines else ''}/bin/python" in words
-    assert ("VLLM_CPU_OMP_THREADS_BIND=nobind" in words) is engines
+    assert f".venv{'-engines' if name in ('sampler', 'loop', 'load') else ''}/bin/python" in words
+    assert ("VLLM_CPU_OMP_THREADS_BIND=nobind" in words) is (name in ("sampler", "loop"))
     assert (words[-5:-2] == ["--model", "/models/x", "--resume"]) is (name == "forward")
 
 

@@ -39,7 +39,7 @@ def ran(monkeypatch):
     """Cells that would be run; each gets a row, best at 1e-3, and 1e-2 fails."""
     cells_run = []
 
-    async def finish(cells, missing, *, directory, jobs):
+    async def finish(cells, missing, *, orders, directory, jobs):
         for number in missing:
             cell = cells[number]
             cells_run.append(cell)

@@ -60,7 +60,7 @@ def test_tokens_and_log_probs_are_those_of_the_services_engine(models, is_sharin
     for model_dir, some, rollouts in zip(models, seeds, found, strict=True):
         engine = HfEngine(
             model_dir=str(model_dir), published_dtype="bf16", compute_dtype="fp32", device="cpu",
-            sampling=drawing.sampling, batch_rows=64, eos_token_id=drawing.texts.eos_token_id,
+            sampling=drawing.sampling, batch_rows=64, end_token_ids=(drawing.texts.eos_token_id,),
         )  # fmt: skip
         arena = Arena(engine.layout)
         tensors.store(engine.model, arena)

@@ -100,7 +100,7 @@ class PayloadReader:
             ahead = _begin(file, proof, offset, end)
             try:
                 while offset < end:
-                    frame = await ahead
+                    frame = await asyncio.shield(ahead)
                     offset += len(frame)
                     # Beside the sending of this one.
                     ahead = _begin(file, proof, offset, end)

@@ -41,11 +41,15 @@ DELAY_S, JITTER_S, LOSS = 0.074, 0.002, 0.01
 PROCESSES = ("coordinator", "learner", *SAMPLERS)
 RUN = {"task": {"name": "arithmetic", "digits": 2}, "sampling": {"max_new_tokens": 8}, "group_size": 4}
 PATIENT = RetryPolicy(budget_s=60.0, cap_s=0.5)
-MAX_OUTSTANDING, MAX_STALENESS = 6144, 512
-"""Groups, versions: room for what two sites generate in an outage, and for its age."""
+MAX_OUTSTANDING, MAX_STALENESS = 16384, 2048
+"""Groups, versions: room for what two sites generate in an outage, beside what waits for the learner, and for its age."""
+ROWS = 4
+"""One group at a time: sites that outpaced the learner would fill the run's outstanding work, and then be paced."""
 MAX_RECOVERY_S, MAX_DELIVERY_S = 60.0, 15.0
 MIN_GENERATED = 0.9
 """Of what was generated in the same time before."""
+OTHER_ALERTS = {"HeterorlNoRewardSignal"}
+"""Says of random weights that they learn little, and nothing of the line."""
 
 
 def make_cluster(directory: Path) -> Cluster:
@@ -62,7 +66,7 @@ def make_cluster(directory: Path) -> Cluster:
                      "max_outstanding_groups": MAX_OUTSTANDING, "max_staleness_versions": MAX_STALENESS},
         learner={**RUN, "coordinator": address, "groups_per_step": 16,
                  "evaluation": {"every_versions": 20, "num_prompts": 16, "batch_rows": 16}},
-        sampler={**RUN, "coordinator": address, "engine": {"kind": "hf", "threads": 1, "batch_rows": 128}, "metrics_host": ADDRESS_B, "heartbeat_s": 2.0},
+        sampler={**RUN, "coordinator": address, "engine": {"kind": "hf", "threads": 1, "batch_rows": ROWS}, "metrics_host": ADDRESS_B, "heartbeat_s": 2.0},
     )  # fmt: skip
     cluster.address = address
     cluster.model_dir = write_tiny_model(directory / "demo-model", seed=0)
@@ -273,7 +277,7 @@ def problems(summary: dict[str, Any]) -> list[str]:
         "silence did not end": evidence["silence_s_end"] < 15,
         "policy age does not show the outage": evidence["policy_age_p95_s_max"] >= 0.4 * summary["outage_s"],
         "staleness does not show the outage": evidence["versions_behind_max"] >= versions["heal"] - versions["cut"],
-        "an alert still fires": not evidence["alerts_at_end"],
+        "an alert still fires": not set(evidence["alerts_at_end"]) - OTHER_ALERTS,
     }
     if long:
         fired = set(evidence["alerts_fired"])

@@ -91,6 +91,12 @@ def carry_out(
 
     console = Console(stderr=True, markup=False, emoji=False, highlight=False)
     cells = list_cells(experiment)
+    if engine == FAST:
+        from heterorl.lab.fast.scope import check_scope
+
+        # One run that it does not compute would fail those beside it, after their warm starts.
+        for cell in cells:
+            check_scope(cell)
     (directory / "runs").mkdir(parents=True, exist_ok=True)
     (directory / "experiment.json").write_text(experiment.model_dump_json(indent=2) + "\n", encoding="utf-8")
     for other in reuse:
@@ -105,7 +111,7 @@ def carry_out(
         parts = split(cells, missing, jobs=jobs, most=most)
         orders = [Order(kind="batch", numbers=tuple(numbers), device=device) for numbers in parts]
     is_whole = asyncio.run(_run_all(cells, missing, orders=orders, directory=directory, jobs=jobs))
-    results = _collect(experiment, cells, directory)
+    results = _collect(experiment, cells, directory, engine)
     failed = [row for row in results["runs"] if row["failed"]]
     if results["runs"]:
         console.print(f"report: {write_report(directory)}")
@@ -119,12 +125,12 @@ def carry_out(
 
 def _is_done(directory: Path, cell: Cell, engine: str) -> bool:
     row = _read(directory, cell)
-    return (
-        row is not None
-        and not row["failed"]
-        and row["cell_digest"] == cell_digest(cell)
-        and row.get("engine", SERVICES) == engine
-    )
+    return row is not None and not row["failed"] and _is_of(row, cell, engine)
+
+
+def _is_of(row: dict[str, Any], cell: Cell, engine: str) -> bool:
+    """Whether a row is of this very run, computed by this engine."""
+    return row["cell_digest"] == cell_digest(cell) and row.get("engine", SERVICES) == engine
 
 
 def _take_over(cells: Sequence[Cell], other: Path, directory: Path, engine: str) -> None:
@@ -142,10 +148,10 @@ def _read(directory: Path, cell: Cell) -> dict[str, Any] | None:
     return row
 
 
-def _collect(experiment: ExperimentConfig, cells: Sequence[Cell], directory: Path) -> dict[str, Any]:
+def _collect(experiment: ExperimentConfig, cells: Sequence[Cell], directory: Path, engine: str) -> dict[str, Any]:
     from importlib.metadata import version
 
-    rows = [row for cell in cells if (row := _read(directory, cell)) and row["cell_digest"] == cell_digest(cell)]
+    rows = [row for cell in cells if (row := _read(directory, cell)) and _is_of(row, cell, engine)]
     results = {
         "experiment": experiment.name,
         "title": experiment.title,
@@ -249,6 +255,7 @@ class _Worker:
 
             for cell in (self._cells[number] for number in order.numbers):
                 row = failure(cell, problem=f"its process ended with code {code}; see worker.log", wall_s=0.0)
+                row |= {"engine": FAST} if order.kind == "batch" else {}
                 write_json(self._directory / "runs" / f"{cell.run_id}.json", row)
         yield 1.0 - done
 

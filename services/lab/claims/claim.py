@@ -74,8 +74,10 @@ class Claim:
     def test(self) -> str:
         """The test in a line."""
         factor = "" if self.ratio == 1.0 else f"{self.ratio:g} x "
-        end = {"above": f"> {self.margin:g}", "below": f"< {-self.margin:g}", "within": f"within {self.margin:g}"}
-        return f"{self.task}: {self.a.label} - {factor}{self.b.label} {end[self.direction].replace('-0', '0')}"
+        # No margin is 0, never -0.
+        below = 0.0 - self.margin
+        end = {"above": f"> {self.margin:g}", "below": f"< {below:g}", "within": f"within {self.margin:g}"}
+        return f"{self.task}: {self.a.label} - {factor}{self.b.label} {end[self.direction]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,8 +66,8 @@ def _against_gspo() -> Iterator[Claim]:
 def _collapse() -> Iterator[Claim]:
     for experiment, task in (("stale64", "add3"), ("horizon", "add3"), ("lengths", "t21")):
         for algorithm, sentence, direction in (
-            ("gspo", "Under delay GSPO collapses: it ends below its warm start", "below"),
-            ("gepo", "Under delay GEPO does not collapse: it ends no lower than its warm start", "above"),
+            ("gspo", "Under delay GSPO collapses: it ends more than .05 below its warm start", "below"),
+            ("gepo", "Under delay GEPO does not collapse: it ends at most .05 below its warm start", "above"),
         ):
             yield _paper(
                 sentence,

@@ -24,6 +24,8 @@ def check_scope(cell: Cell) -> None:
         raise ConfigError("delays.unit", "seconds need the services' clocks", action=_SERVICES)
     if not isinstance(delay, NoDelay | FixedDelay) and regime.num_samplers > 1:
         raise ConfigError("regime.num_samplers", "a random delay needs num_samplers = 1 here", action=_SERVICES)
+    if regime.link_loss:
+        raise ConfigError("regime.link_loss", "messages are lost by the services' link", action=_SERVICES)
     # Keys of the regime and parts of a rule that are not there are not set.
     keys: dict[str, Any] = dict(regime)
     if keys.get("steps_per_version", 1) != 1 or getattr(keys.get("publish_interval"), "kind", "fixed") != "fixed":

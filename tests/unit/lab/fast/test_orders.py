@@ -51,6 +51,7 @@ def test_refreshed_sites_keep_a_version_for_the_whole_interval():
 
 REFUSED = {
     "seconds": ({"kind": "fixed", "value": 60}, {}),
+    "link_loss": ({"kind": "fixed", "value": 4, "unit": "versions"}, {"link_loss": 0.1}),
     "num_samplers": ({"kind": "uniform", "low": 0, "high": 4, "unit": "versions"}, {"num_samplers": 2}),
 }
 

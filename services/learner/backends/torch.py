@@ -62,6 +62,8 @@ class TorchBackend:
             self._model = fill(opened, device=config.device)
         except (RuntimeError, AssertionError) as error:
             raise ConfigError("backend.device", f"cannot use {config.device}: {error}") from error
+        # What was read whole stays in memory no longer than that.
+        del opened
         self.lora = lora.settings(base_digest(self._model) if lora.is_on else Digest(""))
         if self.lora.rank:
             attach(self._model, self.lora)

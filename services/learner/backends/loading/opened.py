@@ -93,9 +93,11 @@ def open_model(model_dir: str | Path, *, gradient_checkpointing: bool = False, m
 
 def fill(opened: OpenedModel, *, device: torch.device | str = "cpu") -> nn.Module:
     """Give the model all of its weights as fp32 masters on a device, in memory of their own; returns it."""
+    # What is mapped is the file's; what was read whole is nobody else's.
+    is_mapped = not isinstance(opened.weights, HeldWeights)
     names = replace_parameters(
         opened.model,
-        lambda name, meta: opened.weights.flat(name).to(device, torch.float32, copy=True).view(meta.shape),
+        lambda name, meta: opened.weights.flat(name).to(device, torch.float32, copy=is_mapped).view(meta.shape),
     )
     for _ in names:
         pass
@@ -110,7 +112,8 @@ def _by_name(model_dir: str) -> OpenedModel:
         if not files:
             raise _NotByName("it has no safetensors")
         model = empty_model(model_dir)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, LookupError, RuntimeError) as error:
+        # The model's own code may not expect tensors without values; what is wrong with the files, reading them says.
         raise _NotByName(first_line(error)) from error
     network: Any = model
     if getattr(network.config, "quantization_config", None) is not None:

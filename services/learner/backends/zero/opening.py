@@ -58,7 +58,7 @@ class RelayedWeights:
 def _open(
     model_dir: str | Path, config: DeepSpeedBackendConfig, ranks: Collectives, *, may_hold: bool
 ) -> tuple[OpenedModel, bool]:
-    problem: ConfigError | None = None
+    problem: Exception | None = None
     word = _REFUSED
     try:
         opened = open_model(model_dir, gradient_checkpointing=config.gradient_checkpointing, may_hold=may_hold)
@@ -66,7 +66,7 @@ def _open(
             with streamed(opened) as model:
                 check_forward(model, batching=config.batching)
         word = _table(opened)
-    except ConfigError as error:
+    except Exception as error:  # noqa: BLE001 - told below, when the other ranks know of it
         problem = error
     words = ranks.all_gather_bytes(word)
     if _REFUSED in words:

@@ -207,3 +207,19 @@ def test_replaced_parameters_come_one_at_a_time_and_stay_tied():
     rest = dict(coming)
     assert dict(model.named_parameters()) == {name: first, **rest}
     assert len(made) == len(set(made)) == len(rest) + 1
+
+
+def test_a_model_whose_code_needs_values_is_read_whole(tmp_path, monkeypatch):
+    directory = _saved(tmp_path)
+
+    def needs_values(_):
+        raise NotImplementedError("Cannot copy out of meta tensor")
+
+    monkeypatch.setattr("heterorl.learner.backends.loading.opened.empty_model", needs_values)
+    opened = open_model(directory)
+
+    assert isinstance(opened.weights, HeldWeights)
+    held = dict(opened.weights.tensors)
+    model = fill(opened)
+    # In memory once: what was read is what is trained.
+    assert all(parameter.data_ptr() == held[name].data_ptr() for name, parameter in model.named_parameters())

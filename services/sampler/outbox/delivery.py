@@ -26,7 +26,7 @@ from heterorl.common.types.words import peer_words
 from heterorl.sampler.outbox.outbox import Outbox
 
 _LOG = logging.getLogger(__name__)
-BATCH_GROUPS = 256
+BATCH_GROUPS = 1024
 BATCH_BYTES = 16 << 20
 """Under way in one call (a larger group travels alone): what a link of 150 ms and a gigabit a second holds."""
 

@@ -24,6 +24,9 @@ app = typer.Typer(
 )
 
 
+OutOption = Annotated[Path | None, typer.Option(help="Directory of the results; `runs/lab/NAME` if not given.")]
+JobsOption = Annotated[int, typer.Option(help="Processes; 0 takes all cores.", min=0)]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override one key: `--set section.key=value`.")]
 EngineOption = Annotated[
     Engine, typer.Option(help="`services`: their own code; `fast`: many runs at once, delays in versions alone.")
 ]
@@ -33,15 +36,13 @@ DeviceOption = Annotated[str, typer.Option(help="Where the engine `fast` compute
 @app.command("run")
 def run(
     experiment: Annotated[str, typer.Argument(help="Name of a shipped experiment, such as `quick`, or a TOML file.")],
-    out: Annotated[Path | None, typer.Option(help="Directory of the results; `runs/lab/NAME` if not given.")] = None,
-    jobs: Annotated[int, typer.Option(help="Processes; 0 takes all cores.", min=0)] = 0,
+    out: OutOption = None,
+    jobs: JobsOption = 0,
     reuse: Annotated[
         list[Path] | None,
         typer.Option(help="Results of another experiment; runs that are the same are taken from there."),
     ] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Override one key: `--set section.key=value`.")
-    ] = None,
+    set_: SetOption = None,
     engine: EngineOption = Engine.SERVICES,
     device: DeviceOption = "cpu",
 ) -> None:
@@ -63,15 +64,13 @@ def run(
 @app.command("tune")
 def tune(
     experiment: Annotated[str, typer.Argument(help="Name of a shipped experiment with a protocol, or a TOML file.")],
-    out: Annotated[Path | None, typer.Option(help="Directory of the results; `runs/lab/NAME` if not given.")] = None,
-    jobs: Annotated[int, typer.Option(help="Processes; 0 takes all cores.", min=0)] = 0,
+    out: OutOption = None,
+    jobs: JobsOption = 0,
     reuse: Annotated[
         list[Path] | None,
         typer.Option(help="Trials of another experiment; runs that are the same are taken from there."),
     ] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Override one key: `--set section.key=value`.")
-    ] = None,
+    set_: SetOption = None,
     engine: EngineOption = Engine.SERVICES,
     device: DeviceOption = "cpu",
 ) -> None:

@@ -29,7 +29,7 @@ from heterorl.lab.fast.layout import Sizes, lay_out, unshared
 from heterorl.lab.fast.losses import gather_step, losses
 from heterorl.lab.fast.orders import batch_key
 from heterorl.lab.fast.rollouts import Rollouts
-from heterorl.lab.fast.scope import check_scope, sampling_keys
+from heterorl.lab.fast.scope import check_scope
 from heterorl.lab.fast.stack import Shape, published, read_model, views
 from heterorl.lab.fast.work import Assignments, Texts
 from heterorl.lab.measure import step_row
@@ -118,7 +118,9 @@ class _Batch:
             texts=texts,
             sizes=sizes,
             mask_SS=additive_mask(sizes, self._device),
-            sampling=sampling_of(first, temperature=first.regime.temperature, **sampling_keys(first)),
+            sampling=sampling_of(
+                first, temperature=first.regime.temperature, top_p=first.regime.top_p, top_k=first.regime.top_k
+            ),
             device=self._device,
             is_sharing=self._device.type == "cpu",
         )

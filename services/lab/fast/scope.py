@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from heterorl.common.errors import ConfigError
 from heterorl.lab.cell import Cell
-from heterorl.learner.loss.rule import Rule, rule_of
+from heterorl.learner.loss.rule import rule_of
 from heterorl.sampler.policy.delay_models import FixedDelay, NoDelay
 
 _SERVICES = "choose the engine services"
@@ -26,15 +24,7 @@ def check_scope(cell: Cell) -> None:
         raise ConfigError("regime.num_samplers", "a random delay needs num_samplers = 1 here", action=_SERVICES)
     if regime.link_loss:
         raise ConfigError("regime.link_loss", "messages are lost by the services' link", action=_SERVICES)
-    # Keys of the regime and parts of a rule that are not there are not set.
-    keys: dict[str, Any] = dict(regime)
-    if keys.get("steps_per_version", 1) != 1 or getattr(keys.get("publish_interval"), "kind", "fixed") != "fixed":
+    if regime.steps_per_version != 1 or regime.publish_interval.kind != "fixed":
         raise ConfigError("regime.steps_per_version", "a version holds one step here", action=_SERVICES)
-    rule: Rule = rule_of(cell.algorithm.loss)
-    if getattr(rule, "needs_reference", False):
+    if rule_of(cell.algorithm.loss).needs_reference:
         raise ConfigError("algorithms.loss", f"{cell.algorithm.name} needs a reference model", action=_SERVICES)
-
-
-def sampling_keys(cell: Cell) -> dict[str, Any]:
-    """Truncation of what samplers draw; evaluations draw from the whole distribution."""
-    return {name: value for name, value in dict(cell.regime).items() if name in ("top_p", "top_k")}

@@ -9,14 +9,7 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.registry import build_task
 from heterorl.lab.cell import Cell
 from heterorl.lab.config import ExperimentConfig, ProtocolConfig
-
-
-def lag_versions(cell: Cell) -> int:
-    """The longest delay of a run in versions, there and back where messages travel."""
-    if cell.delay_unit == "versions":
-        return math.ceil(cell.delay_value)
-    ways = 1 if cell.is_refreshed else 2
-    return math.ceil(ways * cell.delay_value / cell.regime.seconds_per_step)
+from heterorl.lab.pace import reach_versions
 
 
 def check(experiment: ExperimentConfig, cells: Sequence[Cell]) -> None:
@@ -40,7 +33,7 @@ def check(experiment: ExperimentConfig, cells: Sequence[Cell]) -> None:
 
 def _check_cell(cell: Cell, protocol: ProtocolConfig) -> None:
     regime = cell.regime
-    least_steps = math.ceil(protocol.steps_per_lag * lag_versions(cell))
+    least_steps = math.ceil(protocol.steps_per_lag * reach_versions(cell) * regime.steps_per_version)
     if regime.max_steps < least_steps:
         raise ConfigError("regime.max_steps", f"{cell.arm_id} needs {least_steps} steps by protocol.steps_per_lag")
     if min(regime.num_evaluation, _held_out(cell)) < protocol.least_prompts:

@@ -6,7 +6,8 @@ from pydantic import ValidationError
 from heterorl.common.errors import ConfigError
 from heterorl.lab.cell import list_cells
 from heterorl.lab.config import ExperimentConfig, ProtocolConfig
-from heterorl.lab.protocol.rules import check, lag_versions
+from heterorl.lab.pace import reach_versions
+from heterorl.lab.protocol.rules import check
 
 GOOD = {"max_steps": 192, "evaluate_every": 24, "num_evaluation": 1024, "last_evaluations": 3}
 FAR = {"kind": "fixed", "unit": "versions", "value": 64}
@@ -82,4 +83,4 @@ def test_a_grid_has_different_positive_rates(rates):
 def test_delays_are_counted_in_versions(delay, versions):
     (cell, *_) = list_cells(ExperimentConfig(delays=(delay,)))
 
-    assert lag_versions(cell) == versions
+    assert reach_versions(cell) == versions

@@ -130,7 +130,7 @@ def _is_done(directory: Path, cell: Cell, engine: str) -> bool:
 
 def _is_of(row: dict[str, Any], cell: Cell, engine: str) -> bool:
     """Whether a row is of this very run, computed by this engine."""
-    return row["cell_digest"] == cell_digest(cell) and row.get("engine", SERVICES) == engine
+    return bool(row["cell_digest"] == cell_digest(cell) and row.get("engine", SERVICES) == engine)
 
 
 def _take_over(cells: Sequence[Cell], other: Path, directory: Path, engine: str) -> None:

@@ -38,7 +38,7 @@ from heterorl.common.model.prompts import Prompter
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.common import LogprobMode, SamplingSemantics, SiteId
-from heterorl.common.types.rollout import QueuedGroup, RewardPart, WorkAssignment
+from heterorl.common.types.rollout import QueuedGroup, RewardPart, WorkAssignment, total_reward
 from heterorl.common.weights.arena import Arena
 from heterorl.common.weights.payload import write_delta
 from heterorl.common.wire.common import bytes_digest
@@ -229,7 +229,7 @@ def _held_out(bench: Bench) -> float:
     return float(
         np.mean(
             [
-                sum(part.value for part in bench.task.score(prompt, bench.prompter.decode(completion.token_ids)))
+                total_reward(bench.task.score(prompt, bench.prompter.decode(completion.token_ids)))
                 for prompt, completions in zip(prompts, drawn, strict=True)
                 for completion in completions
             ]

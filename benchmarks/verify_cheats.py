@@ -18,7 +18,7 @@ from heterorl.common.model.prompts import Prompter
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.tasks.task import Task
 from heterorl.common.types.common import Digest, SamplingSemantics, SiteId
-from heterorl.common.types.rollout import FinishReason, Group, RewardPart, Rollout, WorkAssignment
+from heterorl.common.types.rollout import FinishReason, Group, RewardPart, Rollout, WorkAssignment, total_reward
 from heterorl.coordinator.groups.schedule import prompt_of, seed_of
 from heterorl.learner.checks.replay import Replayer
 from heterorl.sampler.rollout.maker import RolloutMaker
@@ -105,7 +105,7 @@ class Site:
     def with_reward(self, group: Group, rollout: Rollout) -> Rollout:
         """The rollout with the reward that its tokens deserve."""
         parts = self.task.score(self.task.prompt(group.prompt_index), self.prompter.decode(rollout.token_ids))
-        return dataclasses.replace(rollout, reward_parts=parts, reward=sum(part.value for part in parts))
+        return dataclasses.replace(rollout, reward_parts=parts, reward=total_reward(parts))
 
 
 def all_changed(groups: list[Group]) -> Cheated:

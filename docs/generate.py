@@ -135,6 +135,8 @@ class Section:
     path: str
     meaning: str
     models: dict[str, type[Config]]
+    is_list: bool = False
+    """Whether the table may stand there several times."""
 
 
 def sections(model: type[Config], path: str = "", meaning: str = "") -> Iterator[Section]:
@@ -151,7 +153,8 @@ def _under(model: type[Config], path: str) -> Iterator[Section]:
             yield from sections(models[0], below, meaning_of(model, name))
         elif models:
             kinds = {str(one.model_fields["kind"].default): one for one in models}
-            yield Section(path=below, meaning=meaning_of(model, name), models=kinds)
+            is_list = any(get_origin(leaf) is tuple for leaf in _leaves(field.annotation))
+            yield Section(path=below, meaning=meaning_of(model, name), models=kinds, is_list=is_list)
             for one in models:
                 yield from _under(one, below)
 
@@ -163,7 +166,9 @@ def keys(model: type[Config]) -> list[Key]:
 
 def models_of(field: FieldInfo) -> list[type[Config]]:
     """Models that a field may hold; none for a plain value."""
-    return [leaf for leaf in _leaves(field.annotation) if isinstance(leaf, type) and issubclass(leaf, Config)]
+    leaves = list(_leaves(field.annotation))
+    leaves += [inner for leaf in leaves if get_origin(leaf) is tuple for inner in _leaves(get_args(leaf)[0])]
+    return [leaf for leaf in leaves if isinstance(leaf, type) and issubclass(leaf, Config)]
 
 
 def meaning_of(model: type[Config], name: str) -> str:
@@ -293,7 +298,7 @@ def render() -> str:
         for section in sections(schema):
             has_kinds = "" not in section.models
             if section.path:
-                lines.append(f"### {service}: [{section.path}]\n")
+                lines.append(f"### {service}: {'[' * section.is_list}[{section.path}]{']' * section.is_list}\n")
                 lines.append(f"{section.meaning}\n")
             if has_kinds:
                 lines += [f'- `kind = "{kind}"`: {_sentence(model)}' for kind, model in section.models.items()]

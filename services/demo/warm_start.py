@@ -6,7 +6,6 @@ It stops at a sampled accuracy of about a quarter: enough right answers to learn
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from heterorl.common.model.tensors import store
 from heterorl.common.tasks.registry import TaskConfig, build_task
 from heterorl.common.tasks.task import Task
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
+from heterorl.common.types.rollout import total_reward
 from heterorl.common.weights.arena import Arena
 from heterorl.common.weights.payload import file_digest
 from heterorl.common.wire.common import bytes_digest
@@ -162,7 +162,7 @@ def evaluate(directory: Path, *, task: Task, seed: int, num_prompts: int = _NUM_
         num_per_prompt=1,
     )
     scores = [
-        math.fsum(part.value for part in task.score(prompt, prompter.decode(rows[0].token_ids)))
+        total_reward(task.score(prompt, prompter.decode(rows[0].token_ids)))
         for prompt, rows in zip(prompts, completions, strict=True)
     ]
     return float(np.mean(scores))

@@ -20,7 +20,7 @@ from heterorl.common.model.canary import ScoredText
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.task import Task
 from heterorl.common.types.common import Float32Array, StepReport
-from heterorl.common.types.rollout import QueuedGroup
+from heterorl.common.types.rollout import QueuedGroup, total_reward
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.learner.backends.torch import TorchBackend
 from heterorl.learner.evaluate import Evaluation, Evaluator
@@ -60,8 +60,7 @@ class Probe:
             kept = [rollout.reward for rollout in queued.group.rollouts if rollout.token_ids.size]
             baseline = float(np.mean(kept)) if kept else 0.0
             rewards = [
-                sum(part.value for part in self.task.score(prompt, self.prompter.decode(member.token_ids)))
-                for member in members
+                total_reward(self.task.score(prompt, self.prompter.decode(member.token_ids))) for member in members
             ]
             advantages.append(float(np.mean(rewards)) - baseline)
         return float(np.mean(advantages))

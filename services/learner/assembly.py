@@ -18,7 +18,7 @@ from heterorl.common.model.contract import build_contract
 from heterorl.common.model.directory import check_model_dir
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.model.trial import try_reward
-from heterorl.common.tasks.registry import build_task
+from heterorl.common.tasks.registry import apart, build_task, close_task
 from heterorl.common.tasks.task import Task
 from heterorl.common.types.common import NO_LORA, Contract
 from heterorl.learner.backends.backend import TrainBackend
@@ -46,7 +46,7 @@ class Parts:
     canary: Canary | None = None
     yardstick: Yardstick | None = None
     close: Callable[[], None] = lambda: None
-    """Ends the other ranks; for an orderly end, because they end with this process anyway."""
+    """Ends the other ranks and what computes rewards; for an orderly end: they end with this process anyway."""
 
 
 def assemble(config: LearnerConfig, *, num_ranks: int = 1) -> Parts:
@@ -57,13 +57,13 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1) -> Parts:
     """
     signer = None if config.signing_key is None else load_signer(config.signing_key)
     check_model_dir(config.model_dir)
-    task = build_task(config.task)
+    task = apart(build_task(config.task), config.task)
     prompter = Prompter(config.model_dir, use_chat_template=config.use_chat_template)
     if config.verification.recompute_rewards or config.evaluation.every_versions:
         # Otherwise every group would be given up, one after another.
         try_reward(task, prompter)
     sampling = config.sampling.semantics()
-    backend, close = build_backend(config, num_ranks)
+    backend, close_backend = build_backend(config, num_ranks)
     model: Any = backend.torch_model
     contract = build_contract(
         tokenizer=prompter.tokenizer,
@@ -89,6 +89,11 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1) -> Parts:
             model_dir=config.model_dir, device=config.verification.device, sampling=sampling, lora=contract.lora
         )
     yardstick = Yardstick(config=config.verification, task=task, prompter=prompter, replayer=replayer)
+
+    def close() -> None:
+        close_task(task)
+        close_backend()
+
     return Parts(
         backend=backend,
         contract=contract,

@@ -10,6 +10,7 @@ from heterorl.common.errors import RewardError
 from heterorl.common.generation.engine import Engine, generate_all
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.task import Task
+from heterorl.common.types.rollout import total_reward
 from heterorl.common.weights.arena import Arena
 
 _LOG = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class Evaluator:
             for completion in group:
                 text = self._prompter.decode(completion.token_ids)
                 try:
-                    rewards.append(sum(part.value for part in self._task.score(prompt, text)))
+                    rewards.append(total_reward(self._task.score(prompt, text)))
                 except RewardError as error:
                     num_errors += 1
                     _LOG.warning("held-out prompt %d could not be scored: %s", prompt.index, error)

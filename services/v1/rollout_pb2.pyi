@@ -182,17 +182,27 @@ class RewardPart(google.protobuf.message.Message):
 
     NAME_FIELD_NUMBER: builtins.int
     VALUE_FIELD_NUMBER: builtins.int
+    WEIGHT_FIELD_NUMBER: builtins.int
+    SIGNATURE_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Name of the component."""
     value: builtins.float
     """Value of the component."""
+    weight: builtins.float
+    """How often the value counts in the reward; unset: once."""
+    signature: builtins.bytes
+    """Ed25519 signature of the service that computed the value; empty where the learner can compute it again."""
     def __init__(
         self,
         *,
         name: builtins.str = ...,
         value: builtins.float = ...,
+        weight: builtins.float | None = ...,
+        signature: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["name", b"name", "value", b"value"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_weight", b"_weight", "weight", b"weight"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_weight", b"_weight", "name", b"name", "signature", b"signature", "value", b"value", "weight", b"weight"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_weight", b"_weight"]) -> typing.Literal["weight"] | None: ...
 
 Global___RewardPart: typing_extensions.TypeAlias = RewardPart
 
@@ -209,7 +219,7 @@ class Rollout(google.protobuf.message.Message):
     REWARD_PARTS_FIELD_NUMBER: builtins.int
     FINISH_REASON_FIELD_NUMBER: builtins.int
     reward: builtins.float
-    """Reward."""
+    """Reward: the sum of its components, each by its weight."""
     finish_reason: Global___FinishReason.ValueType
     """Why the rollout ended."""
     @property

@@ -35,6 +35,16 @@ def _ids_from_pb(values: Sequence[int]) -> Int32Array:
     return np.minimum(wide, MAX_INT32).astype(np.int32)
 
 
+def _part_to_pb(value: RewardPart) -> rollout_pb2.RewardPart:
+    weight = None if value.weight == 1.0 else value.weight
+    return rollout_pb2.RewardPart(name=value.name, value=value.value, weight=weight, signature=value.signature)
+
+
+def _part_from_pb(message: rollout_pb2.RewardPart) -> RewardPart:
+    weight = message.weight if message.HasField("weight") else 1.0
+    return RewardPart(name=message.name, value=message.value, weight=weight, signature=message.signature)
+
+
 def _rollout_to_pb(value: Rollout) -> rollout_pb2.Rollout:
     # .tolist(): protobuf takes lists three times faster than arrays.
     return rollout_pb2.Rollout(
@@ -42,7 +52,7 @@ def _rollout_to_pb(value: Rollout) -> rollout_pb2.Rollout:
         sampler_logprobs=value.sampler_logprobs.tolist(),
         spans=[rollout_pb2.VersionSpan(version=s.version, start=s.start, end=s.end) for s in value.spans],
         reward=value.reward,
-        reward_parts=[rollout_pb2.RewardPart(name=p.name, value=p.value) for p in value.reward_parts],
+        reward_parts=[_part_to_pb(part) for part in value.reward_parts],
         finish_reason=_FINISH[value.finish_reason],
     )
 
@@ -58,7 +68,7 @@ def _rollout_from_pb(message: rollout_pb2.Rollout) -> Rollout:
         sampler_logprobs=logprobs,
         spans=tuple(VersionSpan(version=s.version, start=s.start, end=s.end) for s in message.spans),
         reward=message.reward,
-        reward_parts=tuple(RewardPart(name=p.name, value=p.value) for p in message.reward_parts),
+        reward_parts=tuple(_part_from_pb(part) for part in message.reward_parts),
         finish_reason=finish_reason,
     )
 

@@ -7,6 +7,7 @@ import logging
 from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.task import Task
+from heterorl.common.types.rollout import total_reward
 
 _LOG = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ def try_reward(task: Task, prompter: Prompter | None) -> float:
     if prompter is not None:
         text = prompter.decode(prompter.tokens(prompt.answer))
     try:
-        reward = sum(part.value for part in task.score(prompt, text))
+        reward = total_reward(task.score(prompt, text))
     except RewardError as error:
         problem = f"the reference answer of prompt 0 gets no reward here: {error}"
         action = "correct task.reward or the data; raise task.reward_timeout_s if it only needs longer"

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import difflib
-import logging
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.process.config import DIRECTORY, Config
+from heterorl.common.process.config import Config
 from heterorl.common.tasks.arithmetic import ArithmeticTask
 from heterorl.common.tasks.progression import ProgressionTask
+from heterorl.common.tasks.rewards.config import MAX_REWARDS, RewardConfig, from_file
 from heterorl.common.tasks.task import Task
 
-_LOG = logging.getLogger(__name__)
 _KINDS = ("arithmetic", "progression", "progression:prefix", "reasoning_gym:NAME", "jsonl:PATH")
 
 
@@ -43,12 +42,15 @@ class TaskConfig(Config):
     """`package.module:function` of your own reward: f(prompt, completion, answer) -> float or named parts. It runs in
     processes of its own; all files of its package, and those it imports of the same directory, must be equal on every
     node, byte for byte."""
+    rewards: tuple[RewardConfig, ...] = Field(default=(), max_length=MAX_REWARDS)
+    """Named rewards, each with its weight; their weighted sum is the reward. Empty: task.reward, or else the task's own
+    score. Equal on every node."""
     reward_path: str = ""
     """Directory of the reward's package or module, taken from the configuration file's directory on; empty is that
     directory itself. What is installed keeps its names."""
     reward_timeout_s: float = Field(default=5.0, gt=0, le=3600)
     """Time for the reward of one completion, seconds. A process that needs longer is killed and replaced, and the group
-    is given up. Samplers compute every reward in processes, learners own rewards and math_verify."""
+    is given up."""
     reward_workers: int = Field(default=1, ge=1, le=64)
     """Most processes that compute rewards at once; each is started when those that run are not enough. A sampler takes
     4 unless this is set."""
@@ -59,7 +61,7 @@ class TaskConfig(Config):
         # Here, where the file is known: other processes are given the result.
         if not info.data.get("reward"):
             return value
-        return str(Path((info.context or {}).get(DIRECTORY, "")).absolute() / value)
+        return from_file(value, info)
 
 
 def build_task(config: TaskConfig) -> Task:
@@ -97,24 +99,32 @@ def build_task(config: TaskConfig) -> Task:
         near = difflib.get_close_matches(kind, [known.partition(":")[0] for known in _KINDS], n=1)
         hint = f"; did you mean {next(known for known in _KINDS if known.startswith(near[0]))}?" if near else ""
         raise ConfigError("task.name", f"{config.name!r} is none of {', '.join(_KINDS)}{hint}")
-    if not config.reward:
-        return task
-    from heterorl.common.tasks.rewards.own import OwnReward, RewardedTask
+    return _rewarded(task, config) if config.reward or config.rewards else task
 
-    reward = OwnReward(
-        config.reward,
-        directory=Path(config.reward_path),
-        timeout_s=config.reward_timeout_s,
-        num_workers=config.reward_workers,
+
+def _rewarded(task: Task, config: TaskConfig) -> Task:
+    from heterorl.common.tasks.rewards.build import own_reward, weighted_task
+    from heterorl.common.tasks.rewards.own import RewardedTask
+
+    timeout_s, num_workers = config.reward_timeout_s, config.reward_workers
+    if config.rewards:
+        if config.reward:
+            problem = "both task.reward and task.rewards name rewards"
+            raise ConfigError("task.reward", problem, action='make it one of task.rewards, kind "function"')
+        return weighted_task(task, config.rewards, timeout_s=timeout_s, num_workers=num_workers)
+    reward = own_reward(
+        config.reward, directory=config.reward_path, key="task.reward", timeout_s=timeout_s, num_workers=num_workers
     )
-    _LOG.info("reward %s: %d files of %s", config.reward, reward.num_files, reward.place)
     return RewardedTask(task, reward)
 
 
 def apart(task: Task, config: TaskConfig) -> Task:
     """The task with its score in processes that can be killed; where it computes its score so already, itself."""
     from heterorl.common.tasks.rewards.apart import TaskApart
+    from heterorl.common.tasks.rewards.weighted import WeightedTask
 
+    if isinstance(task, WeightedTask):
+        return task.with_own_score(apart(task.inner, config.model_copy(update={"rewards": ()})))
     if config.reward or (config.name.startswith("jsonl:") and config.match == "math_verify"):
         return task
     if config.name.startswith("jsonl:"):

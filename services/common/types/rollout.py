@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from heterorl.common.types.common import Digest, Float32Array, Int32Array, SiteId
@@ -44,10 +45,20 @@ MAX_PART_NAME = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardPart:
-    """One named component of a reward."""
+    """One named component of a reward: its value adds `weight` times to the reward.
+
+    `signature` is that of a reward service over its value (heterorl.common.tasks.rewards.proof); empty of most parts.
+    """
 
     name: str
     value: float
+    weight: float = 1.0
+    signature: bytes = b""
+
+
+def total_reward(parts: Iterable[RewardPart]) -> float:
+    """The reward that named parts make: sum of weight x value."""
+    return sum(part.weight * part.value for part in parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -179,7 +179,7 @@ def _group_of(raw: Any) -> tuple[Group, bool]:
                 sampler_logprobs=values,
                 spans=tuple(VersionSpan(version=s.version, start=s.start, end=s.end) for s in each.spans),
                 reward=each.reward,
-                reward_parts=tuple(RewardPart(name=p.name, value=p.value) for p in each.reward_parts),
+                reward_parts=tuple(map(_part_of, each.reward_parts)),
                 finish_reason=_finish_of(each.finish_reason),
             )
             for each, ids, values in zip(raw.rollouts, token_ids, logprobs, strict=True)
@@ -192,6 +192,7 @@ def _group_of(raw: Any) -> tuple[Group, bool]:
     )
     stated = (raw.id.sequence, raw.assignment, raw.prompt_index, raw.traceparent)
     is_as_stated = stated == (group.id.sequence, group.assignment, group.prompt_index, group.trace)
+    is_as_stated = is_as_stated and not any(says_once(part) for each in raw.rollouts for part in each.reward_parts)
     return group, is_as_stated and highest <= MAX_INT32
 
 
@@ -212,6 +213,24 @@ def _rollout_to_raw(value: Rollout) -> Any:
         sampler_logprobs=pack_logprobs(value.sampler_logprobs),
         spans=[_SPAN(version=span.version, start=span.start, end=span.end) for span in value.spans],
         reward=value.reward,
-        reward_parts=[_PART(name=part.name, value=part.value) for part in value.reward_parts],
+        reward_parts=[_part_to_raw(part) for part in value.reward_parts],
         finish_reason=_FINISH[value.finish_reason],
     )
+
+
+def says_once(raw: Any) -> bool:
+    """Whether a part of a reward states the weight 1, which canonical bytes leave out."""
+    return bool(raw.weight == 1.0 and raw.HasField("weight"))
+
+
+def _part_to_raw(value: RewardPart) -> Any:
+    raw = _PART(name=value.name, value=value.value, signature=value.signature)
+    # A weight of 1 is not written: parts without weights have the bytes that they always had.
+    if value.weight != 1.0:
+        raw.weight = value.weight
+    return raw
+
+
+def _part_of(raw: Any) -> RewardPart:
+    weight = raw.weight if raw.HasField("weight") else 1.0
+    return RewardPart(name=raw.name, value=raw.value, weight=weight, signature=raw.signature)

@@ -114,7 +114,9 @@ def _rollout_problem(rollout: Rollout, contract: Contract) -> str:
     if not np.isfinite(logprobs).all() or logprobs.max() > 0:
         return "sampler_logprobs: not all finite and at most 0"
     parts = rollout.reward_parts
-    if not math.isfinite(rollout.reward) or not all(math.isfinite(part.value) for part in parts):
+    if not math.isfinite(rollout.reward) or not all(
+        math.isfinite(part.value) and math.isfinite(part.weight) for part in parts
+    ):
         return "reward: not finite"
     if len(parts) > MAX_REWARD_PARTS or any(len(part.name) > MAX_PART_NAME for part in parts):
         return "reward_parts: too many or too long names"

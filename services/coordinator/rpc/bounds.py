@@ -96,6 +96,7 @@ BOUNDS: Mapping[str, Bound] = MappingProxyType(
         "Rollout.token_ids": _TOKENS,
         "Rollout.sampler_logprobs": _TOKENS,
         "Rollout.reward_parts": Bound(count=256),
+        "RewardPart.signature": Bound(length=64),
         "StreamGroupsRequest.held": _OF_LEARNER,
         "AbandonGroupsRequest.ids": _OF_LEARNER,
         "AbandonGroupsRequest.reason": _PROSE,

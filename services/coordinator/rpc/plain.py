@@ -38,6 +38,7 @@ _NAME, _ROOT, _TRACE, _PART = (
     bound_of("RewardPart", "name"),
 )  # fmt: skip
 _MAX_PARTS = bound_of("Rollout", "reward_parts").count
+_SIGNATURE = bound_of("RewardPart", "signature").length
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,6 +113,8 @@ def _is_within_bounds(group: Any, num_bytes: int) -> bool:
         if len(rollout.spans) > DEFAULT.count or len(rollout.reward_parts) > _MAX_PARTS:
             return False
         texts += [(part.name, _PART) for part in rollout.reward_parts]
+        if any(len(part.signature) > _SIGNATURE for part in rollout.reward_parts):
+            return False
     # Most rollouts name the same parts.
     return not any(text_problem(text, bound) for text, bound in set(texts))
 

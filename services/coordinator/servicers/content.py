@@ -89,7 +89,12 @@ def _are_parts_sound(rollout: Any) -> bool:
     parts = rollout.reward_parts
     if len(parts) > MAX_REWARD_PARTS or not math.isfinite(rollout.reward):
         return False
-    return all(math.isfinite(part.value) and len(part.name) <= MAX_PART_NAME for part in parts)
+    # Reading leaves a weight of 1 out.
+    return all(
+        math.isfinite(part.value) and math.isfinite(part.weight) and part.weight != 1.0
+        and len(part.name) <= MAX_PART_NAME
+        for part in parts
+    )  # fmt: skip
 
 
 def _count(is_stop: NDArray[np.bool_], sizes: Sequence[int]) -> list[int]:

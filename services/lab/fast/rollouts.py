@@ -8,7 +8,7 @@ import numpy as np
 
 from heterorl.common.tasks.task import Task
 from heterorl.common.types.common import Digest, SiteId
-from heterorl.common.types.rollout import FinishReason, Group, GroupId, Rollout, VersionSpan
+from heterorl.common.types.rollout import FinishReason, Group, GroupId, Rollout, VersionSpan, total_reward
 from heterorl.lab.fast.generate import Drawn
 from heterorl.lab.fast.work import Texts, Work
 
@@ -77,6 +77,6 @@ def score(task: Task, texts: Texts, work: Work, drawn: Drawn) -> np.ndarray[tupl
         for member, (row, length) in enumerate(zip(tokens[number], lengths[number], strict=True)):
             text = texts.decode(row[:length])
             if text not in known:
-                known[text] = float(sum(part.value for part in task.score(prompt, text)))
+                known[text] = float(total_reward(task.score(prompt, text)))
             rewards[number, member] = known[text]
     return rewards

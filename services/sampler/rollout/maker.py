@@ -18,7 +18,7 @@ from heterorl.common.process.clock import Clock
 from heterorl.common.process.tracing import TRACER
 from heterorl.common.tasks.task import Prompt, Task
 from heterorl.common.types.common import Digest, SiteId
-from heterorl.common.types.rollout import Group, GroupId, RewardPart, Rollout, WorkAssignment
+from heterorl.common.types.rollout import Group, GroupId, RewardPart, Rollout, WorkAssignment, total_reward
 from heterorl.sampler.rollout.drafts import Draft
 
 NO_SEQUENCE = 0
@@ -115,7 +115,7 @@ def _rollout(completion: Completion, parts: tuple[RewardPart, ...]) -> Rollout:
         token_ids=completion.token_ids,
         sampler_logprobs=completion.logprobs,
         spans=completion.spans,
-        reward=sum(part.value for part in parts),
+        reward=total_reward(parts),
         reward_parts=parts,
         finish_reason=completion.finish_reason,
     )

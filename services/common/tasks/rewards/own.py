@@ -17,15 +17,24 @@ from heterorl.common.wire.common import bytes_digest
 class OwnReward:
     """`package.module:function`, loaded from a directory or from what is installed; `digest` is that of its files."""
 
-    def __init__(self, path: str, *, directory: Path, timeout_s: float, num_workers: int = 1) -> None:
+    def __init__(
+        self, path: str, *, directory: Path, timeout_s: float, num_workers: int = 1, key: str = "task.reward"
+    ) -> None:
         """Load it once.
+
+        Args:
+            path: `package.module:function`.
+            directory: where it is looked for beside what is installed.
+            timeout_s: for one completion, seconds.
+            num_workers: most processes.
+            key: of the configuration that names it.
 
         Raises:
             ConfigError: it cannot be found, imported or called.
         """
         module, _, name = path.partition(":")
         if not all(word.isidentifier() for word in [*module.split("."), name]):
-            raise ConfigError("task.reward", f"{path!r} is not package.module:function", action=_EXAMPLE)
+            raise ConfigError(key, f"{path!r} is not package.module:function", action=_EXAMPLE)
         job = {"kind": "function", "module": module, "name": name, "directory": str(directory)}
         self.pool = RewardPool(job, timeout_s=timeout_s, num_workers=num_workers)
         try:
@@ -33,14 +42,18 @@ class OwnReward:
         except LoadFailed as error:
             if error.kind == "place":
                 problem = f"{error}, nor among the packages that are installed here"
-                raise ConfigError("task.reward", problem, action=_PLACES) from error
-            raise ConfigError("task.reward", f"{path}: {error}", action="correct the module and start again") from error
+                raise ConfigError(key, problem, action=_PLACES) from error
+            raise ConfigError(key, f"{path}: {error}", action="correct the module and start again") from error
         except RewardError as error:
-            raise ConfigError("task.reward", f"{path}: {error}", action="see what it printed above") from error
+            raise ConfigError(key, f"{path}: {error}", action="see what it printed above") from error
         self.digest: Digest = bytes_digest(f"reward 2\n{path}\n{facts['digest']}".encode())
         self.num_files = int(facts["num_files"])
         self.place = str(facts["place"])
         self.num_workers = num_workers
+
+    def close(self) -> None:
+        """Kill the processes."""
+        self.pool.close()
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
         """The function's value, as named parts.
@@ -96,7 +109,7 @@ class RewardedTask:
 
     def close(self) -> None:
         """Kill the processes."""
-        self._reward.pool.close()
+        self._reward.close()
 
 
 _EXAMPLE = "for example mytask.rewards:score, a function f(prompt, completion, answer) in mytask/rewards.py"

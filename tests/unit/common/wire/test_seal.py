@@ -1,6 +1,7 @@
 """Sealed bytes are those that programs wrote field by field, whoever packed the group and however."""
 
 import dataclasses
+import struct
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from heterorl.common.errors import InvalidRequest, MalformedPayload
 from heterorl.common.process.tracing import NO_TRACE
-from heterorl.common.types.rollout import DropReason, Group, GroupId, PushOutcome, PushStatus, SealedGroup
+from heterorl.common.types.rollout import DropReason, Group, GroupId, PushOutcome, PushStatus, RewardPart, SealedGroup
 from heterorl.common.wire.common import MAX_INT64, bytes_digest
 from heterorl.common.wire.rollout import outcomes_from_pb, outcomes_to_pb, pushes_to_pb
 from heterorl.common.wire.seal import open_group, read_sealed, receive, seal
@@ -28,6 +29,13 @@ _UNKNOWN = bytes([0xF2, 0x3F, 3]) + b"new"
 
 uint32, uint64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 texts = st.text(max_size=6)
+part_messages = st.builds(
+    rollout_pb2.RewardPart,
+    name=texts,
+    value=st.floats(),
+    weight=st.none() | st.sampled_from([0.0, 0.5, 1.0, -2.0]),
+    signature=st.binary(max_size=4),
+)
 rollout_messages = st.builds(
     rollout_pb2.Rollout,
     token_ids=st.lists(uint32, max_size=40),
@@ -36,7 +44,7 @@ rollout_messages = st.builds(
         st.builds(rollout_pb2.VersionSpan, version=st.integers(-1, 2**40), start=uint32, end=uint32), max_size=3
     ),
     reward=st.floats(),
-    reward_parts=st.lists(st.builds(rollout_pb2.RewardPart, name=texts, value=st.floats()), max_size=2),
+    reward_parts=st.lists(part_messages, max_size=2),
     finish_reason=st.sampled_from([rollout_pb2.FINISH_REASON_EOS, rollout_pb2.FINISH_REASON_LENGTH]),
 )
 messages = st.builds(
@@ -256,3 +264,18 @@ def test_outcomes_of_a_message_are_those_of_its_groups_in_order():
 
     assert outcomes_from_pb(outcomes_to_pb(outcomes)) == outcomes
     assert outcomes_from_pb(outcomes_to_pb(outcomes[:1])) == outcomes[:1]
+
+
+def test_parts_travel_with_weights_and_signatures_and_old_ones_keep_their_bytes():
+    old = seal(GROUP)
+    (first, *others), part = GROUP.rollouts, RewardPart(name="judge", value=0.5, weight=0.0, signature=b"s" * 64)
+    parts = (RewardPart(name="correct", value=1.0), part)
+    group = dataclasses.replace(GROUP, rollouts=(dataclasses.replace(first, reward_parts=parts), *others))
+
+    assert open_group(seal(group)).rollouts[0].reward_parts == parts
+    # Written before there were weights: the bytes of a part are its name and its value.
+    assert b"\x0a\x07correct\x11" + struct.pack("<d", 1.0) in old.data
+    assert open_group(old).rollouts[0].reward_parts == (RewardPart(name="correct", value=1.0),)
+    message = rollout_pb2.Group.FromString(old.data)
+    message.rollouts[0].reward_parts[0].weight = 1.0
+    assert receive(message)[0] == old

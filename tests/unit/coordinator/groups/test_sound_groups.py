@@ -98,6 +98,7 @@ def _damaged(data: bytes, draw: random.Random) -> bytes:
     elif kind == 6:
         some.reward = draw.choice([float("nan"), float("inf"), 2.0])
         some.reward_parts[0].value = draw.choice([1.0, float("-inf")])
+        some.reward_parts[0].weight = draw.choice([0.5, 1.0, 0.0, float("nan")])
     elif kind == 7:
         raw.generation_s = draw.choice([-1.0, float("nan"), 0.0, 3.0])
         raw.oldest_version = draw.choice([3, 3, 2, 4, -1])

@@ -61,6 +61,9 @@ def test_canonical_groups_are_plain(num_tokens, count):
         _push(_group(rollouts=[rollout_pb2.Rollout()] * 100)),
         _push(_group(rollouts=[rollout_pb2.Rollout(spans=[rollout_pb2.VersionSpan()] * 4097)])),
         _push(_group(rollouts=[rollout_pb2.Rollout(reward_parts=[rollout_pb2.RewardPart()] * 257)])),
+        _push(
+            _group(rollouts=[rollout_pb2.Rollout(reward_parts=[rollout_pb2.RewardPart(name="x", signature=b"s" * 65)])])
+        ),
         # More groups in front of the first one; a field that nobody knows; the same field twice.
         _push(_group(), _group())[len(_push(_group())) :] + _push(_group()),
         rollout_pb2.PushGroupsRequest(

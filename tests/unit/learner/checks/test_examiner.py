@@ -121,11 +121,20 @@ def test_reward_that_is_no_number_never_passes(site, honest, reward):
     assert not judge_rewards(forged, task=site.task, prompter=site.prompter, tolerance=1e-6).is_sound
 
 
-def test_parts_of_a_reward_do_not_matter_but_its_prompt_does(site, honest):
+def test_parts_of_a_reward_and_its_prompt_are_those_of_the_task(site, honest):
     def finding(group):
         return judge_rewards(group, task=site.task, prompter=site.prompter, tolerance=1e-6)
 
-    assert finding(with_rollout(honest[0], reward_parts=(RewardPart(name="x", value=9.0),))).is_sound
+    own = honest[0].rollouts[0].reward_parts[0]
+    for forged in (RewardPart(name="x", value=own.value), dataclasses.replace(own, weight=2.0)):
+        assert (
+            "rollouts[0].reward_parts: not 1 x correct in"
+            in finding(with_rollout(honest[0], reward_parts=(forged,))).detail
+        )
+    forged = dataclasses.replace(own, value=9.0)
+    assert "correct is 9, computed" in finding(with_rollout(honest[0], reward_parts=(forged,))).detail
+    # Of a program that states none.
+    assert finding(with_rollout(honest[0], reward_parts=())).is_sound
     other = honest[0].prompt_token_ids.copy()
     other[0] = (other[0] + 1) % 10 + 2
     assert "prompt_token_ids" in finding(dataclasses.replace(honest[0], prompt_token_ids=other)).detail

@@ -1,0 +1,156 @@
+"""One JSON document sent over HTTP and one received, again and again while there is time.
+
+Runs in a worker process, which is killed at its time limit whatever a server does. Guarantees: nothing is parsed before
+its size is known to be allowed; a server's certificate is verified; no redirect is followed; the key is in no error.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import random
+import ssl
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MAX_REPLY_BYTES = 1 << 20
+MAX_KEY_BYTES = 8192
+MAX_WORDS = 200
+"""Characters of a refusal that are shown."""
+_RETRIED = (408, 425, 429, 500, 502, 503, 504)
+_FIRST_WAIT_S = 0.2
+_LONGEST_WAIT_S = 5.0
+
+
+class Refused(Exception):
+    """The server answered, and will not answer otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """Where to ask; `key` goes into the Authorization header and nowhere else."""
+
+    url: str
+    key: str = field(default="", repr=False)
+    ca_file: str = ""
+
+    def post(self, document: Mapping[str, Any], *, deadline: float) -> dict[str, Any]:
+        """The object that it answers with.
+
+        Args:
+            document: to send, as JSON.
+            deadline: by the monotonic clock; failures that may pass are tried again until then, ever more rarely.
+
+        Raises:
+            Refused: it answered with a status that repeats, or with no JSON object, or with too much.
+            TimeoutError: nothing else came before the deadline; the words of the last failure.
+        """
+        body = json.dumps(document).encode()
+        wait_s, last = _FIRST_WAIT_S, "no answer"
+        while True:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError(f"{last}; no time is left to try again")
+            asked_s = 0.0
+            try:
+                return _parsed(self._once(body, timeout_s=left_s, deadline=deadline))
+            except urllib.error.HTTPError as error:
+                with error:
+                    last = self._words(f"status {error.code}: {_start_of(error)}")
+                if error.code not in _RETRIED:
+                    raise Refused(last) from None
+                asked_s = _seconds(error.headers.get("Retry-After", ""))
+            except ssl.SSLError as error:
+                raise Refused(self._words(f"TLS: {error}")) from None
+            except (OSError, http.client.HTTPException) as error:
+                reason = getattr(error, "reason", error)
+                if isinstance(reason, ssl.SSLError):
+                    raise Refused(self._words(f"TLS: {reason}")) from None
+                last = self._words(f"{type(reason).__name__}: {reason}")
+            # Drawn at random: callers that failed together do not come together again.
+            pause_s = max(asked_s, wait_s * random.uniform(0.5, 1.0))
+            if time.monotonic() + pause_s >= deadline:
+                raise TimeoutError(f"{last}; no time is left to try again")
+            time.sleep(pause_s)
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+
+    def _once(self, body: bytes, *, timeout_s: float, deadline: float) -> bytes:
+        headers = {"Content-Type": "application/json", "Accept": "application/json", "User-Agent": "heterorl"}
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
+        request = urllib.request.Request(self.url, data=body, headers=headers, method="POST")  # noqa: S310 - the schema allows http and https alone
+        context = ssl.create_default_context(cafile=self.ca_file or None)
+        opener = urllib.request.build_opener(_NoRedirect, urllib.request.HTTPSHandler(context=context))
+        with opener.open(request, timeout=timeout_s) as response:
+            received = b""
+            while piece := response.read1(65536):
+                received += piece
+                if len(received) > MAX_REPLY_BYTES:
+                    raise Refused(f"an answer of more than {MAX_REPLY_BYTES} bytes")
+                if time.monotonic() > deadline:
+                    raise TimeoutError("the answer did not end in time")
+            return received
+
+    def _words(self, text: str) -> str:
+        # A server may quote what it was sent.
+        return text.replace(self.key, "***") if self.key else text
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Leaves a redirect as the status that it is: a key is for the server that was named."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def read_key(variable: str, file: str) -> str:
+    """The key of an environment variable or a file; empty where neither is named.
+
+    Raises:
+        ValueError: the variable is not set, or the file cannot be read.
+    """
+    if variable:
+        key = os.environ.get(variable, "")
+        if not key:
+            raise ValueError(f"the environment variable {variable} is not set here")
+    elif file:
+        try:
+            with Path(file).open("rb") as stream:
+                key = stream.read(MAX_KEY_BYTES).decode("ascii").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"no key can be read from {file}: {type(error).__name__}") from None
+    else:
+        return ""
+    if not key or not key.isprintable():
+        raise ValueError(f"{variable or file} holds no key on one line")
+    return key
+
+
+def _parsed(data: bytes) -> dict[str, Any]:
+    try:
+        reply = json.loads(data)
+    except (ValueError, RecursionError):
+        raise Refused(f"the answer is no JSON: {data[:MAX_WORDS]!r}") from None
+    if not isinstance(reply, dict):
+        raise Refused("the answer is no JSON object")
+    return reply
+
+
+def _start_of(error: urllib.error.HTTPError) -> str:
+    try:
+        return error.read(MAX_WORDS).decode(errors="replace")
+    except (OSError, http.client.HTTPException):
+        return ""
+
+
+def _seconds(text: str) -> float:
+    try:
+        return min(max(float(text), 0.0), 3600.0)
+    except ValueError:
+        return 0.0

@@ -19,6 +19,7 @@ from heterorl.common.model.directory import check_model_dir
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.model.trial import try_reward
 from heterorl.common.tasks.registry import apart, build_task, close_task
+from heterorl.common.tasks.rewards.weighted import WeightedTask
 from heterorl.common.tasks.task import Task
 from heterorl.common.types.common import NO_LORA, Contract
 from heterorl.learner.backends.backend import TrainBackend
@@ -29,6 +30,7 @@ from heterorl.learner.backends.zero.engine import import_deepspeed
 from heterorl.learner.backends.zero.ranks import LocalRanks
 from heterorl.learner.checks.examiner import Yardstick
 from heterorl.learner.checks.replay import Replayer
+from heterorl.learner.checks.rewards import check_trust
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.evaluate import Evaluator
 from heterorl.learner.publish.canary import Canary
@@ -59,9 +61,12 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1) -> Parts:
     check_model_dir(config.model_dir)
     task = apart(build_task(config.task), config.task)
     prompter = Prompter(config.model_dir, use_chat_template=config.use_chat_template)
+    if config.verification.recompute_rewards:
+        check_trust(task, config.verification.trust_rewards_of)
     if config.verification.recompute_rewards or config.evaluation.every_versions:
         # Otherwise every group would be given up, one after another.
-        try_reward(task, prompter)
+        asks_nobody = isinstance(task, WeightedTask) and not config.evaluation.every_versions
+        try_reward(task.without_remote() if isinstance(task, WeightedTask) and asks_nobody else task, prompter)
     sampling = config.sampling.semantics()
     backend, close_backend = build_backend(config, num_ranks)
     model: Any = backend.torch_model

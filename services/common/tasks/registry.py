@@ -12,7 +12,7 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.process.config import Config
 from heterorl.common.tasks.arithmetic import ArithmeticTask
 from heterorl.common.tasks.progression import ProgressionTask
-from heterorl.common.tasks.rewards.config import MAX_REWARDS, RewardConfig, from_file
+from heterorl.common.tasks.rewards.config import MAX_REWARDS, HttpRewardConfig, RewardConfig, from_file
 from heterorl.common.tasks.task import Task
 
 _KINDS = ("arithmetic", "progression", "progression:prefix", "reasoning_gym:NAME", "jsonl:PATH")
@@ -41,7 +41,7 @@ class TaskConfig(Config):
     reward: str = ""
     """`package.module:function` of your own reward: f(prompt, completion, answer) -> float or named parts. It runs in
     processes of its own; all files of its package, and those it imports of the same directory, must be equal on every
-    node, byte for byte."""
+    node, byte for byte. Or the url of a reward service (http, https): short for one of task.rewards."""
     rewards: tuple[RewardConfig, ...] = Field(default=(), max_length=MAX_REWARDS)
     """Named rewards, each with its weight; their weighted sum is the reward. Empty: task.reward, or else the task's own
     score. Equal on every node."""
@@ -107,11 +107,14 @@ def _rewarded(task: Task, config: TaskConfig) -> Task:
     from heterorl.common.tasks.rewards.own import RewardedTask
 
     timeout_s, num_workers = config.reward_timeout_s, config.reward_workers
-    if config.rewards:
-        if config.reward:
-            problem = "both task.reward and task.rewards name rewards"
-            raise ConfigError("task.reward", problem, action='make it one of task.rewards, kind "function"')
-        return weighted_task(task, config.rewards, timeout_s=timeout_s, num_workers=num_workers)
+    if config.rewards and config.reward:
+        problem = "both task.reward and task.rewards name rewards"
+        raise ConfigError("task.reward", problem, action='make it one of task.rewards, kind "function"')
+    rewards = config.rewards
+    if config.reward.startswith(("http://", "https://")):
+        rewards = (HttpRewardConfig(name="reward", url=config.reward),)
+    if rewards:
+        return weighted_task(task, rewards, timeout_s=timeout_s, num_workers=num_workers)
     reward = own_reward(
         config.reward, directory=config.reward_path, key="task.reward", timeout_s=timeout_s, num_workers=num_workers
     )
@@ -124,7 +127,7 @@ def apart(task: Task, config: TaskConfig) -> Task:
     from heterorl.common.tasks.rewards.weighted import WeightedTask
 
     if isinstance(task, WeightedTask):
-        return task.with_own_score(apart(task.inner, config.model_copy(update={"rewards": ()})))
+        return task.with_own_score(apart(task.inner, config.model_copy(update={"rewards": (), "reward": ""})))
     if config.reward or (config.name.startswith("jsonl:") and config.match == "math_verify"):
         return task
     if config.name.startswith("jsonl:"):

@@ -6,20 +6,33 @@ import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-from heterorl.common.tasks.task import Prompt, Task
+from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.rollout import RewardPart
 
 _LOG = logging.getLogger(__name__)
 LOUD_AFTER = 8
 
 
-def score_group(task: Task, prompt: Prompt, texts: Sequence[str]) -> Iterator[tuple[RewardPart, ...]]:
+class Scores(Protocol):
+    """What gives the parts of a completion's reward."""
+
+    def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
+        """Named parts, whose weighted sum is the reward."""
+        ...
+
+
+def score_group(task: Scores, prompt: Prompt, texts: Sequence[str]) -> Iterator[tuple[RewardPart, ...]]:
     """The parts of each completion's reward, in order; the first failure gives up the rest.
 
     Raises:
         RewardError: one could not be computed.
     """
+    if getattr(task, "by_group", False):
+        score_all: Any = getattr(task, "score_all", None)
+        yield from score_all(prompt, texts)
+        return
     num_workers = min(int(getattr(task, "num_workers", 1)), len(texts))
     if num_workers <= 1:
         yield from (task.score(prompt, text) for text in texts)

@@ -103,6 +103,7 @@ class Examiner:
                 task=self.yardstick.task,
                 prompter=self.yardstick.prompter,
                 tolerance=self.yardstick.config.reward_tolerance,
+                trusted=self.yardstick.config.trust_rewards_of,
             )
         except RewardError as error:
             return Scored(error=error, seconds=time.perf_counter() - started)

@@ -25,6 +25,9 @@ class VerificationConfig(Config):
     """Whether every prompt and reward is computed again from the task; a group that differs is not trained on."""
     reward_tolerance: float = Field(default=1e-6, ge=0)
     """Largest difference of a reward that is accepted."""
+    trust_rewards_of: tuple[str, ...] = ()
+    """Sites that are believed where this learner cannot compute a reward again (kinds http and judge of task.rewards)
+    and no key signed it; `*` is every site. Such a reward is whatever the site says, within its bounds."""
     logprob_floor: float = Field(default=0.0, ge=0, le=1)
     """Share of a trusted site's groups whose log-probs are computed again; 0 checks none of any site. Needs memory for
     one more model and `kept_versions` published states."""

@@ -2,36 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.model.prompts import Prompter
+from heterorl.common.tasks.rewards.remote.reward import Terms
+from heterorl.common.tasks.rewards.weighted import WeightedTask
 from heterorl.common.tasks.scoring import score_group
 from heterorl.common.tasks.task import Task
 from heterorl.common.types.rollout import DropReason, Group, RewardPart, total_reward
 from heterorl.learner.checks.judge import SOUND, Finding
 
 
-def judge_rewards(group: Group, *, task: Task, prompter: Prompter, tolerance: float) -> Finding:
+def judge_rewards(
+    group: Group, *, task: Task, prompter: Prompter, tolerance: float, trusted: Collection[str] = ()
+) -> Finding:
     """In what a group's prompt or rewards differ from the task's.
+
+    A reward that nobody can compute again is taken as it is stated where a key signed it, or from a trusted site.
 
     Args:
         group: as its site sent it.
         task: the run's.
         prompter: the run's tokenizer and template.
         tolerance: largest difference of a reward.
+        trusted: sites whose word is enough; `*` is every site.
 
     Raises:
-        RewardError: the verifier failed; that says nothing of the site.
+        RewardError: the verifier failed, or a reward is neither computed here nor signed and its site is not trusted;
+            that says nothing of the site.
     """
+    is_trusted = group.id.site in trusted or "*" in trusted
     if not 0 <= group.prompt_index < task.num_prompts:
         return _mismatch(f"prompt_index: {group.prompt_index}, the task has {task.num_prompts} prompts")
     prompt = task.prompt(group.prompt_index)
     if not np.array_equal(prompter.encode(prompt.text), group.prompt_token_ids):
         return _mismatch(f"prompt_token_ids: not those of prompt {group.prompt_index}")
     texts = [prompter.decode(rollout.token_ids) for rollout in group.rollouts]
-    for number, (rollout, parts) in enumerate(zip(group.rollouts, score_group(task, prompt, texts), strict=True)):
+    remote = task.remote if isinstance(task, WeightedTask) else {}
+    computes = task.without_remote() if isinstance(task, WeightedTask) and remote else task
+    for number, (rollout, parts) in enumerate(zip(group.rollouts, score_group(computes, prompt, texts), strict=True)):
+        if remote:
+            problem, parts = _believed(
+                rollout.reward_parts, parts, remote, texts=(prompt.text, texts[number]), is_trusted=is_trusted
+            )
+            if problem:
+                return _mismatch(f"rollouts[{number}].reward_parts: {problem}")
+        if isinstance(task, WeightedTask):
+            _refuse_uncertain(rollout.reward_parts, parts, task.uncertain(prompt, texts[number]), tolerance=tolerance)
         computed = total_reward(parts)
         if not abs(rollout.reward - computed) <= tolerance:
             return _mismatch(f"rollouts[{number}].reward: {rollout.reward:g}, computed {computed:g}")
@@ -39,6 +60,69 @@ def judge_rewards(group: Group, *, task: Task, prompter: Prompter, tolerance: fl
         if problem:
             return _mismatch(f"rollouts[{number}].reward_parts: {problem}")
     return SOUND
+
+
+def _believed(
+    stated: Sequence[RewardPart],
+    computed: Sequence[RewardPart],
+    remote: Mapping[str, Terms],
+    *,
+    texts: tuple[str, str],
+    is_trusted: bool,
+) -> tuple[str, tuple[RewardPart, ...]]:
+    """What is wrong with the stated values of rewards that are not computed here, and all parts with them."""
+    values = {part.name: part for part in stated}
+    parts = []
+    for part in computed:
+        terms = remote.get(part.name)
+        if terms is None:
+            parts.append(part)
+            continue
+        said = values.get(part.name)
+        if said is None:
+            return f"{part.name} is missing", ()
+        if not terms.low <= said.value <= terms.high:
+            return f"{part.name} is {said.value:g}, outside {terms.low:g} to {terms.high:g}", ()
+        is_proven = bool(said.signature and terms.signed_by) and terms.proves(
+            said, prompt=texts[0], completion=texts[1]
+        )
+        if not is_proven and said.signature and terms.signed_by:
+            return f"the signature of {part.name} is of none of its signed_by", ()
+        if not is_proven and not is_trusted:
+            raise RewardError(
+                f"nobody can compute {part.name} again, no key of its signed_by signed it, and its site is not named in"
+                " verification.trust_rewards_of"
+            )
+        parts.append(replace(part, value=said.value))
+    return "", tuple(parts)
+
+
+def _refuse_uncertain(
+    stated: Sequence[RewardPart], computed: Sequence[RewardPart], names: Collection[str], *, tolerance: float
+) -> None:
+    values = {part.name: part.value for part in stated}
+    for part in computed:
+        if part.name in names and not abs(values.get(part.name, part.value) - part.value) <= tolerance:
+            raise RewardError(
+                f"{part.name} is {values[part.name]:g}, computed {part.value:g}, in a time so near its limit that"
+                " either may be right"
+            )
+
+
+def check_trust(task: Task, trusted: Collection[str]) -> None:
+    """Refuse a task of which every group would be given up.
+
+    Raises:
+        ConfigError: a reward can neither be computed again nor is it signed, and no site is trusted.
+    """
+    remote = task.remote if isinstance(task, WeightedTask) else {}
+    believed = [name for name, terms in remote.items() if not terms.signed_by]
+    if believed and not trusted:
+        raise ConfigError(
+            "verification.trust_rewards_of",
+            f"a learner cannot compute {', '.join(believed)} again, and trusts no site that states it",
+            action='name the sites, such as ["site-a"], or "*" for all; or have an http reward signed (signed_by)',
+        )
 
 
 def _parts_problem(stated: Sequence[RewardPart], computed: Sequence[RewardPart], *, tolerance: float) -> str:

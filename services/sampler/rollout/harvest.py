@@ -157,13 +157,15 @@ class Harvest:
                 continue
             if len(draft.completions) == self._maker.group_size:
                 metrics.GENERATE_SECONDS.observe(draft.generation_s)
-            self._scoring.setdefault(draft.key, []).append(tasks.create_task(self._score(draft, one.member)))
+            members = self._scorer.ready(draft, one.member)
+            if members:
+                self._scoring.setdefault(draft.key, []).append(tasks.create_task(self._score(draft, members)))
         metrics.TOKENS.inc(num_tokens)
         self.tokens.add(num_tokens, now)
 
-    async def _score(self, draft: Draft, member: int) -> None:
+    async def _score(self, draft: Draft, members: Sequence[int]) -> None:
         try:
-            parts = await self._scorer.score(draft.prompt, draft.completions[member])
+            rows = await self._scorer.score(draft.prompt, [draft.completions[member] for member in members])
         except RewardError as error:
             if self.drafts.give_up(draft.key) is not None:
                 self._scorer.failed(draft, error)
@@ -172,7 +174,9 @@ class Harvest:
                 self.groups.add(1, self._clock.monotonic())
                 self._give_up(draft)
         else:
-            whole = self.drafts.score(draft.key, member, parts)
+            whole = None
+            for member, parts in zip(members, rows, strict=True):
+                whole = self.drafts.score(draft.key, member, parts)
             if whole is not None:
                 self._scoring.pop(draft.key, None)
                 self._scorer.passed()

@@ -16,6 +16,7 @@ from heterorl.common.generation.seeded import group_key
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.tracing import TRACER
+from heterorl.common.tasks.scoring import score_group
 from heterorl.common.tasks.task import Prompt, Task
 from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.rollout import Group, GroupId, RewardPart, Rollout, WorkAssignment, total_reward
@@ -72,9 +73,17 @@ class RolloutMaker:
         Raises:
             RewardError: it could not be computed.
         """
+        return self.score_all(prompt, [completion])[0]
+
+    def score_all(self, prompt: Prompt, completions: Sequence[Completion]) -> list[tuple[RewardPart, ...]]:
+        """The parts of completions' rewards, in order.
+
+        Raises:
+            RewardError: one could not be computed.
+        """
         with self.lock:
-            text = self.prompter.decode(completion.token_ids)
-        return self.task.score(prompt, text)
+            texts = [self.prompter.decode(completion.token_ids) for completion in completions]
+        return list(score_group(self.task, prompt, texts))
 
     def group(self, draft: Draft, *, state_roots: Mapping[int, Digest]) -> Group:
         """The group of a draft whose members all have their rewards; an outbox numbers it.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from heterorl.common.errors import RewardError
@@ -29,17 +30,27 @@ class Scorer:
         # A plain task is a function: the lab computes it at once, in no virtual time.
         num_workers = int(getattr(maker.task, "num_workers", 0))
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward") if num_workers else None
+        self._by_group = bool(getattr(maker.task, "by_group", False))
         self._failures = FailureRow()
 
-    async def score(self, prompt: Prompt, completion: Completion) -> tuple[RewardPart, ...]:
-        """The parts of a completion's reward.
+    def ready(self, draft: Draft, member: int) -> tuple[int, ...]:
+        """The members that can be scored now that one has ended: itself, or all where they are scored together."""
+        if not self._by_group:
+            return (member,)
+        is_whole = len(draft.completions) == self._maker.group_size
+        return tuple(range(self._maker.group_size)) if is_whole else ()
+
+    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[tuple[RewardPart, ...]]:
+        """The parts of completions' rewards, in order.
 
         Raises:
-            RewardError: it could not be computed.
+            RewardError: one could not be computed.
         """
         if self._threads is None:
-            return self._maker.score(prompt, completion)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._maker.score, prompt, completion)
+            return self._maker.score_all(prompt, completions)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads, self._maker.score_all, prompt, completions
+        )
 
     def failed(self, draft: Draft, error: RewardError) -> None:
         """Note that a group has no reward."""

@@ -6,18 +6,22 @@ Guarantees: the parts stand in the order of the configuration, each with its wei
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from heterorl.common.errors import RewardError
+from heterorl.common.tasks.rewards.remote.reward import WHOLE, RemoteReward, Terms
+from heterorl.common.tasks.rewards.sandbox.reward import CodeReward
+from heterorl.common.tasks.scoring import score_group
 from heterorl.common.tasks.task import Prompt, Task
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import MAX_PART_NAME, MAX_REWARD_PARTS, RewardPart, total_reward
 from heterorl.common.wire.common import bytes_digest
 
-WHOLE = "reward"
-"""The one part of a function that returns a number; it takes the name of its reward."""
+ABSENT = math.nan
+"""The value of a reward that is not computed here."""
 
 
 class RewardSource(Protocol):
@@ -35,6 +39,16 @@ class RewardSource(Protocol):
             RewardError: there is none; that is not a score.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Absent:
+    """Stands for a reward that is not computed here."""
+
+    digest: Digest
+
+    def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:  # noqa: ARG002 - of the Protocol
+        return (RewardPart(name=WHOLE, value=ABSENT),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +76,25 @@ class NamedReward:
             return (replace(parts[0], name=self.name, weight=self.weight),)
         return tuple(replace(part, name=f"{self.name}/{part.name}", weight=self.weight) for part in parts)
 
+    @property
+    def num_workers(self) -> int:
+        """Most of its values that are computed at once."""
+        return int(getattr(self.source, "num_workers", 1))
+
+    def score_all(self, prompt: Prompt, completions: Sequence[str]) -> list[tuple[RewardPart, ...]]:
+        """The parts of all completions of a prompt, in order.
+
+        Raises:
+            RewardError: one could not be computed.
+        """
+        if not isinstance(self.source, RemoteReward) or not self.source.by_group:
+            return list(score_group(self, prompt, completions))
+        try:
+            values = self.source.score_all(prompt, completions)
+        except RewardError as error:
+            raise RewardError(f"task.rewards, {self.name}: {error}") from error
+        return [(replace(part, name=self.name, weight=self.weight),) for part in values]
+
     def close(self) -> None:
         """End the processes that compute it."""
         close = getattr(self.source, "close", None)
@@ -83,9 +116,32 @@ class WeightedTask:
         self.rewards = tuple(rewards)
         self.num_prompts = task.num_prompts
         self.num_evaluation_prompts = task.num_evaluation_prompts
-        self.num_workers = max(int(getattr(reward.source, "num_workers", 1)) for reward in rewards)
+        self.num_workers = max(reward.num_workers for reward in rewards)
+        # Then all of them wait for the last completion of a group.
+        self.by_group = any(isinstance(each.source, RemoteReward) and each.source.by_group for each in rewards)
         stated = [(reward.name, reward.weight, reward.source.digest) for reward in rewards]
         self.digest: Digest = bytes_digest(f"{task.digest}\nrewards 1\n{json.dumps(stated)}".encode())
+
+    @property
+    def remote(self) -> dict[str, Terms]:
+        """The rewards that nobody can compute again, by name."""
+        return {each.name: each.source.terms for each in self.rewards if isinstance(each.source, RemoteReward)}
+
+    def uncertain(self, prompt: Prompt, completion: str) -> tuple[str, ...]:
+        """Rewards, by name, of which another machine may give this completion another value without fault."""
+        return tuple(
+            each.name
+            for each in self.rewards
+            if isinstance(each.source, CodeReward) and each.source.is_uncertain(prompt, completion)
+        )
+
+    def without_remote(self) -> WeightedTask:
+        """The same where nobody else is asked: their values are ABSENT. They stay this task's, to be closed."""
+        rewards = [
+            replace(each, source=_Absent(each.source.digest)) if isinstance(each.source, RemoteReward) else each
+            for each in self.rewards
+        ]
+        return WeightedTask(self.inner, rewards)
 
     def with_own_score(self, task: Task) -> WeightedTask:
         """The same with the task's own score computed by another form of the task."""
@@ -106,16 +162,28 @@ class WeightedTask:
         Raises:
             RewardError: one of them could not be computed.
         """
-        parts = tuple(part for reward in self.rewards for part in reward.score(prompt, completion))
-        # The coordinator takes no other: a group with one would be refused at every push.
-        if len(parts) > MAX_REWARD_PARTS:
-            raise RewardError(f"{len(parts)} parts of task.rewards together, {MAX_REWARD_PARTS} are allowed")
-        for part in parts:
-            if len(part.name) > MAX_PART_NAME:
-                raise RewardError(f"the name of a part, {part.name!r}, has more than {MAX_PART_NAME} characters")
-        return parts
+        return _allowed(tuple(part for reward in self.rewards for part in reward.score(prompt, completion)))
+
+    def score_all(self, prompt: Prompt, completions: Sequence[str]) -> list[tuple[RewardPart, ...]]:
+        """The parts of all completions of a prompt, in order; a service that wants them together is asked once.
+
+        Raises:
+            RewardError: one could not be computed.
+        """
+        rows = [reward.score_all(prompt, completions) for reward in self.rewards]
+        return [_allowed(tuple(part for parts in column for part in parts)) for column in zip(*rows, strict=True)]
 
     def close(self) -> None:
         """End the processes that compute rewards."""
         for reward in self.rewards:
             reward.close()
+
+
+def _allowed(parts: tuple[RewardPart, ...]) -> tuple[RewardPart, ...]:
+    # The coordinator takes no other: a group with one would be refused at every push.
+    if len(parts) > MAX_REWARD_PARTS:
+        raise RewardError(f"{len(parts)} parts of task.rewards together, {MAX_REWARD_PARTS} are allowed")
+    for part in parts:
+        if len(part.name) > MAX_PART_NAME:
+            raise RewardError(f"the name of a part, {part.name!r}, has more than {MAX_PART_NAME} characters")
+    return parts

@@ -51,7 +51,7 @@ def main() -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     job = json.loads(requests.readline())
     try:
-        answer, facts = {"math_verify": _math, "function": _function, "exact": _exact, "task": _task}[job["kind"]](job)
+        answer, facts = _KINDS[job["kind"]](job)
     except LoadError as error:
         _write(out, {"failed": error.kind, "text": str(error)})
         return
@@ -116,6 +116,23 @@ def _task(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
         return {"parts": {part.name: part.value for part in task.score(prompt, request["completion"])}}
 
     return answer, {}
+
+
+def _remote(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
+    module: Any = importlib.import_module(f"heterorl.common.tasks.rewards.remote.{job['module']}")
+    try:
+        return module.load(job), {}
+    except ValueError as error:
+        raise LoadError("error", str(error)) from error
+
+
+def _code(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
+    module: Any = importlib.import_module("heterorl.common.tasks.rewards.sandbox.code")
+    try:
+        loaded: tuple[Answer, dict[str, Any]] = module.load(job)
+    except ValueError as error:
+        raise LoadError("error", str(error)) from error
+    return loaded
 
 
 def _function(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
@@ -189,6 +206,8 @@ def _beside(name: str) -> Any:
     spec.loader.exec_module(module)
     return module
 
+
+_KINDS = {"math_verify": _math, "function": _function, "exact": _exact, "task": _task, "remote": _remote, "code": _code}
 
 if __name__ == "__main__":
     main()

@@ -58,7 +58,7 @@ def groups_of(*numbers, forged=()):
     for number in numbers:
         group = queued(number).group
         reward = 1.0 if number in forged else 0.0
-        rollouts = tuple(dataclasses.replace(rollout, reward=reward) for rollout in group.rollouts)
+        rollouts = tuple(dataclasses.replace(each, reward=reward, reward_parts=()) for each in group.rollouts)
         found.append(
             dataclasses.replace(
                 queued(number), group=dataclasses.replace(group, prompt_index=number, rollouts=rollouts)

@@ -156,7 +156,7 @@ async def test_a_reward_that_hangs_delays_one_group_and_no_other(site, honest, t
         "import time\n"
         "def score(prompt, completion, answer):\n"
         f"    if prompt == {site.task.prompt(honest[0].prompt_index).text!r}:\n        time.sleep(1000)\n"
-        "    return float(completion.strip() == answer)\n"
+        "    return {'correct': float(completion.strip() == answer)}\n"
     )
     reward = OwnReward("mine:score", directory=tmp_path, timeout_s=2.0)
     examiner = examiner_of(site)

@@ -53,7 +53,7 @@ def _judged(
     if score is None:
         score = _asked(filled(job["rubric"], request), job, server=server, store=store, deadline=deadline)
         store.put(digest, score)
-    low, high = job["low"], job["high"]
+    low, high = float(job["low"]), float(job["high"])
     return (score - low) / (high - low)
 
 

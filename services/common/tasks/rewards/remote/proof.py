@@ -28,8 +28,6 @@ def sign(signer: Signer, name: str, prompt: str, completion: str, value: float) 
     return signer.sign(statement(name, prompt, completion, value))
 
 
-def is_signed(
-    signature: bytes, keys: Iterable[str], *, name: str, prompt: str, completion: str, value: float
-) -> bool:
+def is_signed(signature: bytes, keys: Iterable[str], *, name: str, prompt: str, completion: str, value: float) -> bool:
     """Whether one of the keys made the signature of just this reward."""
     return signed_by(statement(name, prompt, completion, value), signature, keys) is not None

@@ -1,0 +1,122 @@
+"""A reward that somebody else computes, asked in worker processes that can be killed like any other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from heterorl.common.errors import ConfigError, RewardError
+from heterorl.common.tasks.rewards.process import LoadFailed, RewardPool
+from heterorl.common.tasks.rewards.remote.proof import is_signed
+from heterorl.common.tasks.task import Prompt
+from heterorl.common.types.common import Digest
+from heterorl.common.types.rollout import RewardPart
+
+WHOLE = "reward"
+"""The one part of a reward that is a number; it takes the name of its reward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What is believed of a reward's values: their range, and the keys whose signature proves one."""
+
+    name: str
+    low: float
+    high: float
+    signed_by: tuple[str, ...] = ()
+
+    def proves(self, part: RewardPart, *, prompt: str, completion: str) -> bool:
+        """Whether a key signed just this value."""
+        return is_signed(
+            part.signature, self.signed_by, name=self.name, prompt=prompt, completion=completion, value=part.value
+        )
+
+
+class RemoteReward:
+    """One value for each completion, from a service or a judge; implements RewardSource. Nothing starts before the
+    first question."""
+
+    def __init__(
+        self,
+        job: Mapping[str, Any],
+        *,
+        terms: Terms,
+        digest: Digest,
+        key: str,
+        by_group: bool,
+        timeout_s: float,
+        num_workers: int,
+    ) -> None:
+        """Nothing is asked yet.
+
+        Args:
+            job: what a process loads; see heterorl.common.tasks.rewards.worker.
+            terms: of its values.
+            digest: of all that they depend on, as far as anybody here can know.
+            key: of the configuration that names it.
+            by_group: whether all completions of a prompt are one question.
+            timeout_s: for one question, seconds.
+            num_workers: most questions at once.
+        """
+        self.terms = terms
+        self.digest = digest
+        self.by_group = by_group
+        self.num_workers = num_workers
+        self.pool = RewardPool({**job, "timeout_s": timeout_s}, timeout_s=timeout_s, num_workers=num_workers)
+        self._key = key
+        self._has_scored = False
+
+    def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
+        """The value of one completion.
+
+        Raises:
+            ConfigError: its key or its cache cannot be had here.
+            RewardError: it was not to be had; that is not a score.
+        """
+        return (self.score_all(prompt, [completion])[0],)
+
+    def score_all(self, prompt: Prompt, completions: Sequence[str]) -> list[RewardPart]:
+        """The values of completions, by one question.
+
+        Raises:
+            ConfigError: its key or its cache cannot be had here.
+            RewardError: they were not to be had; that is not a score.
+        """
+        try:
+            reply = self.pool.ask(
+                {
+                    "prompt_index": prompt.index,
+                    "prompt": prompt.text,
+                    "answer": prompt.answer,
+                    "completions": list(completions),
+                }
+            )
+        except LoadFailed as error:
+            if self._has_scored:
+                raise RewardError(f"what asks for it does not start again: {error}") from error
+            raise ConfigError(self._key, str(error)) from error
+        except RewardError as error:
+            raise RewardError(f"prompt {prompt.index}: {error}") from error
+        self._has_scored = True
+        parts = [_part(value, text) for value, text in zip(reply["values"], reply["signatures"], strict=True)]
+        if self.terms.signed_by:
+            for part, completion in zip(parts, completions, strict=True):
+                # Here, where the service can still be corrected: the learner would leave every group out.
+                if not self.terms.proves(part, prompt=prompt.text, completion=completion):
+                    raise RewardError(
+                        f"its answer about prompt {prompt.index} is signed by none of {self._key}.signed_by"
+                    )
+        return parts
+
+    def close(self) -> None:
+        """Kill the processes."""
+        self.pool.close()
+
+
+def _part(value: float, signature: str) -> RewardPart:
+    try:
+        proof = bytes.fromhex(signature)
+    except ValueError as error:
+        raise RewardError("its signature is not written in hex") from error
+    return RewardPart(name=WHOLE, value=value, signature=proof if len(proof) == 64 else b"")

@@ -1,0 +1,58 @@
+"""What runs inside the sandbox: `python -I -B inside.py ORDERS REPORT USER MEMORY WORK PROCESSES SECONDS`.
+
+Sets limits on itself, then reads one JSON document a line from ORDERS. Foreign code is run in this process, which is
+why its passing is not taken from its word or its status: after the code was loaded REPORT says so, only then comes the
+test with a token, and the token is written to REPORT when the test has passed.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import sys
+
+
+def main() -> None:
+    """Obey the orders."""
+    orders_number, report_number, user, memory, work, processes, seconds = map(int, sys.argv[1:])
+    if user >= 0:
+        # A container may have no such number; then its root is another user outside, whose processes are counted.
+        with contextlib.suppress(OSError):
+            os.setgroups([])
+            os.setresgid(user, user, user)
+            os.setresuid(user, user, user)
+    for kind, most in (
+        (resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, work), (resource.RLIMIT_NPROC, processes + 1),
+        (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_NOFILE, 32), (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_MEMLOCK, 0), (resource.RLIMIT_MSGQUEUE, 0),
+    ):  # fmt: skip
+        resource.setrlimit(kind, (most, most))
+    orders, report = os.fdopen(orders_number, "rb"), report_number
+    order = json.loads(orders.readline())
+    if order["kind"] == "check":
+        os.write(report, f"checked {sys.version_info[0]}.{sys.version_info[1]}\n".encode())
+        return
+    # What is not said was no foreign code's fault.
+    os.write(report, b"began\n")
+    if order["kind"] == "program":
+        # Its output is judged outside; nothing of ours is left open.
+        orders.close()
+        os.close(report)
+        _run(order["code"], "__main__")
+        return
+    names = _run(order["code"], "solution")
+    os.write(report, b"loaded\n")
+    test = json.loads(orders.readline())
+    _run(test["code"], "test", names)
+    os.write(report, test["token"].encode())
+
+
+def _run(code: str, name: str, names: "dict[str, object] | None" = None) -> "dict[str, object]":
+    names = {} if names is None else names
+    names["__name__"] = name
+    exec(compile(code, f"{name}.py", "exec"), names)
+    return names
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""A reward by unit tests, computed in worker processes whose foreign code runs in a sandbox."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+
+from heterorl.common.errors import ConfigError, RewardError
+from heterorl.common.tasks.rewards.config import CodeRewardConfig
+from heterorl.common.tasks.rewards.process import LoadFailed, RewardPool
+from heterorl.common.tasks.rewards.remote.reward import WHOLE
+from heterorl.common.tasks.task import Prompt
+from heterorl.common.types.common import Digest
+from heterorl.common.types.rollout import RewardPart
+from heterorl.common.wire.common import bytes_digest
+
+NEAR = 0.25
+"""Share of a time limit beyond which another machine may come to another result."""
+_REMEMBERED = 4096
+
+
+class CodeReward:
+    """Whether the code of a completion passes its prompt's tests; implements RewardSource."""
+
+    def __init__(self, config: CodeRewardConfig, *, key: str, timeout_s: float, num_workers: int) -> None:
+        """Try the sandbox once.
+
+        Args:
+            config: of the reward.
+            key: that names it.
+            timeout_s: for all tests of one completion, seconds.
+            num_workers: most completions at once.
+
+        Raises:
+            ConfigError: foreign code can be run here by nobody.
+        """
+        job = {**config.model_dump(mode="json"), "kind": "code", "timeout_s": timeout_s}
+        self.num_workers = num_workers
+        self.pool = RewardPool(job, timeout_s=timeout_s, num_workers=num_workers)
+        self._test_timeout_s = min(config.test_timeout_s, timeout_s)
+        self._near: OrderedDict[bytes, None] = OrderedDict()
+        try:
+            facts = self.pool.start()
+        except RewardError as error:
+            raise ConfigError(key, str(error)) from error
+        stated = [
+            facts["python"], config.credit, config.needs_block, config.test_timeout_s, timeout_s, config.memory_bytes,
+            config.num_processes, config.work_bytes, config.output_bytes,
+        ]  # fmt: skip
+        self.digest: Digest = bytes_digest(json.dumps(["code 1", *stated]).encode())
+
+    def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
+        """1 or 0, or the share of tests that pass.
+
+        Raises:
+            RewardError: the prompt has no tests, or the sandbox could not be built; that is not a score.
+        """
+        try:
+            reply = self.pool.ask({"answer": prompt.answer, "completion": completion})
+        except LoadFailed as error:
+            raise RewardError(f"the sandbox does not start again: {error}") from error
+        except RewardError as error:
+            raise RewardError(f"prompt {prompt.index}: {error}") from error
+        if reply["slowest_s"] > NEAR * self._test_timeout_s:
+            self._near[_name(prompt, completion)] = None
+            while len(self._near) > _REMEMBERED:
+                self._near.popitem(last=False)
+        return (RewardPart(name=WHOLE, value=float(reply["value"])),)
+
+    def is_uncertain(self, prompt: Prompt, completion: str) -> bool:
+        """Whether the score that was given took so long that another machine's may differ without fault."""
+        return _name(prompt, completion) in self._near
+
+    def close(self) -> None:
+        """Kill the processes, with what runs inside."""
+        self.pool.close()
+
+
+def _name(prompt: Prompt, completion: str) -> bytes:
+    return hashlib.sha256(f"{prompt.index}\n{completion}".encode(errors="surrogatepass")).digest()

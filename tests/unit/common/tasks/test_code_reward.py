@@ -1,0 +1,292 @@
+"""Unit tests of completions' code in the real bubblewrap: right code passes, and nothing harms who runs it."""
+
+import dataclasses
+import json
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from heterorl.common.errors import ConfigError, RewardError
+from heterorl.common.tasks.registry import TaskConfig, build_task, close_task
+from heterorl.common.tasks.rewards.config import CodeRewardConfig
+from heterorl.common.tasks.rewards.sandbox import bubblewrap
+from heterorl.common.tasks.rewards.sandbox.bubblewrap import Limits, NoSandbox, find_sandbox
+from heterorl.common.tasks.rewards.sandbox.code import Test as UnitTest
+from heterorl.common.tasks.rewards.sandbox.code import code_of, passes
+from heterorl.common.tasks.rewards.sandbox.code import tests_of as unit_tests_of
+from heterorl.common.types.rollout import RewardPart
+
+LIMITS = Limits(seconds=5.0, memory_bytes=512 << 20, work_bytes=1 << 20, output_bytes=4096, num_processes=8)
+SQUARE = UnitTest(code="assert f(2) == 4")
+# As root tests run as another user; both ways are tried where the tests are root's and this interpreter is anybody's.
+ANYBODYS = "/usr/bin/python3"
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    return find_sandbox(python="", shown=(), limits=LIMITS)
+
+
+def ends(sandbox, code, test=SQUARE, **limits):
+    return passes(code, test, dataclasses.replace(sandbox, limits=dataclasses.replace(sandbox.limits, **limits)))
+
+
+def test_right_code_passes_and_wrong_code_does_not(sandbox):
+    assert ends(sandbox, "def f(x): return x * x")
+    assert not ends(sandbox, "def f(x): return x")
+    assert not ends(sandbox, "def f(x:")
+    assert ends(sandbox, "print(int(input()) + 1)", UnitTest(standard_input="41\n", standard_output="42"))
+    assert not ends(sandbox, "print(input())", UnitTest(standard_input="41\n", standard_output="42"))
+    assert not ends(sandbox, "print(42); exit(1)", UnitTest(standard_output="42"))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import sys; sys.exit(0)",
+        "import os; os._exit(0)",
+        "import os\ndef f(x): os._exit(0)",
+        "def f(x): raise SystemExit(0)",
+        "import os\nos.write(1, b'loaded')\nos._exit(0)",
+        "import sys\nsys.argv = []\nraise KeyboardInterrupt",
+    ],
+)
+def test_a_program_that_ends_well_before_its_test_has_not_passed(sandbox, code):
+    assert not ends(sandbox, code)
+
+
+def children():
+    return {each.pid for each in psutil.Process().children(recursive=True)}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "while True: pass",
+        "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+        "import os, signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nos.setsid() if not os.fork() else None\nwhile True: pass",
+        "import time; time.sleep(1000)",
+        "import threading\nwhile True:\n    try: threading.Thread(target=lambda: __import__('time').sleep(99)).start()\n    except RuntimeError: pass",
+    ],
+    ids=["loop", "fork bomb", "daemon", "sleep", "threads"],
+)
+def test_what_does_not_end_fails_at_its_time_and_leaves_nothing(sandbox, code):
+    before, began = children(), time.monotonic()
+
+    assert not ends(sandbox, code, seconds=1.5)
+
+    assert time.monotonic() - began < 20
+    gone = time.monotonic() + 10
+    while children() - before and time.monotonic() < gone:
+        threading.Event().wait(0.02)
+    assert children() <= before
+
+
+def test_processes_are_counted(sandbox):
+    code = (
+        "import os, time\nn = 1\n"
+        "for _ in range(100):\n"
+        "    try:\n"
+        "        if os.fork() == 0: time.sleep(60)\n"
+        "        n += 1\n"
+        "    except OSError: pass\n"
+        "def f(x): return 4 if n in (8, 9) else n\n"
+    )
+    assert ends(sandbox, code, seconds=20.0)
+
+
+def test_memory_ends_at_its_limit(sandbox):
+    assert not ends(sandbox, "x = bytearray(10 << 30)\ndef f(x): return 4")
+    code = "try:\n    x = bytearray(10 << 30)\n    ok = 0\nexcept MemoryError: ok = 4\ndef f(x): return ok"
+    assert ends(sandbox, code)
+    # Files are memory too: of one file, and of all together.
+    assert not ends(sandbox, "open('/tmp/x', 'wb').write(b'a' * (2 << 20))\ndef f(x): return 4")
+    code = "for n in range(9):\n    open(f'/tmp/{n}', 'wb').write(b'a' * (1 << 18))\ndef f(x): return 4"
+    assert not ends(sandbox, code)
+    code = "import os\nn = os.write(os.memfd_create('x'), b'a' * (2 << 20))\ndef f(x): return 4 if n <= 1 << 20 else n"
+    assert ends(sandbox, code)
+
+
+def test_what_is_printed_ends_at_its_limit(sandbox):
+    began = time.monotonic()
+    assert not ends(sandbox, "while True: print('a' * 1000)", seconds=30.0)
+    assert time.monotonic() - began < 20
+
+
+def test_there_is_no_network_not_even_this_machine(sandbox):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        code = (
+            "import socket\nok = 4\n"
+            f"for place in (('127.0.0.1', {server.getsockname()[1]}), ('1.1.1.1', 53)):\n"
+            "    try:\n"
+            "        socket.create_connection(place, 1)\n"
+            "        ok = 0\n"
+            "    except OSError: pass\n"
+            "def f(x): return ok\n"
+        )
+        assert ends(sandbox, code)
+
+
+def test_no_file_of_the_machine_is_seen_and_none_is_written(sandbox, tmp_path, monkeypatch):
+    secret = tmp_path / "key"
+    secret.write_text("secret")
+    monkeypatch.setenv("API_KEY", "secret")
+    code = (
+        "import os\nok = 4\n"
+        f"for place in ({str(secret)!r}, '/etc/passwd', '/proc/1', '/sys', '/home', '/var', '/run', {str(Path.cwd())!r}):\n"
+        "    ok = 0 if os.path.exists(place) else ok\n"
+        "for place in ('/x', '/usr/x', '/dev/x', '/dev/shm/x', '/inside.py'):\n"
+        "    try:\n"
+        "        open(place, 'w')\n"
+        "        ok = 0\n"
+        "    except OSError: pass\n"
+        "ok = 0 if 'API_KEY' in os.environ or os.getuid() == 0 else ok\n"
+        "open('/tmp/mine', 'w').write('x')\n"
+        "def f(x): return ok\n"
+    )
+    assert ends(sandbox, code)
+    # Each test has files of its own.
+    assert ends(sandbox, "import os\nassert os.listdir('/tmp') == []\ndef f(x): return 4")
+    code = "import os\ntry:\n    os.kill(1, 9); os.kill(-1, 9)\nexcept OSError: pass\ndef f(x): return 4"
+    # Whatever that does inside, who runs it goes on.
+    ends(sandbox, code)
+    assert ends(sandbox, "def f(x): return 4")
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not Path(ANYBODYS).exists(), reason="needs root, and an interpreter for others"
+)
+def test_a_user_without_rights_has_the_same_sandbox(tmp_path):
+    """In a child that is nobody, because user namespaces count processes otherwise than root does."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        verdicts = []
+        try:
+            os.setgroups([])
+            os.setresgid(65534, 65534, 65534)
+            os.setresuid(65534, 65534, 65534)
+            box = find_sandbox(python=ANYBODYS, shown=(), limits=LIMITS)
+            forks = "import os, time\nn = 1\nfor _ in range(40):\n    try:\n        if os.fork() == 0: time.sleep(60)\n        n += 1\n    except OSError: pass\n"
+            verdicts = [
+                ends(box, "def f(x): return x * x"),
+                ends(box, forks + "def f(x): return 4 if n in (7, 8, 9) else n", seconds=20.0),
+                not ends(box, "x = bytearray(10 << 30)\ndef f(x): return 4"),
+                not ends(box, "import socket\nsocket.create_connection(('1.1.1.1', 53), 1)\ndef f(x): return 4"),
+            ]
+        except BaseException as error:  # noqa: BLE001 - told to the parent
+            verdicts = repr(error)
+        os.write(write, json.dumps(verdicts).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        verdicts = json.loads(pipe.read() or b"null")
+    os.waitpid(pid, 0)
+    if isinstance(verdicts, str) and "bwrap" in verdicts and "site-packages" in bubblewrap._packaged():
+        assert "PermissionError" in verdicts or "not installed" in verdicts or "builds no sandbox" in verdicts
+        pytest.skip(f"nobody may not look into the directory of bwrap: {verdicts[:200]}")
+    assert verdicts == [True] * 4
+
+
+def code_task(tmp_path, *answers, **reward):
+    path = tmp_path / "code.jsonl"
+    rows = [{"prompt": f"{number}", "answer": answer} for number, answer in enumerate([*answers, *"xyz"])]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "held.jsonl").write_text(json.dumps({"prompt": "held", "answer": "x"}) + "\n")
+    config = TaskConfig(
+        name=f"jsonl:{path}", evaluation_path=str(tmp_path / "held.jsonl"), reward_timeout_s=20,
+        rewards=[{"kind": "code", "name": "tests", "test_timeout_s": 5.0, **reward}],
+    )  # fmt: skip
+    return build_task(config)
+
+
+def test_a_completion_is_scored_by_the_tests_of_its_prompt(tmp_path):
+    three = json.dumps({"tests": ["assert f(2) == 4", "assert f(3) == 9", "assert f(4) == 99"]})
+    completion = "First ```python\ndef f(x): return 0\n``` no:\n```python\ndef f(x): return x * x\n```"
+    for credit, value in (("all", 0.0), ("share", pytest.approx(2 / 3))):
+        task = code_task(tmp_path, three, "assert f(2) == 4", credit=credit)
+        try:
+            assert task.score(task.prompt(0), completion) == (RewardPart(name="tests", value=value),)
+            assert task.score(task.prompt(1), completion)[0].value == 1.0
+            assert task.score(task.prompt(1), "def f(x): return x * x")[0].value == 0.0
+        finally:
+            close_task(task)
+
+
+def test_a_prompt_without_tests_is_an_error_and_no_zero(tmp_path):
+    task = code_task(tmp_path, json.dumps({"tests": []}), json.dumps([{"input": "x"}]))
+    try:
+        for number, words in ((0, "no list of 1 to 128 tests"), (1, "no test: ")):
+            with pytest.raises(RewardError, match=words):
+                task.score(task.prompt(number), "```python\nx = 1\n```")
+    finally:
+        close_task(task)
+
+
+def test_a_result_that_hangs_on_the_machines_speed_is_known_as_such(tmp_path):
+    task = code_task(tmp_path, "assert True", test_timeout_s=2.0)
+    prompt = task.prompt(0)
+    try:
+        task.score(prompt, "```python\nimport time; time.sleep(1)\n```")
+        task.score(prompt, "```python\nwhile True: pass\n```")
+        assert task.uncertain(prompt, "```python\nimport time; time.sleep(1)\n```") == ("tests",)
+        assert task.uncertain(prompt, "```python\nwhile True: pass\n```") == ("tests",)
+        assert task.uncertain(prompt, "another") == ()
+    finally:
+        close_task(task)
+
+
+def test_a_sandbox_that_cannot_be_built_later_is_an_error(tmp_path, sandbox):
+    gone = dataclasses.replace(sandbox, shown=("/no/such/place",))
+
+    with pytest.raises(NoSandbox, match="was not built"):
+        passes("def f(x): return 4", SQUARE, gone)
+
+
+def test_without_bubblewrap_a_start_ends_with_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(bubblewrap, "_packaged", lambda: "")
+    with pytest.raises(NoSandbox, match="bubblewrap is not installed: apt install bubblewrap"):
+        find_sandbox(python="", shown=(), limits=LIMITS)
+    # What a container without user namespaces says.
+    (tmp_path / "bwrap").write_text("#!/bin/sh\necho bwrap: No permissions to create a new namespace >&2\nexit 1\n")
+    (tmp_path / "bwrap").chmod(0o755)
+    with pytest.raises(
+        ConfigError, match=r"^task.rewards\[0\]: .*No permissions to create.*user namespaces must be allowed"
+    ):
+        code_task(tmp_path, "assert True")
+
+
+def test_limits_and_python_are_part_of_the_contract_and_directories_are_not(tmp_path):
+    digests = []
+    for reward in ({}, {"shown": [str(tmp_path)]}, {"test_timeout_s": 4.0}, {"credit": "share"}):
+        task = code_task(tmp_path, "assert True", **reward)
+        digests.append(task.digest)
+        close_task(task)
+
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 3
+    assert CodeRewardConfig(name="x").memory_bytes == 512 << 20
+
+
+def test_tests_are_read_in_the_forms_that_data_sets_have():
+    assert unit_tests_of("assert f(1)") == [UnitTest(code="assert f(1)")]
+    assert unit_tests_of('["assert f(1)"]') == [UnitTest(code="assert f(1)")]
+    program = UnitTest(standard_input="1", standard_output="2")
+    assert unit_tests_of('{"tests": [{"stdin": "1", "stdout": "2"}]}') == [program]
+    assert unit_tests_of('{"inputs": ["1"], "outputs": ["2"]}') == [program]
+    for wrong in ("", "[1]", "{}", '[{"stdin": "1"}]', json.dumps(["x"] * 129)):
+        with pytest.raises(ValueError, match="test"):
+            unit_tests_of(wrong)
+
+
+def test_the_last_block_of_python_is_the_code():
+    assert code_of("a ```py\none\n``` b ```\ntwo\n``` c", needs_block=True) == "two\n"
+    assert code_of("x = 1", needs_block=True) is None
+    assert code_of("x = 1", needs_block=False) == "x = 1"
+    assert code_of(" ", needs_block=False) is None

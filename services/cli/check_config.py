@@ -70,7 +70,7 @@ def problems(service: Service, config: Any, *, is_loading: bool = True) -> Itera
     if importlib.util.find_spec("transformers") is not None:
         yield from _problem(lambda: prompter.append(_load_tokenizer(config)))
     if task:
-        yield from _problem(_try_reward, task[0], prompter[0] if prompter else None)
+        yield from _problem(_try_reward, service, config, task[0], prompter[0] if prompter else None)
 
 
 def _problem(step: Callable[..., object], *arguments: object) -> Iterator[HeterorlError]:
@@ -107,7 +107,12 @@ def _load_tokenizer(config: Any) -> Any:
     return Prompter(config.model_dir, use_chat_template=config.use_chat_template)
 
 
-def _try_reward(task: Any, prompter: Any) -> None:
+def _try_reward(service: str, config: Any, task: Any, prompter: Any) -> None:
     from heterorl.common.model.trial import try_reward
+    from heterorl.learner.checks.rewards import check_trust, tried_here
 
+    if service == "learner":
+        if config.verification.recompute_rewards:
+            check_trust(task, config.verification.trust_rewards_of)
+        task = tried_here(task, asks_others=bool(config.evaluation.every_versions))
     try_reward(task, prompter)

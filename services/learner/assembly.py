@@ -19,7 +19,6 @@ from heterorl.common.model.directory import check_model_dir
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.model.trial import try_reward
 from heterorl.common.tasks.registry import apart, build_task, close_task
-from heterorl.common.tasks.rewards.weighted import WeightedTask
 from heterorl.common.tasks.task import Task
 from heterorl.common.types.common import NO_LORA, Contract
 from heterorl.learner.backends.backend import TrainBackend
@@ -30,7 +29,7 @@ from heterorl.learner.backends.zero.engine import import_deepspeed
 from heterorl.learner.backends.zero.ranks import LocalRanks
 from heterorl.learner.checks.examiner import Yardstick
 from heterorl.learner.checks.replay import Replayer
-from heterorl.learner.checks.rewards import check_trust
+from heterorl.learner.checks.rewards import check_trust, tried_here
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.evaluate import Evaluator
 from heterorl.learner.progress import PassCount
@@ -68,8 +67,7 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1) -> Parts:
         check_trust(task, config.verification.trust_rewards_of)
     if config.verification.recompute_rewards or config.evaluation.every_versions:
         # Otherwise every group would be given up, one after another.
-        asks_nobody = isinstance(task, WeightedTask) and not config.evaluation.every_versions
-        try_reward(task.without_remote() if isinstance(task, WeightedTask) and asks_nobody else task, prompter)
+        try_reward(tried_here(task, asks_others=bool(config.evaluation.every_versions)), prompter)
     sampling = config.sampling.semantics()
     passes = PassCount()
     backend, close_backend = build_backend(config, num_ranks, passes)

@@ -125,6 +125,11 @@ def check_trust(task: Task, trusted: Collection[str]) -> None:
         )
 
 
+def tried_here(task: Task, *, asks_others: bool) -> Task:
+    """The task of which a learner tries one reward at its start: without what it asks nobody for."""
+    return task if asks_others or not isinstance(task, WeightedTask) else task.without_remote()
+
+
 def _parts_problem(stated: Sequence[RewardPart], computed: Sequence[RewardPart], *, tolerance: float) -> str:
     """In what parts differ, which train nothing and are shown to people; a rollout may state none."""
     if not stated:

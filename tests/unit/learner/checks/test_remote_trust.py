@@ -11,8 +11,12 @@ from heterorl.common.identity.signing import new_key
 from heterorl.common.tasks.registry import TaskConfig, build_task, close_task
 from heterorl.common.tasks.rewards.remote.proof import sign
 from heterorl.common.types.rollout import DropReason, RewardPart, total_reward
+from heterorl.common.wire.seal import open_group, read_sealed, seal
+from heterorl.coordinator.rpc.plain import read_push
 from heterorl.learner.checks.rewards import check_trust, judge_rewards
+from heterorl.v1 import rollout_pb2
 from tests.support.learner_world import queued
+from tests.support.reward_service import serving
 
 TEXT = "what it says"
 
@@ -119,3 +123,32 @@ def test_prompts_and_digest_are_the_tasks_where_nobody_is_asked(task):
 
     assert here.digest == task.digest
     assert np.isnan(here.score(here.prompt(0), "x")[1].value)
+
+
+def test_a_signed_value_goes_the_whole_way_from_its_service_to_the_check(signer):
+    def reply(document):
+        proofs = [sign(signer, document["reward"], document["prompt"], text, 0.3) for text in document["completions"]]
+        return {"rewards": [0.3] * len(proofs), "signatures": [proof.hex() for proof in proofs]}
+
+    with serving(reply) as server:
+        style = {"kind": "http", "name": "style", "url": server.url, "weight": 0.5, "signed_by": [signer.public_key]}
+        task = build_task(
+            TaskConfig(digits=1, rewards=[{"kind": "match", "name": "correct"}, style], reward_timeout_s=20)
+        )
+        try:
+            parts = task.score(task.prompt(0), TEXT)
+            sealed = seal(group_with(*parts))
+            # As a coordinator reads it, without a scan.
+            push = read_push(
+                rollout_pb2.PushGroupsRequest(group=rollout_pb2.Group.FromString(sealed.data)).SerializeToString()
+            )
+            assert push is not None
+            assert push.data == [sealed.data]
+            group = open_group(read_sealed(push.data[0]))
+            num_asked = len(server.asked)
+
+            assert group.rollouts[0].reward_parts == parts
+            assert judged(task, group).is_sound
+            assert len(server.asked) == num_asked == 1
+        finally:
+            close_task(task)

@@ -225,6 +225,7 @@ class StepReport(google.protobuf.message.Message):
     STEP_S_FIELD_NUMBER: builtins.int
     IS_APPLIED_FIELD_NUMBER: builtins.int
     EVALUATION_ACCURACY_FIELD_NUMBER: builtins.int
+    SOURCES_FIELD_NUMBER: builtins.int
     step: builtins.int
     """Optimizer step, from 1."""
     version: builtins.int
@@ -261,6 +262,10 @@ class StepReport(google.protobuf.message.Message):
     """False when a non-finite loss or gradient made the step a no-op."""
     evaluation_accuracy: builtins.float
     """Held-out accuracy, where it was evaluated after this step."""
+    @property
+    def sources(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SourceReport]:
+        """What of the step each source of a mixture of tasks had; none where there is one task."""
+
     def __init__(
         self,
         *,
@@ -282,9 +287,36 @@ class StepReport(google.protobuf.message.Message):
         step_s: builtins.float = ...,
         is_applied: builtins.bool = ...,
         evaluation_accuracy: builtins.float | None = ...,
+        sources: collections.abc.Iterable[Global___SourceReport] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_evaluation_accuracy", b"_evaluation_accuracy", "evaluation_accuracy", b"evaluation_accuracy"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_evaluation_accuracy", b"_evaluation_accuracy", "clip_fraction", b"clip_fraction", "entropy", b"entropy", "ess_fraction", b"ess_fraction", "evaluation_accuracy", b"evaluation_accuracy", "grad_norm", b"grad_norm", "is_applied", b"is_applied", "iw_variance", b"iw_variance", "kl", b"kl", "loss", b"loss", "num_groups", b"num_groups", "num_tokens", b"num_tokens", "policy_age_p50_s", b"policy_age_p50_s", "reward_mean", b"reward_mean", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step", b"step", "step_s", b"step_s", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_evaluation_accuracy", b"_evaluation_accuracy", "clip_fraction", b"clip_fraction", "entropy", b"entropy", "ess_fraction", b"ess_fraction", "evaluation_accuracy", b"evaluation_accuracy", "grad_norm", b"grad_norm", "is_applied", b"is_applied", "iw_variance", b"iw_variance", "kl", b"kl", "loss", b"loss", "num_groups", b"num_groups", "num_tokens", b"num_tokens", "policy_age_p50_s", b"policy_age_p50_s", "reward_mean", b"reward_mean", "sources", b"sources", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step", b"step", "step_s", b"step_s", "version", b"version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_evaluation_accuracy", b"_evaluation_accuracy"]) -> typing.Literal["evaluation_accuracy"] | None: ...
 
 Global___StepReport: typing_extensions.TypeAlias = StepReport
+
+@typing.final
+class SourceReport(google.protobuf.message.Message):
+    """What a source of a mixture of tasks had of one optimizer step."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LABEL_FIELD_NUMBER: builtins.int
+    NUM_GROUPS_FIELD_NUMBER: builtins.int
+    REWARD_MEAN_FIELD_NUMBER: builtins.int
+    label: builtins.str
+    """Name of the source."""
+    num_groups: builtins.int
+    """Groups trained."""
+    reward_mean: builtins.float
+    """Mean reward of their rollouts."""
+    def __init__(
+        self,
+        *,
+        label: builtins.str = ...,
+        num_groups: builtins.int = ...,
+        reward_mean: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["label", b"label", "num_groups", b"num_groups", "reward_mean", b"reward_mean"]) -> None: ...
+
+Global___SourceReport: typing_extensions.TypeAlias = SourceReport

@@ -160,6 +160,8 @@ POLICY_AGE_SECONDS = _histogram(
 INBOX_SECONDS = _histogram("learner_inbox_seconds", "Time of a trained group in the learner.", buckets=_AGES)
 LOSS = _gauge("learner_loss", "Loss of the newest step.")
 REWARD = _gauge("learner_reward_mean", "Mean reward of the newest step.")
+SOURCE_REWARD = _gauge("learner_source_reward_mean", "Mean reward of a source's newest trained groups.", "source")
+SOURCE_GROUPS = _counter("learner_source_groups_total", "Groups trained, by source of a mixture of tasks.", "source")
 KL = _gauge("learner_kl_nats", "KL of sampler from learner policy, per sequence.")
 ESS = _gauge("learner_ess_ratio", "Effective sample size over batch size.")
 IW_VARIANCE = _gauge("learner_iw_variance", "Variance of the importance weights.")

@@ -101,6 +101,15 @@ class Contract:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SourceReport:
+    """What a source of a mixture of tasks had of one optimizer step."""
+
+    label: str
+    num_groups: int
+    reward_mean: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """What one optimizer step did; numbers only, names as in the field's papers."""
 
@@ -123,3 +132,11 @@ class StepReport:
     is_applied: bool
     """False when a non-finite loss or gradient made the step a no-op."""
     evaluation_accuracy: float | None = None
+    sources: tuple[SourceReport, ...] = ()
+    """By source, in the order of labels; empty where there is one task."""
+
+    def __post_init__(self) -> None:
+        # Of a report that was kept as JSON they are tables.
+        if not all(isinstance(source, SourceReport) for source in self.sources):
+            read = tuple(SourceReport(**source) for source in self.sources)  # type: ignore[arg-type]
+            object.__setattr__(self, "sources", read)

@@ -12,6 +12,7 @@ from heterorl.common.types.common import (
     LogprobMode,
     LoraSettings,
     SamplingSemantics,
+    SourceReport,
     StepReport,
 )
 from heterorl.v1 import common_pb2
@@ -131,17 +132,24 @@ def _lora_from_pb(message: common_pb2.Contract) -> LoraSettings:
     )
 
 
+_PLAIN = tuple(name for name in StepReport.__slots__ if name not in ("evaluation_accuracy", "sources"))
+
+
 def report_to_pb(value: StepReport) -> common_pb2.StepReport:
     """Convert a step report; the fields have the same names on both sides."""
-    message = common_pb2.StepReport(
-        **{name: getattr(value, name) for name in StepReport.__slots__ if name != "evaluation_accuracy"}
-    )
+    message = common_pb2.StepReport(**{name: getattr(value, name) for name in _PLAIN})
+    for source in value.sources:
+        message.sources.add(label=source.label, num_groups=source.num_groups, reward_mean=source.reward_mean)
     if value.evaluation_accuracy is not None:
         message.evaluation_accuracy = value.evaluation_accuracy
     return message
 
 
 def report_from_pb(message: common_pb2.StepReport) -> StepReport:
-    values = {name: getattr(message, name) for name in StepReport.__slots__ if name != "evaluation_accuracy"}
+    values = {name: getattr(message, name) for name in _PLAIN}
     accuracy = message.evaluation_accuracy if message.HasField("evaluation_accuracy") else None
-    return StepReport(**values, evaluation_accuracy=accuracy)
+    sources = tuple(
+        SourceReport(label=source.label, num_groups=source.num_groups, reward_mean=source.reward_mean)
+        for source in message.sources
+    )
+    return StepReport(**values, evaluation_accuracy=accuracy, sources=sources)

@@ -179,9 +179,7 @@ CHECK_SECONDS = _histogram("learner_check_seconds", "Duration of the checks of o
 
 # learner: versions
 LEARNER_VERSION = _gauge("learner_version", "Newest version published by this learner.")
-LAST_PUBLISH_TIMESTAMP = _gauge(
-    "learner_last_publish_timestamp_seconds", "When this learner last published (start if never)."
-)
+LAST_PUBLISH_TIMESTAMP = _gauge("learner_last_publish_timestamp_seconds", "When it last published (start if never).")
 ENCODE_SECONDS = _histogram("learner_encode_seconds", "Duration of encoding a version.")
 PUBLISH_SECONDS = _histogram("learner_publish_seconds", "Duration of upload and commit.")
 VERSION_ENCODE_SECONDS = _gauge("learner_version_encode_seconds", "Duration of encoding the newest version.")

@@ -66,7 +66,9 @@ def test_what_the_template_cannot_write_names_the_key(model_dir):
     with pytest.raises(ConfigError, match="use_chat_template: prompts are messages"):
         Prompter(str(model_dir), use_chat_template=False).encode_prompt(CONVERSATION)
     tool = Prompt(index=0, text="3", answer="", messages=(Message(role="tool", content="1"), *CONVERSATION.messages))
-    with pytest.raises(ConfigError, match="use_chat_template: the model's template refuses messages of tool, system, user"):
+    with pytest.raises(
+        ConfigError, match="use_chat_template: the model's template refuses messages of tool, system, user"
+    ):
         Prompter(str(model_dir), use_chat_template=True).encode_prompt(tool)
 
 
@@ -84,4 +86,6 @@ def test_contract_counts_the_arguments_of_the_template(model_dir):
         return chat_template_digest(tokenizer, use_chat_template=uses, template_arguments=arguments)
 
     assert digest(True) == chat_template_digest(tokenizer, use_chat_template=True)
-    assert len({digest(False), digest(True), digest(True, enable_thinking=True), digest(True, enable_thinking=False)}) == 4
+    assert (
+        len({digest(False), digest(True), digest(True, enable_thinking=True), digest(True, enable_thinking=False)}) == 4
+    )

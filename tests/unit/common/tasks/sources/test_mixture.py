@@ -119,5 +119,8 @@ def test_numbers_by_source_are_of_the_groups_of_a_step():
 
     found = by_source([queued("a", 1.0, 0.0), queued("b", 0.0, 0.0), queued("a", 1.0, 1.0)])
 
-    assert [(source.label, source.num_groups, source.reward_mean) for source in found] == [("a", 2, 0.75), ("b", 1, 0.0)]
+    assert [(source.label, source.num_groups, source.reward_mean) for source in found] == [
+        ("a", 2, 0.75),
+        ("b", 1, 0.0),
+    ]
     assert by_source([queued("", 1.0, 0.0)]) == ()

@@ -1,6 +1,7 @@
 """Data sets: which rows are prompts, what is held out, what the digest pins, and which errors name which key."""
 
 import builtins
+import itertools
 import json
 import logging
 import os
@@ -84,9 +85,7 @@ def test_a_held_out_split_is_not_trained_on_though_the_set_repeats_it(place, cap
     place.write("set/data/test-00000-of-00001.parquet", sums([3, 20]))
 
     with caplog.at_level(logging.WARNING):
-        training, held_out = texts(
-            place.build(f"hf:{place.path}/set[train]", data={"evaluation_split": "test"})
-        )
+        training, held_out = texts(place.build(f"hf:{place.path}/set[train]", data={"evaluation_split": "test"}))
 
     assert held_out == ["3+1=", "20+1="]
     assert training == [f"{number}+1=" for number in range(10) if number != 3]
@@ -106,7 +105,7 @@ def test_filters_keep_rows_by_value_and_by_bounds(place):
     name = f"parquet:{place.path}/rows.parquet"
 
     def kept(**data):
-        return sorted(sum(texts(place.build(name, evaluation_size=1, data=data)), []))
+        return sorted(itertools.chain(*texts(place.build(name, evaluation_size=1, data=data))))
 
     # levels are 0 1 2 0 1 2 ...
     assert kept(where={"level": 2}) == sorted(f"{number}+1=" for number in (2, 5, 8, 11))
@@ -186,7 +185,7 @@ def test_prompts_longer_than_the_bound_are_left_out(place):
 
     task = place.build(name, measure=measure, evaluation_size=1, data={"max_prompt_tokens": 5})
 
-    assert sorted(map(len, sum(texts(task), []))) == [1, 2, 3, 4, 5]
+    assert sorted(map(len, itertools.chain(*texts(task)))) == [1, 2, 3, 4, 5]
     with pytest.raises(ConfigError, match="task.data.max_prompt_tokens"):
         place.build(name, data={"max_prompt_tokens": 5})
 

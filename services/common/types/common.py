@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NewType
+from typing import Any, NewType
 
 import numpy as np
 import numpy.typing as npt
+
+from heterorl.common.types.step import CompletionNumbers, StepTimes, completions_from_row
 
 SiteId = NewType("SiteId", str)
 
@@ -132,11 +135,24 @@ class StepReport:
     is_applied: bool
     """False when a non-finite loss or gradient made the step a no-op."""
     evaluation_accuracy: float | None = None
+    completions: CompletionNumbers | None = None
+    """None of a learner that does not state them."""
+    times: StepTimes | None = None
+    """None of a learner that does not state them."""
     sources: tuple[SourceReport, ...] = ()
-    """By source, in the order of labels; empty where there is one task."""
+    """By source of a mixture of tasks, in the order of labels; empty where there is one task."""
 
-    def __post_init__(self) -> None:
-        # Of a report that was kept as JSON they are tables.
-        if not all(isinstance(source, SourceReport) for source in self.sources):
-            read = tuple(SourceReport(**source) for source in self.sources)  # type: ignore[arg-type]
-            object.__setattr__(self, "sources", read)
+
+def report_from_row(row: Mapping[str, Any]) -> StepReport:
+    """What `dataclasses.asdict` made of a report and JSON kept; rows of earlier programs have fewer fields.
+
+    Raises:
+        TypeError, KeyError: the row is no report.
+    """
+    values = dict(row)
+    if values.get("completions") is not None:
+        values["completions"] = completions_from_row(values["completions"])
+    if values.get("times") is not None:
+        values["times"] = StepTimes(**values["times"])
+    values["sources"] = tuple(SourceReport(**source) for source in values.get("sources", ()))
+    return StepReport(**values)

@@ -20,6 +20,7 @@ from heterorl.learner.loss.denominators import masked_mean
 from heterorl.learner.loss.objectives import MAX_LOG_WEIGHT, LossTerms
 from heterorl.learner.loss.policy_loss import LossInputs
 from heterorl.learner.loss.rule import Rule
+from heterorl.learner.train.completions import completion_numbers
 from heterorl.learner.train.sources import by_source
 
 SEQUENCE_RATIO_CAP = 8.0
@@ -208,6 +209,7 @@ def build_report(
         step_s=step_s,
         is_applied=is_applied,
         sources=by_source(groups),
+        completions=completion_numbers([queued.group for queued in groups]),
     )
 
 

@@ -235,6 +235,8 @@ def _type(annotation: Any) -> str:
                 if ... not in get_args(leaf)
                 else f"list of {_type(arguments[0])}"
             )
+        elif isinstance(leaf, type) and issubclass(leaf, Config):
+            names.append("table")
         elif isinstance(leaf, type) and issubclass(leaf, enum.Enum):
             names += [json.dumps(member.value) for member in leaf]
         else:

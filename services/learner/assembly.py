@@ -19,6 +19,7 @@ from heterorl.common.model.directory import check_model_dir
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.model.trial import try_reward
 from heterorl.common.tasks.registry import apart, build_task, close_task
+from heterorl.common.tasks.sources.revision import NOTES
 from heterorl.common.tasks.task import Task
 from heterorl.common.types.common import NO_LORA, Contract
 from heterorl.learner.backends.backend import TrainBackend
@@ -61,8 +62,12 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1) -> Parts:
     """
     signer = None if config.signing_key is None else load_signer(config.signing_key)
     check_model_dir(config.model_dir)
-    task = apart(build_task(config.task), config.task)
-    prompter = Prompter(config.model_dir, use_chat_template=config.use_chat_template)
+    prompter = Prompter(
+        config.model_dir,
+        use_chat_template=config.use_chat_template,
+        template_arguments=config.chat_template_arguments,
+    )
+    task = apart(build_task(config.task, measure=prompter.num_tokens, notes=config.state_dir / NOTES), config.task)
     if config.verification.recompute_rewards:
         check_trust(task, config.verification.trust_rewards_of)
     if config.verification.recompute_rewards or config.evaluation.every_versions:
@@ -75,6 +80,7 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1) -> Parts:
     contract = build_contract(
         tokenizer=prompter.tokenizer,
         use_chat_template=config.use_chat_template,
+        template_arguments=config.chat_template_arguments,
         task=task,
         layout_id=backend.layout.layout_id,
         vocab_size=int(model.config.vocab_size),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from heterorl.common.identity.signing import PublicKey
 from heterorl.common.identity.tls import TlsConfig
@@ -63,6 +63,8 @@ class LearnerConfig(Config):
     """How samplers draw tokens; the same on every node."""
     use_chat_template: bool = False
     """Whether prompts go through the tokenizer's chat template; the same on every node."""
+    chat_template_arguments: dict[str, JsonValue] = Field(default_factory=dict)
+    """What the template is given beside the messages, such as `enable_thinking = false`; the same on every node."""
     group_size: int = Field(default=8, ge=1, le=4096)
     """Rollouts of one prompt."""
     groups_per_step: int = Field(default=32, ge=1)

@@ -51,7 +51,7 @@ class Evaluator:
         prompts = [self._task.evaluation_prompt(index) for index in range(self._num_prompts)]
         completions = generate_all(
             self._engine,
-            [self._prompter.encode(prompt.text) for prompt in prompts],
+            [self._prompter.encode_prompt(prompt) for prompt in prompts],
             seeds=[self._seed + index for index in range(len(prompts))],
             num_per_prompt=self._num_per_prompt,
         )

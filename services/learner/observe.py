@@ -57,6 +57,9 @@ def observe_step(
                 "is_applied": report.is_applied,
             },
         )
+    for source in report.sources:
+        metrics.SOURCE_REWARD.labels(source.label).set(source.reward_mean)
+        metrics.SOURCE_GROUPS.labels(source.label).inc(source.num_groups)
     metrics.LOSS.set(report.loss)
     metrics.REWARD.set(report.reward_mean)
     metrics.KL.set(report.kl)

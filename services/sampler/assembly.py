@@ -14,6 +14,7 @@ from heterorl.common.model.directory import check_model_dir
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.model.trial import try_reward
 from heterorl.common.tasks.registry import apart, build_task, close_task
+from heterorl.common.tasks.sources.revision import NOTES
 from heterorl.common.tasks.task import Task
 from heterorl.common.types.common import Contract
 from heterorl.common.weights.arena import Arena
@@ -59,9 +60,13 @@ def assemble(config: SamplerConfig, *, scores_here: bool = False) -> Parts:
     settings = config.task
     if "reward_workers" not in settings.model_fields_set:
         settings = settings.model_copy(update={"reward_workers": REWARD_WORKERS})
-    task = build_task(settings)
+    prompter = Prompter(
+        config.model_dir,
+        use_chat_template=config.use_chat_template,
+        template_arguments=config.chat_template_arguments,
+    )
+    task = build_task(settings, measure=prompter.num_tokens, notes=config.state_dir / NOTES)
     task = task if scores_here else apart(task, settings)
-    prompter = Prompter(config.model_dir, use_chat_template=config.use_chat_template)
     # Before the model is loaded and before anybody counts on this site.
     try_reward(task, prompter)
     sampling = config.sampling.semantics()
@@ -71,6 +76,7 @@ def assemble(config: SamplerConfig, *, scores_here: bool = False) -> Parts:
     contract = build_contract(
         tokenizer=prompter.tokenizer,
         use_chat_template=config.use_chat_template,
+        template_arguments=config.chat_template_arguments,
         task=task,
         layout_id=engine.layout.layout_id,
         vocab_size=engines.vocab_size,

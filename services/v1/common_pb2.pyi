@@ -263,6 +263,7 @@ class StepReport(google.protobuf.message.Message):
     EVALUATION_ACCURACY_FIELD_NUMBER: builtins.int
     COMPLETIONS_FIELD_NUMBER: builtins.int
     TIMES_FIELD_NUMBER: builtins.int
+    SOURCES_FIELD_NUMBER: builtins.int
     step: builtins.int
     """Optimizer step, from 1."""
     version: builtins.int
@@ -307,6 +308,10 @@ class StepReport(google.protobuf.message.Message):
     def times(self) -> Global___StepTimes:
         """Where the time went; unset by a learner that does not state it."""
 
+    @property
+    def sources(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SourceReport]:
+        """What of the step each source of a mixture of tasks had; none where there is one task."""
+
     def __init__(
         self,
         *,
@@ -330,9 +335,10 @@ class StepReport(google.protobuf.message.Message):
         evaluation_accuracy: builtins.float | None = ...,
         completions: Global___CompletionNumbers | None = ...,
         times: Global___StepTimes | None = ...,
+        sources: collections.abc.Iterable[Global___SourceReport] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_completions", b"_completions", "_evaluation_accuracy", b"_evaluation_accuracy", "_times", b"_times", "completions", b"completions", "evaluation_accuracy", b"evaluation_accuracy", "times", b"times"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_completions", b"_completions", "_evaluation_accuracy", b"_evaluation_accuracy", "_times", b"_times", "clip_fraction", b"clip_fraction", "completions", b"completions", "entropy", b"entropy", "ess_fraction", b"ess_fraction", "evaluation_accuracy", b"evaluation_accuracy", "grad_norm", b"grad_norm", "is_applied", b"is_applied", "iw_variance", b"iw_variance", "kl", b"kl", "loss", b"loss", "num_groups", b"num_groups", "num_tokens", b"num_tokens", "policy_age_p50_s", b"policy_age_p50_s", "reward_mean", b"reward_mean", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step", b"step", "step_s", b"step_s", "times", b"times", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_completions", b"_completions", "_evaluation_accuracy", b"_evaluation_accuracy", "_times", b"_times", "clip_fraction", b"clip_fraction", "completions", b"completions", "entropy", b"entropy", "ess_fraction", b"ess_fraction", "evaluation_accuracy", b"evaluation_accuracy", "grad_norm", b"grad_norm", "is_applied", b"is_applied", "iw_variance", b"iw_variance", "kl", b"kl", "loss", b"loss", "num_groups", b"num_groups", "num_tokens", b"num_tokens", "policy_age_p50_s", b"policy_age_p50_s", "reward_mean", b"reward_mean", "sources", b"sources", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step", b"step", "step_s", b"step_s", "times", b"times", "version", b"version"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_completions", b"_completions"]) -> typing.Literal["completions"] | None: ...
     @typing.overload
@@ -341,6 +347,32 @@ class StepReport(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_times", b"_times"]) -> typing.Literal["times"] | None: ...
 
 Global___StepReport: typing_extensions.TypeAlias = StepReport
+
+@typing.final
+class SourceReport(google.protobuf.message.Message):
+    """What a source of a mixture of tasks had of one optimizer step."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LABEL_FIELD_NUMBER: builtins.int
+    NUM_GROUPS_FIELD_NUMBER: builtins.int
+    REWARD_MEAN_FIELD_NUMBER: builtins.int
+    label: builtins.str
+    """Name of the source."""
+    num_groups: builtins.int
+    """Groups trained."""
+    reward_mean: builtins.float
+    """Mean reward of their rollouts."""
+    def __init__(
+        self,
+        *,
+        label: builtins.str = ...,
+        num_groups: builtins.int = ...,
+        reward_mean: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["label", b"label", "num_groups", b"num_groups", "reward_mean", b"reward_mean"]) -> None: ...
+
+Global___SourceReport: typing_extensions.TypeAlias = SourceReport
 
 @typing.final
 class CompletionNumbers(google.protobuf.message.Message):

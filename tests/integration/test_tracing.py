@@ -33,7 +33,7 @@ COMPLETION = Completion(
 
 
 class Words:
-    def encode(self, text):
+    def encode_prompt(self, prompt):
         return np.array([2, 3], np.int32)
 
     def decode(self, token_ids):

@@ -157,7 +157,7 @@ class FixedTask:
 class FixedPrompter:
     """Prompter without a tokenizer."""
 
-    def encode(self, text: str) -> Int32Array:
+    def encode_prompt(self, prompt: Prompt) -> Int32Array:
         return np.array([2, 3], np.int32)
 
     def decode(self, token_ids: Int32Array) -> str:

@@ -60,6 +60,8 @@ def status_tables(status: RunStatus, *, width: int, accuracy: float | None = Non
     report = status.last_report
     if report is not None:
         rows.insert(1, ("step", _step(report, accuracy, steps_wanted(status.facts))))
+        if report.sources:
+            rows.insert(2, ("sources", _sources(report)))
         rows.insert(2, ("staleness", f"{report.staleness_mean:.1f} mean, {report.staleness_max} max"))
         rows[3:3] = report_rows(report)
     if status.progress is not None:
@@ -95,6 +97,14 @@ def _step(report: StepReport, accuracy: float | None, wanted: int) -> str:
     scored = "" if accuracy is None else f", held-out accuracy {accuracy:.3f}"
     number = f"{report.step} of {wanted}" if wanted else str(report.step)
     return f"{number}: reward {report.reward_mean:.3f}, KL {report.kl:.3f}{scored}"
+
+
+def _sources(report: StepReport) -> str:
+    """Share of the step's groups and mean reward of each source of a mixture."""
+    total = sum(source.num_groups for source in report.sources)
+    return ", ".join(
+        f"{source.label} {source.num_groups / total:.0%}, reward {source.reward_mean:.3f}" for source in report.sources
+    )
 
 
 def _weights(status: RunStatus) -> str:

@@ -35,7 +35,7 @@ def canary_texts(task: Task, prompter: Prompter) -> tuple[ScoredText, ...]:
         answer = prompter.tokenizer.encode(prompt.answer, add_special_tokens=False)[: MAX_TOKENS - 1]
         texts.append(
             ScoredText(
-                prompt=prompter.encode(prompt.text), completion=np.array([*answer, prompter.eos_token_id], np.int32)
+                prompt=prompter.encode_prompt(prompt), completion=np.array([*answer, prompter.eos_token_id], np.int32)
             )
         )
     return tuple(texts)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -57,9 +59,14 @@ def tokenizer_digest(tokenizer: Any) -> Digest:
     return bytes_digest(f"{text}\n{sorted(tokenizer.special_tokens_map.items())}".encode())
 
 
-def chat_template_digest(tokenizer: Any, *, use_chat_template: bool) -> Digest:
-    """Digest of the template that prompts go through; of nothing when none is used."""
-    return bytes_digest((tokenizer.chat_template or "").encode() if use_chat_template else b"")
+def chat_template_digest(
+    tokenizer: Any, *, use_chat_template: bool, template_arguments: Mapping[str, Any] = MappingProxyType({})
+) -> Digest:
+    """Digest of the template that prompts go through and of its arguments; of nothing when none is used."""
+    if not use_chat_template:
+        return bytes_digest(b"")
+    arguments = f"\n{json.dumps(dict(template_arguments), sort_keys=True)}" if template_arguments else ""
+    return bytes_digest(f"{tokenizer.chat_template or ''}{arguments}".encode())
 
 
 def build_contract(
@@ -73,6 +80,7 @@ def build_contract(
     sampling: SamplingSemantics,
     end_token_ids: Sequence[int],
     lora: LoraSettings = NO_LORA,
+    template_arguments: Mapping[str, Any] = MappingProxyType({}),
 ) -> Contract:
     """State what this node runs with.
 
@@ -84,7 +92,9 @@ def build_contract(
         raise ConfigError("sampling.end_token_ids", f"{ends[-1]} is no token of a model that has {vocab_size}")
     return Contract(
         tokenizer_digest=tokenizer_digest(tokenizer),
-        chat_template_digest=chat_template_digest(tokenizer, use_chat_template=use_chat_template),
+        chat_template_digest=chat_template_digest(
+            tokenizer, use_chat_template=use_chat_template, template_arguments=template_arguments
+        ),
         task_digest=task.digest,
         lora=lora,
         layout_id=layout_id,

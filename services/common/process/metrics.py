@@ -161,6 +161,8 @@ POLICY_AGE_SECONDS = _histogram(
 INBOX_SECONDS = _histogram("learner_inbox_seconds", "Time of a trained group in the learner.", buckets=_AGES)
 LOSS = _gauge("learner_loss", "Loss of the newest step.")
 REWARD = _gauge("learner_reward_mean", "Mean reward of the newest step.")
+SOURCE_REWARD = _gauge("learner_source_reward_mean", "Mean reward of a source's newest trained groups.", "source")
+SOURCE_GROUPS = _counter("learner_source_groups_total", "Groups trained, by source of a mixture of tasks.", "source")
 KL = _gauge("learner_kl_nats", "KL of sampler from learner policy, per sequence.")
 ESS = _gauge("learner_ess_ratio", "Effective sample size over batch size.")
 IW_VARIANCE = _gauge("learner_iw_variance", "Variance of the importance weights.")
@@ -188,9 +190,7 @@ CHECK_SECONDS = _histogram("learner_check_seconds", "Duration of the checks of o
 
 # learner: versions
 LEARNER_VERSION = _gauge("learner_version", "Newest version published by this learner.")
-LAST_PUBLISH_TIMESTAMP = _gauge(
-    "learner_last_publish_timestamp_seconds", "When this learner last published (start if never)."
-)
+LAST_PUBLISH_TIMESTAMP = _gauge("learner_last_publish_timestamp_seconds", "When it last published (start if never).")
 ENCODE_SECONDS = _histogram("learner_encode_seconds", "Duration of encoding a version.")
 PUBLISH_SECONDS = _histogram("learner_publish_seconds", "Duration of upload and commit.")
 VERSION_ENCODE_SECONDS = _gauge("learner_version_encode_seconds", "Duration of encoding the newest version.")

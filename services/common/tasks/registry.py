@@ -1,4 +1,4 @@
-"""Tasks by name: `arithmetic`, `progression[:prefix]`, `reasoning_gym:NAME`, `jsonl:PATH`; rewards by dotted path."""
+"""Tasks by name: built-in ones, reasoning_gym's, data sets, mixtures of them; rewards by dotted path."""
 
 from __future__ import annotations
 
@@ -6,24 +6,37 @@ import difflib
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.process.config import Config
 from heterorl.common.tasks.arithmetic import ArithmeticTask
+from heterorl.common.tasks.matching import Matcher
+from heterorl.common.tasks.messages import SystemPromptTask
 from heterorl.common.tasks.progression import ProgressionTask
 from heterorl.common.tasks.rewards.config import MAX_REWARDS, HttpRewardConfig, RewardConfig, from_file
-from heterorl.common.tasks.task import Task
+from heterorl.common.tasks.sources.config import DataConfig
+from heterorl.common.tasks.task import Measure, Task
 
-_KINDS = ("arithmetic", "progression", "progression:prefix", "reasoning_gym:NAME", "jsonl:PATH")
+_KINDS = (
+    "arithmetic", "progression", "progression:prefix", "reasoning_gym:NAME", "jsonl:PATH", "parquet:PATH",
+    "hf:NAME@REVISION[split]", "mixture",
+)  # fmt: skip
+_OF_FILES = ("jsonl", "parquet", "hf")
 
 
-class TaskConfig(Config):
-    """Prompts and reward; the same on every node of a run."""
+class SourceConfig(Config):
+    """Prompts of one source, and their reward."""
 
     name: str = "arithmetic"
     """`arithmetic`, `progression` (an answer that is too long is worth nothing), `progression:prefix` (its first terms
-    count), `reasoning_gym:NAME` (any of its datasets) or `jsonl:PATH` (prompt, answer)."""
+    count), `reasoning_gym:NAME` (any of its datasets), `jsonl:PATH` and `parquet:PATH` (prompt, answer),
+    `hf:NAME@REVISION[split]` (a data set of the hub at a commit; a branch is the commit that it stands at when a node
+    first starts; `hf:/a/directory[split]` is one of this machine), or `mixture` (of `sources`)."""
+    data: DataConfig = DataConfig()
+    """Columns and rows of a data set."""
+    system_prompt: str = ""
+    """Put before every prompt that begins with none of its own; needs use_chat_template."""
     digits: int = Field(default=3, ge=1, le=9)
     """arithmetic and progression: digits of each number."""
     terms: int = Field(default=34, ge=1, le=10_000)
@@ -31,13 +44,13 @@ class TaskConfig(Config):
     size: int = Field(default=10_000, ge=1)
     """reasoning_gym: number of training prompts."""
     evaluation_size: int = Field(default=512, ge=1)
-    """reasoning_gym and jsonl: number of held-out prompts."""
+    """reasoning_gym, jsonl, parquet and hf: number of held-out prompts."""
     evaluation_path: str = ""
-    """jsonl: a file of held-out prompts; empty holds out some prompts of the file itself."""
+    """jsonl and parquet: a file of held-out prompts; empty holds out some prompts of the file itself."""
     seed: int = Field(default=0, ge=0)
     """reasoning_gym: seed of the data set; the others: which pairs come first and which are held out."""
     match: Literal["exact", "math_verify"] = "exact"
-    """jsonl: how an answer is compared."""
+    """jsonl, parquet and hf: how an answer is compared."""
     reward: str = ""
     """`package.module:function` of your own reward: f(prompt, completion, answer) -> float or named parts. It runs in
     processes of its own; all files of its package, and those it imports of the same directory, must be equal on every
@@ -64,12 +77,66 @@ class TaskConfig(Config):
         return from_file(value, info)
 
 
-def build_task(config: TaskConfig) -> Task:
+class WeightedSource(SourceConfig):
+    """One source of a mixture: the keys of [task], and its share."""
+
+    label: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    """Name in metrics and reports."""
+    weight: float = Field(default=1.0, gt=0)
+    """Share of the prompts, over the sum of all weights."""
+
+
+class TaskConfig(SourceConfig):
+    """Prompts and reward; the same on every node of a run."""
+
+    sources: tuple[WeightedSource, ...] = ()
+    """mixture: tables `[[task.sources]]`, each with a `label`, a `weight` (1) and keys of [task]. What one does not set
+    it takes from [task] itself."""
+
+    @model_validator(mode="after")
+    def _check_sources(self) -> TaskConfig:
+        labels = [source.label for source in self.sources]
+        if (self.name == "mixture") != bool(labels):
+            raise ValueError('sources go with name = "mixture", and it needs at least one')
+        if len(set(labels)) != len(labels):
+            raise ValueError("sources: a label twice")
+        if any(source.name == "mixture" for source in self.sources):
+            raise ValueError("sources: a mixture in a mixture; name its sources here")
+        return self
+
+    def inherited(self) -> tuple[WeightedSource, ...]:
+        """The sources with what they take from here."""
+        return tuple(each.model_copy(update=self._left_to(each)) for each in self.sources)
+
+    def _left_to(self, source: WeightedSource) -> dict[str, object]:
+        own = source.model_fields_set | {"name"}
+        if own & {"reward", "rewards"}:
+            # Rewards and their place belong together.
+            own |= {"reward", "rewards", "reward_path"}
+        return {key: getattr(self, key) for key in SourceConfig.model_fields if key not in own}
+
+
+def build_task(config: SourceConfig, *, measure: Measure | None = None, notes: Path | None = None) -> Task:
     """The task that a configuration names.
+
+    Args:
+        config: the configuration.
+        measure: counts a prompt's tokens, for data sets whose prompts are bounded.
+        notes: file that keeps which commits branches of the hub stood at; None keeps none.
 
     Raises:
         ConfigError: the name is unknown, or its data cannot be read.
+        DependencyMissing: what reads it is not installed.
     """
+    if isinstance(config, TaskConfig) and config.sources:
+        return _mixture(config, measure=measure, notes=notes)
+    task = _build(config, measure=measure, notes=notes)
+    if config.system_prompt:
+        task = SystemPromptTask(task, config.system_prompt)
+    return _rewarded(task, config) if config.reward or config.rewards else task
+
+
+def _build(config: SourceConfig, *, measure: Measure | None, notes: Path | None) -> Task:
     kind, _, argument = config.name.partition(":")
     task: Task
     if kind == "arithmetic" and not argument:
@@ -91,18 +158,33 @@ def build_task(config: TaskConfig) -> Task:
             path=Path(argument),
             evaluation_path=Path(config.evaluation_path) if config.evaluation_path else None,
             evaluation_size=config.evaluation_size,
-            match=config.match,
-            timeout_s=config.reward_timeout_s,
-            num_workers=config.reward_workers,
+            matcher=_matcher(config),
+            data=config.data,
+        )
+    elif kind in ("parquet", "hf") and argument:
+        from heterorl.common.tasks.sources.opening import open_parquet, open_repository
+        from heterorl.common.tasks.sources.table import TableTask
+
+        if kind == "hf":
+            loaded, held_out = open_repository(argument, config.data, notes=notes)
+        else:
+            loaded, held_out = open_parquet(argument, config.evaluation_path, config.data)
+        task = TableTask(
+            loaded,
+            held_out,
+            config=config.data,
+            evaluation_size=config.evaluation_size,
+            matcher=_matcher(config),
+            measure=measure,
         )
     else:
         near = difflib.get_close_matches(kind, [known.partition(":")[0] for known in _KINDS], n=1)
         hint = f"; did you mean {next(known for known in _KINDS if known.startswith(near[0]))}?" if near else ""
         raise ConfigError("task.name", f"{config.name!r} is none of {', '.join(_KINDS)}{hint}")
-    return _rewarded(task, config) if config.reward or config.rewards else task
+    return task
 
 
-def _rewarded(task: Task, config: TaskConfig) -> Task:
+def _rewarded(task: Task, config: SourceConfig) -> Task:
     from heterorl.common.tasks.rewards.build import own_reward, weighted_task
     from heterorl.common.tasks.rewards.own import RewardedTask
 
@@ -121,19 +203,43 @@ def _rewarded(task: Task, config: TaskConfig) -> Task:
     return RewardedTask(task, reward)
 
 
-def apart(task: Task, config: TaskConfig) -> Task:
+def _mixture(config: TaskConfig, *, measure: Measure | None, notes: Path | None) -> Task:
+    from heterorl.common.tasks.sources.mixture import MixtureTask, Source
+
+    found = []
+    for each in config.inherited():
+        try:
+            task = build_task(each, measure=measure, notes=notes)
+        except ConfigError as error:
+            raise ConfigError(f"task.sources, {each.label}", str(error)) from error
+        found.append(Source(label=each.label, weight=each.weight, task=task))
+    return MixtureTask(found)
+
+
+def _matcher(config: SourceConfig) -> Matcher:
+    return Matcher(config.match, timeout_s=config.reward_timeout_s, num_workers=config.reward_workers)
+
+
+def apart(task: Task, config: SourceConfig) -> Task:
     """The task with its score in processes that can be killed; where it computes its score so already, itself."""
     from heterorl.common.tasks.rewards.apart import TaskApart
     from heterorl.common.tasks.rewards.weighted import WeightedTask
+    from heterorl.common.tasks.sources.mixture import MixtureTask
 
+    if isinstance(config, TaskConfig) and config.sources:
+        assert isinstance(task, MixtureTask), "that is what was built"
+        return task.replaced([apart(*pair) for pair in zip(task.tasks, config.inherited(), strict=True)])
     if isinstance(task, WeightedTask):
         return task.with_own_score(apart(task.inner, config.model_copy(update={"rewards": (), "reward": ""})))
-    if config.reward or (config.name.startswith("jsonl:") and config.match == "math_verify"):
+    kind = config.name.partition(":")[0]
+    if config.reward or (kind in _OF_FILES and config.match == "math_verify"):
         return task
-    if config.name.startswith("jsonl:"):
-        job: dict[str, object] = {"kind": "exact"}
+    job: dict[str, object]
+    if kind in _OF_FILES:
+        job = {"kind": "exact"}
     else:
-        job = {"kind": "task", "config": config.model_dump(mode="json"), "digest": task.digest}
+        settings = config.model_dump(mode="json", exclude={"label", "weight"})
+        job = {"kind": "task", "config": settings, "digest": task.digest}
     return TaskApart(task, job, timeout_s=config.reward_timeout_s, num_workers=config.reward_workers)
 
 

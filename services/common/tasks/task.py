@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,8 +11,19 @@ from heterorl.common.types.rollout import RewardPart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One turn of a prompt that is a conversation.
+
+    Example: Message(role="user", content="12+34=")
+    """
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One prompt and what its answer should be.
+    """One prompt and what its answer should be; `text` is what rewards are given of it.
 
     Example: Prompt(index=7, text="12+34=", answer="640")
     """
@@ -19,6 +31,12 @@ class Prompt:
     index: int
     text: str
     answer: str
+    messages: tuple[Message, ...] = ()
+    """What the model is asked, where it is more than one user's message; the last one is `text`."""
+
+
+Measure = Callable[[Sequence[Prompt]], list[int]]
+"""Tokens of prompts as a node writes them, template included."""
 
 
 class Task(Protocol):
@@ -54,3 +72,9 @@ class Task(Protocol):
             RewardError: the verifier failed; that is not a score.
         """
         ...
+
+
+def source_of(task: Task, index: int) -> str:
+    """The label of the source of a training prompt; empty where a task has one source."""
+    find = getattr(task, "source_of", None)
+    return str(find(index)) if find is not None else ""

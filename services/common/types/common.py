@@ -104,6 +104,15 @@ class Contract:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SourceReport:
+    """What a source of a mixture of tasks had of one optimizer step."""
+
+    label: str
+    num_groups: int
+    reward_mean: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """What one optimizer step did; numbers only, names as in the field's papers."""
 
@@ -130,6 +139,8 @@ class StepReport:
     """None of a learner that does not state them."""
     times: StepTimes | None = None
     """None of a learner that does not state them."""
+    sources: tuple[SourceReport, ...] = ()
+    """By source of a mixture of tasks, in the order of labels; empty where there is one task."""
 
 
 def report_from_row(row: Mapping[str, Any]) -> StepReport:
@@ -143,4 +154,5 @@ def report_from_row(row: Mapping[str, Any]) -> StepReport:
         values["completions"] = completions_from_row(values["completions"])
     if values.get("times") is not None:
         values["times"] = StepTimes(**values["times"])
+    values["sources"] = tuple(SourceReport(**source) for source in values.get("sources", ()))
     return StepReport(**values)

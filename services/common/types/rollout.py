@@ -191,6 +191,8 @@ class QueuedGroup(_Leased):
     """A group as the learner has it."""
 
     group: Group
+    source: str = ""
+    """Label of its prompt's source, where tasks are mixed; the learner's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from heterorl.common.types.common import (
     LogprobMode,
     LoraSettings,
     SamplingSemantics,
+    SourceReport,
     StepReport,
 )
 from heterorl.common.types.step import (
@@ -142,14 +143,16 @@ def _lora_from_pb(message: common_pb2.Contract) -> LoraSettings:
     )
 
 
-_ABSENT = ("evaluation_accuracy", "completions", "times")
-"""Fields of a report that may be absent, which is not the same as 0."""
-_PLAIN = tuple(name for name in StepReport.__slots__ if name not in _ABSENT)
+_NESTED = ("evaluation_accuracy", "completions", "times", "sources")
+"""Fields of a report that may be absent, which is not the same as 0, or hold messages."""
+_PLAIN = tuple(name for name in StepReport.__slots__ if name not in _NESTED)
 
 
 def report_to_pb(value: StepReport) -> common_pb2.StepReport:
     """Convert a step report; the fields have the same names on both sides."""
     message = common_pb2.StepReport(**{name: getattr(value, name) for name in _PLAIN})
+    for source in value.sources:
+        message.sources.add(**_fields(source))
     if value.evaluation_accuracy is not None:
         message.evaluation_accuracy = value.evaluation_accuracy
     if value.completions is not None:
@@ -165,6 +168,7 @@ def report_from_pb(message: common_pb2.StepReport) -> StepReport:
         evaluation_accuracy=message.evaluation_accuracy if message.HasField("evaluation_accuracy") else None,
         completions=_completions_from_pb(message.completions) if message.HasField("completions") else None,
         times=StepTimes(**_fields(message.times, StepTimes.__slots__)) if message.HasField("times") else None,
+        sources=tuple(SourceReport(**_fields(source, SourceReport.__slots__)) for source in message.sources),
     )
 
 

@@ -70,6 +70,8 @@ BOUNDS: Mapping[str, Bound] = MappingProxyType(
         "Contract.task_digest": _DIGEST,
         "Contract.layout_id": _DIGEST,
         "Contract.end_token_ids": Bound(count=MAX_END_TOKENS),
+        "StepReport.sources": Bound(count=256),
+        "SourceReport.label": _NAME,
         "LoraSettings.base_digest": _DIGEST,
         "LoraSettings.target_modules": Bound(count=256),
         "DiagnoseRequest.padding": Bound(length=512 << 20),

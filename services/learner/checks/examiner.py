@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import random
 import time
@@ -28,7 +29,7 @@ from heterorl.common.model.prompts import Prompter
 from heterorl.common.process import metrics
 from heterorl.common.process.threads import in_thread, in_thread_of
 from heterorl.common.tasks.scoring import FailureRow
-from heterorl.common.tasks.task import Task
+from heterorl.common.tasks.task import Task, source_of
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.rollout import DropReason, Group, QueuedGroup
 from heterorl.learner.checks.judge import (
@@ -91,6 +92,12 @@ class Examiner:
     async def examine(self, queued: QueuedGroup) -> Finding:
         """Check one group, and remember of its site whether it passed."""
         return await self.conclude(queued, await self.score(queued))
+
+    def labelled(self, queued: QueuedGroup) -> QueuedGroup:
+        """The group with the label of its prompt's source."""
+        task, index = self.yardstick.task, queued.group.prompt_index
+        source = source_of(task, index) if index < task.num_prompts else ""
+        return dataclasses.replace(queued, source=source) if source else queued
 
     async def score(self, queued: QueuedGroup) -> Scored:
         """Compute a group's rewards, beside those of other groups."""

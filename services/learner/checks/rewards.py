@@ -39,7 +39,7 @@ def judge_rewards(
     if not 0 <= group.prompt_index < task.num_prompts:
         return _mismatch(f"prompt_index: {group.prompt_index}, the task has {task.num_prompts} prompts")
     prompt = task.prompt(group.prompt_index)
-    if not np.array_equal(prompter.encode(prompt.text), group.prompt_token_ids):
+    if not np.array_equal(prompter.encode_prompt(prompt), group.prompt_token_ids):
         return _mismatch(f"prompt_token_ids: not those of prompt {group.prompt_index}")
     texts = [prompter.decode(rollout.token_ids) for rollout in group.rollouts]
     remote = task.remote if isinstance(task, WeightedTask) else {}

@@ -101,6 +101,7 @@ async def _examine(
                 await asyncio.wait([scoring])
                 scores.discard(scoring)
                 finding = await examiner.conclude(queued, scoring.result())
+                queued = examiner.labelled(queued)
             await hand_on(queued, finding)
         await reading
     finally:

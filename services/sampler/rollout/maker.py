@@ -52,7 +52,7 @@ class RolloutMaker:
         """
         prompts = [self.task.prompt(assignment.prompt_index) for assignment in work]
         with self.lock:
-            encoded = [self.prompter.encode(prompt.text) for prompt in prompts]
+            encoded = [self.prompter.encode_prompt(prompt) for prompt in prompts]
         now = self.clock.monotonic()
         return [
             Draft(

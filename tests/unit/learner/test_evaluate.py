@@ -24,6 +24,9 @@ from tests.support.training import tiny_model
 class Bytes:
     """Tokens are bytes."""
 
+    def encode_prompt(self, prompt):
+        return self.encode(prompt.text)
+
     def encode(self, text):
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 

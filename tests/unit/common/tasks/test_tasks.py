@@ -203,7 +203,7 @@ def test_math_verify_compares_mathematics_and_survives_what_hangs_it(tmp_path):
             verifier.verify(answer="", completion="$2$")
     finally:
         verifier.close()
-        task._verifier.close()
+        task._matcher._verifier.close()
 
 
 @pytest.fixture

@@ -100,7 +100,7 @@ class Api:
 
 
 def feeding(api, inbox, task):
-    prompter = SimpleNamespace(encode=lambda text: np.array([1, 2, 3], np.int32), decode=lambda ids: "")
+    prompter = SimpleNamespace(encode_prompt=lambda prompt: np.array([1, 2, 3], np.int32), decode=lambda ids: "")
     examiner = Examiner(
         yardstick=Yardstick(config=VerificationConfig(), task=task, prompter=prompter),
         versions=None,

@@ -1,0 +1,35 @@
+"""Whether a completion is the right answer of a row: as text, or as mathematics."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from heterorl.common.tasks.rewards.math_verify import MathVerifier
+from heterorl.common.tasks.task import Prompt
+from heterorl.common.types.rollout import RewardPart
+
+
+class Matcher:
+    """Compares a completion with the answer of its prompt."""
+
+    def __init__(self, match: Literal["exact", "math_verify"], *, timeout_s: float, num_workers: int) -> None:
+        self.name = match
+        self._verifier = MathVerifier(timeout_s=timeout_s, num_workers=num_workers) if match == "math_verify" else None
+        self.num_workers = num_workers if self._verifier else 1
+
+    def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
+        """1 for a matching answer, else 0.
+
+        Raises:
+            RewardError: the verifier crashed or timed out.
+        """
+        if self._verifier is None:
+            is_right = completion.strip() == prompt.answer.strip()
+        else:
+            is_right = self._verifier.verify(answer=prompt.answer, completion=completion)
+        return (RewardPart(name="correct", value=float(is_right)),)
+
+    def close(self) -> None:
+        """Kill the verifier's processes."""
+        if self._verifier is not None:
+            self._verifier.close()

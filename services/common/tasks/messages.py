@@ -1,0 +1,74 @@
+"""A prompt as messages: what each may be, and a system prompt before those of any task."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from heterorl.common.errors import ConfigError
+from heterorl.common.tasks.task import Message, Prompt, Task
+from heterorl.common.types.common import Digest
+from heterorl.common.types.rollout import RewardPart
+from heterorl.common.wire.common import bytes_digest
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def read_messages(key: str, place: str, value: Any) -> tuple[Message, ...]:
+    """Messages of parsed JSON: a list of objects with `role` and `content`, the user's last.
+
+    Raises:
+        ConfigError: it is something else; says where it stands.
+    """
+    if not isinstance(value, list) or not value:
+        raise ConfigError(key, f"{place}: messages must be a list of objects with role and content")
+    messages = []
+    for entry in value:
+        role, content = (entry.get("role"), entry.get("content")) if isinstance(entry, dict) else (None, None)
+        if role not in ROLES or not isinstance(content, str):
+            raise ConfigError(key, f"{place}: each message needs a role ({', '.join(ROLES)}) and a text as content")
+        messages.append(Message(role=role, content=content))
+    if messages[-1].role != "user":
+        raise ConfigError(key, f"{place}: the last message is not the user's", action="leave the answer out")
+    return tuple(messages)
+
+
+class SystemPromptTask:
+    """A task with a system prompt before each of its prompts that has none; implements Task."""
+
+    def __init__(self, task: Task, text: str) -> None:
+        self.inner = task
+        self._first = Message(role="system", content=text)
+        self.num_prompts = task.num_prompts
+        self.num_evaluation_prompts = task.num_evaluation_prompts
+        # 0 where the task computes rewards in this process.
+        self.num_workers = int(getattr(task, "num_workers", 0))
+        self.digest: Digest = bytes_digest(f"system prompt 1\n{task.digest}\n{text}".encode())
+
+    def prompt(self, index: int) -> Prompt:
+        """The training prompt at a position."""
+        return self._with_system(self.inner.prompt(index))
+
+    def evaluation_prompt(self, index: int) -> Prompt:
+        """The held-out prompt at a position."""
+        return self._with_system(self.inner.evaluation_prompt(index))
+
+    def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
+        """The task's own parts.
+
+        Raises:
+            RewardError: the verifier failed; that is not a score.
+        """
+        return self.inner.score(prompt, completion)
+
+    def close(self) -> None:
+        """End what the task runs."""
+        close = getattr(self.inner, "close", None)
+        if close is not None:
+            close()
+
+    def _with_system(self, prompt: Prompt) -> Prompt:
+        messages = prompt.messages or (Message(role="user", content=prompt.text),)
+        if messages[0].role in ("system", "developer"):
+            return prompt
+        return dataclasses.replace(prompt, messages=(self._first, *messages))

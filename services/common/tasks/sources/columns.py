@@ -1,0 +1,168 @@
+"""Columns of an Arrow table as prompts: which rows are sound, what each asks for, in passes over whole columns."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from heterorl.common.errors import ConfigError
+from heterorl.common.tasks.messages import ROLES
+from heterorl.common.tasks.sources.config import DataConfig
+from heterorl.common.tasks.task import Message, Prompt
+
+Mask = npt.NDArray[np.bool_]
+_BETWEEN = "\x1e"
+
+
+class Columns:
+    """The prompt and the answer of each row of a table."""
+
+    def __init__(self, table: Any, config: DataConfig) -> None:
+        """Check the types.
+
+        Raises:
+            ConfigError: a column is not there, or holds something else.
+        """
+        import pyarrow as pa
+
+        self._pa: Any = pa
+        self.num_rows: int = table.num_rows
+        self._has_messages = bool(config.messages)
+        key = "task.data.messages" if config.messages else "task.data.prompt"
+        self._prompts = _column(table, key, config.messages or config.prompt)
+        self._answers = _column(table, "task.data.answer", config.answer)
+        self._table = table
+        kind = self._prompts.type
+        if self._has_messages and not _is_messages(pa, kind):
+            raise ConfigError(key, f"column {config.messages} is {kind}, not a list of tables with role and content")
+        if not self._has_messages and not _is_text(pa, kind):
+            raise ConfigError(key, f"column {config.prompt} is {kind}, not text", action=_OTHER)
+        if pa.types.is_boolean(self._answers.type) or pa.types.is_binary(self._answers.type):
+            raise ConfigError("task.data.answer", f"column {config.answer} is {self._answers.type}, no answer")
+
+    def sound(self) -> Mask:
+        """Rows with a prompt that is not empty and an answer; of messages, known roles and the user's last."""
+        import pyarrow.compute as pc
+
+        is_sound = pc.is_valid(self._answers)
+        texts = self.texts()
+        is_sound = pc.and_(is_sound, pc.fill_null(pc.greater(pc.binary_length(texts), 0), False))
+        mask = _mask(is_sound)
+        return mask & self._sound_messages() if self._has_messages else mask
+
+    def texts(self) -> Any:
+        """What tells prompts apart: the text, or roles and contents of all messages."""
+        if not self._has_messages:
+            return self._prompts.cast(self._pa.large_string())
+        import pyarrow.compute as pc
+
+        text = self._pa.large_string()
+        joined = []
+        for chunk in self._lists():
+            roles, contents = (chunk.values.field(name).cast(text) for name in ("role", "content"))
+            lines = pc.binary_join_element_wise(roles, contents, self._pa.scalar("\x1f", text))
+            lists = self._pa.LargeListArray.from_arrays(chunk.offsets, lines)
+            joined.append(pc.if_else(pc.is_valid(chunk), pc.binary_join(lists, self._pa.scalar(_BETWEEN, text)), None))
+        return self._pa.chunked_array(joined, text)
+
+    def prompt(self, row: int, *, index: int) -> Prompt:
+        """The prompt of a row, under the position that a run knows it by."""
+        value = self._prompts[row].as_py()
+        answer = _answer(self._answers[row].as_py())
+        if not self._has_messages:
+            return Prompt(index=index, text=value, answer=answer)
+        messages = tuple(Message(role=entry["role"], content=entry["content"]) for entry in value)
+        return Prompt(index=index, text=messages[-1].content, answer=answer, messages=messages)
+
+    def kept(self, config: DataConfig) -> Mask:
+        """Rows that `where`, `at_least` and `at_most` keep.
+
+        Raises:
+            ConfigError: a column is not there, or cannot be compared with such a value.
+        """
+        import pyarrow.compute as pc
+
+        mask = np.ones(self.num_rows, np.bool_)
+        for name, wanted in config.where.items():
+            column = _column(self._table, f"task.data.where.{name}", name)
+            values = list(wanted) if isinstance(wanted, tuple) else [wanted]
+            try:
+                allowed = self._pa.array(values).cast(column.type)
+            except self._pa.ArrowException as error:
+                problem = f"{values} are no values of a column of {column.type}"
+                raise ConfigError(f"task.data.where.{name}", problem) from error
+            mask &= _mask(pc.is_in(column, value_set=allowed))
+        for kind, bounds, compare in (
+            ("at_least", config.at_least, pc.greater_equal),
+            ("at_most", config.at_most, pc.less_equal),
+        ):
+            for name, bound in bounds.items():
+                key = f"task.data.{kind}.{name}"
+                column = _column(self._table, key, name)
+                if not (self._pa.types.is_integer(column.type) or self._pa.types.is_floating(column.type)):
+                    raise ConfigError(key, f"column {name} is {column.type}, not numbers")
+                mask &= _mask(pc.fill_null(compare(column.cast(self._pa.float64()), bound), False))
+        return mask
+
+    def _lists(self) -> list[Any]:
+        """The chunks of the messages as lists with 64-bit offsets that begin at 0."""
+        kind = self._prompts.type
+        wide = self._prompts.cast(self._pa.large_list(kind.value_type))
+        # Of a piece of a column the offsets count from elsewhere; a copy of its rows begins anew.
+        return [chunk.take(self._pa.array(np.arange(len(chunk)))) for chunk in wide.chunks]
+
+    def _sound_messages(self) -> Mask:
+        import pyarrow.compute as pc
+
+        masks = [np.zeros(0, np.bool_)]
+        for chunk in self._lists():
+            offsets = chunk.offsets.to_numpy().astype(np.int64)
+            values = chunk.values
+            roles = values.field("role").cast(self._pa.string())
+            known = _mask(pc.is_in(roles, value_set=self._pa.array(ROLES)))
+            known &= _mask(pc.is_valid(values.field("content")))
+            is_user = _mask(pc.fill_null(pc.equal(roles, "user"), False))
+            # Counts of bad messages before each one: a difference says how many a row has.
+            bad = np.concatenate(([0], np.cumsum(~known)))
+            lengths = np.diff(offsets)
+            last = np.maximum(offsets[1:] - 1, 0)
+            ends = is_user[last] if is_user.size else np.zeros(len(chunk), np.bool_)
+            masks.append((lengths > 0) & (bad[offsets[1:]] == bad[offsets[:-1]]) & ends)
+        return np.concatenate(masks)
+
+
+_OTHER = "name the column of the prompt's text, or task.data.messages"
+
+
+def _column(table: Any, key: str, name: str) -> Any:
+    if name not in table.column_names:
+        raise ConfigError(key, f"there is no column {name}; there are {', '.join(table.column_names)}"[:500])
+    column = table.column(name)
+    return column.cast(column.type.value_type) if str(column.type).startswith("dictionary") else column
+
+
+def _is_text(pa: Any, kind: Any) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _is_messages(pa: Any, kind: Any) -> bool:
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(kind.value_type):
+        return False
+    fields = {field.name: field.type for field in kind.value_type}
+    return all(name in fields and _is_text(pa, fields[name]) for name in ("role", "content"))
+
+
+def _mask(values: Any) -> Mask:
+    if hasattr(values, "combine_chunks"):
+        values = values.combine_chunks()
+    mask: Mask = np.asarray(values.to_numpy(zero_copy_only=False), np.bool_)
+    return mask
+
+
+def _answer(value: Any) -> str:
+    if isinstance(value, list | dict):
+        return json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
+    return str(value)

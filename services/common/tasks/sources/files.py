@@ -1,0 +1,123 @@
+"""Rows of a data set as an Arrow table in a mapped file, and which files they were read from."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import blake3
+
+from heterorl.common.errors import ConfigError, DependencyMissing
+
+_SAVED = ("state.json", "dataset_dict.json")
+"""What `save_to_disk` leaves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """Rows, and a digest of the files that they are read from."""
+
+    table: Any
+    """pyarrow.Table."""
+    digest: str
+
+
+def load_directory(
+    key: str, directory: Path, *, split: str, subset: str, files: Sequence[str], cache_dir: str
+) -> Loaded:
+    """A split of a directory as the hub lays one out, or as `save_to_disk` of the datasets library wrote it.
+
+    Raises:
+        ConfigError: there is no such directory, subset, split or file, or what is there cannot be read.
+        DependencyMissing: the library is not installed.
+    """
+    if not directory.is_dir():
+        raise ConfigError(key, f"{directory} is no directory")
+    if any((directory / name).exists() for name in _SAVED):
+        return _saved(key, directory, split)
+    data_files = {split.partition("[")[0]: list(files)} if files else None
+    return _built(key, str(directory), split=split, cache_dir=cache_dir, name=subset or None, data_files=data_files)
+
+
+def load_parquet(key: str, pattern: str, *, cache_dir: str) -> Loaded:
+    """The rows of Parquet files, in the order of their names.
+
+    Raises:
+        ConfigError: no file is there, or one is not Parquet.
+        DependencyMissing: the library is not installed.
+    """
+    found = sorted(glob.glob(str(Path(pattern).expanduser())))  # noqa: PTH207 - wildcards may stand in any part
+    if not found:
+        raise ConfigError(key, f"there is no file {pattern}")
+    return _built(key, "parquet", split="train", cache_dir=cache_dir, data_files={"train": found})
+
+
+def library() -> Any:
+    """The datasets library, without its progress bars.
+
+    Raises:
+        DependencyMissing: it is not installed.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise DependencyMissing("datasets", "data") from error
+    datasets.disable_progress_bars()
+    return datasets
+
+
+def _built(key: str, path: str, *, split: str, cache_dir: str, **options: Any) -> Loaded:
+    datasets = library()
+    try:
+        builder = datasets.load_dataset_builder(
+            path, cache_dir=str(Path(cache_dir) / "datasets") if cache_dir else None, **options
+        )
+        # Rows in Arrow form are made once, under a lock, and mapped by every process that reads them.
+        builder.download_and_prepare()
+        rows = builder.as_dataset(split=split)
+    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+        raise ConfigError(key, f"cannot read split {split} of {path}: {_words(error)}") from error
+    wanted = {part.strip().partition("[")[0] for part in split.split("+")}
+    sources = [
+        Path(file)
+        for name, listed in sorted((builder.config.data_files or {}).items())
+        if str(name) in wanted
+        for file in listed
+    ]
+    if not sources:
+        raise ConfigError(key, f"split {split} of {path} is of no files, which could name its content")
+    return Loaded(table=rows.data.table, digest=digest_of([split, options.get("name")], sources))
+
+
+def _saved(key: str, directory: Path, split: str) -> Loaded:
+    datasets = library()
+    name = split.partition("[")[0]
+    place = directory / name if (directory / "dataset_dict.json").exists() else directory
+    if not place.is_dir():
+        raise ConfigError(key, f"{directory} has no split {name}")
+    if name != split:
+        raise ConfigError(key, f"{directory} was written by save_to_disk: take a whole split of it, not {split}")
+    try:
+        rows = datasets.load_from_disk(str(place)).flatten_indices()
+    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+        raise ConfigError(key, f"cannot read {place}: {_words(error)}") from error
+    return Loaded(table=rows.data.table, digest=digest_of([split, None], sorted(place.glob("*.arrow"))))
+
+
+def digest_of(words: Sequence[object], files: Sequence[Path]) -> str:
+    """Digest of words and of the bytes of files in their order, wherever they lie."""
+    total = blake3.blake3(repr(list(words)).encode())
+    for path in files:
+        content = blake3.blake3(max_threads=blake3.blake3.AUTO)
+        content.update_mmap(path)
+        total.update(content.digest())
+    return total.hexdigest()
+
+
+def _words(error: BaseException) -> str:
+    # What the library raises names a cause, which says more.
+    cause = error.__cause__ or error
+    return f"{type(cause).__name__}: {cause}".splitlines()[0][:300]

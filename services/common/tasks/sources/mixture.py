@@ -1,0 +1,125 @@
+"""Several tasks as one, each with its share of the prompts.
+
+A pass of a run takes every position once, in an order of its own. So positions are divided by weight: the source that
+is scarcest by its weight has one position for each of its prompts, and the others repeat theirs to keep the shares.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from heterorl.common.errors import ConfigError
+from heterorl.common.tasks.task import Prompt, Task
+from heterorl.common.types.common import Digest
+from heterorl.common.types.rollout import RewardPart
+from heterorl.common.wire.common import bytes_digest
+
+MAX_POSITIONS = 1 << 48
+"""Beyond it a weight is a slip, not a share."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One task of a mixture; shares are weights over their sum."""
+
+    label: str
+    weight: float
+    task: Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedPrompt(Prompt):
+    """A prompt that knows the task it is of, and which it is there."""
+
+    number: int
+    inner: Prompt
+
+
+class MixtureTask:
+    """Implements heterorl.common.tasks.task.Task."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        """Lay out the positions.
+
+        Raises:
+            ConfigError: weights so unlike that one source would have more positions than can be counted.
+        """
+        self.sources = tuple(sources)
+        sizes = [source.task.num_prompts for source in sources]
+        total = sum(source.weight for source in sources)
+        shares = [source.weight / total for source in sources]
+        whole = max(size / share for size, share in zip(sizes, shares, strict=True))
+        if not whole <= MAX_POSITIONS:
+            raise ConfigError("task.sources", f"weights so unlike need {whole:.3g} positions", action="raise the least")
+        counts = [max(size, round(share * whole)) for size, share in zip(sizes, shares, strict=True)]
+        self._ends = np.cumsum(np.array(counts, np.int64))
+        self.num_prompts = int(self._ends[-1])
+        self._held_out = _interleaved([source.task.num_evaluation_prompts for source in sources], shares)
+        self.num_evaluation_prompts = len(self._held_out)
+        self.num_workers = sum(int(getattr(source.task, "num_workers", 0)) for source in sources)
+        words = ["mixture 1", *((source.task.digest, count) for source, count in zip(sources, counts, strict=True))]
+        self.digest: Digest = bytes_digest(repr(words).encode())
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """The tasks, in the order of the sources."""
+        return tuple(source.task for source in self.sources)
+
+    def replaced(self, tasks: Sequence[Task]) -> MixtureTask:
+        """The same mixture of tasks that compute the same rewards elsewhere."""
+        return MixtureTask(
+            [dataclasses.replace(source, task=task) for source, task in zip(self.sources, tasks, strict=True)]
+        )
+
+    def prompt(self, index: int) -> Prompt:
+        """The training prompt at a position."""
+        number = self._number(index)
+        task = self.sources[number].task
+        start = int(self._ends[number - 1]) if number else 0
+        return self._mixed(index, number, task.prompt((index - start) % task.num_prompts))
+
+    def evaluation_prompt(self, index: int) -> Prompt:
+        """The held-out prompt at a position; the first ones have the sources in their shares."""
+        number, inside = (int(part) for part in self._held_out[index])
+        return self._mixed(index, number, self.sources[number].task.evaluation_prompt(inside))
+
+    def source_of(self, index: int) -> str:
+        """The label of the source of a training prompt."""
+        return self.sources[self._number(index)].label
+
+    def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
+        """The parts of the prompt's own task.
+
+        Raises:
+            RewardError: the verifier failed; that is not a score.
+        """
+        assert isinstance(prompt, MixedPrompt), "a prompt of this mixture"
+        return self.sources[prompt.number].task.score(prompt.inner, completion)
+
+    def close(self) -> None:
+        """End what the tasks run."""
+        for source in self.sources:
+            close = getattr(source.task, "close", None)
+            if close is not None:
+                close()
+
+    def _number(self, index: int) -> int:
+        return int(np.searchsorted(self._ends, index, side="right"))
+
+    def _mixed(self, index: int, number: int, inner: Prompt) -> MixedPrompt:
+        return MixedPrompt(
+            index=index, text=inner.text, answer=inner.answer, messages=inner.messages, number=number, inner=inner
+        )
+
+
+def _interleaved(sizes: Sequence[int], shares: Sequence[float]) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+    """(source, position there) of all held-out prompts, so that every beginning has the sources in their shares."""
+    numbers = np.concatenate([np.full(size, number, np.int64) for number, size in enumerate(sizes)])
+    inside = np.concatenate([np.arange(size, dtype=np.int64) for size in sizes])
+    turns = np.concatenate([(np.arange(size) + 0.5) / share for size, share in zip(sizes, shares, strict=True)])
+    order = np.argsort(turns, kind="stable")
+    return np.stack([numbers[order], inside[order]], axis=1)

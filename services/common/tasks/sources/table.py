@@ -1,0 +1,175 @@
+"""A task over rows of Arrow files: prompts by position, some held out, answers compared as in `jsonl:`.
+
+Guarantees: memory holds one number a prompt, the rows stay mapped; no held-out prompt is trained on; equal digests mean
+equal files, columns, filters and rows left over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import itertools
+import logging
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from heterorl.common.errors import ConfigError
+from heterorl.common.tasks.matching import Matcher
+from heterorl.common.tasks.sources.columns import Columns
+from heterorl.common.tasks.sources.config import DataConfig
+from heterorl.common.tasks.sources.files import Loaded
+from heterorl.common.tasks.task import Measure, Prompt
+from heterorl.common.types.common import Digest
+from heterorl.common.types.rollout import RewardPart
+from heterorl.common.wire.common import bytes_digest
+
+Rows = npt.NDArray[np.int64]
+_AT_ONCE = 4096
+_LOG = logging.getLogger(__name__)
+
+
+class TableTask:
+    """Implements heterorl.common.tasks.task.Task."""
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        held_out: Loaded | None,
+        *,
+        config: DataConfig,
+        evaluation_size: int,
+        matcher: Matcher,
+        measure: Measure | None,
+    ) -> None:
+        """Choose the rows.
+
+        Args:
+            loaded: rows to train on.
+            held_out: rows to evaluate on; None holds out some of the others.
+            config: which columns and rows.
+            evaluation_size: how many different prompts are held out of `loaded`.
+            matcher: compares answers.
+            measure: counts tokens, where the configuration bounds them.
+
+        Raises:
+            ConfigError: too few rows are left, or a column is not what it should be.
+        """
+        self._columns = columns = Columns(loaded.table, config)
+        self._held_columns = columns
+        rows = _chosen("task.name", columns, config, measure)
+        if held_out is None:
+            self._rows, self._held_rows = _split(columns, rows, evaluation_size)
+        else:
+            self._held_columns = Columns(held_out.table, config)
+            self._held_rows = _chosen("task.data.evaluation_split", self._held_columns, config, measure)
+            self._rows = _without(columns, rows, self._held_columns, self._held_rows)
+        _release()
+        self.num_prompts = len(self._rows)
+        self.num_evaluation_prompts = len(self._held_rows)
+        self._matcher = matcher
+        self.num_workers = matcher.num_workers
+        words = [
+            "table 1", loaded.digest, held_out.digest if held_out else "", matcher.name,
+            config.messages or config.prompt, bool(config.messages), config.answer,
+            *(hashlib.blake2b(chosen.tobytes()).hexdigest() for chosen in (self._rows, self._held_rows)),
+        ]  # fmt: skip
+        self.digest: Digest = bytes_digest(repr(words).encode())
+
+    def prompt(self, index: int) -> Prompt:
+        """The training prompt at a position."""
+        return self._columns.prompt(int(self._rows[index]), index=index)
+
+    def evaluation_prompt(self, index: int) -> Prompt:
+        """The held-out prompt at a position."""
+        return self._held_columns.prompt(int(self._held_rows[index]), index=index)
+
+    def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
+        """1 for a matching answer, else 0.
+
+        Raises:
+            RewardError: the verifier crashed or timed out.
+        """
+        return self._matcher.score(prompt, completion)
+
+    def close(self) -> None:
+        """Kill the verifier's processes."""
+        self._matcher.close()
+
+
+def _chosen(key: str, columns: Columns, config: DataConfig, measure: Measure | None) -> Rows:
+    sound, kept = columns.sound(), columns.kept(config)
+    if bad := int((~sound & kept).sum()):
+        first = int((~sound & kept).argmax())
+        _LOG.warning("%s: %d rows without a prompt or an answer are left out, the first is row %d", key, bad, first)
+    rows: Rows = np.flatnonzero(sound & kept)
+    if config.max_prompt_tokens:
+        rows = _short(columns, rows, config.max_prompt_tokens, measure)
+    if not rows.size:
+        raise ConfigError(key, f"no prompt is left of {columns.num_rows} rows", action="look at [task.data]")
+    return rows
+
+
+def _short(columns: Columns, rows: Rows, most: int, measure: Measure | None) -> Rows:
+    """Rows whose prompts have at most so many tokens."""
+    if measure is None:
+        raise ConfigError("task.data.max_prompt_tokens", "counts tokens, and no tokenizer is here", action="remove it")
+    keep = np.zeros(rows.size, np.bool_)
+    for first in range(0, rows.size, _AT_ONCE):
+        some = rows[first : first + _AT_ONCE]
+        lengths = measure([columns.prompt(int(row), index=0) for row in some])
+        keep[first : first + _AT_ONCE] = np.array(lengths) <= most
+    if not keep.all():
+        _LOG.info("task.data.max_prompt_tokens: %d of %d prompts are longer and left out", (~keep).sum(), rows.size)
+    return rows[keep]
+
+
+def _split(columns: Columns, rows: Rows, size: int) -> tuple[Rows, Rows]:
+    """Hold out `size` different prompts, at most half of them, with every row that repeats one."""
+    texts = _texts_of(columns, rows)
+    different = texts.unique()
+    count = min(size, len(different) // 2)
+    if not count:
+        problem = f"{len(different)} different prompts; at least 2 are needed"
+        raise ConfigError("task.name", problem, action="add prompts, or name task.data.evaluation_split")
+    pieces = (different[first : first + _AT_ONCE].to_pylist() for first in range(0, len(different), _AT_ONCE))
+    every = itertools.chain.from_iterable(pieces)
+    smallest = heapq.nsmallest(count, every, key=lambda text: hashlib.blake2b(text.encode()).digest())
+    is_held = _is_in(texts, _arrow(smallest).cast(texts.type))
+    return rows[~is_held], rows[is_held]
+
+
+def _without(columns: Columns, rows: Rows, held_columns: Columns, held_rows: Rows) -> Rows:
+    """Rows whose prompt is not held out; public data sets repeat some of their tests."""
+    shared = _is_in(_texts_of(columns, rows), _texts_of(held_columns, held_rows).unique())
+    if shared.all():
+        raise ConfigError("task.data.evaluation_split", "every prompt of task.name is held out: name another split")
+    if shared.any():
+        _LOG.warning("task.name: %d prompts are also held out, and not trained on", int(shared.sum()))
+    return rows[~shared]
+
+
+def _texts_of(columns: Columns, rows: Rows) -> Any:
+    texts = columns.texts()
+    return texts if rows.size == columns.num_rows else texts.take(_arrow(rows))
+
+
+def _release() -> None:
+    """Give back what passes over whole columns took; the allocator would keep it."""
+    import pyarrow as pa
+
+    pa.default_memory_pool().release_unused()
+
+
+def _is_in(texts: Any, wanted: Any) -> npt.NDArray[np.bool_]:
+    import pyarrow.compute as pc
+
+    found = pc.is_in(texts, value_set=wanted)
+    return np.asarray(found.to_numpy(), np.bool_)
+
+
+def _arrow(values: Any) -> Any:
+    import pyarrow as pa
+
+    return pa.array(values)

@@ -1,0 +1,91 @@
+"""Prompts as messages: what the template is given, what is refused, and what the contract says of it."""
+
+import json
+
+import pytest
+
+from heterorl.common.errors import ConfigError
+from heterorl.common.model.contract import chat_template_digest
+from heterorl.common.model.prompts import Prompter
+from heterorl.common.tasks.registry import TaskConfig, build_task
+from heterorl.common.tasks.task import Message, Prompt
+from heterorl.demo.tiny_model import write_tiny_model
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "{{ loop.index }}+{{ m.content }}={% endfor %}{% if enable_thinking %}7{% endif %}"
+)
+CONVERSATION = Prompt(
+    index=0, text="3", answer="", messages=(Message(role="system", content="12"), Message(role="user", content="3"))
+)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    path = write_tiny_model(tmp_path_factory.mktemp("model"), seed=0, hidden_size=32)
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return path
+
+
+def written(prompter, prompt):
+    return prompter.decode(prompter.encode_prompt(prompt)).replace(" ", "")
+
+
+def test_all_messages_and_the_arguments_go_through_the_template(model_dir):
+    plain = Prompter(str(model_dir), use_chat_template=True)
+    thinking = Prompter(str(model_dir), use_chat_template=True, template_arguments={"enable_thinking": True})
+
+    assert written(plain, CONVERSATION) == "1+12=2+3="
+    assert written(thinking, CONVERSATION) == "1+12=2+3=7"
+    # a text is one message of the user's
+    assert written(plain, Prompt(index=0, text="3", answer="")) == "1+3="
+    assert plain.encode("3").tolist() == plain.encode_prompt(Prompt(index=0, text="3", answer="")).tolist()
+
+
+def test_lengths_are_those_of_what_is_encoded(model_dir):
+    for uses_template in (True, False):
+        prompter = Prompter(str(model_dir), use_chat_template=uses_template)
+        prompts = [Prompt(index=0, text=text, answer="") for text in ("3", "12+34=")]
+
+        assert prompter.num_tokens(prompts) == [prompter.encode_prompt(prompt).size for prompt in prompts]
+    assert prompter.num_tokens([]) == []
+
+
+def test_system_prompt_of_a_task_stands_before_its_prompts(model_dir):
+    prompter = Prompter(str(model_dir), use_chat_template=True)
+    plain, asked = (build_task(TaskConfig(digits=1, system_prompt=text)) for text in ("", "12"))
+
+    assert written(prompter, asked.prompt(0)) == f"1+12=2+{plain.prompt(0).text}="
+    assert asked.digest != plain.digest
+    assert asked.score(asked.prompt(0), asked.prompt(0).answer)[0].value == 1.0
+
+
+def test_what_the_template_cannot_write_names_the_key(model_dir):
+    with pytest.raises(ConfigError, match="use_chat_template: prompts are messages"):
+        Prompter(str(model_dir), use_chat_template=False).encode_prompt(CONVERSATION)
+    tool = Prompt(index=0, text="3", answer="", messages=(Message(role="tool", content="1"), *CONVERSATION.messages))
+    with pytest.raises(
+        ConfigError, match="use_chat_template: the model's template refuses messages of tool, system, user"
+    ):
+        Prompter(str(model_dir), use_chat_template=True).encode_prompt(tool)
+
+
+def test_arguments_that_nothing_takes_are_refused(model_dir):
+    with pytest.raises(ConfigError, match="chat_template_arguments: prompts go through no template"):
+        Prompter(str(model_dir), use_chat_template=False, template_arguments={"enable_thinking": True})
+    with pytest.raises(ConfigError, match="chat_template_arguments: add_generation_prompt: heterorl sets it itself"):
+        Prompter(str(model_dir), use_chat_template=True, template_arguments={"add_generation_prompt": False})
+
+
+def test_contract_counts_the_arguments_of_the_template(model_dir):
+    tokenizer = Prompter(str(model_dir), use_chat_template=True).tokenizer
+
+    def digest(uses, **arguments):
+        return chat_template_digest(tokenizer, use_chat_template=uses, template_arguments=arguments)
+
+    assert digest(True) == chat_template_digest(tokenizer, use_chat_template=True)
+    assert (
+        len({digest(False), digest(True), digest(True, enable_thinking=True), digest(True, enable_thinking=False)}) == 4
+    )

@@ -1,0 +1,126 @@
+"""Mixtures: shares of a pass, prompts that know their source, scores of their own task."""
+
+import dataclasses
+from collections import Counter
+
+import pytest
+from pydantic import ValidationError
+
+from heterorl.common.errors import ConfigError
+from heterorl.common.tasks.registry import TaskConfig, apart, build_task, close_task
+from heterorl.common.tasks.task import source_of
+from heterorl.common.types.rollout import QueuedGroup
+from heterorl.learner.train.sources import by_source
+from tests.support.learner_world import make_group
+
+
+def mixture(*sources, **changes):
+    return TaskConfig(name="mixture", sources=sources, **changes)
+
+
+SMALL = {"label": "small", "name": "arithmetic", "digits": 1, "weight": 3}
+LONG = {"label": "long", "name": "progression:prefix", "digits": 1, "terms": 3}
+
+
+def test_a_pass_has_every_prompt_and_the_sources_in_their_shares():
+    config = mixture(SMALL, LONG)
+    task = build_task(config)
+
+    # 90 prompts each; shares 3 : 1, so that `long` has one position a prompt and `small` three
+    labels = Counter(source_of(task, index) for index in range(task.num_prompts))
+    assert labels == {"small": 270, "long": 90}
+    texts = Counter((source_of(task, index), task.prompt(index).text) for index in range(task.num_prompts))
+    assert {count for (label, _), count in texts.items() if label == "small"} == {3}
+    assert {count for (label, _), count in texts.items() if label == "long"} == {1}
+    assert len(texts) == 180
+
+
+def test_each_prompt_is_scored_by_its_own_task():
+    task = build_task(mixture(SMALL, LONG))
+    for index in (0, task.num_prompts - 1):
+        prompt = task.prompt(index)
+        (part,) = task.score(prompt, prompt.answer)
+        assert part.value == 1.0
+        assert part.name == {"small": "correct", "long": "right_terms"}[source_of(task, index)]
+    held_out = task.evaluation_prompt(0)
+    assert task.score(held_out, held_out.answer)[0].value == 1.0
+
+
+def test_the_first_held_out_prompts_have_the_shares():
+    task = build_task(mixture(SMALL, LONG))
+
+    names = Counter(task.score(task.evaluation_prompt(index), "")[0].name for index in range(4))
+
+    assert names == {"correct": 3, "right_terms": 1}
+    assert task.num_evaluation_prompts == 10
+
+
+def test_what_a_source_does_not_set_it_takes_from_the_task():
+    config = mixture({"label": "a"}, {"label": "b", "digits": 1, "system_prompt": "Be right."}, digits=2,
+                     system_prompt="Add.")  # fmt: skip
+    task = build_task(config)
+    first, last = task.prompt(0), task.prompt(task.num_prompts - 1)
+
+    assert len(first.text) == len("12+34=")
+    assert first.messages[0].content == "Add."
+    assert len(last.text) == len("1+3=")
+    assert last.messages[0].content == "Be right."
+
+
+def test_digest_depends_on_sources_and_weights_and_not_on_labels():
+    base = build_task(mixture(SMALL, LONG)).digest
+
+    assert build_task(mixture({**SMALL, "label": "other"}, LONG)).digest == base
+    assert build_task(mixture({**SMALL, "weight": 2}, LONG)).digest != base
+    assert build_task(mixture({**SMALL, "digits": 2}, LONG)).digest != base
+
+
+def test_samplers_score_each_source_in_processes_of_its_own():
+    config = mixture(SMALL, {**LONG, "system_prompt": "Go on."}, reward_timeout_s=30.0)
+    task = apart(build_task(config), config)
+    try:
+        assert task.digest == build_task(config).digest
+        assert task.num_workers == 2
+        for index in (0, task.num_prompts - 1):
+            prompt = task.prompt(index)
+            assert task.score(prompt, prompt.answer)[0].value == 1.0
+    finally:
+        close_task(task)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"name": "mixture"}, "needs at least one"),
+        ({"sources": [SMALL]}, "sources go with name"),
+        ({"name": "mixture", "sources": [SMALL, SMALL]}, "a label twice"),
+        ({"name": "mixture", "sources": [{"label": "x", "name": "mixture"}]}, "a mixture in a mixture"),
+        ({"name": "mixture", "sources": [{**SMALL, "weight": 0}]}, "greater than 0"),
+    ],
+)
+def test_a_mixture_that_is_none_is_refused(changes, problem):
+    with pytest.raises(ValidationError, match=problem):
+        TaskConfig(**changes)
+
+
+def test_errors_name_the_source():
+    with pytest.raises(ConfigError, match="task.sources, b: task.name: cannot read /no/file"):
+        build_task(mixture(SMALL, {"label": "b", "name": "jsonl:/no/file"}))
+    with pytest.raises(ConfigError, match="task.sources: weights so unlike"):
+        build_task(mixture(SMALL, {**LONG, "weight": 1e-14}))
+
+
+def test_numbers_by_source_are_of_the_groups_of_a_step():
+    def queued(source, *rewards):
+        group = make_group(0)
+        rollouts = tuple(dataclasses.replace(group.rollouts[0], reward=reward) for reward in rewards)
+        group = dataclasses.replace(group, rollouts=rollouts)
+        return QueuedGroup(group=group, policy_age_s=0.0, queue_age_s=0.0, source=source)
+
+    found = by_source([queued("a", 1.0, 0.0), queued("b", 0.0, 0.0), queued("a", 1.0, 1.0)])
+
+    assert [(source.label, source.num_groups, source.reward_mean) for source in found] == [
+        ("a", 2, 0.75),
+        ("b", 1, 0.0),
+    ]
+    assert by_source([queued("", 1.0, 0.0)]) == ()

@@ -217,6 +217,7 @@ class BenchmarkEvaluator(Evaluator):
     def __init__(self, parts: dict[str, Evaluator]) -> None:
         self._parts = parts
         self.rows: list[dict[str, object]] = []
+        self.last_samples = ()
 
     def evaluate(self, arena: Arena, version: int) -> Evaluation:
         """Evaluate every benchmark with the same weights."""

@@ -249,8 +249,7 @@ class Session:
     async def _give_up_old(self, groups: list[Group]) -> None:
         if not groups:
             return
-        oldest = min(group.oldest_version for group in groups)
-        age = self.publisher.position.head_version - oldest
+        age = self.publisher.position.head_version - min(group.oldest_version for group in groups)
         reason = f"{age} versions old; the bound is {self.max_staleness_versions}"
         ids = [group.id for group in groups]
         _LOG.info("%d groups are given up before they are trained on: %s", len(ids), reason)
@@ -287,6 +286,7 @@ class Session:
     async def _evaluate(self, arena: Arena, version: int) -> float | None:
         assert self.evaluator is not None, "asked only when one is due"
         evaluation = await in_thread(self.evaluator.evaluate, arena, version)
+        self.notes.evaluated(self.evaluator.last_samples)
         self.journal.note_evaluation(dataclasses.asdict(evaluation))
         if evaluation.accuracy is not None:
             EVALUATION_ACCURACY.set(evaluation.accuracy)

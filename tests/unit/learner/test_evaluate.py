@@ -250,7 +250,9 @@ def test_prompts_go_through_the_chat_template(tmp_path):
             self.request = request
 
         def collect(self):
-            completion = SimpleNamespace(token_ids=np.zeros(1, np.int32))
+            completion = SimpleNamespace(
+                token_ids=np.zeros(1, np.int32), logprobs=np.zeros(1, np.float32), finish_reason=FinishReason.EOS
+            )
             return [Finished(key=self.request.key, member=0, completion=completion)]
 
     class OnePrompt(ArithmeticTask):

@@ -30,6 +30,14 @@ from heterorl.common.types.run import (
     Registration,
     RunStatus,
 )
+from heterorl.common.types.sample import (
+    EvaluationSample,
+    Sample,
+    SampleFilter,
+    SampleList,
+    SampleNote,
+    SamplePage,
+)
 from heterorl.common.types.step import LearnerProgress
 
 
@@ -146,6 +154,12 @@ class LearnerApi(WeightsApi, Protocol):
         """Say what the run trains, for people who look at it."""
         ...
 
+    async def note_samples(
+        self, *, epoch: int, notes: Sequence[SampleNote], evaluations: Sequence[EvaluationSample] = ()
+    ) -> None:
+        """Give kept groups their texts, and keep evaluations; a note of a group that is not kept has no effect."""
+        ...
+
 
 class SamplerApi(WeightsApi, Protocol):
     """What a sampler can ask, for its own site alone."""
@@ -177,7 +191,19 @@ class SamplerApi(WeightsApi, Protocol):
         ...
 
 
-class OperatorApi(Protocol):
+class SamplesApi(Protocol):
+    """What a person who reads completions can ask."""
+
+    async def list_samples(self, *, wanted: SampleFilter, page: SamplePage) -> SampleList:
+        """One page of the samples that are kept."""
+        ...
+
+    async def get_sample(self, *, sample_id: int) -> Sample:
+        """One sample with its texts; UnknownSample where it is kept no more."""
+        ...
+
+
+class OperatorApi(SamplesApi, Protocol):
     """What a person who watches over the run can ask."""
 
     async def get_status(self) -> RunStatus:

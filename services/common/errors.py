@@ -6,8 +6,8 @@
         PortInUse  DiskFull  DependencyMissing  DependencyUnsupported
       RemoteError             an answer of a peer, one per ErrorReason (services/common/rpc maps it to a status);
                               each says itself whether waiting helps (`is_transient`)
-        InvalidRequest  ContractMismatch  UnknownVersion  UnknownPayload  DigestMismatch  StaleEpoch  LeaseHeld
-        ParentNotHead  StepConflict  GroupNotAvailable  PayloadMissing  QuotaExceeded  Draining
+        InvalidRequest  ContractMismatch  UnknownVersion  UnknownPayload  UnknownSample  DigestMismatch  StaleEpoch
+        LeaseHeld  ParentNotHead  StepConflict  GroupNotAvailable  PayloadMissing  QuotaExceeded  Draining
         NotRegistered  Quarantined  RunFinished  StoreFull  Unauthenticated  PermissionDenied  MessageTooLarge
         Unreachable
           Busy                    it is out of something, or its disk does not answer, for now
@@ -137,6 +137,13 @@ class UnknownPayload(RemoteError):
     """No payload with that digest is stored."""
 
     action = "plan the pull again"
+    is_transient = False
+
+
+class UnknownSample(RemoteError):
+    """No sample with that number is kept, or no more."""
+
+    action = "list the samples that are kept: older ones made room"
     is_transient = False
 
 

@@ -10,7 +10,7 @@ from heterorl.common.errors import InvalidRequest, LeaseHeld
 from heterorl.common.types.common import Contract
 from heterorl.common.types.policy import LeaseGrant, stated_version
 from heterorl.common.types.step import LearnerProgress
-from heterorl.coordinator.groups import group_size, queue
+from heterorl.coordinator.groups import group_size
 from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.sites import audit
 from heterorl.coordinator.sites.audit import AuditKind
@@ -74,7 +74,7 @@ class LearnerLease:
                     incarnation=incarnation,
                 )
                 set_meta(connection, "lease_groups_per_version", str(groups_per_version))
-                queue.return_leased(connection)
+                self._parts.queue.return_leased(connection)
                 detail = f"epoch {decision.epoch}"
                 audit.append(
                     connection, AuditKind.LEARNER_LEASE, subject=holder, detail=detail, now=self._parts.clock.wall()
@@ -125,7 +125,7 @@ class LearnerLease:
                 return
             lineage.check_epoch(connection, epoch)
             set_meta(connection, "lease_released", "1")
-            queue.return_leased(connection)
+            self._parts.queue.return_leased(connection)
 
         await self._parts.change(operation)
 

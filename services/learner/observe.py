@@ -117,6 +117,8 @@ def observe_start() -> None:
         metrics.PHASE_SECONDS.labels(phase.value)
     for kind in ("delta", "snapshot"):
         metrics.VERSIONS.labels(kind)
+    for outcome in ("sent", "given_up"):
+        metrics.SAMPLE_NOTES.labels(outcome)
 
 
 def observe_version(manifest: Manifest, *, encode_s: float, publish_s: float) -> None:

@@ -56,6 +56,12 @@ def leaves_of(error: BaseException) -> list[BaseException]:
     return [error]
 
 
+def most_serious(group: BaseExceptionGroup[BaseException], *, mildest: type[BaseException]) -> BaseException:
+    """The first failure of a group that is not of the mildest kind; one of that kind where nothing else failed."""
+    leaves = leaves_of(group)
+    return next((error for error in leaves if not isinstance(error, mildest)), leaves[0])
+
+
 def cause_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The one failure that ended the other tasks of a group."""
     first = group.exceptions[0]

@@ -21,7 +21,7 @@ from heterorl.common.api import LearnerApi
 from heterorl.common.errors import GroupNotAvailable, OperatorError
 from heterorl.common.process.metrics import EVALUATION_ACCURACY
 from heterorl.common.process.patience import Patience
-from heterorl.common.process.threads import in_thread, leaves_of
+from heterorl.common.process.threads import in_thread, most_serious
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.rollout import Group, GroupId, QueuedGroup, Rejection
 from heterorl.common.types.step import LearnerPhase
@@ -32,6 +32,7 @@ from heterorl.learner.checks.replay import log_ratios
 from heterorl.learner.checks.reward_signal import RewardSignal
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.evaluate import Evaluator
+from heterorl.learner.notes.notes import Notes
 from heterorl.learner.observe import observe_step
 from heterorl.learner.progress import StepWatch
 from heterorl.learner.publish.draft import Draft
@@ -89,6 +90,7 @@ class Session:
     max_staleness_versions: int = -1
     """The coordinator's bound at the commit of a version; -1 where it is not known."""
     signal: RewardSignal = field(default_factory=RewardSignal)
+    notes: Notes = field(default_factory=Notes)
     num_rejected: int = 0
     num_unpublished: int = 0
     """Steps of `step` that are in no version yet."""
@@ -137,7 +139,7 @@ class Session:
                 with self.progress.phase(LearnerPhase.PUBLISHING):
                     await asyncio.wait([publication])
         except BaseExceptionGroup as group:
-            raise _most_serious(group) from group
+            raise most_serious(group, mildest=GroupNotAvailable) from group
         if problem is not None:
             raise problem
         return trained
@@ -161,6 +163,7 @@ class Session:
         await self.publisher.carry_out(ready.draft, consumed=trained.consumed, reports=trained.reports)
         self.num_unpublished -= len(trained.reports)
         self.inbox.settle(trained.consumed)
+        self.notes.published(trained.consumed)
         outgrown, self._outgrown = self._outgrown, []
         await self._give_up_old(outgrown)
 
@@ -194,6 +197,7 @@ class Session:
             self.step += 1
             self.num_unpublished += 1
             self.signal.note(groups)
+            self.notes.trained(groups, self.backend.last_log_ratios)
             reports.append(report)
             consumed += [queued.group.id for queued in groups]
         self.interval.note([report.reward_mean for report in reports])
@@ -226,7 +230,7 @@ class Session:
                 if finding.reason is not None
             ]
             if rejections:
-                await self._tell(rejections)
+                await self._tell(rejections, groups)
         return kept
 
     async def _fresh(self, groups: list[QueuedGroup]) -> list[QueuedGroup]:
@@ -249,18 +253,19 @@ class Session:
     async def _give_up_old(self, groups: list[Group]) -> None:
         if not groups:
             return
-        oldest = min(group.oldest_version for group in groups)
-        age = self.publisher.position.head_version - oldest
+        age = self.publisher.position.head_version - min(group.oldest_version for group in groups)
         reason = f"{age} versions old; the bound is {self.max_staleness_versions}"
         ids = [group.id for group in groups]
         _LOG.info("%d groups are given up before they are trained on: %s", len(ids), reason)
         await self.patience.insist(lambda: self.api.abandon_groups(epoch=self.epoch, ids=ids, reason=reason))
         self.inbox.settle(ids)
 
-    async def _tell(self, rejections: list[Rejection]) -> None:
+    async def _tell(self, rejections: list[Rejection], groups: list[Group]) -> None:
         _LOG.warning("%d groups are outside the envelope of log-ratios", len(rejections))
         await self.patience.insist(lambda: self.api.reject_groups(epoch=self.epoch, rejections=rejections))
-        self.inbox.settle(rejection.id for rejection in rejections)
+        ids = {rejection.id for rejection in rejections}
+        self.inbox.settle(ids)
+        self.notes.settled(group for group in groups if group.id in ids)
 
     async def _reject(self, report: StepReport, groups: list[QueuedGroup]) -> None:
         """Give up groups that made a loss or gradient that is not finite; they would do so again."""
@@ -270,6 +275,7 @@ class Session:
         self.journal.note_rejected_step(report)
         await self.patience.insist(lambda: self.api.abandon_groups(epoch=self.epoch, ids=ids, reason=reason))
         self.inbox.settle(ids)
+        self.notes.settled(queued.group for queued in groups)
         self.num_rejected += 1
         if self.num_rejected >= self.config.max_rejected_steps:
             raise OperatorError(
@@ -285,14 +291,9 @@ class Session:
         assert self.evaluator is not None, "asked only when one is due"
         with self.progress.phase(LearnerPhase.EVALUATING):
             evaluation = await in_thread(self.evaluator.evaluate, arena, version)
+        self.notes.evaluated(self.evaluator.last_samples)
         self.journal.note_evaluation(dataclasses.asdict(evaluation))
         if evaluation.accuracy is not None:
             EVALUATION_ACCURACY.set(evaluation.accuracy)
             _LOG.info("version %d: held-out accuracy %.3f", version, evaluation.accuracy)
         return evaluation.accuracy
-
-
-def _most_serious(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """What ended a version and the steps beside it: a refusal only where nothing else did."""
-    leaves = leaves_of(group)
-    return next((error for error in leaves if not isinstance(error, GroupNotAvailable)), leaves[0])

@@ -1,0 +1,264 @@
+"""Kept samples: groups and evaluations whose text operators can read, and the JSON object of one completion.
+
+A sample is one prompt with all its completions. The coordinator keeps a bounded ring of them: every k-th group that was
+trained on, every group that failed a check, every k-th that was dropped for another reason, all evaluations. Texts come
+from the learner and may be missing; token ids never are, except where an evaluation states none.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from heterorl.common.types.common import Float32Array, Int32Array, SiteId
+from heterorl.common.types.rollout import DropReason, FinishReason, GroupId, RewardPart, VersionSpan
+
+CONSUMED, EVALUATED = "consumed", "evaluation"
+"""Values of `kept_because` beside those of DropReason."""
+MAX_PAGE = 200
+"""Samples in one page of a list."""
+MAX_PREVIEW = 160
+"""Characters of a preview."""
+_NO_IDS = np.zeros(0, np.int32)
+_NO_NUMBERS = np.zeros(0, np.float32)
+
+
+class SampleKind(enum.Enum):
+    """Which part of the ring a sample lies in; each has a share that the others cannot take from it."""
+
+    CONSUMED = "consumed"
+    """Trained on."""
+    REJECTED = "rejected"
+    """Failed a check, of the coordinator or of the learner."""
+    DROPPED = "dropped"
+    """Not trained on for another reason: too old, surplus, its site in quarantine."""
+    EVALUATION = "evaluation"
+    """Held-out prompts; no group."""
+
+
+_REJECTED = frozenset(
+    {
+        DropReason.CONFLICT,
+        DropReason.INVALID,
+        DropReason.UNKNOWN_VERSION,
+        DropReason.WRONG_DIGEST,
+        DropReason.LEARNER_ABANDONED,
+        DropReason.REWARD_MISMATCH,
+        DropReason.LOGPROB_MISMATCH,
+        DropReason.SAMPLING_MISMATCH,
+    }
+)
+
+
+def kind_of(reason: DropReason) -> SampleKind:
+    """The part of the ring of a group that was dropped for a reason."""
+    return SampleKind.REJECTED if reason in _REJECTED else SampleKind.DROPPED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleSummary:
+    """One line of a list.
+
+    `version` is the one that the group became part of, that was evaluated, or that was the newest when the group was
+    dropped. `oldest_version` is the oldest policy of its tokens. `site` is empty where the learner evaluated.
+    """
+
+    id: int
+    """Ascending in the order of keeping, never used again."""
+    kind: SampleKind
+    kept_because: str
+    """CONSUMED, EVALUATED, or the value of a DropReason."""
+    detail: str = ""
+    """What the check said; empty where there was none. Of an evaluation, the name of its set."""
+    site: SiteId
+    group: GroupId | None
+    """None of an evaluation."""
+    version: int
+    oldest_version: int
+    kept_time: float
+    """Seconds since the epoch."""
+    prompt_index: int
+    num_rollouts: int
+    num_truncated: int
+    """Completions that reached the length limit."""
+    num_tokens: int
+    """Of all completions."""
+    reward_min: float | None
+    """None where a reward is not finite; so are the other two."""
+    reward_mean: float | None
+    reward_max: float | None
+    has_texts: bool
+    """Whether prompt and completions are there as text."""
+    prompt_preview: str = ""
+    completion_preview: str = ""
+    """The first MAX_PREVIEW characters, of the first completion; empty without texts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SampleRollout:
+    """One completion. Arrays have one entry a token, or none where nobody stated them.
+
+    `log_ratios` are the learner's log-probs minus the sampler's, nats, at the step that trained on it. `token_ends[i]`
+    is the character of `completion` behind token i, so that text can be shown token by token.
+    """
+
+    completion: str = ""
+    """Empty without texts."""
+    token_ids: Int32Array = field(default_factory=lambda: _NO_IDS)
+    sampler_logprobs: Float32Array = field(default_factory=lambda: _NO_NUMBERS)
+    log_ratios: Float32Array = field(default_factory=lambda: _NO_NUMBERS)
+    token_ends: Int32Array = field(default_factory=lambda: _NO_IDS)
+    spans: tuple[VersionSpan, ...] = ()
+    reward: float
+    """The total."""
+    reward_parts: tuple[RewardPart, ...]
+    finish_reason: FinishReason
+
+    @property
+    def log_ratio_mean(self) -> float | None:
+        """Mean over the tokens, nats; None where the learner stated none."""
+        return float(np.mean(self.log_ratios, dtype=np.float64)) if len(self.log_ratios) else None
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Policies of its tokens, each once, ascending."""
+        return tuple(sorted({span.version for span in self.spans}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sample:
+    """One prompt with all its completions."""
+
+    summary: SampleSummary
+    prompt: str = ""
+    """Empty without texts."""
+    prompt_token_ids: Int32Array = field(default_factory=lambda: _NO_IDS)
+    rollouts: tuple[SampleRollout, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleFilter:
+    """Which samples are wanted: those that meet all conditions that are stated.
+
+    A reward range means samples with at least one completion in it at one of its ends: `reward_max` of the sample is
+    at least `min_reward`, and `reward_min` of the sample is at most `max_reward`.
+
+    Example: SampleFilter(site=SiteId("eu-1"), min_reward=0.5, is_truncated=True)
+    """
+
+    site: str = ""
+    kind: SampleKind | None = None
+    kept_because: str = ""
+    """One value, such as "reward_mismatch"."""
+    first_version: int | None = None
+    last_version: int | None = None
+    """Of `SampleSummary.version`, both included."""
+    min_reward: float | None = None
+    max_reward: float | None = None
+    is_truncated: bool | None = None
+    """True: at least one completion reached the length limit; False: none did."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplePage:
+    """Where a page begins: ids strictly between `after` and `before` (0: no bound), newest first unless said."""
+
+    limit: int = 50
+    """1 to MAX_PAGE."""
+    before: int = 0
+    after: int = 0
+    is_oldest_first: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleList:
+    """One page. It may hold fewer than asked, even none, while `next_page` says that there is more to look through."""
+
+    samples: tuple[SampleSummary, ...]
+    next_page: SamplePage | None
+    """None at the end."""
+    num_kept: int
+    """Samples in the ring, whatever the filter."""
+    kept_bytes: int
+    limit_bytes: int
+    """`samples_bytes` of the coordinator; 0: it keeps none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RolloutNote:
+    """What the learner says of one completion of a kept group; see SampleRollout."""
+
+    completion: str
+    reward_parts: tuple[RewardPart, ...]
+    """By name, as the learner computed them; empty: those of the group hold."""
+    log_ratios: Float32Array = field(default_factory=lambda: _NO_NUMBERS)
+    token_ends: Int32Array = field(default_factory=lambda: _NO_IDS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SampleNote:
+    """What the learner says of a kept group; one note of each completion, in their order."""
+
+    group: GroupId
+    prompt: str
+    rollouts: tuple[RolloutNote, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EvaluationSample:
+    """One held-out prompt with its completions, to be kept; `task_set` is the name of the set."""
+
+    version: int
+    task_set: str = ""
+    site: SiteId
+    """Who generated; empty: the learner."""
+    prompt_index: int
+    prompt: str
+    rollouts: tuple[SampleRollout, ...]
+
+
+def rollout_json(sample: Sample, index: int, *, with_tokens: bool = False) -> dict[str, Any]:
+    """The JSON object of one completion; numbers that are none, and texts that nobody sent, are null.
+
+    Args:
+        sample: the sample.
+        index: of the completion, from 0.
+        with_tokens: whether token ids, log-probs, log-ratios and ends of tokens go with it.
+    """
+    summary, rollout = sample.summary, sample.rollouts[index]
+    group = summary.group
+    found: dict[str, Any] = {
+        "id": summary.id,
+        "index": index,
+        "group": None if group is None else f"{group.site}/{group.incarnation}/{group.sequence}",
+        "version": summary.version,
+        "oldest_version": summary.oldest_version,
+        "versions": list(rollout.versions),
+        "site": str(summary.site),
+        "prompt_index": summary.prompt_index,
+        "prompt": sample.prompt if summary.has_texts else None,
+        "completion": rollout.completion if summary.has_texts else None,
+        "reward": _number(rollout.reward),
+        "reward_parts": {part.name: _number(part.value) for part in rollout.reward_parts},
+        "finish_reason": rollout.finish_reason.value,
+        "num_tokens": len(rollout.token_ids),
+        "log_ratio_mean": _number(rollout.log_ratio_mean),
+        "kept_because": summary.kept_because,
+        "detail": summary.detail,
+        "kept_time": summary.kept_time,
+    }
+    if with_tokens:
+        found["prompt_token_ids"] = sample.prompt_token_ids.tolist()
+        found["token_ids"] = rollout.token_ids.tolist()
+        found["sampler_logprobs"] = [_number(value) for value in rollout.sampler_logprobs.tolist()]
+        found["log_ratios"] = [_number(value) for value in rollout.log_ratios.tolist()]
+        found["token_ends"] = rollout.token_ends.tolist()
+    return found
+
+
+def _number(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

@@ -32,12 +32,20 @@ from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.rpc.server import Server
 from heterorl.coordinator.servicers.backup import BackupServicer
 from heterorl.coordinator.servicers.diagnosis import DiagnosisServicer
+from heterorl.coordinator.servicers.evaluation import EvaluationServicer
 from heterorl.coordinator.servicers.policy import PolicyServicer
 from heterorl.coordinator.servicers.rollout import RolloutServicer
 from heterorl.coordinator.servicers.run import RunServicer
 from heterorl.coordinator.sites.presence import Presence
 from heterorl.coordinator.store.steady import Steady
-from heterorl.v1 import backup_pb2_grpc, diagnosis_pb2_grpc, policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
+from heterorl.v1 import (
+    backup_pb2_grpc,
+    diagnosis_pb2_grpc,
+    evaluation_pb2_grpc,
+    policy_pb2_grpc,
+    rollout_pb2_grpc,
+    run_pb2_grpc,
+)
 
 _LOG = logging.getLogger(__name__)
 GAUGE_INTERVAL_S = 1.0
@@ -73,6 +81,7 @@ async def _serve(config: CoordinatorConfig, clock: Clock, stop: asyncio.Event, n
     run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core.run), server.grpc)
     diagnosis_pb2_grpc.add_DiagnosisServiceServicer_to_server(DiagnosisServicer(core.parts), server.grpc)
     backup_pb2_grpc.add_BackupServiceServicer_to_server(BackupServicer(core.backups), server.grpc)
+    evaluation_pb2_grpc.add_EvaluationServiceServicer_to_server(EvaluationServicer(core.evaluation), server.grpc)
     try:
         port = await server.start(config.listen)
         metrics.watch_disk(config.data_dir)

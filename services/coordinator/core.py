@@ -10,6 +10,7 @@ import asyncio
 
 from heterorl.common.process.clock import Clock
 from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.evaluation import EvaluationColumn
 from heterorl.coordinator.lease import LearnerLease
 from heterorl.coordinator.opening import open_parts
 from heterorl.coordinator.parts import Parts
@@ -28,6 +29,7 @@ class Coordinator:
         self.policy = PolicyColumn(parts)
         self.rollout = RolloutColumn(parts)
         self.run = RunColumn(parts)
+        self.evaluation = EvaluationColumn(parts)
         # What runs beside the calls, and what is looked at from outside.
         self.config = parts.config
         self.clock = parts.clock
@@ -69,6 +71,10 @@ class Coordinator:
         self.rollback = self.run.rollback
         self.release_site = self.run.release_site
         self.describe_run = self.run.describe_run
+        self.lease_evaluation = self.evaluation.lease_evaluation
+        self.push_evaluation = self.evaluation.push_evaluation
+        self.abandon_evaluation = self.evaluation.abandon_evaluation
+        self.list_evaluations = self.evaluation.list_evaluations
 
     @classmethod
     async def open(cls, config: CoordinatorConfig, clock: Clock, *, store: type[Database] = Database) -> Coordinator:

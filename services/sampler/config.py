@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, JsonValue, Tag, field_validator, model_validator
 
+from heterorl.common.evaluation.config import EvaluationSetConfig, refuse_twice
 from heterorl.common.identity.signing import PublicKey
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.model.contract import SamplingConfig
@@ -158,6 +159,8 @@ class SamplerConfig(Config):
     """Prompts and reward; the same on every node."""
     sampling: SamplingConfig = SamplingConfig()
     """How tokens are drawn; the same on every node."""
+    evaluation: tuple[EvaluationSetConfig, ...] = ()
+    """Sets that this site can evaluate, by the names that the coordinator gives them; none: it evaluates nothing."""
     use_chat_template: bool = False
     """Send prompts through the tokenizer's chat template; the same on every node."""
     seeded_sampling: bool = False
@@ -199,6 +202,11 @@ class SamplerConfig(Config):
             if data.get("seeded_sampling") is True:
                 return {"swap": "drain", **data}
         return data
+
+    @model_validator(mode="after")
+    def _check_evaluation(self) -> SamplerConfig:
+        refuse_twice(self.evaluation)
+        return self
 
     @model_validator(mode="after")
     def _check_flavour(self) -> SamplerConfig:

@@ -13,11 +13,10 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.evaluation.config import EvaluationSetConfig
 from heterorl.common.process.config import InvalidConfig
 from heterorl.common.process.config_words import problems_of
-from heterorl.common.tasks.registry import apart, build_task
 from heterorl.common.tasks.task import Task
 from heterorl.common.types.evaluation import EvaluationDraws
-from heterorl.sampler.assembly import REWARD_WORKERS
 from heterorl.sampler.config import SamplerConfig
+from heterorl.sampler.evaluation.sets import open_set as open_site_set
 
 FROM_TASK = "task"
 """Name of the set that is made of the run's own task where none is configured."""
@@ -62,11 +61,6 @@ def open_set(config: EvaluationSetConfig) -> OpenSet:
     Raises:
         ConfigError: its data cannot be read, or holds out nothing.
     """
-    settings = config.task
-    if "reward_workers" not in settings.model_fields_set:
-        settings = settings.model_copy(update={"reward_workers": REWARD_WORKERS})
-    task = apart(build_task(settings), settings)
+    task = open_site_set(config).task
     num = min(config.num_prompts, task.num_evaluation_prompts)
-    if not num:
-        raise ConfigError(f"evaluation.{config.name}.task", "has no held-out prompts")
     return OpenSet(name=config.name, task=task, draws=dataclasses.replace(config.draws, num_prompts=num))

@@ -161,6 +161,11 @@ class SamplerConfig(Config):
     """How tokens are drawn; the same on every node."""
     evaluation: tuple[EvaluationSetConfig, ...] = ()
     """Sets that this site can evaluate, by the names that the coordinator gives them; none: it evaluates nothing."""
+    evaluation_share: float = Field(default=0.25, gt=0, le=1)
+    """Largest part of the engine's rows that an evaluation takes beside rollouts, and of the time that it takes alone
+    with a version that had to be fetched for it."""
+    evaluation_hold_s: float = Field(default=300.0, ge=0)
+    """How long newer weights wait for an evaluation of the ones in use, seconds; rollouts go on meanwhile."""
     use_chat_template: bool = False
     """Send prompts through the tokenizer's chat template; the same on every node."""
     seeded_sampling: bool = False

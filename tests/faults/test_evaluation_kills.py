@@ -18,7 +18,7 @@ PLAN = [
      "every_versions": 3},
     {"name": "greedy", "num_prompts": 16, "max_new_tokens": 3, "every_versions": 3},
 ]  # fmt: skip
-SITE_SETS = [{"name": name, "task": {"digits": 1}} for name in ("sums", "greedy")]
+SITE_SETS = [{"name": name, "task": {"digits": 2}} for name in ("sums", "greedy")]
 
 
 async def until(condition, *, timeout_s=120):

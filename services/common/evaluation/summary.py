@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from heterorl.common.statistics.intervals import interval, wilson
+from heterorl.common.evaluation.intervals import interval, wilson
 from heterorl.common.types.evaluation import Estimate, EvaluationSummary, PassEstimate, PromptResult
 
 _EQUAL = 1e-9
@@ -50,7 +50,8 @@ def estimate(values: Sequence[float]) -> Estimate | None:
     mean = math.fsum(values) / len(values)
     if all(value in (0.0, 1.0) for value in values):
         low, high = wilson(round(math.fsum(values)), len(values))
-        return Estimate(mean=mean, low=low, high=high, num_prompts=len(values))
+        # Of all or none one end is the share itself, but for rounding.
+        return Estimate(mean=mean, low=min(low, mean), high=max(high, mean), num_prompts=len(values))
     found = interval(values)
     assert found is not None, "there are values"
     is_share = all(0.0 <= value <= 1.0 for value in values)

@@ -2,7 +2,7 @@
 
 Metrics that several services have carry no service in their name. A process shows its own and the common ones. The
 labels `run`, `service`, and at samplers `site`, come from the scrape configuration: no metric has the first two, and no
-metric of a sampler the third.
+metric of a sampler the third. The file is over 300 lines because it is one table.
 
     policy age   publish -> apply, generate   heterorl_sampler_policy_age_seconds
                  publish -> lease             heterorl_coordinator_policy_age_seconds
@@ -124,10 +124,8 @@ SITE_FLAVOUR = _gauge(
 )
 
 # coordinator: evaluations
-EVALUATION_REWARD = _gauge(
-    "coordinator_evaluation_reward_mean", "Mean reward of the newest version whose evaluation is done.", "set"
-)
-EVALUATION_VERSION = _gauge("coordinator_evaluation_version", "That version.", "set")
+EVALUATION_REWARD = _gauge("coordinator_evaluation_reward_mean", "Mean reward of the newest one that is done.", "set")
+EVALUATION_VERSION = _gauge("coordinator_evaluation_version", "Version of the newest one that is done.", "set")
 EVALUATED_PROMPTS = _counter("coordinator_evaluated_prompts_total", "Held-out prompts counted.", "site")
 
 # coordinator: store

@@ -7,7 +7,7 @@ These tables have rowids: SQLite 3.40 finds faults that are none in a table with
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 4
 _BY_FLAVOUR = """
 CREATE TABLE payloads (
     to_version INTEGER NOT NULL, kind TEXT NOT NULL, from_version INTEGER NOT NULL, digest TEXT NOT NULL,
@@ -46,23 +46,6 @@ CREATE TRIGGER audit_keeps_rows BEFORE DELETE ON audit
 CREATE TRIGGER audit_keeps_content BEFORE UPDATE ON audit
     BEGIN SELECT RAISE(ABORT, 'the log of audit is only appended to'); END;
 """
-_EVALUATIONS = """
-CREATE TABLE evaluation_jobs (
-    job INTEGER PRIMARY KEY AUTOINCREMENT, version INTEGER NOT NULL, task_set TEXT NOT NULL, draws TEXT NOT NULL,
-    state TEXT NOT NULL, planned REAL NOT NULL, wanted INTEGER NOT NULL DEFAULT 0,
-    task_digest TEXT NOT NULL DEFAULT '', ended REAL NOT NULL DEFAULT 0, summary TEXT NOT NULL DEFAULT '',
-    sites TEXT NOT NULL DEFAULT '[]', UNIQUE (version, task_set));
-CREATE INDEX evaluation_jobs_by_state ON evaluation_jobs (state, task_set, version);
-CREATE TABLE evaluation_parts (
-    part INTEGER PRIMARY KEY AUTOINCREMENT, job INTEGER NOT NULL, first INTEGER NOT NULL, count INTEGER NOT NULL,
-    site TEXT NOT NULL DEFAULT '', incarnation TEXT NOT NULL DEFAULT '', is_leased INTEGER NOT NULL DEFAULT 0,
-    is_done INTEGER NOT NULL DEFAULT 0, holders TEXT NOT NULL DEFAULT '[]');
-CREATE INDEX evaluation_parts_of_job ON evaluation_parts (job, is_done);
-CREATE TABLE evaluation_results (
-    job INTEGER NOT NULL, prompt_index INTEGER NOT NULL, site TEXT NOT NULL, scores TEXT NOT NULL,
-    PRIMARY KEY (job, prompt_index)) WITHOUT ROWID;
-CREATE TABLE evaluation_sets (task_set TEXT PRIMARY KEY, task_digest TEXT NOT NULL) WITHOUT ROWID;
-"""
 SCHEMA = f"""
 CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE ledger (account TEXT PRIMARY KEY, count INTEGER NOT NULL) WITHOUT ROWID;
@@ -96,7 +79,6 @@ CREATE TABLE quarantines (site TEXT PRIMARY KEY, version INTEGER NOT NULL, reaso
 CREATE TABLE retired (digest TEXT PRIMARY KEY) WITHOUT ROWID;
 {_BY_FLAVOUR}
 {_CHECKS}
-{_EVALUATIONS}
 """
 INDEXES = """
 CREATE INDEX IF NOT EXISTS versions_abandoned ON versions (is_abandoned, version) WHERE is_abandoned = 1;
@@ -105,6 +87,24 @@ CREATE INDEX IF NOT EXISTS steps_by_version ON steps (version);
 CREATE INDEX IF NOT EXISTS audit_by_subject ON audit (kind, subject);
 """
 """Made at a start where an earlier program did not: they hold nothing that the tables do not."""
+EVALUATIONS = """
+CREATE TABLE IF NOT EXISTS evaluation_jobs (
+    job INTEGER PRIMARY KEY AUTOINCREMENT, version INTEGER NOT NULL, task_set TEXT NOT NULL, draws TEXT NOT NULL,
+    state TEXT NOT NULL, planned REAL NOT NULL, wanted INTEGER NOT NULL DEFAULT 0,
+    task_digest TEXT NOT NULL DEFAULT '', ended REAL NOT NULL DEFAULT 0, summary TEXT NOT NULL DEFAULT '',
+    sites TEXT NOT NULL DEFAULT '[]', UNIQUE (version, task_set));
+CREATE INDEX IF NOT EXISTS evaluation_jobs_by_state ON evaluation_jobs (state, task_set, version);
+CREATE TABLE IF NOT EXISTS evaluation_parts (
+    part INTEGER PRIMARY KEY AUTOINCREMENT, job INTEGER NOT NULL, first INTEGER NOT NULL, count INTEGER NOT NULL,
+    site TEXT NOT NULL DEFAULT '', incarnation TEXT NOT NULL DEFAULT '', is_leased INTEGER NOT NULL DEFAULT 0,
+    is_done INTEGER NOT NULL DEFAULT 0, holders TEXT NOT NULL DEFAULT '[]');
+CREATE INDEX IF NOT EXISTS evaluation_parts_of_job ON evaluation_parts (job, is_done);
+CREATE TABLE IF NOT EXISTS evaluation_results (
+    job INTEGER NOT NULL, prompt_index INTEGER NOT NULL, site TEXT NOT NULL, scores TEXT NOT NULL,
+    PRIMARY KEY (job, prompt_index)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS evaluation_sets (task_set TEXT PRIMARY KEY, task_digest TEXT NOT NULL) WITHOUT ROWID;
+"""
+"""Made at a start where an earlier program did not: no other table knows of them, so that one can go on without."""
 _MOVED = ("payloads", "signatures", "verified", "canaries")
 FROM_1 = (
     """
@@ -130,7 +130,5 @@ FROM_3 = """
 ALTER TABLE sites ADD COLUMN work_ahead_s REAL NOT NULL DEFAULT 0;
 """
 """Makes a store of schema 3, where no site worked ahead, one of schema 4."""
-FROM_4 = _EVALUATIONS
-"""Makes a store of schema 4, which knew no evaluations, one of schema 5."""
-EARLIER = {1: FROM_1 + FROM_2 + FROM_3 + FROM_4, 2: FROM_2 + FROM_3 + FROM_4, 3: FROM_3 + FROM_4, 4: FROM_4}
+EARLIER = {1: FROM_1 + FROM_2 + FROM_3, 2: FROM_2 + FROM_3, 3: FROM_3}
 """What makes a store of an earlier schema one of this."""

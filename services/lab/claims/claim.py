@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from heterorl.common.statistics.intervals import Interval, interval
+from heterorl.common.evaluation.intervals import Interval, interval
 from heterorl.lab.statistics.significance import equivalence_test, holm, sign_flip_test, t_test
 
 Verdict = Literal["shown", "contradicted", "not shown", "not tested"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from heterorl.common.statistics.intervals import interval
+from heterorl.common.evaluation.intervals import interval
 from heterorl.lab.report.canvas import Picture, say_empty, scale, whole_steps
 from heterorl.lab.report.data import Arm, Delay, Results, Run, by_cell, mean
 from heterorl.lab.report.palette import Look

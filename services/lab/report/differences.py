@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from heterorl.common.statistics.intervals import Interval, interval
+from heterorl.common.evaluation.intervals import Interval, interval
 from heterorl.lab.report.canvas import Picture, whole_steps
 from heterorl.lab.report.data import Arm, Delay, Results, Run, by_cell
 from heterorl.lab.report.paired import BASELINE

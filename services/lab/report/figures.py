@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from heterorl.common.statistics.intervals import interval
+from heterorl.common.evaluation.intervals import interval
 from heterorl.lab.report.canvas import Picture, say_empty, scale
 from heterorl.lab.report.data import Arm, Delay, Results, Run, by_cell, numbers
 from heterorl.lab.report.paired import BASELINE

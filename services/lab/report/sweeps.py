@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from heterorl.common.statistics.intervals import interval
+from heterorl.common.evaluation.intervals import interval
 from heterorl.lab.report.canvas import Picture, say_empty
 from heterorl.lab.report.data import Arm, Delay, Results, Run, numbers
 from heterorl.lab.report.palette import Look, looks

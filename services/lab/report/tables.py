@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from heterorl.common.statistics.intervals import Interval, interval, wilson
+from heterorl.common.evaluation.intervals import Interval, interval, wilson
 from heterorl.lab.protocol.flat import is_flat, rise
 from heterorl.lab.report.data import Arm, Delay, Results, Run, by_cell, load, numbers
 from heterorl.lab.report.paired import Comparison

@@ -120,15 +120,18 @@ class Drawing:
                 done.set_result(one is not None)
 
         self._guests.begin(request.key, count, on_end)
-        try:
-            await asyncio.to_thread(self._engine.submit, request)
-        except Exception:
-            self._guests.drop(request.key)
-            raise
+        # Its thread cannot be cancelled: whoever waits for it no longer still learns whether the engine took it.
+        submitting = asyncio.ensure_future(asyncio.to_thread(self._engine.submit, request))
+        submitting.add_done_callback(lambda found: self._note_submitted(request, found))
+        await asyncio.shield(submitting)
         self._news.ring()
         if not await done:
             raise EngineError("the engine lost what was evaluated")
         return ended
+
+    def _note_submitted(self, request: Request, found: asyncio.Future[None]) -> None:
+        if found.cancelled() or found.exception() is not None:
+            self._guests.drop(request.key)
 
     async def _scored(self, of: SiteSet, prompt: Prompt, completion: Completion) -> tuple[str, float | None]:
         num_workers = int(getattr(of.task, "num_workers", 1))

@@ -197,7 +197,8 @@ async def test_versions_that_the_lineage_lost_are_forgotten(world):
     request = await world.run.prepare(lineage_version=1, snapshot=True)
     world.run.head = await world.core.publish_version(request)
 
-    assert [each.version for each in await world.core.list_evaluations()] == [0]
+    # 0 had given way to 2.
+    assert await world.core.list_evaluations() == ()
     assert not (await world.ask(version=2)).parts
 
 
@@ -310,7 +311,6 @@ async def test_a_store_of_an_earlier_program_is_opened(tmp_path):
     with sqlite3.connect(tmp_path / "data" / "coordinator.sqlite") as connection:
         for table in ("jobs", "parts", "results", "sets"):
             connection.execute(f"DROP TABLE evaluation_{table}")
-        connection.execute("PRAGMA user_version=4")
     connection.close()
     await world.again()
     try:

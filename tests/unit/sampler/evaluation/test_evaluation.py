@@ -1,20 +1,17 @@
 """A sampler evaluates pinned versions beside its rollouts; a real coordinator in process, an engine that computes
 nothing."""
 
-import asyncio
-
 import pytest
 
 from heterorl.common.errors import ConfigError, EngineDied, RewardError
 from heterorl.common.tasks.task import Prompt
-from heterorl.common.types.evaluation import EvaluationState
+from heterorl.common.types.evaluation import EvaluationGrant, EvaluationState
 from heterorl.common.types.rollout import RewardPart
 from heterorl.sampler.evaluation.sets import SiteSet
-from tests.support.run import CONTRACT, INCARNATION, SITE
+from tests.support.run import INCARNATION, SITE
 from tests.support.sampler_world import World
 
 SETS = [{"name": "held", "num_prompts": 12, "samples_per_prompt": 32, "temperature": 0.5, "every_versions": 2}]
-SIZE = CONTRACT.group_size
 
 
 class Held:
@@ -83,12 +80,20 @@ async def test_newer_weights_wait_for_the_evaluation_and_rollouts_go_on(world):
     await world.run.publish()
     await world.until(lambda: world.sampler.policy.take(0) is not None)
     before = len(world.engine.submitted) - len(of_evaluation(world.engine))
-    await until_done(world)
+    load, at_load = world.engine.load, []
 
-    assert [version for version, _ in world.engine.loaded] == [0]
-    assert len(world.engine.submitted) - len(of_evaluation(world.engine)) > before
+    def noted(arena, version):
+        at_load.append((version, len(of_evaluation(world.engine)), len(world.engine.submitted)))
+        load(arena, version)
+
+    world.engine.load = noted
+    await until_done(world)
     await world.until(lambda: len(world.engine.loaded) == 2)
-    assert world.engine.loaded[1][0] == 1
+
+    # All 48 blocks were drawn before the newer weights came, and rollouts beside them.
+    ((version, num_blocks, num_requests),) = at_load
+    assert (version, num_blocks) == (1, 48)
+    assert num_requests - num_blocks > before
 
 
 async def test_newer_weights_do_not_wait_for_ever(world):
@@ -107,9 +112,11 @@ async def test_newer_weights_do_not_wait_for_ever(world):
 
 async def test_the_version_of_an_evaluation_that_stands_still_is_fetched_and_then_the_own_one_again(world):
     await world.run.publish()
-    grant = None
-    world.link.replaced["lease_evaluation"] = refused = lambda **_: asyncio.sleep(0, result=_nothing())
-    assert refused
+
+    async def nothing(**_):
+        return EvaluationGrant(parts=(), reason="not now", retry_after_s=1.0)
+
+    world.link.replaced["lease_evaluation"] = nothing
     world.start()
     await world.until(lambda: world.engine.loaded)
     # Another site began it and died.
@@ -127,14 +134,10 @@ async def test_the_version_of_an_evaluation_that_stands_still_is_fetched_and_the
     await world.until(lambda: [version for version, _ in world.engine.loaded] == [0, 1, 0, 1])
     roots = [root for _, root in world.engine.loaded]
     assert roots[2] == world.run.roots[0]
-    # While it was away no rollout began: every group names a version that was the newest of its time.
-    await world.until_acknowledged(await world.ledger_acked() + 2)
-
-
-def _nothing():
-    from heterorl.common.types.evaluation import EvaluationGrant
-
-    return EvaluationGrant(parts=(), reason="not now", retry_after_s=1.0)
+    # While the older version was there no rollout began.
+    begun = [world.engine._begun[request.key] for request in world.engine.submitted if request.sampling is None]
+    assert begun == sorted(begun)
+    assert set(begun) == {0, 1}
 
 
 async def test_an_engine_that_dies_costs_no_prompt(world):

@@ -3,7 +3,7 @@
 import mpmath
 import pytest
 
-from heterorl.common.statistics.intervals import interval, t_central, t_quantile
+from heterorl.common.evaluation.intervals import interval, t_central, t_quantile
 from heterorl.lab.statistics.correlation import pearson, spearman
 from heterorl.lab.statistics.significance import holm, sign_flip_test, t_test, wilcoxon_test
 

@@ -40,7 +40,7 @@ async def read_evaluations(api: OperatorApi, known: Known) -> None:
 
 def evaluation_rows(evaluations: Iterable[Evaluation]) -> list[tuple[str, ...]]:
     """For each set: its name, newest version, avg@n, pass@n, best, last, gap, what is under way, who computed it."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     by_set: dict[str, list[Evaluation]] = {}
     for found in sorted(evaluations, key=lambda found: (found.task_set, found.version)):
         by_set.setdefault(found.task_set, []).append(found)

@@ -17,6 +17,7 @@ PATTERNS = {
     r"^[A-Za-z0-9._+-]+$": "a name of letters, digits, dots, dashes, underscores and plus signs",
     r"^(cpu|cuda(:[0-9]+)?)$": "cpu, cuda or cuda:N",
     r"^(https?://.+:\d{1,5})?$": "http://host:port or https://host:port",
+    r"^([0-9a-f]{64})?$": "64 hexadecimal digits, or nothing",
     r"^ed25519:[0-9a-f]{64}$": "a public key as `heterorl keys show` prints it: ed25519: and 64 hexadecimal digits",
 }
 """What a pattern of a schema asks for; a test looks for one that is not here."""

@@ -10,8 +10,7 @@ import grpc.aio
 
 from heterorl.common.errors import InvalidRequest, MalformedPayload, Unreachable
 from heterorl.common.process.metrics import BYTES
-from heterorl.common.rpc.attempt import once, timed
-from heterorl.common.rpc.calls import readable
+from heterorl.common.rpc.calls import once, readable, timed
 from heterorl.common.rpc.evaluation_calls import EvaluationCalls
 from heterorl.common.rpc.lease_calls import LeaseCalls
 from heterorl.common.types.common import Digest, SiteId, StepReport

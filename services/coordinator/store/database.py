@@ -254,9 +254,7 @@ def _connect(path: Path) -> sqlite3.Connection:
             connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
         elif version in EARLIER:
             _LOG.info("%s is brought from schema %d to %d", path, version, SCHEMA_VERSION)
-            connection.executescript(
-                f"BEGIN IMMEDIATE; {EARLIER[version]} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;"
-            )
+            connection.executescript(f"BEGIN; {EARLIER[version]} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
         elif version != SCHEMA_VERSION:
             raise CorruptStore(f"{path} has schema {version}, this program needs {SCHEMA_VERSION}")
         connection.executescript(EVALUATIONS)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from heterorl.common.api import OperatorApi
     from heterorl.common.types.common import StepReport
+    from heterorl.common.types.evaluation import Evaluation
     from heterorl.common.types.run import RunStatus
 
 CALL_S = 5.0
@@ -42,13 +43,6 @@ RATE_S = 10.0
 """Rates over a shorter time say nothing."""
 LINE = 40
 """Steps that a line of characters shows."""
-_SERIES = {
-    "reward": ("reward_mean", "{:.3f}"),
-    "KL": ("kl", "{:.4f} nats"),
-    "staleness": ("staleness_mean", "{:.1f} versions"),
-    "sample size": ("ess_fraction", "{:.1%}"),
-    "step": ("step_s", "{:.2f} s"),
-}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,6 +58,7 @@ class View:
     unreachable_since: float | None = None
     problem: str = ""
     marks: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    evaluations: dict[tuple[int, str], Evaluation] = field(default_factory=dict)
 
 
 async def poll(view: View, api: OperatorApi, *, wall: float, monotonic: float) -> None:
@@ -73,6 +68,7 @@ async def poll(view: View, api: OperatorApi, *, wall: float, monotonic: float) -
         PermissionDenied: the certificate is no operator's.
         ConfigError: the certificates cannot be used.
     """
+    from heterorl.cli.live.evaluations import read_evaluations
     from heterorl.common.errors import ConfigError, HeterorlError, PermissionDenied
 
     try:
@@ -81,7 +77,9 @@ async def poll(view: View, api: OperatorApi, *, wall: float, monotonic: float) -
             if view.status is None or view.status.run_id != status.run_id:
                 view.reports.clear()
                 view.marks.clear()
+                view.evaluations.clear()
             await _read_steps(view, api, status)
+            await read_evaluations(api, view.evaluations)
     except (PermissionDenied, ConfigError):
         raise
     except (HeterorlError, TimeoutError) as error:
@@ -114,6 +112,8 @@ def frame(view: View, *, wall: float, width: int, is_unicode: bool = False) -> G
     from rich.table import Table
     from rich.text import Text
 
+    from heterorl.cli.live.curves import series
+    from heterorl.cli.live.evaluations import evaluation_tables
     from heterorl.cli.live.status import status_tables
     from heterorl.demo.table import newest_accuracy, sparkline
 
@@ -132,13 +132,12 @@ def frame(view: View, *, wall: float, width: int, is_unicode: bool = False) -> G
         run.add_row("rate", rates)
     parts: list[Any] = [head, run, *sites]
     if view.reports:
-        newest = [view.reports[step] for step in sorted(view.reports)]
-        series = Table("of the steps", "newest", f"last {LINE}", title="training")
-        for name, (key, form) in _SERIES.items():
-            values = [float(getattr(report, key)) for report in newest]
-            series.add_row(name, form.format(values[-1]), sparkline(values[-LINE:], is_unicode=is_unicode))
-        parts.append(series)
-    return Group(*parts)
+        curves = Table("of the steps", "newest", f"last {LINE}", title="training")
+        for name, newest, values in series([view.reports[step] for step in sorted(view.reports)]):
+            # A reward names its parts: text, never markup.
+            curves.add_row(Text(name), newest, sparkline(values[-LINE:], is_unicode=is_unicode))
+        parts.append(curves)
+    return Group(*parts, *evaluation_tables(view.evaluations.values()))
 
 
 def _rates(view: View) -> str:

@@ -134,8 +134,10 @@ class Drawing:
             self._guests.drop(request.key)
 
     async def _scored(self, of: SiteSet, prompt: Prompt, completion: Completion) -> tuple[str, float | None]:
-        num_workers = int(getattr(of.task, "num_workers", 1))
-        threads = self._threads.setdefault(of.name, ThreadPoolExecutor(num_workers, thread_name_prefix="evaluate"))
+        threads = self._threads.get(of.name)
+        if threads is None:
+            num_workers = int(getattr(of.task, "num_workers", 1))
+            threads = self._threads[of.name] = ThreadPoolExecutor(num_workers, thread_name_prefix="evaluate")
         return await asyncio.get_running_loop().run_in_executor(threads, self._score, of.task, prompt, completion)
 
     def _score(self, task: Task, prompt: Prompt, completion: Completion) -> tuple[str, float | None]:

@@ -164,7 +164,10 @@ def sections(model: type[Config], path: str = "", meaning: str = "") -> Iterator
 def _under(model: type[Config], path: str) -> Iterator[Section]:
     for name, field in model.model_fields.items():
         models = models_of(field)
-        below = f"{path}.{name}" if path else name
+        below = f"{path.strip('[]')}.{name}" if path else name
+        if len(models) == 1 and get_origin(field.annotation) is tuple:
+            # An array of tables: [[name]].
+            below = f"[{below}]"
         if len(models) == 1:
             yield from sections(models[0], below, meaning_of(model, name))
         elif models:
@@ -216,6 +219,8 @@ def _leaves(annotation: Any) -> Iterator[Any]:
     elif origin in (Union, types.UnionType):
         for argument in get_args(annotation):
             yield from _leaves(argument)
+    elif origin is tuple and isinstance(first := get_args(annotation)[0], type) and issubclass(first, Config):
+        yield first
     else:
         yield annotation
 

@@ -19,6 +19,7 @@ from heterorl.cli.backup import backup
 from heterorl.cli.certs import app as certs
 from heterorl.cli.check_config import check_config, check_link
 from heterorl.cli.doctor import doctor
+from heterorl.cli.evaluate import evaluate
 from heterorl.cli.lab import app as lab
 from heterorl.cli.live.top import top
 from heterorl.cli.live.watch import health, status
@@ -177,6 +178,7 @@ def export(
     _console().print(f"model written to {out}")
 
 
+app.command(rich_help_panel=CHECK)(evaluate)
 app.command(rich_help_panel=STEER)(rollback)
 app.command(rich_help_panel=STEER)(backup)
 

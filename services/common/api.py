@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol
 
 from heterorl.common.types.common import Contract, Digest, SiteId, StepReport
+from heterorl.common.types.evaluation import Evaluation, EvaluationGrant, EvaluationSet, PromptResult
 from heterorl.common.types.policy import HeadUpdate, LeaseGrant, PublishRequest, PullPlan, SignedManifest
 from heterorl.common.types.rollout import (
     Group,
@@ -190,6 +191,35 @@ class SamplerApi(WeightsApi, Protocol):
         """Push groups, sealed or not; outcomes of the first ones in order, of all unless the link broke in between."""
         ...
 
+    async def lease_evaluation(
+        self,
+        *,
+        site: SiteId,
+        incarnation: str,
+        policy_version: int,
+        sets: Sequence[EvaluationSet],
+        can_pull: bool,
+        max_parts: int,
+        held: Sequence[int] = (),
+    ) -> EvaluationGrant:
+        """Ask for parts of one evaluation; what the site holds and does not name in `held` is given to it again.
+
+        `sets` are those that the site has the data of; `can_pull` says that it would fetch another version now.
+        """
+        ...
+
+    async def push_evaluation(
+        self, *, site: SiteId, incarnation: str, part: int, state_root: Digest, results: Sequence[PromptResult]
+    ) -> int:
+        """Deliver what came of a part; returns how many prompts had not been counted before. Harmless said again."""
+        ...
+
+    async def abandon_evaluation(
+        self, *, site: SiteId, incarnation: str, parts: Sequence[int], reason: str = ""
+    ) -> None:
+        """Give parts back; with a reason the site is not asked for this evaluation again."""
+        ...
+
 
 class SamplesApi(Protocol):
     """What a person who reads completions can ask."""
@@ -216,6 +246,14 @@ class OperatorApi(SamplesApi, Protocol):
 
     async def drain(self, *, reason: str, epoch: int | None = None) -> None:
         """Hand out no more work; a learner names its epoch, an operator none."""
+        ...
+
+    async def list_evaluations(
+        self, *, task_set: str = "", after_version: int = -1, limit: int = 1000
+    ) -> tuple[Evaluation, ...]:
+        """Evaluations of the versions after this one by version and set, at most `limit` (1 to 1000): all of the last
+        version or none of it. An empty set is all sets.
+        """
         ...
 
     async def rollback(self, *, to_version: int, request_id: str) -> int:

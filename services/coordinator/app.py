@@ -32,6 +32,7 @@ from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.rpc.server import Server
 from heterorl.coordinator.servicers.backup import BackupServicer
 from heterorl.coordinator.servicers.diagnosis import DiagnosisServicer
+from heterorl.coordinator.servicers.evaluation import EvaluationServicer
 from heterorl.coordinator.servicers.policy import PolicyServicer
 from heterorl.coordinator.servicers.rollout import RolloutServicer
 from heterorl.coordinator.servicers.run import RunServicer
@@ -41,6 +42,7 @@ from heterorl.coordinator.store.steady import Steady
 from heterorl.v1 import (
     backup_pb2_grpc,
     diagnosis_pb2_grpc,
+    evaluation_pb2_grpc,
     policy_pb2_grpc,
     rollout_pb2_grpc,
     run_pb2_grpc,
@@ -82,6 +84,7 @@ async def _serve(config: CoordinatorConfig, clock: Clock, stop: asyncio.Event, n
     diagnosis_pb2_grpc.add_DiagnosisServiceServicer_to_server(DiagnosisServicer(core.parts), server.grpc)
     sample_pb2_grpc.add_SampleServiceServicer_to_server(SampleServicer(core.sample), server.grpc)
     backup_pb2_grpc.add_BackupServiceServicer_to_server(BackupServicer(core.backups), server.grpc)
+    evaluation_pb2_grpc.add_EvaluationServiceServicer_to_server(EvaluationServicer(core.evaluation), server.grpc)
     try:
         port = await server.start(config.listen)
         metrics.watch_disk(config.data_dir)

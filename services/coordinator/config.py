@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from heterorl.common.evaluation.config import PlannedSetConfig, refuse_twice
 from heterorl.common.identity.tls import ServerTlsConfig
 from heterorl.common.process.config import Config
 from heterorl.common.process.tracing import TracingConfig
@@ -112,6 +113,16 @@ class CoordinatorConfig(Config):
     max_work_ahead_s: float = Field(default=3600.0, ge=0, allow_inf_nan=False)
     """How far ahead a site may hold assignments, seconds; what a silent site holds waits so much longer for its
     return, and counts against nobody meanwhile. 0: what a silent sampler holds goes to others after work_lease_s."""
+    evaluation: tuple[PlannedSetConfig, ...] = ()
+    """Sets that samplers evaluate versions on; the learner and the publication of versions never wait for them. An
+    evaluation that nobody has begun gives way to that of a newer version."""
+    evaluation_sites: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")], ...] = ()
+    """Sites that may evaluate; empty: all that have the data. Nobody recomputes what a site says of an evaluation."""
+    evaluation_lease_s: float = Field(default=1800.0, gt=0)
+    """How long a site may take for its part of an evaluation, seconds; that of a silent site goes to another one after
+    work_lease_s."""
+    evaluation_wait_s: float = Field(default=60.0, ge=0)
+    """How long an evaluation stands still before a site that has another version is asked to fetch its own, seconds."""
     stop_grace_s: float = Field(default=5.0, ge=0)
     """How long running calls may take after SIGTERM, seconds."""
 
@@ -121,6 +132,11 @@ class CoordinatorConfig(Config):
             raise ValueError("site_pending_bytes is below max_message_bytes: the largest group would wait for ever")
         if 0 < self.keep_versions < self.max_staleness_versions:
             raise ValueError("keep_versions is below max_staleness_versions: what samplers may still pull would go")
+        return self
+
+    @model_validator(mode="after")
+    def _check_evaluation(self) -> CoordinatorConfig:
+        refuse_twice(self.evaluation)
         return self
 
     def is_finished(self, head: int | None) -> bool:

@@ -10,6 +10,7 @@ import asyncio
 
 from heterorl.common.process.clock import Clock
 from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.evaluation import EvaluationColumn
 from heterorl.coordinator.lease import LearnerLease
 from heterorl.coordinator.opening import open_parts
 from heterorl.coordinator.parts import Parts
@@ -29,6 +30,7 @@ class Coordinator:
         self.policy = PolicyColumn(parts)
         self.rollout = RolloutColumn(parts)
         self.run = RunColumn(parts)
+        self.evaluation = EvaluationColumn(parts)
         self.sample = SampleColumn(parts)
         # What runs beside the calls, and what is looked at from outside.
         self.config = parts.config
@@ -74,6 +76,10 @@ class Coordinator:
         self.note_samples = self.sample.note_samples
         self.list_samples = self.sample.list_samples
         self.get_sample = self.sample.get_sample
+        self.lease_evaluation = self.evaluation.lease_evaluation
+        self.push_evaluation = self.evaluation.push_evaluation
+        self.abandon_evaluation = self.evaluation.abandon_evaluation
+        self.list_evaluations = self.evaluation.list_evaluations
 
     @classmethod
     async def open(cls, config: CoordinatorConfig, clock: Clock, *, store: type[Database] = Database) -> Coordinator:

@@ -93,6 +93,7 @@ async def observe_run(core: Coordinator) -> tuple[SiteStatus, ...]:
             # A counter that appears with its first refusal has not increased, for whoever watches rates.
             metrics.QUOTA_REFUSALS.labels(metrics.SITES.of(site), quota)
     await core.run.note_refusals()
+    await core.evaluation.observe()
     return status.sites
 
 

@@ -31,6 +31,7 @@ from heterorl.common.types.policy import (
 )
 from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.coordinator import status
+from heterorl.coordinator.evaluations import plan as evaluations
 from heterorl.coordinator.groups import queue
 from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.payloads.merging.spans import worth_merging
@@ -112,6 +113,15 @@ class PolicyColumn:
             canary.write_stated(connection, manifest.version, request)
             set_meta(connection, "encode_s", str(request.encode_s))
             rollback.settle(connection, manifest)
+            config = self._parts.config
+            evaluations.drop(connection, abandoned)
+            evaluations.plan(
+                connection,
+                config.evaluation,
+                version=manifest.version,
+                now=now,
+                is_last=config.is_finished(manifest.version),
+            )
             return manifest.version, ""
 
         version, why = await self._parts.change(operation, is_publication=True)

@@ -27,6 +27,7 @@ from heterorl.common.types.run import (
 )
 from heterorl.common.types.standstill import RELEASE
 from heterorl.coordinator import status
+from heterorl.coordinator.evaluations import plan as evaluations
 from heterorl.coordinator.groups import work
 from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.rpc.bounds import PUSH_GROUPS
@@ -105,7 +106,8 @@ class RunColumn:
             if not self._parts.sites.is_known(connection, beat.site, beat.incarnation):
                 return (Command.REGISTER,), False
             if self._parts.config.is_finished(lineage.head_version(connection)):
-                return (Command.STOP,), True
+                # The last version is to be evaluated: who drains does that first.
+                return (Command.DRAIN if evaluations.is_pending(connection) else Command.STOP,), True
             draining = (Command.DRAIN,) if get_meta(connection, "draining") else ()
             # Registering again, it says what it can still push, and the watermark passes over the rest.
             again = (Command.REGISTER,) if watermark.is_gap_wide(connection, beat.site, beat.incarnation) else ()
@@ -240,6 +242,11 @@ class RunColumn:
             if epoch is not None:
                 lineage.check_epoch(connection, epoch)
             set_meta(connection, "draining", reason or "asked to")
+            head, config = lineage.head_version(connection), self._parts.config
+            if head is not None:
+                evaluations.plan(
+                    connection, config.evaluation, version=head, now=self._parts.clock.wall(), is_last=True
+                )
 
         await self._parts.database.run(operation)
         _LOG.info("draining: %s", reason)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sqlite3
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from heterorl.common.errors import CorruptStore, OperatorError
 from heterorl.common.types.common import StepReport, report_from_row
+from heterorl.common.types.evaluation import Evaluation
 from heterorl.common.types.facts import facts_of
+from heterorl.coordinator.evaluations.results import listed
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.offline.history import STORE_FILE, is_in_use, open_store
 from heterorl.coordinator.status import FACTS, list_steps
@@ -98,6 +101,7 @@ def _from_store(directory: Path, journal: Path | None) -> PastRun:
             "GROUP BY site ORDER BY site"
         ).fetchall()
         counts = ledger.counts(connection)
+        sets = _evaluations(connection)
         said = connection.execute("SELECT value FROM meta WHERE key = ?", (FACTS,)).fetchone()
         facts = {} if said is None else dict(json.loads(said[0]))
     # The learner also knows steps that changed nothing.
@@ -113,6 +117,7 @@ def _from_store(directory: Path, journal: Path | None) -> PastRun:
         published=tuple((row[0], row[3]) for row in rows),
         num_abandoned=sum(row[4] for row in rows),
         ledger=counts,
+        sets=sets,
         sites=tuple(
             SiteTotals(
                 site=site,
@@ -124,6 +129,13 @@ def _from_store(directory: Path, journal: Path | None) -> PastRun:
             for site, engines, accepted, dropped, incarnations in sites
         ),
     )
+
+
+def _evaluations(connection: sqlite3.Connection) -> tuple[Evaluation, ...]:
+    """What samplers evaluated; a store of an earlier program knows of none."""
+    if connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'evaluation_jobs'").fetchone() is None:
+        return ()
+    return listed(connection, limit=_ALL)
 
 
 def _from_journal(directory: Path) -> PastRun:

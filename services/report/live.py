@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 
 from heterorl.common.api import OperatorApi
-from heterorl.common.errors import OperatorError
+from heterorl.common.errors import OperatorError, RemoteError
 from heterorl.common.types.common import StepReport
+from heterorl.common.types.evaluation import Evaluation
 from heterorl.common.types.incarnations import fold
 from heterorl.report.files import read_journal
 from heterorl.report.past_run import PastRun, SiteTotals
@@ -31,6 +33,11 @@ async def ask_run(api: OperatorApi, *, address: str, journal: Path | None = None
             break
     if not any(report.is_applied for report in reports):
         raise OperatorError(f"{address}: the run took no step", action="there is nothing to draw yet")
+    known: list[Evaluation] = []
+    with contextlib.suppress(RemoteError):
+        # A coordinator of an earlier release has none.
+        while page := await api.list_evaluations(after_version=known[-1].version if known else -1):
+            known += page
     by_step = {report.step: report for report in reports}
     sites = tuple(
         SiteTotals(
@@ -52,6 +59,7 @@ async def ask_run(api: OperatorApi, *, address: str, journal: Path | None = None
         sites=sites,
         facts=status.facts,
         is_live=True,
+        sets=tuple(known),
     )
     if own is None or journal is None:
         return run

@@ -13,6 +13,7 @@ from typing import Any
 from jinja2 import Environment
 
 import heterorl
+from heterorl.common.evaluation.rows import HEADS, evaluation_rows
 from heterorl.common.types.common import StepReport
 from heterorl.demo.figures import HEIGHT, PICTURES, STRONG, WEAK, drawings, picture, titles
 from heterorl.demo.look import CARDS, HEAD, NOTES, STYLE, columns_of
@@ -159,6 +160,8 @@ def _tables(run: PastRun) -> list[tuple[str, tuple[str, ...], list[tuple[Any, ..
             *((f"dropped: {reason.value.replace('_', ' ')}", n) for reason, n in run.ledger.dropped.items()),
         ]
         tables.append(("Ledger", ("account", "groups"), [(name, f"{count:,}") for name, count in accounts]))
+    if run.sets:
+        tables.append(("Evaluation", HEADS, [tuple(row) for row in evaluation_rows(run.sets)]))
     if run.sites:
         rows: list[tuple[Any, ...]] = [
             (site.site, ", ".join(site.engines), f"{site.accepted:,}", f"{site.dropped:,}", site.incarnations)

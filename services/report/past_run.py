@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from heterorl.common.types.common import StepReport
+from heterorl.common.types.evaluation import Evaluation
 from heterorl.common.types.run import LedgerCounts
 
 
@@ -43,3 +44,5 @@ class PastRun:
     """The learner's run.json: `heterorl_version` and `config`."""
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     is_live: bool = False
+    sets: tuple[Evaluation, ...] = ()
+    """What samplers evaluated, by version and set."""

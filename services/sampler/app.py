@@ -14,6 +14,7 @@
     deliver   a group that is due                           spool, or time
     beat      the heartbeat's interval                      time
     watchdog  half the service manager's interval           time
+    evaluate  a verified version; parts; the engine         sync; the coordinator; time; the engine
     main      SIGTERM, SIGINT, an order to stop, the end    the operator; beat; generate after a drain
 
 Weights are swapped by generate, between two tokens of what is under way, or with `swap = "drain"` when nothing is.
@@ -47,6 +48,8 @@ from heterorl.common.types.run import Registration
 from heterorl.common.weights.parallel import num_threads
 from heterorl.sampler.assembly import Parts, assemble
 from heterorl.sampler.config import SamplerConfig
+from heterorl.sampler.evaluation.joined import evaluation_of
+from heterorl.sampler.evaluation.work import EvaluationWork
 from heterorl.sampler.outbox.delivery import Delivery
 from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.sampler.policy.delay import Visibility, max_delay_s, max_delay_versions, max_group_delay_s
@@ -200,6 +203,10 @@ def join(
         rng=rng,
         now=now,
     )
+    evaluation = evaluation_of(
+        config, parts.sets, api=api, engine=parts.engine, generation=generation, maker=maker, policy=policy,
+        session=session, clock=clock, bell=bell, rng=rng,
+    )  # fmt: skip
     delivery = Delivery(api=api, outbox=outbox, clock=clock, bell=bell, rng=rng, now=now)
     return Sampler(
         session=session,
@@ -207,6 +214,7 @@ def join(
         generation=generation,
         delivery=delivery,
         outbox=outbox,
+        evaluation=evaluation,
         close=parts.close,
     )
 
@@ -220,6 +228,7 @@ class Sampler:
     generation: Generation
     delivery: Delivery
     outbox: Outbox
+    evaluation: EvaluationWork | None
     close: Callable[[], None]
 
     async def run(self, stop: asyncio.Event, *, on_ready: Callable[[], None] = lambda: None) -> None:
@@ -245,6 +254,8 @@ class Sampler:
                     _LOG.info("stopping: %d groups under way are given up", self.generation.num_under_way)
                 if not ends[0].done():
                     await self.generation.stop()
+                    if self.evaluation is not None:
+                        await self.evaluation.hand_back()
                 for task in ends:
                     task.cancel()
         except BaseExceptionGroup as group:
@@ -277,6 +288,8 @@ class Sampler:
                     self.session.beat(self.generation.reported),
                 )
             ]
+            if self.evaluation is not None:
+                loops.append(tasks.create_task(self.evaluation.run()))
             await self.generation.generate()
             await self.generation.empty()
             for task in loops:

@@ -20,10 +20,8 @@ from heterorl.common.types.common import Contract
 from heterorl.common.weights.arena import Arena
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.engines import build_engines
+from heterorl.sampler.evaluation.sets import SiteSet, open_sets, with_workers
 from heterorl.sampler.policy.flavoured_engine import FlavouredEngine
-
-REWARD_WORKERS = 4
-"""Where nobody says how many: completions end faster at a sampler than one process scores them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +36,8 @@ class Parts:
     """Weights of model_dir in the published type, until the engine loads others."""
     canary: tuple[ScoredText, ...] = ()
     """What the engine is compared with the learner on; none: it is not."""
+    sets: tuple[SiteSet, ...] = ()
+    """What it can evaluate."""
     close: Callable[[], None] = lambda: None
     """Ends what the engine runs outside this process."""
 
@@ -57,18 +57,19 @@ def assemble(config: SamplerConfig, *, scores_here: bool = False) -> Parts:
     check_model_dir(config.model_dir)
     if config.engine.threads:
         torch.set_num_threads(config.engine.threads)
-    settings = config.task
-    if "reward_workers" not in settings.model_fields_set:
-        settings = settings.model_copy(update={"reward_workers": REWARD_WORKERS})
     prompter = Prompter(
         config.model_dir,
         use_chat_template=config.use_chat_template,
         template_arguments=config.chat_template_arguments,
     )
+    settings = with_workers(config.task)
     task = build_task(settings, measure=prompter.num_tokens, notes=config.state_dir / NOTES)
     task = task if scores_here else apart(task, settings)
     # Before the model is loaded and before anybody counts on this site.
     try_reward(task, prompter)
+    sets = open_sets(config.evaluation)
+    for each in sets:
+        try_reward(each.task, prompter)
     sampling = config.sampling.semantics()
     end_token_ids = config.sampling.end_token_ids or prompter.end_token_ids
     engines = build_engines(config, sampling, end_token_ids=end_token_ids)
@@ -88,7 +89,8 @@ def assemble(config: SamplerConfig, *, scores_here: bool = False) -> Parts:
     flavoured = FlavouredEngine(engine, config.flavour) if config.flavour else None
 
     def close() -> None:
-        close_task(task)
+        for each in (task, *(one.task for one in sets)):
+            close_task(each)
         engines.close()
 
     return Parts(
@@ -99,5 +101,6 @@ def assemble(config: SamplerConfig, *, scores_here: bool = False) -> Parts:
         contract=contract,
         base=flavoured.base_of(engines.base) if flavoured else engines.base,
         canary=canary_texts(task, prompter),
+        sets=sets,
         close=close,
     )

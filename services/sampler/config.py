@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, JsonValue, Tag, field_validator, model_validator
 
+from heterorl.common.evaluation.config import EvaluationSetConfig, refuse_twice
 from heterorl.common.identity.signing import PublicKey
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.model.contract import SamplingConfig
@@ -158,6 +159,13 @@ class SamplerConfig(Config):
     """Prompts and reward; the same on every node."""
     sampling: SamplingConfig = SamplingConfig()
     """How tokens are drawn; the same on every node."""
+    evaluation: tuple[EvaluationSetConfig, ...] = ()
+    """Sets that this site can evaluate, by the names that the coordinator gives them; none: it evaluates nothing."""
+    evaluation_share: float = Field(default=0.25, gt=0, le=1)
+    """Largest part of the engine's rows that an evaluation takes beside rollouts, and of the time that it takes alone
+    with a version that had to be fetched for it."""
+    evaluation_hold_s: float = Field(default=300.0, ge=0)
+    """How long newer weights wait for an evaluation of the ones in use, seconds; rollouts go on meanwhile."""
     use_chat_template: bool = False
     """Send prompts through the tokenizer's chat template; the same on every node."""
     chat_template_arguments: dict[str, JsonValue] = Field(default_factory=dict)
@@ -201,6 +209,11 @@ class SamplerConfig(Config):
             if data.get("seeded_sampling") is True:
                 return {"swap": "drain", **data}
         return data
+
+    @model_validator(mode="after")
+    def _check_evaluation(self) -> SamplerConfig:
+        refuse_twice(self.evaluation)
+        return self
 
     @model_validator(mode="after")
     def _check_flavour(self) -> SamplerConfig:

@@ -19,6 +19,16 @@ from heterorl.common.types.common import (
     report_from_row,
 )
 from heterorl.common.types.digests import digest_field
+from heterorl.common.types.evaluation import (
+    Estimate,
+    Evaluation,
+    EvaluationDraws,
+    EvaluationGrant,
+    EvaluationPart,
+    EvaluationState,
+    EvaluationSummary,
+    PassEstimate,
+)
 from heterorl.common.types.policy import (
     FlavourVersion,
     Manifest,
@@ -71,6 +81,8 @@ from heterorl.common.wire.common import (
     report_from_pb,
     report_to_pb,
 )
+from heterorl.common.wire.evaluation import evaluation_from_pb, evaluation_to_pb, grant_to_pb
+from heterorl.common.wire.evaluation import grant_from_pb as evaluation_grant_from_pb
 from heterorl.common.wire.policy import (
     manifest_digest,
     manifest_from_bytes,
@@ -309,6 +321,12 @@ def test_manifest_survives_bytes_and_digest_is_of_the_bytes(manifest):
     assert manifest_digest(data) != manifest_digest(data + b"\x08\x00")
 
 
+small = st.integers(0, 2**32 - 1)
+draws = st.builds(
+    EvaluationDraws, num_prompts=small, num_samples=st.integers(1, 2**32 - 1), temperature=st.floats(0, 10),
+    top_p=st.floats(0.01, 1), max_new_tokens=st.integers(1, 2**32 - 1), seed=st.integers(0, 2**63 - 1), pass_reward=real,
+)  # fmt: skip
+estimates = st.builds(Estimate, mean=real, low=real, high=real, num_prompts=small)
 CASES = [
     (reports, report_to_pb, report_from_pb),
     (
@@ -497,7 +515,37 @@ CASES = [
         status_to_pb,
         status_from_pb,
     ),
-]
+    (
+        st.builds(
+            EvaluationGrant,
+            parts=st.lists(
+                st.builds(
+                    EvaluationPart, id=uint, task_set=text, version=version, state_root=digest, draws=draws,
+                    first_prompt=small, num_prompts=small, lease_s=real,
+                ),
+                max_size=2,
+            ).map(tuple),
+            reason=text,
+            retry_after_s=real,
+        ),
+        grant_to_pb,
+        evaluation_grant_from_pb,
+    ),
+    (
+        st.builds(
+            Evaluation, version=version, task_set=text, state=st.sampled_from(EvaluationState), num_wanted=small,
+            draws=draws, task_digest=text,
+            summary=st.builds(
+                EvaluationSummary, num_prompts=small, num_samples=small, num_errors=small, num_truncated=small,
+                mean_tokens=real, average=st.none() | estimates,
+                passes=st.lists(st.builds(PassEstimate, k=small, estimate=estimates), max_size=2).map(tuple),
+            ),
+            sites=st.lists(st.tuples(text, small), max_size=2).map(tuple), planned_time=real, ended_time=real,
+        ),
+        evaluation_to_pb,
+        evaluation_from_pb,
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("strategy", "to_pb", "from_pb"), CASES, ids=[case[1].__name__ for case in CASES])

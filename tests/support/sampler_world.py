@@ -28,6 +28,7 @@ from heterorl.coordinator.core import Coordinator
 from heterorl.sampler.app import Sampler, join
 from heterorl.sampler.assembly import Parts
 from heterorl.sampler.config import SamplerConfig
+from heterorl.sampler.evaluation.sets import SiteSet
 from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.sampler.policy.record import VersionRecord
 from tests.support.clock import ManualClock
@@ -228,6 +229,7 @@ class World:
         self.prompter = cast("Prompter", FixedPrompter())
         self.settings: dict[str, Any] = {}
         self.canary: tuple[ScoredText, ...] = ()
+        self.sets: tuple[SiteSet, ...] = ()
         self.running: asyncio.Task[None] | None = None
         self.threads = CountingThreads()
         asyncio.get_running_loop().set_default_executor(self.threads)
@@ -257,7 +259,7 @@ class World:
         self.outbox = Outbox(config.state_dir)
         parts = Parts(
             engine=self.engine, task=self.task, prompter=self.prompter, contract=CONTRACT,
-            canary=self.canary,
+            canary=self.canary, sets=self.sets,
         )  # fmt: skip
         api: Any = self.link
         record = VersionRecord(config.state_dir / "versions.jsonl")

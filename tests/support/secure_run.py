@@ -21,6 +21,7 @@ from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.rpc.server import Server
 from heterorl.coordinator.servicers.backup import BackupServicer
 from heterorl.coordinator.servicers.diagnosis import DiagnosisServicer
+from heterorl.coordinator.servicers.evaluation import EvaluationServicer
 from heterorl.coordinator.servicers.policy import PolicyServicer
 from heterorl.coordinator.servicers.rollout import RolloutServicer
 from heterorl.coordinator.servicers.run import RunServicer
@@ -28,6 +29,7 @@ from heterorl.coordinator.servicers.sample import SampleServicer
 from heterorl.v1 import (
     backup_pb2_grpc,
     diagnosis_pb2_grpc,
+    evaluation_pb2_grpc,
     policy_pb2_grpc,
     rollout_pb2_grpc,
     run_pb2_grpc,
@@ -65,6 +67,9 @@ class SecureRun:
         run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(self.core.run), self.server.grpc)
         diagnosis_pb2_grpc.add_DiagnosisServiceServicer_to_server(DiagnosisServicer(self.core.parts), self.server.grpc)
         backup_pb2_grpc.add_BackupServiceServicer_to_server(BackupServicer(self.core.backups), self.server.grpc)
+        evaluation_pb2_grpc.add_EvaluationServiceServicer_to_server(
+            EvaluationServicer(self.core.evaluation), self.server.grpc
+        )
         sample_pb2_grpc.add_SampleServiceServicer_to_server(SampleServicer(self.core.sample), self.server.grpc)
         self.port = await self.server.start("127.0.0.1:0")
         self.address = f"127.0.0.1:{self.port}"

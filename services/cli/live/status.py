@@ -18,18 +18,19 @@ from heterorl.common.types.run import RunStatus
 from heterorl.common.types.standstill import describe, quarantined_sites
 
 
+def plain(value: Any) -> Any:
+    """A domain value as plain JSON values."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {plain(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, tuple | list):
+        return [plain(entry) for entry in value]
+    return value.value if isinstance(value, enum.Enum) else value
+
+
 def status_json(status: RunStatus) -> dict[str, Any]:
     """A run's state as plain JSON values; enum keys become their values."""
-
-    def plain(value: Any) -> Any:
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        if isinstance(value, dict):
-            return {plain(key): plain(entry) for key, entry in value.items()}
-        if isinstance(value, tuple | list):
-            return [plain(entry) for entry in value]
-        return value.value if isinstance(value, enum.Enum) else value
-
     result: dict[str, Any] = plain(status)
     result["ledger"]["is_balanced"] = status.ledger.is_balanced
     result["standstill"] = describe(quarantined_sites(status))

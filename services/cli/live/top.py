@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from heterorl.common.api import OperatorApi
     from heterorl.common.types.common import StepReport
+    from heterorl.common.types.evaluation import Evaluation
     from heterorl.common.types.run import RunStatus
 
 CALL_S = 5.0
@@ -57,6 +58,7 @@ class View:
     unreachable_since: float | None = None
     problem: str = ""
     marks: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    evaluations: dict[tuple[int, str], Evaluation] = field(default_factory=dict)
 
 
 async def poll(view: View, api: OperatorApi, *, wall: float, monotonic: float) -> None:
@@ -66,6 +68,7 @@ async def poll(view: View, api: OperatorApi, *, wall: float, monotonic: float) -
         PermissionDenied: the certificate is no operator's.
         ConfigError: the certificates cannot be used.
     """
+    from heterorl.cli.live.evaluations import read_evaluations
     from heterorl.common.errors import ConfigError, HeterorlError, PermissionDenied
 
     try:
@@ -74,7 +77,9 @@ async def poll(view: View, api: OperatorApi, *, wall: float, monotonic: float) -
             if view.status is None or view.status.run_id != status.run_id:
                 view.reports.clear()
                 view.marks.clear()
+                view.evaluations.clear()
             await _read_steps(view, api, status)
+            await read_evaluations(api, view.evaluations)
     except (PermissionDenied, ConfigError):
         raise
     except (HeterorlError, TimeoutError) as error:
@@ -108,6 +113,7 @@ def frame(view: View, *, wall: float, width: int, is_unicode: bool = False) -> G
     from rich.text import Text
 
     from heterorl.cli.live.curves import series
+    from heterorl.cli.live.evaluations import evaluation_tables
     from heterorl.cli.live.status import status_tables
     from heterorl.demo.table import newest_accuracy, sparkline
 
@@ -131,7 +137,7 @@ def frame(view: View, *, wall: float, width: int, is_unicode: bool = False) -> G
             # A reward names its parts: text, never markup.
             curves.add_row(Text(name), newest, sparkline(values[-LINE:], is_unicode=is_unicode))
         parts.append(curves)
-    return Group(*parts)
+    return Group(*parts, *evaluation_tables(view.evaluations.values()))
 
 
 def _rates(view: View) -> str:

@@ -25,6 +25,7 @@ from heterorl.cli.link import (
 if TYPE_CHECKING:
     from heterorl.common.rpc.client import CoordinatorClient
     from heterorl.common.types.common import StepReport
+    from heterorl.common.types.evaluation import Evaluation
     from heterorl.common.types.run import RunStatus
 
 STEPS = 200
@@ -41,24 +42,32 @@ def status(
     insecure: InsecureOption = False,
 ) -> None:
     """Show a run: versions, queue, ledger, sites. Needs an operator's certificate: `heterorl certs issue operator`."""
-    from heterorl.cli.live.status import status_json, status_tables
+    from heterorl.cli.live.evaluations import evaluation_tables
+    from heterorl.cli.live.status import plain, status_json, status_tables
 
     address, tls = find_link(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
-    answer, reports = ask(address, tls=tls, call=_look)
+    answer, reports, evaluations = ask(address, tls=tls, call=_look)
     if json_:
-        typer.echo(json.dumps(status_json(answer), indent=2))
+        typer.echo(json.dumps({**status_json(answer), "evaluations": plain(evaluations)}, indent=2))
     else:
         console = console_of()
         scored = [report.evaluation_accuracy for report in reports if report.evaluation_accuracy is not None]
         console.print(*status_tables(answer, width=console.width, accuracy=scored[-1] if scored else None))
+        console.print(*evaluation_tables(evaluations))
 
 
-async def _look(run: CoordinatorClient) -> tuple[RunStatus, tuple[StepReport, ...]]:
-    """The state of the run and its newest steps, one of which knows the accuracy."""
+async def _look(run: CoordinatorClient) -> tuple[RunStatus, tuple[StepReport, ...], tuple[Evaluation, ...]]:
+    """The state of the run, its newest steps, one of which knows the accuracy, and its evaluations."""
+    from heterorl.cli.live.evaluations import read_evaluations
+
     status = await run.get_status()
+    known: dict[tuple[int, str], Evaluation] = {}
+    await read_evaluations(run, known)
+    evaluations = tuple(known[key] for key in sorted(known))
     if status.last_report is None:
-        return status, ()
-    return status, await run.list_steps(after_step=max(0, status.last_report.step - STEPS), limit=STEPS)
+        return status, (), evaluations
+    steps = await run.list_steps(after_step=max(0, status.last_report.step - STEPS), limit=STEPS)
+    return status, steps, evaluations
 
 
 def health(

@@ -205,9 +205,7 @@ class HfEngine:
             if num > room and (self._rows or admitted):
                 break
             room -= num
-            admitted.append(
-                Group(self._waiting.popleft(), limit=self._sampling.max_new_tokens, is_seeded=self._is_seeded)
-            )
+            admitted.append(Group(self._waiting.popleft(), sampling=self._sampling, is_seeded=self._is_seeded))
         return admitted
 
     def _advance(self, rows: Rows | None, joining: Sequence[Group]) -> tuple[Rows | None, list[Finished]]:
@@ -216,7 +214,6 @@ class HfEngine:
             new = Rows(
                 joining,
                 run=self._run,
-                sampling=self._sampling,
                 end_token_ids=self._ends,
                 vocab_size=self.vocab_size,
                 device=self._device,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from heterorl.common.types.common import Float32Array, Int32Array
+from heterorl.common.types.common import Float32Array, Int32Array, SamplingSemantics
 from heterorl.common.types.rollout import FinishReason, VersionSpan
 
 
@@ -21,12 +21,16 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
-    """A prompt (int32 [T]) and how many completions to draw of it; `key` is one that no request under way has."""
+    """A prompt (int32 [T]) and how many completions to draw of it; `key` is one that no request under way has.
+
+    `sampling` is another way to draw than the run's, for evaluation; the log-probs of such completions mean nothing.
+    """
 
     key: int
     prompt: Int32Array
     seed: int
     num_completions: int
+    sampling: SamplingSemantics | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

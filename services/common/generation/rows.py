@@ -30,9 +30,12 @@ Pass = Callable[..., tuple[Any, int]]
 class Group:
     """The completions of one request; those in `members` are rows still."""
 
-    def __init__(self, request: Request, *, limit: int, is_seeded: bool) -> None:
+    def __init__(self, request: Request, *, sampling: SamplingSemantics, is_seeded: bool) -> None:
+        """Rows of a request, which are drawn as `sampling` says where the request itself says nothing."""
         num = request.num_completions
         self.request = request
+        self.sampling = request.sampling or sampling
+        limit = self.sampling.max_new_tokens
         self.members = np.arange(num)
         self.column = 0
         self.is_done = np.zeros(num, bool)
@@ -94,7 +97,6 @@ class Rows:
         groups: Sequence[Group],
         *,
         run: Pass,
-        sampling: SamplingSemantics,
         end_token_ids: Sequence[int],
         vocab_size: int,
         device: torch.device,
@@ -102,7 +104,6 @@ class Rows:
         """Rows that have read nothing yet: `step` lets them read their prompts."""
         self._groups = list(groups)
         self._run = run
-        self._sampling = sampling
         self._ends = list(end_token_ids)
         self._vocab_size = vocab_size
         self._device = device
@@ -132,7 +133,7 @@ class Rows:
         )
         self._cache = output.past_key_values
         noise = torch.cat([group.noise(self._vocab_size) for group in self._groups])
-        drawn, logprobs = draw(output.logits[:, -1], noise.to(self._device), self._sampling)
+        drawn, logprobs = self._drawn(output.logits[:, -1], noise.to(self._device))
         ended = self._take(drawn.cpu().numpy(), logprobs.cpu().numpy(), version)
         self._ids = drawn[:, None]
         self._attention = torch.cat([self._attention, self._attention.new_ones(len(drawn), 1)], 1)
@@ -159,6 +160,18 @@ class Rows:
                 both = [_widened(getattr(layer, name), width - 1, dim=-2) for layer in (mine, theirs)]
                 setattr(mine, name, torch.cat(both))
         self._groups += others._groups
+
+    def _drawn(self, logits_BV: Tensor, noise_BV: Tensor) -> tuple[Tensor, Tensor]:
+        """A token and its log-prob for every row, each as its group is drawn."""
+        ways = {group.sampling: None for group in self._groups}
+        if len(ways) == 1:
+            return draw(logits_BV, noise_BV, next(iter(ways)))
+        sizes = [len(group.members) for group in self._groups]
+        parts = [
+            draw(logits, noise, group.sampling)
+            for group, logits, noise in zip(self._groups, logits_BV.split(sizes), noise_BV.split(sizes), strict=True)
+        ]
+        return torch.cat([tokens for tokens, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
 
     def _take(self, tokens: np.ndarray[Any, Any], logprobs: np.ndarray[Any, Any], version: int) -> list[Finished]:
         are_ends = np.isin(tokens, self._ends)

@@ -19,6 +19,7 @@ PATTERNS = {
     r"^(https?://.+:\d{1,5})?$": "http://host:port or https://host:port",
     r"^https?://[^\s]+$": "a url that begins with http:// or https://",
     r"^[A-Za-z_0-9]*$": "the name of an environment variable",
+    r"^([0-9a-f]{64})?$": "64 hexadecimal digits, or nothing",
     r"^ed25519:[0-9a-f]{64}$": "a public key as `heterorl keys show` prints it: ed25519: and 64 hexadecimal digits",
 }
 """What a pattern of a schema asks for; a test looks for one that is not here."""

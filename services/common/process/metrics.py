@@ -123,6 +123,11 @@ SITE_FLAVOUR = _gauge(
     "coordinator_site_flavour_info", "1 for the form of the weights that a site pulls.", "site", "flavour"
 )
 
+# coordinator: evaluations
+EVALUATION_REWARD = _gauge("coordinator_evaluation_reward_mean", "Mean reward of the newest one that is done.", "set")
+EVALUATION_VERSION = _gauge("coordinator_evaluation_version", "Version of the newest one that is done.", "set")
+EVALUATED_PROMPTS = _counter("coordinator_evaluated_prompts_total", "Held-out prompts counted.", "site")
+
 # coordinator: store
 COMMIT_SECONDS = _histogram("coordinator_commit_seconds", "Duration of a commit, its fsync included.")
 COMMIT_OPERATIONS = _counter("coordinator_commit_operations_total", "Operations that shared these commits.")

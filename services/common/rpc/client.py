@@ -10,8 +10,8 @@ import grpc.aio
 
 from heterorl.common.errors import InvalidRequest, MalformedPayload, Unreachable
 from heterorl.common.process.metrics import BYTES
-from heterorl.common.rpc.attempt import once, timed
-from heterorl.common.rpc.calls import readable
+from heterorl.common.rpc.calls import once, readable, timed
+from heterorl.common.rpc.evaluation_calls import EvaluationCalls
 from heterorl.common.rpc.learner_calls import LearnerCalls
 from heterorl.common.types.common import Digest, SiteId, StepReport
 from heterorl.common.types.policy import HeadUpdate, PublishRequest, PullPlan, SignedManifest
@@ -57,7 +57,7 @@ MIN_UP_BYTES_PER_S = 4096.0
 """The slowest link over which a push ends before its deadline; a dead one is noticed by its pings in seconds."""
 
 
-class CoordinatorClient(LearnerCalls):
+class CoordinatorClient(EvaluationCalls, LearnerCalls):
     """A coordinator at an address; implements heterorl.common.api.CoordinatorApi. Plaintext only if `tls` says so.
 
     Streams (watch_head, read_payload, stream_groups, upload_payload) are not repeated here: their callers hold the

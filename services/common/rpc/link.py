@@ -20,6 +20,7 @@ from heterorl.common.rpc.options import MAX_MESSAGE_BYTES, MIN_MESSAGE_BYTES, li
 from heterorl.v1 import (
     backup_pb2_grpc,
     diagnosis_pb2_grpc,
+    evaluation_pb2_grpc,
     policy_pb2_grpc,
     rollout_pb2_grpc,
     run_pb2_grpc,
@@ -38,6 +39,7 @@ class Stubs:
             run_pb2_grpc.RunServiceStub(channel),
             diagnosis_pb2_grpc.DiagnosisServiceStub(channel),
             backup_pb2_grpc.BackupServiceStub(channel),
+            evaluation_pb2_grpc.EvaluationServiceStub(channel),
             sample_pb2_grpc.SampleServiceStub(channel),
         ]
         self._methods = {name: method for stub in stubs for name, method in vars(stub).items()}

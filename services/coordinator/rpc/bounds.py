@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 from heterorl.common.identity.identity import is_name
 from heterorl.common.types.common import MAX_END_TOKENS
+from heterorl.common.types.evaluation import MAX_PARTS, MAX_SAMPLES, MAX_TEXT, PART_SAMPLES
 from heterorl.common.weights.container import FRAME_BYTES
 
 
@@ -50,6 +51,7 @@ _NAME = Bound(length=64, text=Text.NAME)
 _DIGEST = Bound(length=64)
 _PROSE = Bound(length=4096, text=Text.PROSE)
 _TOKENS = Bound(count=MAX_TOKENS)
+_EVALUATION_TEXT = Bound(length=MAX_TEXT, text=Text.PROSE)
 _TEXTS = Bound(length=MAX_TOKENS, text=Text.PROSE)
 """Of prompts and completions; how much of them one message holds, its own limit says."""
 _OF_LEARNER = Bound(count=1 << 15)
@@ -142,6 +144,24 @@ BOUNDS: Mapping[str, Bound] = MappingProxyType(
         "EvaluatedRollout.token_ids": _TOKENS,
         "EvaluatedRollout.logprobs": _TOKENS,
         "BackupRequest.name": _NAME,
+        "LeaseEvaluationRequest.site": _NAME,
+        "LeaseEvaluationRequest.incarnation": _NAME,
+        "LeaseEvaluationRequest.sets": Bound(count=256),
+        "LeaseEvaluationRequest.held": Bound(count=MAX_PARTS),
+        "EvaluationSet.name": _NAME,
+        "EvaluationSet.task_digest": _DIGEST,
+        "PushEvaluationRequest.site": _NAME,
+        "PushEvaluationRequest.incarnation": _NAME,
+        "PushEvaluationRequest.state_root": _DIGEST,
+        "PushEvaluationRequest.results": Bound(count=PART_SAMPLES),
+        "PromptResult.samples": Bound(count=MAX_SAMPLES),
+        "PromptResult.prompt": _EVALUATION_TEXT,
+        "ScoredSample.text": _EVALUATION_TEXT,
+        "AbandonEvaluationRequest.site": _NAME,
+        "AbandonEvaluationRequest.incarnation": _NAME,
+        "AbandonEvaluationRequest.parts": Bound(count=MAX_PARTS),
+        "AbandonEvaluationRequest.reason": _PROSE,
+        "ListEvaluationsRequest.task_set": _NAME,
         "DrainRequest.reason": _PROSE,
         "ReleaseSiteRequest.site": _NAME,
         "ReleaseSiteRequest.reason": _PROSE,

@@ -104,6 +104,24 @@ CREATE INDEX IF NOT EXISTS steps_by_version ON steps (version);
 CREATE INDEX IF NOT EXISTS audit_by_subject ON audit (kind, subject);
 """
 """Made at a start where an earlier program did not: they hold nothing that the tables do not."""
+EVALUATIONS = """
+CREATE TABLE IF NOT EXISTS evaluation_jobs (
+    job INTEGER PRIMARY KEY AUTOINCREMENT, version INTEGER NOT NULL, task_set TEXT NOT NULL, draws TEXT NOT NULL,
+    state TEXT NOT NULL, planned REAL NOT NULL, wanted INTEGER NOT NULL DEFAULT 0,
+    task_digest TEXT NOT NULL DEFAULT '', ended REAL NOT NULL DEFAULT 0, summary TEXT NOT NULL DEFAULT '',
+    sites TEXT NOT NULL DEFAULT '[]', UNIQUE (version, task_set));
+CREATE INDEX IF NOT EXISTS evaluation_jobs_by_state ON evaluation_jobs (state, task_set, version);
+CREATE TABLE IF NOT EXISTS evaluation_parts (
+    part INTEGER PRIMARY KEY AUTOINCREMENT, job INTEGER NOT NULL, first INTEGER NOT NULL, count INTEGER NOT NULL,
+    site TEXT NOT NULL DEFAULT '', incarnation TEXT NOT NULL DEFAULT '', is_leased INTEGER NOT NULL DEFAULT 0,
+    is_done INTEGER NOT NULL DEFAULT 0, holders TEXT NOT NULL DEFAULT '[]');
+CREATE INDEX IF NOT EXISTS evaluation_parts_of_job ON evaluation_parts (job, is_done);
+CREATE TABLE IF NOT EXISTS evaluation_results (
+    job INTEGER NOT NULL, prompt_index INTEGER NOT NULL, site TEXT NOT NULL, scores TEXT NOT NULL,
+    PRIMARY KEY (job, prompt_index)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS evaluation_sets (task_set TEXT PRIMARY KEY, task_digest TEXT NOT NULL) WITHOUT ROWID;
+"""
+"""Made at a start where an earlier program did not: no other table knows of them, so that one can go on without."""
 _MOVED = ("payloads", "signatures", "verified", "canaries")
 FROM_1 = (
     """

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from heterorl.common.evaluation.intervals import interval
 from heterorl.lab.report.canvas import Picture, say_empty, scale
 from heterorl.lab.report.data import Arm, Delay, Results, Run, by_cell, numbers
 from heterorl.lab.report.paired import BASELINE
 from heterorl.lab.report.palette import Look
 from heterorl.lab.statistics.correlation import pearson, spearman
-from heterorl.lab.statistics.intervals import interval
 
 _BARS = "Dots are means over seeds, bars 95 % t-intervals; a dot without bar is one seed."
 _MOST_LINES = 8

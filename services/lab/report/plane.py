@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from heterorl.common.evaluation.intervals import Interval, interval
 from heterorl.lab.report.canvas import Picture
 from heterorl.lab.report.data import Delay, Results, Run
 from heterorl.lab.report.sweeps import settings
-from heterorl.lab.statistics.intervals import Interval, interval
 
 _LEAST_LAGS = 2
 

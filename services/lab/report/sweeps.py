@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from heterorl.common.evaluation.intervals import interval
 from heterorl.lab.report.canvas import Picture, say_empty
 from heterorl.lab.report.data import Arm, Delay, Results, Run, numbers
 from heterorl.lab.report.palette import Look, looks
-from heterorl.lab.statistics.intervals import interval
 
 
 def settings(variant: str) -> dict[str, str]:

@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from heterorl.common.evaluation.intervals import Interval, interval, wilson
 from heterorl.lab.protocol.flat import is_flat, rise
 from heterorl.lab.report.data import Arm, Delay, Results, Run, by_cell, numbers
 from heterorl.lab.report.paired import Comparison
 from heterorl.lab.report.reading import load
-from heterorl.lab.statistics.intervals import Interval, interval, wilson
 
 _NOT_IN_CSV = {"series", "evaluations"}
 

@@ -1,4 +1,4 @@
-"""Statistics of paired seeds: intervals, tests, power, correlations. Pure: lists of numbers in, numbers out.
+"""Statistics of paired seeds: tests, power, correlations. Pure: lists of numbers in, numbers out.
 
-Open `intervals` first, then `significance` and `power`.
+Open `significance` first, then `power`. Intervals are heterorl.common.evaluation.intervals.
 """

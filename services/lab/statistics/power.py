@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from heterorl.lab.statistics.intervals import t_quantile
+from heterorl.common.evaluation.intervals import t_quantile
 
 _NODES = 200
 _MOST_PAIRS = 100_000

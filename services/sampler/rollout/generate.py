@@ -29,6 +29,7 @@ from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.sampler.outbox.spooling import Spooling
 from heterorl.sampler.policy.sync import PolicySync
 from heterorl.sampler.rollout.drafts import Draft
+from heterorl.sampler.rollout.guests import Guests
 from heterorl.sampler.rollout.harvest import Harvest
 from heterorl.sampler.rollout.maker import RolloutMaker
 from heterorl.sampler.rollout.reserve import Reserve
@@ -73,23 +74,24 @@ class Generation:
         self._clock = clock
         self._bell = bell
         # What happens to groups under way; the sampler's other loops need not look at every completion.
-        self._news = Bell()
+        self.news = Bell()
         self._work = Work(api=api, session=session, task=maker.task, clock=clock, rng=rng)
         self.swap = Swap(
             api=api, engine=engine, canary=canary, policy=policy, session=session, clock=clock, rng=rng,
             on_quarantine=self._return_reserve,
         )  # fmt: skip
+        self.guests = Guests(swap=self.swap, num_rollouts=lambda: self._drafts.num_running, news=self.news)
         self.harvest = Harvest(
             engine=engine, maker=maker, spooling=self.spooling, swap=self.swap, work=self._work, clock=clock,
-            bell=bell, news=self._news,
+            bell=bell, news=self.news, guests=self.guests,
         )  # fmt: skip
         self._drafts = self.harvest.drafts
         self._room = max(1, engine.max_running // maker.group_size)
         self.reserve = Reserve(
             work=self._work, room_groups=self._room, work_ahead_s=lambda: session.work_ahead_s,
-            rate=self.harvest.groups, clock=clock, news=self._news,
+            rate=self.harvest.groups, clock=clock, news=self.news,
         )  # fmt: skip
-        self._is_swapping = self._is_ending = False
+        self._is_ending = False
 
     def reported(self) -> Reported:
         """What a heartbeat says of this."""
@@ -151,6 +153,7 @@ class Generation:
         return (
             not self._session.is_draining
             and not self._is_ending
+            and not self.guests.are_alone
             and self.swap.version >= 0
             and not self.spooling.problem
             and level.num_bytes < self._config.outbox_bytes
@@ -166,10 +169,10 @@ class Generation:
 
     async def _conduct(self, tasks: asyncio.TaskGroup) -> None:
         while True:
-            tickets = self._bell.ticket(), self._news.ticket()
+            tickets = self._bell.ticket(), self.news.ticket()
             if self._session.is_draining:
                 self._return_reserve()
-                if self.harvest.is_empty:
+                if self.harvest.is_empty and not self.guests.are_expected:
                     return
             now = self._clock.monotonic()
             self.harvest.groups.work(len(self._drafts) > 0, now)
@@ -186,13 +189,13 @@ class Generation:
     async def _exchange(self, tasks: asyncio.TaskGroup) -> bool:
         """Give the engine what is due, beside what is under way where that may be; whether anything was done."""
         pulled = self.swap.due()
-        if pulled is None or self._is_swapping or self._is_ending:
+        if pulled is None or self.guests.is_swapping or self._is_ending:
             return False
         # One engine of several is started again beside what the others do.
         is_mend = pulled.version == self.swap.version
-        if self._drafts.num_running and self._config.swap == "drain" and not is_mend:
+        if not is_mend and (self.guests.pinned >= 0 or (self._drafts.num_running and self._config.swap == "drain")):
             return False
-        self._is_swapping = True
+        self.guests.is_swapping = True
         if self._drafts.num_running or is_mend:
             tasks.create_task(self._take(pulled))
         else:
@@ -203,15 +206,16 @@ class Generation:
         try:
             await self.swap.take(pulled)
         finally:
-            self._is_swapping = False
+            self.guests.is_swapping = False
         if self.swap.version == pulled.version:
             # What was refused to the old version may be given to the new one.
             self._work.ask_time = self._clock.monotonic()
-        self._news.ring()
+        self.news.ring()
 
     async def _begin(self) -> bool:
         """Give the engine what it has room for; whether anything was done."""
-        if not self._may_begin or (self._config.swap == "drain" and self._is_newer_due):
+        is_swap_first = self._config.swap == "drain" and self._is_newer_due and self.guests.pinned < 0
+        if not self._may_begin or is_swap_first:
             return False
         count = self._num_wanted()
         if count and not self._config.work_ahead_s and not len(self.reserve):
@@ -239,7 +243,7 @@ class Generation:
         rows, size = self._engine.max_running, self._maker.group_size
         if self._drafts.num_unscored >= MAX_UNSCORED * rows:
             return 0
-        return max(0, rows + max(size, rows // 4) - self._drafts.num_running) // size
+        return max(0, rows + max(size, rows // 4) - self._drafts.num_running - self.guests.num_running) // size
 
     def _ask_wait_s(self) -> float | None:
         """Seconds until work may be asked for by this loop; None where another one asks, or nothing can be begun."""
@@ -255,10 +259,10 @@ class Generation:
             refused = [draft for draft in drafts[count:] if self._drafts.lose(draft.key) is not None]
             self.reserve.put_back([draft.assignment for draft in refused])
             # During a swap it takes none; a swap that failed says so itself.
-            if not self._is_swapping and self.swap.version >= 0:
+            if not self.guests.is_swapping and self.swap.version >= 0:
                 self.swap.note_failure(error)
         if count:
-            self._news.ring()
+            self.news.ring()
         return count > 0
 
     def _submitted(self, drafts: Sequence[Draft]) -> tuple[int, EngineError | None]:

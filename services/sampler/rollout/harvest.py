@@ -23,6 +23,7 @@ from heterorl.common.process.clock import Bell, Clock, ring_or_time
 from heterorl.common.types.rollout import Group
 from heterorl.sampler.outbox.spooling import Spooling
 from heterorl.sampler.rollout.drafts import Draft, Drafts
+from heterorl.sampler.rollout.guests import Guests
 from heterorl.sampler.rollout.maker import RolloutMaker
 from heterorl.sampler.rollout.scorer import Scorer
 from heterorl.sampler.rollout.speed import GroupRate, TokenRate
@@ -51,6 +52,7 @@ class Harvest:
         clock: Clock,
         bell: Bell,
         news: Bell,
+        guests: Guests,
     ) -> None:
         """Join it.
 
@@ -63,6 +65,7 @@ class Harvest:
             clock: time.
             bell: rings when there is more in the outbox.
             news: rings when anything happened to a group under way.
+            guests: what else is in the engine.
         """
         self.drafts = Drafts(group_size=maker.group_size)
         self.tokens, self.groups = TokenRate(), GroupRate()
@@ -75,6 +78,7 @@ class Harvest:
         self._clock = clock
         self._bell = bell
         self._news = news
+        self._guests = guests
         self._scorer = Scorer(maker)
         self._scoring: dict[int, list[asyncio.Task[None]]] = {}
         self._whole: list[Group] = []
@@ -127,7 +131,7 @@ class Harvest:
         while True:
             ticket = self._news.ticket()
             ended: list[Finished | Lost] = []
-            if self.drafts.num_running:
+            if self.drafts.num_running or self._guests.num_running:
                 was_swapping = self._swap.running.locked()
                 try:
                     ended = await asyncio.to_thread(self._engine.collect)
@@ -146,6 +150,9 @@ class Harvest:
     def _take_in(self, ended: Sequence[Finished | Lost], tasks: asyncio.TaskGroup) -> None:
         now, num_tokens = self._clock.monotonic(), 0
         for one in ended:
+            if self._guests.take(one):
+                num_tokens += 0 if isinstance(one, Lost) else one.completion.token_ids.size
+                continue
             if isinstance(one, Lost):
                 lost = self.drafts.lose(one.key)
                 if lost is not None:
@@ -213,6 +220,7 @@ class Harvest:
             self._swap.note_age("generate", group.oldest_version)
 
     def _lose_all(self) -> None:
+        self._guests.lose_all()
         for draft in self.drafts.lose_all():
             self._give_up(draft)
 

@@ -134,7 +134,8 @@ class VllmEngine:
             ConfigError: the prompt leaves no room for a completion.
             EngineError: the weights are not those of a version, or the process ended.
         """
-        limit = self._sampling.max_new_tokens
+        sampling = request.sampling or self._sampling
+        limit = sampling.max_new_tokens
         if request.prompt.size + limit > self.max_model_len:
             raise ConfigError(
                 "engine.max_model_len",
@@ -147,7 +148,7 @@ class VllmEngine:
             process, epoch = self._alive(), self._epoch
             for member in range(request.num_completions):
                 asked = settings(
-                    self._sampling,
+                    sampling,
                     seed=seed_of(request.seed, member),
                     max_tokens=limit,
                     stop_token_ids=list(self._ends),

@@ -34,6 +34,7 @@ COMMANDS = [
     "sampler",
     "demo",
     "export",
+    "evaluate",
     "rollback",
     "backup",
     "status",

@@ -51,6 +51,9 @@ class Scripted:
             for step in range(after_step + 1, self.status.last_report.step + 1)
         )
 
+    async def list_evaluations(self, *, after_version, limit):
+        return ()
+
 
 def shown(view, *, wall=1000.0):
     console = Console(width=160, file=io.StringIO(), record=True, markup=False)

@@ -1,5 +1,6 @@
 """Requests one by one: they join what is computed between two tokens, and each gives what it gives alone."""
 
+import dataclasses
 import threading
 
 import numpy as np
@@ -265,3 +266,24 @@ def test_a_lost_request_is_no_finished_one(engine):
 
     assert all(isinstance(one, Finished) and one.key == 3 for one in ended)
     assert all(one.completion.finish_reason in FinishReason for one in ended)
+
+
+def test_requests_of_another_temperature_and_length_beside_others_are_what_they_are_alone(engine, model_dir):
+    greedy = semantics(top_k=1, max_new_tokens=5)
+    wild = semantics(temperature=2.0, top_p=0.8, max_new_tokens=60)
+    ways = [None, greedy, wild, None]
+    requests = [dataclasses.replace(request(key), sampling=ways[key], num_completions=2) for key in range(4)]
+    for one in requests:
+        engine.submit(one)
+    found = in_order(collected(engine), requests)
+
+    for one, members in zip(requests, found, strict=True):
+        own = one.sampling or SAMPLING
+        plain = hf_engine(
+            model_dir, temperature=own.temperature, top_p=own.top_p, top_k=own.top_k,
+            max_new_tokens=own.max_new_tokens, engine={"batch_rows": 8},
+        )  # fmt: skip
+        (expected,) = plain.generate([one.prompt], seeds=[one.seed], num_per_prompt=2)
+        assert [row.token_ids.tolist() for row in members] == [row.token_ids.tolist() for row in expected]
+    assert len({tuple(row.token_ids.tolist()) for row in found[1]}) == 1
+    assert max(row.token_ids.size for row in found[1]) <= 5

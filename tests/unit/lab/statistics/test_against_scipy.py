@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from heterorl.common.evaluation.intervals import interval, wilson
 from heterorl.lab.statistics.correlation import pearson, spearman
-from heterorl.lab.statistics.intervals import interval, wilson
 from heterorl.lab.statistics.power import detectable_difference, needed_pairs, power
 from heterorl.lab.statistics.significance import equivalence_test, holm, sign_flip_test, t_test, wilcoxon_test
 

@@ -3,8 +3,8 @@
 import mpmath
 import pytest
 
+from heterorl.common.evaluation.intervals import interval, t_central, t_quantile
 from heterorl.lab.statistics.correlation import pearson, spearman
-from heterorl.lab.statistics.intervals import interval, t_central, t_quantile
 from heterorl.lab.statistics.significance import holm, sign_flip_test, t_test, wilcoxon_test
 
 # Darwin's maize, eighths of an inch, crossed minus self-fertilised: Fisher, The Design of Experiments, sections 17

@@ -1,0 +1,123 @@
+"""The command `heterorl evaluate`."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from heterorl.common.evaluation.config import EvaluationSetConfig
+    from heterorl.common.types.evaluation import PromptResult
+    from heterorl.evaluation.run import Row
+    from heterorl.evaluation.sets import OpenSet
+    from heterorl.sampler.config import SamplerConfig
+
+_ADDRESS = re.compile(r"^.+:\d{1,5}$")
+
+
+def evaluate(
+    subject: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL|HOST:PORT",
+            help="A Hugging Face directory or hub id, or a run's coordinator, from which versions are pulled.",
+        ),
+    ],
+    version: Annotated[
+        list[int] | None, typer.Option(help="Version of the run to pull; repeatable. The newest if none is given.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="A sampler's TOML file: its engine, sets and certificates.")
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Override one key of it: `--set engine.device=cuda`.")
+    ] = None,
+    only: Annotated[list[str] | None, typer.Option(help="One of its [[evaluation]] sets; repeatable.")] = None,
+    task: Annotated[str, typer.Option(help="Evaluate this task instead of its sets, such as `jsonl:test.jsonl`.")] = "",
+    prompts: Annotated[int | None, typer.Option(help="Held-out prompts of each set.", min=1)] = None,
+    samples: Annotated[int | None, typer.Option(help="Completions of each prompt.", min=1)] = None,
+    temperature: Annotated[float | None, typer.Option(help="Softmax temperature; 0 is greedy.", min=0)] = None,
+    top_p: Annotated[float | None, typer.Option(help="Nucleus mass.", min=0.0, max=1.0)] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Longest completion, tokens.", min=1)] = None,
+    out: Annotated[Path | None, typer.Option(help="File for the JSON with every completion.")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+) -> None:
+    """Evaluate a model, or versions of a run, on held-out prompts: avg@n and pass@k with intervals over prompts.
+
+    Draws and scores exactly what the run's own evaluations draw and score. Without [[evaluation]] in the configuration
+    the set is the held-out prompts of its task.
+    """
+    from heterorl.cli.link import silence_grpc
+    from heterorl.cli.service_config import load_service
+    from heterorl.common.errors import ConfigError
+    from heterorl.common.process import logs
+
+    silence_grpc()
+    logs.configure(style="console", fields={"role": "evaluate"})
+    overrides = [*(set_ or ()), *([f'task.name="{task}"'] if task else ())]
+    loaded: SamplerConfig = load_service("sampler", config, overrides)
+    if task:
+        loaded = loaded.model_copy(update={"evaluation": ()})
+    is_run = not Path(subject).exists() and _ADDRESS.match(subject) is not None
+    if version and not is_run:
+        raise ConfigError("--version", f"{subject} is a model, which has none", action="name host:port of a run")
+    changes = {
+        "num_prompts": prompts,
+        "samples_per_prompt": samples,
+        "temperature": temperature,
+        "top_p": top_p,
+        "max_new_tokens": max_new_tokens,
+    }
+    from heterorl.evaluation.sets import configured
+
+    sets = configured(loaded, names=only or (), **changes)
+    rows = _evaluate(subject, list(version or (-1,)), is_run=is_run, config=loaded, sets=sets)
+    from heterorl.evaluation.view import as_json, tables
+
+    if out is not None:
+        try:
+            out.write_text(json.dumps(as_json(rows, with_texts=True), indent=1), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError("--out", f"cannot write: {error}") from error
+    if json_:
+        typer.echo(json.dumps(as_json(rows, with_texts=False), indent=2))
+    else:
+        Console(markup=False, emoji=False, highlight=False).print(*tables(rows))
+
+
+def _evaluate(
+    subject: str, versions: list[int], *, is_run: bool, config: SamplerConfig, sets: tuple[EvaluationSetConfig, ...]
+) -> list[Row]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from heterorl.common.tasks.registry import close_task
+    from heterorl.evaluation.run import evaluate_all
+    from heterorl.evaluation.sets import open_set
+    from heterorl.evaluation.subject import open_model, open_versions
+
+    with ExitStack() as stack:
+        opened = []
+        for one in sets:
+            opened.append(open_set(one))
+            stack.callback(close_task, opened[-1].task)
+        if is_run:
+            subjects = stack.enter_context(open_versions(subject, versions, config))
+        else:
+            subjects = iter([stack.enter_context(open_model(subject, config))])
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        # To the other stream: what is printed stays JSON, or a table, alone.
+        bar = stack.enter_context(Progress(*columns, console=Console(stderr=True, markup=False, highlight=False)))
+
+        def begin(name: str, of: OpenSet) -> None:
+            bar.add_task(f"{name}, {of.name}", total=of.draws.num_prompts)
+
+        def advance(_: PromptResult) -> None:
+            bar.advance(bar.task_ids[-1])
+
+        return evaluate_all(subjects, opened, on_begin=begin, on_prompt=advance)

@@ -1,0 +1,170 @@
+"""Values about evaluation: how a set is drawn, what came of each prompt, what is known of a version on a set."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from heterorl.common.types.common import Digest, LogprobMode, SamplingSemantics, SiteId
+
+MAX_SAMPLES = 1024
+"""Of one prompt."""
+MAX_PARTS = 64
+"""That one site may hold."""
+PART_SAMPLES = 64
+"""Completions of one part, unless a single prompt has more."""
+MAX_TEXT = 1 << 14
+"""Characters of a prompt or a completion that travel; the rest is cut."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationDraws:
+    """How the prompts of a set are drawn; equal values draw the same completions of the same weights and engine.
+
+    Example: EvaluationDraws(num_prompts=500, num_samples=4, temperature=0.6, top_p=0.95, max_new_tokens=4096)
+    """
+
+    num_prompts: int
+    """Held-out prompts of the task, always the first ones."""
+    num_samples: int
+    """Completions of each prompt, n."""
+    temperature: float
+    """0 takes the most likely token."""
+    top_p: float = 1.0
+    max_new_tokens: int
+    seed: int = 0
+    pass_reward: float = 1.0
+    """Reward from which a completion counts as right."""
+
+    @property
+    def sampling(self) -> SamplingSemantics:
+        """What an engine is asked for."""
+        # One candidate makes every draw the most likely token; the temperature then does not matter.
+        is_greedy = self.temperature == 0.0
+        return SamplingSemantics(
+            temperature=1.0 if is_greedy else self.temperature,
+            top_p=1.0 if is_greedy else self.top_p,
+            top_k=1 if is_greedy else 0,
+            max_new_tokens=self.max_new_tokens,
+            logprob_mode=LogprobMode.PROCESSED,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredSample:
+    """One completion of a held-out prompt; `reward` is None where its verifier failed, which is not a wrong answer."""
+
+    reward: float | None
+    num_tokens: int
+    is_truncated: bool
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptResult:
+    """All completions of one held-out prompt, in the order of their seeds."""
+
+    prompt_index: int
+    samples: tuple[ScoredSample, ...]
+    prompt: str = ""
+    """Its text, where texts are kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A mean over prompts with its 95 % interval; both ends are the mean of a single prompt that has none.
+
+    Example: Estimate(mean=0.42, low=0.38, high=0.46, num_prompts=500)
+    """
+
+    mean: float
+    low: float
+    high: float
+    num_prompts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassEstimate:
+    """The chance that at least one of `k` completions is right."""
+
+    k: int
+    estimate: Estimate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationSummary:
+    """What the scores of a version on a set say; `average` is avg@n, and None where nothing could be scored."""
+
+    num_prompts: int
+    num_samples: int
+    """Completions that were scored, of all prompts."""
+    num_errors: int
+    """Completions whose verifier failed; they are left out."""
+    num_truncated: int
+    mean_tokens: float
+    average: Estimate | None
+    passes: tuple[PassEstimate, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationSet:
+    """A set that a site has the data of: the digest of its task, and how many prompts that holds out."""
+
+    name: str
+    task_digest: Digest
+    num_prompts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationPart:
+    """Some prompts of a set to be drawn with one version and no other, by one site, until the lease ends (seconds)."""
+
+    id: int
+    task_set: str
+    version: int
+    state_root: Digest
+    draws: EvaluationDraws
+    first_prompt: int
+    num_prompts: int
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationGrant:
+    """Parts of one evaluation, or none with the reason and when to ask again."""
+
+    parts: tuple[EvaluationPart, ...]
+    reason: str
+    retry_after_s: float
+
+
+class EvaluationState(enum.Enum):
+    """How far an evaluation is."""
+
+    OPEN = "open"
+    """Nobody has begun it."""
+    RUNNING = "running"
+    DONE = "done"
+    INCOMPLETE = "incomplete"
+    """Given up for a newer one; what is stated is of the prompts that were done."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """What is known of one version on one set."""
+
+    version: int
+    task_set: str
+    state: EvaluationState
+    num_wanted: int
+    """Prompts; 0 before the first site began."""
+    draws: EvaluationDraws
+    task_digest: str
+    """Empty before the first site began."""
+    summary: EvaluationSummary
+    """Of the prompts that are done."""
+    sites: tuple[tuple[SiteId, int], ...]
+    """Who computed it: how many prompts each site delivered first."""
+    planned_time: float
+    ended_time: float
+    """Seconds since the epoch; 0 while it goes on."""

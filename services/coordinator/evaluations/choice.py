@@ -1,0 +1,67 @@
+"""Which evaluation a site is given a part of: pure.
+
+    the site's own version     at once, the newest first: it costs nothing but rows of its engine
+    another version            where the site would fetch it, once the evaluation has stood still for a while
+
+An evaluation whose sites died, or that every site has left behind with newer weights, is so finished by one that
+fetches its version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from heterorl.common.types.evaluation import EvaluationSet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """An evaluation that is not done. `idle_s` is how long nothing was handed out of it nor came back."""
+
+    id: int
+    version: int
+    task_set: str
+    is_begun: bool
+    has_open: bool
+    """Whether a prompt of it is with nobody; always before it is begun."""
+    idle_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asker:
+    """A site that asks for a part."""
+
+    policy_version: int
+    sets: Mapping[str, EvaluationSet]
+    can_pull: bool
+    refused: Collection[int] = ()
+    """Evaluations that it said it cannot do."""
+
+
+def choose(jobs: Sequence[Job], asker: Asker, *, digests: Mapping[str, str], wait_s: float) -> tuple[Job | None, str]:
+    """The evaluation that a site is given a part of, and why none.
+
+    Args:
+        jobs: all that are not done.
+        asker: the site.
+        digests: of the task of every set of which one is known.
+        wait_s: how long an evaluation stands still before a site is asked to fetch its version.
+    """
+    if not jobs:
+        return None, "nothing is to be evaluated"
+    has_set = [job for job in jobs if job.task_set in asker.sets]
+    if not has_set:
+        return None, f"the site has no set that is to be evaluated, such as {jobs[0].task_set}"
+    right = [job for job in has_set if digests.get(job.task_set) in (None, asker.sets[job.task_set].task_digest)]
+    if not right:
+        return None, f"the task of set {has_set[0].task_set} is another one at this site than the run evaluates"
+    left = [job for job in right if job.has_open and job.id not in asker.refused]
+    own = [job for job in left if job.version == asker.policy_version]
+    if own:
+        return min(own, key=lambda job: (not job.is_begun, job.id)), "of the version that the site has"
+    others = [job for job in left if job.idle_s >= wait_s]
+    if not asker.can_pull or not others:
+        return None, "no part is to be had of the version that the site has"
+    # What was begun is nearest to a number; of the rest the newest tells most.
+    return min(others, key=lambda job: (not job.is_begun, -job.version, job.id)), "nobody else goes on with it"

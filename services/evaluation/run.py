@@ -1,0 +1,73 @@
+"""Evaluates every set on every subject, with a bar for people; the outcome is rows for `view`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from heterorl.common.evaluation.offline import evaluate_set
+from heterorl.common.evaluation.summary import summarize
+from heterorl.common.model.trial import try_reward
+from heterorl.common.types.evaluation import EvaluationSummary, PromptResult
+from heterorl.evaluation.sets import OpenSet
+from heterorl.evaluation.subject import Subject
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One subject on one set."""
+
+    subject: str
+    version: int
+    set: OpenSet
+    summary: EvaluationSummary
+    seconds: float
+    results: tuple[PromptResult, ...]
+
+
+def evaluate_all(
+    subjects: Iterable[Subject],
+    sets: Sequence[OpenSet],
+    *,
+    on_begin: Callable[[str, OpenSet], None],
+    on_prompt: Callable[[PromptResult], None],
+) -> list[Row]:
+    """Draw and score every set with every subject, one after another.
+
+    Args:
+        subjects: each is used before the next one is asked for.
+        sets: loaded.
+        on_begin: called with the subject's name and the set.
+        on_prompt: called as each prompt is done.
+
+    Raises:
+        ConfigError: a reward cannot be computed here, or a prompt leaves no room for a completion.
+        EngineError: an engine gave up.
+    """
+    rows = []
+    for number, subject in enumerate(subjects):
+        for one in sets:
+            if not number:
+                try_reward(one.task, subject.prompter)
+            on_begin(subject.name, one)
+            started = time.perf_counter()
+            results = evaluate_set(
+                subject.engine,
+                task=one.task,
+                prompter=subject.prompter,
+                draws=one.draws,
+                indices=range(one.draws.num_prompts),
+                on_prompt=on_prompt,
+            )
+            rows.append(
+                Row(
+                    subject=subject.name,
+                    version=subject.version,
+                    set=one,
+                    summary=summarize(results, num_samples=one.draws.num_samples, pass_reward=one.draws.pass_reward),
+                    seconds=time.perf_counter() - started,
+                    results=tuple(results),
+                )
+            )
+    return rows

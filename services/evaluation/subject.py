@@ -1,0 +1,131 @@
+"""What is evaluated: a model as its files are, or versions of a run, pulled as a sampler pulls them. Loads models."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from heterorl.common.generation.engine import Engine
+from heterorl.common.identity.trust import Trust
+from heterorl.common.model.directory import check_model_dir
+from heterorl.common.model.lora import LoraConfig
+from heterorl.common.model.prompts import Prompter
+from heterorl.common.process.clock import SystemClock
+from heterorl.common.pull.pull import PulledVersion, Puller
+from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.rpc.retry import RetryPolicy
+from heterorl.common.types.policy import NO_VERSION, PullPlan
+from heterorl.common.weights.arena import Arena
+from heterorl.common.weights.parallel import num_threads
+from heterorl.sampler.config import SamplerConfig
+from heterorl.sampler.engines import build_engines
+from heterorl.sampler.policy.flavoured_engine import FlavouredEngine
+
+BUDGET_S = 30.0
+"""What a call may be repeated for over a link that breaks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """An engine that generates with what is evaluated; `name` says what that is, `version` is -1 of a model's files."""
+
+    name: str
+    version: int
+    engine: Engine
+    prompter: Prompter
+
+
+@contextmanager
+def open_model(model_dir: str, config: SamplerConfig) -> Iterator[Subject]:
+    """A model as its files are: neither a run's adapters nor a flavour are put on it.
+
+    Raises:
+        ConfigError: it cannot be loaded.
+    """
+    with _engine(config.model_copy(update={"model_dir": model_dir, "lora": LoraConfig(), "flavour": ""})) as opened:
+        engine, prompter, _ = opened
+        yield Subject(name=model_dir, version=NO_VERSION, engine=engine, prompter=prompter)
+
+
+@contextmanager
+def open_versions(address: str, versions: list[int], config: SamplerConfig) -> Iterator[Iterator[Subject]]:
+    """Versions of a run, one after another, with the engine of the sampler that the configuration describes.
+
+    Args:
+        address: host:port of the coordinator.
+        versions: to pull; -1 is the newest one.
+        config: a sampler's; its certificate asks, its trusted keys judge.
+
+    Raises:
+        UntrustedVersion: no trusted key signed one of them.
+        UnknownVersion: there is none of this number, or no payloads lead to it any more.
+        Unreachable: the coordinator does not answer.
+    """
+    with _engine(config) as (engine, prompter, base), TemporaryDirectory(prefix="heterorl-evaluate-") as spool:
+
+        def each() -> Iterator[Subject]:
+            held: PulledVersion | None = None
+            for version in versions:
+                held = asyncio.run(_pull(address, version, config, engine, base, held, Path(spool)))
+                engine.load(held.arena, held.version)
+                yield Subject(name=f"version {held.version}", version=held.version, engine=engine, prompter=prompter)
+
+        yield each()
+
+
+@contextmanager
+def _engine(config: SamplerConfig) -> Iterator[tuple[Engine, Prompter, Callable[[], Arena | None]]]:
+    check_model_dir(config.model_dir)
+    if config.engine.threads:
+        torch.set_num_threads(config.engine.threads)
+    prompter = Prompter(config.model_dir, use_chat_template=config.use_chat_template)
+    ends = config.sampling.end_token_ids or prompter.end_token_ids
+    with TemporaryDirectory(prefix="heterorl-engine-") as directory:
+        own = config.model_copy(update={"state_dir": Path(directory)})
+        engines = build_engines(own, config.sampling.semantics(), end_token_ids=ends)
+        flavoured = FlavouredEngine(engines.engine, config.flavour) if config.flavour else None
+        try:
+            yield (
+                flavoured or engines.engine,
+                prompter,
+                flavoured.base_of(engines.base) if flavoured else engines.base,
+            )
+        finally:
+            engines.close()
+
+
+async def _pull(
+    address: str,
+    version: int,
+    config: SamplerConfig,
+    engine: Engine,
+    base: Callable[[], Arena | None],
+    held: PulledVersion | None,
+    spool: Path,
+) -> PulledVersion:
+    trust = Trust(config.trusted_keys)
+
+    async def admit(plan: PullPlan) -> None:
+        trust.check(plan.manifests[-1], plan.signature, version=plan.target_version)
+
+    policy = RetryPolicy(budget_s=BUDGET_S)
+    async with CoordinatorClient(address, tls=config.tls, policy=policy, bandwidth=config.bandwidth) as api:
+        puller = Puller(
+            api=api,
+            spool=spool,
+            layout=engine.layout,
+            clock=SystemClock(),
+            base=base,
+            num_streams=config.pull_streams,
+            threads=num_threads(config.engine.threads),
+            flavour=config.flavour,
+        )
+        # Deltas lead forward only: what is older is built anew.
+        is_ahead = held is not None and version != NO_VERSION and held.version > version
+        return await puller.pull(held=None if is_ahead else held, want_version=version, admit=admit)

@@ -1,0 +1,145 @@
+import numpy as np
+import pytest
+
+from heterorl.common.errors import ConfigError, EngineError, RewardError
+from heterorl.common.evaluation.draws import blocks_of, seed_of
+from heterorl.common.evaluation.offline import evaluate_set
+from heterorl.common.generation.requests import Completion, Finished, Lost
+from heterorl.common.tasks.task import Prompt
+from heterorl.common.types.evaluation import EvaluationDraws
+from heterorl.common.types.rollout import FinishReason, RewardPart
+
+
+def draws(**changes):
+    values = {"num_prompts": 5, "num_samples": 20, "temperature": 0.7, "max_new_tokens": 8, **changes}
+    return EvaluationDraws(**values)
+
+
+class Bytes:
+    """Tokens are bytes."""
+
+    def encode(self, text):
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+    def decode(self, token_ids):
+        return bytes(token_ids.tolist()).decode()
+
+
+class Echo:
+    """A task whose completion is right when it is the prompt's index; `fails` raises for it."""
+
+    num_evaluation_prompts = 5
+    num_workers = 3
+
+    def __init__(self, fails=()):
+        self.fails = fails
+
+    def evaluation_prompt(self, index):
+        return Prompt(index=1000 + index, text=f"p{index}", answer=str(index))
+
+    def score(self, prompt, completion):
+        if completion in self.fails:
+            raise RewardError("the verifier died")
+        return (RewardPart(name="right", value=float(completion == prompt.answer)),)
+
+
+class Machine:
+    """An engine that answers with the prompt's number, members backwards, the last request first."""
+
+    max_running = 16
+
+    def __init__(self, lost=False):
+        self.under_way, self.requests, self.most, self.lost, self.num_cancels = [], [], 0, lost, 0
+
+    def submit(self, request):
+        if request.prompt.size > 2:
+            raise ConfigError("engine.max_model_len", "too long")
+        self.under_way += [(request, member) for member in range(request.num_completions)]
+        self.requests.append(request)
+        self.most = max(self.most, len(self.under_way))
+
+    def collect(self):
+        request, member = self.under_way.pop()
+        if self.lost:
+            return [Lost(key=request.key)]
+        number = request.prompt[1:2]
+        reason = FinishReason.LENGTH if member % 2 else FinishReason.EOS
+        completion = Completion(token_ids=number, logprobs=None, finish_reason=reason, spans=())
+        return [Finished(key=request.key, member=member, completion=completion)]
+
+    def cancel(self):
+        self.num_cancels += 1
+        self.under_way = []
+
+
+def evaluated(engine, task=None, *, indices=range(5), **changes):
+    seen = []
+    results = evaluate_set(
+        engine, task=task or Echo(), prompter=Bytes(), draws=draws(**changes), indices=indices, on_prompt=seen.append
+    )
+    return results, seen
+
+
+def test_every_completion_is_scored_once_and_in_its_place():
+    engine = Machine()
+    results, seen = evaluated(engine)
+
+    assert [result.prompt_index for result in results] == [0, 1, 2, 3, 4]
+    assert sorted(result.prompt_index for result in seen) == [0, 1, 2, 3, 4]
+    for result in results:
+        assert [sample.reward for sample in result.samples] == [1.0] * 20
+        # Blocks of 8, 8 and 4; every second member of each was cut.
+        assert [sample.is_truncated for sample in result.samples] == [False, True] * 10
+        assert result.samples[3].text == str(result.prompt_index)
+
+
+def test_the_engine_has_little_more_than_it_computes_at_once():
+    engine = Machine()
+    evaluated(engine)
+
+    # 16 rows, a quarter more, and the block that went over the brim.
+    assert 16 <= engine.most <= 16 + 4 + 8
+
+
+def test_draws_depend_on_seed_prompt_and_block_alone():
+    engine, alone = Machine(), Machine()
+    evaluated(engine)
+    evaluated(alone, indices=[3])
+
+    of_3 = [request.seed for request in engine.requests if request.prompt[1] == ord("3")]
+    assert [request.seed for request in alone.requests] == of_3
+    assert len({request.seed for request in engine.requests}) == 15
+    assert seed_of(draws(seed=1), prompt_index=3, first=0) not in of_3
+    assert [(block.first, block.count) for block in blocks_of(draws())] == [(0, 8), (8, 8), (16, 4)]
+    assert {request.sampling.temperature for request in engine.requests} == {0.7}
+
+
+def test_temperature_zero_takes_the_most_likely_token():
+    sampling = draws(temperature=0.0, top_p=0.5).sampling
+
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 1)
+
+
+def test_a_reward_that_fails_is_left_out():
+    results, _ = evaluated(Machine(), Echo(fails=("2",)))
+
+    assert {sample.reward for sample in results[2].samples} == {None}
+    assert {sample.reward for sample in results[1].samples} == {1.0}
+
+
+def test_an_engine_that_gives_up_is_said_and_left_empty():
+    engine = Machine(lost=True)
+
+    with pytest.raises(EngineError):
+        evaluated(engine)
+    assert engine.num_cancels == 1
+    assert engine.under_way == []
+
+
+def test_a_prompt_too_long_is_named():
+    class Long(Echo):
+        def evaluation_prompt(self, index):
+            return Prompt(index=index, text="p" * (index + 1), answer="")
+
+    with pytest.raises(ConfigError, match=r"engine\.max_model_len: held-out prompt 2: too long"):
+        evaluated(Machine(), Long())

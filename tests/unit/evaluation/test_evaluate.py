@@ -1,0 +1,96 @@
+"""`heterorl evaluate` of a model: sets from a configuration or from options, numbers for people and programs."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from heterorl.cli.main import app
+from heterorl.common.errors import ConfigError
+from heterorl.demo.tiny_model import write_tiny_model
+
+SETS = """
+[engine]
+batch_rows = 16
+
+[task]
+digits = 1
+
+[[evaluation]]
+name = "sums"
+num_prompts = 6
+samples_per_prompt = 4
+temperature = 0.8
+max_new_tokens = 4
+task = {digits = 2}
+
+[[evaluation]]
+name = "greedy"
+num_prompts = 3
+max_new_tokens = 4
+"""
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model"), seed=0, hidden_size=32, num_layers=2)
+
+
+@pytest.fixture
+def sets(tmp_path):
+    path = tmp_path / "sampler.toml"
+    path.write_text(SETS)
+    return str(path)
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["evaluate", *map(str, arguments)], catch_exceptions=False)
+
+
+def test_sets_of_a_configuration_as_json_and_again_the_same(model_dir, sets, tmp_path):
+    out = tmp_path / "all.json"
+    first = json.loads(run(model_dir, "-c", sets, "--json", "--out", out).stdout)
+    second = json.loads(run(model_dir, "-c", sets, "--json", "--only", "sums").stdout)
+
+    sums, greedy = first["evaluations"]
+    assert [sums["set"], greedy["set"]] == ["sums", "greedy"]
+    assert (sums["num_prompts"], sums["num_samples"], sums["version"]) == (6, 24, None)
+    assert [entry["k"] for entry in sums["passes"]] == [1, 2, 4]
+    assert greedy["num_samples"] == 3
+    for entry in sums["passes"]:
+        assert 0 <= entry["estimate"]["low"] <= entry["estimate"]["mean"] <= entry["estimate"]["high"] <= 1
+    (again,) = second["evaluations"]
+    assert {**again, "seconds": 0} == {**sums, "seconds": 0}
+    texts = json.loads(out.read_text())["evaluations"][0]["prompts"]
+    assert [len(prompt["samples"]) for prompt in texts] == [4] * 6
+    assert texts[0]["prompt"].endswith("=")
+
+
+def test_a_task_of_the_options_as_a_table(model_dir):
+    found = run(model_dir, "--task", "arithmetic", "--prompts", 2, "--samples", 2, "--temperature", 1,
+                "--max-new-tokens", 3, "--set", "engine.batch_rows=4")  # fmt: skip
+
+    assert found.exit_code == 0
+    assert "pass@2" in found.stdout
+    assert "task" in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--only", "sum"], "--only: there is no set sum; there are sums, greedy"),
+        (["--samples", "4", "--only", "greedy"], "temperature 0 draws the same completion every time"),
+        (["--version", "3"], "--version: .* is a model, which has none"),
+    ],
+)
+def test_a_wrong_option_is_named(model_dir, sets, arguments, words):
+    with pytest.raises(ConfigError, match=words):
+        run(model_dir, "-c", sets, *arguments)
+
+
+def test_a_set_twice_is_refused(model_dir, tmp_path):
+    path = tmp_path / "sampler.toml"
+    path.write_text('[[evaluation]]\nname = "a"\n[[evaluation]]\nname = "a"\n')
+
+    with pytest.raises(ConfigError, match="evaluation has the set a twice"):
+        run(model_dir, "-c", path)

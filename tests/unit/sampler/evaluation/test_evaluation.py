@@ -1,0 +1,236 @@
+"""A sampler evaluates pinned versions beside its rollouts; a real coordinator in process, an engine that computes
+nothing."""
+
+import pytest
+
+from heterorl.common.errors import ConfigError, EngineDied, RewardError
+from heterorl.common.tasks.task import Prompt
+from heterorl.common.types.evaluation import EvaluationGrant, EvaluationState
+from heterorl.common.types.rollout import RewardPart
+from heterorl.sampler.evaluation.sets import SiteSet
+from tests.support.run import INCARNATION, SITE
+from tests.support.sampler_world import World
+
+SETS = [{"name": "held", "num_prompts": 12, "samples_per_prompt": 32, "temperature": 0.5, "every_versions": 2}]
+
+
+class Held:
+    """A task of 12 held-out prompts; every second one is answered rightly, `fails` cannot be scored."""
+
+    digest = "c" * 64
+    num_prompts = 1
+    num_evaluation_prompts = 12
+
+    def __init__(self, fails=()):
+        self.fails = fails
+
+    def evaluation_prompt(self, index):
+        return Prompt(index=index, text=f"{index}=", answer="")
+
+    def score(self, prompt, completion):
+        if prompt.index in self.fails:
+            raise RewardError("it crashed")
+        return (RewardPart(name="right", value=float(prompt.index % 2)),)
+
+
+@pytest.fixture
+async def world(tmp_path):
+    world = await World.open(tmp_path, evaluation=SETS, evaluation_wait_s=5.0, max_work_ahead_s=3600.0)
+    world.settings = {"swap": "in_flight", "work_ahead_s": 10.0, "evaluation_share": 0.5}
+    world.sets = (SiteSet(name="held", task=Held()),)
+    yield world
+    await world.close()
+
+
+async def found(world, version=0):
+    evaluations = await world.core.list_evaluations()
+    return next((each for each in evaluations if each.version == version), None)
+
+
+async def until_done(world, version=0):
+    while (of := await found(world, version)) is None or of.state is not EvaluationState.DONE:
+        await world._pass(0.1)
+        if world.running.done():
+            await world.running
+    return of
+
+
+def of_evaluation(engine):
+    return [request for request in engine.submitted if request.sampling is not None]
+
+
+async def test_a_version_is_evaluated_beside_rollouts_and_each_prompt_counts_once(world):
+    await world.run.publish()
+    world.start()
+    done = await until_done(world)
+
+    assert (done.summary.num_prompts, done.summary.num_samples, done.sites) == (12, 12 * 32, ((SITE, 12),))
+    assert done.summary.average.mean == 0.5
+    assert {request.sampling.temperature for request in of_evaluation(world.engine)} == {0.5}
+    # Twelve prompts of four blocks, each drawn once.
+    assert len(of_evaluation(world.engine)) == 48
+    assert await world.ledger_acked() > 0
+
+
+async def test_newer_weights_wait_for_the_evaluation_and_rollouts_go_on(world):
+    await world.run.publish()
+    world.start()
+    world.engine.is_paced = True
+    await world.until(lambda: of_evaluation(world.engine))
+    await world.run.publish()
+    await world.until(lambda: world.sampler.policy.take(0) is not None)
+    before = len(world.engine.submitted) - len(of_evaluation(world.engine))
+    load, at_load = world.engine.load, []
+
+    def noted(arena, version):
+        at_load.append((version, len(of_evaluation(world.engine)), len(world.engine.submitted)))
+        load(arena, version)
+
+    world.engine.load = noted
+    await until_done(world)
+    await world.until(lambda: len(world.engine.loaded) == 2)
+
+    # All 48 blocks were drawn before the newer weights came, and rollouts beside them.
+    ((version, num_blocks, num_requests),) = at_load
+    assert (version, num_blocks) == (1, 48)
+    assert num_requests - num_blocks > before
+
+
+async def test_newer_weights_do_not_wait_for_ever(world):
+    world.settings["evaluation_hold_s"] = 0.0
+    await world.run.publish()
+    world.start()
+    world.engine.is_paced = True
+    await world.until(lambda: of_evaluation(world.engine))
+    await world.run.publish()
+    await world.until(lambda: len(world.engine.loaded) > 1)
+
+    assert (await found(world)).state is EvaluationState.RUNNING
+    # Not a prompt is of two versions: what was begun was ended before the swap.
+    assert (await found(world)).summary.num_prompts > 0
+
+
+async def test_the_version_of_an_evaluation_that_stands_still_is_fetched_and_then_the_own_one_again(world):
+    await world.run.publish()
+
+    async def nothing(**_):
+        return EvaluationGrant(parts=(), reason="not now", retry_after_s=1.0)
+
+    world.link.replaced["lease_evaluation"] = nothing
+    world.start()
+    await world.until(lambda: world.engine.loaded)
+    # Another site began it and died.
+    await world.run.register("us-1")
+    grant = await world.core.lease_evaluation(
+        site="us-1", incarnation=INCARNATION, policy_version=0, sets=[world.sets[0].stated], can_pull=False, max_parts=1
+    )
+    await world.core.abandon_evaluation(site="us-1", incarnation=INCARNATION, parts=[grant.parts[0].id])
+    await world.run.publish()
+    await world.until(lambda: world.engine.version == 1)
+    del world.link.replaced["lease_evaluation"]
+    done = await until_done(world)
+
+    assert done.sites == ((SITE, 12),)
+    await world.until(lambda: [version for version, _ in world.engine.loaded] == [0, 1, 0, 1])
+    roots = [root for _, root in world.engine.loaded]
+    assert roots[2] == world.run.roots[0]
+    # While the older version was there no rollout began.
+    begun = [world.engine._begun[request.key] for request in world.engine.submitted if request.sampling is None]
+    assert begun == sorted(begun)
+    assert set(begun) == {0, 1}
+
+
+async def test_an_engine_that_dies_costs_no_prompt(world):
+    await world.run.publish()
+    world.start()
+    world.engine.is_paced = True
+    await world.until(lambda: of_evaluation(world.engine))
+    world.engine.batch_failures = [EngineDied("it is gone")]
+    done = await until_done(world)
+
+    assert (done.summary.num_prompts, done.summary.num_samples) == (12, 12 * 32)
+
+
+async def test_a_killed_sampler_goes_on_with_what_it_held(world):
+    await world.run.publish()
+    world.start()
+    world.engine.is_paced = True
+    await world.until(lambda: of_evaluation(world.engine))
+    world.kill()
+    world.start()
+    done = await until_done(world)
+
+    assert (done.summary.num_prompts, done.sites) == (12, ((SITE, 12),))
+
+
+async def test_a_stopped_sampler_hands_its_parts_back(world):
+    await world.run.publish()
+    world.start()
+    world.engine.is_paced = True
+    await world.until(lambda: of_evaluation(world.engine))
+    world.stop.set()
+    await world.end()
+
+    assert await world.core.database.run(
+        lambda connection: connection.execute("SELECT count(*) FROM evaluation_parts WHERE is_leased").fetchone()
+    ) == (0,)
+
+
+async def test_a_drained_run_evaluates_its_last_version_before_the_sampler_ends(world):
+    await world.run.publish()
+    world.start()
+    await until_done(world)
+    await world.run.publish()
+    await world.until(lambda: world.engine.version == 1)
+    await world.core.drain(reason="the end")
+    await world.end()
+
+    assert (await found(world, 1)).state is EvaluationState.DONE
+
+
+async def test_a_set_that_this_engine_cannot_draw_is_refused_once_and_rollouts_go_on(world):
+    await world.run.publish()
+    world.start()
+    submit = world.engine.submit
+
+    def narrow(request):
+        if request.sampling is not None:
+            raise ConfigError("engine.max_model_len", "8 holds no prompt of 2 and 512 new tokens")
+        submit(request)
+
+    world.engine.submit = narrow
+    await world.until_acknowledged(4)
+    await world.passed(10.0)
+
+    assert (await found(world)).summary.num_prompts == 0
+    assert "held" not in world.sampler.evaluation._sets
+    assert world.link.calls["abandon_evaluation"] == 1
+
+
+async def test_rewards_that_fail_are_counted_and_left_out(world):
+    world.sets = (SiteSet(name="held", task=Held(fails=(1, 3))),)
+    await world.run.publish()
+    world.start()
+    done = await until_done(world)
+
+    # Of ten prompts that are left four are right.
+    assert (done.summary.num_errors, done.summary.average.mean) == (64, 0.4)
+
+
+async def test_evaluation_takes_no_more_than_its_share_of_the_rows(world):
+    most = 0
+    await world.run.publish()
+    world.start()
+    guests = world.sampler.generation.guests
+    begin = guests.begin
+
+    def counted(key, count, on_end):
+        nonlocal most
+        begin(key, count, on_end)
+        most = max(most, guests.num_running)
+
+    guests.begin = counted
+    await until_done(world)
+
+    # Half of four rows is less than a block of eight, which goes alone.
+    assert most == 8

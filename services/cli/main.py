@@ -24,6 +24,7 @@ from heterorl.cli.live.top import top
 from heterorl.cli.live.watch import health, status
 from heterorl.cli.orders import audit, rollback, sites
 from heterorl.cli.report import report
+from heterorl.cli.samples.command import samples
 from heterorl.cli.service_config import Service, load_service
 from heterorl.cli.tokens import join
 from heterorl.cli.view import view
@@ -236,6 +237,7 @@ def keys_show(path: Annotated[Path, typer.Argument(help="File of a private key."
     typer.echo(load_signer(path).public_key)
 
 
+app.add_typer(samples, name="samples", rich_help_panel=WATCH)
 app.add_typer(sites, name="sites", rich_help_panel=STEER)
 app.add_typer(audit, name="audit", rich_help_panel=CHECK)
 app.add_typer(lab, name="lab", rich_help_panel=TRY)

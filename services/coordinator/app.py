@@ -35,9 +35,17 @@ from heterorl.coordinator.servicers.diagnosis import DiagnosisServicer
 from heterorl.coordinator.servicers.policy import PolicyServicer
 from heterorl.coordinator.servicers.rollout import RolloutServicer
 from heterorl.coordinator.servicers.run import RunServicer
+from heterorl.coordinator.servicers.sample import SampleServicer
 from heterorl.coordinator.sites.presence import Presence
 from heterorl.coordinator.store.steady import Steady
-from heterorl.v1 import backup_pb2_grpc, diagnosis_pb2_grpc, policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
+from heterorl.v1 import (
+    backup_pb2_grpc,
+    diagnosis_pb2_grpc,
+    policy_pb2_grpc,
+    rollout_pb2_grpc,
+    run_pb2_grpc,
+    sample_pb2_grpc,
+)
 
 _LOG = logging.getLogger(__name__)
 GAUGE_INTERVAL_S = 1.0
@@ -72,6 +80,7 @@ async def _serve(config: CoordinatorConfig, clock: Clock, stop: asyncio.Event, n
     rollout_pb2_grpc.add_RolloutServiceServicer_to_server(rollouts, server.grpc)
     run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core.run), server.grpc)
     diagnosis_pb2_grpc.add_DiagnosisServiceServicer_to_server(DiagnosisServicer(core.parts), server.grpc)
+    sample_pb2_grpc.add_SampleServiceServicer_to_server(SampleServicer(core.sample), server.grpc)
     backup_pb2_grpc.add_BackupServiceServicer_to_server(BackupServicer(core.backups), server.grpc)
     try:
         port = await server.start(config.listen)

@@ -85,6 +85,12 @@ class CoordinatorConfig(Config):
     ballast_bytes: int = Field(default=64 << 20, ge=0)
     """Bytes kept in a file that is given up when the disk is full, so that there is room to delete; at most a 64th of
     the disk, 0 keeps none."""
+    samples_bytes: int = Field(default=256 << 20, ge=0)
+    """Bytes that groups and evaluations may occupy in the database after their end, for operators to read by `heterorl
+    samples`: half for groups that were trained on, a quarter for those that failed a check, the rest for dropped ones
+    and evaluations, and each part may use what the others leave; the oldest go first. 0 keeps none."""
+    samples_every: int = Field(default=16, ge=1)
+    """Every so many-th group that is trained on, or dropped for no fault, is kept; of those that fail a check, all."""
     max_payload_bytes: int = Field(default=64 << 30, ge=1 << 10)
     """Largest payload, bytes."""
     max_message_bytes: int = Field(default=16 << 20, ge=2 << 20, le=512 << 20)

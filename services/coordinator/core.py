@@ -16,6 +16,7 @@ from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.policy import PolicyColumn
 from heterorl.coordinator.rollout import RolloutColumn
 from heterorl.coordinator.run import RunColumn
+from heterorl.coordinator.sample import SampleColumn
 from heterorl.coordinator.store.database import Database
 
 
@@ -28,6 +29,7 @@ class Coordinator:
         self.policy = PolicyColumn(parts)
         self.rollout = RolloutColumn(parts)
         self.run = RunColumn(parts)
+        self.sample = SampleColumn(parts)
         # What runs beside the calls, and what is looked at from outside.
         self.config = parts.config
         self.clock = parts.clock
@@ -69,6 +71,9 @@ class Coordinator:
         self.rollback = self.run.rollback
         self.release_site = self.run.release_site
         self.describe_run = self.run.describe_run
+        self.note_samples = self.sample.note_samples
+        self.list_samples = self.sample.list_samples
+        self.get_sample = self.sample.get_sample
 
     @classmethod
     async def open(cls, config: CoordinatorConfig, clock: Clock, *, store: type[Database] = Database) -> Coordinator:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from heterorl.common.errors import InvalidRequest, LeaseHeld
 from heterorl.common.types.common import Contract
 from heterorl.common.types.policy import LeaseGrant, stated_version
-from heterorl.coordinator.groups import group_size, queue
+from heterorl.coordinator.groups import group_size
 from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.sites import audit
 from heterorl.coordinator.sites.audit import AuditKind
@@ -73,7 +73,7 @@ class LearnerLease:
                     incarnation=incarnation,
                 )
                 set_meta(connection, "lease_groups_per_version", str(groups_per_version))
-                queue.return_leased(connection)
+                self._parts.queue.return_leased(connection)
                 detail = f"epoch {decision.epoch}"
                 audit.append(
                     connection, AuditKind.LEARNER_LEASE, subject=holder, detail=detail, now=self._parts.clock.wall()
@@ -123,7 +123,7 @@ class LearnerLease:
                 return
             lineage.check_epoch(connection, epoch)
             set_meta(connection, "lease_released", "1")
-            queue.return_leased(connection)
+            self._parts.queue.return_leased(connection)
 
         await self._parts.change(operation)
 

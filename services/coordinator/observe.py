@@ -14,8 +14,10 @@ from heterorl.common.process import metrics
 from heterorl.common.process.tracing import TRACER
 from heterorl.common.types.rollout import DropReason, LeasedGroup, PushOutcome
 from heterorl.common.types.run import LedgerCounts, RunStatus, SiteStatus
+from heterorl.common.types.sample import SampleKind
 from heterorl.common.types.standstill import quarantined_sites
 from heterorl.coordinator.core import Coordinator
+from heterorl.coordinator.samples import ring
 from heterorl.coordinator.versions import lineage
 
 SILENCE_LIMIT_S = 86_400.0
@@ -36,9 +38,10 @@ _SITE_GAUGES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """What waits in the store: bytes by site, and the wall times of the oldest pending group and of the head."""
+    """What is in the store: waiting bytes by site, bytes of samples, times of the oldest waiting group and the head."""
 
     bytes_by_site: dict[str, int]
+    sample_bytes: dict[SampleKind, int]
     oldest_arrival: float | None
     head_published: float | None
 
@@ -50,6 +53,7 @@ def read_waiting(connection: sqlite3.Connection) -> Waiting:
     head = lineage.read_head(connection)
     return Waiting(
         bytes_by_site={site: int(count) for site, count in rows},
+        sample_bytes={kind: num_bytes for kind, (_, num_bytes) in ring.totals(connection).items()},
         oldest_arrival=oldest,
         head_published=None if head is None else head.published,
     )
@@ -78,6 +82,8 @@ async def observe_run(core: Coordinator) -> tuple[SiteStatus, ...]:
     metrics.STORE_USED_BYTES.set(status.store_bytes)
     metrics.STORE_LIMIT_BYTES.set(status.store_limit_bytes)
     metrics.SNAPSHOT_AGE_SECONDS.set(status.snapshot_age_s)
+    for kind in SampleKind:
+        metrics.SAMPLE_BYTES.labels(kind.value).set(waiting.sample_bytes.get(kind, 0))
     _observe_flavours(status)
     _observe_ledger(status.ledger)
     _observe_sites(status.sites, waiting.bytes_by_site)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sqlite3
 
-from heterorl.common.errors import ConfigError, ContractMismatch
+from heterorl.common.errors import ConfigError, ContractMismatch, StoreFull
 from heterorl.common.process.clock import Bell, Clock
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.groups import group_size, queue
@@ -19,6 +20,7 @@ from heterorl.coordinator.payloads.merging.cache import Merges
 from heterorl.coordinator.payloads.merging.composer import Composer
 from heterorl.coordinator.payloads.reader import PayloadReader
 from heterorl.coordinator.payloads.relief import Relief
+from heterorl.coordinator.samples.ring import Ring
 from heterorl.coordinator.sites.flaps import Flaps
 from heterorl.coordinator.sites.sites import Sites
 from heterorl.coordinator.store.blobs import BlobStore
@@ -38,6 +40,13 @@ async def open_parts(config: CoordinatorConfig, clock: Clock, *, store: type[Dat
     room.give_up()
     database = await store.open(config.data_dir / "coordinator.sqlite", on_full=room.note_refusal)
     now = clock.monotonic()
+    ring = Ring(
+        limit_bytes=config.samples_bytes,
+        every=config.samples_every,
+        max_sample_bytes=config.max_group_bytes,
+        wall=clock.wall,
+        may_write=lambda: not room.is_full,
+    )
 
     async def make_room(missing_bytes: int) -> None:
         # The keeper is opened below, over these files; nothing is uploaded before.
@@ -45,6 +54,10 @@ async def open_parts(config: CoordinatorConfig, clock: Clock, *, store: type[Dat
 
     try:
         await database.run(lambda connection: _start(connection, config))
+        # The bound may be smaller than it was; on a full disk the next sample that is kept sees to it.
+        with contextlib.suppress(StoreFull):
+            while not await database.run(ring.trim):
+                pass
         blobs = await asyncio.to_thread(
             BlobStore,
             config.data_dir,
@@ -115,7 +128,7 @@ async def open_parts(config: CoordinatorConfig, clock: Clock, *, store: type[Dat
         deadlines=Deadlines(sites=sites, work_lease_s=config.work_lease_s, started=now),
         bell=Bell(),
         head_bell=Bell(),
-        queue=queue.Queue.of(config),
+        queue=queue.Queue.of(config, ring),
         flaps=Flaps(),
         started=now,
     )

@@ -106,7 +106,7 @@ class PolicyColumn:
                 return None, why
             abandoned = lineage.abandon_versions(connection, request)
             queue.abandon_consumed(connection, abandoned)
-            queue.drop_abandoned(connection, abandoned)
+            self._parts.queue.drop_abandoned(connection, abandoned)
             lineage.write_version(connection, request, manifest, now=now, reports=steps)
             flavours.write_versions(connection, request, parsed)
             canary.write_stated(connection, manifest.version, request)

@@ -181,7 +181,7 @@ class RolloutColumn:
 
         def begin(connection: sqlite3.Connection) -> None:
             lineage.check_epoch(connection, epoch)
-            queue.return_leased(connection, held=held)
+            self._parts.queue.return_leased(connection, held=held)
             # The learner dialled again: whatever an earlier stream would lease from now on would reach nobody.
             self._stream = stream
 
@@ -255,14 +255,14 @@ class RolloutColumn:
 
     async def abandon_groups(self, *, epoch: int, ids: Sequence[GroupId], reason: str) -> None:
         """Drop groups that the learner cannot train on; those that became too stale count as such."""
+        groups = self._parts.queue
 
         def operation(connection: sqlite3.Connection) -> None:
             lineage.check_epoch(connection, epoch)
             head, bound = stated_version(lineage.head_version(connection)), self._parts.config.max_staleness_versions
-            queue.drop(
-                connection, horizon.too_stale(connection, ids, head=head, bound=bound), DropReason.STALE_AT_COMMIT
-            )
-            queue.drop(connection, ids, DropReason.LEARNER_ABANDONED)
+            old = horizon.too_stale(connection, ids, head=head, bound=bound)
+            groups.drop(connection, old, DropReason.STALE_AT_COMMIT, detail=reason)
+            groups.drop(connection, ids, DropReason.LEARNER_ABANDONED, detail=reason)
 
         # With the bell: what was too old behind these groups may be leased now.
         await self._parts.change(operation)
@@ -273,19 +273,20 @@ class RolloutColumn:
         bad = [entry.reason.value for entry in rejections if entry.reason not in quarantine.REJECTABLE]
         if bad:
             raise InvalidRequest(f"rejections.reason: {bad[0]} is no check of the learner")
-        rule, now = quarantine.rule_of(self._parts.config), self._parts.clock.wall()
+        rule, now, groups = quarantine.rule_of(self._parts.config), self._parts.clock.wall(), self._parts.queue
 
         def operation(connection: sqlite3.Connection) -> dict[SiteId, str]:
             lineage.check_epoch(connection, epoch)
             quarantined = {}
             for entry in rejections:
-                if not queue.drop(connection, [entry.id], entry.reason):
+                if not groups.drop(connection, [entry.id], entry.reason, detail=entry.detail):
                     # Told before, or dropped for another reason meanwhile.
                     continue
                 why = quarantine.note_failure(connection, entry.id.site, entry.reason, entry.detail, rule=rule, now=now)
                 if why:
                     quarantined[entry.id.site] = why
-                    queue.drop(connection, quarantine.pending_groups(connection, entry.id.site), DropReason.QUARANTINED)
+                    left = quarantine.pending_groups(connection, entry.id.site)
+                    groups.drop(connection, left, DropReason.QUARANTINED, detail=why)
                     work.open_held(connection, entry.id.site)
             return quarantined
 

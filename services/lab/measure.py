@@ -24,6 +24,7 @@ from heterorl.common.types.rollout import QueuedGroup
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.learner.backends.torch import TorchBackend
 from heterorl.learner.evaluate import Evaluation, Evaluator
+from heterorl.learner.train.ratios import LogRatios
 
 if TYPE_CHECKING:
     from torch import nn
@@ -86,6 +87,11 @@ class MeasuredBackend:
     def torch_model(self) -> nn.Module:
         """The model being trained."""
         return self.inner.torch_model
+
+    @property
+    def last_log_ratios(self) -> LogRatios:
+        """Of the newest step's groups whose note is wanted."""
+        return self.inner.last_log_ratios
 
     def train_step(self, groups: Sequence[QueuedGroup], *, head_version: int, step: int) -> StepReport:
         """Take a step, note what it measured, charge its time."""

@@ -8,6 +8,7 @@
     renew     a third of the lease term                        the clock; StaleEpoch ends all, an order the session
     feed      groups of the stream; room in the inbox; the     the coordinator; Inbox.take; a broken link is re-opened;
               scores of the oldest                             a worker's answer or its time limit
+    notes     groups that are kept as samples and settled      the session, feed; nothing waits for it
     session   groups_per_step groups, then its thread, then    Inbox.put; the thread's end; the publication's
               the publication of the version before
     publication, beside the next step: its threads, upload     the thread's end; the coordinator's answer, repeated and
@@ -49,6 +50,7 @@ from heterorl.learner.assembly import Parts, assemble
 from heterorl.learner.checks.examiner import Examiner
 from heterorl.learner.checks.versions import RecentVersions
 from heterorl.learner.config import LearnerConfig
+from heterorl.learner.notes.reading import Reader
 from heterorl.learner.observe import observe_start
 from heterorl.learner.publish.checkpoint import CheckpointStore, cadence
 from heterorl.learner.publish.flavours import Flavours
@@ -139,6 +141,7 @@ def join(config: LearnerConfig, parts: Parts, *, api: LearnerApi, clock: Clock, 
         evaluator=parts.evaluator,
         examiner=_examiner(config, parts, api=api, patience=patience(), trust=trust),
         begin=functools.partial(_begin_term, config, parts, api=api, patience=patience, trust=trust),
+        reader=None if parts.yardstick is None else Reader(parts.yardstick.prompter),
     )
     return Learner(leader=leader, state_dir=config.state_dir)
 

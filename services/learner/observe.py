@@ -98,6 +98,8 @@ def observe_start() -> None:
         metrics.WAITED_SECONDS.labels(what)
     for kind in ("delta", "snapshot"):
         metrics.VERSIONS.labels(kind)
+    for outcome in ("sent", "given_up"):
+        metrics.SAMPLE_NOTES.labels(outcome)
 
 
 def observe_version(manifest: Manifest, *, encode_s: float, publish_s: float) -> None:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18heterorl/v1/errors.proto\x12\x0bheterorl.v1\"^\n\x0b\x45rrorDetail\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.heterorl.v1.ErrorReason\x12\x0e\n\x06\x61\x63tion\x18\x02 \x01(\t\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01*\xf2\x05\n\x0b\x45rrorReason\x12\x1c\n\x18\x45RROR_REASON_UNSPECIFIED\x10\x00\x12 \n\x1c\x45RROR_REASON_INVALID_REQUEST\x10\x01\x12\"\n\x1e\x45RROR_REASON_CONTRACT_MISMATCH\x10\x02\x12 \n\x1c\x45RROR_REASON_UNKNOWN_VERSION\x10\x03\x12 \n\x1c\x45RROR_REASON_UNKNOWN_PAYLOAD\x10\x04\x12 \n\x1c\x45RROR_REASON_DIGEST_MISMATCH\x10\x05\x12\x1c\n\x18\x45RROR_REASON_STALE_EPOCH\x10\x06\x12\x1b\n\x17\x45RROR_REASON_LEASE_HELD\x10\x07\x12 \n\x1c\x45RROR_REASON_PARENT_NOT_HEAD\x10\x08\x12\x1e\n\x1a\x45RROR_REASON_STEP_CONFLICT\x10\t\x12$\n ERROR_REASON_GROUP_NOT_AVAILABLE\x10\n\x12 \n\x1c\x45RROR_REASON_PAYLOAD_MISSING\x10\x0b\x12\x1f\n\x1b\x45RROR_REASON_QUOTA_EXCEEDED\x10\r\x12\x19\n\x15\x45RROR_REASON_DRAINING\x10\x0e\x12\x1f\n\x1b\x45RROR_REASON_NOT_REGISTERED\x10\x0f\x12\x1d\n\x19\x45RROR_REASON_RUN_FINISHED\x10\x10\x12\x1b\n\x17\x45RROR_REASON_STORE_FULL\x10\x11\x12 \n\x1c\x45RROR_REASON_UNAUTHENTICATED\x10\x12\x12\"\n\x1e\x45RROR_REASON_PERMISSION_DENIED\x10\x13\x12\x1c\n\x18\x45RROR_REASON_QUARANTINED\x10\x14\x12\x15\n\x11\x45RROR_REASON_BUSY\x10\x15\x12\"\n\x1e\x45RROR_REASON_MESSAGE_TOO_LARGE\x10\x16\"\x04\x08\x0c\x10\x0c*\x16\x45RROR_REASON_TOO_STALEb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18heterorl/v1/errors.proto\x12\x0bheterorl.v1\"^\n\x0b\x45rrorDetail\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.heterorl.v1.ErrorReason\x12\x0e\n\x06\x61\x63tion\x18\x02 \x01(\t\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01*\x93\x06\n\x0b\x45rrorReason\x12\x1c\n\x18\x45RROR_REASON_UNSPECIFIED\x10\x00\x12 \n\x1c\x45RROR_REASON_INVALID_REQUEST\x10\x01\x12\"\n\x1e\x45RROR_REASON_CONTRACT_MISMATCH\x10\x02\x12 \n\x1c\x45RROR_REASON_UNKNOWN_VERSION\x10\x03\x12 \n\x1c\x45RROR_REASON_UNKNOWN_PAYLOAD\x10\x04\x12 \n\x1c\x45RROR_REASON_DIGEST_MISMATCH\x10\x05\x12\x1c\n\x18\x45RROR_REASON_STALE_EPOCH\x10\x06\x12\x1b\n\x17\x45RROR_REASON_LEASE_HELD\x10\x07\x12 \n\x1c\x45RROR_REASON_PARENT_NOT_HEAD\x10\x08\x12\x1e\n\x1a\x45RROR_REASON_STEP_CONFLICT\x10\t\x12$\n ERROR_REASON_GROUP_NOT_AVAILABLE\x10\n\x12 \n\x1c\x45RROR_REASON_PAYLOAD_MISSING\x10\x0b\x12\x1f\n\x1b\x45RROR_REASON_QUOTA_EXCEEDED\x10\r\x12\x19\n\x15\x45RROR_REASON_DRAINING\x10\x0e\x12\x1f\n\x1b\x45RROR_REASON_NOT_REGISTERED\x10\x0f\x12\x1d\n\x19\x45RROR_REASON_RUN_FINISHED\x10\x10\x12\x1b\n\x17\x45RROR_REASON_STORE_FULL\x10\x11\x12 \n\x1c\x45RROR_REASON_UNAUTHENTICATED\x10\x12\x12\"\n\x1e\x45RROR_REASON_PERMISSION_DENIED\x10\x13\x12\x1c\n\x18\x45RROR_REASON_QUARANTINED\x10\x14\x12\x15\n\x11\x45RROR_REASON_BUSY\x10\x15\x12\"\n\x1e\x45RROR_REASON_MESSAGE_TOO_LARGE\x10\x16\x12\x1f\n\x1b\x45RROR_REASON_UNKNOWN_SAMPLE\x10\x1b\"\x04\x08\x0c\x10\x0c*\x16\x45RROR_REASON_TOO_STALEb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,7 +32,7 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'heterorl.v1.errors_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ERRORREASON']._serialized_start=138
-  _globals['_ERRORREASON']._serialized_end=892
+  _globals['_ERRORREASON']._serialized_end=925
   _globals['_ERRORDETAIL']._serialized_start=41
   _globals['_ERRORDETAIL']._serialized_end=135
 # @@protoc_insertion_point(module_scope)

@@ -67,6 +67,8 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """The coordinator is out of something, or its disk does not answer, for now."""
     ERROR_REASON_MESSAGE_TOO_LARGE: _ErrorReason.ValueType  # 22
     """One message is larger than its receiver takes or its sender may send."""
+    ERROR_REASON_UNKNOWN_SAMPLE: _ErrorReason.ValueType  # 27
+    """The sample does not exist, or no more."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """ErrorReason is the closed set of typed refusals; each names the caller's next move in ErrorDetail.action."""
@@ -115,6 +117,8 @@ ERROR_REASON_BUSY: ErrorReason.ValueType  # 21
 """The coordinator is out of something, or its disk does not answer, for now."""
 ERROR_REASON_MESSAGE_TOO_LARGE: ErrorReason.ValueType  # 22
 """One message is larger than its receiver takes or its sender may send."""
+ERROR_REASON_UNKNOWN_SAMPLE: ErrorReason.ValueType  # 27
+"""The sample does not exist, or no more."""
 Global___ErrorReason: typing_extensions.TypeAlias = ErrorReason
 
 @typing.final

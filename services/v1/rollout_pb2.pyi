@@ -581,6 +581,7 @@ class StreamGroupsResponse(google.protobuf.message.Message):
     QUEUE_AGE_S_FIELD_NUMBER: builtins.int
     SEED_FIELD_NUMBER: builtins.int
     FLAVOUR_FIELD_NUMBER: builtins.int
+    WANTS_NOTE_FIELD_NUMBER: builtins.int
     policy_age_s: builtins.float
     """Time since the publication of its oldest version, seconds."""
     queue_age_s: builtins.float
@@ -589,6 +590,8 @@ class StreamGroupsResponse(google.protobuf.message.Message):
     """Seed of its assignment; unset by programs that did not state it."""
     flavour: builtins.str
     """Flavour of the weights that it was generated with; empty for those that are trained."""
+    wants_note: builtins.bool
+    """Whether it is kept as a sample once it is trained on, so that the learner's note of it is wanted."""
     @property
     def group(self) -> Global___Group:
         """Group."""
@@ -601,9 +604,10 @@ class StreamGroupsResponse(google.protobuf.message.Message):
         queue_age_s: builtins.float = ...,
         seed: builtins.int | None = ...,
         flavour: builtins.str = ...,
+        wants_note: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_seed", b"_seed", "group", b"group", "seed", b"seed"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_seed", b"_seed", "flavour", b"flavour", "group", b"group", "policy_age_s", b"policy_age_s", "queue_age_s", b"queue_age_s", "seed", b"seed"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_seed", b"_seed", "flavour", b"flavour", "group", b"group", "policy_age_s", b"policy_age_s", "queue_age_s", b"queue_age_s", "seed", b"seed", "wants_note", b"wants_note"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
 
 Global___StreamGroupsResponse: typing_extensions.TypeAlias = StreamGroupsResponse

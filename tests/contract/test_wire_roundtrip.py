@@ -230,11 +230,12 @@ def test_group_survives_bytes_bit_for_bit(group):
         )
 
 
-@given(groups, real, real, st.none() | st.integers(0, 2**63), text)
+@given(groups, real, real, st.none() | st.integers(0, 2**63), text, st.booleans())
 def test_group_streamed_to_the_learner_keeps_what_the_coordinator_knows_of_it(
-    group, policy_age, queue_age, seed, flavour
+    group, policy_age, queue_age, seed, flavour, wants_note
 ):
     ages = {"policy_age_s": policy_age, "queue_age_s": queue_age, "seed": seed, "flavour": flavour}
+    ages["wants_note"] = wants_note
     data = leased_to_pb(LeasedGroup(sealed=seal(group), **ages)).SerializeToString()
     message = rollout_pb2.StreamGroupsResponse.FromString(data)
     back = queued_from_pb(message)

@@ -34,6 +34,7 @@ from heterorl.coordinator.core import Coordinator
 from heterorl.learner import app
 from heterorl.learner.assembly import Parts
 from heterorl.learner.config import LearnerConfig
+from heterorl.learner.train.ratios import LogRatios
 
 SITE, INCARNATION = SiteId("eu-1"), "b1946ac9"
 VOCAB, GROUP_SIZE = 50, 2
@@ -129,6 +130,10 @@ class NumpyBackend:
     @property
     def torch_model(self) -> Any:
         raise AssertionError("there is no torch here")
+
+    @property
+    def last_log_ratios(self) -> LogRatios:
+        return {}
 
     def train_step(self, groups: Any, *, head_version: int, step: int) -> StepReport:
         self.on_step()

@@ -24,7 +24,15 @@ from heterorl.coordinator.servicers.diagnosis import DiagnosisServicer
 from heterorl.coordinator.servicers.policy import PolicyServicer
 from heterorl.coordinator.servicers.rollout import RolloutServicer
 from heterorl.coordinator.servicers.run import RunServicer
-from heterorl.v1 import backup_pb2_grpc, diagnosis_pb2_grpc, policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
+from heterorl.coordinator.servicers.sample import SampleServicer
+from heterorl.v1 import (
+    backup_pb2_grpc,
+    diagnosis_pb2_grpc,
+    policy_pb2_grpc,
+    rollout_pb2_grpc,
+    run_pb2_grpc,
+    sample_pb2_grpc,
+)
 from tests.support.certificates import Certificates
 from tests.support.run import Run
 
@@ -57,6 +65,7 @@ class SecureRun:
         run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(self.core.run), self.server.grpc)
         diagnosis_pb2_grpc.add_DiagnosisServiceServicer_to_server(DiagnosisServicer(self.core.parts), self.server.grpc)
         backup_pb2_grpc.add_BackupServiceServicer_to_server(BackupServicer(self.core.backups), self.server.grpc)
+        sample_pb2_grpc.add_SampleServiceServicer_to_server(SampleServicer(self.core.sample), self.server.grpc)
         self.port = await self.server.start("127.0.0.1:0")
         self.address = f"127.0.0.1:{self.port}"
         self.learner, self.sampler, self.operator = (

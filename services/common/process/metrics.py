@@ -132,11 +132,9 @@ SNAPSHOT_AGE_SECONDS = _gauge(
     "coordinator_snapshot_age_seconds", "Age of the version of the newest verified snapshot; 0 while there is none."
 )
 FLAVOUR_BYTES = _gauge(
-    "coordinator_flavour_bytes",
-    "Bytes of the newest version in a form: its state (full) and payloads.",
-    "flavour",
-    "kind",
+    "coordinator_flavour_bytes", "Bytes of the newest version: its state (full), its payloads.", "flavour", "kind"
 )
+SAMPLE_BYTES = _gauge("coordinator_sample_bytes", "Bytes of samples that are kept to be read, by why.", "kind")
 DISK_REFUSES = _gauge("coordinator_disk_refuses", "1 while the disk is full and groups or versions are refused.")
 LOOP_FAILURES = _counter("coordinator_loop_failures_total", "Turns of a background loop that failed.", "loop")
 RECLAIMED_BYTES = _counter("coordinator_reclaimed_bytes_total", "Bytes of payloads that nobody needed any more.")
@@ -173,6 +171,7 @@ EVALUATION_ACCURACY = _gauge("learner_evaluation_accuracy_ratio", "Held-out accu
 CHECKED_GROUPS = _counter(
     "learner_checked_groups_total", "Groups checked, by check and verdict.", "site", "check", "verdict"
 )
+SAMPLE_NOTES = _counter("learner_sample_notes_total", "Texts of kept samples, sent or given up.", "outcome")
 CHECK_SECONDS = _histogram("learner_check_seconds", "Duration of the checks of one group.")
 
 # learner: versions

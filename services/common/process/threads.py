@@ -49,6 +49,13 @@ async def _to_its_end(work: asyncio.Future[ResultT]) -> ResultT:
         raise
 
 
+def causes_of(error: BaseException) -> list[BaseException]:
+    """All failures of a group and of the groups in it; of any other error, itself."""
+    if isinstance(error, BaseExceptionGroup):
+        return [cause for inner in error.exceptions for cause in causes_of(inner)]
+    return [error]
+
+
 def cause_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The one failure that ended the other tasks of a group."""
     first = group.exceptions[0]

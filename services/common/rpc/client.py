@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import grpc.aio
 
@@ -12,10 +12,10 @@ from heterorl.common.errors import InvalidRequest, MalformedPayload, Unreachable
 from heterorl.common.process.metrics import BYTES
 from heterorl.common.rpc.attempt import once, timed
 from heterorl.common.rpc.calls import readable
-from heterorl.common.rpc.lease_calls import LeaseCalls
+from heterorl.common.rpc.learner_calls import LearnerCalls
 from heterorl.common.types.common import Digest, SiteId, StepReport
 from heterorl.common.types.policy import HeadUpdate, PublishRequest, PullPlan, SignedManifest
-from heterorl.common.types.rollout import Group, GroupId, PushOutcome, QueuedGroup, Rejection, SealedGroup, WorkGrant
+from heterorl.common.types.rollout import Group, GroupId, PushOutcome, QueuedGroup, SealedGroup, WorkGrant
 from heterorl.common.types.run import (
     CanaryReport,
     CanaryVerdict,
@@ -25,7 +25,7 @@ from heterorl.common.types.run import (
     Registration,
     RunStatus,
 )
-from heterorl.common.types.words import peer_words
+from heterorl.common.types.sample import Sample, SampleFilter, SampleList, SamplePage
 from heterorl.common.wire.common import report_from_pb
 from heterorl.common.wire.policy import frame_checksum, plan_from_pb, publish_to_pb
 from heterorl.common.wire.rollout import (
@@ -33,7 +33,6 @@ from heterorl.common.wire.rollout import (
     outcomes_from_pb,
     pushes_to_pb,
     queued_from_pb,
-    rejections_to_pb,
     work_grant_from_pb,
 )
 from heterorl.common.wire.run import (
@@ -45,8 +44,10 @@ from heterorl.common.wire.run import (
     status_from_pb,
     verdict_from_pb,
 )
+from heterorl.common.wire.sample import sample_from_pb
+from heterorl.common.wire.sample_lists import list_from_pb, list_request_to_pb
 from heterorl.common.wire.seal import sealed
-from heterorl.v1 import policy_pb2, rollout_pb2, run_pb2
+from heterorl.v1 import policy_pb2, rollout_pb2, run_pb2, sample_pb2
 
 PUSH_TIMEOUT_S = 120.0
 """For a push of nothing; its bytes come on top."""
@@ -56,7 +57,7 @@ MIN_UP_BYTES_PER_S = 4096.0
 """The slowest link over which a push ends before its deadline; a dead one is noticed by its pings in seconds."""
 
 
-class CoordinatorClient(LeaseCalls):
+class CoordinatorClient(LearnerCalls):
     """A coordinator at an address; implements heterorl.common.api.CoordinatorApi. Plaintext only if `tls` says so.
 
     Streams (watch_head, read_payload, stream_groups, upload_payload) are not repeated here: their callers hold the
@@ -237,17 +238,6 @@ class CoordinatorClient(LeaseCalls):
             BYTES.labels("groups", "in").inc(message.ByteSize())
             yield queued_from_pb(message)
 
-    async def abandon_groups(self, *, epoch: int, ids: Sequence[GroupId], reason: str) -> None:
-        """Drop leased groups for good."""
-        request = rollout_pb2.AbandonGroupsRequest(
-            epoch=epoch, ids=[group_id_to_pb(group_id) for group_id in ids], reason=peer_words(reason)
-        )
-        await self._call("AbandonGroups", request)
-
-    async def reject_groups(self, *, epoch: int, rejections: Sequence[Rejection]) -> None:
-        """Drop leased groups that failed a check."""
-        await self._call("RejectGroups", rejections_to_pb(epoch, rejections))
-
     async def register(self, registration: Registration) -> RegisterAnswer:
         """Introduce a sampler."""
         request = registration_to_pb(registration)
@@ -290,6 +280,10 @@ class CoordinatorClient(LeaseCalls):
         request = run_pb2.ReleaseSiteRequest(site=site, reason=reason, request_id=request_id or secrets.token_hex(8))
         return str((await self._call("ReleaseSite", request)).quarantine)
 
-    async def describe_run(self, *, epoch: int, facts: Mapping[str, str]) -> None:
-        """Say what the run trains."""
-        await self._call("DescribeRun", run_pb2.DescribeRunRequest(epoch=epoch, facts=dict(facts)))
+    async def list_samples(self, *, wanted: SampleFilter, page: SamplePage) -> SampleList:
+        """Ask for a page of kept samples."""
+        return list_from_pb(await self._call("ListSamples", list_request_to_pb(wanted, page)), page)
+
+    async def get_sample(self, *, sample_id: int) -> Sample:
+        """Ask for one sample with its texts."""
+        return sample_from_pb(await self._call("GetSample", sample_pb2.GetSampleRequest(id=sample_id)))

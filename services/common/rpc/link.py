@@ -17,7 +17,14 @@ from heterorl.common.errors import Unreachable
 from heterorl.common.identity.credentials import MaterialFiles, channel_credentials
 from heterorl.common.identity.tls import TlsConfig, check_tls
 from heterorl.common.rpc.options import MAX_MESSAGE_BYTES, MIN_MESSAGE_BYTES, link_options
-from heterorl.v1 import backup_pb2_grpc, diagnosis_pb2_grpc, policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
+from heterorl.v1 import (
+    backup_pb2_grpc,
+    diagnosis_pb2_grpc,
+    policy_pb2_grpc,
+    rollout_pb2_grpc,
+    run_pb2_grpc,
+    sample_pb2_grpc,
+)
 
 
 class Stubs:
@@ -31,6 +38,7 @@ class Stubs:
             run_pb2_grpc.RunServiceStub(channel),
             diagnosis_pb2_grpc.DiagnosisServiceStub(channel),
             backup_pb2_grpc.BackupServiceStub(channel),
+            sample_pb2_grpc.SampleServiceStub(channel),
         ]
         self._methods = {name: method for stub in stubs for name, method in vars(stub).items()}
 

@@ -27,6 +27,7 @@ TABLE: dict[type[RemoteError], tuple[errors_pb2.ErrorReason.ValueType, grpc.Stat
     errors.ContractMismatch: (_R.ERROR_REASON_CONTRACT_MISMATCH, grpc.StatusCode.FAILED_PRECONDITION),
     errors.UnknownVersion: (_R.ERROR_REASON_UNKNOWN_VERSION, grpc.StatusCode.NOT_FOUND),
     errors.UnknownPayload: (_R.ERROR_REASON_UNKNOWN_PAYLOAD, grpc.StatusCode.NOT_FOUND),
+    errors.UnknownSample: (_R.ERROR_REASON_UNKNOWN_SAMPLE, grpc.StatusCode.NOT_FOUND),
     errors.DigestMismatch: (_R.ERROR_REASON_DIGEST_MISMATCH, grpc.StatusCode.DATA_LOSS),
     errors.StaleEpoch: (_R.ERROR_REASON_STALE_EPOCH, grpc.StatusCode.ABORTED),
     errors.LeaseHeld: (_R.ERROR_REASON_LEASE_HELD, grpc.StatusCode.FAILED_PRECONDITION),

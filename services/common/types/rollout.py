@@ -166,6 +166,8 @@ class _Leased:
     """Sampling seed of the group's assignment; None from a coordinator that does not state it."""
     flavour: str = ""
     """Form of the weights that it was generated with; empty for those that are trained."""
+    wants_note: bool = False
+    """Whether it is kept as a sample once it is trained on, so that the learner's note of it is wanted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,8 +63,8 @@ def kind_of(reason: DropReason) -> SampleKind:
 class SampleSummary:
     """One line of a list.
 
-    `version` is the one that the group became part of, or that was evaluated; -1 where it became part of none.
-    `oldest_version` is the oldest policy of its tokens. `site` is empty where the learner evaluated.
+    `version` is the one that the group became part of, that was evaluated, or that was the newest when the group was
+    dropped. `oldest_version` is the oldest policy of its tokens. `site` is empty where the learner evaluated.
     """
 
     id: int
@@ -87,9 +87,10 @@ class SampleSummary:
     """Completions that reached the length limit."""
     num_tokens: int
     """Of all completions."""
-    reward_min: float
-    reward_mean: float
-    reward_max: float
+    reward_min: float | None
+    """None where a reward is not finite; so are the other two."""
+    reward_mean: float | None
+    reward_max: float | None
     has_texts: bool
     """Whether prompt and completions are there as text."""
     prompt_preview: str = ""

@@ -129,6 +129,7 @@ def leased_to_pb(value: LeasedGroup) -> rollout_pb2.StreamGroupsResponse:
         queue_age_s=value.queue_age_s,
         seed=value.seed,
         flavour=value.flavour,
+        wants_note=value.wants_note,
     )
     # It has the same bytes and the same methods; whoever writes it sees no difference.
     return cast("rollout_pb2.StreamGroupsResponse", message)
@@ -146,6 +147,7 @@ def queued_from_pb(message: rollout_pb2.StreamGroupsResponse) -> QueuedGroup:
         queue_age_s=message.queue_age_s,
         seed=message.seed if message.HasField("seed") else None,
         flavour=message.flavour,
+        wants_note=message.wants_note,
     )
 
 
@@ -157,6 +159,7 @@ def opened(value: LeasedGroup) -> QueuedGroup:
         queue_age_s=value.queue_age_s,
         seed=value.seed,
         flavour=value.flavour,
+        wants_note=value.wants_note,
     )
 
 

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 
 from heterorl.common.types.common import Contract
 from heterorl.common.types.rollout import DropReason, Group, GroupId, PushOutcome, PushStatus, SealedGroup
+from heterorl.common.types.sample import kind_of
 from heterorl.common.wire.common import bytes_digest
 from heterorl.common.wire.seal import open_group, sealed
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.groups import ages, ledger, work
 from heterorl.coordinator.groups.admission import Facts, content_problem, judge, size_problem
+from heterorl.coordinator.samples.ring import Ring
 from heterorl.coordinator.sites import quarantine, watermark
 from heterorl.coordinator.sites.quotas import Quotas
 from heterorl.coordinator.store import tallies
@@ -46,6 +48,7 @@ class Surroundings:
 
     config: CoordinatorConfig
     quotas: Quotas
+    ring: Ring
     head: int
     now: float
     instant: float
@@ -90,7 +93,7 @@ def take(connection: sqlite3.Connection, arrived: Arrival, around: Surroundings)
         message = size_problem(arrived.num_bytes, around.config.max_group_bytes) or message
         if not message:
             reason, message = judge(group, _facts(connection, group, around))
-    return record(connection, arrived, reason, message, now=around.now)
+    return record(connection, arrived, reason, message, around)
 
 
 def record(
@@ -98,13 +101,12 @@ def record(
     arrived: Arrival,
     reason: DropReason | None,
     message: str,
-    *,
-    now: float,
+    around: Surroundings,
 ) -> PushOutcome:
-    """Write one group's row, account and place in the watermark down, and what becomes of its work."""
+    """Write one group's row, account and place in the watermark down, and what becomes of its work and its content."""
     group_id = arrived.id
     key = (group_id.site, group_id.incarnation)
-    connection.execute(insert(1), row_of(arrived, reason, now))
+    arrival = connection.execute(insert(1), row_of(arrived, reason, around.now)).lastrowid or 0
     watermark.remember(connection, group_id)
     ledger.add(connection, ledger.ACKED, 1)
     column = "dropped" if reason else "accepted"
@@ -113,6 +115,8 @@ def record(
         work.answer(connection, arrived.assignment)
         return PushOutcome(id=group_id, status=PushStatus.ACCEPTED)
     ledger.add(connection, ledger.account_of(reason), 1)
+    if arrived.sealed is not None and around.ring.wants(kind_of(reason), arrival):
+        around.ring.keep_dropped(connection, arrived.sealed, reason, detail=message)
     if reason in work.REOPENED:
         work.reopen_held(connection, arrived.assignment, group_id)
     return PushOutcome(id=group_id, status=PushStatus.DROPPED, reason=reason, message=message)

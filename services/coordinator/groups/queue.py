@@ -15,6 +15,7 @@ from typing import Any
 
 from heterorl.common.errors import MalformedPayload
 from heterorl.common.types.rollout import DropReason, GroupId, LeasedGroup, PushOutcome, SealedGroup
+from heterorl.common.types.sample import SampleKind, kind_of
 from heterorl.common.wire.common import bytes_digest
 from heterorl.common.wire.seal import read_sealed
 from heterorl.coordinator.config import CoordinatorConfig
@@ -23,6 +24,7 @@ from heterorl.coordinator.groups.intake import Arrival, Surroundings
 from heterorl.coordinator.groups.order import Turns, newest_first, oldest_in_window
 from heterorl.coordinator.groups.rows import take_all
 from heterorl.coordinator.groups.schedule import seed_of
+from heterorl.coordinator.samples.ring import Ring
 from heterorl.coordinator.sites import quarantine
 from heterorl.coordinator.sites.quotas import Quotas
 from heterorl.coordinator.versions import flavours
@@ -38,12 +40,13 @@ class Queue:
     config: CoordinatorConfig
     quotas: Quotas
     turns: Turns
+    ring: Ring
 
     @classmethod
-    def of(cls, config: CoordinatorConfig) -> Queue:
-        """The queue of a configuration."""
+    def of(cls, config: CoordinatorConfig, ring: Ring) -> Queue:
+        """The queue of a configuration; what leaves it may go into the ring."""
         turns = Turns(order=config.lease_order, share=config.site_batch_share, window=config.groups_per_version)
-        return cls(config=config, quotas=Quotas(config), turns=turns)
+        return cls(config=config, quotas=Quotas(config), turns=turns, ring=ring)
 
     def ingest(
         self,
@@ -55,7 +58,9 @@ class Queue:
         instant: float,
     ) -> list[PushOutcome]:
         """Take groups in, each with its own outcome; `now` is wall time, `instant` the monotonic clock's."""
-        around = Surroundings(config=self.config, quotas=self.quotas, head=head, now=now, instant=instant)
+        around = Surroundings(
+            config=self.config, quotas=self.quotas, ring=self.ring, head=head, now=now, instant=instant
+        )
         return take_all(connection, groups, around)
 
     def lease(self, connection: sqlite3.Connection, *, count: int, head: int, now: float) -> list[LeasedGroup]:
@@ -74,14 +79,21 @@ class Queue:
                     # Its oldest token is of the lineage, a later one is not.
                     group, reason = None, DropReason.UNKNOWN_VERSION
                 if group is None:
-                    drop(connection, [GroupId(site=key[0], incarnation=key[1], sequence=key[2])], reason)
+                    self.drop(connection, [GroupId(site=key[0], incarnation=key[1], sequence=key[2])], reason)
                     continue
                 connection.execute("UPDATE groups SET state = 'leased' WHERE arrival = ?", (arrival,))
                 age, waited = max(0.0, now - published), max(0.0, now - arrived)
                 seed = seed_of(assignment, seed=self.config.seed)
                 flavour = flavours.of_state(connection, group.oldest_version, group.state_root)
                 leased.append(
-                    LeasedGroup(sealed=group, policy_age_s=age, queue_age_s=waited, seed=seed, flavour=flavour)
+                    LeasedGroup(
+                        sealed=group,
+                        policy_age_s=age,
+                        queue_age_s=waited,
+                        seed=seed,
+                        flavour=flavour,
+                        wants_note=self.ring.wants(SampleKind.CONSUMED, arrival),
+                    )
                 )
         return leased
 
@@ -134,7 +146,9 @@ class Queue:
         rows = connection.execute(
             "SELECT site, incarnation, sequence FROM groups WHERE state = 'pending' AND oldest_version < ?", (oldest,)
         ).fetchall()
-        drop(connection, [GroupId(site=a, incarnation=b, sequence=c) for a, b, c in rows], DropReason.STALE_AT_LEASE)
+        self.drop(
+            connection, [GroupId(site=a, incarnation=b, sequence=c) for a, b, c in rows], DropReason.STALE_AT_LEASE
+        )
 
     def consume(
         self, connection: sqlite3.Connection, ids: Sequence[GroupId], *, version: int, parent: int
@@ -144,17 +158,23 @@ class Queue:
             return list(ids), "a group is named twice"
         missing: list[GroupId] = []
         stale: list[GroupId] = []
+        kept: list[int] = []
         for group_id in ids:
             row = connection.execute(
-                f"SELECT state, oldest_version FROM groups WHERE {_WHERE_ID}", _key(group_id)
+                f"SELECT state, oldest_version, arrival FROM groups WHERE {_WHERE_ID}", _key(group_id)
             ).fetchone()
             if row is None or row[0] not in ("leased", "pending"):
                 missing.append(group_id)
             elif parent - row[1] > self.config.max_staleness_versions:
                 stale.append(group_id)
+            elif self.ring.wants(SampleKind.CONSUMED, row[2]):
+                kept.append(row[2])
         if missing or stale:
-            drop(connection, stale, DropReason.STALE_AT_COMMIT)
+            self.drop(connection, stale, DropReason.STALE_AT_COMMIT)
             return missing + stale, f"{len(missing)} groups are not available, {len(stale)} became too stale"
+        for arrival in kept:
+            (data,) = connection.execute("SELECT payload FROM groups WHERE arrival = ?", (arrival,)).fetchone()
+            self.ring.keep_consumed(connection, data, version=version)
         connection.executemany(
             f"UPDATE groups SET state = 'consumed', version = ?, payload = NULL WHERE {_WHERE_ID}",
             [(version, *_key(group_id)) for group_id in ids],
@@ -162,26 +182,69 @@ class Queue:
         ledger.add(connection, ledger.CONSUMED, len(ids))
         return [], ""
 
+    def drop(
+        self, connection: sqlite3.Connection, ids: Sequence[GroupId], reason: DropReason, *, detail: str = ""
+    ) -> int:
+        """Give pending or leased groups up for a reason; prompts are handed out again where the reason allows.
 
-def drop(connection: sqlite3.Connection, ids: Sequence[GroupId], reason: DropReason) -> int:
-    """Give pending or leased groups up for a reason; prompts are handed out again where the reason allows.
+        Args:
+            connection: of the operation.
+            ids: groups.
+            reason: why, for the ledger.
+            detail: what the check said, for those who read the samples.
 
-    Returns:
-        How many of them were pending or leased.
-    """
-    num_dropped = 0
-    for group_id in ids:
-        row = connection.execute(
-            "UPDATE groups SET state = 'dropped', reason = ?, payload = NULL WHERE state IN ('pending', 'leased')"
-            f" AND {_WHERE_ID} RETURNING assignment",
-            (reason.value, *_key(group_id)),
-        ).fetchone()
-        if row is not None:
+        Returns:
+            How many of them were pending or leased.
+        """
+        num_dropped = 0
+        for group_id in ids:
+            kept = self._content(connection, group_id, kind_of(reason))
+            row = connection.execute(
+                "UPDATE groups SET state = 'dropped', reason = ?, payload = NULL WHERE state IN ('pending', 'leased')"
+                f" AND {_WHERE_ID} RETURNING assignment",
+                (reason.value, *_key(group_id)),
+            ).fetchone()
+            if row is None:
+                continue
             num_dropped += 1
             ledger.add(connection, ledger.account_of(reason), 1)
+            if kept is not None:
+                self.ring.keep_dropped(connection, kept, reason, detail=detail)
             if reason in work.REOPENED:
                 work.reopen(connection, row[0])
-    return num_dropped
+        return num_dropped
+
+    def _content(self, connection: sqlite3.Connection, group_id: GroupId, kind: SampleKind) -> SealedGroup | None:
+        """A group that is to be kept as a sample; None where it is not, or cannot be read."""
+        row = connection.execute(f"SELECT arrival FROM groups WHERE {_WHERE_ID}", _key(group_id)).fetchone()
+        if row is None or not self.ring.wants(kind, row[0]):
+            return None
+        data, digest = connection.execute("SELECT payload, digest FROM groups WHERE arrival = ?", row).fetchone()
+        return None if data is None else _verified(data, digest)
+
+    def drop_abandoned(self, connection: sqlite3.Connection, versions: Sequence[int]) -> int:
+        """Give up what waits of abandoned versions, with the learner or without it: nobody can have their weights."""
+        rows = [
+            row
+            for version in versions
+            for row in connection.execute(
+                "SELECT site, incarnation, sequence FROM groups"
+                " WHERE state IN ('pending', 'leased') AND oldest_version = ?",
+                (version,),
+            )
+        ]
+        ids = [GroupId(site=site, incarnation=incarnation, sequence=sequence) for site, incarnation, sequence in rows]
+        return self.drop(connection, ids, DropReason.UNKNOWN_VERSION)
+
+    def return_leased(self, connection: sqlite3.Connection, *, held: Iterable[GroupId] = ()) -> int:
+        """Put the learner's groups back into the queue, except those it still holds and those of quarantined sites."""
+        keep = {_key(group_id) for group_id in held}
+        rows = connection.execute("SELECT site, incarnation, sequence FROM groups WHERE state = 'leased'").fetchall()
+        back = [tuple(row) for row in rows if tuple(row) not in keep]
+        connection.executemany(f"UPDATE groups SET state = 'pending' WHERE {_WHERE_ID}", back)
+        for site in quarantine.convicted_sites(connection):
+            self.drop(connection, quarantine.pending_groups(connection, site), DropReason.QUARANTINED)
+        return len(back)
 
 
 def abandon_consumed(connection: sqlite3.Connection, versions: Sequence[int]) -> None:
@@ -198,38 +261,12 @@ def abandon_consumed(connection: sqlite3.Connection, versions: Sequence[int]) ->
             work.reopen(connection, assignment)
 
 
-def drop_abandoned(connection: sqlite3.Connection, versions: Sequence[int]) -> int:
-    """Give up what waits of abandoned versions, with the learner or without it: nobody can have their weights again."""
-    rows = [
-        row
-        for version in versions
-        for row in connection.execute(
-            "SELECT site, incarnation, sequence FROM groups"
-            " WHERE state IN ('pending', 'leased') AND oldest_version = ?",
-            (version,),
-        )
-    ]
-    ids = [GroupId(site=site, incarnation=incarnation, sequence=sequence) for site, incarnation, sequence in rows]
-    return drop(connection, ids, DropReason.UNKNOWN_VERSION)
-
-
 def undo_lease(connection: sqlite3.Connection, ids: Iterable[GroupId]) -> None:
     """Put groups back that were leased and went to nobody."""
     connection.executemany(
         f"UPDATE groups SET state = 'pending' WHERE state = 'leased' AND {_WHERE_ID}",
         [_key(group_id) for group_id in ids],
     )
-
-
-def return_leased(connection: sqlite3.Connection, *, held: Iterable[GroupId] = ()) -> int:
-    """Put the learner's groups back into the queue, except those it still holds and those of quarantined sites."""
-    keep = {_key(group_id) for group_id in held}
-    rows = connection.execute("SELECT site, incarnation, sequence FROM groups WHERE state = 'leased'").fetchall()
-    back = [tuple(row) for row in rows if tuple(row) not in keep]
-    connection.executemany(f"UPDATE groups SET state = 'pending' WHERE {_WHERE_ID}", back)
-    for site in quarantine.convicted_sites(connection):
-        drop(connection, quarantine.pending_groups(connection, site), DropReason.QUARANTINED)
-    return len(back)
 
 
 def _key(group_id: GroupId) -> tuple[str, str, int]:

@@ -80,7 +80,7 @@ class _Rows:
         reason, message = judge(group, self._surroundings(group))
         if reason is not None:
             self.write()
-            return intake.record(self._connection, arrived, reason, message, now=self._around.now)
+            return intake.record(self._connection, arrived, reason, message, self._around)
         self._accepted.append(arrived)
         self._answered.add(arrived.assignment)
         self._marks[key] = mark + 1

@@ -50,13 +50,22 @@ _NAME = Bound(length=64, text=Text.NAME)
 _DIGEST = Bound(length=64)
 _PROSE = Bound(length=4096, text=Text.PROSE)
 _TOKENS = Bound(count=MAX_TOKENS)
+_TEXTS = Bound(length=MAX_TOKENS, text=Text.PROSE)
+"""Of prompts and completions; how much of them one message holds, its own limit says."""
 _OF_LEARNER = Bound(count=1 << 15)
 """Entries that only a learner sends, one for each group or step of a version."""
 MAX_TAGS = 1 << 16
 """Fields of all kinds in one message, those inside others included: 256 completions with 64 reward parts each."""
 TAGS: Mapping[str, int] = MappingProxyType(
     dict.fromkeys(
-        ("PublishVersionRequest", "StreamGroupsRequest", "AbandonGroupsRequest", "RejectGroupsRequest"), 1 << 18
+        (
+            "PublishVersionRequest",
+            "StreamGroupsRequest",
+            "AbandonGroupsRequest",
+            "RejectGroupsRequest",
+            "NoteSamplesRequest",
+        ),
+        1 << 18,
     )
 )
 """The same for messages that only a learner sends."""
@@ -114,6 +123,21 @@ BOUNDS: Mapping[str, Bound] = MappingProxyType(
         "DescribeRunRequest.facts": Bound(count=64),
         "FactsEntry.key": Bound(length=64),
         "FactsEntry.value": Bound(length=300),
+        "ListSamplesRequest.site": _NAME,
+        "ListSamplesRequest.kept_because": _NAME,
+        "NoteSamplesRequest.notes": Bound(count=256),
+        "NoteSamplesRequest.evaluations": Bound(count=256),
+        "SampleNote.prompt": _TEXTS,
+        "RolloutNote.completion": _TEXTS,
+        "RolloutNote.reward_parts": Bound(count=256),
+        "RolloutNote.log_ratios": _TOKENS,
+        "RolloutNote.token_ends": _TOKENS,
+        "EvaluationSample.site": _NAME,
+        "EvaluationSample.prompt": _TEXTS,
+        "EvaluatedRollout.completion": _TEXTS,
+        "EvaluatedRollout.reward_parts": Bound(count=256),
+        "EvaluatedRollout.token_ids": _TOKENS,
+        "EvaluatedRollout.logprobs": _TOKENS,
         "BackupRequest.name": _NAME,
         "DrainRequest.reason": _PROSE,
         "ReleaseSiteRequest.site": _NAME,

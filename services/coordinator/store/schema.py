@@ -7,7 +7,7 @@ These tables have rowids: SQLite 3.40 finds faults that are none in a table with
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 _BY_FLAVOUR = """
 CREATE TABLE payloads (
     to_version INTEGER NOT NULL, kind TEXT NOT NULL, from_version INTEGER NOT NULL, digest TEXT NOT NULL,
@@ -46,6 +46,22 @@ CREATE TRIGGER audit_keeps_rows BEFORE DELETE ON audit
 CREATE TRIGGER audit_keeps_content BEFORE UPDATE ON audit
     BEGIN SELECT RAISE(ABORT, 'the log of audit is only appended to'); END;
 """
+_SAMPLES = """
+CREATE TABLE samples (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT NOT NULL, kept_because TEXT NOT NULL, detail TEXT NOT NULL,
+    site TEXT NOT NULL, incarnation TEXT NOT NULL, sequence INTEGER NOT NULL, version INTEGER NOT NULL,
+    oldest_version INTEGER NOT NULL, kept REAL NOT NULL, prompt_index INTEGER NOT NULL, num_rollouts INTEGER NOT NULL,
+    num_truncated INTEGER NOT NULL, num_tokens INTEGER NOT NULL, reward_min REAL, reward_mean REAL, reward_max REAL,
+    num_bytes INTEGER NOT NULL, has_texts INTEGER NOT NULL, prompt_preview TEXT NOT NULL,
+    completion_preview TEXT NOT NULL);
+CREATE INDEX samples_by_kind ON samples (kind, id);
+CREATE INDEX samples_by_reason ON samples (kept_because, id);
+CREATE INDEX samples_by_site ON samples (site, id);
+CREATE INDEX samples_by_version ON samples (version, id);
+CREATE INDEX samples_by_group ON samples (site, incarnation, sequence);
+CREATE TABLE sample_payloads (id INTEGER PRIMARY KEY, content BLOB NOT NULL, note BLOB);
+CREATE TABLE sample_totals (kind TEXT PRIMARY KEY, num_samples INTEGER NOT NULL, num_bytes INTEGER NOT NULL);
+"""
 SCHEMA = f"""
 CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE ledger (account TEXT PRIMARY KEY, count INTEGER NOT NULL) WITHOUT ROWID;
@@ -79,6 +95,7 @@ CREATE TABLE quarantines (site TEXT PRIMARY KEY, version INTEGER NOT NULL, reaso
 CREATE TABLE retired (digest TEXT PRIMARY KEY) WITHOUT ROWID;
 {_BY_FLAVOUR}
 {_CHECKS}
+{_SAMPLES}
 """
 INDEXES = """
 CREATE INDEX IF NOT EXISTS versions_abandoned ON versions (is_abandoned, version) WHERE is_abandoned = 1;
@@ -112,5 +129,12 @@ FROM_3 = """
 ALTER TABLE sites ADD COLUMN work_ahead_s REAL NOT NULL DEFAULT 0;
 """
 """Makes a store of schema 3, where no site worked ahead, one of schema 4."""
-EARLIER = {1: FROM_1 + FROM_2 + FROM_3, 2: FROM_2 + FROM_3, 3: FROM_3}
+FROM_4 = _SAMPLES
+"""Makes a store of schema 4, which kept no samples, one of schema 5."""
+EARLIER = {
+    1: FROM_1 + FROM_2 + FROM_3 + FROM_4,
+    2: FROM_2 + FROM_3 + FROM_4,
+    3: FROM_3 + FROM_4,
+    4: FROM_4,
+}
 """What makes a store of an earlier schema one of this."""

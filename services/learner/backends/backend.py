@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.rollout import QueuedGroup
 from heterorl.common.weights.arena import Arena, Layout
+from heterorl.learner.train.ratios import LogRatios
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,6 +33,11 @@ class TrainBackend(Protocol):
 
         A non-finite loss or gradient leaves weights and optimizer bit-identical; `is_applied` is then False.
         """
+        ...
+
+    @property
+    def last_log_ratios(self) -> LogRatios:
+        """Of the newest step's groups whose note is wanted; empty before the first."""
         ...
 
     def store(self, arena: Arena, *, published: Arena | None = None) -> None:

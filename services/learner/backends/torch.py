@@ -31,6 +31,7 @@ from heterorl.learner.train.batch import build_batch
 from heterorl.learner.train.config import TorchBackendConfig
 from heterorl.learner.train.kernels import apply_liger, compile_forward
 from heterorl.learner.train.model import check_forward
+from heterorl.learner.train.ratios import LogRatios, wanted_log_ratios
 from heterorl.learner.train.reference import load_reference
 from heterorl.learner.train.stand_in import Rounding
 from heterorl.learner.train.step import accumulate_gradients, apply_gradients, end_step
@@ -89,11 +90,17 @@ class TorchBackend:
         self._optimizer = self._new_optimizer()
         self._applied_steps = 0
         self._last_extras: dict[str, float] = {}
+        self._last_log_ratios: LogRatios = {}
 
     @property
     def last_extras(self) -> dict[str, float]:
         """Numbers of the newest step beyond its report, see `report.step_extras`; with the step size taken, lr."""
         return self._last_extras
+
+    @property
+    def last_log_ratios(self) -> LogRatios:
+        """Of the newest step's groups whose note is wanted; see TrainBackend."""
+        return self._last_log_ratios
 
     @property
     def layout(self) -> Layout:
@@ -134,6 +141,7 @@ class TorchBackend:
         )
         self._applied_steps += end.is_applied
         self._last_extras = end.extras
+        self._last_log_ratios = wanted_log_ratios(samples, groups)
         step_s = self._clock.monotonic() - started
         return end.report(groups, step=step, head_version=head_version, step_s=step_s)
 

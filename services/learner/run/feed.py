@@ -22,6 +22,7 @@ from heterorl.common.types.rollout import QueuedGroup, Rejection
 from heterorl.learner.checks.admission import Limits, judge
 from heterorl.learner.checks.examiner import Examiner, Scored
 from heterorl.learner.checks.judge import SOUND, Finding
+from heterorl.learner.notes.notes import Notes
 from heterorl.learner.run.inbox import Inbox
 
 _LOG = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ async def feed(
     limits: Limits,
     patience: Patience,
     examiner: Examiner | None = None,
+    notes: Notes | None = None,
 ) -> None:
     """Stream groups until the inbox closes; every new stream names the groups that are still held.
 
@@ -56,6 +58,8 @@ async def feed(
         else:
             _LOG.warning("group %s is abandoned: %s", queued.group.id, finding.detail)
             await api.abandon_groups(epoch=epoch, ids=[queued.group.id], reason=finding.detail)
+        if notes is not None:
+            notes.settled([queued.group])
         await inbox.skip()
 
     async def arriving(stream: AsyncIterator[QueuedGroup]) -> AsyncIterator[tuple[QueuedGroup, Finding]]:

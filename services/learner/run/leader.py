@@ -21,6 +21,8 @@ from heterorl.learner.checks.examiner import Examiner
 from heterorl.learner.checks.reward_signal import RewardSignal
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.evaluate import Evaluator
+from heterorl.learner.notes.notes import Notes
+from heterorl.learner.notes.reading import Reader
 from heterorl.learner.publish.checkpoint import CheckpointStore
 from heterorl.learner.publish.journal import Journal
 from heterorl.learner.publish.publish import Publisher
@@ -64,6 +66,8 @@ class Leader:
     evaluator: Evaluator | None
     examiner: Examiner | None
     begin: Callable[[LeaseGrant], Term]
+    reader: Reader | None = None
+    """Makes text of the groups that are kept as samples; None: they stay without."""
     result: RunResult = field(
         default_factory=lambda: RunResult(step=0, version=NO_VERSION, is_finished=False, has_begun=False)
     )
@@ -132,6 +136,9 @@ class Leader:
         await in_thread(term.store.remove_unfinished)
         await in_thread(term.publisher.remove_leftovers)
         self._rollback = term.rollback
+        notes = Notes(
+            api=self.api, epoch=grant.epoch, reader=self.reader, limit_bytes=self.config.max_message_bytes // 2
+        )
         outcome = None
         while outcome is not Outcome.FINISHED:
             step = await term.rollback.resume(is_start=outcome is None)
@@ -150,7 +157,9 @@ class Leader:
                 step=step,
                 max_staleness_versions=self.max_staleness_versions,
                 signal=self.signal,
+                notes=notes,
             )
+            notes.begin()
             try:
                 outcome = await self._run_session(session)
             finally:
@@ -175,11 +184,16 @@ class Leader:
                     limits=limits,
                     patience=self.patience(),
                     examiner=self.examiner,
+                    notes=session.notes,
                 )
             )
+            noting = tasks.create_task(session.notes.run())
             outcome = await session.run()
             await session.inbox.close()
             feeding.cancel()
+            if outcome is Outcome.FINISHED:
+                await session.notes.finish()
+            noting.cancel()
         return outcome
 
     def _note(self, publisher: Publisher, session: Session) -> None:

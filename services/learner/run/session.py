@@ -21,7 +21,7 @@ from heterorl.common.api import LearnerApi
 from heterorl.common.errors import GroupNotAvailable, OperatorError
 from heterorl.common.process.metrics import EVALUATION_ACCURACY
 from heterorl.common.process.patience import Patience
-from heterorl.common.process.threads import in_thread
+from heterorl.common.process.threads import causes_of, in_thread
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.rollout import Group, GroupId, QueuedGroup, Rejection
 from heterorl.common.weights.arena import Arena
@@ -31,6 +31,7 @@ from heterorl.learner.checks.replay import log_ratios
 from heterorl.learner.checks.reward_signal import RewardSignal
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.evaluate import Evaluator
+from heterorl.learner.notes.notes import Notes
 from heterorl.learner.observe import WAITS, observe_step
 from heterorl.learner.publish.draft import Draft
 from heterorl.learner.publish.journal import Journal
@@ -86,6 +87,7 @@ class Session:
     max_staleness_versions: int = -1
     """The coordinator's bound at the commit of a version; -1 where it is not known."""
     signal: RewardSignal = field(default_factory=RewardSignal)
+    notes: Notes = field(default_factory=Notes)
     num_rejected: int = 0
     num_unpublished: int = 0
     """Steps of `step` that are in no version yet."""
@@ -158,6 +160,7 @@ class Session:
         await self.publisher.carry_out(ready.draft, consumed=trained.consumed, reports=trained.reports)
         self.num_unpublished -= len(trained.reports)
         self.inbox.settle(trained.consumed)
+        self.notes.published(trained.consumed)
         outgrown, self._outgrown = self._outgrown, []
         await self._give_up_old(outgrown)
 
@@ -190,6 +193,7 @@ class Session:
             self.step += 1
             self.num_unpublished += 1
             self.signal.note(groups)
+            self.notes.trained(groups, self.backend.last_log_ratios)
             reports.append(report)
             consumed += [queued.group.id for queued in groups]
         self.interval.note([report.reward_mean for report in reports])
@@ -222,7 +226,7 @@ class Session:
                 if finding.reason is not None
             ]
             if rejections:
-                await self._tell(rejections)
+                await self._tell(rejections, groups)
         return kept
 
     async def _fresh(self, groups: list[QueuedGroup]) -> list[QueuedGroup]:
@@ -253,10 +257,12 @@ class Session:
         await self.patience.insist(lambda: self.api.abandon_groups(epoch=self.epoch, ids=ids, reason=reason))
         self.inbox.settle(ids)
 
-    async def _tell(self, rejections: list[Rejection]) -> None:
+    async def _tell(self, rejections: list[Rejection], groups: list[Group]) -> None:
         _LOG.warning("%d groups are outside the envelope of log-ratios", len(rejections))
         await self.patience.insist(lambda: self.api.reject_groups(epoch=self.epoch, rejections=rejections))
-        self.inbox.settle(rejection.id for rejection in rejections)
+        ids = {rejection.id for rejection in rejections}
+        self.inbox.settle(ids)
+        self.notes.settled(group for group in groups if group.id in ids)
 
     async def _reject(self, report: StepReport, groups: list[QueuedGroup]) -> None:
         """Give up groups that made a loss or gradient that is not finite; they would do so again."""
@@ -266,6 +272,7 @@ class Session:
         self.journal.note_rejected_step(report)
         await self.patience.insist(lambda: self.api.abandon_groups(epoch=self.epoch, ids=ids, reason=reason))
         self.inbox.settle(ids)
+        self.notes.settled(queued.group for queued in groups)
         self.num_rejected += 1
         if self.num_rejected >= self.config.max_rejected_steps:
             raise OperatorError(
@@ -289,11 +296,5 @@ class Session:
 
 def _most_serious(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """What ended a version and the steps beside it: a refusal only where nothing else did."""
-    leaves = _leaves(group)
-    return next((error for error in leaves if not isinstance(error, GroupNotAvailable)), leaves[0])
-
-
-def _leaves(error: BaseException) -> list[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
-    return [error]
+    causes = causes_of(group)
+    return next((error for error in causes if not isinstance(error, GroupNotAvailable)), causes[0])

@@ -39,6 +39,8 @@ class TrainingSequence:
     """GEPO's log denominator, whatever the rule divides by."""
     group: int = 0
     """Position of the group in the step."""
+    number: int = 0
+    """Position of the rollout in the group."""
     staleness: Int32Array | None = None
     """Versions between each token's sampler and the learner; None is 0 for all."""
     coupling: float = 0.0
@@ -160,10 +162,11 @@ def _sequences(group: Group, rule: Rule, *, number: int, scale: float, head_vers
             centred_reward=centred_reward,
             log_expectation=log_expectation,
             group=number,
+            number=place,
             staleness=_staleness(rollout, head_version) if rule.needs_staleness else None,
         )
-        for rollout, advantage, centred_reward, log_denominator in zip(
-            group.rollouts, advantages_G, centred_G, log_denominators_G, strict=True
+        for place, (rollout, advantage, centred_reward, log_denominator) in enumerate(
+            zip(group.rollouts, advantages_G, centred_G, log_denominators_G, strict=True)
         )
     ]
 

@@ -29,6 +29,7 @@ class MicroBatch:
 
     `sources_N` are flat positions (row * S + column) of the hidden states that predict the completion tokens
     `targets_N`; both run through the mask of `loss_inputs` row by row, whose tensors are small: the loss is exact.
+    `places_B` [B, 2] are the group and the rollout of each sequence; they stay on the CPU.
     """
 
     input_ids_RS: torch.Tensor
@@ -36,6 +37,7 @@ class MicroBatch:
     sources_N: torch.Tensor
     targets_N: torch.Tensor
     loss_inputs: LossInputs
+    places_B: torch.Tensor
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same tensors on `device`."""
@@ -45,6 +47,7 @@ class MicroBatch:
             sources_N=self.sources_N.to(device),
             targets_N=self.targets_N.to(device),
             loss_inputs=self.loss_inputs.to(device),
+            places_B=self.places_B,
         )
 
 
@@ -94,6 +97,7 @@ def collate(sequences: Sequence[TrainingSequence], *, batching: Batching) -> Mic
         sources_N=torch.from_numpy(np.concatenate(sources)),
         targets_N=torch.from_numpy(np.concatenate([sequence.token_ids for sequence in sequences]).astype(np.int64)),
         loss_inputs=_loss_inputs(sequences),
+        places_B=torch.tensor([(sequence.group, sequence.number) for sequence in sequences]),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import torch
@@ -51,7 +51,8 @@ class MicroBatchSample:
     """What one micro-batch measured; all on the CPU, float64, without gradient.
 
     `weights_M` and `is_clipped_M` are per sequence or per token, as the loss counts; `kl_B` is summed over tokens;
-    `sequences` is what algorithms are compared by.
+    `sequences` is what algorithms are compared by. `log_ratios_N` float32 are log p - log q of the tokens, row by row,
+    of the rollouts at `places_B` [B, 2]: group and rollout.
     """
 
     loss: float
@@ -60,6 +61,8 @@ class MicroBatchSample:
     kl_B: torch.Tensor
     entropies_N: torch.Tensor
     sequences: SequenceSample
+    log_ratios_N: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
+    places_B: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 2, dtype=torch.int64))
 
 
 @torch.no_grad()

@@ -255,6 +255,8 @@ def micro_batch_loss(
         kl_B=kl_BT.detach().sum(1).cpu(),
         entropies_N=entropies_N.detach().double().cpu(),
         sequences=measure(inputs, learner_BT, terms),
+        log_ratios_N=(learner_BT.detach() - sampler_BT)[mask_BT].float().cpu(),
+        places_B=micro_batch.places_B,
     )
     return total, sample
 

@@ -7,6 +7,7 @@ import pytest
 
 from heterorl.common.types.rollout import DropReason, Rejection
 from heterorl.common.types.run import CanaryReport, Heartbeat
+from heterorl.common.types.sample import EvaluationSample, RolloutNote, SampleFilter, SampleKind, SampleNote, SamplePage
 from heterorl.coordinator import observe
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
@@ -16,7 +17,7 @@ from tests.support.run import INCARNATION, SITE, Run, credits_of
 
 GROWING = frozenset(
     {"groups", "versions", "flavour_versions", "steps", "work", "out_work", "audit", "failures", "canaries",
-     "signatures", "manifests", "beyond_watermark", "sharer", "waiting"}
+     "signatures", "manifests", "beyond_watermark", "sharer", "waiting", "samples", "sample_payloads"}
 )  # fmt: skip
 """Tables that grow with versions, groups, sites or what is out. Others are bounded by retention or by names."""
 OF_FEW = frozenset({"versions_abandoned", "work_open", "sharer_owed"})
@@ -88,6 +89,19 @@ async def every_call(core, run, clock):
     await core.release_site(site=SITE, reason="test")
     await core.abandon_groups(epoch=run.epoch, ids=ids[2:3], reason="test")
     await core.report_canary(CanaryReport(site=SITE, incarnation=INCARNATION, version=0, logprobs=(1.0,)))
+    note = SampleNote(
+        group=queued[0].group.id, prompt="p", rollouts=(RolloutNote(completion="c", reward_parts=()),) * 2
+    )
+    tried = EvaluationSample(version=0, site=SITE, prompt_index=0, prompt="p", rollouts=())
+    for _ in range(2):
+        await core.note_samples(epoch=run.epoch, notes=[note], evaluations=[tried])
+    for wanted in (
+        SampleFilter(), SampleFilter(site=SITE), SampleFilter(kind=SampleKind.CONSUMED), SampleFilter(min_reward=0.5),
+        SampleFilter(kept_because="consumed"), SampleFilter(first_version=1, last_version=1),
+    ):  # fmt: skip
+        listed = await core.list_samples(wanted=wanted, page=SamplePage())
+        assert listed.num_kept > 3
+    await core.get_sample(sample_id=listed.samples[0].id)
     watch = core.watch_head(after_version=0)
     await anext(watch)
     await watch.aclose()
@@ -107,15 +121,17 @@ async def every_call(core, run, clock):
 
 async def test_no_statement_reads_what_grows(tmp_path, statements):
     clock = ManualClock()
-    config = CoordinatorConfig(data_dir=tmp_path / "data", quarantine_failures=1)
+    config = CoordinatorConfig(data_dir=tmp_path / "data", quarantine_failures=1, samples_every=1)
     core = await Coordinator.open(config, clock)
     run = Run(core, tmp_path)
     await run.begin()
     await run.publish()
     await every_call(core, run, clock)
     await core.close()
-    core = await Coordinator.open(config, clock)
+    # The ring shrinks.
+    core = await Coordinator.open(config.model_copy(update={"samples_bytes": 7000}), clock)
     await observe.observe_run(core)
+    assert (await core.list_samples(wanted=SampleFilter(), page=SamplePage())).num_kept == 1
 
     bad = await core.database.run(
         lambda connection: {text: found for text in list(statements) if (found := scans(connection, text))}

@@ -36,6 +36,7 @@ from heterorl.learner.loss.rule import caveats, rule_of
 from heterorl.learner.train.batch import build_batch
 from heterorl.learner.train.config import DeepSpeedBackendConfig
 from heterorl.learner.train.kernels import apply_liger, compile_forward
+from heterorl.learner.train.ratios import LogRatios, wanted_log_ratios
 from heterorl.learner.train.stand_in import Rounding
 from heterorl.learner.train.step import StepEnd, apply_gradients, end_step
 
@@ -109,11 +110,17 @@ class DeepSpeedBackend:
         self._round_copies()
         self._applied_steps = 0
         self._last_extras: dict[str, float] = {}
+        self._last_log_ratios: LogRatios = {}
 
     @property
     def last_extras(self) -> dict[str, float]:
         """Numbers of the newest step beyond its report, see `report.step_extras`; with the step size taken, lr."""
         return self._last_extras
+
+    @property
+    def last_log_ratios(self) -> LogRatios:
+        """Of the newest step's groups whose note is wanted; see TrainBackend."""
+        return self._last_log_ratios
 
     @property
     def layout(self) -> Layout:
@@ -132,6 +139,7 @@ class DeepSpeedBackend:
             Command(do=Do.TRAIN, groups=tuple(queued.group for queued in groups), head_version=head_version)
         )
         end = self._train(command.groups, head_version)
+        self._last_log_ratios = wanted_log_ratios(end.samples, groups)
         step_s = self._clock.monotonic() - started
         return end.report(groups, step=step, head_version=head_version, step_s=step_s)
 

@@ -151,7 +151,7 @@ def _exchange(ranks: Collectives, samples: Sequence[MicroBatchSample]) -> list[M
     return [sample for data in ranks.all_gather_bytes(_pack(samples)) for sample in _unpack(data)]
 
 
-_SAMPLE_TENSORS = ("weights_M", "is_clipped_M", "kl_B", "entropies_N")
+_SAMPLE_TENSORS = ("weights_M", "is_clipped_M", "kl_B", "entropies_N", "log_ratios_N", "places_B")
 _SEQUENCE_TENSORS = tuple(field.name for field in fields(SequenceSample))
 
 

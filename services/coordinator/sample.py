@@ -1,0 +1,95 @@
+"""The column of samples: what the learner says of kept groups, and what operators read. See heterorl.common.api."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+
+from heterorl.common.process.threads import in_thread
+from heterorl.common.types.sample import (
+    EvaluationSample,
+    Sample,
+    SampleFilter,
+    SampleList,
+    SampleNote,
+    SamplePage,
+    SampleSummary,
+)
+from heterorl.common.wire.sample import StoredSample, sample_of
+from heterorl.common.wire.sample_lists import check_limit, next_page
+from heterorl.common.wire.sample_notes import evaluation_to_bytes, note_to_bytes
+from heterorl.coordinator.parts import Parts
+from heterorl.coordinator.samples import listing, ring
+from heterorl.coordinator.versions import lineage
+
+LOOKS = 20
+"""Operations that one page may take; others' come between them."""
+
+
+class SampleColumn:
+    """The ring of kept samples."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    async def note_samples(
+        self, *, epoch: int, notes: Sequence[SampleNote], evaluations: Sequence[EvaluationSample] = ()
+    ) -> None:
+        """Give kept groups their texts, and keep evaluations."""
+        kept = self._parts.queue.ring
+        # Beside the store's thread, which others wait for.
+        packed = await in_thread(lambda: [(note, note_to_bytes(note)) for note in notes])
+        held_out = await in_thread(lambda: [(sample, evaluation_to_bytes(sample)) for sample in evaluations])
+
+        def operation(connection: sqlite3.Connection) -> None:
+            lineage.check_epoch(connection, epoch)
+            for note, data in packed:
+                kept.note(connection, note, data)
+            for sample, data in held_out:
+                kept.keep_evaluation(connection, sample, data)
+
+        await self._parts.database.run(operation)
+
+    async def list_samples(self, *, wanted: SampleFilter, page: SamplePage) -> SampleList:
+        """One page; short where much had to be looked through."""
+        check_limit(page.limit)
+        found: list[SampleSummary] = []
+        rest: SamplePage | None = page
+        for _ in range(LOOKS):
+            assert rest is not None, "the loop ends with the list"
+            rest = await self._look(wanted, rest, found)
+            if rest is None or len(found) == page.limit:
+                break
+            rest = SamplePage(
+                limit=page.limit - len(found),
+                before=rest.before,
+                after=rest.after,
+                is_oldest_first=page.is_oldest_first,
+            )
+        totals = await self._parts.database.run(ring.totals)
+        if rest is not None:
+            rest = SamplePage(
+                limit=page.limit, before=rest.before, after=rest.after, is_oldest_first=page.is_oldest_first
+            )
+        return SampleList(
+            samples=tuple(found),
+            next_page=rest,
+            num_kept=sum(number for number, _ in totals.values()),
+            kept_bytes=sum(num_bytes for _, num_bytes in totals.values()),
+            limit_bytes=self._parts.queue.ring.limit_bytes,
+        )
+
+    async def _look(self, wanted: SampleFilter, page: SamplePage, found: list[SampleSummary]) -> SamplePage | None:
+        some, looked_up_to = await self._parts.database.run(
+            lambda connection: listing.read_page(connection, wanted, page)
+        )
+        found += some
+        return None if looked_up_to is None else next_page(page, looked_up_to)
+
+    async def get_sample(self, *, sample_id: int) -> Sample:
+        """One sample with its texts."""
+        return sample_of(await self.get_stored(sample_id=sample_id))
+
+    async def get_stored(self, *, sample_id: int) -> StoredSample:
+        """The same, as it lies in the store."""
+        return await self._parts.database.run(lambda connection: listing.read_sample(connection, sample_id))

@@ -1,0 +1,113 @@
+"""Notes of groups that are kept as samples, sent beside the training.
+
+    trained     remembers a group whose note is wanted, until its version is out     session
+    published   its note goes into the queue, and so does that of a rejected group   session, feed
+    run         makes one note after another in a thread, and sends it               a queue of few
+
+Guarantees: nothing waits for a note, and no note fails a step: what does not fit the queue, cannot be read or is
+refused is given up and counted. A note is sent once its group is settled, so that the coordinator knows it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from heterorl.common.api import LearnerApi
+from heterorl.common.errors import HeterorlError
+from heterorl.common.process.metrics import SAMPLE_NOTES
+from heterorl.common.process.threads import in_thread
+from heterorl.common.types.common import Float32Array
+from heterorl.common.types.rollout import Group, GroupId, QueuedGroup
+from heterorl.learner.notes.reading import Reader
+from heterorl.learner.train.ratios import LogRatios
+
+_LOG = logging.getLogger(__name__)
+MAX_WAITING = 256
+"""Notes in the queue, and groups of steps that are in no version yet."""
+FINISH_S = 5.0
+"""How long the end of a run waits for the notes of its last version."""
+_Ratios = Mapping[int, Float32Array]
+
+
+@dataclass(slots=True, kw_only=True)
+class Notes:
+    """The notes of one lease; without a reader there are none."""
+
+    api: LearnerApi | None = None
+    epoch: int = 0
+    reader: Reader | None = None
+    limit_bytes: int = 8 << 20
+    """About the largest note; see Reader."""
+    _trained: dict[GroupId, tuple[Group, _Ratios]] = field(default_factory=dict)
+    _queue: asyncio.Queue[tuple[Group, _Ratios]] = field(default_factory=lambda: asyncio.Queue(MAX_WAITING))
+    _is_said: bool = False
+
+    def begin(self) -> None:
+        """Forget groups of steps that were undone."""
+        self._trained.clear()
+
+    def trained(self, groups: Sequence[QueuedGroup], ratios: LogRatios) -> None:
+        """Remember the groups of a step whose note is wanted."""
+        if self.reader is None:
+            return
+        for number, queued in enumerate(groups):
+            if queued.wants_note and len(self._trained) < MAX_WAITING:
+                own = {rollout: values for (group, rollout), values in ratios.items() if group == number}
+                self._trained[queued.group.id] = (queued.group, own)
+
+    def published(self, ids: Iterable[GroupId]) -> None:
+        """Send the notes of a version's groups."""
+        for group_id in ids:
+            entry = self._trained.pop(group_id, None)
+            if entry is not None:
+                self._put(*entry)
+
+    def settled(self, groups: Iterable[Group]) -> None:
+        """Send the notes of groups that were rejected or given up."""
+        for group in groups:
+            self._put(group, {})
+
+    def _put(self, group: Group, ratios: _Ratios) -> None:
+        if self.reader is None:
+            return
+        try:
+            self._queue.put_nowait((group, ratios))
+        except asyncio.QueueFull:
+            self._gave_up("more groups than notes can be sent of")
+
+    async def run(self) -> None:
+        """Make and send notes, one after another, until cancelled."""
+        while True:
+            group, ratios = await self._queue.get()
+            try:
+                await self._send(group, ratios)
+            finally:
+                self._queue.task_done()
+
+    async def finish(self) -> None:
+        """Wait for a moment until all notes are sent."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FINISH_S):
+                await self._queue.join()
+
+    async def _send(self, group: Group, ratios: _Ratios) -> None:
+        assert self.reader is not None, "nothing is queued without"
+        assert self.api is not None, "a reader comes with a coordinator"
+        try:
+            note = await in_thread(self.reader.note, group, ratios, limit_bytes=self.limit_bytes)
+            await self.api.note_samples(epoch=self.epoch, notes=[note])
+        except Exception as error:  # noqa: BLE001 - whatever a tokenizer or a link says, the run goes on without a note
+            # Of a tokenizer's words the name alone: they may hold what it read.
+            self._gave_up(str(error) if isinstance(error, HeterorlError) else type(error).__name__)
+        else:
+            SAMPLE_NOTES.labels("sent").inc()
+
+    def _gave_up(self, why: str) -> None:
+        SAMPLE_NOTES.labels("given_up").inc()
+        # The first alone: an earlier coordinator refuses each.
+        _LOG.log(logging.DEBUG if self._is_said else logging.WARNING, "a sample stays without its text: %s", why)
+        self._is_said = True

@@ -1,0 +1,168 @@
+"""Tokens as text: each token ends where its text ends, whatever tokenizer made it; else nothing is claimed."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from heterorl.common.types.common import SiteId
+from heterorl.common.types.rollout import FinishReason, Group, GroupId, Rollout, VersionSpan
+from heterorl.learner.notes.reading import Reader
+
+CORPUS = ["what is 12 + 34? the answer is 46.", "let us think step by step, then say it", "naive cafe 123 \u00e9\u4e2d"]
+
+
+class Prompts:
+    """What a Reader needs of a Prompter."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    def decode(self, ids):
+        return self.tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+
+
+def byte_level():
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=["<eos>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", clean_up_tokenization_spaces=False)
+
+
+def metaspace():
+    tokenizer = Tokenizer(models.Unigram([("<unk>", 0.0), ("<eos>", 0.0)], unk_id=0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(vocab_size=60, special_tokens=["<unk>", "<eos>"], unk_token="<unk>")
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>", clean_up_tokenization_spaces=False
+    )
+
+
+BYTES, WORDS = byte_level(), metaspace()
+
+
+def pieces(reader, prompts, ids):
+    text = prompts.decode(ids)
+    ends = reader.ends(ids, text).tolist()
+    return text, [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+@given(st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=40))
+def test_every_token_ends_where_its_text_ends(text):
+    prompts = Prompts(BYTES)
+    ids = np.array([*BYTES.encode(text), BYTES.eos_token_id], np.int32)
+
+    decoded, found = pieces(Reader(prompts), prompts, ids)
+
+    assert decoded == text
+    assert len(found) == len(ids)
+    assert "".join(found) == text
+    # The end token is no text.
+    assert found[-1] == ""
+
+
+def test_character_of_several_tokens_is_the_text_of_its_last_one():
+    prompts = Prompts(BYTES)
+    ids = np.array(BYTES.encode("a\U0001f600b"), np.int32)
+
+    _, found = pieces(Reader(prompts), prompts, ids)
+
+    assert found[0] == "a"
+    assert found[-1] == "b"
+    assert [piece for piece in found[1:-1] if piece] == ["\U0001f600"]
+
+
+def test_text_that_breaks_off_in_a_character_ends_with_its_last_token():
+    prompts = Prompts(BYTES)
+    ids = np.array(BYTES.encode("a\U0001f600"), np.int32)[:-1]
+
+    text, found = pieces(Reader(prompts), prompts, ids)
+
+    assert text.startswith("a")
+    assert "".join(found) == text
+    assert len(found) == len(ids)
+
+
+def test_space_before_a_word_belongs_to_the_word():
+    prompts = Prompts(WORDS)
+    ids = np.array(WORDS.encode("the answer is 46"), np.int32)
+
+    text, found = pieces(Reader(prompts), prompts, ids)
+
+    assert "".join(found) == text
+    assert len(found) == len(ids)
+
+
+def test_what_does_not_come_out_even_has_no_ends():
+    reader = Reader(Prompts(BYTES))
+    ids = np.array(BYTES.encode("the answer"), np.int32)
+
+    assert reader.ends(ids, "another text").size == 0
+    assert reader.ends(ids, "the answer and more").size == 0
+    assert reader.ends(ids, "the").size == 0
+
+
+def group_of(texts):
+    rollouts = []
+    for text in texts:
+        ids = np.array([*BYTES.encode(text), BYTES.eos_token_id], np.int32)
+        rollouts.append(
+            Rollout(
+                token_ids=ids, sampler_logprobs=-np.ones(ids.size, np.float32),
+                spans=(VersionSpan(version=0, start=0, end=ids.size),), reward=1.0, reward_parts=(),
+                finish_reason=FinishReason.EOS,
+            )
+        )  # fmt: skip
+    return Group(
+        id=GroupId(site=SiteId("a"), incarnation="i", sequence=1), assignment=1, prompt_index=0,
+        prompt_token_ids=np.array([*BYTES.encode("what is 12"), BYTES.eos_token_id], np.int32),
+        rollouts=tuple(rollouts), oldest_version=0, state_root="0" * 64, generation_s=0.0,
+    )  # fmt: skip
+
+
+def test_note_has_the_prompt_as_the_model_saw_it_and_the_ratios_of_what_was_trained_on():
+    group = group_of(["it is 46", "no"])
+    ratios = {1: np.array([0.5] * group.rollouts[1].token_ids.size, np.float32)}
+
+    note = Reader(Prompts(BYTES)).note(group, ratios, limit_bytes=1 << 20)
+
+    assert note.group == group.id
+    assert note.prompt == "what is 12<eos>"
+    assert [rollout.completion for rollout in note.rollouts] == ["it is 46", "no"]
+    assert [rollout.log_ratios.size for rollout in note.rollouts] == [0, ratios[1].size]
+    assert all(
+        rollout.token_ends.size == member.token_ids.size
+        for rollout, member in zip(note.rollouts, group.rollouts, strict=True)
+    )
+
+
+def test_note_that_would_be_too_large_keeps_its_text_alone():
+    group = group_of(["it is 46", "no"])
+
+    note = Reader(Prompts(BYTES)).note(group, {}, limit_bytes=30)
+
+    assert [rollout.completion for rollout in note.rollouts] == ["it is 46", "no"]
+    assert all(rollout.token_ends.size == 0 for rollout in note.rollouts)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_token_is_decoded_once_however_often_it_comes(count, monkeypatch):
+    prompts = Prompts(BYTES)
+    reader = Reader(prompts)
+    ids = np.array(BYTES.encode("the answer is the answer") * count, np.int32)
+    text = prompts.decode(ids)
+    reader.ends(ids, text)
+    decoded = []
+    monkeypatch.setattr(prompts, "decode", lambda ids: decoded.append(ids) or BYTES.decode(ids.tolist()))
+
+    reader.ends(ids, text)
+
+    assert decoded == []

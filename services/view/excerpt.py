@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from heterorl.common.types.sample import Sample
 
-AROUND = 90
-"""Characters on either side."""
+BEFORE, AFTER = 50, 110
+"""Characters on either side of a hit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +31,8 @@ def excerpt_of(sample: Sample, needle: str) -> Excerpt | None:
             begin, end = found.span()
             return Excerpt(
                 where=where,
-                before=("..." if begin > AROUND else "") + text[max(0, begin - AROUND) : begin],
+                before=("..." if begin > BEFORE else "") + text[max(0, begin - BEFORE) : begin],
                 hit=text[begin:end],
-                after=text[end : end + AROUND] + ("..." if len(text) > end + AROUND else ""),
+                after=text[end : end + AFTER] + ("..." if len(text) > end + AFTER else ""),
             )
     return None

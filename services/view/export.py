@@ -67,6 +67,7 @@ class _Row(BaseModel):
     reward_parts: Annotated[dict[str, float | None], _PAIRS] = {}
     finish_reason: FinishReason
     num_tokens: Count = 0
+    log_ratio_mean: float | None = None
     kept_because: str
     detail: str = ""
     kept_time: float = 0.0
@@ -163,7 +164,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, _Row]]:
         import pyarrow
         import pyarrow.parquet
     except ModuleNotFoundError:
-        raise DependencyMissing("pyarrow", "view") from None
+        raise DependencyMissing("pyarrow", "parquet") from None
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             number = 0
@@ -233,7 +234,8 @@ def _rollout(row: _Row) -> SampleRollout:
         completion=clean(row.completion or ""),
         token_ids=np.array(row.token_ids, np.int32),
         sampler_logprobs=_numbers(row.sampler_logprobs),
-        log_ratios=_numbers(row.log_ratios),
+        # Without --tokens the mean is all that the file says; it is no token's, and none is coloured by it.
+        log_ratios=_numbers(row.log_ratios if row.token_ids or row.log_ratio_mean is None else [row.log_ratio_mean]),
         token_ends=np.array(row.token_ends, np.int32),
         spans=spans,
         reward=math.nan if row.reward is None else row.reward,

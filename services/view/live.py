@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
+from heterorl.common.api import SamplesApi
 from heterorl.common.errors import HeterorlError, UnknownSample, Unreachable
 from heterorl.common.process.clock import Clock
 from heterorl.common.types.sample import MAX_PAGE, Sample, SampleFilter, SampleList, SamplePage
@@ -28,18 +29,6 @@ BATCH = 64
 FETCH_S = 5.0
 LATE = 500
 """Newest samples whose texts may still come."""
-
-
-class SamplesApi(Protocol):
-    """What is asked of a coordinator."""
-
-    async def list_samples(self, *, wanted: SampleFilter, page: SamplePage) -> SampleList:
-        """One page of the samples that are kept."""
-        ...
-
-    async def get_sample(self, *, sample_id: int) -> Sample:
-        """One sample with its texts."""
-        ...
 
 
 class Connect(Protocol):

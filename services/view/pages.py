@@ -120,7 +120,7 @@ class Pages:
         newer = self._index.find(query.at(after=sample_id), limit=1, is_counted=False).summaries
         share = MAX_TOKENS // max(1, len(sample.rollouts))
         completions = [(rollout, *tokens_of(rollout, limit=share)) for rollout in sample.rollouts]
-        has_ratios = any(len(rollout.log_ratios) for rollout in sample.rollouts)
+        has_ratios = any(len(rollout.log_ratios) and len(rollout.token_ids) for rollout in sample.rollouts)
         has_logprobs = any(len(rollout.sampler_logprobs) for rollout in sample.rollouts)
         return self._page(
             "sample.html",

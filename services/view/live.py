@@ -50,6 +50,8 @@ class LiveSamples:
         self._task: asyncio.Task[None] | None = None
         self._api: SamplesApi | None = None
         self._is_closed = False
+        self._remark = ""
+        """What the coordinator's answers say that a person should know."""
         self._after = 0
         """Up to this id all lines were read."""
 
@@ -89,7 +91,6 @@ class LiveSamples:
             while not self._is_closed:
                 try:
                     await self._catch_up(api)
-                    self._say(problem="")
                 except HeterorlError as error:
                     self._say(problem=str(error))
                 await self._clock.sleep(POLL_S)
@@ -103,7 +104,7 @@ class LiveSamples:
             await self._read_lines(api)
             missing = await asyncio.to_thread(self._index.unread, BATCH)
             if not missing:
-                self._say(problem="", is_done=True)
+                self._say(problem=self._remark, is_done=True)
                 return
             await self._read_samples(api, missing)
 
@@ -120,9 +121,8 @@ class LiveSamples:
 
     def _add(self, found: SampleList) -> None:
         self._index.add_summaries(found.samples)
-        self._say(problem="", total=found.num_kept, is_done=False)
-        if not found.limit_bytes:
-            self._say(problem="The coordinator keeps no samples: its samples_bytes is 0.")
+        self._remark = "" if found.limit_bytes else "The coordinator keeps no samples: its samples_bytes is 0."
+        self._say(problem=self._remark, total=found.num_kept)
 
     async def _read_samples(self, api: SamplesApi, ids: Sequence[int]) -> None:
         room = asyncio.Semaphore(AT_ONCE)

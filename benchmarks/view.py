@@ -60,7 +60,7 @@ class MadeUp:
 def kinds(num_samples: int) -> dict[str, Callable[[random.Random], str]]:
     """Requests by what they are for."""
     return {
-        "newest page": lambda dice: "/",
+        "newest page": lambda _: "/",
         "deep page": lambda dice: f"/?before={dice.randint(60, num_samples)}",
         "filters": lambda dice: (
             f"/?site=eu-1&fate=reward_mismatch&version_from={dice.randint(50, 1000)}&reward_from=0.9"
@@ -110,7 +110,7 @@ def measure(directory: Path, *, num_samples: int, repeats: int) -> dict[str, Any
     held = {"body": b""}
     servers = [
         ViewServer(Pages(index, MadeUp()).respond, port=0, key=KEY),
-        ViewServer(lambda path, query: Answer(body=held["body"]), port=0, key=KEY),
+        ViewServer(lambda *_: Answer(body=held["body"]), port=0, key=KEY),
     ]
     for server in servers:
         server.start()

@@ -6,6 +6,7 @@ One thread writes; any thread asks, and never waits for the writer.
 from __future__ import annotations
 
 import contextlib
+import math
 import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
@@ -67,6 +68,9 @@ class SampleIndex:
     def __init__(self, directory: Path, *, limit_bytes: int) -> None:
         self._path = directory / "samples.sqlite"
         self._limit_bytes, self._num_bytes, self._num_forgotten = limit_bytes, 0, 0
+        self._num_samples = self._num_read = self._newest = 0
+        self._sites: set[str] = set()
+        self._rewards = (math.inf, -math.inf)
         self._writing = threading.Lock()
         self._readers: list[sqlite3.Connection] = []
         self._writer = self._connect()
@@ -162,18 +166,14 @@ class SampleIndex:
         return summary if row[1] is None else read_texts(summary, row[1])
 
     def held(self) -> Held:
-        """What there is."""
-        with self._reading() as connection:
-            samples, read, newest, low, high = connection.execute(
-                "SELECT count(*), total(is_read), max(id), min(reward_min), max(reward_max) FROM samples"
-            ).fetchone()
-            sites = tuple(row[0] for row in connection.execute("SELECT DISTINCT site FROM samples ORDER BY site"))
+        """What there is; asks no table."""
+        low, high = self._rewards
         return Held(
-            num_samples=samples,
-            num_read=int(read),
-            newest=newest or 0,
-            sites=tuple(site for site in sites if site),
-            rewards=(low or 0.0, high or 0.0),
+            num_samples=self._num_samples,
+            num_read=self._num_read,
+            newest=self._newest,
+            sites=tuple(sorted(self._sites)),
+            rewards=(low, high) if low <= high else (0.0, 0.0),
             num_forgotten=self._num_forgotten,
         )
 
@@ -197,14 +197,22 @@ class SampleIndex:
     def _line(connection: sqlite3.Connection, sample_id: int) -> SampleSummary:
         return read_summary(connection.execute("SELECT line FROM lines WHERE id = ?", (sample_id,)).fetchone()[0])
 
-    @staticmethod
-    def _put(connection: sqlite3.Connection, summary: SampleSummary, *, is_read: bool) -> None:
+    def _put(self, connection: sqlite3.Connection, summary: SampleSummary, *, is_read: bool) -> None:
+        before = connection.execute("SELECT is_read FROM samples WHERE id = ?", (summary.id,)).fetchone()
         row = (
             summary.id, summary.version, str(summary.site), summary.kind.value, summary.kept_because,
             summary.reward_min, summary.reward_max, summary.num_truncated, summary.has_texts, is_read,
         )  # fmt: skip
         connection.execute(f"INSERT OR REPLACE INTO samples VALUES ({', '.join('?' * len(row))})", row)
         connection.execute("INSERT OR REPLACE INTO lines VALUES (?, ?)", (summary.id, pack_summary(summary)))
+        self._num_samples += before is None
+        self._num_read += is_read - (before[0] if before is not None else 0)
+        self._newest = max(self._newest, summary.id)
+        # Both only grow: a filter that finds nothing any more does no harm.
+        self._sites |= {str(summary.site)} - {""}
+        if summary.reward_min is not None and summary.reward_max is not None:
+            low, high = self._rewards
+            self._rewards = (min(low, summary.reward_min), max(high, summary.reward_max))
 
     def _make_room(self, connection: sqlite3.Connection) -> None:
         while self._num_bytes > self._limit_bytes:
@@ -214,7 +222,10 @@ class SampleIndex:
 
     def _drop(self, connection: sqlite3.Connection, sample_id: int) -> None:
         self._drop_texts(connection, sample_id)
-        connection.execute("DELETE FROM samples WHERE id = ?", (sample_id,))
+        row = connection.execute("DELETE FROM samples WHERE id = ? RETURNING is_read", (sample_id,)).fetchone()
+        if row is not None:
+            self._num_samples -= 1
+            self._num_read -= row[0]
         connection.execute("DELETE FROM lines WHERE id = ?", (sample_id,))
 
     def _drop_texts(self, connection: sqlite3.Connection, sample_id: int) -> None:

@@ -16,7 +16,7 @@ from heterorl.common.types.sample import SampleKind
 from heterorl.view.packed import clean
 from heterorl.view.query import ANY_DROP, Query
 
-SEARCH_S = 0.08
+SEARCH_S = 0.06
 """A search looks no longer than this."""
 COUNTED = 1000
 """Hits of a search are counted so far."""

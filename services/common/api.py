@@ -38,6 +38,7 @@ from heterorl.common.types.sample import (
     SampleNote,
     SamplePage,
 )
+from heterorl.common.types.step import LearnerProgress
 
 
 class WeightsApi(Protocol):
@@ -99,8 +100,11 @@ class LearnerApi(WeightsApi, Protocol):
         """
         ...
 
-    async def renew_lease(self, *, epoch: int) -> LeaseGrant:
-        """Keep the lease for another term, also after its end while nobody else took it."""
+    async def renew_lease(self, *, epoch: int, progress: LearnerProgress | None = None) -> LeaseGrant:
+        """Keep the lease for another term, also after its end while nobody else took it.
+
+        `progress` is shown to operators; None where there is none to tell.
+        """
         ...
 
     async def release_lease(self, *, epoch: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import dataclass
 
@@ -10,6 +11,9 @@ from heterorl.common.errors import RewardError
 from heterorl.common.generation.engine import Engine, generate_all
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.task import Task
+from heterorl.common.types.common import SiteId
+from heterorl.common.types.rollout import RewardPart
+from heterorl.common.types.sample import EvaluationSample, SampleRollout
 from heterorl.common.weights.arena import Arena
 
 _LOG = logging.getLogger(__name__)
@@ -39,6 +43,8 @@ class Evaluator:
         self._num_prompts = min(num_prompts, task.num_evaluation_prompts)
         self._num_per_prompt = num_per_prompt
         self._seed = seed
+        self.last_samples: tuple[EvaluationSample, ...] = ()
+        """What the newest evaluation generated, to be read; the reward of what could not be scored is NaN."""
 
     def evaluate(self, arena: Arena, version: int) -> Evaluation:
         """Mean reward over held-out completions, which is the accuracy where rewards are 0 and 1.
@@ -55,15 +61,41 @@ class Evaluator:
             num_per_prompt=self._num_per_prompt,
         )
         rewards: list[float] = []
+        samples: list[EvaluationSample] = []
         num_errors = 0
         for prompt, group in zip(prompts, completions, strict=True):
+            rollouts: list[SampleRollout] = []
             for completion in group:
+                parts: tuple[RewardPart, ...] = ()
+                reward = math.nan
                 text = self._prompter.decode(completion.token_ids)
                 try:
-                    rewards.append(sum(part.value for part in self._task.score(prompt, text)))
+                    parts = self._task.score(prompt, text)
+                    reward = sum(part.value for part in parts)
+                    rewards.append(reward)
                 except RewardError as error:
                     num_errors += 1
                     _LOG.warning("held-out prompt %d could not be scored: %s", prompt.index, error)
+                rollouts.append(
+                    SampleRollout(
+                        completion=text,
+                        token_ids=completion.token_ids,
+                        sampler_logprobs=completion.logprobs,
+                        reward=reward,
+                        reward_parts=parts,
+                        finish_reason=completion.finish_reason,
+                    )
+                )
+            samples.append(
+                EvaluationSample(
+                    version=version,
+                    site=SiteId(""),
+                    prompt_index=prompt.index,
+                    prompt=prompt.text,
+                    rollouts=tuple(rollouts),
+                )
+            )
+        self.last_samples = tuple(samples)
         return Evaluation(
             version=version,
             accuracy=sum(rewards) / len(rewards) if rewards else None,

@@ -77,7 +77,7 @@ class SampleServiceServicer(object):
     def NoteSamples(self, request, context):
         """NoteSamples gives kept groups their texts, and keeps evaluations; notes of groups that are not kept have no effect.
 
-        ABORTED STALE_EPOCH: stop. INVALID_ARGUMENT: correct the field. Anything else: go on, the notes may be lost.
+        ABORTED STALE_EPOCH: stop. INVALID_ARGUMENT: correct the field. UNAVAILABLE: go on, the notes may be lost.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

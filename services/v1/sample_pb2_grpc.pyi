@@ -123,7 +123,7 @@ class SampleServiceStub(typing.Generic[_SampleServiceListSamplesType, _SampleSer
     NoteSamples: _SampleServiceNoteSamplesType
     """NoteSamples gives kept groups their texts, and keeps evaluations; notes of groups that are not kept have no effect.
 
-    ABORTED STALE_EPOCH: stop. INVALID_ARGUMENT: correct the field. Anything else: go on, the notes may be lost.
+    ABORTED STALE_EPOCH: stop. INVALID_ARGUMENT: correct the field. UNAVAILABLE: go on, the notes may be lost.
     """
 
 SampleServiceAsyncStub: typing_extensions.TypeAlias = SampleServiceStub[
@@ -174,7 +174,7 @@ class SampleServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[heterorl.v1.sample_pb2.NoteSamplesResponse, collections.abc.Awaitable[heterorl.v1.sample_pb2.NoteSamplesResponse]]:
         """NoteSamples gives kept groups their texts, and keeps evaluations; notes of groups that are not kept have no effect.
 
-        ABORTED STALE_EPOCH: stop. INVALID_ARGUMENT: correct the field. Anything else: go on, the notes may be lost.
+        ABORTED STALE_EPOCH: stop. INVALID_ARGUMENT: correct the field. UNAVAILABLE: go on, the notes may be lost.
         """
 
 def add_SampleServiceServicer_to_server(servicer: SampleServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -49,11 +49,17 @@ async def _to_its_end(work: asyncio.Future[ResultT]) -> ResultT:
         raise
 
 
-def causes_of(error: BaseException) -> list[BaseException]:
-    """All failures of a group and of the groups in it; of any other error, itself."""
+def leaves_of(error: BaseException) -> list[BaseException]:
+    """The failures themselves, of groups of groups too."""
     if isinstance(error, BaseExceptionGroup):
-        return [cause for inner in error.exceptions for cause in causes_of(inner)]
+        return [leaf for inner in error.exceptions for leaf in leaves_of(inner)]
     return [error]
+
+
+def most_serious(group: BaseExceptionGroup[BaseException], *, mildest: type[BaseException]) -> BaseException:
+    """The first failure of a group that is not of the mildest kind; one of that kind where nothing else failed."""
+    leaves = leaves_of(group)
+    return next((error for error in leaves if not isinstance(error, mildest)), leaves[0])
 
 
 def cause_of(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -9,8 +9,9 @@ from heterorl.common.types.common import Contract
 from heterorl.common.types.policy import LeaseGrant
 from heterorl.common.types.rollout import GroupId, Rejection
 from heterorl.common.types.sample import EvaluationSample, SampleNote
+from heterorl.common.types.step import LearnerProgress
 from heterorl.common.types.words import peer_words
-from heterorl.common.wire.common import contract_to_pb
+from heterorl.common.wire.common import contract_to_pb, progress_to_pb
 from heterorl.common.wire.policy import grant_from_pb
 from heterorl.common.wire.rollout import group_id_to_pb, rejections_to_pb
 from heterorl.common.wire.sample_notes import evaluation_to_pb, note_to_pb
@@ -41,9 +42,9 @@ class LearnerCalls(Calls):
         )
         return grant_from_pb(await self._call("AcquireLease", request))
 
-    async def renew_lease(self, *, epoch: int) -> LeaseGrant:
+    async def renew_lease(self, *, epoch: int, progress: LearnerProgress | None = None) -> LeaseGrant:
         """Extend the lease."""
-        request = policy_pb2.RenewLeaseRequest(epoch=epoch)
+        request = policy_pb2.RenewLeaseRequest(epoch=epoch, progress=progress_to_pb(progress))
         return grant_from_pb(await self._call("RenewLease", request))
 
     async def release_lease(self, *, epoch: int) -> None:

@@ -2,6 +2,7 @@
 
     trained     remembers a group whose note is wanted, until its version is out     session
     published   its note goes into the queue, and so does that of a rejected group   session, feed
+    evaluated   what an evaluation generated goes into the queue too                 session
     run         makes one note after another in a thread, and sends it               a queue of few
 
 Guarantees: nothing waits for a note, and no note fails a step: what does not fit the queue, cannot be read or is
@@ -22,6 +23,7 @@ from heterorl.common.process.metrics import SAMPLE_NOTES
 from heterorl.common.process.threads import in_thread
 from heterorl.common.types.common import Float32Array
 from heterorl.common.types.rollout import Group, GroupId, QueuedGroup
+from heterorl.common.types.sample import EvaluationSample
 from heterorl.learner.notes.reading import Reader
 from heterorl.learner.train.ratios import LogRatios
 
@@ -30,7 +32,20 @@ MAX_WAITING = 256
 """Notes in the queue, and groups of steps that are in no version yet."""
 FINISH_S = 5.0
 """How long the end of a run waits for the notes of its last version."""
+EVALUATIONS_AT_ONCE = 32
+"""Held-out prompts in one message."""
 _Ratios = Mapping[int, Float32Array]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Settled:
+    """A group whose note is to be made, with the log-ratios of a group that was trained on."""
+
+    group: Group
+    ratios: _Ratios
+
+
+_Entry = _Settled | Sequence[EvaluationSample]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,8 +57,8 @@ class Notes:
     reader: Reader | None = None
     limit_bytes: int = 8 << 20
     """About the largest note; see Reader."""
-    _trained: dict[GroupId, tuple[Group, _Ratios]] = field(default_factory=dict)
-    _queue: asyncio.Queue[tuple[Group, _Ratios]] = field(default_factory=lambda: asyncio.Queue(MAX_WAITING))
+    _trained: dict[GroupId, _Settled] = field(default_factory=dict)
+    _queue: asyncio.Queue[_Entry] = field(default_factory=lambda: asyncio.Queue(MAX_WAITING))
     _is_said: bool = False
 
     def begin(self) -> None:
@@ -57,34 +72,39 @@ class Notes:
         for number, queued in enumerate(groups):
             if queued.wants_note and len(self._trained) < MAX_WAITING:
                 own = {rollout: values for (group, rollout), values in ratios.items() if group == number}
-                self._trained[queued.group.id] = (queued.group, own)
+                self._trained[queued.group.id] = _Settled(group=queued.group, ratios=own)
 
     def published(self, ids: Iterable[GroupId]) -> None:
         """Send the notes of a version's groups."""
         for group_id in ids:
             entry = self._trained.pop(group_id, None)
             if entry is not None:
-                self._put(*entry)
+                self._put(entry)
 
     def settled(self, groups: Iterable[Group]) -> None:
         """Send the notes of groups that were rejected or given up."""
         for group in groups:
-            self._put(group, {})
+            self._put(_Settled(group=group, ratios={}))
 
-    def _put(self, group: Group, ratios: _Ratios) -> None:
+    def evaluated(self, samples: Sequence[EvaluationSample]) -> None:
+        """Send what an evaluation generated."""
+        for first in range(0, len(samples), EVALUATIONS_AT_ONCE):
+            self._put(samples[first : first + EVALUATIONS_AT_ONCE])
+
+    def _put(self, entry: _Entry) -> None:
         if self.reader is None:
             return
         try:
-            self._queue.put_nowait((group, ratios))
+            self._queue.put_nowait(entry)
         except asyncio.QueueFull:
             self._gave_up("more groups than notes can be sent of")
 
     async def run(self) -> None:
         """Make and send notes, one after another, until cancelled."""
         while True:
-            group, ratios = await self._queue.get()
+            entry = await self._queue.get()
             try:
-                await self._send(group, ratios)
+                await self._send(entry)
             finally:
                 self._queue.task_done()
 
@@ -94,12 +114,15 @@ class Notes:
             async with asyncio.timeout(FINISH_S):
                 await self._queue.join()
 
-    async def _send(self, group: Group, ratios: _Ratios) -> None:
+    async def _send(self, entry: _Entry) -> None:
         assert self.reader is not None, "nothing is queued without"
         assert self.api is not None, "a reader comes with a coordinator"
         try:
-            note = await in_thread(self.reader.note, group, ratios, limit_bytes=self.limit_bytes)
-            await self.api.note_samples(epoch=self.epoch, notes=[note])
+            if isinstance(entry, _Settled):
+                note = await in_thread(self.reader.note, entry.group, entry.ratios, limit_bytes=self.limit_bytes)
+                await self.api.note_samples(epoch=self.epoch, notes=[note])
+            else:
+                await self.api.note_samples(epoch=self.epoch, notes=[], evaluations=entry)
         except Exception as error:  # noqa: BLE001 - whatever a tokenizer or a link says, the run goes on without a note
             # Of a tokenizer's words the name alone: they may hold what it read.
             self._gave_up(str(error) if isinstance(error, HeterorlError) else type(error).__name__)

@@ -23,6 +23,7 @@ from heterorl.learner.config import LearnerConfig
 from heterorl.learner.evaluate import Evaluator
 from heterorl.learner.notes.notes import Notes
 from heterorl.learner.notes.reading import Reader
+from heterorl.learner.progress import StepWatch
 from heterorl.learner.publish.checkpoint import CheckpointStore
 from heterorl.learner.publish.journal import Journal
 from heterorl.learner.publish.publish import Publisher
@@ -66,6 +67,7 @@ class Leader:
     evaluator: Evaluator | None
     examiner: Examiner | None
     begin: Callable[[LeaseGrant], Term]
+    progress: StepWatch
     reader: Reader | None = None
     """Makes text of the groups that are kept as samples; None: they stay without."""
     result: RunResult = field(
@@ -109,7 +111,14 @@ class Leader:
         try:
             async with asyncio.TaskGroup() as tasks:
                 renewal = tasks.create_task(
-                    renew(self.api, grant=grant, clock=self.clock, patience=self.patience(), on_grant=self.hear)
+                    renew(
+                        self.api,
+                        grant=grant,
+                        clock=self.clock,
+                        patience=self.patience(),
+                        on_grant=self.hear,
+                        progress=self.progress,
+                    )
                 )
                 await describe_run(self.api, self.config, epoch=grant.epoch, patience=self.patience())
                 await self.train(grant)
@@ -149,6 +158,7 @@ class Leader:
                 backend=self.backend,
                 publisher=term.publisher,
                 interval=self.interval,
+                progress=self.progress,
                 inbox=Inbox(self.config.groups_per_step * self.config.prefetch_steps),
                 journal=term.journal,
                 patience=self.patience(),

@@ -12,7 +12,7 @@ from heterorl.common.model import tensors
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.arithmetic import ArithmeticTask
 from heterorl.common.tasks.task import Prompt
-from heterorl.common.types.rollout import RewardPart
+from heterorl.common.types.rollout import FinishReason, RewardPart
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.assembly import assemble
 from heterorl.learner.config import LearnerConfig
@@ -49,7 +49,15 @@ class Answering:
         requests, self.under_way = self.under_way, []
         self.seeds.append([request.seed for request in requests])
         return [
-            Finished(key=request.key, member=member, completion=SimpleNamespace(token_ids=self._answer(request)))
+            Finished(
+                key=request.key,
+                member=member,
+                completion=SimpleNamespace(
+                    token_ids=(ids := self._answer(request)),
+                    logprobs=np.zeros(ids.size, np.float32),
+                    finish_reason=FinishReason.EOS,
+                ),
+            )
             for request in requests
             for member in range(request.num_completions)
         ]
@@ -99,6 +107,27 @@ def test_failed_verifier_is_counted_and_is_no_wrong_answer():
     ).evaluate(Arena(LAYOUT), 0)  # fmt: skip
 
     assert (evaluation.accuracy, evaluation.num_errors) == (1.0, 1)
+
+
+def test_what_was_generated_is_there_to_be_read():
+    class Failing(ArithmeticTask):
+        def score(self, prompt, completion):
+            if completion == "?":
+                raise RewardError("it crashed")
+            return (RewardPart(name="correct", value=1.0),)
+
+    task = Failing(digits=2)
+    evaluator = Evaluator(
+        task=task, engine=Answering(task, 1), prompter=Bytes(), num_prompts=2, num_per_prompt=2, seed=0
+    )
+    evaluator.evaluate(Arena(LAYOUT), 3)
+
+    first, second = evaluator.last_samples
+    assert (first.version, first.prompt_index, first.prompt) == (3, 0, task.evaluation_prompt(0).text)
+    assert [rollout.completion for rollout in first.rollouts] == [task.evaluation_prompt(0).answer] * 2
+    assert first.rollouts[0].reward_parts == (RewardPart(name="correct", value=1.0),)
+    assert [rollout.completion for rollout in second.rollouts] == ["?", "?"]
+    assert all(np.isnan(rollout.reward) for rollout in second.rollouts)
 
 
 def test_accuracy_is_absent_when_nothing_could_be_scored():

@@ -11,9 +11,9 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.identity.identity import Identity, LocalPeer, RefusalReason, Role, spiffe_uri
 from heterorl.common.identity.tls import ServerTlsConfig, TlsConfig, check_tls
 from heterorl.coordinator.rpc.access import RULES, refuse_call, refuse_request
-from heterorl.v1 import backup_pb2, diagnosis_pb2, policy_pb2, rollout_pb2, run_pb2
+from heterorl.v1 import backup_pb2, diagnosis_pb2, policy_pb2, rollout_pb2, run_pb2, sample_pb2
 
-MODULES = (policy_pb2, rollout_pb2, run_pb2, backup_pb2, diagnosis_pb2, health_pb2)
+MODULES = (policy_pb2, rollout_pb2, run_pb2, backup_pb2, diagnosis_pb2, sample_pb2, health_pb2)
 METHODS = {
     f"/{service.full_name}/{method.name}": method
     for module in MODULES
@@ -22,11 +22,15 @@ METHODS = {
 }
 ALLOWED = {
     Role.COORDINATOR: {"Check", "Watch", "Diagnose"},
-    Role.OPERATOR: {"Check", "Watch", "Diagnose", "GetStatus", "ListSteps", "Drain", "Rollback", "ReleaseSite", "Backup"},
+    Role.OPERATOR: {
+        "Check", "Watch", "Diagnose", "GetStatus", "ListSteps", "Drain", "Rollback", "ReleaseSite", "Backup",
+        "ListSamples", "GetSample",
+    },
     Role.LEARNER: {
         "Check", "Watch", "AcquireLease", "RenewLease", "ReleaseLease", "QueryUpload", "UploadPayload",
         "PublishVersion", "GetStep", "WatchHead", "GetManifest", "ListManifests", "PlanPull", "ReadPayload",
         "StreamGroups", "AbandonGroups", "RejectGroups", "Drain", "Diagnose", "DescribeRun",
+        "NoteSamples",
     },
     Role.SAMPLER: {
         "Check", "Watch", "WatchHead", "GetManifest", "ListManifests", "PlanPull", "ReadPayload", "LeaseWork",

@@ -8,7 +8,8 @@ import pytest
 
 from heterorl.common.errors import StaleEpoch
 from heterorl.common.process.metrics import SAMPLE_NOTES
-from heterorl.common.types.sample import SampleNote
+from heterorl.common.types.common import SiteId
+from heterorl.common.types.sample import EvaluationSample, SampleNote
 from heterorl.learner.notes import notes as module
 from heterorl.learner.notes.notes import Notes
 from tests.support.learner_world import queued
@@ -39,6 +40,7 @@ class FakeApi:
         if self.problem is not None:
             raise self.problem
         self.sent += [(epoch, note.group) for note in notes]
+        self.sent += [(epoch, len(evaluations))] if evaluations else []
 
 
 def wanted(sequence):
@@ -123,6 +125,17 @@ async def test_note_that_fails_is_given_up_and_the_next_one_is_made(start, api, 
     assert {name: count - before[name] for name, count in outcomes().items()} == {"sent": 1, "given_up": 2}
     assert sum(record.levelname == "WARNING" for record in caplog.records) == 1
     assert "secret" not in caplog.text
+
+
+async def test_evaluations_are_sent_some_at_a_time(start):
+    api = FakeApi()
+    notes = start(Notes(api=api, epoch=3, reader=FakeReader()))
+    sample = EvaluationSample(version=1, site=SiteId(""), prompt_index=0, prompt="", rollouts=())
+
+    notes.evaluated((sample,) * (module.EVALUATIONS_AT_ONCE + 1))
+    await notes.finish()
+
+    assert api.sent == [(3, module.EVALUATIONS_AT_ONCE), (3, 1)]
 
 
 async def test_nothing_waits_for_a_queue_that_is_full(start, monkeypatch):

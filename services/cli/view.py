@@ -31,7 +31,7 @@ def view(
         ),
     ] = "",
     port: Annotated[int, typer.Option(help="Port on 127.0.0.1; 0: a free one.", min=0, max=65535)] = 0,
-    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open a browser.")] = True,
+    no_browser: Annotated[bool, typer.Option("--no-browser", help="Print the URL, and open nothing.")] = False,
     credentials: CredentialsOption = None,
     ca: CaOption = "",
     cert: CertOption = "",
@@ -58,7 +58,7 @@ def view(
     try:
         with served(make_source, port=port) as server:
             typer.echo(f"{server.url}  (Ctrl-C ends it)")
-            if browser:
+            if not no_browser:
                 threading.Thread(target=webbrowser.open, args=(server.url,), daemon=True).start()
             threading.Event().wait()
     except KeyboardInterrupt:

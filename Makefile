@@ -50,6 +50,10 @@ test-fast: $(SETUP)  ## Run the tests that start no processes
 test-engines: $(ENGINES_SETUP) $(SETUP)  ## Run the tests of vLLM and DeepSpeed in their own environment
 	OMP_NUM_THREADS=1 $(ENGINES)/pytest -n 1 -q tests/engines
 
+browser:  ## Install Debian's Chromium for the tests of the page; as root
+	apt-get update -qq
+	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core > /dev/null
+
 test-compile: $(SETUP)  ## Compile a learner's passes by a C++ compiler and compare its steps; two minutes
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m compiler
 
@@ -103,6 +107,7 @@ bench-loop: $(ENGINES_SETUP)  ## How busy a sampler keeps its engine, 150 ms fro
 bench-sampler: $(ENGINES_SETUP)  ## Tokens per second and the pause of a swap, for transformers and vLLM
 bench-sites: $(SETUP)  ## What 10, 100 and 1,000 simulated sites and a history of 1,000,000 groups cost one coordinator; 4 minutes
 bench-verify: $(SETUP)  ## What the checks of untrusted sites see: each cheat's detection, honest rollouts' false rejects; 4 minutes
+bench-view: $(SETUP)  ## What a page of `heterorl view` takes with 50,000 samples, beside a bare page of its size; 3 minutes
 # Module and results are named as the target is, and one thread computes, except where a line says otherwise.
 THREADS = OMP_NUM_THREADS=1
 bench-hf-rows: MODULE = hf_rows

@@ -28,6 +28,7 @@ from heterorl.cli.report import report
 from heterorl.cli.samples.command import samples
 from heterorl.cli.service_config import Service, load_service
 from heterorl.cli.tokens import join
+from heterorl.cli.view import view
 from heterorl.common.errors import HeterorlError
 from heterorl.common.model.directory import check_model_dir
 from heterorl.common.process.config import explain, read_tables
@@ -189,6 +190,7 @@ app.command("join", rich_help_panel=NAMES)(join)
 app.command("doctor", rich_help_panel=CHECK)(doctor)
 app.command("top", rich_help_panel=WATCH)(top)
 app.command("report", rich_help_panel=WATCH)(report)
+app.command("view", rich_help_panel=WATCH)(view)
 
 
 app.command("check-config", rich_help_panel=CHECK)(check_config)

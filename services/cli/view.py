@@ -1,0 +1,92 @@
+"""The command `heterorl view`."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import webbrowser
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from heterorl.cli.link import CaOption, CertOption, CredentialsOption, InsecureOption, KeyOption, ask, find_link
+
+if TYPE_CHECKING:
+    from heterorl.view.index import SampleIndex
+    from heterorl.view.source import Source
+
+EXPORTS = (".jsonl", ".parquet")
+
+
+def view(
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="[HOST:PORT|FILE]",
+            help="host:port of a coordinator, or an export of samples: FILE.jsonl, FILE.parquet. Default: "
+            "HETERORL_ADDRESS, or what `join` noted in --credentials.",
+            show_default=False,
+        ),
+    ] = "",
+    port: Annotated[int, typer.Option(help="Port on 127.0.0.1; 0: a free one.", min=0, max=65535)] = 0,
+    no_browser: Annotated[bool, typer.Option("--no-browser", help="Print the URL, and open nothing.")] = False,
+    credentials: CredentialsOption = None,
+    ca: CaOption = "",
+    cert: CertOption = "",
+    key: KeyOption = "",
+    insecure: InsecureOption = False,
+) -> None:
+    """Read in a browser what the model says: prompts, completions, rewards, log-ratios token by token.
+
+    The page is this machine's alone, and its URL has a key. It ends with Ctrl-C; nothing of it stays on the disk.
+    """
+    path = Path(run)
+    if path.suffix in EXPORTS or (run and path.is_file()):
+        make_source = _export(path)
+    else:
+        make_source = _coordinator(run, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
+    from heterorl.common.errors import DependencyMissing
+
+    try:
+        from heterorl.view.app import served
+    except ModuleNotFoundError as error:
+        raise DependencyMissing(error.name or "jinja2", "view") from None
+    # Leave by the same way, which deletes what was read.
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        with served(make_source, port=port) as server:
+            typer.echo(f"{server.url}  (Ctrl-C ends it)")
+            if not no_browser:
+                threading.Thread(target=webbrowser.open, args=(server.url,), daemon=True).start()
+            threading.Event().wait()
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _export(path: Path) -> Callable[[SampleIndex], Source]:
+    from heterorl.view.export import ExportedSamples
+
+    return lambda index: ExportedSamples(path, index)
+
+
+def _coordinator(
+    run: str, *, credentials: Path | None, ca: str, cert: str, key: str, insecure: bool
+) -> Callable[[SampleIndex], Source]:
+    address, tls = find_link(run, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
+    # A wrong certificate or address is said here, in the words of every other command.
+    ask(address, tls=tls, call=lambda api: api.get_status())
+    from heterorl.common.process.clock import SystemClock
+    from heterorl.common.rpc.client import CoordinatorClient
+    from heterorl.common.rpc.retry import RetryPolicy
+    from heterorl.view.live import LiveSamples
+
+    def connect() -> CoordinatorClient:
+        return CoordinatorClient(address, tls=tls, policy=RetryPolicy(budget_s=0.0))
+
+    return lambda index: LiveSamples(address, index, connect, SystemClock())

@@ -1,0 +1,44 @@
+"""The page, from its source to its port.
+
+    coordinator or export -> source (its thread) -> index (on this machine's disk) -> pages <- server's threads
+
+The source waits for its peer, the index for nobody but its writer, a request for a search of at most a moment. What was
+read is deleted with the directory when the page ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from heterorl.view.index import SampleIndex
+from heterorl.view.pages import Pages
+from heterorl.view.server import ViewServer
+from heterorl.view.source import Source
+
+LIMIT_BYTES = 4 << 30
+"""Of texts and numbers on the disk; the oldest samples are forgotten first."""
+KEY_BYTES = 24
+
+
+@contextlib.contextmanager
+def served(make_source: Callable[[SampleIndex], Source], *, port: int = 0) -> Iterator[ViewServer]:
+    """Serve what a source has until the context ends.
+
+    Raises:
+        PortInUse: another process listens on the port.
+        HeterorlError: the source cannot be opened.
+    """
+    with tempfile.TemporaryDirectory(prefix="heterorl-view-") as directory, contextlib.ExitStack() as stack:
+        index = SampleIndex(Path(directory), limit_bytes=LIMIT_BYTES)
+        stack.callback(index.close)
+        source = make_source(index)
+        server = ViewServer(Pages(index, source).respond, port=port, key=secrets.token_urlsafe(KEY_BYTES))
+        stack.callback(source.close)
+        stack.callback(server.close)
+        source.start()
+        server.start()
+        yield server

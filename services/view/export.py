@@ -1,0 +1,264 @@
+"""Samples of a file that `heterorl samples export` wrote: one JSON object or one row a completion.
+
+Completions of one sample stand together, as the export writes them. Nothing of a file is trusted: lines have a largest
+size, values their types and bounds, and what is wrong is named with its line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from heterorl.common.errors import ConfigError, DependencyMissing, HeterorlError
+from heterorl.common.types.common import SiteId
+from heterorl.common.types.rollout import DropReason, FinishReason, GroupId, RewardPart, VersionSpan
+from heterorl.common.types.sample import (
+    CONSUMED,
+    EVALUATED,
+    MAX_PREVIEW,
+    Sample,
+    SampleKind,
+    SampleRollout,
+    SampleSummary,
+    kind_of,
+)
+from heterorl.view.index import SampleIndex
+from heterorl.view.packed import clean
+from heterorl.view.source import Progress
+
+MAX_LINE_BYTES = 64 << 20
+BATCH = 64
+"""Samples that go into the index together."""
+_ROWS = 64
+"""Rows of Parquet that are in memory."""
+Id = Annotated[int, Field(ge=1, le=(1 << 62))]
+Count = Annotated[int, Field(ge=0, le=(1 << 62))]
+Version = Annotated[int, Field(ge=-1, le=(1 << 62))]
+Index = Annotated[int, Field(ge=0, lt=(1 << 31))]
+_EMPTY = BeforeValidator(lambda value: [] if value is None else value)
+_PAIRS = BeforeValidator(lambda value: dict(value or ()) if not isinstance(value, dict) else value)
+
+
+class _Row(BaseModel):
+    """One completion; see heterorl.common.types.sample.rollout_json."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    id: Id
+    index: Count
+    group: str | None = None
+    version: Version = -1
+    oldest_version: Version = -1
+    versions: Annotated[list[Version], _EMPTY] = []
+    site: str = ""
+    prompt_index: Count = 0
+    prompt: str | None = None
+    completion: str | None = None
+    reward: float | None = None
+    reward_parts: Annotated[dict[str, float | None], _PAIRS] = {}
+    finish_reason: FinishReason
+    num_tokens: Count = 0
+    log_ratio_mean: float | None = None
+    kept_because: str
+    detail: str = ""
+    kept_time: float = 0.0
+    prompt_token_ids: Annotated[list[Index], _EMPTY] = []
+    token_ids: Annotated[list[Index], _EMPTY] = []
+    sampler_logprobs: Annotated[list[float | None], _EMPTY] = []
+    log_ratios: Annotated[list[float | None], _EMPTY] = []
+    token_ends: Annotated[list[Index], _EMPTY] = []
+
+
+class ExportedSamples:
+    """An export as a source; implements heterorl.view.source.Source.
+
+    Raises:
+        ConfigError: the file is not there, is of another kind, or its first line is none of an export.
+        DependencyMissing: it is Parquet, and pyarrow is not installed.
+    """
+
+    def __init__(self, path: Path, index: SampleIndex) -> None:
+        self.name, self._path, self._index = str(path), path, index
+        self.progress = Progress()
+        self._thread = threading.Thread(target=self._run, name="export", daemon=True)
+        self._is_closed = False
+        for _ in islice(read_export(path), 1):
+            pass
+
+    def start(self) -> None:
+        """Begin to read."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop; returns when the thread has ended."""
+        self._is_closed = True
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def fetch(self, sample_id: int) -> Sample | None:  # noqa: ARG002 - of the protocol
+        """Nothing comes ahead of its turn."""
+        return None
+
+    def _run(self) -> None:
+        samples = read_export(self._path)
+        try:
+            while not self._is_closed and (batch := list(islice(samples, BATCH))):
+                self._index.add_samples(batch)
+        except HeterorlError as error:
+            self.progress = dataclasses.replace(self.progress, problem=str(error))
+        self.progress = dataclasses.replace(self.progress, is_done=True)
+
+
+def read_export(path: Path) -> Iterator[Sample]:
+    """The samples of a file, in its order.
+
+    Raises:
+        ConfigError: it cannot be read; names the line.
+        DependencyMissing: it is Parquet, and pyarrow is not installed.
+    """
+    numbered = _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
+    seen: set[int] = set()
+    for sample_id, rows in groupby(numbered, key=lambda pair: pair[1].id):
+        completions = list(rows)
+        if sample_id in seen:
+            raise ConfigError(
+                f"{path}, row {completions[0][0]}",
+                f"sample {sample_id} again, behind another one",
+                action="sort by id and index; exports of two runs are looked at one by one",
+            )
+        seen.add(sample_id)
+        try:
+            yield _sample([row for _, row in completions])
+        except ValueError as error:
+            raise ConfigError(f"{path}, row {completions[0][0]}", str(error), action=_EXPORT) from None
+
+
+_EXPORT = "`heterorl samples export` writes what can be read here"
+
+
+def _json_rows(path: Path) -> Iterator[tuple[int, _Row]]:
+    try:
+        with path.open("rb") as file:
+            number = 0
+            while line := file.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                if len(line) > MAX_LINE_BYTES:
+                    raise ConfigError(f"{path}, row {number}", f"over {MAX_LINE_BYTES:,} bytes", action=_EXPORT)
+                if line.strip():
+                    yield number, _row(path, number, line)
+    except OSError as error:
+        raise ConfigError(str(path), f"cannot be read: {error.strerror}", action="name an export") from error
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, _Row]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ModuleNotFoundError:
+        raise DependencyMissing("pyarrow", "parquet") from None
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            number = 0
+            for batch in file.iter_batches(batch_size=_ROWS):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, _row(path, number, row)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise ConfigError(str(path), f"cannot be read: {error}", action="name an export") from error
+
+
+def _row(path: Path, number: int, row: bytes | dict[str, Any]) -> _Row:
+    try:
+        # Not pydantic's own reader of JSON: that refuses halves of surrogate pairs, which models do write.
+        found = json.loads(row) if isinstance(row, bytes) else row
+        return _Row.model_validate(found)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{path}, row {number}", f"{key}: {first['msg']}", action=_EXPORT) from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}, row {number}", f"no JSON: {error}", action=_EXPORT) from None
+
+
+def _sample(rows: Sequence[_Row]) -> Sample:
+    rows = sorted(rows, key=lambda row: row.index)
+    if len({row.index for row in rows}) < len(rows):
+        raise ValueError(f"completion {rows[0].index} of sample {rows[0].id} twice")
+    first = rows[0]
+    rollouts = tuple(map(_rollout, rows))
+    rewards = [rollout.reward for rollout in rollouts]
+    is_known = all(map(math.isfinite, rewards))
+    has_texts = first.prompt is not None or any(row.completion is not None for row in rows)
+    prompt = clean(first.prompt or "")
+    summary = SampleSummary(
+        id=first.id,
+        kind=_kind(first.kept_because),
+        kept_because=clean(first.kept_because),
+        detail=clean(first.detail),
+        site=SiteId(clean(first.site)),
+        group=_group(first.group),
+        version=first.version,
+        oldest_version=first.oldest_version,
+        kept_time=first.kept_time,
+        prompt_index=first.prompt_index,
+        num_rollouts=len(rows),
+        num_truncated=sum(row.finish_reason is FinishReason.LENGTH for row in rows),
+        num_tokens=sum(row.num_tokens or len(row.token_ids) for row in rows),
+        reward_min=min(rewards) if is_known else None,
+        reward_mean=math.fsum(rewards) / len(rewards) if is_known else None,
+        reward_max=max(rewards) if is_known else None,
+        has_texts=has_texts,
+        prompt_preview=prompt[:MAX_PREVIEW],
+        completion_preview=rollouts[0].completion[:MAX_PREVIEW],
+    )
+    return Sample(
+        summary=summary,
+        prompt=prompt,
+        prompt_token_ids=np.array(first.prompt_token_ids, np.int32),
+        rollouts=rollouts,
+    )
+
+
+def _rollout(row: _Row) -> SampleRollout:
+    spans = (VersionSpan(version=row.versions[0], start=0, end=len(row.token_ids)),) if len(row.versions) == 1 else ()
+    return SampleRollout(
+        completion=clean(row.completion or ""),
+        token_ids=np.array(row.token_ids, np.int32),
+        sampler_logprobs=_numbers(row.sampler_logprobs),
+        # Without --tokens the mean is all that the file says; it is no token's, and none is coloured by it.
+        log_ratios=_numbers(row.log_ratios if row.token_ids or row.log_ratio_mean is None else [row.log_ratio_mean]),
+        token_ends=np.array(row.token_ends, np.int32),
+        spans=spans,
+        reward=math.nan if row.reward is None else row.reward,
+        reward_parts=tuple(
+            RewardPart(name=clean(name), value=math.nan if value is None else value)
+            for name, value in row.reward_parts.items()
+        ),
+        finish_reason=row.finish_reason,
+    )
+
+
+def _numbers(values: Sequence[float | None]) -> Any:
+    return np.array([math.nan if value is None else value for value in values], np.float32)
+
+
+def _kind(kept_because: str) -> SampleKind:
+    if kept_because in (CONSUMED, EVALUATED):
+        return SampleKind.CONSUMED if kept_because == CONSUMED else SampleKind.EVALUATION
+    return kind_of(DropReason(kept_because))
+
+
+def _group(text: str | None) -> GroupId | None:
+    if text is None:
+        return None
+    site, incarnation, sequence = clean(text).rsplit("/", 2)
+    return GroupId(site=SiteId(site), incarnation=incarnation, sequence=int(sequence))

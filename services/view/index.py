@@ -1,0 +1,237 @@
+"""What was read so far, on a disk of this machine for as long as the page is served: lines, texts, and their parts.
+
+One thread writes; any thread asks, and never waits for the writer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sqlite3
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from heterorl.common.types.sample import Sample, SampleSummary
+from heterorl.view.packed import pack_summary, pack_texts, read_summary, read_texts
+from heterorl.view.query import Query
+from heterorl.view.search import folded, look_up
+
+_SEPARATOR = "\x1e"
+"""Between the texts of a sample: nothing is found across two."""
+_SCHEMA = """
+CREATE TABLE samples (
+    id INTEGER PRIMARY KEY, version INTEGER NOT NULL, site TEXT NOT NULL, kind TEXT NOT NULL, fate TEXT NOT NULL,
+    reward_min REAL, reward_max REAL, num_truncated INTEGER NOT NULL, has_texts INTEGER NOT NULL,
+    is_read INTEGER NOT NULL);
+CREATE INDEX unread ON samples (id) WHERE is_read = 0;
+CREATE TABLE lines (id INTEGER PRIMARY KEY, line TEXT NOT NULL);
+CREATE TABLE texts (id INTEGER PRIMARY KEY, folded TEXT NOT NULL, data BLOB NOT NULL);
+CREATE VIRTUAL TABLE parts USING fts5(folded, content='', detail=none, columnsize=0,
+    tokenize='trigram case_sensitive 1');
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """Some samples of a query, the largest id first.
+
+    `count` is how many it has in all places; not all of them where `is_more`. `looked_up_to` is the id up to which was
+    looked where time ended first, None where all was looked at.
+    """
+
+    summaries: tuple[SampleSummary, ...]
+    has_newer: bool
+    has_older: bool
+    count: int
+    is_more: bool
+    looked_up_to: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What the index has: samples, how many of them with what they say, and what was forgotten for room."""
+
+    num_samples: int
+    num_read: int
+    newest: int
+    sites: tuple[str, ...]
+    rewards: tuple[float, float]
+    """The smallest and the largest."""
+    num_forgotten: int
+
+
+class SampleIndex:
+    """Samples of one source under their ids; forgets the oldest when texts exceed `limit_bytes`."""
+
+    def __init__(self, directory: Path, *, limit_bytes: int) -> None:
+        self._path = directory / "samples.sqlite"
+        self._limit_bytes, self._num_bytes, self._num_forgotten = limit_bytes, 0, 0
+        self._num_samples = self._num_read = self._newest = 0
+        self._sites: set[str] = set()
+        self._rewards = (math.inf, -math.inf)
+        self._writing = threading.Lock()
+        self._readers: list[sqlite3.Connection] = []
+        self._writer = self._connect()
+        self._writer.execute("PRAGMA journal_mode=WAL")
+        self._writer.executescript(_SCHEMA)
+
+    def close(self) -> None:
+        """End all connections; whoever asks afterwards gets sqlite3.ProgrammingError."""
+        with self._writing:
+            self._writer.close()
+            while self._readers:
+                self._readers.pop().close()
+
+    def _connect(self) -> sqlite3.Connection:
+        # Nothing here outlives the process, so nothing is synced.
+        connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, timeout=30)
+        connection.executescript("PRAGMA synchronous=OFF; PRAGMA cache_size=-65536; PRAGMA temp_store=MEMORY;")
+        return connection
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        try:
+            connection = self._readers.pop()
+        except IndexError:
+            connection = self._connect()
+        try:
+            yield connection
+        finally:
+            self._readers.append(connection)
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._writing:
+            self._writer.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._writer
+            except BaseException:
+                self._writer.execute("ROLLBACK")
+                raise
+            self._writer.execute("COMMIT")
+
+    def add_summaries(self, summaries: Sequence[SampleSummary]) -> None:
+        """Note samples by their lines; one that has texts by now is to be read anew."""
+        with self._transaction() as connection:
+            for summary in summaries:
+                row = connection.execute("SELECT has_texts FROM samples WHERE id = ?", (summary.id,)).fetchone()
+                if row is None or row[0] != summary.has_texts:
+                    self._put(connection, summary, is_read=False)
+
+    def add_samples(self, samples: Sequence[Sample]) -> None:
+        """Note samples with what they say, in place of what was known of them."""
+        with self._transaction() as connection:
+            for sample in samples:
+                self._drop_texts(connection, sample.summary.id)
+                self._put(connection, sample.summary, is_read=True)
+                texts = (sample.prompt, *(rollout.completion for rollout in sample.rollouts))
+                found = _SEPARATOR.join(map(folded, texts))
+                data = pack_texts(sample)
+                connection.execute("INSERT INTO texts VALUES (?, ?, ?)", (sample.summary.id, found, data))
+                connection.execute("INSERT INTO parts (rowid, folded) VALUES (?, ?)", (sample.summary.id, found))
+                self._num_bytes += len(found) + len(data)
+            self._make_room(connection)
+
+    def forget(self, sample_id: int) -> None:
+        """Note that a sample is kept no more."""
+        with self._transaction() as connection:
+            self._drop(connection, sample_id)
+
+    def unread(self, limit: int) -> tuple[int, ...]:
+        """Newest samples of which only the line is known."""
+        with self._reading() as connection:
+            rows = connection.execute("SELECT id FROM samples WHERE is_read = 0 ORDER BY id DESC LIMIT ?", (limit,))
+            return tuple(row[0] for row in rows)
+
+    def first_without_texts(self, *, newest: int) -> int | None:
+        """The oldest of the `newest` samples without texts, which may still come; None where all have them."""
+        with self._reading() as connection:
+            (found,) = connection.execute(
+                "SELECT min(id) FROM (SELECT id, has_texts FROM samples ORDER BY id DESC LIMIT ?) WHERE has_texts = 0",
+                (newest,),
+            ).fetchone()
+        return None if found is None else int(found)
+
+    def get(self, sample_id: int) -> Sample | SampleSummary | None:
+        """A sample; its line alone where it was not read yet."""
+        with self._reading() as connection:
+            row = connection.execute(
+                "SELECT line, data FROM lines LEFT JOIN texts USING (id) WHERE id = ?", (sample_id,)
+            ).fetchone()
+        if row is None:
+            return None
+        summary = read_summary(row[0])
+        return summary if row[1] is None else read_texts(summary, row[1])
+
+    def held(self) -> Held:
+        """What there is; asks no table."""
+        low, high = self._rewards
+        return Held(
+            num_samples=self._num_samples,
+            num_read=self._num_read,
+            newest=self._newest,
+            sites=tuple(sorted(self._sites)),
+            rewards=(low, high) if low <= high else (0.0, 0.0),
+            num_forgotten=self._num_forgotten,
+        )
+
+    def find(self, query: Query, *, limit: int, is_counted: bool = True) -> Found:
+        """The `limit` samples of a query that are next to its place."""
+        with self._reading() as connection:
+            hits = look_up(connection, query, limit=limit, is_counted=is_counted)
+            ids = sorted(hits.ids[:limit], reverse=True)
+            summaries = tuple(self._line(connection, sample_id) for sample_id in ids)
+        is_followed = len(hits.ids) > limit or hits.looked_up_to is not None
+        return Found(
+            summaries=summaries,
+            has_newer=is_followed if query.after else bool(query.before),
+            has_older=bool(query.after) or is_followed,
+            count=hits.count,
+            is_more=hits.is_more,
+            looked_up_to=hits.looked_up_to,
+        )
+
+    @staticmethod
+    def _line(connection: sqlite3.Connection, sample_id: int) -> SampleSummary:
+        return read_summary(connection.execute("SELECT line FROM lines WHERE id = ?", (sample_id,)).fetchone()[0])
+
+    def _put(self, connection: sqlite3.Connection, summary: SampleSummary, *, is_read: bool) -> None:
+        before = connection.execute("SELECT is_read FROM samples WHERE id = ?", (summary.id,)).fetchone()
+        row = (
+            summary.id, summary.version, str(summary.site), summary.kind.value, summary.kept_because,
+            summary.reward_min, summary.reward_max, summary.num_truncated, summary.has_texts, is_read,
+        )  # fmt: skip
+        connection.execute(f"INSERT OR REPLACE INTO samples VALUES ({', '.join('?' * len(row))})", row)
+        connection.execute("INSERT OR REPLACE INTO lines VALUES (?, ?)", (summary.id, pack_summary(summary)))
+        self._num_samples += before is None
+        self._num_read += is_read - (before[0] if before is not None else 0)
+        self._newest = max(self._newest, summary.id)
+        # Both only grow: a filter that finds nothing any more does no harm.
+        self._sites |= {str(summary.site)} - {""}
+        if summary.reward_min is not None and summary.reward_max is not None:
+            low, high = self._rewards
+            self._rewards = (min(low, summary.reward_min), max(high, summary.reward_max))
+
+    def _make_room(self, connection: sqlite3.Connection) -> None:
+        while self._num_bytes > self._limit_bytes:
+            (oldest,) = connection.execute("SELECT min(id) FROM texts").fetchone()
+            self._drop(connection, oldest)
+            self._num_forgotten += 1
+
+    def _drop(self, connection: sqlite3.Connection, sample_id: int) -> None:
+        self._drop_texts(connection, sample_id)
+        row = connection.execute("DELETE FROM samples WHERE id = ? RETURNING is_read", (sample_id,)).fetchone()
+        if row is not None:
+            self._num_samples -= 1
+            self._num_read -= row[0]
+        connection.execute("DELETE FROM lines WHERE id = ?", (sample_id,))
+
+    def _drop_texts(self, connection: sqlite3.Connection, sample_id: int) -> None:
+        row = connection.execute("SELECT folded, length(data) FROM texts WHERE id = ?", (sample_id,)).fetchone()
+        if row is not None:
+            # An index without content is told what it forgets.
+            connection.execute("INSERT INTO parts (parts, rowid, folded) VALUES ('delete', ?, ?)", (sample_id, row[0]))
+            connection.execute("DELETE FROM texts WHERE id = ?", (sample_id,))
+            self._num_bytes -= len(row[0]) + row[1]

@@ -1,0 +1,200 @@
+"""The pages: a list, one sample, and what they are made of; every text goes through autoescape."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import math
+import mimetypes
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+import heterorl
+from heterorl.common.errors import HeterorlError
+from heterorl.common.types.sample import CONSUMED, Sample, SampleKind, SampleSummary
+from heterorl.view.excerpt import excerpt_of
+from heterorl.view.index import Found, SampleIndex
+from heterorl.view.query import FATES, MAX_TEXT, BadQuery, Query, fate_words, parse_query
+from heterorl.view.scale import probability_legend, ratio_legend
+from heterorl.view.server import Answer
+from heterorl.view.source import Source
+from heterorl.view.tokens import tokens_of
+
+PAGE = 50
+"""Samples of one page of the list."""
+MAX_TOKENS = 20_000
+"""Tokens of one page that are coloured; what stands behind them is text."""
+_HERE = Path(__file__).parent
+_STATIC = {path.name: path.read_bytes() for path in sorted((_HERE / "static").iterdir())}
+_TONE = {
+    SampleKind.CONSUMED: "good",
+    SampleKind.EVALUATION: "calm",
+    SampleKind.DROPPED: "warn",
+    SampleKind.REJECTED: "bad",
+}
+
+
+class Pages:
+    """Answers requests from an index that a source fills."""
+
+    def __init__(self, index: SampleIndex, source: Source) -> None:
+        self._index, self._source = index, source
+        self._templates = Environment(
+            loader=FileSystemLoader(_HERE / "templates"),
+            autoescape=True,
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        self._templates.filters |= {"number": number, "when": when, "fate": fate_words, "tone": _TONE.__getitem__}
+        self._templates.globals |= {
+            "program_version": heterorl.__version__,
+            "source_name": source.name,
+            "max_text": MAX_TEXT,
+            "trained": CONSUMED,
+        }
+
+    def respond(self, path: str, query: str) -> Answer:
+        """The answer to a GET."""
+        if path.startswith("/static/"):
+            return _static(path.removeprefix("/static/"))
+        try:
+            wanted = parse_query(query)
+        except BadQuery as error:
+            return self._refuse(HTTPStatus.BAD_REQUEST, "This cannot be asked", str(error))
+        if path == "/":
+            return self._list(wanted)
+        if path == "/state.json":
+            return self._state()
+        head, _, name = path.rpartition("/")
+        if head == "/sample" and name.isascii() and name.isdecimal() and len(name) <= 18:
+            return self._sample(int(name), wanted)
+        return self._refuse(HTTPStatus.NOT_FOUND, "There is no such page", "The list is at /.")
+
+    def _list(self, query: Query) -> Answer:
+        found, held = self._index.find(query, limit=PAGE), self._index.held()
+        rows = [
+            {
+                "line": summary,
+                "url": query.at().url(f"/sample/{summary.id}"),
+                "excerpt": self._excerpt(summary, query),
+                "bar": _bar(summary, held.rewards),
+            }
+            for summary in found.summaries
+        ]
+        return self._page(
+            "list.html",
+            query=query,
+            found=found,
+            held=held,
+            rows=rows,
+            fates=FATES,
+            pages=_places(found, query),
+            progress=self._source.progress,
+        )
+
+    def _excerpt(self, summary: SampleSummary, query: Query) -> Any:
+        if not query.text:
+            return None
+        sample = self._index.get(summary.id)
+        return excerpt_of(sample, query.text) if isinstance(sample, Sample) else None
+
+    def _sample(self, sample_id: int, query: Query) -> Answer:
+        query = query.at()
+        found = self._index.get(sample_id)
+        problem = ""
+        if not isinstance(found, Sample) or not found.summary.has_texts:
+            try:
+                found = self._source.fetch(sample_id) or found
+            except HeterorlError as error:
+                problem = str(error)
+        if found is None:
+            words = problem or "It was never kept, or made room for newer ones."
+            return self._refuse(HTTPStatus.NOT_FOUND, f"There is no sample {sample_id}", words)
+        sample = found if isinstance(found, Sample) else Sample(summary=found, rollouts=())
+        older = self._index.find(query.at(before=sample_id), limit=1, is_counted=False).summaries
+        newer = self._index.find(query.at(after=sample_id), limit=1, is_counted=False).summaries
+        share = MAX_TOKENS // max(1, len(sample.rollouts))
+        completions = [(rollout, *tokens_of(rollout, limit=share)) for rollout in sample.rollouts]
+        has_ratios = any(len(rollout.log_ratios) and len(rollout.token_ids) for rollout in sample.rollouts)
+        has_logprobs = any(len(rollout.sampler_logprobs) for rollout in sample.rollouts)
+        return self._page(
+            "sample.html",
+            query=query,
+            sample=sample,
+            line=sample.summary,
+            problem=problem,
+            completions=completions,
+            has_ratios=has_ratios,
+            has_logprobs=has_logprobs,
+            scale="ratio" if has_ratios or not has_logprobs else "probability",
+            ratio_legend=ratio_legend(),
+            probability_legend=probability_legend(),
+            share=share,
+            list_url=query.at(before=sample_id + 1).url(),
+            next_url=query.url(f"/sample/{older[0].id}") if older else "",
+            previous_url=query.url(f"/sample/{newer[0].id}") if newer else "",
+        )
+
+    def _state(self) -> Answer:
+        held = self._index.held()
+        found = dataclasses.asdict(self._source.progress)
+        found |= {"samples": held.num_samples, "read": held.num_read, "newest": held.newest}
+        return Answer(content_type="application/json", body=json.dumps(found).encode("ascii"))
+
+    def _refuse(self, status: HTTPStatus, title: str, words: str) -> Answer:
+        return self._page("refused.html", status=status, title=title, words=words)
+
+    def _page(self, name: str, *, status: HTTPStatus = HTTPStatus.OK, **values: Any) -> Answer:
+        text = self._templates.get_template(name).render(values)
+        return Answer(status=status, body=text.encode("utf-8", "replace"))
+
+
+def _static(name: str) -> Answer:
+    if name not in _STATIC:
+        return Answer(status=HTTPStatus.NOT_FOUND, content_type="text/plain; charset=utf-8", body=b"no such file\n")
+    kind = mimetypes.guess_type(name)[0] or "application/octet-stream"
+    return Answer(content_type=f"{kind}; charset=utf-8" if kind.startswith("text/") else kind, body=_STATIC[name])
+
+
+def _places(found: Found, query: Query) -> dict[str, str]:
+    """URLs of the pages beside this one; empty where there is none."""
+    first, last = (found.summaries[0].id, found.summaries[-1].id) if found.summaries else (0, 0)
+    newer = older = ""
+    if found.has_newer:
+        place = found.looked_up_to if query.after and found.looked_up_to else first or max(query.before - 1, 0)
+        newer = query.at(after=place).url() if place else query.at().url()
+    if found.has_older:
+        place = found.looked_up_to if not query.after and found.looked_up_to else last or query.after + 1
+        older = query.at(before=place).url()
+    return {"newer": newer, "older": older, "newest": query.at().url() if query.before or query.after else ""}
+
+
+def _bar(summary: SampleSummary, span: tuple[float, float]) -> dict[str, float] | None:
+    """Smallest, mean and largest reward on a line of 100 that spans those of all samples; None where one is unknown."""
+    low, high = span
+    values = (summary.reward_min, summary.reward_mean, summary.reward_max)
+    if any(value is None for value in values) or high <= low:
+        return None
+    begin, middle, end = (round(100 * (value - low) / (high - low), 1) for value in values if value is not None)
+    return {"begin": begin, "middle": middle, "end": end}
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number for people; a dash for none."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    text = f"{value:.{digits}f}"
+    return (text.rstrip("0").rstrip(".") if "." in text else text) or "0"
+
+
+def when(seconds: float) -> str:
+    """A time since the epoch by this machine's clock and zone."""
+    try:
+        return datetime.datetime.fromtimestamp(seconds, datetime.UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    except (OverflowError, ValueError, OSError):
+        return "-"

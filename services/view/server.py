@@ -1,0 +1,139 @@
+"""HTTP for one person on this machine: GET and HEAD over 127.0.0.1, every answer with the headers of `guard`."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socketserver
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import urlsplit
+
+from heterorl.common.errors import PortInUse
+from heterorl.view.guard import HEADERS, KEY_FIELD, cookie_name, has_key, is_own_host, take_key
+
+LOG = logging.getLogger(__name__)
+IDLE_S = 30.0
+"""A connection without a request for so long is closed."""
+_TEXT = "text/plain; charset=utf-8"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What is sent back."""
+
+    status: HTTPStatus = HTTPStatus.OK
+    content_type: str = "text/html; charset=utf-8"
+    body: bytes
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+Respond = Callable[[str, str], Answer]
+"""From the path and the query of a URL."""
+
+
+class ViewServer(ThreadingHTTPServer):
+    """Answers by `respond`, from threads, whoever has `key`; port 0 takes a free one.
+
+    Raises:
+        PortInUse: another process listens there.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, respond: Respond, *, port: int, key: str) -> None:
+        self.respond, self.key = respond, key
+        try:
+            super().__init__(("127.0.0.1", port), _Handler)
+        except OSError as error:
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                raise PortInUse("--port", f"127.0.0.1:{port}") from error
+            raise
+        self._thread = threading.Thread(target=self.serve_forever, name="view", daemon=True, args=(0.05,))
+
+    def server_bind(self) -> None:
+        """Bind without asking a name server what 127.0.0.1 is called."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = "127.0.0.1", self.server_address[1]
+
+    @property
+    def url(self) -> str:
+        """What opens the page: with the key."""
+        return f"http://127.0.0.1:{self.server_port}/?{KEY_FIELD}={self.key}"
+
+    def start(self) -> None:
+        """Answer from now on."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Answer no more."""
+        if self._thread.is_alive():
+            self.shutdown()
+            self._thread.join()
+        self.server_close()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 - of the standard library
+        """A browser that went away is nothing; anything else is a fault of ours."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            LOG.error("a request failed", exc_info=sys.exception())
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "heterorl-view", ""
+    timeout = IDLE_S
+    server: ViewServer
+    # Headers and body go out together: no packet waits for the acknowledgement of the one before.
+    wbufsize = -1
+    disable_nagle_algorithm = True
+
+    def do_GET(self) -> None:
+        self._send(self._answer(), with_body=True)
+
+    def do_HEAD(self) -> None:
+        self._send(self._answer(), with_body=False)
+
+    def _answer(self) -> Answer:
+        if not is_own_host(self.headers.get_all("Host") or []):
+            body = b"This page is answered as 127.0.0.1 or localhost only.\n"
+            return Answer(status=HTTPStatus.MISDIRECTED_REQUEST, content_type=_TEXT, body=body)
+        try:
+            target = urlsplit(self.path)
+        except ValueError:
+            return Answer(status=HTTPStatus.BAD_REQUEST, content_type=_TEXT, body=b"The URL cannot be read.\n")
+        port, key = self.server.server_port, self.server.key
+        rest = take_key(target.query, key=key)
+        if rest is not None:
+            # One slash: two would name another host.
+            place = "/" + target.path.lstrip("/") + (f"?{rest}" if rest else "")
+            cookie = f"{cookie_name(port)}={key}; HttpOnly; SameSite=Lax; Path=/"
+            headers = (("Location", place), ("Set-Cookie", cookie))
+            return Answer(status=HTTPStatus.SEE_OTHER, content_type=_TEXT, body=b"", headers=headers)
+        if not has_key("; ".join(self.headers.get_all("Cookie") or []), port=port, key=key):
+            body = b"Open the URL that `heterorl view` printed: it has the key of this page.\n"
+            return Answer(status=HTTPStatus.FORBIDDEN, content_type=_TEXT, body=body)
+        return self.server.respond(target.path, target.query)
+
+    def _send(self, answer: Answer, *, with_body: bool) -> None:
+        self.send_response(answer.status)
+        self.send_header("Content-Type", answer.content_type)
+        self.send_header("Content-Length", str(len(answer.body)))
+        for name, value in answer.headers:
+            self.send_header(name, value)
+        self.end_headers()
+        if with_body:
+            self.wfile.write(answer.body)
+
+    def end_headers(self) -> None:
+        """Also of the errors that the standard library answers itself."""
+        for name, value in HEADERS:
+            self.send_header(name, value)
+        super().end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - of the standard library
+        LOG.debug("request: %s", format % args)

@@ -1,0 +1,128 @@
+"""Samples as a run makes them, without one: completions of arithmetic that reason, hesitate and sometimes never end."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import numpy as np
+
+from heterorl.common.types.common import SiteId
+from heterorl.common.types.rollout import DropReason, FinishReason, GroupId, RewardPart, VersionSpan
+from heterorl.common.types.sample import (
+    CONSUMED,
+    EVALUATED,
+    MAX_PREVIEW,
+    Sample,
+    SampleKind,
+    SampleRollout,
+    SampleSummary,
+    kind_of,
+)
+
+SITES = ("eu-1", "us-east-2", "ap-3")
+_REASONS = (DropReason.STALE_AT_LEASE, DropReason.REWARD_MISMATCH, DropReason.SURPLUS)
+_STEPS = (
+    "Let me work through this step by step.",
+    "Wait, that does not look right: I should check the carry.",
+    "First the ones: {a} and {b} end in {ones}.",
+    "So the sum of {a} and {b} must be near {near}.",
+    "Alternatively, add {a} to {tens} and then the rest.",
+    "Hmm, the question asks for the sum, not for the difference.",
+    "Therefore I get {sum}.",
+)
+
+
+def pieces_of(text: str) -> list[str]:
+    """The text in tokens, as a tokenizer would cut it."""
+    return re.findall(r"\n+| ?[A-Za-z]{1,6}|\d{1,3}| |.", text, re.DOTALL)
+
+
+def make_rollout(
+    text: str, *, seed: int, reward: float = 1.0, version: int = 40, is_noted: bool = True, **fields
+) -> SampleRollout:
+    """A completion of a text: its tokens, log-probs and, where a learner noted it, log-ratios."""
+    numbers = np.random.default_rng(seed)
+    pieces = pieces_of(text)
+    count = len(pieces)
+    logprobs = -numbers.gamma(0.35, 0.9, count).astype(np.float32)
+    ratios = (numbers.standard_t(2.2, count) * 0.12).astype(np.float32)
+    middle = count // 2
+    spans = (VersionSpan(version=version, start=0, end=count),)
+    if seed % 4 == 3 and middle:
+        spans = (
+            VersionSpan(version=version, start=0, end=middle),
+            VersionSpan(version=version + 1, start=middle, end=count),
+        )
+    stated = {
+        "completion": text,
+        "token_ids": np.array([sum(piece.encode("utf-8", "replace")) + 100 for piece in pieces], np.int32),
+        "sampler_logprobs": logprobs,
+        "log_ratios": ratios if is_noted else np.zeros(0, np.float32),
+        "token_ends": np.cumsum([len(piece) for piece in pieces], dtype=np.int32),
+        "spans": spans,
+        "reward": reward,
+        "reward_parts": (
+            RewardPart(name="correct", value=float(reward >= 0.5)),
+            RewardPart(name="format", value=reward % 0.5),
+        ),
+        "finish_reason": FinishReason.EOS,
+    }
+    return SampleRollout(**(stated | fields))
+
+
+def make_sample(
+    number: int, *, rollouts: int = 4, steps: int = 4, prompt: str = "", completions: tuple[str, ...] = ()
+) -> Sample:
+    """The `number`th sample of a run; every seventh was dropped, every ninth is an evaluation."""
+    dice = random.Random(number)
+    a, b = dice.randint(100, 999), dice.randint(100, 999)
+    because, kind = CONSUMED, SampleKind.CONSUMED
+    if number % 7 == 0:
+        reason = _REASONS[number // 7 % len(_REASONS)]
+        because, kind = reason.value, kind_of(reason)
+    elif number % 9 == 0:
+        because, kind = EVALUATED, SampleKind.EVALUATION
+    version, site = 50 + number // 8, SITES[number % len(SITES)]
+    made = []
+    for i in range(max(rollouts, len(completions))):
+        words = {"a": a, "b": b, "sum": a + b, "ones": (a + b) % 10, "near": round(a + b, -2), "tens": b // 10 * 10}
+        body = "\n".join(dice.choice(_STEPS).format(**words) for _ in range(dice.randint(1, steps)))
+        is_right, is_cut = dice.random() < 0.6, dice.random() < 0.1
+        text = f"{body}\n\nThe answer is \\boxed{{{a + b if is_right else a + b + 10}}}."
+        text = completions[i] if i < len(completions) else text[: len(text) // 2] if is_cut else text
+        made.append(
+            make_rollout(
+                text,
+                seed=number * 16 + i,
+                version=version - dice.randint(3, 40),
+                reward=round(0.9 * is_right * (not is_cut) + 0.1 * dice.random(), 3),
+                is_noted=kind is SampleKind.CONSUMED,
+                finish_reason=FinishReason.LENGTH if is_cut else FinishReason.EOS,
+            )
+        )
+    rewards = [rollout.reward for rollout in made]
+    prompt = prompt or f"What is {a} + {b}? Think first, then give the answer in \\boxed{{}}."
+    is_evaluation = kind is SampleKind.EVALUATION
+    summary = SampleSummary(
+        id=number,
+        kind=kind,
+        kept_because=because,
+        detail="rewards differ by 0.4 at completion 2" if because == "reward_mismatch" else "",
+        site=SiteId("" if is_evaluation else site),
+        group=None if is_evaluation else GroupId(site=SiteId(site), incarnation="b1946ac9", sequence=number),
+        version=version,
+        oldest_version=min(rollout.versions[0] for rollout in made),
+        kept_time=1_795_000_000.0 + 17 * number,
+        prompt_index=dice.randint(0, 9999),
+        num_rollouts=len(made),
+        num_truncated=sum(rollout.finish_reason is FinishReason.LENGTH for rollout in made),
+        num_tokens=sum(len(rollout.token_ids) for rollout in made),
+        reward_min=min(rewards),
+        reward_mean=sum(rewards) / len(rewards),
+        reward_max=max(rewards),
+        has_texts=True,
+        prompt_preview=prompt[:MAX_PREVIEW],
+        completion_preview=made[0].completion[:MAX_PREVIEW],
+    )
+    return Sample(summary=summary, prompt=prompt, prompt_token_ids=np.arange(20, dtype=np.int32), rollouts=tuple(made))

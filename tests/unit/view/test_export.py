@@ -1,0 +1,139 @@
+"""Files of exports: read as they were written, and refused by line where they were not."""
+
+import asyncio
+import json
+import math
+
+import pytest
+
+from heterorl.cli.samples.export import Export
+from heterorl.common.errors import ConfigError
+from heterorl.common.types.sample import rollout_json
+from heterorl.view import export
+from heterorl.view.export import ExportedSamples, read_export
+from heterorl.view.index import SampleIndex
+from tests.support.samples import make_sample
+
+ROW = rollout_json(make_sample(1), 0, with_tokens=True)
+
+
+def written(path, samples, *, with_tokens=True):
+    with Export(path, with_tokens=with_tokens) as file:
+        for sample in samples:
+            file.add(sample)
+    return path
+
+
+def lines(path, *rows):
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("with_tokens", [True, False])
+def test_what_the_export_wrote_is_read(tmp_path, suffix, with_tokens):
+    wanted = [make_sample(n) for n in range(1, 40)]
+
+    found = list(read_export(written(tmp_path / f"run{suffix}", wanted, with_tokens=with_tokens)))
+
+    assert [sample.prompt for sample in found] == [sample.prompt for sample in wanted]
+    for got, want in zip(found, wanted, strict=True):
+        for name in ("id", "kind", "kept_because", "detail", "site", "group", "version", "oldest_version", "kept_time",
+                     "prompt_index", "num_rollouts", "num_truncated", "num_tokens", "has_texts"):  # fmt: skip
+            assert getattr(got.summary, name) == getattr(want.summary, name), name
+        assert got.summary.reward_mean == pytest.approx(want.summary.reward_mean)
+        for read, rollout in zip(got.rollouts, want.rollouts, strict=True):
+            assert (read.completion, read.reward, read.reward_parts) == (
+                rollout.completion, rollout.reward, rollout.reward_parts
+            )  # fmt: skip
+            assert read.token_ids.tolist() == (rollout.token_ids.tolist() if with_tokens else [])
+            if rollout.log_ratio_mean is not None:
+                assert read.log_ratio_mean == pytest.approx(rollout.log_ratio_mean, abs=1e-6)
+            if with_tokens:
+                assert read.token_ends.tolist() == rollout.token_ends.tolist()
+                assert read.sampler_logprobs.tolist() == pytest.approx(rollout.sampler_logprobs.tolist())
+
+
+def test_numbers_and_texts_that_are_none_are_read(tmp_path):
+    row = ROW | {"prompt": None, "completion": None, "reward": None, "reward_parts": {"a": None}, "group": None,
+                 "log_ratios": [None] * len(ROW["token_ids"])}  # fmt: skip
+
+    (sample,) = read_export(lines(tmp_path / "x.jsonl", row))
+
+    assert not sample.summary.has_texts
+    assert sample.summary.reward_mean is None
+    assert math.isnan(sample.rollouts[0].reward)
+
+
+def test_halves_of_pairs_become_question_marks_of_the_same_length(tmp_path):
+    (sample,) = read_export(lines(tmp_path / "x.jsonl", ROW | {"completion": "a\ud800b", "prompt": "\udfff"}))
+
+    assert (sample.rollouts[0].completion, sample.prompt) == ("a?b", "?")
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ("{", "no JSON"),
+        ("[" * 100_000, "no JSON"),
+        ("3", "valid dictionary"),
+        (ROW | {"id": 0}, "id: "),
+        (ROW | {"id": 1 << 63}, "id: "),
+        (ROW | {"reward": "high"}, "reward: "),
+        (ROW | {"finish_reason": "tired"}, "finish_reason: "),
+        (ROW | {"kept_because": "love"}, "love"),
+        (ROW | {"token_ids": [1 << 40]}, "token_ids.0: "),
+        (ROW | {"group": "eu-1"}, "row 1"),
+        ({key: ROW[key] for key in ROW if key != "kept_because"}, "kept_because: "),
+    ],
+    ids=str,
+)
+def test_a_line_that_is_wrong_is_named(tmp_path, row, words):
+    with pytest.raises(ConfigError, match="row 1") as caught:
+        list(read_export(lines(tmp_path / "x.jsonl", row)))
+
+    assert words in str(caught.value)
+    assert "samples export" in str(caught.value)
+
+
+def test_a_line_has_a_largest_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "MAX_LINE_BYTES", 1000)
+
+    with pytest.raises(ConfigError, match="row 2: over 1,000 bytes"):
+        list(read_export(lines(tmp_path / "x.jsonl", "", ROW)))
+
+
+def test_completions_of_a_sample_stand_together(tmp_path):
+    with pytest.raises(ConfigError, match="row 3: sample 1 again"):
+        list(read_export(lines(tmp_path / "x.jsonl", ROW, ROW | {"id": 2}, ROW | {"index": 1})))
+    with pytest.raises(ConfigError, match="completion 0 of sample 1 twice"):
+        list(read_export(lines(tmp_path / "x.jsonl", ROW, ROW)))
+
+
+def test_parquet_that_is_none_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"x\.parquet: cannot be read"):
+        list(read_export(lines(tmp_path / "x.parquet", ROW)))
+
+
+def test_a_file_that_cannot_be_read_is_refused_before_a_page_is_served(tmp_path):
+    index = SampleIndex(tmp_path, limit_bytes=1 << 30)
+
+    with pytest.raises(ConfigError, match="cannot be read"):
+        ExportedSamples(tmp_path / "none.jsonl", index)
+    index.close()
+
+
+async def test_a_fault_in_the_middle_is_said_beside_what_was_read(tmp_path):
+    index = SampleIndex(tmp_path, limit_bytes=1 << 30)
+    rows = [ROW | {"id": n} for n in range(1, 201)]
+    source = ExportedSamples(lines(tmp_path / "x.jsonl", *rows, "{"), index)
+
+    source.start()
+    await asyncio.to_thread(source._thread.join)
+
+    assert source.progress.is_done
+    assert "row 201" in source.progress.problem
+    # All batches before the one that ends in the fault.
+    assert index.held().num_samples == 192
+    source.close()
+    index.close()

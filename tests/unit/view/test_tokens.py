@@ -1,0 +1,98 @@
+"""Tokens as a browser shows them: their text, their colours, their numbers."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from heterorl.common.types.rollout import VersionSpan
+from heterorl.view.scale import probability_classes, ratio_classes
+from heterorl.view.tokens import tokens_of
+from tests.support.samples import make_rollout, pieces_of
+
+TEXT = "Wait, 12 + 30\nis 42."
+NONE = np.zeros(0, np.float32)
+
+
+def floats(*values):
+    return np.array(values, np.float32)
+
+
+def test_ratios_have_steps_on_both_sides_of_none():
+    values = floats(-3, -1.0001, -0.6, -0.3, -0.1, -0.04, 0, 0.04, 0.1, 0.3, 0.6, 3, math.nan)
+
+    assert ratio_classes(values) == ["n4", "n4", "n3", "n2", "n1", "z", "z", "z", "p1", "p2", "p3", "p4", "x"]
+
+
+def test_probabilities_have_steps_from_sure_to_surprising():
+    values = np.log(np.array([1.0, 0.91, 0.8, 0.3, 0.05, 0.001], np.float32))
+
+    assert probability_classes(values) == ["l0", "l0", "l1", "l2", "l3", "l4"]
+
+
+def test_all_text_is_there_once():
+    tokens, rest = tokens_of(make_rollout(TEXT, seed=1), limit=1000)
+
+    assert [token.text for token in tokens] == pieces_of(TEXT)
+    assert rest == ""
+
+
+def test_what_is_behind_the_limit_is_text():
+    tokens, rest = tokens_of(make_rollout(TEXT, seed=1), limit=3)
+
+    assert len(tokens) == 3
+    assert "".join(token.text for token in tokens) + rest == TEXT
+
+
+def test_numbers_are_the_tokens_own():
+    rollout = make_rollout(
+        "ab c", seed=2, version=7, sampler_logprobs=floats(-0.5, -2.0), log_ratios=floats(0.25, -1.5)
+    )
+
+    tokens, _ = tokens_of(rollout, limit=10)
+
+    assert [token.numbers.split()[1:] for token in tokens] == [["-0.5", "0.25", "7"], ["-2", "-1.5", "7"]]
+    assert [token.classes for token in tokens] == ["p2 l1", "n4 l2"]
+
+
+def test_another_policy_is_marked_where_it_begins():
+    rollout = make_rollout("a b c", seed=1)
+    spans = (VersionSpan(version=4, start=0, end=2), VersionSpan(version=5, start=2, end=len(rollout.token_ids)))
+
+    tokens, _ = tokens_of(dataclasses.replace(rollout, spans=spans), limit=10)
+
+    assert [token.switch for token in tokens] == ["", "", "5"]
+
+
+def test_nothing_is_said_of_what_nobody_stated():
+    tokens, _ = tokens_of(make_rollout("a", seed=1, log_ratios=NONE, sampler_logprobs=NONE, spans=()), limit=10)
+
+    assert tokens[0].numbers.split()[1:] == ["-", "-", "-"]
+    assert tokens[0].classes == "x x"
+
+
+@pytest.mark.parametrize("ends", [[], [1], [5, 2, 20], [1, 2, 999], [-5, 3, 4]])
+def test_ends_that_are_not_of_this_text_cut_nothing(ends):
+    rollout = make_rollout("a b c", seed=1, token_ends=np.array(ends, np.int32))
+
+    assert tokens_of(rollout, limit=10) == ([], "a b c")
+
+
+def test_without_text_ids_are_shown():
+    rollout = make_rollout("a b", seed=1)
+
+    tokens, rest = tokens_of(dataclasses.replace(rollout, completion=""), limit=10)
+
+    assert [token.text.strip() for token in tokens] == [str(number) for number in rollout.token_ids]
+    assert rest == ""
+
+
+def test_a_token_without_characters_is_there_to_be_pointed_at():
+    rollout = make_rollout("ab", seed=1)
+    doubled = {name: np.repeat(getattr(rollout, name), 2) for name in ("token_ids", "sampler_logprobs", "log_ratios")}
+
+    tokens, _ = tokens_of(dataclasses.replace(rollout, **doubled, token_ends=np.array([2, 2], np.int32)), limit=9)
+
+    assert [token.text for token in tokens] == ["ab", ""]
+    assert tokens[1].classes.endswith(" none")

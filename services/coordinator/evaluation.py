@@ -17,6 +17,7 @@ from heterorl.common.types.evaluation import (
     EvaluationSet,
     PromptResult,
 )
+from heterorl.common.types.sample import as_sample
 from heterorl.coordinator.evaluations import parts as store
 from heterorl.coordinator.evaluations import results as scores
 from heterorl.coordinator.evaluations.choice import Asker, choose
@@ -115,12 +116,31 @@ class EvaluationColumn:
             )
             if counted[0] is not None:
                 self._terms.moved[counted[0]] = instant
+                self._keep(connection, counted[0], site=site, version=counted[2], results=counted[1])
             return counted
 
         _, new, _ = await self._parts.database.run(operation)
         self._parts.sites.see(site, incarnation, instant)
         metrics.EVALUATED_PROMPTS.labels(metrics.SITES.of(site)).inc(len(new))
         return len(new)
+
+    def _keep(
+        self,
+        connection: sqlite3.Connection,
+        job: int,
+        *,
+        site: SiteId,
+        version: int,
+        results: Sequence[PromptResult],
+    ) -> None:
+        """Put texts that came with scores into the ring of samples."""
+        told = [result for result in results if result.prompt]
+        if not told:
+            return
+        (task_set,) = connection.execute("SELECT task_set FROM evaluation_jobs WHERE job = ?", (job,)).fetchone()
+        for result in told:
+            sample = as_sample(result, version=version, task_set=task_set, site=site)
+            self._parts.queue.ring.keep_evaluation(connection, sample)
 
     async def abandon_evaluation(
         self, *, site: SiteId, incarnation: str, parts: Sequence[int], reason: str = ""

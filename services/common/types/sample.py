@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from heterorl.common.types.common import Float32Array, Int32Array, SiteId
+from heterorl.common.types.evaluation import PromptResult
 from heterorl.common.types.rollout import DropReason, FinishReason, GroupId, RewardPart, VersionSpan
 
 CONSUMED, EVALUATED = "consumed", "evaluation"
@@ -219,6 +220,27 @@ class EvaluationSample:
     prompt_index: int
     prompt: str
     rollouts: tuple[SampleRollout, ...]
+
+
+def as_sample(result: PromptResult, *, version: int, task_set: str, site: SiteId) -> EvaluationSample:
+    """What a site said of a held-out prompt, as it is kept; a completion whose verifier failed has no number."""
+    rollouts = tuple(
+        SampleRollout(
+            completion=scored.text,
+            reward=math.nan if scored.reward is None else scored.reward,
+            reward_parts=(),
+            finish_reason=FinishReason.LENGTH if scored.is_truncated else FinishReason.EOS,
+        )
+        for scored in result.samples
+    )
+    return EvaluationSample(
+        version=version,
+        task_set=task_set,
+        site=site,
+        prompt_index=result.prompt_index,
+        prompt=result.prompt,
+        rollouts=rollouts,
+    )
 
 
 def rollout_json(sample: Sample, index: int, *, with_tokens: bool = False) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from heterorl.common.errors import InvalidRequest, NotRegistered
 from heterorl.common.types.common import Digest
 from heterorl.common.types.evaluation import EvaluationSet, EvaluationState, PromptResult, ScoredSample
 from heterorl.common.types.run import Command, Heartbeat
+from heterorl.common.types.sample import SampleFilter, SamplePage
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from tests.support.clock import ManualClock
@@ -107,6 +108,29 @@ async def test_a_prompt_counts_once_however_often_it_is_delivered(world):
     assert await world.answer(part, reward=0.0) == 0
     # The first content stands: 32 right ones and 32 wrong ones.
     assert (await world.of(0)).summary.average.mean == 0.5
+
+
+async def test_texts_that_come_with_scores_are_kept_once_as_samples(world):
+    (part,) = (await world.ask()).parts
+    told = tuple(dataclasses.replace(result, prompt="1+1=") for result in results(part))
+
+    await world.answer(part, results=(told[0],))
+    await world.answer(part, results=told)
+    listed = await world.core.list_samples(wanted=SampleFilter(), page=SamplePage())
+
+    assert [(each.kept_because, each.detail, each.site) for each in listed.samples] == [
+        ("evaluation", "math", SITE)
+    ] * 2
+    sample = await world.core.get_sample(sample_id=listed.samples[0].id)
+    assert (sample.prompt, [rollout.completion for rollout in sample.rollouts]) == ("1+1=", ["x"] * 32)
+
+
+async def test_texts_that_are_not_told_are_not_kept(world):
+    (part,) = (await world.ask()).parts
+
+    await world.answer(part)
+
+    assert not (await world.core.list_samples(wanted=SampleFilter(), page=SamplePage())).samples
 
 
 async def test_the_part_of_a_silent_site_goes_to_another_and_a_late_answer_counts_no_prompt_twice(world):

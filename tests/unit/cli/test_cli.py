@@ -42,6 +42,7 @@ COMMANDS = [
     "doctor",
     "top",
     "report",
+    "view",
     "check-config",
     "print-config",
     "verify-lineage",

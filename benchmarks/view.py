@@ -32,7 +32,7 @@ from heterorl.view.guard import cookie_name
 from heterorl.view.index import SampleIndex
 from heterorl.view.pages import Pages
 from heterorl.view.server import Answer, ViewServer
-from heterorl.view.source import Progress
+from heterorl.view.source import Reading
 from tests.support.samples import make_sample
 
 BATCH = 256
@@ -44,7 +44,7 @@ class MadeUp:
     """A source that has nothing more."""
 
     name = "made up"
-    progress = Progress(is_done=True)
+    progress = Reading(is_done=True)
 
     def start(self) -> None:
         """Nothing to begin."""

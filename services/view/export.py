@@ -33,7 +33,7 @@ from heterorl.common.types.sample import (
 )
 from heterorl.view.index import SampleIndex
 from heterorl.view.packed import clean
-from heterorl.view.source import Progress
+from heterorl.view.source import Reading
 
 MAX_LINE_BYTES = 64 << 20
 BATCH = 64
@@ -88,7 +88,7 @@ class ExportedSamples:
 
     def __init__(self, path: Path, index: SampleIndex) -> None:
         self.name, self._path, self._index = str(path), path, index
-        self.progress = Progress()
+        self.progress = Reading()
         self._thread = threading.Thread(target=self._run, name="export", daemon=True)
         self._is_closed = False
         for _ in islice(read_export(path), 1):

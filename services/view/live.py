@@ -19,7 +19,7 @@ from heterorl.common.errors import HeterorlError, UnknownSample, Unreachable
 from heterorl.common.process.clock import Clock
 from heterorl.common.types.sample import MAX_PAGE, Sample, SampleFilter, SampleList, SamplePage
 from heterorl.view.index import SampleIndex
-from heterorl.view.source import Progress
+from heterorl.view.source import Reading
 
 POLL_S = 2.0
 AT_ONCE = 16
@@ -44,7 +44,7 @@ class LiveSamples:
 
     def __init__(self, name: str, index: SampleIndex, connect: Connect, clock: Clock) -> None:
         self.name, self._index, self._connect, self._clock = name, index, connect, clock
-        self.progress = Progress(is_live=True)
+        self.progress = Reading(is_live=True)
         self._thread = threading.Thread(target=self._run, name="samples", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
@@ -150,4 +150,4 @@ class LiveSamples:
         return sample
 
     def _say(self, **fields: object) -> None:
-        self.progress = dataclasses.replace(self.progress, **fields)  # type: ignore[arg-type] # names of Progress
+        self.progress = dataclasses.replace(self.progress, **fields)  # type: ignore[arg-type] # names of Reading

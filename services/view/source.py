@@ -9,7 +9,7 @@ from heterorl.common.types.sample import Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class Reading:
     """How far a source was read; `total` is what it holds as far as it said, 0 where it did not."""
 
     total: int = 0
@@ -30,7 +30,7 @@ class Source(Protocol):
         ...
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> Reading:
         """How far it is."""
         ...
 

@@ -43,6 +43,7 @@ COMMANDS = [
     "doctor",
     "top",
     "report",
+    "view",
     "check-config",
     "print-config",
     "verify-lineage",

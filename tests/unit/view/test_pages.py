@@ -12,7 +12,7 @@ from heterorl.common.types.common import SiteId
 from heterorl.common.types.sample import Sample
 from heterorl.view.index import SampleIndex
 from heterorl.view.pages import PAGE, Pages, number
-from heterorl.view.source import Progress
+from heterorl.view.source import Reading
 from tests.support.samples import make_sample
 
 EVIL = "</pre></span><script>alert(1)</script><img src=x onerror=alert(1)>\"'&lt;"
@@ -22,7 +22,7 @@ class FakeSource:
     name = "run.jsonl<b>"
 
     def __init__(self):
-        self.progress = Progress(is_done=True)
+        self.progress = Reading(is_done=True)
         self.found = {}
 
     def fetch(self, sample_id):
@@ -177,7 +177,7 @@ def test_a_sample_without_texts_shows_its_ids(pages, index):
 
 def test_the_state_is_json(pages, index, source):
     index.add_samples([make_sample(1)])
-    source.progress = Progress(total=9, is_live=True, problem="gone")
+    source.progress = Reading(total=9, is_live=True, problem="gone")
 
     answer = pages.respond("/state.json", "")
 
@@ -187,9 +187,9 @@ def test_the_state_is_json(pages, index, source):
 
 
 def test_an_empty_list_says_why(pages, index, source):
-    source.progress = Progress(is_live=True, is_done=True)
+    source.progress = Reading(is_live=True, is_done=True)
     assert "Nothing was kept yet" in text(pages, "/")
-    source.progress = Progress()
+    source.progress = Reading()
     assert "Reading run.jsonl&lt;b&gt;" in text(pages, "/")
     index.add_samples([make_sample(1)])
     assert "No sample is like that" in text(pages, "/", "text=nowhere")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from heterorl.common.model.contract import SamplingConfig
@@ -20,6 +21,10 @@ from heterorl.lab.fast.generate import generate
 from heterorl.lab.fast.layout import Sizes, mask_of
 from heterorl.lab.fast.rollouts import Rollouts, of_run, score
 from heterorl.lab.fast.work import Texts, Work, make_work
+
+PROMPTS_AT_ONCE = 1024
+"""Held-out prompts of one pass on a CPU. One run's share more prefixes than prompts of several, and what a pass holds
+stays below what the allocator gives back to the system and has to ask for again."""
 
 
 def sampling_of(cell: Cell, **keys: Any) -> SamplingSemantics:
@@ -75,23 +80,25 @@ class Evaluations:
     def __init__(self, cell: Cell, drawing: Drawing) -> None:
         parts = split_evaluation(drawing.task, num_prompts=cell.regime.num_evaluation)
         self._parts: dict[str, PartOfTask] = parts
-        sizes = Sizes(
-            num_prompts=sum(part.num_evaluation_prompts for part in parts.values()),
-            group_size=1,
-            prompt_length=drawing.sizes.prompt_length,
-            max_new_tokens=drawing.sizes.max_new_tokens,
-            vocab_size=drawing.sizes.vocab_size,
-        )
-        self._drawing = Drawing(
-            task=drawing.task,
-            texts=drawing.texts,
+        num_prompts = sum(part.num_evaluation_prompts for part in parts.values())
+        at_once = PROMPTS_AT_ONCE if drawing.device.type == "cpu" else num_prompts
+        sizes = replace(drawing.sizes, num_prompts=min(at_once, num_prompts), group_size=1)
+        whole = replace(
+            drawing,
             sizes=sizes,
             mask_SS=additive_mask(sizes, drawing.device),
             sampling=sampling_of(cell, temperature=cell.regime.evaluation_temperature),
-            device=drawing.device,
-            is_sharing=drawing.is_sharing,
         )
-        self._works: dict[int, Work] = {}
+        self._drawings = [
+            replace(whole, sizes=replace(sizes, num_prompts=min(at_once, num_prompts - start)))
+            for start in range(0, num_prompts, at_once)
+        ]
+        self._works: dict[int, list[Work]] = {}
+
+    def parts(self, num_runs: int) -> list[slice]:
+        """The runs that are evaluated at once: one on a CPU, all on a GPU."""
+        size = 1 if self._drawings[0].device.type == "cpu" else num_runs
+        return [slice(start, start + size) for start in range(0, num_runs, size)]
 
     def rows(self, folded: Folded, seeds: Sequence[int], *, version: int) -> list[dict[str, Any]]:
         """A row for each of the weights, as the services' lab writes them.
@@ -101,26 +108,38 @@ class Evaluations:
             seeds: of the runs that they belong to.
             version: their version.
         """
-        rollouts = self._drawing.draw(folded, [self._work(seed) for seed in seeds], version=version)
-        return [self._row(one, version) for one in rollouts]
+        works = [self._works_of(seed) for seed in seeds]
+        drawn = [
+            drawing.draw(folded, [some[number] for some in works], version=version)
+            for number, drawing in enumerate(self._drawings)
+        ]
+        return [
+            self._row(np.concatenate([one.rewards_GM[:, 0] for one in of_run]), version)
+            for of_run in zip(*drawn, strict=True)
+        ]
 
-    def _row(self, rollouts: Rollouts, version: int) -> dict[str, Any]:
-        rewards, benchmarks, start = rollouts.rewards_GM[:, 0].tolist(), {}, 0
+    def _row(self, rewards_G: NDArray[np.float64], version: int) -> dict[str, Any]:
+        rewards, benchmarks, start = rewards_G.tolist(), {}, 0
         for name, part in self._parts.items():
             own = rewards[start : start + part.num_evaluation_prompts]
             benchmarks[name] = sum(own) / len(own) if own else None
             start += len(own)
         return {"step": version, "accuracy": sum(rewards) / len(rewards), "benchmarks": benchmarks}
 
-    def _work(self, seed: int) -> Work:
+    def _works_of(self, seed: int) -> list[Work]:
         if seed not in self._works:
             prompts: list[Prompt] = []
             seeds: list[int] = []
             for part in self._parts.values():
                 prompts += [part.evaluation_prompt(index) for index in range(part.num_evaluation_prompts)]
                 seeds += [seed + index for index in range(part.num_evaluation_prompts)]
-            # Scores ask for text and answer alone, so the whole task may give them.
-            self._works[seed] = make_work(prompts, seeds, texts=self._drawing.texts, sizes=self._drawing.sizes)
+            works, start = [], 0
+            for drawing in self._drawings:
+                end = start + drawing.sizes.num_prompts
+                # Scores ask for text and answer alone, so the whole task may give them.
+                works.append(make_work(prompts[start:end], seeds[start:end], texts=drawing.texts, sizes=drawing.sizes))
+                start = end
+            self._works[seed] = works
         return self._works[seed]
 
 

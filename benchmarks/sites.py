@@ -282,7 +282,8 @@ def write_history(store: Path, *, versions: int, groups: int) -> None:
         " hex(randomblob(32)), 'consumed', number, ? + number * ? / ?, 2000, 0, ? + number * ? / ? FROM n",
         (groups, head, versions, groups, head, versions, groups),
     )
-    report = StepReport(**dict.fromkeys((each.name for each in dataclasses.fields(StepReport)), 0))
+    needed = (each.name for each in dataclasses.fields(StepReport) if each.default is dataclasses.MISSING)
+    report = StepReport(**dict.fromkeys(needed, 0))
     connection.execute(
         "INSERT INTO steps SELECT version, version, ? FROM versions WHERE version > ?", (encode(report), head)
     )

@@ -30,6 +30,7 @@ from heterorl.common.types.run import (
     Registration,
     RunStatus,
 )
+from heterorl.common.types.step import LearnerProgress
 
 
 class WeightsApi(Protocol):
@@ -91,8 +92,11 @@ class LearnerApi(WeightsApi, Protocol):
         """
         ...
 
-    async def renew_lease(self, *, epoch: int) -> LeaseGrant:
-        """Keep the lease for another term, also after its end while nobody else took it."""
+    async def renew_lease(self, *, epoch: int, progress: LearnerProgress | None = None) -> LeaseGrant:
+        """Keep the lease for another term, also after its end while nobody else took it.
+
+        `progress` is shown to operators; None where there is none to tell.
+        """
         ...
 
     async def release_lease(self, *, epoch: int) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from heterorl.common.errors import InvalidRequest, LeaseHeld
 from heterorl.common.types.common import Contract
 from heterorl.common.types.policy import LeaseGrant, stated_version
+from heterorl.common.types.step import LearnerProgress
 from heterorl.coordinator.groups import group_size, queue
 from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.sites import audit
@@ -97,13 +98,14 @@ class LearnerLease:
             most_groups_per_version=self._parts.config.most_groups_per_version,
         )
 
-    async def renew_lease(self, *, epoch: int) -> LeaseGrant:
-        """Extend the lease, also after its expiry while nobody else took it."""
+    async def renew_lease(self, *, epoch: int, progress: LearnerProgress | None = None) -> LeaseGrant:
+        """Extend the lease, also after its expiry while nobody else took it; keep the progress in memory."""
         now = self._parts.clock.monotonic()
 
         def operation(connection: sqlite3.Connection) -> LeaseGrant:
             lineage.check_epoch(connection, epoch)
             self._expires = now + self._parts.config.learner_lease_s
+            self._parts.standing.note(progress, epoch=epoch, now=now)
             return LeaseGrant(
                 epoch=epoch,
                 holder=get_meta(connection, "holder") or "",

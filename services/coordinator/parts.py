@@ -26,6 +26,7 @@ from heterorl.coordinator.sites.standstill import Standstill
 from heterorl.coordinator.store.blobs import BlobStore
 from heterorl.coordinator.store.database import Database
 from heterorl.coordinator.store.room import Room
+from heterorl.coordinator.versions.standing import Standing
 
 ResultT = TypeVar("ResultT")
 
@@ -57,6 +58,7 @@ class Parts:
     flaps: Flaps
     started: float
     standstill: Standstill = field(default_factory=Standstill)
+    standing: Standing = field(default_factory=Standing)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the coordinator stops: streams end."""
 

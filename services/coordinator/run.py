@@ -162,6 +162,7 @@ class RunColumn:
                 uptime_s=now - self._parts.started,
                 store_bytes=self._parts.blobs.used_bytes,
                 store_problem=self._parts.room.problem,
+                standing=self._parts.standing,
             )
         )
 

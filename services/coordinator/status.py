@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sqlite3
 
-from heterorl.common.types.common import StepReport
+from heterorl.common.types.common import StepReport, report_from_row
 from heterorl.common.types.policy import NO_VERSION, PayloadKind, stated_version
 from heterorl.common.types.run import RunStatus
 from heterorl.coordinator.config import CoordinatorConfig
@@ -19,6 +19,7 @@ from heterorl.coordinator.sites.sites import Sites
 from heterorl.coordinator.store.database import get_meta
 from heterorl.coordinator.versions import flavours, lineage, rollback
 from heterorl.coordinator.versions.chain import Chain
+from heterorl.coordinator.versions.standing import Standing
 
 FACTS = "facts"
 """Where the store keeps what the learner said of the run."""
@@ -34,7 +35,7 @@ def list_steps(connection: sqlite3.Connection, after_step: int, limit: int) -> t
     rows = connection.execute(
         "SELECT report FROM steps WHERE step > ? ORDER BY step, version LIMIT ?", (after_step, limit)
     )
-    return tuple(StepReport(**json.loads(row[0])) for row in rows)
+    return tuple(report_from_row(json.loads(row[0])) for row in rows)
 
 
 def run_status(
@@ -49,6 +50,7 @@ def run_status(
     uptime_s: float,
     store_bytes: int,
     store_problem: str = "",
+    standing: Standing | None = None,
 ) -> RunStatus:
     """The state of the run."""
     head = lineage.read_head(connection)
@@ -57,10 +59,12 @@ def run_status(
     chain = Chain(connection)
     sizes = {payload.kind: payload.num_bytes for payload in chain.into(head.version)} if head else {}
     is_held = get_meta(connection, "lease_released") == "0"
+    epoch = int(get_meta(connection, "epoch") or 0)
+    progress, age_s = standing.of(epoch, now) if standing and is_held else (None, 0.0)
     return RunStatus(
         run_id=config.run_id,
         head_version=head.version if head else NO_VERSION,
-        epoch=int(get_meta(connection, "epoch") or 0),
+        epoch=epoch,
         learner=(get_meta(connection, "holder") or "") if is_held else "",
         is_draining=bool(get_meta(connection, "draining")),
         uptime_s=uptime_s,
@@ -75,7 +79,7 @@ def run_status(
             rule=quarantine.rule_of(config),
             holdings=deadlines.holdings(connection, now),
         ),
-        last_report=StepReport(**json.loads(last[0])) if last else None,
+        last_report=report_from_row(json.loads(last[0])) if last else None,
         is_head_signed=bool(head and chain.signature(head.version)),
         store_bytes=store_bytes,
         store_limit_bytes=config.store_bytes,
@@ -89,4 +93,6 @@ def run_status(
         rollback_to=stated_version(rollback.ordered(connection)),
         facts=json.loads(get_meta(connection, FACTS) or "{}"),
         store_problem=store_problem,
+        progress=progress,
+        progress_age_s=age_s,
     )

@@ -21,7 +21,7 @@ from heterorl.common.errors import HeterorlError, RemoteError
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.retry import RetryPolicy
-from heterorl.common.types.common import StepReport
+from heterorl.common.types.common import StepReport, report_from_row
 from heterorl.common.types.run import RunStatus
 from heterorl.demo.certificates import make_certificates
 from heterorl.demo.config import (
@@ -266,7 +266,7 @@ class _Demo:
 
 def _applied(rows: list[dict[str, Any]]) -> list[StepReport]:
     """Steps that changed the weights, in order; a later row of a step replaces an earlier one."""
-    reports = {row["step"]: StepReport(**row) for row in rows if row["is_applied"]}
+    reports = {row["step"]: report_from_row(row) for row in rows if row["is_applied"]}
     return [reports[step] for step in sorted(reports)]
 
 

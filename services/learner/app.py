@@ -50,6 +50,7 @@ from heterorl.learner.checks.examiner import Examiner
 from heterorl.learner.checks.versions import RecentVersions
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.observe import observe_start
+from heterorl.learner.progress import Busy, progress_of
 from heterorl.learner.publish.checkpoint import CheckpointStore, cadence
 from heterorl.learner.publish.flavours import Flavours
 from heterorl.learner.publish.journal import Journal
@@ -129,6 +130,7 @@ def join(config: LearnerConfig, parts: Parts, *, api: LearnerApi, clock: Clock, 
         Patience, clock=clock, rng=rng, base_s=config.retry_base_s, cap_s=cap_s, asked_cap_s=cap_s
     )
     trust = Trust(() if parts.signer is None else (parts.signer.public_key, *config.trusted_keys))
+    progress = progress_of(clock, parts.passes)
     leader = Leader(
         config=config,
         api=api,
@@ -137,8 +139,9 @@ def join(config: LearnerConfig, parts: Parts, *, api: LearnerApi, clock: Clock, 
         patience=patience,
         backend=parts.backend,
         evaluator=parts.evaluator,
-        examiner=_examiner(config, parts, api=api, patience=patience(), trust=trust),
+        examiner=_examiner(config, parts, api=api, patience=patience(), trust=trust, busy=progress.checks),
         begin=functools.partial(_begin_term, config, parts, api=api, patience=patience, trust=trust),
+        progress=progress,
     )
     return Learner(leader=leader, state_dir=config.state_dir)
 
@@ -174,7 +177,7 @@ class Learner:
 
 
 def _examiner(
-    config: LearnerConfig, parts: Parts, *, api: LearnerApi, patience: Patience, trust: Trust
+    config: LearnerConfig, parts: Parts, *, api: LearnerApi, patience: Patience, trust: Trust, busy: Busy
 ) -> Examiner | None:
     if parts.yardstick is None:
         return None
@@ -190,7 +193,7 @@ def _examiner(
             threads=num_threads(config.backend.threads),
         )
     # Of the operating system: no site may foresee which of its groups are checked.
-    return Examiner(yardstick=parts.yardstick, versions=versions, rng=secrets.SystemRandom())
+    return Examiner(yardstick=parts.yardstick, versions=versions, rng=secrets.SystemRandom(), busy=busy)
 
 
 def _begin_term(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from heterorl.learner.checks.examiner import Yardstick
 from heterorl.learner.checks.replay import Replayer
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.evaluate import Evaluator
+from heterorl.learner.progress import PassCount
 from heterorl.learner.publish.canary import Canary
 from heterorl.learner.train.config import DeepSpeedBackendConfig, TorchBackendConfig
 
@@ -45,6 +46,8 @@ class Parts:
     signer: Signer | None = None
     canary: Canary | None = None
     yardstick: Yardstick | None = None
+    passes: PassCount = field(default_factory=PassCount)
+    """Where the backend says how far a step is."""
     close: Callable[[], None] = lambda: None
     """Ends the other ranks; for an orderly end, because they end with this process anyway."""
 
@@ -63,7 +66,8 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1) -> Parts:
         # Otherwise every group would be given up, one after another.
         try_reward(task, prompter)
     sampling = config.sampling.semantics()
-    backend, close = build_backend(config, num_ranks)
+    passes = PassCount()
+    backend, close = build_backend(config, num_ranks, passes)
     model: Any = backend.torch_model
     contract = build_contract(
         tokenizer=prompter.tokenizer,
@@ -96,11 +100,14 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1) -> Parts:
         signer=signer,
         canary=canary,
         yardstick=yardstick,
+        passes=passes,
         close=close,
     )
 
 
-def build_backend(config: LearnerConfig, num_ranks: int) -> tuple[TrainBackend, Callable[[], None]]:
+def build_backend(
+    config: LearnerConfig, num_ranks: int, passes: PassCount | None = None
+) -> tuple[TrainBackend, Callable[[], None]]:
     """The backend of rank 0, with the other ranks started, and what ends them.
 
     Raises:
@@ -115,7 +122,12 @@ def build_backend(config: LearnerConfig, num_ranks: int) -> tuple[TrainBackend, 
             torch.set_num_threads(options.threads)
         sampling = config.sampling.semantics()
         single = TorchBackend(
-            model_dir=config.model_dir, config=options, loss=config.loss, sampling=sampling, lora=config.lora
+            model_dir=config.model_dir,
+            config=options,
+            loss=config.loss,
+            sampling=sampling,
+            lora=config.lora,
+            passes=passes,
         )
         return single, lambda: None
     if config.lora.is_on:
@@ -125,7 +137,7 @@ def build_backend(config: LearnerConfig, num_ranks: int) -> tuple[TrainBackend, 
     local = LocalRanks(num_ranks)
     local.configure(config)
     ranks = join_ranks(config, rank=0, num_ranks=num_ranks, rendezvous=local.rendezvous)
-    backend = build_deepspeed(config, ranks)
+    backend = build_deepspeed(config, ranks, passes)
 
     def close() -> None:
         backend.stop()
@@ -143,7 +155,7 @@ def join_ranks(config: LearnerConfig, *, rank: int, num_ranks: int, rendezvous: 
     return Collectives(rank=rank, world_size=num_ranks, rendezvous=rendezvous, device=device)
 
 
-def build_deepspeed(config: LearnerConfig, ranks: Collectives) -> DeepSpeedBackend:
+def build_deepspeed(config: LearnerConfig, ranks: Collectives, passes: PassCount | None = None) -> DeepSpeedBackend:
     """This rank's part of a backend that all ranks build together."""
     assert isinstance(config.backend, DeepSpeedBackendConfig)
     return DeepSpeedBackend(
@@ -152,6 +164,7 @@ def build_deepspeed(config: LearnerConfig, ranks: Collectives) -> DeepSpeedBacke
         loss=config.loss,
         sampling=config.sampling.semantics(),
         ranks=ranks,
+        passes=passes,
     )
 
 

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
 from heterorl.common.process import metrics
 from heterorl.common.process.tracing import TRACER
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.policy import Manifest, PayloadKind
 from heterorl.common.types.rollout import QueuedGroup
+from heterorl.common.types.step import CompletionNumbers, LearnerPhase
 
 _LOG = logging.getLogger(__name__)
 _NUMBERS = (
     metrics.LOSS, metrics.REWARD, metrics.KL, metrics.ESS, metrics.IW_VARIANCE, metrics.CLIP_FRACTION,
-    metrics.ENTROPY, metrics.GRAD_NORM, metrics.EVALUATION_ACCURACY, metrics.COMPRESSION_RATIO, metrics.CHANGED_RATIO,
+    metrics.ENTROPY, metrics.GRAD_NORM, metrics.TRUNCATED_RATIO, metrics.UNIFORM_RATIO,
+    metrics.EVALUATION_ACCURACY, metrics.COMPRESSION_RATIO, metrics.CHANGED_RATIO,
 )  # fmt: skip
-
-
-WAITS = ("groups", "publication")
-"""What a step may have waited for."""
 
 
 def observe_step(
@@ -30,7 +27,6 @@ def observe_step(
     *,
     head_version: int,
     held_s: Sequence[float],
-    waited_s: Mapping[str, float] = MappingProxyType({}),
 ) -> None:
     """Export one step; staleness is counted from the coordinator's head, so that a restart cannot inflate it.
 
@@ -39,10 +35,7 @@ def observe_step(
         groups: those it trained on.
         head_version: the version that the step builds on.
         held_s: for each group, seconds since it arrived here; added to its age, which the coordinator stated then.
-        waited_s: seconds since the step before in which nothing was computed, by one of WAITS.
     """
-    for what in WAITS:
-        metrics.WAITED_SECONDS.labels(what).inc(waited_s.get(what, 0.0))
     metrics.STEPS.labels(str(report.is_applied).lower()).inc()
     metrics.STEP_SECONDS.observe(report.step_s)
     metrics.TOKENS.inc(report.num_tokens)
@@ -72,17 +65,40 @@ def observe_step(
     metrics.CLIP_FRACTION.set(report.clip_fraction)
     metrics.ENTROPY.set(report.entropy)
     metrics.GRAD_NORM.set(report.grad_norm)
+    if report.completions is not None:
+        _observe_completions(report.completions)
+    times = report.times
     _LOG.info(
         "step %d: loss %.4g, reward %.3f, staleness up to %d versions, %d tokens in %.2f s, after waiting %.2f s for"
-        " groups and %.2f s for a publication",
+        " groups, %.2f s for checks and %.2f s for publications",
         report.step,
         report.loss,
         report.reward_mean,
         report.staleness_max,
         report.num_tokens,
         report.step_s,
-        *(waited_s.get(what, 0.0) for what in WAITS),
+        *((times.waiting_s, times.examining_s, times.publishing_s) if times else (0.0, 0.0, 0.0)),
     )
+
+
+def _observe_completions(numbers: CompletionNumbers) -> None:
+    lengths = {
+        "mean": numbers.length_mean,
+        "p95": numbers.length_p95,
+        "max": numbers.length_max,
+        "high_reward": numbers.length_high_reward,
+        "low_reward": numbers.length_low_reward,
+    }
+    for stat, length in lengths.items():
+        metrics.COMPLETION_TOKENS.labels(stat).set(math.nan if length is None else length)
+    metrics.TRUNCATED_RATIO.set(numbers.truncated_fraction)
+    metrics.UNIFORM_RATIO.set(numbers.uniform_fraction)
+    # A part that is gone is not shown with its last value.
+    metrics.REWARD_PART.clear()
+    for part in numbers.reward_parts:
+        metrics.REWARD_PART.labels(part.name).set(part.mean)
+    for site in numbers.sites:
+        metrics.SITE_TOKENS.labels(metrics.SITES.of(site.site)).inc(site.num_tokens)
 
 
 def observe_start() -> None:
@@ -94,8 +110,8 @@ def observe_start() -> None:
     # A counter that appears with its first count shows no increase.
     for applied in ("true", "false"):
         metrics.STEPS.labels(applied)
-    for what in WAITS:
-        metrics.WAITED_SECONDS.labels(what)
+    for phase in LearnerPhase:
+        metrics.PHASE_SECONDS.labels(phase.value)
     for kind in ("delta", "snapshot"):
         metrics.VERSIONS.labels(kind)
 

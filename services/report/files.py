@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from heterorl.common.errors import CorruptStore, OperatorError
-from heterorl.common.types.common import StepReport
+from heterorl.common.types.common import StepReport, report_from_row
 from heterorl.common.types.facts import facts_of
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.offline.history import STORE_FILE, is_in_use, open_store
@@ -128,7 +128,7 @@ def _from_store(directory: Path, journal: Path | None) -> PastRun:
 
 def _from_journal(directory: Path) -> PastRun:
     try:
-        reports = [StepReport(**row) for row in _rows(directory / STEPS_FILE)]
+        reports = [report_from_row(row) for row in _rows(directory / STEPS_FILE)]
         versions = {row["version"]: row for row in _rows(directory / VERSIONS_FILE)}
         evaluations = {row["version"]: row for row in _rows(directory / EVALUATIONS_FILE)}
         path = directory / RUN_FILE

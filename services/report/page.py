@@ -17,6 +17,7 @@ from heterorl.common.types.common import StepReport
 from heterorl.demo.figures import HEIGHT, PICTURES, STRONG, WEAK, drawings, picture, titles
 from heterorl.demo.look import CARDS, HEAD, NOTES, STYLE, columns_of
 from heterorl.demo.look import PICTURES as PICTURES_OF_PAGE
+from heterorl.report import curves
 from heterorl.report.past_run import PastRun
 
 _PAGE = (
@@ -59,6 +60,7 @@ def render(run: PastRun) -> tuple[str, dict[str, bytes]]:
         for name, draw in drawings(applied, run.versions, start).items()
         if name in PICTURES and (name != "bytes" or run.versions)
     ]
+    drawn += [(name, curves.TITLES[name], draw, "step", HEIGHT) for name, draw in curves.curves(applied).items()]
     if len(run.published) > 1:
         unit, unit_s = _time_unit(run.published[-1][1] - run.published[0][1])
         axis = f"{unit} since version 0"
@@ -67,6 +69,7 @@ def render(run: PastRun) -> tuple[str, dict[str, bytes]]:
         drawn.append(("sites", "Groups by site", _sites(run), "groups", max(1.8, 1.1 + 0.4 * len(run.sites))))
     pngs = {name: picture(draw, horizontal=axis, height=height) for name, _, draw, axis, height in drawn}
     numbers = _numbers(run, applied)
+    notes = NOTES | curves.NOTES
     page = (
         Environment(autoescape=True)
         .from_string(_PAGE)
@@ -78,7 +81,7 @@ def render(run: PastRun) -> tuple[str, dict[str, bytes]]:
             config=json.dumps(run.config, indent=2),
             numbers=numbers,
             columns=columns_of(len(numbers)),
-            pictures=[(title, NOTES[name], base64.b64encode(pngs[name]).decode("ascii")) for name, title, *_ in drawn],
+            pictures=[(title, notes[name], base64.b64encode(pngs[name]).decode("ascii")) for name, title, *_ in drawn],
             tables=_tables(run),
         )
     )

@@ -43,6 +43,42 @@ LOGPROB_MODE_PROCESSED: LogprobMode.ValueType  # 2
 """Log-softmax of logits / temperature, without truncation."""
 Global___LogprobMode: typing_extensions.TypeAlias = LogprobMode
 
+class _LearnerPhase:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _LearnerPhaseEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_LearnerPhase.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    LEARNER_PHASE_UNSPECIFIED: _LearnerPhase.ValueType  # 0
+    """Not stated."""
+    LEARNER_PHASE_WAITING: _LearnerPhase.ValueType  # 1
+    """Not enough groups are there."""
+    LEARNER_PHASE_EXAMINING: _LearnerPhase.ValueType  # 2
+    """Groups of the step to come are being checked."""
+    LEARNER_PHASE_COMPUTING: _LearnerPhase.ValueType  # 3
+    """A step is being computed."""
+    LEARNER_PHASE_EVALUATING: _LearnerPhase.ValueType  # 4
+    """Weights are being evaluated."""
+    LEARNER_PHASE_PUBLISHING: _LearnerPhase.ValueType  # 5
+    """A version is being rounded and copied, or waited for."""
+
+class LearnerPhase(_LearnerPhase, metaclass=_LearnerPhaseEnumTypeWrapper):
+    """LearnerPhase is what a learner's trainer is doing."""
+
+LEARNER_PHASE_UNSPECIFIED: LearnerPhase.ValueType  # 0
+"""Not stated."""
+LEARNER_PHASE_WAITING: LearnerPhase.ValueType  # 1
+"""Not enough groups are there."""
+LEARNER_PHASE_EXAMINING: LearnerPhase.ValueType  # 2
+"""Groups of the step to come are being checked."""
+LEARNER_PHASE_COMPUTING: LearnerPhase.ValueType  # 3
+"""A step is being computed."""
+LEARNER_PHASE_EVALUATING: LearnerPhase.ValueType  # 4
+"""Weights are being evaluated."""
+LEARNER_PHASE_PUBLISHING: LearnerPhase.ValueType  # 5
+"""A version is being rounded and copied, or waited for."""
+Global___LearnerPhase: typing_extensions.TypeAlias = LearnerPhase
+
 @typing.final
 class GroupId(google.protobuf.message.Message):
     """GroupId identifies a group for ever; it is the key of deduplication."""
@@ -225,6 +261,8 @@ class StepReport(google.protobuf.message.Message):
     STEP_S_FIELD_NUMBER: builtins.int
     IS_APPLIED_FIELD_NUMBER: builtins.int
     EVALUATION_ACCURACY_FIELD_NUMBER: builtins.int
+    COMPLETIONS_FIELD_NUMBER: builtins.int
+    TIMES_FIELD_NUMBER: builtins.int
     step: builtins.int
     """Optimizer step, from 1."""
     version: builtins.int
@@ -261,6 +299,14 @@ class StepReport(google.protobuf.message.Message):
     """False when a non-finite loss or gradient made the step a no-op."""
     evaluation_accuracy: builtins.float
     """Held-out accuracy, where it was evaluated after this step."""
+    @property
+    def completions(self) -> Global___CompletionNumbers:
+        """The completions of the groups; unset by a learner that does not state them."""
+
+    @property
+    def times(self) -> Global___StepTimes:
+        """Where the time went; unset by a learner that does not state it."""
+
     def __init__(
         self,
         *,
@@ -282,9 +328,195 @@ class StepReport(google.protobuf.message.Message):
         step_s: builtins.float = ...,
         is_applied: builtins.bool = ...,
         evaluation_accuracy: builtins.float | None = ...,
+        completions: Global___CompletionNumbers | None = ...,
+        times: Global___StepTimes | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_evaluation_accuracy", b"_evaluation_accuracy", "evaluation_accuracy", b"evaluation_accuracy"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_evaluation_accuracy", b"_evaluation_accuracy", "clip_fraction", b"clip_fraction", "entropy", b"entropy", "ess_fraction", b"ess_fraction", "evaluation_accuracy", b"evaluation_accuracy", "grad_norm", b"grad_norm", "is_applied", b"is_applied", "iw_variance", b"iw_variance", "kl", b"kl", "loss", b"loss", "num_groups", b"num_groups", "num_tokens", b"num_tokens", "policy_age_p50_s", b"policy_age_p50_s", "reward_mean", b"reward_mean", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step", b"step", "step_s", b"step_s", "version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_completions", b"_completions", "_evaluation_accuracy", b"_evaluation_accuracy", "_times", b"_times", "completions", b"completions", "evaluation_accuracy", b"evaluation_accuracy", "times", b"times"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_completions", b"_completions", "_evaluation_accuracy", b"_evaluation_accuracy", "_times", b"_times", "clip_fraction", b"clip_fraction", "completions", b"completions", "entropy", b"entropy", "ess_fraction", b"ess_fraction", "evaluation_accuracy", b"evaluation_accuracy", "grad_norm", b"grad_norm", "is_applied", b"is_applied", "iw_variance", b"iw_variance", "kl", b"kl", "loss", b"loss", "num_groups", b"num_groups", "num_tokens", b"num_tokens", "policy_age_p50_s", b"policy_age_p50_s", "reward_mean", b"reward_mean", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step", b"step", "step_s", b"step_s", "times", b"times", "version", b"version"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_completions", b"_completions"]) -> typing.Literal["completions"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_evaluation_accuracy", b"_evaluation_accuracy"]) -> typing.Literal["evaluation_accuracy"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_times", b"_times"]) -> typing.Literal["times"] | None: ...
 
 Global___StepReport: typing_extensions.TypeAlias = StepReport
+
+@typing.final
+class CompletionNumbers(google.protobuf.message.Message):
+    """CompletionNumbers is what the completions of a step were like; lengths in tokens, the end token included."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LENGTH_MEAN_FIELD_NUMBER: builtins.int
+    LENGTH_P95_FIELD_NUMBER: builtins.int
+    LENGTH_MAX_FIELD_NUMBER: builtins.int
+    LENGTH_HIGH_REWARD_FIELD_NUMBER: builtins.int
+    LENGTH_LOW_REWARD_FIELD_NUMBER: builtins.int
+    TRUNCATED_FRACTION_FIELD_NUMBER: builtins.int
+    UNIFORM_FRACTION_FIELD_NUMBER: builtins.int
+    REWARD_PARTS_FIELD_NUMBER: builtins.int
+    SITES_FIELD_NUMBER: builtins.int
+    length_mean: builtins.float
+    """Mean length."""
+    length_p95: builtins.float
+    """95th percentile of the lengths, interpolated."""
+    length_max: builtins.int
+    """Largest length."""
+    length_high_reward: builtins.float
+    """Mean length of completions whose reward is above the step's mean; unset when there are none."""
+    length_low_reward: builtins.float
+    """Mean length of the others; unset when there are none."""
+    truncated_fraction: builtins.float
+    """Share of completions that were cut at the longest length."""
+    uniform_fraction: builtins.float
+    """Share of groups in which all rewards are equal."""
+    @property
+    def reward_parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PartMean]:
+        """Mean of each named part of the reward, at most 32."""
+
+    @property
+    def sites(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SiteTokens]:
+        """What each site made of the groups, at most 32."""
+
+    def __init__(
+        self,
+        *,
+        length_mean: builtins.float = ...,
+        length_p95: builtins.float = ...,
+        length_max: builtins.int = ...,
+        length_high_reward: builtins.float | None = ...,
+        length_low_reward: builtins.float | None = ...,
+        truncated_fraction: builtins.float = ...,
+        uniform_fraction: builtins.float = ...,
+        reward_parts: collections.abc.Iterable[Global___PartMean] | None = ...,
+        sites: collections.abc.Iterable[Global___SiteTokens] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_length_high_reward", b"_length_high_reward", "_length_low_reward", b"_length_low_reward", "length_high_reward", b"length_high_reward", "length_low_reward", b"length_low_reward"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_length_high_reward", b"_length_high_reward", "_length_low_reward", b"_length_low_reward", "length_high_reward", b"length_high_reward", "length_low_reward", b"length_low_reward", "length_max", b"length_max", "length_mean", b"length_mean", "length_p95", b"length_p95", "reward_parts", b"reward_parts", "sites", b"sites", "truncated_fraction", b"truncated_fraction", "uniform_fraction", b"uniform_fraction"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_length_high_reward", b"_length_high_reward"]) -> typing.Literal["length_high_reward"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_length_low_reward", b"_length_low_reward"]) -> typing.Literal["length_low_reward"] | None: ...
+
+Global___CompletionNumbers: typing_extensions.TypeAlias = CompletionNumbers
+
+@typing.final
+class PartMean(google.protobuf.message.Message):
+    """PartMean is the mean of one part of the reward over the completions that have it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    MEAN_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Name of the part."""
+    mean: builtins.float
+    """Mean of its values."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        mean: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["mean", b"mean", "name", b"name"]) -> None: ...
+
+Global___PartMean: typing_extensions.TypeAlias = PartMean
+
+@typing.final
+class SiteTokens(google.protobuf.message.Message):
+    """SiteTokens is what one site made of the groups of a step."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SITE_FIELD_NUMBER: builtins.int
+    NUM_GROUPS_FIELD_NUMBER: builtins.int
+    NUM_TOKENS_FIELD_NUMBER: builtins.int
+    site: builtins.str
+    """Name of the site."""
+    num_groups: builtins.int
+    """Its groups."""
+    num_tokens: builtins.int
+    """Completion tokens in them."""
+    def __init__(
+        self,
+        *,
+        site: builtins.str = ...,
+        num_groups: builtins.int = ...,
+        num_tokens: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["num_groups", b"num_groups", "num_tokens", b"num_tokens", "site", b"site"]) -> None: ...
+
+Global___SiteTokens: typing_extensions.TypeAlias = SiteTokens
+
+@typing.final
+class StepTimes(google.protobuf.message.Message):
+    """StepTimes is where the time went since the end of the step before; the rest of the period is bookkeeping."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PERIOD_S_FIELD_NUMBER: builtins.int
+    WAITING_S_FIELD_NUMBER: builtins.int
+    EXAMINING_S_FIELD_NUMBER: builtins.int
+    COMPUTING_S_FIELD_NUMBER: builtins.int
+    EVALUATING_S_FIELD_NUMBER: builtins.int
+    PUBLISHING_S_FIELD_NUMBER: builtins.int
+    period_s: builtins.float
+    """Time since the end of the step before, seconds."""
+    waiting_s: builtins.float
+    """Time without enough groups, seconds, but for what is in the next field."""
+    examining_s: builtins.float
+    """Time without enough groups while groups were being checked, seconds."""
+    computing_s: builtins.float
+    """Duration of the step itself, seconds."""
+    evaluating_s: builtins.float
+    """Time of held-out evaluations, seconds."""
+    publishing_s: builtins.float
+    """Time in which a version was rounded and copied, or waited for, seconds."""
+    def __init__(
+        self,
+        *,
+        period_s: builtins.float = ...,
+        waiting_s: builtins.float = ...,
+        examining_s: builtins.float = ...,
+        computing_s: builtins.float = ...,
+        evaluating_s: builtins.float = ...,
+        publishing_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["computing_s", b"computing_s", "evaluating_s", b"evaluating_s", "examining_s", b"examining_s", "period_s", b"period_s", "publishing_s", b"publishing_s", "waiting_s", b"waiting_s"]) -> None: ...
+
+Global___StepTimes: typing_extensions.TypeAlias = StepTimes
+
+@typing.final
+class LearnerProgress(google.protobuf.message.Message):
+    """LearnerProgress is where a learner stands."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: builtins.int
+    PHASE_FIELD_NUMBER: builtins.int
+    PHASE_S_FIELD_NUMBER: builtins.int
+    MICRO_BATCHES_DONE_FIELD_NUMBER: builtins.int
+    MICRO_BATCHES_FIELD_NUMBER: builtins.int
+    step: builtins.int
+    """Optimizer step under way, from 1."""
+    phase: Global___LearnerPhase.ValueType
+    """What is being done."""
+    phase_s: builtins.float
+    """Time since that began, seconds."""
+    micro_batches_done: builtins.int
+    """Micro-batches of the step that are done."""
+    micro_batches: builtins.int
+    """Micro-batches of the step; 0 where they are not counted yet."""
+    def __init__(
+        self,
+        *,
+        step: builtins.int = ...,
+        phase: Global___LearnerPhase.ValueType = ...,
+        phase_s: builtins.float = ...,
+        micro_batches_done: builtins.int = ...,
+        micro_batches: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["micro_batches", b"micro_batches", "micro_batches_done", b"micro_batches_done", "phase", b"phase", "phase_s", b"phase_s", "step", b"step"]) -> None: ...
+
+Global___LearnerProgress: typing_extensions.TypeAlias = LearnerProgress

@@ -292,14 +292,22 @@ class RenewLeaseRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: builtins.int
+    PROGRESS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Epoch of the lease."""
+    @property
+    def progress(self) -> heterorl.v1.common_pb2.LearnerProgress:
+        """Where the learner stands; unset by one that does not say."""
+
     def __init__(
         self,
         *,
         epoch: builtins.int = ...,
+        progress: heterorl.v1.common_pb2.LearnerProgress | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_progress", b"_progress", "progress", b"progress"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_progress", b"_progress", "epoch", b"epoch", "progress", b"progress"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_progress", b"_progress"]) -> typing.Literal["progress"] | None: ...
 
 Global___RenewLeaseRequest: typing_extensions.TypeAlias = RenewLeaseRequest
 

@@ -514,6 +514,8 @@ class GetStatusResponse(google.protobuf.message.Message):
     ROLLBACK_TO_FIELD_NUMBER: builtins.int
     FACTS_FIELD_NUMBER: builtins.int
     STORE_PROBLEM_FIELD_NUMBER: builtins.int
+    PROGRESS_FIELD_NUMBER: builtins.int
+    PROGRESS_AGE_S_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """Name of the run."""
     head_version: builtins.int
@@ -562,6 +564,8 @@ class GetStatusResponse(google.protobuf.message.Message):
     """Version that an operator ordered the learner to go back to, and that it has not published yet; unset without an order."""
     store_problem: builtins.str
     """What is wrong with the coordinator's disk and what to do about it; empty while nothing is."""
+    progress_age_s: builtins.float
+    """Time since it said so, seconds."""
     @property
     def dropped(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DropCount]:
         """Groups dropped, by reason."""
@@ -581,6 +585,10 @@ class GetStatusResponse(google.protobuf.message.Message):
     @property
     def facts(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """What the learner said of the run: names such as "model" or "steps wanted" to values."""
+
+    @property
+    def progress(self) -> heterorl.v1.common_pb2.LearnerProgress:
+        """Where the learner stood when it last said so; unset while no learner says so."""
 
     def __init__(
         self,
@@ -614,11 +622,15 @@ class GetStatusResponse(google.protobuf.message.Message):
         rollback_to: builtins.int | None = ...,
         facts: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         store_problem: builtins.str = ...,
+        progress: heterorl.v1.common_pb2.LearnerProgress | None = ...,
+        progress_age_s: builtins.float = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_last_report", b"_last_report", "_rollback_to", b"_rollback_to", "_snapshot_version", b"_snapshot_version", "last_report", b"last_report", "rollback_to", b"rollback_to", "snapshot_version", b"snapshot_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_last_report", b"_last_report", "_rollback_to", b"_rollback_to", "_snapshot_version", b"_snapshot_version", "acked", b"acked", "bytes_full", b"bytes_full", "bytes_last", b"bytes_last", "changed_fraction", b"changed_fraction", "consumed", b"consumed", "delta_bytes", b"delta_bytes", "dropped", b"dropped", "encode_s", b"encode_s", "epoch", b"epoch", "facts", b"facts", "flavours", b"flavours", "head_version", b"head_version", "is_draining", b"is_draining", "is_head_signed", b"is_head_signed", "last_report", b"last_report", "learner", b"learner", "leased", b"leased", "pending", b"pending", "reclaimed_bytes", b"reclaimed_bytes", "rollback_to", b"rollback_to", "run_id", b"run_id", "sites", b"sites", "snapshot_age_s", b"snapshot_age_s", "snapshot_bytes", b"snapshot_bytes", "snapshot_version", b"snapshot_version", "store_bytes", b"store_bytes", "store_limit_bytes", b"store_limit_bytes", "store_problem", b"store_problem", "uptime_s", b"uptime_s"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_last_report", b"_last_report", "_progress", b"_progress", "_rollback_to", b"_rollback_to", "_snapshot_version", b"_snapshot_version", "last_report", b"last_report", "progress", b"progress", "rollback_to", b"rollback_to", "snapshot_version", b"snapshot_version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_last_report", b"_last_report", "_progress", b"_progress", "_rollback_to", b"_rollback_to", "_snapshot_version", b"_snapshot_version", "acked", b"acked", "bytes_full", b"bytes_full", "bytes_last", b"bytes_last", "changed_fraction", b"changed_fraction", "consumed", b"consumed", "delta_bytes", b"delta_bytes", "dropped", b"dropped", "encode_s", b"encode_s", "epoch", b"epoch", "facts", b"facts", "flavours", b"flavours", "head_version", b"head_version", "is_draining", b"is_draining", "is_head_signed", b"is_head_signed", "last_report", b"last_report", "learner", b"learner", "leased", b"leased", "pending", b"pending", "progress", b"progress", "progress_age_s", b"progress_age_s", "reclaimed_bytes", b"reclaimed_bytes", "rollback_to", b"rollback_to", "run_id", b"run_id", "sites", b"sites", "snapshot_age_s", b"snapshot_age_s", "snapshot_bytes", b"snapshot_bytes", "snapshot_version", b"snapshot_version", "store_bytes", b"store_bytes", "store_limit_bytes", b"store_limit_bytes", "store_problem", b"store_problem", "uptime_s", b"uptime_s"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_last_report", b"_last_report"]) -> typing.Literal["last_report"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_progress", b"_progress"]) -> typing.Literal["progress"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_rollback_to", b"_rollback_to"]) -> typing.Literal["rollback_to"] | None: ...
     @typing.overload

@@ -1,6 +1,7 @@
 """Protobuf <-> domain values is lossless for every value."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -8,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterorl.common.errors import InvalidRequest, MalformedPayload
-from heterorl.common.types.common import NO_LORA, Contract, LogprobMode, LoraSettings, SamplingSemantics, StepReport
+from heterorl.common.types.common import (
+    NO_LORA,
+    Contract,
+    LogprobMode,
+    LoraSettings,
+    SamplingSemantics,
+    StepReport,
+    report_from_row,
+)
 from heterorl.common.types.digests import digest_field
 from heterorl.common.types.policy import (
     FlavourVersion,
@@ -46,10 +55,19 @@ from heterorl.common.types.run import (
     RunStatus,
     SiteStatus,
 )
+from heterorl.common.types.step import (
+    CompletionNumbers,
+    LearnerPhase,
+    LearnerProgress,
+    PartMean,
+    SiteTokens,
+    StepTimes,
+)
 from heterorl.common.wire.common import (
     contract_from_bytes,
     contract_from_pb,
     contract_to_bytes,
+    progress_from_pb,
     report_from_pb,
     report_to_pb,
 )
@@ -186,6 +204,37 @@ manifests = st.builds(
     full_bytes=uint,
     payloads=st.lists(payloads, max_size=2).map(tuple),
 )
+completions = st.builds(
+    CompletionNumbers,
+    length_mean=real,
+    length_p95=real,
+    length_max=st.integers(0, 2**32 - 1),
+    length_high_reward=st.none() | real,
+    length_low_reward=st.none() | real,
+    truncated_fraction=real,
+    uniform_fraction=real,
+    reward_parts=st.lists(st.builds(PartMean, name=text, mean=real), max_size=2).map(tuple),
+    sites=st.lists(st.builds(SiteTokens, site=text, num_groups=st.integers(0, 999), num_tokens=uint), max_size=2).map(
+        tuple
+    ),
+)
+times = st.builds(
+    StepTimes,
+    period_s=real,
+    waiting_s=real,
+    examining_s=real,
+    computing_s=real,
+    evaluating_s=real,
+    publishing_s=real,
+)
+progress = st.builds(
+    LearnerProgress,
+    step=uint,
+    phase=st.sampled_from(LearnerPhase),
+    phase_s=real,
+    micro_batches_done=st.integers(0, 999),
+    micro_batches=st.integers(0, 999),
+)
 reports = st.builds(
     StepReport,
     step=uint,
@@ -206,6 +255,8 @@ reports = st.builds(
     step_s=real,
     is_applied=st.booleans(),
     evaluation_accuracy=st.none() | real,
+    completions=st.none() | completions,
+    times=st.none() | times,
 )
 
 
@@ -422,6 +473,8 @@ CASES = [
                 max_size=2,
             ).map(tuple),
             last_report=st.none() | reports,
+            progress=st.none() | progress,
+            progress_age_s=real,
             delta_bytes=uint,
             snapshot_bytes=uint,
             rollback_to=version,
@@ -482,7 +535,29 @@ def test_digest_field_refuses_what_is_not_a_digest(bad):
         digest_field("payload", bad)
 
 
-def test_reports_have_the_same_fields_on_both_sides():
-    fields = {field.name for field in dataclasses.fields(StepReport)}
+@pytest.mark.parametrize(
+    "value", [StepReport, CompletionNumbers, PartMean, SiteTokens, StepTimes, LearnerProgress], ids=lambda v: v.__name__
+)
+def test_reports_have_the_same_fields_on_both_sides(value):
+    fields = {field.name for field in dataclasses.fields(value)}
 
-    assert fields == {field.name for field in common_pb2.StepReport.DESCRIPTOR.fields}
+    assert fields == {field.name for field in getattr(common_pb2, value.__name__).DESCRIPTOR.fields}
+
+
+@given(reports)
+def test_report_survives_the_rows_of_stores_and_journals(report):
+    assert report_from_row(json.loads(json.dumps(dataclasses.asdict(report)))) == report
+
+
+def test_what_an_earlier_learner_does_not_state_is_absent_and_not_0():
+    message = common_pb2.StepReport(step=3, reward_mean=0.5)
+    report = report_from_pb(common_pb2.StepReport.FromString(message.SerializeToString()))
+    row = dataclasses.asdict(report)
+    del row["completions"], row["times"]
+
+    assert (report.completions, report.times) == (None, None)
+    assert report_from_row(row) == report
+
+
+def test_phase_of_a_newer_learner_is_no_progress():
+    assert progress_from_pb(common_pb2.LearnerProgress(step=3, phase=common_pb2.LEARNER_PHASE_UNSPECIFIED)) is None

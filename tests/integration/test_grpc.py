@@ -25,6 +25,7 @@ from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind, PayloadRef, PlanKind
 from heterorl.common.types.rollout import DropReason, PushStatus, Rejection
 from heterorl.common.types.run import Command, Heartbeat
+from heterorl.common.types.step import LearnerPhase, LearnerProgress
 from heterorl.common.wire.policy import frame_checksum
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
@@ -124,6 +125,9 @@ async def test_whole_life_of_a_group_over_the_wire(served, run):
     assert (await client.renew_lease(epoch=run.epoch)).rollback_to == -1
     assert await client.rollback(to_version=0, request_id="back") == 1
     assert (await client.renew_lease(epoch=run.epoch)).rollback_to == 0
+    progress = LearnerProgress(step=2, phase=LearnerPhase.EXAMINING, phase_s=1.5)
+    await client.renew_lease(epoch=run.epoch, progress=progress)
+    assert (await client.get_status()).progress == progress
     with pytest.raises(errors.UnknownVersion):
         await client.rollback(to_version=7, request_id="too far")
     await client.drain(reason="done")

@@ -1,6 +1,7 @@
 """The learner through gRPC: credits, uploads and commits over a real server on a free port."""
 
 import asyncio
+import dataclasses
 
 import pytest
 
@@ -46,3 +47,8 @@ async def test_learner_trains_over_grpc_and_survives_a_kill(served, tmp_path):
     await asyncio.gather(learn(learner_config(tmp_path / "reference"), reference), fill(reference, 6))
     assert await head_root(core) == await head_root(reference)
     await reference.close()
+    for report in await client.list_steps(after_step=0, limit=10):
+        times = dataclasses.asdict(report.times)
+        assert 0.0 <= sum(times.values()) - times["period_s"] <= times["period_s"]
+        # The first step of each process has no version of its own before it.
+        assert (times["publishing_s"] > 0.0) == (report.step == 2)

@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from heterorl.cli.live.curves import progress_words, report_rows
 from heterorl.cli.live.sites import site_tables
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.facts import steps_wanted
@@ -60,6 +61,9 @@ def status_tables(status: RunStatus, *, width: int, accuracy: float | None = Non
     if report is not None:
         rows.insert(1, ("step", _step(report, accuracy, steps_wanted(status.facts))))
         rows.insert(2, ("staleness", f"{report.staleness_mean:.1f} mean, {report.staleness_max} max"))
+        rows[3:3] = report_rows(report)
+    if status.progress is not None:
+        rows.insert(1, ("now", progress_words(status.progress, status.progress_age_s)))
     if status.rollback_to >= 0:
         rows.insert(1, ("ordered", f"back to version {status.rollback_to}; not carried out yet"))
     if status.store_problem:

@@ -42,13 +42,6 @@ RATE_S = 10.0
 """Rates over a shorter time say nothing."""
 LINE = 40
 """Steps that a line of characters shows."""
-_SERIES = {
-    "reward": ("reward_mean", "{:.3f}"),
-    "KL": ("kl", "{:.4f} nats"),
-    "staleness": ("staleness_mean", "{:.1f} versions"),
-    "sample size": ("ess_fraction", "{:.1%}"),
-    "step": ("step_s", "{:.2f} s"),
-}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,6 +107,7 @@ def frame(view: View, *, wall: float, width: int, is_unicode: bool = False) -> G
     from rich.table import Table
     from rich.text import Text
 
+    from heterorl.cli.live.curves import series
     from heterorl.cli.live.status import status_tables
     from heterorl.demo.table import newest_accuracy, sparkline
 
@@ -132,12 +126,11 @@ def frame(view: View, *, wall: float, width: int, is_unicode: bool = False) -> G
         run.add_row("rate", rates)
     parts: list[Any] = [head, run, *sites]
     if view.reports:
-        newest = [view.reports[step] for step in sorted(view.reports)]
-        series = Table("of the steps", "newest", f"last {LINE}", title="training")
-        for name, (key, form) in _SERIES.items():
-            values = [float(getattr(report, key)) for report in newest]
-            series.add_row(name, form.format(values[-1]), sparkline(values[-LINE:], is_unicode=is_unicode))
-        parts.append(series)
+        curves = Table("of the steps", "newest", f"last {LINE}", title="training")
+        for name, newest, values in series([view.reports[step] for step in sorted(view.reports)]):
+            # A reward names its parts: text, never markup.
+            curves.add_row(Text(name), newest, sparkline(values[-LINE:], is_unicode=is_unicode))
+        parts.append(curves)
     return Group(*parts)
 
 

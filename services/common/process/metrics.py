@@ -2,7 +2,7 @@
 
 Metrics that several services have carry no service in their name. A process shows its own and the common ones. The
 labels `run`, `service`, and at samplers `site`, come from the scrape configuration: no metric has the first two, and no
-metric of a sampler the third.
+metric of a sampler the third. The file is over 300 lines because it is one table.
 
     policy age   publish -> apply, generate   heterorl_sampler_policy_age_seconds
                  publish -> lease             heterorl_coordinator_policy_age_seconds
@@ -148,7 +148,8 @@ UNREADABLE_PAYLOADS = _counter(
 # learner: steps
 STEPS = _counter("learner_steps_total", "Optimizer steps.", "applied")
 STEP_SECONDS = _histogram("learner_step_seconds", "Duration of a step.")
-WAITED_SECONDS = _counter("learner_waited_seconds_total", "Time in which the trainer computed nothing.", "on")
+PHASE_SECONDS = _counter("learner_phase_seconds_total", "What the trainer's time went to.", "phase")
+STEP_PROGRESS = _gauge("learner_step_progress_ratio", "Share of the micro-batches of the step under way that are done.")
 LAST_STEP_TIMESTAMP = _gauge("learner_last_step_timestamp_seconds", "When the last step ended (start if none).")
 STALENESS_VERSIONS = _histogram("learner_staleness_versions", "Staleness of trained groups.", "site", buckets=_VERSIONS)
 POLICY_AGE_SECONDS = _histogram(
@@ -166,6 +167,16 @@ IW_VARIANCE = _gauge("learner_iw_variance", "Variance of the importance weights.
 CLIP_FRACTION = _gauge("learner_clip_ratio", "Share of clipped terms.")
 ENTROPY = _gauge("learner_entropy_nats", "Mean entropy per token.")
 GRAD_NORM = _gauge("learner_grad_norm", "Gradient norm before clipping.")
+COMPLETION_TOKENS = _gauge(
+    "learner_completion_tokens",
+    "Length of the newest step's completions: mean, p95, max; mean of those with a reward above the step's mean"
+    " (high_reward) and of the others (low_reward).",
+    "stat",
+)
+TRUNCATED_RATIO = _gauge("learner_truncated_ratio", "Share of completions cut at the longest length.")
+UNIFORM_RATIO = _gauge("learner_uniform_groups_ratio", "Share of groups in which all rewards are equal.")
+REWARD_PART = _gauge("learner_reward_part_mean", "Mean of each named part of the reward.", "part")
+SITE_TOKENS = _counter("learner_site_tokens_total", "Completion tokens trained, by the site that made them.", "site")
 STEPS_WITHOUT_SIGNAL = _gauge("learner_steps_without_signal", "Steps in a row in which no group's rewards differed.")
 EVALUATION_ACCURACY = _gauge("learner_evaluation_accuracy_ratio", "Held-out accuracy.")
 

@@ -49,6 +49,13 @@ async def _to_its_end(work: asyncio.Future[ResultT]) -> ResultT:
         raise
 
 
+def leaves_of(error: BaseException) -> list[BaseException]:
+    """The failures themselves, of groups of groups too."""
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in leaves_of(inner)]
+    return [error]
+
+
 def cause_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The one failure that ended the other tasks of a group."""
     first = group.exceptions[0]

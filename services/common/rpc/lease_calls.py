@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from heterorl.common.rpc.calls import Calls
 from heterorl.common.types.common import Contract
 from heterorl.common.types.policy import LeaseGrant
-from heterorl.common.wire.common import contract_to_pb
+from heterorl.common.types.step import LearnerProgress
+from heterorl.common.wire.common import contract_to_pb, progress_to_pb
 from heterorl.common.wire.policy import grant_from_pb
 from heterorl.v1 import policy_pb2
 
@@ -36,9 +37,9 @@ class LeaseCalls(Calls):
         )
         return grant_from_pb(await self._call("AcquireLease", request))
 
-    async def renew_lease(self, *, epoch: int) -> LeaseGrant:
+    async def renew_lease(self, *, epoch: int, progress: LearnerProgress | None = None) -> LeaseGrant:
         """Extend the lease."""
-        request = policy_pb2.RenewLeaseRequest(epoch=epoch)
+        request = policy_pb2.RenewLeaseRequest(epoch=epoch, progress=progress_to_pb(progress))
         return grant_from_pb(await self._call("RenewLease", request))
 
     async def release_lease(self, *, epoch: int) -> None:

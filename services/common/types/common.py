@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NewType
+from typing import Any, NewType
 
 import numpy as np
 import numpy.typing as npt
+
+from heterorl.common.types.step import CompletionNumbers, StepTimes, completions_from_row
 
 SiteId = NewType("SiteId", str)
 
@@ -123,3 +126,21 @@ class StepReport:
     is_applied: bool
     """False when a non-finite loss or gradient made the step a no-op."""
     evaluation_accuracy: float | None = None
+    completions: CompletionNumbers | None = None
+    """None of a learner that does not state them."""
+    times: StepTimes | None = None
+    """None of a learner that does not state them."""
+
+
+def report_from_row(row: Mapping[str, Any]) -> StepReport:
+    """What `dataclasses.asdict` made of a report and JSON kept; rows of earlier programs have fewer fields.
+
+    Raises:
+        TypeError, KeyError: the row is no report.
+    """
+    values = dict(row)
+    if values.get("completions") is not None:
+        values["completions"] = completions_from_row(values["completions"])
+    if values.get("times") is not None:
+        values["times"] = StepTimes(**values["times"])
+    return StepReport(**values)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from heterorl.common.types.common import Contract, SiteId, StepReport
 from heterorl.common.types.rollout import DropReason
+from heterorl.common.types.step import LearnerProgress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +105,10 @@ class RunStatus:
     """What the learner said of the run: names such as "model" to values."""
     store_problem: str = ""
     """What is wrong with the coordinator's disk and what to do about it; empty while nothing is."""
+    progress: LearnerProgress | None = None
+    """Where the learner stood when it last said so; None while no learner says so."""
+    progress_age_s: float = 0.0
+    """Seconds since it said so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import blake3
 
 from heterorl.common.errors import InvalidRequest
@@ -13,6 +16,14 @@ from heterorl.common.types.common import (
     LoraSettings,
     SamplingSemantics,
     StepReport,
+)
+from heterorl.common.types.step import (
+    CompletionNumbers,
+    LearnerPhase,
+    LearnerProgress,
+    PartMean,
+    SiteTokens,
+    StepTimes,
 )
 from heterorl.v1 import common_pb2
 
@@ -131,17 +142,72 @@ def _lora_from_pb(message: common_pb2.Contract) -> LoraSettings:
     )
 
 
+_ABSENT = ("evaluation_accuracy", "completions", "times")
+"""Fields of a report that may be absent, which is not the same as 0."""
+_PLAIN = tuple(name for name in StepReport.__slots__ if name not in _ABSENT)
+
+
 def report_to_pb(value: StepReport) -> common_pb2.StepReport:
     """Convert a step report; the fields have the same names on both sides."""
-    message = common_pb2.StepReport(
-        **{name: getattr(value, name) for name in StepReport.__slots__ if name != "evaluation_accuracy"}
-    )
+    message = common_pb2.StepReport(**{name: getattr(value, name) for name in _PLAIN})
     if value.evaluation_accuracy is not None:
         message.evaluation_accuracy = value.evaluation_accuracy
+    if value.completions is not None:
+        message.completions.CopyFrom(_completions_to_pb(value.completions))
+    if value.times is not None:
+        message.times.CopyFrom(common_pb2.StepTimes(**_fields(value.times)))
     return message
 
 
 def report_from_pb(message: common_pb2.StepReport) -> StepReport:
-    values = {name: getattr(message, name) for name in StepReport.__slots__ if name != "evaluation_accuracy"}
-    accuracy = message.evaluation_accuracy if message.HasField("evaluation_accuracy") else None
-    return StepReport(**values, evaluation_accuracy=accuracy)
+    return StepReport(
+        **_fields(message, _PLAIN),
+        evaluation_accuracy=message.evaluation_accuracy if message.HasField("evaluation_accuracy") else None,
+        completions=_completions_from_pb(message.completions) if message.HasField("completions") else None,
+        times=StepTimes(**_fields(message.times, StepTimes.__slots__)) if message.HasField("times") else None,
+    )
+
+
+def _fields(value: object, names: Sequence[str] | None = None) -> dict[str, Any]:
+    """Fields by name: of a value all of them, of a message those of its value."""
+    return {name: getattr(value, name) for name in names or type(value).__slots__}  # type: ignore[attr-defined]
+
+
+def _completions_to_pb(value: CompletionNumbers) -> common_pb2.CompletionNumbers:
+    nested = {
+        "reward_parts": [common_pb2.PartMean(**_fields(part)) for part in value.reward_parts],
+        "sites": [common_pb2.SiteTokens(**_fields(site)) for site in value.sites],
+    }
+    # What is None stays unset.
+    return common_pb2.CompletionNumbers(**(_fields(value) | nested))
+
+
+def _completions_from_pb(message: common_pb2.CompletionNumbers) -> CompletionNumbers:
+    nested = {
+        "length_high_reward": message.length_high_reward if message.HasField("length_high_reward") else None,
+        "length_low_reward": message.length_low_reward if message.HasField("length_low_reward") else None,
+        "reward_parts": tuple(PartMean(name=part.name, mean=part.mean) for part in message.reward_parts),
+        "sites": tuple(SiteTokens(**_fields(site, SiteTokens.__slots__)) for site in message.sites),
+    }
+    return CompletionNumbers(**(_fields(message, CompletionNumbers.__slots__) | nested))
+
+
+_PHASE = {phase: common_pb2.LearnerPhase.Value(f"LEARNER_PHASE_{phase.name}") for phase in LearnerPhase}
+
+
+_PHASE_OF = {pb: phase for phase, pb in _PHASE.items()}
+
+
+def progress_to_pb(value: LearnerProgress | None) -> common_pb2.LearnerProgress | None:
+    """Convert a learner's progress; None, an absent field, where there is none."""
+    if value is None:
+        return None
+    return common_pb2.LearnerProgress(**(_fields(value) | {"phase": _PHASE[value.phase]}))
+
+
+def progress_from_pb(message: common_pb2.LearnerProgress) -> LearnerProgress | None:
+    """Convert a learner's progress; one in a phase that this program does not know is none."""
+    phase = _PHASE_OF.get(message.phase)
+    if phase is None:
+        return None
+    return LearnerProgress(**(_fields(message, LearnerProgress.__slots__) | {"phase": phase}))

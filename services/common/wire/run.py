@@ -17,7 +17,14 @@ from heterorl.common.types.run import (
     SiteStatus,
 )
 from heterorl.common.types.words import peer_words
-from heterorl.common.wire.common import contract_from_pb, contract_to_pb, report_from_pb, report_to_pb
+from heterorl.common.wire.common import (
+    contract_from_pb,
+    contract_to_pb,
+    progress_from_pb,
+    progress_to_pb,
+    report_from_pb,
+    report_to_pb,
+)
 from heterorl.common.wire.rollout import (
     reason_from_pb,
     reason_to_pb,
@@ -185,6 +192,8 @@ def status_to_pb(value: RunStatus) -> run_pb2.GetStatusResponse:
         rollback_to=value.rollback_to if value.rollback_to >= 0 else None,
         facts=dict(value.facts),
         store_problem=value.store_problem,
+        progress=progress_to_pb(value.progress),
+        progress_age_s=value.progress_age_s,
     )
 
 
@@ -249,4 +258,6 @@ def status_from_pb(message: run_pb2.GetStatusResponse) -> RunStatus:
         rollback_to=message.rollback_to if message.HasField("rollback_to") else -1,
         facts=dict(message.facts),
         store_problem=message.store_problem,
+        progress=progress_from_pb(message.progress) if message.HasField("progress") else None,
+        progress_age_s=message.progress_age_s,
     )

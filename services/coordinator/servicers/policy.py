@@ -11,7 +11,7 @@ from heterorl.common.errors import Busy, InvalidRequest
 from heterorl.common.process.metrics import BYTES
 from heterorl.common.types.digests import digest_field
 from heterorl.common.weights.container import FRAME_BYTES
-from heterorl.common.wire.common import contract_from_pb
+from heterorl.common.wire.common import contract_from_pb, progress_from_pb
 from heterorl.common.wire.policy import frame_checksum, grant_to_pb, plan_to_pb, publish_from_pb, renewal_to_pb
 from heterorl.coordinator.lease import LearnerLease
 from heterorl.coordinator.policy import PolicyColumn
@@ -43,7 +43,8 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
     async def RenewLease(
         self, request: policy_pb2.RenewLeaseRequest, context: Context
     ) -> policy_pb2.RenewLeaseResponse:
-        grant = await self._lease.renew_lease(epoch=request.epoch)
+        progress = progress_from_pb(request.progress) if request.HasField("progress") else None
+        grant = await self._lease.renew_lease(epoch=request.epoch, progress=progress)
         return renewal_to_pb(grant)
 
     async def ReleaseLease(

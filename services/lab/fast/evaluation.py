@@ -14,7 +14,7 @@ from torch import Tensor
 from heterorl.common.model.contract import SamplingConfig
 from heterorl.common.tasks.task import Prompt, Task
 from heterorl.common.types.common import SamplingSemantics
-from heterorl.lab.benchmarks import PartOfTask, split_evaluation
+from heterorl.lab.benchmarks import PartOfTask, evaluation_seed, split_evaluation
 from heterorl.lab.cell import Cell
 from heterorl.lab.fast.forward import Folded
 from heterorl.lab.fast.generate import generate
@@ -25,6 +25,10 @@ from heterorl.lab.fast.work import Texts, Work, make_work
 PROMPTS_AT_ONCE = 1024
 """Held-out prompts of one pass on a CPU. One run's share more prefixes than prompts of several, and what a pass holds
 stays below what the allocator gives back to the system and has to ask for again."""
+
+
+_MOST_KEPT = 16
+"""Noises of evaluations that are kept: those of the seeds of a batch, of one version where versions differ in it."""
 
 
 def sampling_of(cell: Cell, **keys: Any) -> SamplingSemantics:
@@ -78,7 +82,9 @@ class Evaluations:
     """Scores held-out prompts in their parts, one completion each."""
 
     def __init__(self, cell: Cell, drawing: Drawing) -> None:
-        parts = split_evaluation(drawing.task, num_prompts=cell.regime.num_evaluation)
+        regime = cell.regime
+        parts = split_evaluation(drawing.task, num_prompts=regime.num_evaluation, offset=regime.evaluation_offset)
+        self._regime = regime
         self._parts: dict[str, PartOfTask] = parts
         num_prompts = sum(part.num_evaluation_prompts for part in parts.values())
         at_once = PROMPTS_AT_ONCE if drawing.device.type == "cpu" else num_prompts
@@ -108,7 +114,7 @@ class Evaluations:
             seeds: of the runs that they belong to.
             version: their version.
         """
-        works = [self._works_of(seed) for seed in seeds]
+        works = [self._works_of(evaluation_seed(self._regime, seed=seed, version=version)) for seed in seeds]
         drawn = [
             drawing.draw(folded, [some[number] for some in works], version=version)
             for number, drawing in enumerate(self._drawings)
@@ -126,21 +132,24 @@ class Evaluations:
             start += len(own)
         return {"step": version, "accuracy": sum(rewards) / len(rewards), "benchmarks": benchmarks}
 
-    def _works_of(self, seed: int) -> list[Work]:
-        if seed not in self._works:
-            prompts: list[Prompt] = []
-            seeds: list[int] = []
-            for part in self._parts.values():
-                prompts += [part.evaluation_prompt(index) for index in range(part.num_evaluation_prompts)]
-                seeds += [seed + index for index in range(part.num_evaluation_prompts)]
-            works, start = [], 0
-            for drawing in self._drawings:
-                end = start + drawing.sizes.num_prompts
-                # Scores ask for text and answer alone, so the whole task may give them.
-                works.append(make_work(prompts[start:end], seeds[start:end], texts=drawing.texts, sizes=drawing.sizes))
-                start = end
-            self._works[seed] = works
-        return self._works[seed]
+    def _works_of(self, noise: int) -> list[Work]:
+        if noise in self._works:
+            return self._works[noise]
+        prompts: list[Prompt] = []
+        seeds: list[int] = []
+        for part in self._parts.values():
+            prompts += [part.evaluation_prompt(index) for index in range(part.num_evaluation_prompts)]
+            seeds += [noise + index for index in range(part.num_evaluation_prompts)]
+        works, start = [], 0
+        for drawing in self._drawings:
+            end = start + drawing.sizes.num_prompts
+            # Scores ask for text and answer alone, so the whole task may give them.
+            works.append(make_work(prompts[start:end], seeds[start:end], texts=drawing.texts, sizes=drawing.sizes))
+            start = end
+        if len(self._works) >= _MOST_KEPT:
+            del self._works[next(iter(self._works))]
+        self._works[noise] = works
+        return works
 
 
 def mean_advantages(

@@ -27,6 +27,7 @@ from heterorl.learner.backends.loading.opened import fill, open_model
 from heterorl.learner.backends.state import copy_state, read_state
 from heterorl.learner.loss.config import LossConfig
 from heterorl.learner.loss.rule import caveats, rule_of
+from heterorl.learner.progress import PassCount
 from heterorl.learner.train.batch import build_batch
 from heterorl.learner.train.config import TorchBackendConfig
 from heterorl.learner.train.kernels import apply_liger, compile_forward
@@ -50,6 +51,7 @@ class TorchBackend:
         sampling: SamplingSemantics,
         lora: LoraConfig = ALL_WEIGHTS,
         clock: Clock | None = None,
+        passes: PassCount | None = None,
     ) -> None:
         """Load the model and check that it can be trained this way.
 
@@ -77,6 +79,7 @@ class TorchBackend:
             _LOG.warning("%s", note)
         self._sampling = sampling
         self._clock = clock or SystemClock()
+        self._passes = passes or PassCount()
         self._temperature = sampling.logprob_temperature
         self._layout = tensors.layout_of(self._model, config.published_dtype)
         self._reference: nn.Module | None = None
@@ -123,6 +126,7 @@ class TorchBackend:
                 batching=self._config.batching,
                 autocast_dtype=torch.bfloat16 if self._config.compute_dtype == "bf16" else None,
                 reference=self._reference,
+                note_pass=self._passes.note,
             )
         end = end_step(
             samples,

@@ -11,11 +11,13 @@ change a group.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -71,6 +73,8 @@ class Examiner:
     yardstick: Yardstick
     versions: RecentVersions | None
     rng: random.Random
+    busy: AbstractContextManager[None] = field(default_factory=contextlib.nullcontext)
+    """Open while a group is being checked."""
     passed: Counter[SiteId] = field(default_factory=Counter)
     unseeded: set[SiteId] = field(default_factory=set)
     failures: FailureRow = field(default_factory=FailureRow)
@@ -93,7 +97,8 @@ class Examiner:
         if not self.yardstick.config.recompute_rewards:
             return Scored()
         async with self._room:
-            return await in_thread_of(self._scorers, self._score, queued.group)
+            with self.busy:
+                return await in_thread_of(self._scorers, self._score, queued.group)
 
     def _score(self, group: Group) -> Scored:
         started = time.perf_counter()
@@ -111,7 +116,8 @@ class Examiner:
     async def conclude(self, queued: QueuedGroup, scored: Scored) -> Finding:
         """Check what is left of one group whose rewards were computed; one at a time, in the order of arrival."""
         started = time.perf_counter()
-        finding = await self._check(queued, scored)
+        with self.busy:
+            finding = await self._check(queued, scored)
         metrics.CHECK_SECONDS.observe(scored.seconds + time.perf_counter() - started)
         if finding.reason is not None:
             self.passed[queued.group.id.site] = 0

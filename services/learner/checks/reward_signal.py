@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from heterorl.common.process import metrics
-from heterorl.common.types.rollout import FinishReason, Group, QueuedGroup
+from heterorl.common.types.rollout import FinishReason, QueuedGroup
+from heterorl.learner.train.completions import has_signal
 
 _LOG = logging.getLogger(__name__)
 NUM_STEPS = 20
@@ -31,11 +32,6 @@ class RewardSignal:
             if self.num_flat == NUM_STEPS:
                 _LOG.warning("%s", _advice(groups))
         metrics.STEPS_WITHOUT_SIGNAL.set(self.num_flat)
-
-
-def has_signal(group: Group) -> bool:
-    """Whether the group's rewards differ: where they do not, no rollout is better than another."""
-    return len({rollout.reward for rollout in group.rollouts if rollout.token_ids.size}) > 1
 
 
 def _advice(groups: Sequence[QueuedGroup]) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import blake3
 
 from heterorl.common.errors import CorruptStore
-from heterorl.common.types.common import Digest, SiteId, StepReport
+from heterorl.common.types.common import Digest, SiteId, StepReport, report_from_row
 from heterorl.common.types.rollout import GroupId
 
 FORMAT = 1
@@ -90,7 +90,7 @@ def cursor_from_bytes(data: bytes) -> Cursor:
                 GroupId(site=SiteId(site), incarnation=str(incarnation), sequence=int(sequence))
                 for site, incarnation, sequence in table["consumed"]
             ),
-            reports=tuple(StepReport(**report) for report in table["reports"]),
+            reports=tuple(report_from_row(report) for report in table["reports"]),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptStore(f"not a cursor: {error!r}") from error

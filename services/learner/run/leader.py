@@ -21,6 +21,7 @@ from heterorl.learner.checks.examiner import Examiner
 from heterorl.learner.checks.reward_signal import RewardSignal
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.evaluate import Evaluator
+from heterorl.learner.progress import StepWatch
 from heterorl.learner.publish.checkpoint import CheckpointStore
 from heterorl.learner.publish.journal import Journal
 from heterorl.learner.publish.publish import Publisher
@@ -64,6 +65,7 @@ class Leader:
     evaluator: Evaluator | None
     examiner: Examiner | None
     begin: Callable[[LeaseGrant], Term]
+    progress: StepWatch
     result: RunResult = field(
         default_factory=lambda: RunResult(step=0, version=NO_VERSION, is_finished=False, has_begun=False)
     )
@@ -113,7 +115,14 @@ class Leader:
         try:
             async with asyncio.TaskGroup() as tasks:
                 renewal = tasks.create_task(
-                    renew(self.api, grant=grant, clock=self.clock, patience=self.patience(), on_grant=self.hear)
+                    renew(
+                        self.api,
+                        grant=grant,
+                        clock=self.clock,
+                        patience=self.patience(),
+                        on_grant=self.hear,
+                        progress=self.progress,
+                    )
                 )
                 await describe_run(self.api, self.config, epoch=grant.epoch, patience=self.patience())
                 await self.train(grant)
@@ -150,6 +159,7 @@ class Leader:
                 backend=self.backend,
                 publisher=term.publisher,
                 interval=self.interval,
+                progress=self.progress,
                 inbox=Inbox(self.config.groups_per_step * self.config.prefetch_steps),
                 journal=term.journal,
                 patience=self.patience(),

@@ -12,6 +12,7 @@ from heterorl.common.process.clock import Clock
 from heterorl.common.process.patience import Patience
 from heterorl.common.types.common import Contract
 from heterorl.common.types.policy import LeaseGrant
+from heterorl.learner.progress import StepWatch
 
 _LOG = logging.getLogger(__name__)
 MIN_RENEWAL_S, MAX_RENEWAL_S = 0.05, 300.0
@@ -104,10 +105,11 @@ async def renew(
     clock: Clock,
     patience: Patience,
     on_grant: Callable[[LeaseGrant], Awaitable[None]] = _ignore,
+    progress: StepWatch | None = None,
 ) -> None:
     """Renew forever; an unreachable coordinator is waited for, since nobody else can reach it either.
 
-    `on_grant` hears every answer.
+    `on_grant` hears every answer; `progress` is told with every renewal, so that a long step shows how far it is.
 
     Raises:
         StaleEpoch: the lease is another learner's; every effect of this one must stop.
@@ -115,6 +117,8 @@ async def renew(
     epoch, ttl_s = grant.epoch, grant.ttl_s
     while True:
         await clock.sleep(renewal_s(ttl_s))
-        renewed = await patience.insist(lambda: api.renew_lease(epoch=epoch))
+        renewed = await patience.insist(
+            lambda: api.renew_lease(epoch=epoch, progress=None if progress is None else progress.now)
+        )
         ttl_s = renewed.ttl_s
         await on_grant(renewed)

@@ -21,9 +21,10 @@ from heterorl.common.api import LearnerApi
 from heterorl.common.errors import GroupNotAvailable, OperatorError
 from heterorl.common.process.metrics import EVALUATION_ACCURACY
 from heterorl.common.process.patience import Patience
-from heterorl.common.process.threads import in_thread
+from heterorl.common.process.threads import in_thread, leaves_of
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.rollout import Group, GroupId, QueuedGroup, Rejection
+from heterorl.common.types.step import LearnerPhase
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.backends.backend import TrainBackend
 from heterorl.learner.checks.judge import judge_log_ratios
@@ -31,7 +32,8 @@ from heterorl.learner.checks.replay import log_ratios
 from heterorl.learner.checks.reward_signal import RewardSignal
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.evaluate import Evaluator
-from heterorl.learner.observe import WAITS, observe_step
+from heterorl.learner.observe import observe_step
+from heterorl.learner.progress import StepWatch
 from heterorl.learner.publish.draft import Draft
 from heterorl.learner.publish.journal import Journal
 from heterorl.learner.publish.publish import Publisher
@@ -81,6 +83,7 @@ class Session:
     evaluator: Evaluator | None
     interval: Interval
     """How many steps a version holds."""
+    progress: StepWatch
     epoch: int
     step: int
     max_staleness_versions: int = -1
@@ -93,10 +96,10 @@ class Session:
     """The version that the next step builds on, and its weights; None: the head."""
     _outgrown: list[Group] = field(default_factory=list)
     """Groups that are too old when the version under way is the head, and not before."""
-    _waited_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WAITS, 0.0))
 
     async def run(self) -> Outcome:
         """Train until `max_steps`, a refusal, or the end of the inbox."""
+        self.progress.begin(self.step)
         if self.step == 0 and self._is_evaluation_due(self.publisher.position.head_version):
             # The baseline; version 0 is out already, so no sampler waits for it.
             version, shadow = self._head()
@@ -116,40 +119,40 @@ class Session:
 
     async def _train_beside(self, ready: _Ready | None) -> _Trained | None:
         """Publish a version and take the steps of the next one; returns when both have ended."""
-        clock = self.patience.clock
         if ready is None:
             return await self._train_version()
-        started = clock.monotonic()
         if not self.config.overlap_publication:
-            await self._publish(ready)
-            self._waited_s["publication"] += clock.monotonic() - started
+            with self.progress.phase(LearnerPhase.PUBLISHING):
+                await self._publish(ready)
             return await self._train_version()
         trained, problem = None, None
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._publish(ready))
+                publication = tasks.create_task(self._publish(ready))
                 try:
                     trained = await self._train_version()
                 except OperatorError as error:
                     # It ends the run, not the version under way, which is sound.
                     problem = error
-                started = clock.monotonic()
+                with self.progress.phase(LearnerPhase.PUBLISHING):
+                    await asyncio.wait([publication])
         except BaseExceptionGroup as group:
             raise _most_serious(group) from group
         if problem is not None:
             raise problem
-        self._waited_s["publication"] += clock.monotonic() - started
         return trained
 
     async def _prepare(self, trained: _Trained) -> _Ready:
         """Round the masters, evaluate them where that is due, and take what the version has of the backend."""
-        arena = await self.publisher.stage(self.backend)
+        with self.progress.phase(LearnerPhase.PUBLISHING):
+            arena = await self.publisher.stage(self.backend)
         version = self.publisher.position.head_version + 1
         if self._is_evaluation_due(version):
             accuracy = await self._evaluate(arena, version)
             trained.reports[-1] = dataclasses.replace(trained.reports[-1], evaluation_accuracy=accuracy)
         is_last = self.step >= self.config.max_steps
-        draft = await self.publisher.prepare(arena, step=self.step, saved_by=self.backend, is_last=is_last)
+        with self.progress.phase(LearnerPhase.PUBLISHING):
+            draft = await self.publisher.prepare(arena, step=self.step, saved_by=self.backend, is_last=is_last)
         self._parent = (version, arena)
         return _Ready(draft=draft, trained=trained)
 
@@ -179,10 +182,11 @@ class Session:
             if not groups:
                 return None
             head, _ = self._head()
-            report = await in_thread(self.backend.train_step, groups, head_version=head, step=self.step + 1)
+            with self.progress.phase(LearnerPhase.COMPUTING):
+                report = await in_thread(self.backend.train_step, groups, head_version=head, step=self.step + 1)
+            report = dataclasses.replace(report, times=self.progress.end_step(is_applied=report.is_applied))
             held_s = [self.inbox.held_s(queued.group.id) for queued in groups]
-            observe_step(report, groups, head_version=head, held_s=held_s, waited_s=self._waited_s)
-            self._waited_s = dict.fromkeys(WAITS, 0.0)
+            observe_step(report, groups, head_version=head, held_s=held_s)
             if not report.is_applied:
                 await self._reject(report, groups)
                 continue
@@ -200,9 +204,8 @@ class Session:
         config = self.config.verification
         kept: list[QueuedGroup] = []
         while len(kept) < count:
-            started = self.patience.clock.monotonic()
-            arrived = await self.inbox.take(count - len(kept))
-            self._waited_s["groups"] += self.patience.clock.monotonic() - started
+            with self.progress.waiting():
+                arrived = await self.inbox.take(count - len(kept))
             if not arrived:
                 return []
             taken = await self._fresh(arrived)
@@ -213,7 +216,8 @@ class Session:
             temperature = self.config.sampling.semantics().logprob_temperature
             _, weights = self._head()
             model = self.backend.torch_model
-            found = await in_thread(log_ratios, model, groups, weights=weights, temperature=temperature)
+            with self.progress.phase(LearnerPhase.EXAMINING):
+                found = await in_thread(log_ratios, model, groups, weights=weights, temperature=temperature)
             findings = [judge_log_ratios(ratios, config) for ratios in found]
             kept += [queued for queued, finding in zip(taken, findings, strict=True) if finding.is_sound]
             rejections = [
@@ -279,7 +283,8 @@ class Session:
 
     async def _evaluate(self, arena: Arena, version: int) -> float | None:
         assert self.evaluator is not None, "asked only when one is due"
-        evaluation = await in_thread(self.evaluator.evaluate, arena, version)
+        with self.progress.phase(LearnerPhase.EVALUATING):
+            evaluation = await in_thread(self.evaluator.evaluate, arena, version)
         self.journal.note_evaluation(dataclasses.asdict(evaluation))
         if evaluation.accuracy is not None:
             EVALUATION_ACCURACY.set(evaluation.accuracy)
@@ -289,11 +294,5 @@ class Session:
 
 def _most_serious(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """What ended a version and the steps beside it: a refusal only where nothing else did."""
-    leaves = _leaves(group)
+    leaves = leaves_of(group)
     return next((error for error in leaves if not isinstance(error, GroupNotAvailable)), leaves[0])
-
-
-def _leaves(error: BaseException) -> list[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
-    return [error]

@@ -20,6 +20,7 @@ from heterorl.learner.loss.denominators import masked_mean
 from heterorl.learner.loss.objectives import MAX_LOG_WEIGHT, LossTerms
 from heterorl.learner.loss.policy_loss import LossInputs
 from heterorl.learner.loss.rule import Rule
+from heterorl.learner.train.completions import completion_numbers
 
 SEQUENCE_RATIO_CAP = 8.0
 """Largest sequence ratio in the effective sample size of losses without weights of rollouts, but for `ess_uncapped`."""
@@ -206,6 +207,7 @@ def build_report(
         num_tokens=entropies_N.numel(),
         step_s=step_s,
         is_applied=is_applied,
+        completions=completion_numbers([queued.group for queued in groups]),
     )
 
 

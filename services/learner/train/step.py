@@ -62,6 +62,7 @@ def accumulate_gradients(
     batching: Batching,
     autocast_dtype: torch.dtype | None = None,
     reference: nn.Module | None = None,
+    note_pass: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> list[MicroBatchSample]:
     """Add the gradient of the whole batch's loss to `grad`, one micro-batch at a time.
 
@@ -77,6 +78,7 @@ def accumulate_gradients(
         batching: padded or packed.
         autocast_dtype: type of matrix products; None for that of the weights.
         reference: frozen model for losses that compare with one.
+        note_pass: told how many micro-batches are done, of how many.
     """
     rule = rule_of(loss)
     forward = _Forward(model=model, temperature=temperature, batching=batching, autocast_dtype=autocast_dtype)
@@ -96,6 +98,7 @@ def accumulate_gradients(
         coupled = iter(couple(rule, ordered, logprobs, max_new_tokens=max_new_tokens).sequences)
         parts = [[next(coupled) for _ in part] for part in parts]
     samples = []
+    note_pass(0, len(parts))
     for sequences in parts:
         micro_batch = forward.collate(sequences)
         logprobs_N, entropies_N = forward(micro_batch) if only_pass is None else only_pass
@@ -104,6 +107,7 @@ def accumulate_gradients(
         )
         total.backward()  # type: ignore[no-untyped-call]
         samples.append(sample)
+        note_pass(len(samples), len(parts))
     return samples
 
 

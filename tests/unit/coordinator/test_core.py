@@ -29,6 +29,7 @@ from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.policy import PlanKind
 from heterorl.common.types.rollout import DropReason, GroupId, PushStatus, RewardPart, VersionSpan
 from heterorl.common.types.run import Command, Heartbeat
+from heterorl.common.types.step import LearnerPhase, LearnerProgress
 from heterorl.common.wire.common import bytes_digest
 from heterorl.common.wire.policy import manifest_from_bytes, manifest_to_bytes
 from heterorl.coordinator.config import CoordinatorConfig
@@ -113,6 +114,32 @@ async def test_learner_lease_is_exclusive_until_it_expires_and_epochs_grow(core,
     clock.advance(11)
     other = await core.acquire_lease(holder="other", contract=CONTRACT, request_id="r2")
     assert other.epoch == run.epoch + 1
+
+
+async def test_progress_is_shown_while_its_learner_holds_the_lease(core, run, clock):
+    progress = LearnerProgress(step=3, phase=LearnerPhase.COMPUTING, phase_s=4.0, micro_batches_done=1, micro_batches=8)
+    assert (await core.get_status()).progress is None
+
+    await core.renew_lease(epoch=run.epoch, progress=progress)
+    clock.advance(2.5)
+    status = await core.get_status()
+    assert (status.progress, status.progress_age_s) == (progress, 2.5)
+    # A learner between two phases, or an earlier one, says nothing: no old word stands for it.
+    await core.renew_lease(epoch=run.epoch)
+    assert (await core.get_status()).progress is None
+
+    await core.renew_lease(epoch=run.epoch, progress=progress)
+    clock.advance(11)
+    await core.acquire_lease(holder="other", contract=CONTRACT, request_id="r2")
+    assert (await core.get_status()).progress is None
+
+
+async def test_progress_of_a_released_lease_is_not_shown(core, run):
+    progress = LearnerProgress(step=3, phase=LearnerPhase.WAITING, phase_s=4.0)
+    await core.renew_lease(epoch=run.epoch, progress=progress)
+    await core.release_lease(epoch=run.epoch)
+
+    assert (await core.get_status()).progress is None
 
 
 async def test_zombie_learner_has_no_effect_of_any_kind(core, run, tmp_path):

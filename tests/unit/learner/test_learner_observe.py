@@ -6,6 +6,7 @@ import math
 from heterorl.common.process.metrics import REGISTRY
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import Manifest, PayloadKind, PayloadRef
+from heterorl.common.types.step import CompletionNumbers, PartMean, SiteTokens
 from heterorl.learner.observe import observe_start, observe_step, observe_version
 from tests.support.learner_world import queued
 from tests.support.run import REPORT
@@ -35,6 +36,28 @@ def test_age_of_a_trained_group_includes_its_time_in_the_learner():
     assert shown("policy_age_seconds_sum", site=site) == ages + 21.5
     assert shown("staleness_versions_sum", site=site) == staleness + 3
     assert shown("ess_ratio") == REPORT.ess_fraction
+
+
+def test_curves_of_a_step_are_shown_and_parts_that_are_gone_are_not():
+    numbers = CompletionNumbers(
+        length_mean=5.0, length_p95=7.5, length_max=8, length_low_reward=4.0, truncated_fraction=0.25,
+        uniform_fraction=0.5, reward_parts=(PartMean(name="right", mean=0.75),),
+        sites=(SiteTokens(site="eu-1", num_groups=2, num_tokens=20),),
+    )  # fmt: skip
+    tokens = shown("site_tokens_total", site="eu-1") or 0.0
+
+    observe_step(dataclasses.replace(REPORT, completions=numbers), [], head_version=0, held_s=[])
+
+    assert [shown("completion_tokens", stat=stat) for stat in ("mean", "p95", "max", "low_reward")] == [5, 7.5, 8, 4]
+    assert math.isnan(shown("completion_tokens", stat="high_reward"))
+    assert (shown("truncated_ratio"), shown("uniform_groups_ratio")) == (0.25, 0.5)
+    assert shown("reward_part_mean", part="right") == 0.75
+    assert shown("site_tokens_total", site="eu-1") == tokens + 20
+    observe_step(
+        dataclasses.replace(REPORT, completions=dataclasses.replace(numbers, reward_parts=())), [], head_version=0,
+        held_s=[],
+    )  # fmt: skip
+    assert shown("reward_part_mean", part="right") is None
 
 
 def test_version_shows_what_its_delta_saved():

@@ -15,12 +15,14 @@ import heterorl
 from heterorl.cli.main import app
 from heterorl.common.errors import CorruptStore, OperatorError
 from heterorl.common.process.clock import SystemClock
+from heterorl.common.types.step import CompletionNumbers, PartMean, StepTimes
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.demo import figures
 from heterorl.demo.look import columns_of
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.run.run_file import write_run_file
+from heterorl.report import curves
 from heterorl.report.files import InUse, read_run
 from heterorl.report.live import ask_run
 from heterorl.report.page import render
@@ -106,6 +108,24 @@ def test_learners_journal_alone_says_what_is_missing(tmp_path):
 
     assert "Without the coordinator" in page
     assert set(pngs) == set(figures.PICTURES)
+
+
+def test_curves_are_drawn_from_where_a_learner_states_them(tmp_path):
+    numbers = CompletionNumbers(
+        length_mean=5.0, length_p95=7.5, length_max=8, truncated_fraction=0.25, uniform_fraction=0.5,
+        reward_parts=(PartMean(name="$right_", mean=0.75),),
+    )  # fmt: skip
+    times = StepTimes(
+        period_s=2.0, waiting_s=0.5, examining_s=0.0, computing_s=1.0, evaluating_s=0.0, publishing_s=0.25
+    )
+    stated = [dataclasses.replace(REPORT, step=n, version=n, completions=numbers, times=times) for n in (5, 6)]
+    journal(tmp_path / "learner", extra=[dataclasses.asdict(report) for report in stated])
+
+    page, pngs = render(read_run(tmp_path / "learner"))
+
+    assert set(pngs) == {*figures.PICTURES, *curves.TITLES}
+    assert all(f"<h2>{title}</h2>" in page for title in curves.TITLES.values())
+    assert set(curves.TITLES) == set(curves.NOTES)
 
 
 def test_a_later_row_of_a_step_replaces_an_earlier_one(tmp_path):

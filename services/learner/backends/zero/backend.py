@@ -25,6 +25,7 @@ from heterorl.common.process.clock import Clock, SystemClock
 from heterorl.common.types.common import SamplingSemantics, StepReport
 from heterorl.common.types.rollout import Group, QueuedGroup
 from heterorl.common.weights.arena import Arena, Layout
+from heterorl.learner import progress
 from heterorl.learner.backends.zero.checkpoint import read_checkpoint_files, write_checkpoint_files
 from heterorl.learner.backends.zero.collectives import Collectives
 from heterorl.learner.backends.zero.commands import Command, Do, command_from_bytes, command_to_bytes
@@ -54,6 +55,7 @@ class DeepSpeedBackend:
         sampling: SamplingSemantics,
         ranks: Collectives,
         clock: Clock | None = None,
+        passes: progress.PassCount | None = None,
     ) -> None:
         """Load the model, check that it can be trained this way, and divide it.
 
@@ -101,6 +103,7 @@ class DeepSpeedBackend:
             max_new_tokens=sampling.max_new_tokens,
             micro_batch_tokens=config.micro_batch_tokens,
             batching=config.batching,
+            note_pass=(passes or progress.PassCount()).note,
         )
         self._rounding: Rounding | None = None
         if config.forward_weights == "published" and config.stage == 0:

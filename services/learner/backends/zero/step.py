@@ -88,6 +88,8 @@ class Passes:
     max_new_tokens: int
     micro_batch_tokens: int
     batching: Batching
+    note_pass: Callable[[int, int], None]
+    """Told how many passes of this rank are done, of how many."""
 
     def accumulate(self, batch: Batch) -> list[MicroBatchSample]:
         """Leave the gradient of the whole step's loss with DeepSpeed.
@@ -109,6 +111,7 @@ class Passes:
         samples: list[MicroBatchSample] = []
         everyone: list[MicroBatchSample] = []
         for number in range(shares.num_passes):
+            self.note_pass(number, shares.num_passes)
             is_last = number == shares.num_passes - 1
             self.engine.set_gradient_accumulation_boundary(is_last)
             micro_batch, logprobs_N, entropies_N = self._forward(own, number)
@@ -124,6 +127,7 @@ class Passes:
                 if not math.isfinite(sum(entry.loss for entry in everyone)):
                     total = total * math.nan
             self.engine.backward(total * self.ranks.world_size)
+        self.note_pass(shares.num_passes, shares.num_passes)
         return everyone
 
     def _forward(

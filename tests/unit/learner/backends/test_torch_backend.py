@@ -14,6 +14,7 @@ from heterorl.learner.backends.loading.tensor_file import TensorFile
 from heterorl.learner.backends.state import COUNTERS_FILE, OPTIMIZER_FILE, WEIGHTS_FILE
 from heterorl.learner.backends.torch import TorchBackend
 from heterorl.learner.loss.config import DecoupledPpoConfig, GepoConfig, LossConfig
+from heterorl.learner.progress import PassCount
 from heterorl.learner.train.config import TorchBackendConfig
 from tests.support.training import SAMPLING, is_identical, queued, random_groups, tiny_model, weights
 
@@ -49,11 +50,30 @@ def test_step_moves_weights_and_reports_finite_numbers(model_dir):
     assert not is_identical(weights(backend.torch_model), before)
     assert (report.step, report.version, report.staleness_max, report.num_groups) == (1, 8, 4, 4)
     numbers = dataclasses.asdict(report)
-    del numbers["evaluation_accuracy"]
+    # When it was evaluated and where its time went, a backend does not know.
+    assert numbers.pop("evaluation_accuracy") is numbers.pop("times") is None
+    completions = numbers.pop("completions")
+    assert completions["sites"] == ({"site": "eu-1", "num_groups": 4, "num_tokens": report.num_tokens},)
     assert np.isfinite(list(numbers.values())).all()
     assert report.kl > 0.0
     assert 0.0 < report.ess_fraction <= 1.0
     assert 0.0 < report.entropy < np.log(50)
+
+
+def test_step_says_how_many_of_its_micro_batches_are_done(model_dir):
+    noted = []
+
+    class Noting(PassCount):
+        def note(self, done, total):
+            noted.append((done, total))
+
+    backend = TorchBackend(model_dir=model_dir, config=CONFIG, loss=GepoConfig(), sampling=SAMPLING, passes=Noting())
+
+    backend.train_step(random_groups(version=3), head_version=7, step=1)
+
+    total = len(noted) - 1
+    assert total > 1, "one micro-batch would show nothing"
+    assert noted == [(done, total) for done in range(total + 1)]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from heterorl.common.process import metrics
-from heterorl.learner.checks.reward_signal import NUM_STEPS, RewardSignal, has_signal
+from heterorl.learner.checks.reward_signal import NUM_STEPS, RewardSignal
 from tests.support.learner_world import queued
 
 
@@ -18,12 +18,6 @@ def _flat(sequence, reward=0.0):
 
 def _warnings(caplog):
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-
-
-def test_one_group_whose_rewards_differ_is_a_signal():
-    # Rewards of a made group alternate between its rollouts.
-    assert has_signal(queued(1).group)
-    assert not has_signal(_flat(1, reward=1.0).group)
 
 
 def test_operator_is_told_once_for_each_stretch_without_a_signal(caplog):

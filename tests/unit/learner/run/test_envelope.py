@@ -11,6 +11,7 @@ from heterorl.common.model import tensors
 from heterorl.common.process.patience import Patience
 from heterorl.common.types.rollout import DropReason
 from heterorl.common.weights.arena import Arena
+from heterorl.learner.progress import progress_of
 from heterorl.learner.run.inbox import Inbox
 from heterorl.learner.run.session import Session
 from heterorl.learner.train.interval import FixedInterval
@@ -39,7 +40,7 @@ def session_of(tmp_path, api, inbox, **verification):
         publisher=SimpleNamespace(position=SimpleNamespace(shadow=published, head_version=0)), inbox=inbox,
         journal=None,
         patience=Patience(clock=ManualClock(), rng=random.Random(0), base_s=1.0, cap_s=1.0),
-        evaluator=None, interval=FixedInterval(1), epoch=1, step=0,
+        evaluator=None, interval=FixedInterval(1), progress=progress_of(ManualClock()), epoch=1, step=0,
     )  # fmt: skip
 
 

@@ -305,7 +305,7 @@ async def test_overload_of_the_coordinator_ends_neither_renewal_nor_lease():
         async def acquire_lease(self, **values):
             return await self.answer()
 
-        async def renew_lease(self, *, epoch):
+        async def renew_lease(self, *, epoch, progress):
             return await self.answer()
 
     api = Overloaded()

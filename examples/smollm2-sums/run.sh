@@ -1,0 +1,17 @@
+#!/bin/sh
+# Coordinator, learner and one site on this machine; ends when the learner has taken its steps. Goes on where it ended.
+#   examples/smollm2-sums/run.sh [MAX_STEPS]
+set -eu
+here=$(dirname "$0")
+out=runs/smollm2-sums
+mkdir -p "$out"
+heterorl coordinator --config "$here/coordinator.toml" >>"$out/coordinator.log" 2>&1 &
+coordinator=$!
+heterorl sampler --config "$here/sampler.toml" >>"$out/sampler.log" 2>&1 &
+sampler=$!
+trap 'kill $sampler $coordinator 2>/dev/null || true; wait' EXIT INT TERM
+heterorl learner --config "$here/learner.toml" ${1:+--set "max_steps=$1"} 2>&1 | tee -a "$out/learner.log"
+kill $sampler $coordinator 2>/dev/null || true
+wait
+trap - EXIT INT TERM
+heterorl report "$out" --out "$out/report.html" --pictures "$out/pictures"

@@ -1,0 +1,81 @@
+"""The completions of a step's groups as numbers; pure, in float64, of the groups alone.
+
+Guarantees: the same numbers whatever the order of groups and rollouts; finite for every group that may be trained on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from heterorl.common.types.rollout import FinishReason, Group, Rollout
+from heterorl.common.types.step import (
+    MAX_REPORTED_PARTS,
+    MAX_REPORTED_SITES,
+    CompletionNumbers,
+    PartMean,
+    SiteTokens,
+)
+
+
+def completion_numbers(groups: Sequence[Group]) -> CompletionNumbers | None:
+    """Describe the completions of a step; None where there is none.
+
+    A percentile is interpolated linearly between the two nearest lengths. A part that a completion names several times
+    counts with its sum.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    if not rollouts:
+        return None
+    lengths_B = np.array([rollout.token_ids.size for rollout in rollouts], np.float64)
+    rewards_B = np.array([rollout.reward for rollout in rollouts], np.float64)
+    # The mean of equal rewards may differ from each of them in the last bit.
+    is_high_B = rewards_B > np.clip(rewards_B.mean(), rewards_B.min(), rewards_B.max())
+    is_cut = [rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts]
+    return CompletionNumbers(
+        length_mean=float(lengths_B.mean()),
+        length_p95=float(np.percentile(lengths_B, 95)),
+        length_max=int(lengths_B.max()),
+        length_high_reward=_mean(lengths_B[is_high_B]),
+        length_low_reward=_mean(lengths_B[~is_high_B]),
+        truncated_fraction=sum(is_cut) / len(rollouts),
+        uniform_fraction=sum(not has_signal(group) for group in groups) / len(groups),
+        reward_parts=_reward_parts(rollouts),
+        sites=_sites(groups),
+    )
+
+
+def has_signal(group: Group) -> bool:
+    """Whether the group's rewards differ: where they do not, no rollout is better than another."""
+    return len({rollout.reward for rollout in group.rollouts if rollout.token_ids.size}) > 1
+
+
+def _mean(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float | None:
+    return float(values.mean()) if values.size else None
+
+
+def _reward_parts(rollouts: Sequence[Rollout]) -> tuple[PartMean, ...]:
+    """Means by name, in the order of the names; those of most completions where there are too many."""
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for rollout in rollouts:
+        sums: defaultdict[str, float] = defaultdict(float)
+        for part in rollout.reward_parts:
+            sums[part.name] += part.value
+        for name, value in sums.items():
+            values[name].append(value)
+    kept = sorted(values, key=lambda name: (-len(values[name]), name))[:MAX_REPORTED_PARTS]
+    return tuple(PartMean(name=name, mean=float(np.mean(values[name]))) for name in sorted(kept))
+
+
+def _sites(groups: Sequence[Group]) -> tuple[SiteTokens, ...]:
+    """Groups and tokens by site, in the order of the names; those of most tokens where there are too many."""
+    num_groups = Counter(str(group.id.site) for group in groups)
+    num_tokens: Counter[str] = Counter()
+    for group in groups:
+        num_tokens[group.id.site] += sum(rollout.token_ids.size for rollout in group.rollouts)
+    kept = sorted(num_tokens, key=lambda site: (-num_tokens[site], site))[:MAX_REPORTED_SITES]
+    return tuple(
+        SiteTokens(site=site, num_groups=num_groups[site], num_tokens=num_tokens[site]) for site in sorted(kept)
+    )

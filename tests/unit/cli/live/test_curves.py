@@ -1,0 +1,74 @@
+"""Curves as people read them: what a learner states is shown, what it does not state is absent."""
+
+import dataclasses
+
+from heterorl.cli.live.curves import progress_words, report_rows, series, time_words
+from heterorl.common.types.step import (
+    CompletionNumbers,
+    LearnerPhase,
+    LearnerProgress,
+    PartMean,
+    SiteTokens,
+    StepTimes,
+)
+from tests.support.run import REPORT
+
+NUMBERS = CompletionNumbers(
+    length_mean=212.4, length_p95=498.0, length_max=512, length_high_reward=180.0, truncated_fraction=0.04,
+    uniform_fraction=0.25, reward_parts=tuple(PartMean(name=f"p{n}", mean=n / 8) for n in range(8)),
+    sites=(SiteTokens(site="eu-1", num_groups=1, num_tokens=100), SiteTokens(site="us-2", num_groups=2, num_tokens=400)),
+)  # fmt: skip
+TIMES = StepTimes(
+    period_s=20.0, waiting_s=4.0, examining_s=0.0, computing_s=15.0, evaluating_s=0.05, publishing_s=0.5
+)  # fmt: skip
+STATED = dataclasses.replace(REPORT, completions=NUMBERS, times=TIMES)
+
+
+def test_earlier_learner_has_no_rows_and_no_curves_of_what_it_does_not_state():
+    assert report_rows(REPORT) == []
+    names = [name for name, _, _ in series([REPORT, REPORT])]
+    assert names == ["reward", "KL", "entropy", "staleness", "sample size", "step"]
+
+
+def test_rows_of_a_report():
+    rows = dict(report_rows(STATED))
+
+    assert rows["completions"] == (
+        "212 tokens mean, 498 p95, 512 max; 4.0% cut off; equal rewards in 25% of the groups"
+    )
+    assert rows["reward parts"].startswith("p0 0.000, p1 0.125")
+    assert rows["reward parts"].endswith("p5 0.625 and 2 more")
+    assert rows["time"] == "20.00 s a step: computing 75%, waiting 20%, publishing 2%"
+    # Tokens of the step over the time since the step before, the largest site first.
+    assert rows["trained from"] == "us-2 20 tokens/s, eu-1 5 tokens/s"
+
+
+def test_curves_skip_steps_of_an_earlier_learner_and_a_dash_is_no_number():
+    by_name = {name: (newest, values) for name, newest, values in series([REPORT, STATED])}
+    assert by_name["length"] == ("212 tokens", [212.4])
+    assert by_name["of high reward"] == ("180 tokens", [180.0])
+    assert "of low reward" not in by_name
+    assert by_name["part p3"] == ("0.375", [0.375])
+
+    after_a_downgrade = {name: newest for name, newest, _ in series([STATED, REPORT])}
+    assert after_a_downgrade["length"] == "-"
+
+
+def test_period_without_any_time_is_bookkeeping():
+    nothing = StepTimes(
+        period_s=0.0, waiting_s=0.0, examining_s=0.0, computing_s=0.0, evaluating_s=0.0, publishing_s=0.0
+    )
+    assert time_words(nothing) == "0.00 s a step: bookkeeping"
+    assert "trained from" not in dict(report_rows(dataclasses.replace(STATED, times=nothing)))
+
+
+def test_progress_names_the_micro_batch_that_is_computed():
+    progress = LearnerProgress(
+        step=12, phase=LearnerPhase.COMPUTING, phase_s=61.0, micro_batches_done=6, micro_batches=40
+    )
+
+    assert progress_words(progress, 2.4) == "step 12: computing micro-batch 7 of 40, for 61 s, as it said 2 s ago"
+    done = dataclasses.replace(progress, micro_batches_done=40)
+    assert "micro-batch 40 of 40" in progress_words(done, 0.0)
+    waiting = dataclasses.replace(progress, phase=LearnerPhase.WAITING)
+    assert progress_words(waiting, 0.0) == "step 12: waiting for groups, for 61 s, as it said 0 s ago"

@@ -157,3 +157,8 @@ class CoordinatorConfig(Config):
     def outstanding_limit(self) -> int:
         """Bound on outstanding groups."""
         return self.max_outstanding_groups or 4 * self.groups_per_version
+
+    @property
+    def most_groups_per_version(self) -> int:
+        """Groups that pacing lets be under way while no version is published: none can be made of more."""
+        return min(self.outstanding_limit, (self.max_staleness_versions + 1) * self.groups_per_version)

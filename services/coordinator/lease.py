@@ -95,6 +95,7 @@ class LearnerLease:
             head_version=stated_version(head),
             max_message_bytes=self._parts.config.max_message_bytes,
             max_staleness_versions=self._parts.config.max_staleness_versions,
+            most_groups_per_version=self._parts.config.most_groups_per_version,
         )
 
     async def renew_lease(self, *, epoch: int, progress: LearnerProgress | None = None) -> LeaseGrant:

@@ -253,6 +253,7 @@ class AcquireLeaseResponse(google.protobuf.message.Message):
     HEAD_VERSION_FIELD_NUMBER: builtins.int
     HOLDER_FIELD_NUMBER: builtins.int
     MAX_STALENESS_VERSIONS_FIELD_NUMBER: builtins.int
+    MOST_GROUPS_PER_VERSION_FIELD_NUMBER: builtins.int
     max_message_bytes: builtins.int
     """Largest message that the coordinator takes and sends, bytes; 0 where it does not say."""
     epoch: builtins.int
@@ -265,6 +266,8 @@ class AcquireLeaseResponse(google.protobuf.message.Message):
     """Holder as recorded."""
     max_staleness_versions: builtins.int
     """Versions between a group's oldest token and the parent of the version that consumes it, at most."""
+    most_groups_per_version: builtins.int
+    """Groups that may be under way while no version is published; 0 where it does not say."""
     def __init__(
         self,
         *,
@@ -274,9 +277,10 @@ class AcquireLeaseResponse(google.protobuf.message.Message):
         head_version: builtins.int = ...,
         holder: builtins.str = ...,
         max_staleness_versions: builtins.int | None = ...,
+        most_groups_per_version: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_max_staleness_versions", b"_max_staleness_versions", "max_staleness_versions", b"max_staleness_versions"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_staleness_versions", b"_max_staleness_versions", "epoch", b"epoch", "head_version", b"head_version", "holder", b"holder", "max_message_bytes", b"max_message_bytes", "max_staleness_versions", b"max_staleness_versions", "ttl_s", b"ttl_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_max_staleness_versions", b"_max_staleness_versions", "epoch", b"epoch", "head_version", b"head_version", "holder", b"holder", "max_message_bytes", b"max_message_bytes", "max_staleness_versions", b"max_staleness_versions", "most_groups_per_version", b"most_groups_per_version", "ttl_s", b"ttl_s"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_max_staleness_versions", b"_max_staleness_versions"]) -> typing.Literal["max_staleness_versions"] | None: ...
 
 Global___AcquireLeaseResponse: typing_extensions.TypeAlias = AcquireLeaseResponse

@@ -242,7 +242,9 @@ class Reference:
 
     def vcpo(self, i: int, a: float) -> list[float]:
         members = self.case.members(i)
-        w = [self.product(j) ** 2 * sum((1 - math.exp(sg)) ** 2 for sg in self.sg[j]) for j in members]
+        # Each rollout's gradient as a mean over its tokens takes it.
+        norms = [sum((1 - math.exp(sg)) ** 2 for sg in self.sg[j]) / len(self.sg[j]) ** 2 for j in members]
+        w = [self.product(j) ** 2 * norm for j, norm in zip(members, norms, strict=True)]
         others = [advantage(self.case, j, "mean_std") for j in members]
         shift = sum(x * y for x, y in zip(w, others, strict=True)) / sum(w)
         return [min(self.product(i), 1.2) * (a - shift) * lp for lp in self.lp[i]]

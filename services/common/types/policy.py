@@ -43,6 +43,8 @@ class LeaseGrant:
     """Largest message that the coordinator takes and sends; 0 where it does not say."""
     max_staleness_versions: int = -1
     """Versions between a group's oldest token and the parent of the version that consumes it, at most; -1: not said."""
+    most_groups_per_version: int = 0
+    """Groups that may be under way while no version is published, so the most that one can be made of; 0: not said."""
 
 
 class PayloadKind(enum.Enum):

@@ -140,14 +140,16 @@ def frame_checksum(frame: bytes) -> int:
 
 def grant_from_pb(message: policy_pb2.AcquireLeaseResponse | policy_pb2.RenewLeaseResponse) -> LeaseGrant:
     is_ordered = isinstance(message, policy_pb2.RenewLeaseResponse) and message.HasField("rollback_to")
+    is_new = isinstance(message, policy_pb2.AcquireLeaseResponse)
     return LeaseGrant(
         epoch=message.epoch,
         holder=message.holder,
         ttl_s=message.ttl_s,
         head_version=message.head_version,
         rollback_to=message.rollback_to if is_ordered else -1,  # type: ignore[union-attr]
-        max_message_bytes=message.max_message_bytes if isinstance(message, policy_pb2.AcquireLeaseResponse) else 0,
+        max_message_bytes=message.max_message_bytes if is_new else 0,  # type: ignore[union-attr]
         max_staleness_versions=message.max_staleness_versions if message.HasField("max_staleness_versions") else -1,
+        most_groups_per_version=message.most_groups_per_version if is_new else 0,  # type: ignore[union-attr]
     )
 
 
@@ -236,6 +238,7 @@ def grant_to_pb(value: LeaseGrant) -> policy_pb2.AcquireLeaseResponse:
         holder=value.holder,
         max_message_bytes=value.max_message_bytes,
         max_staleness_versions=value.max_staleness_versions,
+        most_groups_per_version=value.most_groups_per_version,
     )
 
 

@@ -1,9 +1,11 @@
-"""AdamW over the weights of many runs, each with its own step size: `torch.optim.AdamW`, written for rows.
+"""AdamW over the weights of many runs, each with its own step size: torch's own, a row at a time.
 
 Suffixes: R runs, P weights of a model.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -27,7 +29,7 @@ class Adam:
         self.masters_RP = masters_RP
         self._first_RP, self._second_RP = torch.zeros_like(masters_RP), torch.zeros_like(masters_RP)
         self._settings = settings
-        self._steps = 0
+        self._steps = [torch.zeros((), device=masters_RP.device) for _ in masters_RP]
 
     def step(self, gradients_RP: Tensor, *, step_sizes: list[float], is_finite: list[bool]) -> list[float]:
         """Clip each run's gradient and move its weights; those whose loss or gradient is not finite stay.
@@ -41,26 +43,39 @@ class Adam:
             Norms of the gradients before clipping.
         """
         settings = self._settings
-        beta_first, beta_second = settings.betas
         norms_R = torch.linalg.vector_norm(gradients_RP, dim=1)
+        # Gradients are divided by it.
+        scales_R = ((norms_R + 1e-6) / settings.grad_clip).clamp(min=1.0)
         norms: list[float] = norms_R.tolist()
-        is_applied_R = norms_R.isfinite() & torch.tensor(is_finite, device=norms_R.device)
-        gradients_RP.mul_((settings.grad_clip / (norms_R + 1e-6)).clamp(max=1.0)[:, None])
-        kept = None if bool(is_applied_R.all()) else self._copy()
-        self._steps += 1
-        sizes_R1 = torch.tensor(step_sizes, dtype=torch.float64, device=norms_R.device)[:, None]
-        if settings.weight_decay:
-            self.masters_RP.mul_((1.0 - sizes_R1 * settings.weight_decay).float())
-        self._first_RP.lerp_(gradients_RP, 1.0 - beta_first)
-        self._second_RP.mul_(beta_second).addcmul_(gradients_RP, gradients_RP, value=1.0 - beta_second)
-        scale = (1.0 - beta_second**self._steps) ** 0.5
-        update_RP = torch.sqrt(self._second_RP).div_(scale).add_(EPS)
-        torch.div(self._first_RP, update_RP, out=update_RP)
-        self.masters_RP.sub_(update_RP.mul_((sizes_R1 / (1.0 - beta_first**self._steps)).float()))
-        if kept is not None:
-            for now, before in zip((self.masters_RP, self._first_RP, self._second_RP), kept, strict=True):
-                now.copy_(torch.where(is_applied_R[:, None], now, before))
+        rows = zip(
+            self.masters_RP.unbind(),
+            gradients_RP.unbind(),
+            self._first_RP.unbind(),
+            self._second_RP.unbind(),
+            self._steps,
+            scales_R.unbind(),
+            step_sizes,
+            norms,
+            is_finite,
+            strict=True,
+        )
+        for master, gradient, first, second, step, scale, size, norm, is_whole in rows:
+            if is_whole and math.isfinite(norm):
+                step += 1
+                torch._fused_adamw_(
+                    [master],
+                    [gradient],
+                    [first],
+                    [second],
+                    [],
+                    [step],
+                    lr=size,
+                    beta1=settings.betas[0],
+                    beta2=settings.betas[1],
+                    weight_decay=settings.weight_decay,
+                    eps=EPS,
+                    amsgrad=False,
+                    maximize=False,
+                    grad_scale=scale,
+                )
         return norms
-
-    def _copy(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.masters_RP.clone(), self._first_RP.clone(), self._second_RP.clone()

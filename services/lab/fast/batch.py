@@ -77,21 +77,24 @@ def run_batch(
         raise ConfigError("regime", "runs of several shapes are several batches")
     for cell in cells:
         check_scope(cell)
-    batch = _Batch(cells, model_dirs, device)
+    # Runs of one rule one after another: their losses are one call.
+    order = sorted(range(len(cells)), key=lambda number: cells[number].algorithm.loss.model_dump_json())
+    batch = _Batch([cells[number] for number in order], [model_dirs[number] for number in order], device)
     for version in range(cells[0].regime.max_steps):
         batch.turn(version)
         note_step(version + 1)
     batch.evaluate(cells[0].regime.max_steps)
-    return [
-        Outcome(
+    outcomes = {
+        number: Outcome(
             steps=run.rows,
             evaluations=run.evaluations,
             status=None,
             ledger_balanced=None,
             diverged_at=run.diverged_at,
         )
-        for run in batch.runs
-    ]
+        for number, run in zip(order, batch.runs, strict=True)
+    }
+    return [outcomes[number] for number in range(len(cells))]
 
 
 class _Batch:
@@ -142,22 +145,23 @@ class _Batch:
         targets: Sequence[float | None] = [None] * len(self.runs)
         if self._regime.probe_every and (version + 1) % self._regime.probe_every == 0:
             seeds = [run.cell.seed for run in self.runs]
-            targets = mean_advantages(self._drawing, self._published(), stale, seeds, step=version + 1)
+            everyone = list(range(len(self.runs)))
+            targets = mean_advantages(self._drawing, self._published(everyone), stale, seeds, step=version + 1)
         self._train(version, stale, targets)
 
     def evaluate(self, version: int) -> None:
         """Evaluate the newest version where that is due."""
         if version % self._regime.evaluate_every:
             return
-        rows = self._evaluations.rows(self._published(), [run.cell.seed for run in self.runs], version=version)
-        for run, row in zip(self.runs, rows, strict=True):
-            run.evaluations.append(row)
+        for part in self._evaluations.parts(len(self.runs)):
+            seeds = [run.cell.seed for run in self.runs[part]]
+            rows = self._evaluations.rows(self._published(part), seeds, version=version)
+            for run, row in zip(self.runs[part], rows, strict=True):
+                run.evaluations.append(row)
 
-    def _published(self, numbers: Sequence[int] | None = None) -> Folded:
-        masters_RP = self._adam.masters_RP
-        chosen = masters_RP if numbers is None else masters_RP[list(numbers)]
+    def _published(self, numbers: slice | list[int]) -> Folded:
         with torch.no_grad():
-            weights = views(published(chosen), self._shape)
+            weights = views(published(self._adam.masters_RP[numbers]), self._shape)
             return fold(self._shape, weights, num_positions=self._drawing.sizes.num_positions)
 
     def _draw(self, version: int) -> None:
@@ -169,10 +173,9 @@ class _Batch:
                 owner = self._starts[number] if version == 0 else number
                 jobs.setdefault((owner, step), []).append(number)
         waiting = list(jobs.items())
-        is_all = [owner for (owner, _), _ in waiting] == list(range(len(self.runs)))
         for start in range(0, len(waiting), len(self.runs)):
             part = waiting[start : start + len(self.runs)]
-            folded = self._published(None if is_all else [numbers[0] for _, numbers in part])
+            folded = self._published([numbers[0] for _, numbers in part])
             works = [self._assignments.of_step(self.runs[numbers[0]].cell.seed, step) for (_, step), numbers in part]
             drawn = self._drawing.draw(folded, works, version=version)
             for ((_, step), numbers), rollouts in zip(part, drawn, strict=True):
@@ -180,7 +183,7 @@ class _Batch:
                     self.runs[number].waiting[step] = rollouts
 
     def _train(self, version: int, stale: list[Rollouts], targets: Sequence[float | None]) -> None:
-        drawing, sizes = self._drawing, self._drawing.sizes
+        drawing, sizes, runs = self._drawing, self._drawing.sizes, self.runs
         step = gather_step(stale, head_version=version, device=self._device)
         tokens = np.stack([one.drawn.tokens_RGMT for one in stale])
         layout = lay_out(
@@ -199,20 +202,20 @@ class _Batch:
         logits = forward(folded, layout, drawing.mask_SS)
         temperature = drawing.sampling.logprob_temperature
         learner, entropies = log_probs(logits, layout, step.tokens_RGMT, temperature=temperature)
-        configs = [run.cell.algorithm.loss for run in self.runs]
+        configs = [run.cell.algorithm.loss for run in runs]
         total, samples = losses(configs, step, learner.flatten(1, 2), entropies.flatten(1, 2))
         gradients = torch.autograd.grad(total, list(leaves.values()))
         step_sizes = [
             learning_rate(lr=run.cell.regime.lr, warmup_steps=run.cell.regime.warmup_steps, applied_steps=version)
             * step_size_factor(rule_of(run.cell.algorithm.loss), sample.sequences)
-            for run, sample in zip(self.runs, samples, strict=True)
+            for run, sample in zip(runs, samples, strict=True)
         ]
         norms = self._adam.step(
             torch.cat([gradient.flatten(1) for gradient in gradients], 1),
             step_sizes=step_sizes,
             is_finite=[math.isfinite(sample.loss) for sample in samples],
         )
-        for run, rollouts, sample, norm, target in zip(self.runs, stale, samples, norms, targets, strict=True):
+        for run, rollouts, sample, norm, target in zip(runs, stale, samples, norms, targets, strict=True):
             if not (math.isfinite(sample.loss) and math.isfinite(norm)):
                 run.diverged_at = run.diverged_at or version + 1
             report = _report(sample, rollouts, head_version=version, grad_norm=norm)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from heterorl.common.model.contract import SamplingConfig
@@ -20,6 +21,14 @@ from heterorl.lab.fast.generate import generate
 from heterorl.lab.fast.layout import Sizes, mask_of
 from heterorl.lab.fast.rollouts import Rollouts, of_run, score
 from heterorl.lab.fast.work import Texts, Work, make_work
+
+PROMPTS_AT_ONCE = 1024
+"""Held-out prompts of one pass on a CPU. One run's share more prefixes than prompts of several, and what a pass holds
+stays below what the allocator gives back to the system and has to ask for again."""
+
+
+_MOST_KEPT = 16
+"""Noises of evaluations that are kept: those of the seeds of a batch, of one version where versions differ in it."""
 
 
 def sampling_of(cell: Cell, **keys: Any) -> SamplingSemantics:
@@ -77,23 +86,25 @@ class Evaluations:
         parts = split_evaluation(drawing.task, num_prompts=regime.num_evaluation, offset=regime.evaluation_offset)
         self._regime = regime
         self._parts: dict[str, PartOfTask] = parts
-        sizes = Sizes(
-            num_prompts=sum(part.num_evaluation_prompts for part in parts.values()),
-            group_size=1,
-            prompt_length=drawing.sizes.prompt_length,
-            max_new_tokens=drawing.sizes.max_new_tokens,
-            vocab_size=drawing.sizes.vocab_size,
-        )
-        self._drawing = Drawing(
-            task=drawing.task,
-            texts=drawing.texts,
+        num_prompts = sum(part.num_evaluation_prompts for part in parts.values())
+        at_once = PROMPTS_AT_ONCE if drawing.device.type == "cpu" else num_prompts
+        sizes = replace(drawing.sizes, num_prompts=min(at_once, num_prompts), group_size=1)
+        whole = replace(
+            drawing,
             sizes=sizes,
             mask_SS=additive_mask(sizes, drawing.device),
             sampling=sampling_of(cell, temperature=cell.regime.evaluation_temperature),
-            device=drawing.device,
-            is_sharing=drawing.is_sharing,
         )
-        self._works: dict[int, Work] = {}
+        self._drawings = [
+            replace(whole, sizes=replace(sizes, num_prompts=min(at_once, num_prompts - start)))
+            for start in range(0, num_prompts, at_once)
+        ]
+        self._works: dict[int, list[Work]] = {}
+
+    def parts(self, num_runs: int) -> list[slice]:
+        """The runs that are evaluated at once: one on a CPU, all on a GPU."""
+        size = 1 if self._drawings[0].device.type == "cpu" else num_runs
+        return [slice(start, start + size) for start in range(0, num_runs, size)]
 
     def rows(self, folded: Folded, seeds: Sequence[int], *, version: int) -> list[dict[str, Any]]:
         """A row for each of the weights, as the services' lab writes them.
@@ -103,28 +114,42 @@ class Evaluations:
             seeds: of the runs that they belong to.
             version: their version.
         """
-        noises = [evaluation_seed(self._regime, seed=seed, version=version) for seed in seeds]
-        # What other versions were drawn with is not asked for again.
-        self._works = {noise: self._works.get(noise) or self._work(noise) for noise in dict.fromkeys(noises)}
-        rollouts = self._drawing.draw(folded, [self._works[noise] for noise in noises], version=version)
-        return [self._row(one, version) for one in rollouts]
+        works = [self._works_of(evaluation_seed(self._regime, seed=seed, version=version)) for seed in seeds]
+        drawn = [
+            drawing.draw(folded, [some[number] for some in works], version=version)
+            for number, drawing in enumerate(self._drawings)
+        ]
+        return [
+            self._row(np.concatenate([one.rewards_GM[:, 0] for one in of_run]), version)
+            for of_run in zip(*drawn, strict=True)
+        ]
 
-    def _row(self, rollouts: Rollouts, version: int) -> dict[str, Any]:
-        rewards, benchmarks, start = rollouts.rewards_GM[:, 0].tolist(), {}, 0
+    def _row(self, rewards_G: NDArray[np.float64], version: int) -> dict[str, Any]:
+        rewards, benchmarks, start = rewards_G.tolist(), {}, 0
         for name, part in self._parts.items():
             own = rewards[start : start + part.num_evaluation_prompts]
             benchmarks[name] = sum(own) / len(own) if own else None
             start += len(own)
         return {"step": version, "accuracy": sum(rewards) / len(rewards), "benchmarks": benchmarks}
 
-    def _work(self, noise: int) -> Work:
+    def _works_of(self, noise: int) -> list[Work]:
+        if noise in self._works:
+            return self._works[noise]
         prompts: list[Prompt] = []
         seeds: list[int] = []
         for part in self._parts.values():
             prompts += [part.evaluation_prompt(index) for index in range(part.num_evaluation_prompts)]
             seeds += [noise + index for index in range(part.num_evaluation_prompts)]
-        # Scores ask for text and answer alone, so the whole task may give them.
-        return make_work(prompts, seeds, texts=self._drawing.texts, sizes=self._drawing.sizes)
+        works, start = [], 0
+        for drawing in self._drawings:
+            end = start + drawing.sizes.num_prompts
+            # Scores ask for text and answer alone, so the whole task may give them.
+            works.append(make_work(prompts[start:end], seeds[start:end], texts=drawing.texts, sizes=drawing.sizes))
+            start = end
+        if len(self._works) >= _MOST_KEPT:
+            del self._works[next(iter(self._works))]
+        self._works[noise] = works
+        return works
 
 
 def mean_advantages(

@@ -17,7 +17,7 @@ from heterorl.common.generation.draw import draw
 from heterorl.common.types.common import SamplingSemantics
 from heterorl.lab.fast.forward import Folded
 from heterorl.lab.fast.functions import gather, heads_of, side_by_side
-from heterorl.lab.fast.layout import Bools, Ints, Sizes, extend, prompt_rows
+from heterorl.lab.fast.layout import Bools, Ints, Sizes, extend, prefix_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -66,7 +66,7 @@ def generate(
     lengths = np.zeros(shape, np.int64)
     is_open = np.ones(shape, bool)
     parents: Ints = np.zeros(shape, np.int64)
-    logits = passes.read_prompts().repeat_interleave(sizes.group_size, 0)
+    logits = passes.read_prompts(is_sharing=is_sharing).repeat_interleave(sizes.group_size, 0)
     for position in range(sizes.max_new_tokens):
         drawn, logs = draw(logits, noise_RGMTV[..., position, :].reshape(-1, sizes.vocab_size), sampling)
         tokens[..., position] = np.where(is_open, drawn.cpu().numpy().reshape(shape), 0)
@@ -94,26 +94,30 @@ class _Passes:
         num = len(prompts_RGP) * sizes.num_prompts * sizes.num_bundles * shape.num_heads
         self._caches = [mask_SS.new_empty(2, num, sizes.num_slots, shape.head_dim) for _ in folded.layers]
 
-    def read_prompts(self) -> Tensor:
-        """Logits [R x G, V] after each prompt."""
+    def read_prompts(self, *, is_sharing: bool) -> Tensor:
+        """Logits [R x G, V] after each prompt; a prefix that prompts of a run share is one row."""
         folded, sizes, heads = self._folded, self._sizes, self._folded.shape.num_heads
         length, num = sizes.prompt_length, sizes.num_prompts
         num_runs = len(self._prompts)
-        own = prompt_rows(sizes)
-        rows = own + self._run * num * length
-        order = np.argsort(own.ravel())
         turns = self._run * sizes.num_positions + np.arange(length)
-        tokens = (self._run * sizes.vocab_size + self._prompts).reshape(num_runs, -1)[:, order]
-        turned = np.broadcast_to(turns, rows.shape).reshape(num_runs, -1)[:, order]
-        slots = np.arange(rows.size).reshape(num_runs, -1)[:, order]
-        counts, taken = [num * length] * num_runs, self._on_device(slots.ravel())
-        hidden = gather(folded.embedding, self._on_device(tokens.ravel()))
+        if is_sharing:
+            rows, counts = prefix_rows(self._prompts, sizes.vocab_size)
+        else:
+            rows = np.arange(self._prompts.size).reshape(self._prompts.shape)
+            counts = [num * length] * num_runs
+        # Of the slots of a row, which are equal, one is taken.
+        tokens, turned, slots = np.empty((3, sum(counts)), np.int64)
+        tokens[rows] = self._run * sizes.vocab_size + self._prompts
+        turned[rows] = turns
+        slots[rows] = np.arange(rows.size).reshape(rows.shape)
+        taken = self._on_device(slots)
+        hidden = gather(folded.embedding, self._on_device(tokens))
         for number, layer in enumerate(folded.layers):
             if number == 0:
                 places = self._on_device(turns * sizes.vocab_size + self._prompts)
                 table = folded.table
             else:
-                table = folded.queries_keys_values(hidden, layer, counts, self._on_device(turned.ravel()))
+                table = folded.queries_keys_values(hidden, layer, counts, self._on_device(turned))
                 places = self._on_device(rows)
             query, key, value = heads_of(gather(table, places.view(-1, length)), 3, heads)
             cache = self._caches[number].view(2, -1, sizes.num_bundles, heads, sizes.num_slots, query.shape[-1])

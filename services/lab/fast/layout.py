@@ -115,6 +115,19 @@ def prompt_rows(sizes: Sizes) -> Ints:
     return rows
 
 
+def prefix_rows(prompts_RGP: Ints, vocab_size: int) -> tuple[Ints, list[int]]:
+    """Rows [R, G, P] of generation, one for each prefix that prompts of a run have, and how many each run has."""
+    rows, counts, total = np.empty_like(prompts_RGP), [], 0
+    for prompts_GP, rows_GP in zip(prompts_RGP, rows, strict=True):
+        start, prefix_G = total, np.zeros(len(prompts_GP), np.int64)
+        for place, tokens_G in enumerate(prompts_GP.T):
+            names, prefix_G = np.unique(prefix_G * vocab_size + tokens_G, return_inverse=True)
+            rows_GP[:, place] = total + prefix_G
+            total += len(names)
+        counts.append(total - start)
+    return rows, counts
+
+
 def lay_out(
     sizes: Sizes,
     prompts_RGP: Ints,

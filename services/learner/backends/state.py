@@ -92,19 +92,22 @@ def read_state(directory: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     applied_steps = check_state(directory, parameters, weights.tensors, moments.tensors, counters)
     random = moments.flat("random/cpu").clone()
     check_random_state(directory, random)
+    # All of them are mapped before one is copied: a file that is gone by now has changed nothing.
+    mapped = {name: weights.flat(name) for name in parameters}
+    states = {name: moments.flat(name) for name in moments.tensors}
     for name, parameter in parameters.items():
-        parameter.copy_(weights.flat(name).view(parameter.shape))
-        if f"step/{name}" in moments.tensors:
+        parameter.copy_(mapped.pop(name).view(parameter.shape))
+        if f"step/{name}" in states:
             # AdamW keeps its count on the CPU whatever the device.
             optimizer.state[parameter] = {
-                key: moments.flat(stored).view(moments.tensors[stored].shape).to(place, copy=True)
+                key: states.pop(stored).view(moments.tensors[stored].shape).to(place, copy=True)
                 for key in _MOMENTS
                 for stored, place in [(f"{key}/{name}", "cpu" if key == "step" else parameter.device)]
             }
     torch.set_rng_state(random)
     device = next(model.parameters()).device
-    if device.type == "cuda" and "random/cuda" in moments.tensors:
-        torch.cuda.set_rng_state(moments.flat("random/cuda").clone(), device)
+    if device.type == "cuda" and "random/cuda" in states:
+        torch.cuda.set_rng_state(states["random/cuda"].clone(), device)
     return applied_steps
 
 

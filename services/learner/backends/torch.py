@@ -86,7 +86,7 @@ class TorchBackend:
         self._reference: nn.Module | None = None
         if self._rule.needs_reference:
             directory = config.reference_model_dir or str(model_dir)
-            self._reference = load_reference(directory, config, layout=self._layout)
+            self._reference = load_reference(directory, config, learner=self._model, layout=self._layout)
         self._rounding: Rounding | None = None
         if config.forward_weights == "published":
             self._rounding = Rounding(self._model, self._layout, dead_band_ulp=config.dead_band_ulp)

@@ -47,14 +47,15 @@ def optimal_baseline(
 ) -> torch.Tensor:
     """b = sum_i W_i A_i / sum_i W_i with W_i = ||g_i||^2 e^(2 z_i), float64 scalar: arXiv 2602.17616 equation 7.
 
-    The variance of mean_i e^(z_i) (A_i - b) g_i over samples is smallest there (its derivative in b is linear). Given
+    The variance of mean_i e^(z_i) (A_i - b) g_i over samples is smallest there (its derivative in b is linear). g_i is
+    what the loss takes of a rollout, c_i grad log p_i: c_i is 1 / T_i where it is a mean over tokens. Given
     A = (r - mean) / std, A - b is (r - b') / std with the optimal b' of the rewards. Its authors measure ||g_i|| by one
     backward pass for each rollout.
 
     Args:
         advantages_G: A of one whole group.
-        log_products_G: z, log ratios of whole rollouts, without a cap.
-        square_norms_G: ||grad log p_i||^2 up to a common factor, see `score_square_norm`.
+        log_products_G: z, log ratios of whole rollouts.
+        square_norms_G: ||g_i||^2 up to a common factor, see `score_square_norm`.
     """
     assert advantages_G.shape == log_products_G.shape == square_norms_G.shape
     logs_G = 2.0 * log_products_G + square_norms_G.clamp(min=torch.finfo(square_norms_G.dtype).tiny).log()

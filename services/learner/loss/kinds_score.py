@@ -90,7 +90,7 @@ class VcpoConfig(LossOptions):
     baseline: Literal["group", "optimal"] = "optimal"
     step_size: Literal["constant", "ess", "ess_uncapped"] = "ess_uncapped"
     cap: float = Field(default=8.0, gt=0.0)
-    """Largest weight; the baseline and the step size see ratios without it."""
+    """Largest weight; the baseline and the step size see ratios up to e^max_log_weight."""
 
 
 class TbaConfig(LossOptions):

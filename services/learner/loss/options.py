@@ -44,7 +44,7 @@ class LossOptions(Config):
     """Whether groups whose rewards are all equal leave the step, counts and KL penalty included."""
     step_size: Literal["constant", "ess", "ess_uncapped"] = "constant"
     """Learning rate as configured, or times sqrt(ESS / rollouts) of the step's importance weights, in which ratios of
-    whole rollouts are capped at 8, or of those ratios without a cap (VCPO)."""
+    whole rollouts are capped at 8, or of those ratios up to e^max_log_weight (VCPO, which has no cap)."""
 
 
 class RatioLossConfig(LossOptions):
@@ -79,8 +79,8 @@ class SequenceLossConfig(RatioLossConfig):
     """Weight of rollouts worse than their group: the loss's own with its clip; or of the plain log-likelihood 1, the
     truncated ratio of the whole rollout min(1, prod_t p / q) as in TOPR, or the same of tempered, normalised ratios."""
     tempering_ess: float = Field(default=0.5, gt=0.0, le=1.0)
-    """With negative_weight tempered: ratios are raised to the largest power, at most 1, at which the effective share of
-    the step's rollouts is this."""
+    """With negative_weight tempered: ratios, at most e^max_log_weight, are raised to the largest power, at most 1, at
+    which the effective share of the step's rollouts is this."""
 
 
 class GroupDenominatorConfig(SequenceLossConfig):

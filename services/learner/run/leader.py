@@ -30,12 +30,12 @@ from heterorl.learner.publish.publish import Publisher
 from heterorl.learner.run.feed import feed
 from heterorl.learner.run.inbox import Inbox
 from heterorl.learner.run.incarnation import read_incarnation
-from heterorl.learner.run.lease import acquire, check_messages, renew
+from heterorl.learner.run.lease import acquire, check_groups, check_messages, renew
 from heterorl.learner.run.rollback import Rollback
 from heterorl.learner.run.run_file import describe_run
 from heterorl.learner.run.run_result import RunResult
 from heterorl.learner.run.session import Outcome, Session
-from heterorl.learner.train.interval import FixedIntervalConfig, Interval, make_interval
+from heterorl.learner.train.interval import FixedIntervalConfig, Interval, largest, make_interval
 
 _LOG = logging.getLogger(__name__)
 RELEASE_TIMEOUT_S = 5.0
@@ -89,6 +89,13 @@ class Leader:
         is_fixed = isinstance(self.config.publish_interval, FixedIntervalConfig)
         return self.config.groups_per_step * self.config.steps_per_version if is_fixed else 0
 
+    @property
+    def _largest_version(self) -> int:
+        """Groups of the largest version that a bandit may choose; 0 where none does."""
+        interval = self.config.publish_interval
+        is_fixed = isinstance(interval, FixedIntervalConfig)
+        return 0 if is_fixed else self.config.groups_per_step * largest(interval, steps_per_version=0)
+
     async def lead(self) -> None:
         """Hold the lease and train under it."""
         grant = await acquire(
@@ -105,6 +112,7 @@ class Leader:
         self.result = replace(self.result, version=grant.head_version)
         try:
             check_messages(grant, own_bytes=self.config.max_message_bytes)
+            check_groups(grant, largest=self._largest_version)
         except ConfigError:
             await self.release(grant)
             raise

@@ -52,13 +52,14 @@ def couple(rule: Rule, batch: Batch, logprobs: Sequence[torch.Tensor], *, max_ne
     if rule.balance_beta > 0.0:
         batch = _with_balance(batch, of_sequences, beta=rule.balance_beta)
     if rule.baseline == "optimal":
-        batch = _with_optimal_baselines(batch, of_sequences)
+        batch = _with_optimal_baselines(rule, batch, of_sequences, max_new_tokens=max_new_tokens)
     if rule.m2_budget > 0.0:
         batch = _with_selection(batch, of_sequences, budget=rule.m2_budget)
     if rule.negative_keep > 0.0:
         batch = _with_quantile(batch, of_sequences, least=rule.negative_keep)
     if rule.negative_weight == "tempered":
-        logs = tempered_log_weights(_log_products(batch, of_sequences), share=rule.tempering_ess)
+        products = _log_products(batch, of_sequences).clamp(max=rule.max_log_weight)
+        logs = tempered_log_weights(products, share=rule.tempering_ess)
         batch = _replaced(batch, [{"log_gate": value} for value in logs.tolist()])
     if rule.denominator == "expected_learner":
         batch = _with_expectations(rule, batch, of_sequences, max_new_tokens=max_new_tokens)
@@ -105,9 +106,14 @@ def _with_balance(batch: Batch, logprobs: Sequence[torch.Tensor], *, beta: float
     )
 
 
-def _with_optimal_baselines(batch: Batch, logprobs: Sequence[torch.Tensor]) -> Batch:
-    products = _log_products(batch, logprobs)
-    norms = torch.stack([score_square_norm(own) for own in logprobs])
+def _with_optimal_baselines(
+    rule: Rule, batch: Batch, logprobs: Sequence[torch.Tensor], *, max_new_tokens: int
+) -> Batch:
+    products = _log_products(batch, logprobs).clamp(max=rule.max_log_weight)
+    mask_BT = collate(batch.sequences, batching="padded").loss_inputs.mask_BT
+    # What the loss multiplies grad log p_i with; 1 / (N T_i) where it is a mean over tokens.
+    factors_B = step_coefficients(rule, mask_BT, batch, max_new_tokens=max_new_tokens).amax(1)
+    norms = torch.stack([score_square_norm(own) for own in logprobs]) * factors_B.square()
     return _with_advantages(
         batch,
         lambda advantages_G, positions: (

@@ -36,8 +36,8 @@ class UcbIntervalConfig(Config):
 
     kind: Literal["ucb"] = "ucb"
     intervals: tuple[int, ...] = Field(default=(1, 2, 4, 8), min_length=2)
-    """Steps between publications to choose from. The coordinator's groups_per_version must be groups_per_step times the
-    largest one."""
+    """Steps between publications to choose from. The coordinator's groups_per_version should be groups_per_step times
+    the largest one; a learner refuses to lead where so many groups are never under way."""
     trial_steps: int = Field(default=32, ge=1)
     """Steps for which an interval is tried; more than the delay takes."""
     price: float = Field(default=0.01, ge=0)

@@ -19,12 +19,13 @@ from heterorl.learner.train.model import load_model
 KEY = "backend.reference_model_dir"
 
 
-def load_reference(model_dir: str, config: TorchBackendConfig, *, layout: Layout) -> nn.Module:
+def load_reference(model_dir: str, config: TorchBackendConfig, *, learner: nn.Module, layout: Layout) -> nn.Module:
     """Load a second model beside the learner's, rounded as the learner's passes round theirs.
 
     Args:
         model_dir: of the reference.
         config: device and precision.
+        learner: the model that it is compared with; under adapters lie the weights that it would have without them.
         layout: of the learner's published weights.
 
     Raises:
@@ -36,12 +37,12 @@ def load_reference(model_dir: str, config: TorchBackendConfig, *, layout: Layout
     except ConfigError as error:
         raise ConfigError(KEY, str(error), action=error.action) from error
     tensors = published_tensors(model)
-    own = {spec.name: tuple(spec.shape) for spec in layout.specs if not spec.alias_of and spec.name in tensors}
-    if any(tuple(tensors[name].shape) != shape for name, shape in own.items()):
+    shapes = {name: tensor.shape for name, tensor in learner.state_dict(keep_vars=True).items()}
+    if any(tensor.shape != shapes.get(name, tensor.shape) for name, tensor in tensors.items()):
         raise ConfigError(KEY, f"{model_dir} has other shapes than the learner's model")
     if config.forward_weights == "published":
         dtypes = {spec.name: TORCH_DTYPE[spec.dtype] for spec in layout.specs}
         with torch.no_grad():
-            for name in own:
+            for name in tensors.keys() & dtypes.keys():
                 tensors[name].copy_(tensors[name].to(dtypes[name]))
     return model.to(config.device)

@@ -122,7 +122,7 @@ def step_size_factor(rule: Rule, sample: SequenceSample) -> float:
 
     ESS is (sum w)^2 / sum w^2 over the B rollouts of the step. The weights are GEPO's own where the loss divides by a
     group's denominator, else the ratios of whole rollouts, prod_t p_t / q_t, capped at 8; for `ess_uncapped` always
-    those ratios, without a cap, as in VCPO.
+    those ratios, capped at e^max_log_weight alone; VCPO has no cap, and so trusts what samplers state.
 
     Args:
         rule: the loss.
@@ -131,7 +131,7 @@ def step_size_factor(rule: Rule, sample: SequenceSample) -> float:
     if rule.step_size == "constant":
         return 1.0
     if rule.step_size == "ess_uncapped":
-        return math.sqrt(ess_fraction(_shifted(sample.log_products_B)))
+        return math.sqrt(ess_fraction(_shifted(sample.log_products_B.clamp(max=rule.max_log_weight))))
     if rule.has_group_denominator:
         return math.sqrt(ess_fraction(sample.weights_B))
     return math.sqrt(ess_fraction(_capped_products(sample)))

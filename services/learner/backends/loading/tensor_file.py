@@ -47,13 +47,21 @@ class TensorFile:
     def flat(self, name: str) -> torch.Tensor:
         """A flattened tensor of the type it has in the file, mapped from the disk; not to be written to.
 
-        Its pages leave this process's memory with the last reference to it.
+        Its pages leave this process's memory with the last reference to it; none is read before it is looked at.
+
+        Raises:
+            CorruptStore: the file is gone, or shorter than its header says.
         """
         meta = self.tensors[name]
         if not meta.numel():
             return torch.empty(0, dtype=meta.dtype)
         # Copy on write: torch takes writable arrays only, and nothing reaches the file.
-        mapped = np.memmap(self._path, _STORED[meta.dtype], mode="c", offset=self._offsets[name], shape=(meta.numel(),))
+        try:
+            mapped = np.memmap(
+                self._path, _STORED[meta.dtype], mode="c", offset=self._offsets[name], shape=(meta.numel(),)
+            )
+        except (OSError, ValueError) as error:
+            raise CorruptStore(f"{self._path} cannot be read: {error}") from error
         return torch.from_numpy(mapped).view(meta.dtype)
 
 

@@ -13,7 +13,7 @@ from heterorl.demo.tiny_model import write_tiny_model
 from heterorl.lab.fast import stack
 from heterorl.lab.fast.evaluation import Drawing, additive_mask
 from heterorl.lab.fast.forward import fold
-from heterorl.lab.fast.layout import Sizes
+from heterorl.lab.fast.layout import Sizes, prefix_rows
 from heterorl.lab.fast.work import Assignments, Texts, make_work
 
 TASK = build_task(TaskConfig(name="arithmetic", digits=2))
@@ -87,6 +87,15 @@ def test_a_run_draws_the_same_whoever_is_beside_it(models):
     for field in ("tokens_RGMT", "logprobs_RGMT", "lengths_RGM", "first_RGMT"):
         assert np.array_equal(getattr(together[3].drawn, field), getattr(alone.drawn, field))
         assert np.array_equal(getattr(together[1].drawn, field), getattr(alone.drawn, field))
+
+
+def test_a_prefix_that_prompts_of_a_run_share_is_one_row():
+    prompts = np.array([[[3, 4, 5], [3, 4, 6], [7, 4, 5]], [[3, 4, 5], [3, 4, 5], [3, 4, 5]]])
+    rows, counts = prefix_rows(prompts, 19)
+
+    assert counts == [7, 3]
+    assert rows[0].tolist() == [[0, 2, 4], [0, 2, 5], [1, 3, 6]]
+    assert rows[1].tolist() == [[7, 8, 9]] * 3
 
 
 def test_texts_by_table_are_those_of_the_tokenizer(models):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from heterorl.common.errors import ConfigError
+from heterorl.common.model.lora import ALL_WEIGHTS, LoraConfig
 from heterorl.learner.backends.torch import TorchBackend
 from heterorl.learner.backends.zero.backend import DeepSpeedBackend
 from heterorl.learner.loss.config import GrpoConfig, TbaConfig
@@ -30,9 +31,9 @@ def other_dir(tmp_path_factory):
     return directory
 
 
-def _backend(model_dir, loss, **settings):
+def _backend(model_dir, loss, *, lora=ALL_WEIGHTS, **settings):
     config = TorchBackendConfig(**(SETTINGS | settings))
-    return TorchBackend(model_dir=model_dir, config=config, loss=loss, sampling=SAMPLING)
+    return TorchBackend(model_dir=model_dir, config=config, loss=loss, sampling=SAMPLING, lora=lora)
 
 
 def _equal(group):
@@ -100,14 +101,15 @@ def test_reference_is_frozen_and_only_loaded_for_losses_that_read_it(model_dir):
     assert _backend(model_dir, GrpoConfig())._reference is None
 
 
-def test_reference_of_another_shape_is_refused(model_dir, tmp_path):
+@pytest.mark.parametrize("lora", [LoraConfig(), LoraConfig(rank=2, target_modules=("q_proj",))], ids=["all", "lora"])
+def test_reference_of_another_shape_is_refused(model_dir, tmp_path, lora):
     torch.manual_seed(0)
     other = tiny_model()
     other.resize_token_embeddings(60)
     other.save_pretrained(tmp_path)
 
     with pytest.raises(ConfigError, match=r"backend\.reference_model_dir: .* other shapes"):
-        _backend(model_dir, GrpoConfig(reference_kl=1.0), reference_model_dir=str(tmp_path))
+        _backend(model_dir, GrpoConfig(reference_kl=1.0), lora=lora, reference_model_dir=str(tmp_path))
 
 
 def test_reference_that_is_not_there_is_named_by_its_own_key(model_dir, tmp_path):

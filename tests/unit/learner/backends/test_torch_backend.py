@@ -10,6 +10,7 @@ import torch
 from heterorl.common.errors import ConfigError, CorruptStore
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.backends.backend import TrainBackend
+from heterorl.learner.backends.loading.tensor_file import TensorFile
 from heterorl.learner.backends.state import COUNTERS_FILE, OPTIMIZER_FILE, WEIGHTS_FILE
 from heterorl.learner.backends.torch import TorchBackend
 from heterorl.learner.loss.config import DecoupledPpoConfig, GepoConfig, LossConfig
@@ -209,6 +210,26 @@ def test_damaged_checkpoint_is_refused_and_changes_nothing(model_dir, tmp_path, 
     before = weights(backend.torch_model)
 
     with pytest.raises(CorruptStore):
+        backend.restore(tmp_path)
+
+    assert is_identical(weights(backend.torch_model), before)
+
+
+def test_checkpoint_that_goes_while_it_is_read_changes_nothing(model_dir, tmp_path, monkeypatch):
+    backend = _backend(model_dir)
+    _train(backend, 0, 1)
+    backend.save(tmp_path)
+    _train(backend, 1, 2)
+    before, flat = weights(backend.torch_model), TensorFile.flat
+
+    def vanishing(self, name):
+        found = flat(self, name)
+        if not name.startswith("random/"):
+            (tmp_path / OPTIMIZER_FILE).unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(TensorFile, "flat", vanishing)
+    with pytest.raises(CorruptStore, match="cannot be read"):
         backend.restore(tmp_path)
 
     assert is_identical(weights(backend.torch_model), before)

@@ -76,7 +76,8 @@ def _impala():
 
 
 def _vcpo():
-    weights = np.array([((1 - np.exp(p)) ** 2).sum() for p in P]) * np.exp(2 * Z)
+    # The loss takes 1 / T of a rollout's gradient.
+    weights = np.array([((1 - np.exp(p)) ** 2).sum() for p in P]) * np.exp(2 * Z) / LENGTHS**2
     # The same baseline in units of the reward: the weighted share of right answers.
     advantages = (np.array(GOLDEN_REWARDS) - (weights * GOLDEN_REWARDS).sum() / weights.sum()) / STD
     return -(np.exp(Z) * advantages * MEANS).mean(), -np.exp(Z) * advantages / 4
@@ -147,7 +148,7 @@ CASES = {
     ),
     "vcpo": (
         VcpoConfig(), GOLDEN_REWARDS, _vcpo,
-        -0.365969702519137, [-0.109387264279129, 0.242983195850743, -0.119688731539089, 0.219860287559712],
+        -0.063634839116342, [-0.275924723264122, 0.171087222261783, -0.301909736434079, 0.154806120450296],
     ),
     "mois": (
         MoisConfig(), GOLDEN_REWARDS, lambda: _mois(False),

@@ -6,6 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterorl.learner.loss.advantages import drift_compensated, optimal_baseline, score_square_norm
+from heterorl.learner.loss.config import GepoTemperedConfig, VcpoConfig
+from heterorl.learner.loss.rule import rule_of
+from heterorl.learner.train.batch import build_batch
+from heterorl.learner.train.coupling import couple
+from tests.support.losses import groups_of
 
 F64 = torch.float64
 members = st.lists(
@@ -67,3 +72,31 @@ def test_compensated_advantages_give_the_gradient_of_trajectory_balance(rows):
     balanced = drift_compensated(rewards - rewards.mean(), gaps.detach(), beta=beta)
 
     torch.testing.assert_close(learner.grad, -2 / (beta * len(rows)) * balanced, rtol=0, atol=1e-9)
+
+
+def test_baseline_is_that_of_the_loss_whose_rollouts_are_means_over_tokens():
+    """A long rollout's gradient is divided by its length, hence its weight by the square of it."""
+    rule = rule_of(VcpoConfig())
+    logprobs = [torch.full((length,), -1.0, dtype=F64) for length in (1, 4)]
+    batch = build_batch(groups_of([[[-1.0], [-1.0] * 4]], [[1.0, 0.0]]), loss=VcpoConfig(), head_version=3)
+    advantages = torch.tensor([sequence.advantage for sequence in batch.sequences], dtype=F64)
+    # Norms 1 and 4 over lengths of 1 and 16.
+    expected = advantages - (advantages[0] + advantages[1] / 4) / (1 + 1 / 4)
+
+    coupled = couple(rule, batch, logprobs, max_new_tokens=8)
+
+    assert [sequence.advantage for sequence in coupled.sequences] == pytest.approx(expected.tolist(), abs=1e-12)
+
+
+@pytest.mark.parametrize("config", [VcpoConfig(), GepoTemperedConfig()])
+def test_what_a_site_states_counts_for_no_more_than_the_largest_weight(config):
+    def coupled(stated):
+        groups = groups_of([[[stated] * 2, [-1.0] * 2, [-1.5] * 2]], [[1.0, 0.0, 0.5]])
+        batch = build_batch(groups, loss=config, head_version=3)
+        logprobs = [torch.full((2,), -1.0, dtype=F64) for _ in range(3)]
+        found = couple(rule_of(config), batch, logprobs, max_new_tokens=8)
+        return [(sequence.advantage, sequence.log_gate) for sequence in found.sequences]
+
+    # Two tokens at -1 and 1.5 nats each make e^3.
+    assert coupled(-1e30) == coupled(-2.5)
+    assert coupled(-2.5) != coupled(-1.5)

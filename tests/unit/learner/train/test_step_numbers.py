@@ -102,12 +102,13 @@ def test_step_size_is_scaled_by_the_root_of_the_effective_share():
     assert step_size_factor(rule_of(grpo), _golden(grpo)) == pytest.approx(0.9156799550695, abs=1e-12)
 
 
-def test_step_size_may_be_scaled_by_uncapped_ratios_whatever_the_loss():
+def test_step_size_may_be_scaled_by_ratios_up_to_the_largest_weight_whatever_the_loss():
     gepo = GepoConfig(step_size="ess_uncapped")
 
     assert step_size_factor(rule_of(gepo), _golden(gepo)) == pytest.approx(0.9156799550695, abs=1e-12)
-    # 1 + e^-300 against 2: the cap of 8 would make the two equal.
-    assert step_size_factor(rule_of(gepo), _products([200.0, 500.0])) == pytest.approx(math.sqrt(0.5), abs=1e-12)
+    # What a site states counts for e^3 at most; e^2.5 and more is beyond the cap of 8.
+    expected = (math.exp(2.5) + math.exp(3.0)) ** 2 / (2 * (math.exp(5.0) + math.exp(6.0)))
+    assert step_size_factor(rule_of(gepo), _products([2.5, 1e6])) == pytest.approx(math.sqrt(expected), abs=1e-12)
     assert step_size_factor(rule_of(gepo), _products([])) == 0.0
 
 

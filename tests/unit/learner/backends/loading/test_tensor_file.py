@@ -56,3 +56,16 @@ def test_tensor_of_another_type_is_not_taken_for_a_known_one(tmp_path, dtype):
     save_file({"w": torch.zeros(4, dtype=dtype)}, tmp_path / "x.safetensors")
 
     assert TensorFile(tmp_path / "x.safetensors").tensors["w"].dtype == torch.float64
+
+
+def test_file_that_is_gone_or_cut_off_later_is_a_broken_one(tmp_path):
+    path = tmp_path / "x.safetensors"
+    save_file({"w": torch.arange(12.0)}, path)
+    file = TensorFile(path)
+
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(CorruptStore, match="cannot be read"):
+        file.flat("w")
+    path.unlink()
+    with pytest.raises(CorruptStore, match="cannot be read"):
+        file.flat("w")

@@ -26,9 +26,9 @@ from heterorl.cli.live.watch import health, status
 from heterorl.cli.orders import audit, rollback, sites
 from heterorl.cli.report import report
 from heterorl.cli.samples.command import samples
+from heterorl.cli.samples.view import view
 from heterorl.cli.service_config import Service, load_service
 from heterorl.cli.tokens import join
-from heterorl.cli.view import view
 from heterorl.common.errors import HeterorlError
 from heterorl.common.model.directory import check_model_dir
 from heterorl.common.process.config import explain, read_tables

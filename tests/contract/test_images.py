@@ -285,9 +285,12 @@ def test_every_image_of_ours_is_a_target_and_copies_its_own_packages():
     assert targets == {"coordinator", "learner", "sampler", "wan", *OTHER_ENGINES}
     assert targets <= set(stages())
     # What an engine compiles while it runs needs a compiler; the plain services do without.
-    assert stages()["runtime-engine"] == "runtime"
+    assert stages()["runtime-engine"] == "runtime-rewards"
+    # Where rewards are computed, code is run in a sandbox.
+    assert stages()["runtime-rewards"] == "runtime"
     for role in (*SCHEMAS, *OTHER_ENGINES):
-        assert stages()[role] == ("runtime-engine" if role in OTHER_ENGINES else "runtime")
+        plain = "runtime" if role == "coordinator" else "runtime-rewards"
+        assert stages()[role] == ("runtime-engine" if role in OTHER_ENGINES else plain)
         assert stages()[f"build-{role}"] == "sources"
         assert f"COPY --from=build-{role} " in text
         assert f"COPY requirements/{role}.txt " in text

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from heterorl.common.types.rollout import FinishReason, Group, Rollout
+from heterorl.common.types.common import SourceReport
+from heterorl.common.types.rollout import FinishReason, Group, QueuedGroup, Rollout
 from heterorl.common.types.step import (
     MAX_REPORTED_PARTS,
     MAX_REPORTED_SITES,
@@ -78,4 +79,18 @@ def _sites(groups: Sequence[Group]) -> tuple[SiteTokens, ...]:
     kept = sorted(num_tokens, key=lambda site: (-num_tokens[site], site))[:MAX_REPORTED_SITES]
     return tuple(
         SiteTokens(site=site, num_groups=num_groups[site], num_tokens=num_tokens[site]) for site in sorted(kept)
+    )
+
+
+def by_source(groups: Sequence[QueuedGroup]) -> tuple[SourceReport, ...]:
+    """A report for each source of a mixture of which a group was trained; none of a task that has one source."""
+    rewards: dict[str, list[float]] = defaultdict(list)
+    num_groups: Counter[str] = Counter()
+    for queued in groups:
+        if queued.source:
+            rewards[queued.source] += [rollout.reward for rollout in queued.group.rollouts]
+            num_groups[queued.source] += 1
+    return tuple(
+        SourceReport(label=label, num_groups=num_groups[label], reward_mean=sum(found) / len(found) if found else 0.0)
+        for label, found in sorted(rewards.items())
     )

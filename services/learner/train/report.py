@@ -20,8 +20,7 @@ from heterorl.learner.loss.denominators import masked_mean
 from heterorl.learner.loss.objectives import MAX_LOG_WEIGHT, LossTerms
 from heterorl.learner.loss.policy_loss import LossInputs
 from heterorl.learner.loss.rule import Rule
-from heterorl.learner.train.completions import completion_numbers
-from heterorl.learner.train.sources import by_source
+from heterorl.learner.train.completions import by_source, completion_numbers
 
 SEQUENCE_RATIO_CAP = 8.0
 """Largest sequence ratio in the effective sample size of losses without weights of rollouts, but for `ess_uncapped`."""

@@ -10,7 +10,7 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.registry import TaskConfig, apart, build_task, close_task
 from heterorl.common.tasks.task import source_of
 from heterorl.common.types.rollout import QueuedGroup
-from heterorl.learner.train.sources import by_source
+from heterorl.learner.train.completions import by_source
 from tests.support.learner_world import make_group
 
 

@@ -133,7 +133,7 @@ fuzz: $(SETUP)  ## Mutate N inputs of every decoder of foreign bytes; no crash m
 dashboards: $(SETUP)  ## Write the Grafana dashboards from deploy/grafana/panels.py
 	$(BIN)/python -m deploy.grafana.generate
 
-docs: $(SETUP)  ## Write docs/configuration.md from the schemas and docs/map.md from the packages
+docs: $(SETUP)  ## Write the pages of keys, code and claims, and the tables of results in README.md and docs
 	$(BIN)/python -m docs.generate
 
 site: $(SETUP)  ## Build the documents into runs/site; a broken link is an error

@@ -1,7 +1,8 @@
-"""Makes three pages: configuration keys from the schemas, the map of the code from its packages, claims from results.
+"""Makes three pages, and the tables of results in three more.
 
-python -m docs.generate writes docs/configuration.md, docs/map.md and docs/claims.md; tests compare them with what they
-are made of. What `heterorl lab claims` writes has to be there first.
+python -m docs.generate writes docs/configuration.md from the schemas, docs/map.md from the packages, docs/claims.md and
+the tables of README.md, docs/results.md and docs/delays.md from results; tests compare them with what they are made of.
+What `heterorl lab claims` writes has to be there first.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from docs import tables
 from heterorl.common.process.config import Config
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.lab.claims.claim import LEVEL, WORTH_FINDING
@@ -370,3 +372,6 @@ if __name__ == "__main__":
     PATH.write_text(render(), encoding="utf-8")
     MAP.write_text(render_map(), encoding="utf-8")
     CLAIMS.write_text(render_claims(), encoding="utf-8")
+    for name in tables.DOCUMENTS:
+        document = tables.ROOT / name
+        document.write_text(tables.filled(document.read_text(encoding="utf-8")), encoding="utf-8")

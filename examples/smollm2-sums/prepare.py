@@ -131,7 +131,7 @@ def supervise(
 
 
 def main() -> None:
-    """Write `model/`, `questions.jsonl` and `start.json` beside this file."""
+    """Write `model/`, `questions.jsonl`, `held-out.jsonl` and `start.json` beside this file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="", help="a directory or hub id; default: the model of the package")
     parser.add_argument("--out", type=Path, default=HERE, help="where model and questions go")
@@ -140,9 +140,10 @@ def main() -> None:
     arguments = parser.parse_args()
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
-    (out / "questions.jsonl").write_text(
-        "".join(json.dumps(question) + "\n" for question in questions()), encoding="utf-8"
-    )
+    asked = questions()
+    for name, rows in (("questions", asked[:-NUM_HELD_OUT]), ("held-out", asked[-NUM_HELD_OUT:])):
+        lines = "".join(json.dumps(question) + "\n" for question in rows)
+        (out / f"{name}.jsonl").write_text(lines, encoding="utf-8")
     with tempfile.TemporaryDirectory() as name:
         if not arguments.model:
             write_packaged_model(Path(name))

@@ -21,6 +21,7 @@ LATER_KEYS: Mapping[str, frozenset[str]] = {
     "loss": frozenset({"dual_clip", "baseline", "negative_keep", "reference_kl", "negative_weight", "tempering_ess"}),
     "delay": frozenset({"default"}),
     "task": frozenset({"lr"}),
+    "prompts": frozenset({"data", "system_prompt", "rewards", "sources"}),
     "regime": frozenset(
         {
             "last_evaluations",
@@ -55,13 +56,13 @@ _MEANS = {
 
 def cell_digest(cell: Cell) -> str:
     """Digest of everything that a run depends on."""
-    loss = _unset(cell.algorithm.loss, "loss")
     parts = (
-        cell.algorithm.model_dump_json(exclude={"loss": loss} if loss else None),
-        *(
-            part.model_dump_json(exclude=_unset(part, name) or None)
-            for name, part in (("delay", cell.delay), ("task", cell.task), ("regime", cell.regime))
+        cell.algorithm.model_dump_json(exclude={"loss": _unset(cell.algorithm.loss, "loss")}),
+        cell.delay.model_dump_json(exclude=_unset(cell.delay, "delay")),
+        cell.task.model_dump_json(
+            exclude={"task": _unset(cell.task.task, "prompts"), **dict.fromkeys(_unset(cell.task, "task"), True)}
         ),
+        cell.regime.model_dump_json(exclude=_unset(cell.regime, "regime")),
     )
     return bytes_digest("\n".join([cell.run_id, *parts]).encode())
 

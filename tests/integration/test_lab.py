@@ -235,7 +235,7 @@ def test_an_interrupted_experiment_goes_on_where_it_stopped(tmp_path):
         again.kill()
 
     assert again.returncode == 0, heard
-    assert f"2 runs, {len(before)} already there" in heard
+    assert f"2 runs, {2 - len(before)} to do" in heard
     assert all((results / "runs" / name).stat().st_mtime_ns == at for name, at in before.items())
     rows = json.loads((results / "results.json").read_text())["runs"]
     assert {row["algorithm"] for row in rows} == {"gepo", "grpo"}

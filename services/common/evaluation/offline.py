@@ -19,6 +19,7 @@ from heterorl.common.generation.requests import Completion, Finished, Request
 from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.task import Prompt, Task
 from heterorl.common.types.evaluation import EvaluationDraws, PromptResult
+from heterorl.common.types.rollout import total_reward
 
 _LOG = logging.getLogger(__name__)
 _Scored = tuple[PromptDraft, int, Completion, str]
@@ -85,7 +86,7 @@ def _requests(
     keys = itertools.count()
     for index in indices:
         prompt = task.evaluation_prompt(index)
-        ids = prompter.encode(prompt.text)
+        ids = prompter.encode_prompt(prompt)
         draft = PromptDraft(prompt_index=index, prompt=prompt, num_samples=draws.num_samples)
         for block in blocks_of(draws):
             yield draft, block, request_of(draws, block, key=next(keys), prompt_index=index, prompt=ids)
@@ -129,7 +130,7 @@ def _collected(
 
 def _reward(task: Task, prompt: Prompt, text: str) -> float | None:
     try:
-        return sum(part.value for part in task.score(prompt, text))
+        return total_reward(task.score(prompt, text))
     except RewardError as error:
         _LOG.warning("held-out prompt %d could not be scored: %s", prompt.index, error)
         return None

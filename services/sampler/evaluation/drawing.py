@@ -21,6 +21,7 @@ from heterorl.common.generation.requests import Completion, Finished, Request
 from heterorl.common.process.clock import Bell
 from heterorl.common.tasks.task import Prompt, Task
 from heterorl.common.types.evaluation import EvaluationPart, PromptResult
+from heterorl.common.types.rollout import total_reward
 from heterorl.sampler.evaluation.sets import SiteSet
 from heterorl.sampler.rollout.guests import Guests
 from heterorl.sampler.rollout.maker import RolloutMaker
@@ -86,7 +87,7 @@ class Drawing:
         for index in indices:
             prompt = task.evaluation_prompt(index)
             with self._maker.lock:
-                ids = self._maker.prompter.encode(prompt.text)
+                ids = self._maker.prompter.encode_prompt(prompt)
             drafts[index] = PromptDraft(prompt_index=index, prompt=prompt, num_samples=part.draws.num_samples)
             for block in blocks_of(part.draws):
                 key = next(self._maker.keys)
@@ -144,7 +145,7 @@ class Drawing:
         with self._maker.lock:
             text = self._maker.prompter.decode(completion.token_ids)
         try:
-            return text, sum(part.value for part in task.score(prompt, text))
+            return text, total_reward(task.score(prompt, text))
         except RewardError as error:
             _LOG.warning("held-out prompt %d could not be scored: %s", prompt.index, error)
             return text, None

@@ -18,8 +18,8 @@ def draws(**changes):
 class Bytes:
     """Tokens are bytes."""
 
-    def encode(self, text):
-        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+    def encode_prompt(self, prompt):
+        return np.frombuffer(prompt.text.encode(), np.uint8).astype(np.int32)
 
     def decode(self, token_ids):
         return bytes(token_ids.tolist()).decode()

@@ -53,6 +53,7 @@ def test_step_moves_weights_and_reports_finite_numbers(model_dir):
     # When it was evaluated and where its time went, a backend does not know.
     assert numbers.pop("evaluation_accuracy") is numbers.pop("times") is None
     completions = numbers.pop("completions")
+    assert numbers.pop("sources") == ()
     assert completions["sites"] == ({"site": "eu-1", "num_groups": 4, "num_tokens": report.num_tokens},)
     assert np.isfinite(list(numbers.values())).all()
     assert report.kl > 0.0

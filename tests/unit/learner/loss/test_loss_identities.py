@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from heterorl.learner.loss.config import (
@@ -120,6 +120,8 @@ def test_defensive_weights_are_at_most_one_over_the_fraction(rows, fraction):
 
 @given(pairs)
 def test_gepo_plus_lies_between_gspo_and_gepo(rows):
+    # Log-probs that differ in their last bits have a divergence of 0 in floating point.
+    assume(all(p == q or abs(p - q) > 1e-6 for p, q in rows))
     learner, sampler = zip(*rows, strict=True)
     gepo, gspo = _weights(GepoConfig(), learner, sampler), _weights(GspoConfig(), learner, sampler)
 

@@ -175,7 +175,9 @@ class EvaluationColumn:
         """Set the gauges to the newest evaluation of each set."""
         if not self._parts.config.evaluation:
             return
-        for name, found in (await self._parts.database.run(scores.newest_done)).items():
+        sets = [each.name for each in self._parts.config.evaluation]
+        newest = await self._parts.database.run(lambda connection: scores.newest_done(connection, sets))
+        for name, found in newest.items():
             metrics.EVALUATION_VERSION.labels(name).set(found.version)
             if found.summary.average is not None:
                 metrics.EVALUATION_REWARD.labels(name).set(found.summary.average.mean)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from heterorl.common.generation.requests import Completion
 from heterorl.common.tasks.task import Prompt
-from heterorl.common.types.evaluation import PromptResult, ScoredSample
+from heterorl.common.types.evaluation import MAX_REWARD, PromptResult, ScoredSample
 from heterorl.common.types.rollout import FinishReason
 
 
@@ -28,9 +28,10 @@ class PromptDraft:
         return len(self.samples) == self.num_samples
 
     def note(self, number: int, completion: Completion, *, text: str, reward: float | None) -> None:
-        """Note completion `number` with its reward, None where none could be computed."""
+        """Note completion `number` with its reward, None where none could be computed or it is beyond all bounds."""
+        is_number = reward is not None and abs(reward) <= MAX_REWARD
         self.samples[number] = ScoredSample(
-            reward=reward,
+            reward=reward if is_number else None,
             num_tokens=int(completion.token_ids.size),
             is_truncated=completion.finish_reason is FinishReason.LENGTH,
             text=text,

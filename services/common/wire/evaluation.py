@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from heterorl.common.errors import InvalidRequest
 from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.evaluation import (
+    MAX_REWARD,
     MAX_TEXT,
     Estimate,
     Evaluation,
@@ -202,8 +203,8 @@ def _cut(text: str) -> str:
 
 def _sample(index: int, message: evaluation_pb2.ScoredSample) -> ScoredSample:
     reward = message.reward if message.HasField("reward") else None
-    if reward is not None and not math.isfinite(reward):
-        raise InvalidRequest(f"results: a reward of prompt {index} is not a number")
+    if reward is not None and not abs(reward) <= MAX_REWARD:
+        raise InvalidRequest(f"results: a reward of prompt {index} is not a number of at most {MAX_REWARD:g}")
     return ScoredSample(
         reward=reward, num_tokens=message.num_tokens, is_truncated=message.is_truncated, text=message.text
     )

@@ -102,13 +102,17 @@ def listed(
     return tuple(_evaluation(connection, row) for row in rows)
 
 
-def newest_done(connection: sqlite3.Connection) -> dict[str, Evaluation]:
-    """The newest evaluation that is done, of each set."""
-    rows = connection.execute(
-        f"SELECT {_ROW} FROM evaluation_jobs j WHERE state = 'done' AND version = (SELECT max(version) FROM"
-        " evaluation_jobs o WHERE o.task_set = j.task_set AND o.state = 'done')"
-    ).fetchall()
-    return {row[2]: _evaluation(connection, row) for row in rows}
+def newest_done(connection: sqlite3.Connection, sets: Sequence[str]) -> dict[str, Evaluation]:
+    """The newest evaluation that is done, of each of the sets."""
+    found = {}
+    for name in sets:
+        row = connection.execute(
+            f"SELECT {_ROW} FROM evaluation_jobs WHERE task_set = ? AND state = 'done' ORDER BY version DESC LIMIT 1",
+            (name,),
+        ).fetchone()
+        if row is not None:
+            found[name] = _evaluation(connection, row)
+    return found
 
 
 def _end(connection: sqlite3.Connection, job: int, state: EvaluationState, *, now: float) -> None:

@@ -24,6 +24,7 @@ from heterorl.common.api import SamplerApi
 from heterorl.common.errors import (
     ConfigError,
     CorruptData,
+    DiskFull,
     EngineError,
     HeterorlError,
     RemoteError,
@@ -150,6 +151,9 @@ class EvaluationWork:
         version, started = parts[0].version, self._clock.monotonic()
         self._held |= {part.id for part in parts}
         if not await self._guests.pin(version) and not await self._bring(parts):
+            # As after a visit: rollouts come first for a while.
+            now = self._clock.monotonic()
+            self._rest_until = now + max(PAUSE_S, (now - started) * (1.0 / self._config.evaluation_share - 1.0))
             return ()
         is_visit = self._guests.are_alone
         _LOG.info("set %s is evaluated on version %d", parts[0].task_set, version)
@@ -218,10 +222,10 @@ class EvaluationWork:
                 pulled = await self._puller.pull(first.version)
             if await self._guests.bring(pulled):
                 return True
-            reason = ""
+            reason = f"the engine does not take version {first.version}"
         except TimeoutError:
             reason = ""
-        except (RemoteError, CorruptData, UntrustedVersion, OSError) as error:
+        except (RemoteError, CorruptData, UntrustedVersion, DiskFull, OSError) as error:
             reason = f"version {first.version} cannot be fetched: {error}"
             _LOG.warning("nothing is evaluated: %s", reason)
         await self._abandon([part.id for part in parts], reason=reason)

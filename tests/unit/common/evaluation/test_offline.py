@@ -1,13 +1,15 @@
 import numpy as np
 import pytest
 
-from heterorl.common.errors import ConfigError, EngineError, RewardError
+from heterorl.common.errors import ConfigError, EngineError, InvalidRequest, RewardError
 from heterorl.common.evaluation.draws import blocks_of, seed_of
 from heterorl.common.evaluation.offline import evaluate_set
 from heterorl.common.generation.requests import Completion, Finished, Lost
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.evaluation import EvaluationDraws
 from heterorl.common.types.rollout import FinishReason, RewardPart
+from heterorl.common.wire.evaluation import results_from_pb
+from heterorl.v1 import evaluation_pb2
 
 
 def draws(**changes):
@@ -125,6 +127,20 @@ def test_a_reward_that_fails_is_left_out():
 
     assert {sample.reward for sample in results[2].samples} == {None}
     assert {sample.reward for sample in results[1].samples} == {1.0}
+
+
+@pytest.mark.parametrize("value", [1e200, -1e200, float("inf"), float("nan")])
+def test_a_reward_beyond_all_bounds_is_left_out_and_no_coordinator_takes_it(value):
+    class Huge(Echo):
+        def score(self, prompt, completion):
+            return (RewardPart(name="right", value=value),)
+
+    results, _ = evaluated(Machine(), Huge())
+    sample = evaluation_pb2.ScoredSample(reward=value, num_tokens=1)
+
+    assert {sample.reward for result in results for sample in result.samples} == {None}
+    with pytest.raises(InvalidRequest, match="reward of prompt 3 is not a number of at most 1e"):
+        results_from_pb([evaluation_pb2.PromptResult(prompt_index=3, samples=[sample])])
 
 
 def test_an_engine_that_gives_up_is_said_and_left_empty():

@@ -46,8 +46,18 @@ class MixtureTask:
         """Lay out the positions.
 
         Raises:
-            ConfigError: weights so unlike that one source would have more positions than can be counted.
+            ConfigError: weights so unlike that one source would have more positions than can be counted, or a reward
+                that a learner cannot compute again.
         """
+        for source in sources:
+            # A learner knows terms of trust for the rewards of a run's own task alone.
+            if remote := getattr(source.task, "remote", None):
+                raise ConfigError(
+                    "task.sources",
+                    f"the source {source.label} has {', '.join(remote)}, computed by another service, which a mixture"
+                    " cannot have",
+                    action="take it out of the mixture, or make that source the only task of the run",
+                )
         self.sources = tuple(sources)
         sizes = [source.task.num_prompts for source in sources]
         total = sum(source.weight for source in sources)

@@ -2,12 +2,14 @@
 
 import dataclasses
 from collections import Counter
+from types import MappingProxyType
 
 import pytest
 from pydantic import ValidationError
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.registry import TaskConfig, apart, build_task, close_task
+from heterorl.common.tasks.sources.mixture import MixtureTask, Source
 from heterorl.common.tasks.task import source_of
 from heterorl.common.types.rollout import QueuedGroup
 from heterorl.learner.train.completions import by_source
@@ -124,3 +126,13 @@ def test_numbers_by_source_are_of_the_groups_of_a_step():
         ("b", 1, 0.0),
     ]
     assert by_source([queued("", 1.0, 0.0)]) == ()
+
+
+def test_a_source_with_a_reward_of_another_service_is_refused():
+    class Judged:
+        num_prompts, num_evaluation_prompts, digest = 4, 2, "d"
+        remote = MappingProxyType({"judge": object()})
+
+    with pytest.raises(ConfigError, match="source small has judge") as caught:
+        MixtureTask([Source(label="small", weight=1.0, task=Judged())])
+    assert caught.value.key == "task.sources"

@@ -84,7 +84,11 @@ def _engine(config: SamplerConfig) -> Iterator[tuple[Engine, Prompter, Callable[
     check_model_dir(config.model_dir)
     if config.engine.threads:
         torch.set_num_threads(config.engine.threads)
-    prompter = Prompter(config.model_dir, use_chat_template=config.use_chat_template)
+    prompter = Prompter(
+        config.model_dir,
+        use_chat_template=config.use_chat_template,
+        template_arguments=config.chat_template_arguments,
+    )
     ends = config.sampling.end_token_ids or prompter.end_token_ids
     with TemporaryDirectory(prefix="heterorl-engine-") as directory:
         own = config.model_copy(update={"state_dir": Path(directory)})

@@ -5,8 +5,10 @@ Guarantees: the same numbers whatever the order of groups and rollouts; finite f
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from fractions import Fraction
 
 import numpy as np
 
@@ -31,9 +33,7 @@ def completion_numbers(groups: Sequence[Group]) -> CompletionNumbers | None:
     if not rollouts:
         return None
     lengths_B = np.array([rollout.token_ids.size for rollout in rollouts], np.float64)
-    rewards_B = np.array([rollout.reward for rollout in rollouts], np.float64)
-    # The mean of equal rewards may differ from each of them in the last bit.
-    is_high_B = rewards_B > np.clip(rewards_B.mean(), rewards_B.min(), rewards_B.max())
+    is_high_B = _above_mean([rollout.reward for rollout in rollouts])
     is_cut = [rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts]
     return CompletionNumbers(
         length_mean=float(lengths_B.mean()),
@@ -53,6 +53,13 @@ def has_signal(group: Group) -> bool:
     return len({rollout.reward for rollout in group.rollouts if rollout.token_ids.size}) > 1
 
 
+def _above_mean(rewards: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Which rewards are above the mean of all; exactly, because a rounded mean may lie on the other side of one."""
+    total = sum((Fraction(reward) * times for reward, times in Counter(rewards).items()), Fraction())
+    is_above = {reward: Fraction(reward) * len(rewards) > total for reward in set(rewards)}
+    return np.array([is_above[reward] for reward in rewards])
+
+
 def _mean(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float | None:
     return float(values.mean()) if values.size else None
 
@@ -67,7 +74,7 @@ def _reward_parts(rollouts: Sequence[Rollout]) -> tuple[PartMean, ...]:
         for name, value in sums.items():
             values[name].append(value)
     kept = sorted(values, key=lambda name: (-len(values[name]), name))[:MAX_REPORTED_PARTS]
-    return tuple(PartMean(name=name, mean=float(np.mean(values[name]))) for name in sorted(kept))
+    return tuple(PartMean(name=name, mean=math.fsum(values[name]) / len(values[name])) for name in sorted(kept))
 
 
 def _sites(groups: Sequence[Group]) -> tuple[SiteTokens, ...]:
@@ -91,6 +98,8 @@ def by_source(groups: Sequence[QueuedGroup]) -> tuple[SourceReport, ...]:
             rewards[queued.source] += [rollout.reward for rollout in queued.group.rollouts]
             num_groups[queued.source] += 1
     return tuple(
-        SourceReport(label=label, num_groups=num_groups[label], reward_mean=sum(found) / len(found) if found else 0.0)
+        SourceReport(
+            label=label, num_groups=num_groups[label], reward_mean=math.fsum(found) / len(found) if found else 0.0
+        )
         for label, found in sorted(rewards.items())
     )

@@ -17,7 +17,7 @@ from heterorl.common.tasks.rewards.config import CodeRewardConfig
 from heterorl.common.tasks.rewards.sandbox import bubblewrap
 from heterorl.common.tasks.rewards.sandbox.bubblewrap import Limits, NoSandbox, find_sandbox
 from heterorl.common.tasks.rewards.sandbox.code import Test as UnitTest
-from heterorl.common.tasks.rewards.sandbox.code import code_of, passes
+from heterorl.common.tasks.rewards.sandbox.code import code_of, judged, passes
 from heterorl.common.tasks.rewards.sandbox.code import tests_of as unit_tests_of
 from heterorl.common.types.rollout import RewardPart
 
@@ -193,13 +193,13 @@ def test_a_user_without_rights_has_the_same_sandbox(tmp_path):
     assert verdicts == [True] * 4
 
 
-def code_task(tmp_path, *answers, **reward):
+def code_task(tmp_path, *answers, reward_timeout_s=20.0, **reward):
     path = tmp_path / "code.jsonl"
     rows = [{"prompt": f"{number}", "answer": answer} for number, answer in enumerate([*answers, *"xyz"])]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "held.jsonl").write_text(json.dumps({"prompt": "held", "answer": "x"}) + "\n")
     config = TaskConfig(
-        name=f"jsonl:{path}", evaluation_path=str(tmp_path / "held.jsonl"), reward_timeout_s=20,
+        name=f"jsonl:{path}", evaluation_path=str(tmp_path / "held.jsonl"), reward_timeout_s=reward_timeout_s,
         rewards=[{"kind": "code", "name": "tests", "test_timeout_s": 5.0, **reward}],
     )  # fmt: skip
     return build_task(config)
@@ -237,6 +237,29 @@ def test_a_result_that_hangs_on_the_machines_speed_is_known_as_such(tmp_path):
         assert task.uncertain(prompt, "```python\nimport time; time.sleep(1)\n```") == ("tests",)
         assert task.uncertain(prompt, "```python\nwhile True: pass\n```") == ("tests",)
         assert task.uncertain(prompt, "another") == ()
+    finally:
+        close_task(task)
+
+
+def test_a_test_that_the_time_of_all_does_not_reach_has_failed_and_may_pass_elsewhere(sandbox):
+    tests = [SQUARE] * 3
+    code = "def f(x): return x * x"
+
+    whole = judged(code, tests, sandbox, deadline=time.monotonic() + 30, gives_share=True)
+    # Less than any sandbox needs to be built.
+    cut = judged(code, tests, sandbox, deadline=time.monotonic() + 0.001, gives_share=True)
+
+    assert (whole["value"], whole["slowest_s"] < LIMITS.seconds) == (1.0, True)
+    assert whole["total_s"] >= whole["slowest_s"]
+    assert (cut["value"], cut["slowest_s"]) == (0.0, LIMITS.seconds)
+
+
+def test_many_quick_tests_that_took_most_of_the_time_are_known_as_such(tmp_path):
+    quick = json.dumps({"tests": ["import time; time.sleep(0.45)"] * 6})
+    task = code_task(tmp_path, quick, test_timeout_s=5.0, reward_timeout_s=5.0)
+    try:
+        task.score(task.prompt(0), "```python\nx = 1\n```")
+        assert task.uncertain(task.prompt(0), "```python\nx = 1\n```") == ("tests",)
     finally:
         close_task(task)
 

@@ -13,7 +13,7 @@ from heterorl.common.identity.signing import new_key
 from heterorl.common.process.config import InvalidConfig, load
 from heterorl.common.tasks.registry import TaskConfig, build_task, close_task
 from heterorl.common.tasks.rewards.remote.judge import filled, score_of
-from heterorl.common.tasks.rewards.remote.post import MAX_REPLY_BYTES
+from heterorl.common.tasks.rewards.remote.post import MAX_REPLY_BYTES, MAX_WORDS
 from heterorl.common.tasks.rewards.remote.proof import is_signed, sign
 from heterorl.common.tasks.rewards.remote.store import JudgeStore, question_digest
 from heterorl.common.tasks.scoring import score_group
@@ -92,6 +92,9 @@ def test_failures_that_pass_are_asked_again_within_the_time_limit():
         ((403, {}, b"no " + KEY.encode()), r"status 403: no \*\*\*"),
         ((302, {"Location": "http://127.0.0.1:1/"}, b""), "status 302"),
         ((200, {}, b"not json"), "the answer is no JSON"),
+        ((200, {}, b"<p>" + KEY.encode()), r"no JSON: '<p>\*\*\*"),
+        ((200, {}, b"." * (MAX_WORDS - 3) + KEY.encode()), r"no JSON: '\.+\*\*\*'"),
+        ((403, {}, b"." * (MAX_WORDS - 3) + KEY.encode()), r"status 403: \.+\*\*\* "),
         ((200, {}, b"[" * 100_000), "the answer is no JSON"),
         ((200, {}, b"[1]"), "no JSON object"),
         ((200, {}, b" " * (MAX_REPLY_BYTES + 1)), "more than 1048576 bytes"),

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from heterorl.common.types.common import SiteId
@@ -48,6 +48,8 @@ def percentile(values, share):
 
 
 @given(st.lists(_members, min_size=1, max_size=6))
+@example([[(0, 0.5, False), (5, 0.1, False), (5, 1.0, False)], [(0, 0.0, False), (0, -2.0, False), (10, 1.0, False)]])
+@example([[(1, 0.1, False)] * 3])
 def test_numbers_are_those_of_a_slow_reference(groups):
     numbers = completion_numbers([group_of(members, sequence=n + 1) for n, members in enumerate(groups)])
 

@@ -59,10 +59,10 @@ class Server:
                 raise TimeoutError(f"{last}; no time is left to try again")
             asked_s = 0.0
             try:
-                return _parsed(self._once(body, timeout_s=left_s, deadline=deadline))
+                return self._parsed(self._once(body, timeout_s=left_s, deadline=deadline))
             except urllib.error.HTTPError as error:
                 with error:
-                    last = self._words(f"status {error.code}: {_start_of(error)}")
+                    last = f"status {error.code}: {self._start_of(error)}"
                 if error.code not in _RETRIED:
                     raise Refused(last) from None
                 asked_s = _seconds(error.headers.get("Retry-After", ""))
@@ -97,6 +97,25 @@ class Server:
                     raise TimeoutError("the answer did not end in time")
             return received
 
+    def _parsed(self, data: bytes) -> dict[str, Any]:
+        try:
+            reply = json.loads(data)
+        except (ValueError, RecursionError):
+            raise Refused(f"the answer is no JSON: {self._start(data)!r}") from None
+        if not isinstance(reply, dict):
+            raise Refused("the answer is no JSON object")
+        return reply
+
+    def _start_of(self, error: urllib.error.HTTPError) -> str:
+        try:
+            # As much more as a key that the cut would divide.
+            return self._start(error.read(MAX_WORDS + len(self.key)))
+        except (OSError, http.client.HTTPException):
+            return ""
+
+    def _start(self, data: bytes) -> str:
+        return self._words(data[: MAX_WORDS + len(self.key)].decode(errors="replace"))[:MAX_WORDS]
+
     def _words(self, text: str) -> str:
         # A server may quote what it was sent.
         return text.replace(self.key, "***") if self.key else text
@@ -130,23 +149,6 @@ def read_key(variable: str, file: str) -> str:
     if not key or not key.isprintable():
         raise ValueError(f"{variable or file} holds no key on one line")
     return key
-
-
-def _parsed(data: bytes) -> dict[str, Any]:
-    try:
-        reply = json.loads(data)
-    except (ValueError, RecursionError):
-        raise Refused(f"the answer is no JSON: {data[:MAX_WORDS]!r}") from None
-    if not isinstance(reply, dict):
-        raise Refused("the answer is no JSON object")
-    return reply
-
-
-def _start_of(error: urllib.error.HTTPError) -> str:
-    try:
-        return error.read(MAX_WORDS).decode(errors="replace")
-    except (OSError, http.client.HTTPException):
-        return ""
 
 
 def _seconds(text: str) -> float:

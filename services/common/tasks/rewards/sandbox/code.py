@@ -58,29 +58,42 @@ def load(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
         tests = tests_of(request["answer"])
         code = code_of(request["completion"], needs_block=job["needs_block"])
         if code is None:
-            return {"value": 0.0, "slowest_s": 0.0}
+            return {"value": 0.0, "slowest_s": 0.0, "total_s": 0.0}
         return judged(code, tests, sandbox, deadline=deadline, gives_share=job["credit"] == "share")
 
     return answer, {"python": sandbox.version}
 
 
 def judged(code: str, tests: list[Test], sandbox: Sandbox, *, deadline: float, gives_share: bool) -> dict[str, Any]:
-    """The value of code: 1 where all tests pass, or the share of those that do; and the longest that one took.
+    """The value of code: 1 where all tests pass, or the share of those that do; the longest that one and that all took.
 
-    A test that the time of all of them does not reach has failed: slow code is wrong code.
+    A test that the time of all of them does not reach has failed: slow code is wrong code. It counts with the whole
+    time of a test, since a faster machine may have passed it.
+
+    Raises:
+        NoSandbox: the sandbox could not be built, in the whole time of a test.
     """
-    num_passed, slowest_s = 0, 0.0
+    num_passed, slowest_s, start = 0, 0.0, time.monotonic()
     for test in tests:
         began = time.monotonic()
         left_s = min(sandbox.limits.seconds, deadline - began)
-        is_passed = left_s > 0 and passes(code, test, replace(sandbox, limits=replace(sandbox.limits, seconds=left_s)))
-        slowest_s = max(slowest_s, time.monotonic() - began if left_s > 0 else sandbox.limits.seconds)
+        is_cut = left_s < sandbox.limits.seconds
+        try:
+            limits = replace(sandbox.limits, seconds=left_s)
+            is_passed = left_s > 0 and passes(code, test, replace(sandbox, limits=limits))
+        except NoSandbox:
+            if not is_cut:
+                raise
+            is_passed = False
+        took_s = sandbox.limits.seconds if is_cut and not is_passed else time.monotonic() - began
+        slowest_s = max(slowest_s, took_s)
         num_passed += is_passed
         if not is_passed and not gives_share:
             break
     return {
         "value": num_passed / len(tests) if gives_share else float(num_passed == len(tests)),
         "slowest_s": slowest_s,
+        "total_s": time.monotonic() - start,
     }
 
 

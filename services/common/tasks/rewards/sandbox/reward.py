@@ -38,7 +38,7 @@ class CodeReward:
         job = {**config.model_dump(mode="json"), "kind": "code", "timeout_s": timeout_s}
         self.num_workers = num_workers
         self.pool = RewardPool(job, timeout_s=timeout_s, num_workers=num_workers)
-        self._test_timeout_s = min(config.test_timeout_s, timeout_s)
+        self._timeout_s, self._test_timeout_s = timeout_s, min(config.test_timeout_s, timeout_s)
         self._near: OrderedDict[bytes, None] = OrderedDict()
         try:
             facts = self.pool.start()
@@ -62,7 +62,7 @@ class CodeReward:
             raise RewardError(f"the sandbox does not start again: {error}") from error
         except RewardError as error:
             raise RewardError(f"prompt {prompt.index}: {error}") from error
-        if reply["slowest_s"] > NEAR * self._test_timeout_s:
+        if reply["slowest_s"] > NEAR * self._test_timeout_s or reply["total_s"] > NEAR * self._timeout_s:
             self._near[_name(prompt, completion)] = None
             while len(self._near) > _REMEMBERED:
                 self._near.popitem(last=False)

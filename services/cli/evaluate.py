@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +15,7 @@ from rich.console import Console
 
 if TYPE_CHECKING:
     from heterorl.common.evaluation.config import EvaluationSetConfig
+    from heterorl.common.tasks.task import Prompt
     from heterorl.common.types.evaluation import PromptResult
     from heterorl.evaluation.run import Row
     from heterorl.evaluation.sets import OpenSet
@@ -97,14 +100,22 @@ def _evaluate(
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from heterorl.common.tasks.registry import close_task
+    from heterorl.common.tasks.sources.revision import NOTES
     from heterorl.evaluation.run import evaluate_all
     from heterorl.evaluation.sets import open_set
-    from heterorl.evaluation.subject import open_model, open_versions
+    from heterorl.evaluation.subject import open_model, open_versions, prompter_of
+
+    # A set is the run's, whatever is evaluated on it: its prompts are counted by the run's tokenizer.
+    by_subject = not config.model_dir and not is_run
+    prompter = cache(lambda: prompter_of(config.model_copy(update={"model_dir": subject}) if by_subject else config))
+
+    def measure(of: Sequence[Prompt]) -> list[int]:
+        return prompter().num_tokens(of)
 
     with ExitStack() as stack:
         opened = []
         for one in sets:
-            opened.append(open_set(one))
+            opened.append(open_set(one, measure=measure, notes=config.state_dir / NOTES))
             stack.callback(close_task, opened[-1].task)
         if is_run:
             subjects = stack.enter_context(open_versions(subject, versions, config))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -13,7 +14,7 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.evaluation.config import EvaluationSetConfig
 from heterorl.common.process.config import InvalidConfig
 from heterorl.common.process.config_words import problems_of
-from heterorl.common.tasks.task import Task
+from heterorl.common.tasks.task import Measure, Task
 from heterorl.common.types.evaluation import EvaluationDraws
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.evaluation.sets import open_set as open_site_set
@@ -55,12 +56,17 @@ def configured(config: SamplerConfig, *, names: Sequence[str], **changes: Any) -
         raise InvalidConfig(problems_of(EvaluationSetConfig, error), source="the set") from error
 
 
-def open_set(config: EvaluationSetConfig) -> OpenSet:
+def open_set(config: EvaluationSetConfig, *, measure: Measure | None = None, notes: Path | None = None) -> OpenSet:
     """Load a set's task, with its rewards in processes that can be killed.
+
+    Args:
+        config: of the set.
+        measure: counts a prompt's tokens, for sets whose prompts are bounded.
+        notes: see heterorl.common.tasks.registry.build_task.
 
     Raises:
         ConfigError: its data cannot be read, or holds out nothing.
     """
-    task = open_site_set(config).task
+    task = open_site_set(config, measure=measure, notes=notes).task
     num = min(config.num_prompts, task.num_evaluation_prompts)
     return OpenSet(name=config.name, task=task, draws=dataclasses.replace(config.draws, num_prompts=num))

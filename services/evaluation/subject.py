@@ -41,6 +41,19 @@ class Subject:
     prompter: Prompter
 
 
+def prompter_of(config: SamplerConfig) -> Prompter:
+    """The tokenizer of a configuration's model, and the way prompts go through it.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    return Prompter(
+        config.model_dir,
+        use_chat_template=config.use_chat_template,
+        template_arguments=config.chat_template_arguments,
+    )
+
+
 @contextmanager
 def open_model(model_dir: str, config: SamplerConfig) -> Iterator[Subject]:
     """A model as its files are: neither a run's adapters nor a flavour are put on it.
@@ -84,11 +97,7 @@ def _engine(config: SamplerConfig) -> Iterator[tuple[Engine, Prompter, Callable[
     check_model_dir(config.model_dir)
     if config.engine.threads:
         torch.set_num_threads(config.engine.threads)
-    prompter = Prompter(
-        config.model_dir,
-        use_chat_template=config.use_chat_template,
-        template_arguments=config.chat_template_arguments,
-    )
+    prompter = prompter_of(config)
     ends = config.sampling.end_token_ids or prompter.end_token_ids
     with TemporaryDirectory(prefix="heterorl-engine-") as directory:
         own = config.model_copy(update={"state_dir": Path(directory)})

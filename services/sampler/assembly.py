@@ -67,7 +67,7 @@ def assemble(config: SamplerConfig, *, scores_here: bool = False) -> Parts:
     task = task if scores_here else apart(task, settings)
     # Before the model is loaded and before anybody counts on this site.
     try_reward(task, prompter)
-    sets = open_sets(config.evaluation)
+    sets = open_sets(config.evaluation, measure=prompter.num_tokens, notes=config.state_dir / NOTES)
     for each in sets:
         try_reward(each.task, prompter)
     sampling = config.sampling.semantics()

@@ -2,6 +2,8 @@
 
 import json
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
@@ -73,6 +75,22 @@ def test_a_task_of_the_options_as_a_table(model_dir):
     assert found.exit_code == 0
     assert "pass@2" in found.stdout
     assert "task" in found.stdout
+
+
+def test_a_set_with_bounded_prompts_counts_the_tokens_of_the_model(model_dir, tmp_path):
+    rows = [{"prompt": "1" * number, "answer": "2"} for number in range(1, 9)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    data = f'{{max_prompt_tokens = 4, cache_dir = "{tmp_path}/cache"}}'
+    path = tmp_path / "sampler.toml"
+    path.write_text(
+        f'[[evaluation]]\nname = "short"\nmax_new_tokens = 2\n'
+        f'task = {{name = "parquet:{tmp_path}/rows.parquet", data = {data}}}\n'
+    )
+
+    (found,) = json.loads(run(model_dir, "-c", path, "--json").stdout)["evaluations"]
+
+    # A character is a token: four prompts are left, half of them held out.
+    assert found["num_prompts"] == 2
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,10 +102,19 @@ def _saved(key: str, directory: Path, split: str) -> Loaded:
     if name != split:
         raise ConfigError(key, f"{directory} was written by save_to_disk: take a whole split of it, not {split}")
     try:
-        rows = datasets.load_from_disk(str(place)).flatten_indices()
-    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+        rows = datasets.load_from_disk(str(place))
+        state = json.loads((place / "state.json").read_bytes())
+        # Other Arrow files there are caches of the library, of whoever opened the set before.
+        named = [place / file["filename"] for file in state["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError, datasets.exceptions.DatasetsError) as error:
         raise ConfigError(key, f"cannot read {place}: {_words(error)}") from error
-    return Loaded(table=rows.data.table, digest=digest_of([split, None], sorted(place.glob("*.arrow"))))
+    if state.get("_indices_data_files"):
+        # The library reads no indices any more, so that every row would be there again.
+        raise ConfigError(key, f"{place} keeps its choice of rows in a file of indices", action=_SAVE_AGAIN)
+    return Loaded(table=rows.data.table, digest=digest_of([split, None], named))
+
+
+_SAVE_AGAIN = "open it with the library that wrote it, call flatten_indices(), and save it again"
 
 
 def digest_of(words: Sequence[object], files: Sequence[Path]) -> str:

@@ -71,6 +71,30 @@ def test_directory_parquet_and_saved_set_hold_the_same_prompts(place):
     assert {*found[0][0], *found[0][1]} == {f"{number}+1=" for number in range(10)}
 
 
+def test_a_saved_set_is_read_without_a_trace_and_without_traces_of_others(place):
+    saved = place.path / "saved"
+    Dataset.from_list(sums(range(10))).select([7, 3, 5, 1]).save_to_disk(str(saved))
+    files = sorted(saved.iterdir())
+
+    first = place.build(f"hf:{saved}", evaluation_size=1)
+
+    assert sorted(saved.iterdir()) == files
+    # What another program's map() leaves beside the data.
+    (saved / "cache-0123456789abcdef.arrow").write_bytes(b"anything")
+    assert place.build(f"hf:{saved}", evaluation_size=1).digest == first.digest
+    assert sorted(itertools.chain(*texts(first))) == ["1+1=", "3+1=", "5+1=", "7+1="]
+
+
+def test_a_saved_set_with_a_file_of_indices_is_refused(place):
+    saved = place.path / "saved"
+    Dataset.from_list(sums(range(10))).save_to_disk(str(saved))
+    state = json.loads((saved / "state.json").read_text())
+    (saved / "state.json").write_text(json.dumps({**state, "_indices_data_files": [{"filename": "indices.arrow"}]}))
+
+    with pytest.raises(ConfigError, match="keeps its choice of rows in a file of indices"):
+        place.build(f"hf:{saved}")
+
+
 def test_answers_are_compared_as_text(place):
     place.write("rows.parquet", sums(range(10)))
     task = place.build(f"parquet:{place.path}/rows.parquet", evaluation_size=1)

@@ -18,12 +18,12 @@ class ArithmeticTask(NumberPairs):
     def __init__(self, *, digits: int, seed: int = 0) -> None:
         super().__init__(digits=digits, seed=seed)
         # A seed that shifts nothing states the digest of no seed: equal prompts, equal digests.
-        shifted = f" shift={self._shift}" if self._shift else ""
+        shifted = f" shift={self.shift}" if self.shift else ""
         self.digest: Digest = bytes_digest(f"arithmetic 2 digits={digits}{shifted}".encode())
 
     def _prompt(self, index: int, left: int, right: int) -> Prompt:
-        text = f"{left:0{self._digits}d}+{right:0{self._digits}d}="
-        return Prompt(index=index, text=text, answer=f"{left + right:0{self._digits + 1}d}"[::-1])
+        text = f"{left:0{self.digits}d}+{right:0{self.digits}d}="
+        return Prompt(index=index, text=text, answer=f"{left + right:0{self.digits + 1}d}"[::-1])
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
         """1 for the exact answer, else 0."""

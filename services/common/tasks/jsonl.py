@@ -6,14 +6,16 @@ twice is on one side of the split, and adding lines moves few of the others.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.matching import Matcher
-from heterorl.common.tasks.messages import read_messages
+from heterorl.common.tasks.messages import question_of, read_messages
 from heterorl.common.tasks.sources.config import DataConfig
 from heterorl.common.tasks.task import Message, Prompt
 from heterorl.common.types.common import Digest
@@ -66,12 +68,26 @@ class JsonlTask:
             self._training = _read("task.name", path, data)
             self._held_out = _read("task.evaluation_path", evaluation_path, data)
             _refuse_overlap(path, self._training, evaluation_path, self._held_out)
-        self.num_prompts = len(self._training)
-        self.num_evaluation_prompts = len(self._held_out)
         self._matcher = matcher
         self.num_workers = matcher.num_workers
+        self._count()
+
+    def _count(self) -> None:
+        self.num_prompts = len(self._training)
+        self.num_evaluation_prompts = len(self._held_out)
         rows = [[row.words() for row in rows] for rows in (self._training, self._held_out)]
-        self.digest: Digest = bytes_digest(json.dumps([matcher.name, *rows]).encode())
+        self.digest: Digest = bytes_digest(json.dumps([self._matcher.name, *rows]).encode())
+
+    def held_out_questions(self) -> Iterable[str]:
+        """The questions of all held-out prompts."""
+        return (question_of(row.prompt(0)) for row in self._held_out)
+
+    def without(self, questions: Collection[str]) -> JsonlTask:
+        """The same task with fewer training prompts; there may be none left."""
+        left = copy.copy(self)
+        left._training = [row for row in self._training if question_of(row.prompt(0)) not in questions]
+        left._count()
+        return left
 
     def prompt(self, index: int) -> Prompt:
         """The training prompt at a position."""

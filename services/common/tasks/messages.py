@@ -12,6 +12,9 @@ from heterorl.common.types.rollout import RewardPart
 from heterorl.common.wire.common import bytes_digest
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+SYSTEM_ROLES = ("system", "developer")
+BETWEEN = "\x1e"
+"""Between two turns of a text that stands for messages."""
 
 
 def read_messages(key: str, place: str, value: Any) -> tuple[Message, ...]:
@@ -31,6 +34,12 @@ def read_messages(key: str, place: str, value: Any) -> tuple[Message, ...]:
     if messages[-1].role != "user":
         raise ConfigError(key, f"{place}: the last message is not the user's", action="leave the answer out")
     return tuple(messages)
+
+
+def question_of(prompt: Prompt) -> str:
+    """What is asked, whatever the model was told to be: roles and contents but for those of the system."""
+    turns = prompt.messages or (Message(role="user", content=prompt.text),)
+    return BETWEEN.join(f"{turn.role}\x1f{turn.content}" for turn in turns if turn.role not in SYSTEM_ROLES)
 
 
 class SystemPromptTask:
@@ -69,6 +78,6 @@ class SystemPromptTask:
 
     def _with_system(self, prompt: Prompt) -> Prompt:
         messages = prompt.messages or (Message(role="user", content=prompt.text),)
-        if messages[0].role in ("system", "developer"):
+        if messages[0].role in SYSTEM_ROLES:
             return prompt
         return dataclasses.replace(prompt, messages=(self._first, *messages))

@@ -16,10 +16,10 @@ class NumberPairs(ABC):
     """The part of a task that says which pair of numbers a position stands for; `_prompt` says what is asked of it."""
 
     def __init__(self, *, digits: int, seed: int) -> None:
-        self._digits = digits
+        self.digits = digits
         self._base: int = 10**digits
         self._total = self._base * self._base
-        self._shift = seed * _SEED_STRIDE % self._total
+        self.shift = seed * _SEED_STRIDE % self._total
         self.num_evaluation_prompts = self._total // _EVALUATION_SHARE
         self.num_prompts = self.num_evaluation_prompts * (_EVALUATION_SHARE - 1)
 
@@ -34,7 +34,7 @@ class NumberPairs(ABC):
 
     def _pair(self, position: int) -> tuple[int, int]:
         # A stride without a common factor with 10 visits every pair once, far from its neighbours, from any start.
-        number = (position * _STRIDE + self._shift) % self._total
+        number = (position * _STRIDE + self.shift) % self._total
         return number // self._base, number % self._base
 
     @abstractmethod

@@ -24,14 +24,14 @@ class ProgressionTask(NumberPairs):
         self._terms = terms
         self._prefix_counts = prefix_counts
         kind = "progression:prefix" if prefix_counts else "progression"
-        self.digest: Digest = bytes_digest(f"{kind} 1 {digits} {terms} {self._shift}".encode())
+        self.digest: Digest = bytes_digest(f"{kind} 1 {digits} {terms} {self.shift}".encode())
 
     def _prompt(self, index: int, left: int, right: int) -> Prompt:
         terms = [(left + number * right) % self._base for number in range(1, self._terms + 1)]
         return Prompt(
             index=index,
-            text=f"{left:0{self._digits}d}+{right:0{self._digits}d}=",
-            answer="".join(f"{term:0{self._digits}d}"[::-1] for term in terms),
+            text=f"{left:0{self.digits}d}+{right:0{self.digits}d}=",
+            answer="".join(f"{term:0{self.digits}d}"[::-1] for term in terms),
         )
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
@@ -39,7 +39,7 @@ class ProgressionTask(NumberPairs):
         given = completion.strip()
         right = 0
         if self._prefix_counts or len(given) <= len(prompt.answer):
-            width = self._digits
+            width = self.digits
             while (
                 right < self._terms
                 and given[right * width : (right + 1) * width] == (prompt.answer[right * width : (right + 1) * width])

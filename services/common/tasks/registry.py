@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -130,7 +132,11 @@ def build_task(config: SourceConfig, *, measure: Measure | None = None, notes: P
     """
     if isinstance(config, TaskConfig) and config.sources:
         return _mixture(config, measure=measure, notes=notes)
-    task = _build(config, measure=measure, notes=notes)
+    return _finished(_build(config, measure=measure, notes=notes), config)
+
+
+def _finished(task: Task, config: SourceConfig) -> Task:
+    """With its system prompt and its rewards."""
     if config.system_prompt:
         task = SystemPromptTask(task, config.system_prompt)
     return _rewarded(task, config) if config.reward or config.rewards else task
@@ -205,15 +211,26 @@ def _rewarded(task: Task, config: SourceConfig) -> Task:
 
 def _mixture(config: TaskConfig, *, measure: Measure | None, notes: Path | None) -> Task:
     from heterorl.common.tasks.sources.mixture import MixtureTask, Source
+    from heterorl.common.tasks.sources.separation import separated
 
+    sources = {each.label: each for each in config.inherited()}
+    tasks: dict[str, Task] = {}
+    for label, each in sources.items():
+        with _of_source(label):
+            tasks[label] = _build(each, measure=measure, notes=notes)
     found = []
-    for each in config.inherited():
-        try:
-            task = build_task(each, measure=measure, notes=notes)
-        except ConfigError as error:
-            raise ConfigError(f"task.sources, {each.label}", str(error)) from error
-        found.append(Source(label=each.label, weight=each.weight, task=task))
+    for label, task in separated(tasks).items():
+        with _of_source(label):
+            found.append(Source(label=label, weight=sources[label].weight, task=_finished(task, sources[label])))
     return MixtureTask(found)
+
+
+@contextmanager
+def _of_source(label: str) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"task.sources, {label}", str(error)) from error
 
 
 def _matcher(config: SourceConfig) -> Matcher:

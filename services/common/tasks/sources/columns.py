@@ -9,12 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.tasks.messages import ROLES
+from heterorl.common.tasks.messages import BETWEEN, ROLES, SYSTEM_ROLES
 from heterorl.common.tasks.sources.config import DataConfig
 from heterorl.common.tasks.task import Message, Prompt
 
 Mask = npt.NDArray[np.bool_]
-_BETWEEN = "\x1e"
 
 
 class Columns:
@@ -57,6 +56,19 @@ class Columns:
         """What tells prompts apart: the text, or roles and contents of all messages."""
         if not self._has_messages:
             return self._prompts.cast(self._pa.large_string())
+        return self._joined(frozenset())
+
+    def questions(self) -> Any:
+        """What heterorl.common.tasks.messages.question_of gives of each row."""
+        import pyarrow.compute as pc
+
+        if self._has_messages:
+            return self._joined(frozenset(SYSTEM_ROLES))
+        text = self._pa.large_string()
+        return pc.binary_join_element_wise(self._pa.scalar("user", text), self.texts(), self._pa.scalar("\x1f", text))
+
+    def _joined(self, without: frozenset[str]) -> Any:
+        """Roles and contents of each row's messages, but for those of some roles."""
         import pyarrow.compute as pc
 
         text = self._pa.large_string()
@@ -64,8 +76,14 @@ class Columns:
         for chunk in self._lists():
             roles, contents = (chunk.values.field(name).cast(text) for name in ("role", "content"))
             lines = pc.binary_join_element_wise(roles, contents, self._pa.scalar("\x1f", text))
-            lists = self._pa.LargeListArray.from_arrays(chunk.offsets, lines)
-            joined.append(pc.if_else(pc.is_valid(chunk), pc.binary_join(lists, self._pa.scalar(_BETWEEN, text)), None))
+            offsets = chunk.offsets
+            if without:
+                stays = ~_mask(pc.is_in(roles, value_set=self._pa.array(sorted(without), text)))
+                lines = lines.filter(self._pa.array(stays))
+                before = np.concatenate(([0], np.cumsum(stays)))
+                offsets = self._pa.array(before[offsets.to_numpy()], self._pa.int64())
+            lists = self._pa.LargeListArray.from_arrays(offsets, lines)
+            joined.append(pc.if_else(pc.is_valid(chunk), pc.binary_join(lists, self._pa.scalar(BETWEEN, text)), None))
         return self._pa.chunked_array(joined, text)
 
     def prompt(self, row: int, *, index: int) -> Prompt:

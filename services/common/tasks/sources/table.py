@@ -6,10 +6,12 @@ equal files, columns, filters and rows left over.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import heapq
 import itertools
 import logging
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -66,16 +68,35 @@ class TableTask:
             self._held_rows = _chosen("task.data.evaluation_split", self._held_columns, config, measure)
             self._rows = _without(columns, rows, self._held_columns, self._held_rows)
         _release()
-        self.num_prompts = len(self._rows)
-        self.num_evaluation_prompts = len(self._held_rows)
         self._matcher = matcher
         self.num_workers = matcher.num_workers
-        words = [
+        self._words = [
             "table 1", loaded.digest, held_out.digest if held_out else "", matcher.name,
             config.messages or config.prompt, bool(config.messages), config.answer,
-            *(hashlib.blake2b(chosen.tobytes()).hexdigest() for chosen in (self._rows, self._held_rows)),
         ]  # fmt: skip
-        self.digest: Digest = bytes_digest(repr(words).encode())
+        self._count()
+
+    def _count(self) -> None:
+        self.num_prompts = len(self._rows)
+        self.num_evaluation_prompts = len(self._held_rows)
+        chosen = (hashlib.blake2b(rows.tobytes()).hexdigest() for rows in (self._rows, self._held_rows))
+        self.digest: Digest = bytes_digest(repr([*self._words, *chosen]).encode())
+
+    def held_out_questions(self) -> Iterable[str]:
+        """The questions of all held-out prompts."""
+        found: list[str] = self._held_columns.questions().take(_arrow(self._held_rows)).to_pylist()
+        return found
+
+    def without(self, questions: Collection[str]) -> TableTask:
+        """The same task with fewer training prompts; there may be none left."""
+        every = self._columns.questions()
+        is_out = _is_in(every, _arrow(sorted(questions)).cast(every.type))
+        left = copy.copy(self)
+        left._rows = self._rows[~is_out[self._rows]]
+        left._count()
+        del every
+        _release()
+        return left
 
     def prompt(self, index: int) -> Prompt:
         """The training prompt at a position."""

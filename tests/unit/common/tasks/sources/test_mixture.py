@@ -1,9 +1,13 @@
 """Mixtures: shares of a pass, prompts that know their source, scores of their own task."""
 
 import dataclasses
+import json
+import logging
 from collections import Counter
 from types import MappingProxyType
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
 
@@ -110,6 +114,64 @@ def test_errors_name_the_source():
         build_task(mixture(SMALL, {"label": "b", "name": "jsonl:/no/file"}))
     with pytest.raises(ConfigError, match="task.sources: weights so unlike"):
         build_task(mixture(SMALL, {**LONG, "weight": 1e-14}))
+
+
+def questions(task):
+    training = {task.prompt(index).text for index in range(task.num_prompts)}
+    return training, {task.evaluation_prompt(index).text for index in range(task.num_evaluation_prompts)}
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """The same forty questions as lines of text, as a table, and as a table of messages after a system's."""
+    texts = [f"what is {number}?" for number in range(40)]
+    lines = [{"prompt": text, "answer": "1"} for text in texts]
+    (tmp_path / "lines.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    pq.write_table(pa.Table.from_pylist(lines), tmp_path / "table.parquet")
+    turns = [[{"role": "system", "content": "Be."}, {"role": "user", "content": text}] for text in texts]
+    pq.write_table(pa.Table.from_pylist([{"m": each, "answer": "1"} for each in turns]), tmp_path / "turns.parquet")
+    data = {"cache_dir": str(tmp_path / "cache")}
+    return {
+        "lines": {"name": f"jsonl:{tmp_path}/lines.jsonl"},
+        "table": {"name": f"parquet:{tmp_path}/table.parquet", "data": data},
+        "turns": {"name": f"parquet:{tmp_path}/turns.parquet", "data": {**data, "messages": "m"}},
+    }
+
+
+@pytest.mark.parametrize("pair", [("lines", "table"), ("table", "turns"), ("turns", "lines"), ("lines", "lines")])
+def test_what_one_source_holds_out_no_other_one_trains_on(rows, pair, caplog):
+    first, second = ({"label": label, **rows[name]} for label, name in zip("ab", pair, strict=True))
+    config = mixture({**first, "evaluation_size": 2}, {**second, "evaluation_size": 9, "system_prompt": "Think."})
+
+    with caplog.at_level(logging.WARNING):
+        task = build_task(config)
+
+    training, held_out = questions(task)
+    # Equal questions have equal digests, so a holds out what b does, or fewer; messages are digested with their roles.
+    assert len(held_out) in range(9, 12)
+    assert not training & held_out
+    assert len(training | held_out) == 40
+    assert "task.sources, a: " in caplog.text
+    assert "are held out by another source" in caplog.text
+    assert task.digest == build_task(config).digest
+
+
+def test_a_source_that_others_hold_out_whole_is_refused(rows, tmp_path):
+    (tmp_path / "few.jsonl").write_text('{"prompt": "what is 50?", "answer": "1"}')
+    (tmp_path / "other.jsonl").write_text('{"prompt": "what is 60?", "answer": "1"}')
+    one = {"label": "a", "name": f"jsonl:{tmp_path}/few.jsonl", "evaluation_path": str(tmp_path / "other.jsonl")}
+    two = {"label": "b", **rows["lines"], "evaluation_path": str(tmp_path / "few.jsonl")}
+    with pytest.raises(ConfigError, match="task.sources, a: other sources hold out every prompt of it"):
+        build_task(mixture(one, two))
+
+
+def test_generated_sources_that_hold_out_other_numbers_are_refused():
+    with pytest.raises(ConfigError, match="holds out other numbers of 1 digits than small") as caught:
+        build_task(mixture(SMALL, {**LONG, "seed": 3}))
+    assert caught.value.key == "task.sources, long.seed"
+    assert build_task(mixture(SMALL, {**LONG, "seed": 3, "digits": 2})).num_prompts
+    training, held_out = questions(build_task(mixture(SMALL, LONG)))
+    assert not training & held_out
 
 
 def test_numbers_by_source_are_of_the_groups_of_a_step():

@@ -36,10 +36,15 @@ def read_messages(key: str, place: str, value: Any) -> tuple[Message, ...]:
     return tuple(messages)
 
 
+def messages_of(prompt: Prompt) -> tuple[Message, ...]:
+    """What the model is asked, as messages."""
+    return prompt.messages or (Message(role="user", content=prompt.text),)
+
+
 def question_of(prompt: Prompt) -> str:
     """What is asked, whatever the model was told to be: roles and contents but for those of the system."""
-    turns = prompt.messages or (Message(role="user", content=prompt.text),)
-    return BETWEEN.join(f"{turn.role}\x1f{turn.content}" for turn in turns if turn.role not in SYSTEM_ROLES)
+    turns = (turn for turn in messages_of(prompt) if turn.role not in SYSTEM_ROLES)
+    return BETWEEN.join(f"{turn.role}\x1f{turn.content}" for turn in turns)
 
 
 class SystemPromptTask:
@@ -77,7 +82,7 @@ class SystemPromptTask:
             close()
 
     def _with_system(self, prompt: Prompt) -> Prompt:
-        messages = prompt.messages or (Message(role="user", content=prompt.text),)
+        messages = messages_of(prompt)
         if messages[0].role in SYSTEM_ROLES:
             return prompt
         return dataclasses.replace(prompt, messages=(self._first, *messages))

@@ -12,7 +12,7 @@ from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.rewards.remote.reward import Terms
 from heterorl.common.tasks.rewards.weighted import WeightedTask
 from heterorl.common.tasks.scoring import score_group
-from heterorl.common.tasks.task import Task
+from heterorl.common.tasks.task import Prompt, Task
 from heterorl.common.types.rollout import DropReason, Group, RewardPart, total_reward
 from heterorl.learner.checks.judge import SOUND, Finding
 
@@ -47,7 +47,7 @@ def judge_rewards(
     for number, (rollout, parts) in enumerate(zip(group.rollouts, score_group(computes, prompt, texts), strict=True)):
         if remote:
             problem, parts = _believed(
-                rollout.reward_parts, parts, remote, texts=(prompt.text, texts[number]), is_trusted=is_trusted
+                rollout.reward_parts, parts, remote, prompt=prompt, completion=texts[number], is_trusted=is_trusted
             )
             if problem:
                 return _mismatch(f"rollouts[{number}].reward_parts: {problem}")
@@ -67,7 +67,8 @@ def _believed(
     computed: Sequence[RewardPart],
     remote: Mapping[str, Terms],
     *,
-    texts: tuple[str, str],
+    prompt: Prompt,
+    completion: str,
     is_trusted: bool,
 ) -> tuple[str, tuple[RewardPart, ...]]:
     """What is wrong with the stated values of rewards that are not computed here, and all parts with them."""
@@ -84,7 +85,7 @@ def _believed(
         if not terms.low <= said.value <= terms.high:
             return f"{part.name} is {said.value:g}, outside {terms.low:g} to {terms.high:g}", ()
         is_proven = bool(said.signature and terms.signed_by) and terms.proves(
-            said, prompt=texts[0], completion=texts[1]
+            said, prompt=prompt, completion=completion
         )
         if not is_proven and said.signature and terms.signed_by:
             return f"the signature of {part.name} is of none of its signed_by", ()

@@ -96,7 +96,15 @@ class HttpRewardConfig(RemoteRewardBase):
     """A word for what the service computes, part of the contract; change it when the service changes."""
     signed_by: tuple[PublicKey, ...] = ()
     """Public keys with one of which the service signs each value; a learner then trusts no site. Not part of the
-    contract."""
+    contract. Not with batch `group`: a signature is of one completion, and a site could choose the others."""
+
+    @model_validator(mode="after")
+    def _signs_completions(self) -> HttpRewardConfig:
+        if self.signed_by and self.batch == "group":
+            raise ValueError(
+                'signed_by: a signature is of one completion, and says nothing of a group: set batch to "completion"'
+            )
+        return self
 
 
 class JudgeRewardConfig(RemoteRewardBase):

@@ -1,5 +1,6 @@
 """Rewards over HTTP: values or an error, never a zero for a failure; judges are asked once and at a pace."""
 
+import dataclasses
 import json
 import sqlite3
 import threading
@@ -7,6 +8,7 @@ import time
 from contextlib import contextmanager
 
 import pytest
+from pydantic import ValidationError
 
 from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.identity.signing import new_key
@@ -17,6 +19,7 @@ from heterorl.common.tasks.rewards.remote.post import MAX_REPLY_BYTES, MAX_WORDS
 from heterorl.common.tasks.rewards.remote.proof import is_signed, sign
 from heterorl.common.tasks.rewards.remote.store import JudgeStore, question_digest
 from heterorl.common.tasks.scoring import score_group
+from heterorl.common.tasks.task import Message
 from heterorl.common.types.rollout import RewardPart
 from heterorl.learner.config import LearnerConfig
 from tests.support.reward_service import localhost_tls, serving
@@ -51,8 +54,8 @@ def test_a_service_is_sent_what_it_judges_and_gives_one_value():
 
     assert server.asked == [
         {
-            "version": 1, "reward": "style", "prompt_index": 3, "prompt": prompt.text, "answer": prompt.answer,
-            "completions": ["four"],
+            "version": 1, "reward": "style", "prompt_index": 3, "prompt": prompt.text,
+            "messages": [{"role": "user", "content": prompt.text}], "answer": prompt.answer, "completions": ["four"],
         }
     ]  # fmt: skip
     assert "Authorization" not in server.headers[0]
@@ -169,19 +172,40 @@ def test_a_signed_value_is_proven_and_an_unsigned_one_refused_at_once(tmp_path):
 
     def reply(document):
         name = "style" if document["completions"] != ["wrong"] else "other"
-        signatures = [sign(signer, name, document["prompt"], text, 0.25).hex() for text in document["completions"]]
+        turns = [Message(**turn) for turn in document["messages"]]
+        signatures = [
+            sign(signer, name, turns, text, document["answer"], 0.25).hex() for text in document["completions"]
+        ]
         return {"rewards": [0.25] * len(signatures), "signatures": signatures}
 
-    with serving(reply) as server, task_of(http(server, signed_by=[signer.public_key])) as task:
+    with (
+        serving(reply) as server,
+        task_of(http(server, signed_by=[signer.public_key]), system_prompt="Be brief.") as task,
+    ):
         prompt = task.prompt(0)
         (part,) = task.score(prompt, "x")
         with pytest.raises(RewardError, match=r"is signed by none of task.rewards\[0\].signed_by"):
             task.score(prompt, "wrong")
 
-    facts = {"name": "style", "prompt": prompt.text, "completion": "x", "value": 0.25}
+    facts = {"name": "style", "prompt": prompt, "completion": "x", "value": 0.25}
     assert is_signed(part.signature, [signer.public_key], **facts)
-    for change in ({"name": "y"}, {"prompt": "y"}, {"completion": "y"}, {"value": 0.5}):
+    others = [
+        dataclasses.replace(prompt, answer="9"),
+        dataclasses.replace(prompt, messages=prompt.messages[1:]),
+        dataclasses.replace(prompt, messages=(Message(role="system", content="Be long."), prompt.messages[1])),
+        dataclasses.replace(prompt, messages=(Message(role="user", content="Be brief."), prompt.messages[1])),
+    ]
+    for change in ({"name": "y"}, {"completion": "y"}, {"value": 0.5}, *({"prompt": other} for other in others)):
         assert not is_signed(part.signature, [signer.public_key], **facts | change)
+
+
+def test_a_reward_of_whole_groups_cannot_be_signed(tmp_path):
+    key = new_key(tmp_path / "key").public_key
+
+    with pytest.raises(ValidationError, match="a signature is of one completion, and says nothing of a group"):
+        TaskConfig(
+            rewards=[{"name": "style", "kind": "http", "url": "https://x", "batch": "group", "signed_by": [key]}]
+        )
 
 
 def chat(words):

@@ -8,8 +8,10 @@ import pytest
 
 from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.identity.signing import new_key
+from heterorl.common.tasks.messages import messages_of
 from heterorl.common.tasks.registry import TaskConfig, build_task, close_task
 from heterorl.common.tasks.rewards.remote.proof import sign
+from heterorl.common.tasks.task import Message
 from heterorl.common.types.rollout import DropReason, RewardPart, total_reward
 from heterorl.common.wire.seal import open_group, read_sealed, seal
 from heterorl.coordinator.rpc.plain import read_push
@@ -86,15 +88,15 @@ def test_trust_covers_no_more_than_the_reward_itself(task, parts, reward, words)
 
 @pytest.mark.parametrize("task", ["signed"], indirect=True)
 def test_a_signed_reward_needs_no_trust(task, signer, tmp_path):
-    prompt = task.prompt(0).text
-    proof = sign(signer, "style", prompt, TEXT, 0.8)
+    answer, asked = task.prompt(0).answer, messages_of(task.prompt(0))
+    proof = sign(signer, "style", asked, TEXT, answer, 0.8)
 
     assert judged(task, group_with(CORRECT, dataclasses.replace(STYLE, signature=proof))).is_sound
     stolen = {
         "another value": dataclasses.replace(STYLE, value=1.0, signature=proof),
-        "of another text": dataclasses.replace(STYLE, signature=sign(signer, "style", prompt, "other", 0.8)),
+        "of another text": dataclasses.replace(STYLE, signature=sign(signer, "style", asked, "other", answer, 0.8)),
         "of another key": dataclasses.replace(
-            STYLE, signature=sign(new_key(tmp_path / "k"), "style", prompt, TEXT, 0.8)
+            STYLE, signature=sign(new_key(tmp_path / "k"), "style", asked, TEXT, answer, 0.8)
         ),
     }
     for part in stolen.values():
@@ -127,7 +129,8 @@ def test_prompts_and_digest_are_the_tasks_where_nobody_is_asked(task):
 
 def test_a_signed_value_goes_the_whole_way_from_its_service_to_the_check(signer):
     def reply(document):
-        proofs = [sign(signer, document["reward"], document["prompt"], text, 0.3) for text in document["completions"]]
+        asked, name = [Message(**turn) for turn in document["messages"]], document["reward"]
+        proofs = [sign(signer, name, asked, text, document["answer"], 0.3) for text in document["completions"]]
         return {"rewards": [0.3] * len(proofs), "signatures": [proof.hex() for proof in proofs]}
 
     with serving(reply) as server:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from heterorl.common.errors import ConfigError, RewardError
+from heterorl.common.tasks.messages import messages_of
 from heterorl.common.tasks.rewards.process import LoadFailed, RewardPool
 from heterorl.common.tasks.rewards.remote.proof import is_signed
 from heterorl.common.tasks.task import Prompt
@@ -26,7 +27,7 @@ class Terms:
     high: float
     signed_by: tuple[str, ...] = ()
 
-    def proves(self, part: RewardPart, *, prompt: str, completion: str) -> bool:
+    def proves(self, part: RewardPart, *, prompt: Prompt, completion: str) -> bool:
         """Whether a key signed just this value."""
         return is_signed(
             part.signature, self.signed_by, name=self.name, prompt=prompt, completion=completion, value=part.value
@@ -88,6 +89,7 @@ class RemoteReward:
                 {
                     "prompt_index": prompt.index,
                     "prompt": prompt.text,
+                    "messages": [{"role": turn.role, "content": turn.content} for turn in messages_of(prompt)],
                     "answer": prompt.answer,
                     "completions": list(completions),
                 }
@@ -103,7 +105,7 @@ class RemoteReward:
         if self.terms.signed_by:
             for part, completion in zip(parts, completions, strict=True):
                 # Here, where the service can still be corrected: the learner would leave every group out.
-                if not self.terms.proves(part, prompt=prompt.text, completion=completion):
+                if not self.terms.proves(part, prompt=prompt, completion=completion):
                     raise RewardError(
                         f"its answer about prompt {prompt.index} is signed by none of {self._key}.signed_by"
                     )

@@ -1,7 +1,7 @@
 """A reward service: prompt and completions are posted as JSON, values come back. Runs in a worker process.
 
-    request   {"version": 1, "reward": "style", "prompt_index": 7, "prompt": "...", "answer": "...",
-               "completions": ["...", ...]}
+    request   {"version": 1, "reward": "style", "prompt_index": 7, "prompt": "...",
+               "messages": [{"role": "user", "content": "..."}], "answer": "...", "completions": ["...", ...]}
     answer    {"rewards": [0.5, ...], "signatures": ["64 bytes in hex", ...]}
 
 One value for each completion, in order; `signatures` may be left out (heterorl.common.tasks.rewards.remote.proof).
@@ -39,7 +39,7 @@ def load(job: dict[str, Any]) -> Answer:
     return answer
 
 
-_ASKED = ("prompt_index", "prompt", "answer", "completions")
+_ASKED = ("prompt_index", "prompt", "messages", "answer", "completions")
 
 
 def deadline_of(job: dict[str, Any]) -> float:

@@ -242,11 +242,18 @@ def test_what_was_judged_is_not_asked_again_even_by_another_process(tmp_path):
             with task_of(judge(server, tmp_path, **options)) as task:
                 for completion in ("a", "b", "a"):
                     task.score(task.prompt(0), completion)
-        assert len(server.asked) == 2 * 3
+        # All but that of the other url.
+        assert len(server.asked) == 2 * 4
         (tmp_path / "judge.sqlite").unlink()
         with task_of(judge(server, tmp_path)) as task:
             task.score(task.prompt(0), "a")
-        assert len(server.asked) == 7
+            for written in (99.0, "many"):
+                with sqlite3.connect(tmp_path / "judge.sqlite") as connection:
+                    connection.execute("UPDATE judged SET score = ?", (written,))
+                connection.close()
+                # No judge may say so: it is asked again.
+                assert task.score(task.prompt(0), "a")[0].value == 0.25
+        assert len(server.asked) == 8 + 3
 
 
 @pytest.mark.parametrize(
@@ -268,7 +275,7 @@ def test_words_without_a_score_are_an_error_and_are_not_kept(words, message, tmp
         assert task.score(task.prompt(0), "x")[0].value == 0.0
 
 
-def test_judges_are_asked_at_a_pace_that_processes_share(tmp_path):
+def test_judges_are_asked_at_a_pace_that_processes_share(tmp_path, monkeypatch):
     first, second = (JudgeStore(str(tmp_path / "judge.sqlite"), max_entries=9) for _ in range(2))
     waits = [store.take_place("a", interval_s=10.0, longest_s=25.0) for store in (first, second, first, second)]
 
@@ -278,6 +285,11 @@ def test_judges_are_asked_at_a_pace_that_processes_share(tmp_path):
     assert waits[3] is None
     assert second.take_place("a", interval_s=10.0, longest_s=40.0) == pytest.approx(30.0, abs=1.0)
     assert second.take_place("b", interval_s=10.0, longest_s=0.0) == 0.0
+    # The machine starts again and its clock with it.
+    later = time.monotonic() - 7.0
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    assert first.take_place("a", interval_s=10.0, longest_s=0.0) == 0.0
+    monkeypatch.undo()
     with serving(lambda _: chat('{"score": 1}')) as server:
         with task_of(judge(server, tmp_path, requests_per_minute=0.1), reward_timeout_s=5) as task:
             task.score(task.prompt(0), "a")

@@ -48,12 +48,13 @@ def _judged(
     request: dict[str, Any], job: dict[str, Any], *, server: Server, store: JudgeStore, deadline: float
 ) -> float:
     texts = [request[name] for name in FIELDS]
-    digest = question_digest([job["question"], *texts])
+    low, high = float(job["low"]), float(job["high"])
+    digest = question_digest([job["question"], low, high, *texts])
     score = store.get(digest)
-    if score is None:
+    # A file can be written by others: what no judge may say was not said.
+    if score is None or not low <= score <= high:
         score = _asked(filled(job["rubric"], request), job, server=server, store=store, deadline=deadline)
         store.put(digest, score)
-    low, high = float(job["low"]), float(job["high"])
     return (score - low) / (high - low)
 
 

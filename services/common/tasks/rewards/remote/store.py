@@ -17,10 +17,8 @@ from pathlib import Path
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS judged (digest BLOB PRIMARY KEY, score REAL NOT NULL, number INTEGER NOT NULL);
 CREATE INDEX IF NOT EXISTS judged_number ON judged (number);
-CREATE TABLE IF NOT EXISTS pace (server TEXT PRIMARY KEY, next REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS places (server TEXT PRIMARY KEY, next REAL NOT NULL, taken REAL NOT NULL);
 """
-_LONGEST_DEBT_S = 3600.0
-"""A place further away is of before a restart of the machine, when its clock began anew."""
 _TRIMMED_SHARE = 16
 
 
@@ -44,10 +42,11 @@ class JudgeStore:
 
     def get(self, digest: bytes) -> float | None:
         """The score of a question that was asked before."""
+        row = None
         with suppress(sqlite3.Error):
             row = self._connection.execute("SELECT score FROM judged WHERE digest = ?", (digest,)).fetchone()
-            return None if row is None else float(row[0])
-        return None
+        # SQLite keeps what it is given, of whatever type.
+        return float(row[0]) if row is not None and isinstance(row[0], int | float) else None
 
     def put(self, digest: bytes, score: float) -> None:
         """Keep a score; the oldest give way."""
@@ -73,11 +72,17 @@ class JudgeStore:
             try:
                 # One clock for all processes of the machine.
                 now = time.monotonic()
-                row = self._connection.execute("SELECT next FROM pace WHERE server = ?", (server,)).fetchone()
-                place = now if row is None or row[0] > now + _LONGEST_DEBT_S else max(now, row[0])
+                # The clock begins anew with the machine: what was taken later than now was taken before that, and what
+                # was taken earlier lies no further ahead than its caller waited.
+                row = self._connection.execute(
+                    "SELECT next FROM places WHERE server = ? AND taken <= ?", (server, now)
+                ).fetchone()
+                place = now if row is None else max(now, row[0])
                 if place - now > longest_s:
                     return None
-                self._connection.execute("INSERT OR REPLACE INTO pace VALUES (?, ?)", (server, place + interval_s))
+                self._connection.execute(
+                    "INSERT OR REPLACE INTO places VALUES (?, ?, ?)", (server, place + interval_s, now)
+                )
                 return place - now
             finally:
                 self._connection.execute("COMMIT")

@@ -16,7 +16,7 @@ that it is tested on. Then
     suggested       as shown, on exploratory evidence: a reason to test it, not to believe it
     doubted         as contradicted, on exploratory evidence
     not shown       anything else: neither can be said
-    not tested      there are no results, or fewer than two pairs of seeds
+    not tested      results that it rests on are not there or cannot be read, or there are fewer than two pairs of seeds
 """
 
 from __future__ import annotations

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from heterorl.common.errors import ConfigError
 from heterorl.common.process.files import replacing
 from heterorl.lab.claims.claim import ONLINE, Claim, Evidence, Finding, Observed, Side, judge
 from heterorl.lab.claims.declared import CLAIMS
@@ -16,6 +18,7 @@ from heterorl.lab.protocol.rules import CONFIRMATION
 from heterorl.lab.report.data import Results, Run
 from heterorl.lab.report.reading import load_table
 
+_LOG = logging.getLogger(__name__)
 _DIGITS = 4
 _HEAD = (
     "| claim | source | experiment | steps | test | seeds | failed | difference | p | p, Holm | power | online flat |"
@@ -32,6 +35,8 @@ class Source:
     claim: Claim
     tables: tuple[Results, ...]
     suggested_on: frozenset[int] = frozenset()
+    problem: str = ""
+    """Why it cannot be tested: a file of results that it rests on is not there, or cannot be read."""
 
     @property
     def runs(self) -> list[Run]:
@@ -74,14 +79,15 @@ class Source:
 
 
 def write_claims(directory: Path, path: Path) -> int:
-    """Test every declared claim on `directory`/EXPERIMENT.json and write the table; returns how many claims it has.
-
-    Raises:
-        ConfigError: a file of results is damaged.
-    """
+    """Test every declared claim on `directory`/EXPERIMENT.json and write the table; returns how many claims it has."""
     found = gather(CLAIMS, directory)
     tested = [
-        Observed(claim=one.claim, differences=differences(one.claim, one.runs), evidence=one.evidence) for one in found
+        Observed(
+            claim=one.claim,
+            differences=[] if one.problem else differences(one.claim, one.runs),
+            evidence=one.evidence,
+        )
+        for one in found
     ]
     rows = [as_row(finding, source) for finding, source in zip(judge(tested), found, strict=True)]
     text = "[\n" + ",\n".join(json.dumps(row, allow_nan=False) for row in rows) + "\n]\n"
@@ -91,11 +97,20 @@ def write_claims(directory: Path, path: Path) -> int:
 
 
 def gather(claims: Sequence[Claim], directory: Path) -> list[Source]:
-    """Each claim with the results of its experiments; none where one of them has no results."""
-    names = {name for claim in claims for name in (*_experiments(claim), *claim.suggested_by)}
-    tables = {
-        name: load_table(directory / f"{name}.json") for name in sorted(names) if (directory / f"{name}.json").is_file()
-    }
+    """Each claim with the results of its experiments, and what is wrong with them.
+
+    Without the results that suggested a claim nobody can say whether it is tested on other seeds.
+    """
+    tables: dict[str, Results] = {}
+    problems: dict[str, str] = {}
+    for name in sorted({name for claim in claims for name in _files(claim)}):
+        try:
+            tables[name] = load_table(directory / f"{name}.json")
+        except (ConfigError, OSError) as error:
+            problems[name] = f"no {name}.json"
+            if (directory / f"{name}.json").exists():
+                problems[name] = f"{name}.json cannot be read"
+                _LOG.warning("%s", error)
     return [
         Source(
             claim=claim,
@@ -103,6 +118,7 @@ def gather(claims: Sequence[Claim], directory: Path) -> list[Source]:
             suggested_on=frozenset(
                 run.seed for name in claim.suggested_by if name in tables for run in tables[name].runs
             ),
+            problem="; ".join(problems[name] for name in _files(claim) if name in problems),
         )
         for claim in claims
     ]
@@ -144,6 +160,7 @@ def as_row(finding: Finding, source: Source) -> dict[str, Any]:
         "is_rate_at_edge": source.is_at_edge,
         "evidence": finding.evidence if finding.num else None,
         "verdict": finding.verdict,
+        "reason": None if finding.verdict != "not tested" else source.problem or "fewer than two pairs of seeds",
     }
 
 
@@ -166,9 +183,18 @@ def _line(row: Mapping[str, Any]) -> str:
         str(row["seeds"] or "-"), str(row["failed"] or "-"), difference, _p_text(row["p"]), _p_text(row["p_holm"]),
         "-" if row["power"] is None else f"{row['power']:.2f}", flat,
         f"{evidence}, rate at an end of the grid" if row["is_rate_at_edge"] else evidence,
-        f"**{row['verdict']}**" if row["verdict"] in _MARKED else row["verdict"],
+        f"**{row['verdict']}**" if row["verdict"] in _MARKED else _with_reason(row),
     )  # fmt: skip
     return "| " + " | ".join(cells) + " |"
+
+
+def _with_reason(row: Mapping[str, Any]) -> str:
+    return f"{row['verdict']}: {row['reason']}" if row["reason"] else str(row["verdict"])
+
+
+def _files(claim: Claim) -> tuple[str, ...]:
+    """The experiments that a verdict rests on, each once."""
+    return tuple(dict.fromkeys((*_experiments(claim), *claim.suggested_by)))
 
 
 def _experiments(claim: Claim) -> list[str]:

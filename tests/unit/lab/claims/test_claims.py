@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from heterorl.common.errors import ConfigError
 from heterorl.lab.claims import verdicts
 from heterorl.lab.claims.claim import Claim, Observed, Side, judge, p_value, versions
 from heterorl.lab.claims.declared import CLAIMS
@@ -281,12 +280,29 @@ def test_a_shown_claim_stands_in_the_table_with_its_numbers(tmp_path, monkeypatc
     )
 
 
-def test_damaged_results_are_an_error(tmp_path):
-    for name in {name for claim in CLAIMS for name in claim.experiment.split("+")}:
-        (tmp_path / f"{name}.json").write_text("{")
+def test_results_that_are_missing_or_damaged_leave_a_claim_untested_and_say_why(tmp_path, monkeypatch):
+    runs = [make_run("gepo", 8, seed, last=value) for seed, value in enumerate(UP)]
+    kept_results(tmp_path, "e", [*runs, *(make_run("gspo", 8, seed, last=0.0) for seed in range(len(UP)))])
+    kept_results(tmp_path, "one", runs[:1])
+    (tmp_path / "damaged.json").write_text("{")
+    claims = [
+        claim_of(experiment=experiment, suggested_by=suggested_by)
+        for experiment, suggested_by in (
+            ("e", ()), ("e+absent", ()), ("damaged+e", ()), ("e", ("absent",)), ("e", ("damaged",)), ("one", ()),
+        )
+    ]  # fmt: skip
+    monkeypatch.setattr(verdicts, "CLAIMS", tuple(claims))
 
-    with pytest.raises(ConfigError, match="is not JSON"):
-        write_claims(tmp_path, tmp_path / "claims.json")
+    write_claims(tmp_path, tmp_path / "claims.json")
+    rows = json.loads((tmp_path / "claims.json").read_text())
+
+    assert [row["verdict"] for row in rows] == ["shown", *["not tested"] * 5]
+    assert [row["reason"] and row["reason"][:27] for row in rows] == [
+        None, "no absent.json", "damaged.json cannot be read", "no absent.json", "damaged.json cannot be read",
+        "fewer than two pairs of see",
+    ]  # fmt: skip
+    assert all(row["p"] is row["difference"] is None and row["seeds"] == 0 for row in rows[1:])
+    assert "| not tested: no absent.json |" in markdown(rows)
 
 
 def test_declared_claims_are_told_apart():

@@ -160,7 +160,12 @@ class Finding:
 def judge(tested: Sequence[Observed]) -> list[Finding]:
     """The verdict on each claim; the order stays."""
     p_values = [p_value(one.claim, one.differences) for one in tested]
-    adjusted_p = _corrected({(one.family, one.claim.key): p for one, p in zip(tested, p_values, strict=True)})
+    by_test: dict[tuple[tuple[str, bool], tuple[object, ...]], float | None] = {}
+    for one, p in zip(tested, p_values, strict=True):
+        # The same test may stand in a second claim that cannot be tested, as what suggested it is absent.
+        if p is not None or (one.family, one.claim.key) not in by_test:
+            by_test[one.family, one.claim.key] = p
+    adjusted_p = _corrected(by_test)
     return [_finding(one, p, adjusted_p[one.family, one.claim.key]) for one, p in zip(tested, p_values, strict=True)]
 
 

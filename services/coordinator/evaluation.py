@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from heterorl.common.errors import InvalidRequest
 from heterorl.common.process import metrics
+from heterorl.common.process.threads import in_thread
 from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.evaluation import (
     MAX_PARTS,
@@ -15,6 +16,7 @@ from heterorl.common.types.evaluation import (
     EvaluationGrant,
     EvaluationPart,
     EvaluationSet,
+    EvaluationState,
     PromptResult,
 )
 from heterorl.common.types.sample import as_sample
@@ -60,7 +62,10 @@ class EvaluationColumn:
             site=site, incarnation=incarnation, terms=self._terms, lease_s=config.evaluation_lease_s, now=now
         )
 
+        over: list[int] = []
+
         def operation(connection: sqlite3.Connection) -> tuple[tuple[EvaluationPart, ...], str, float]:
+            over[:] = []
             self._parts.sites.require(connection, site, incarnation)
             quarantine.check_site(connection, site)
             if config.evaluation_sites and site not in config.evaluation_sites:
@@ -79,19 +84,29 @@ class EvaluationColumn:
                 refused=[job for job, by in self._refused if by == site],
             )
             is_ending = bool(get_meta(connection, "draining")) or config.is_finished(lineage.head_version(connection))
+            under_way = store.jobs(connection, self._terms, now=now)
             job, reason = choose(
-                store.jobs(connection, self._terms, now=now),
+                under_way,
                 asker,
                 digests=self._digests(connection),
                 wait_s=0.0 if is_ending else config.evaluation_wait_s,
+                # The last version comes first.
+                silence_s=0.0 if is_ending else config.evaluation_lease_s,
             )
             if job is None or room < 1:
                 return (), reason if job is None else "the site holds enough", RETRY_AFTER_S
             if not job.is_begun:
                 store.begin(connection, job, asker.sets[job.task_set])
+                self._terms.answered[job.id] = now
+                silent = {each.id for each in under_way if each.silent_s >= config.evaluation_lease_s}
+                over[:] = silent.intersection(scores.older_with_nobody(connection, job.id))
             return store.hand_out(connection, job.id, lessee, count=room), reason, RETRY_AFTER_S
 
+        for job in await self._parts.database.run(scores.whole):
+            await self._end(job, EvaluationState.DONE)
         parts, reason, retry_after_s = await self._parts.database.run(operation)
+        for job in over:
+            await self._end(job, EvaluationState.INCOMPLETE)
         self._parts.sites.see(site, incarnation, now)
         return EvaluationGrant(parts=parts, reason=reason, retry_after_s=0.0 if parts else retry_after_s)
 
@@ -100,9 +115,9 @@ class EvaluationColumn:
     ) -> int:
         """Count what came of a part."""
         self._parts.room.check()
-        now, instant = self._parts.clock.wall(), self._parts.clock.monotonic()
+        instant = self._parts.clock.monotonic()
 
-        def operation(connection: sqlite3.Connection) -> tuple[int | None, tuple[PromptResult, ...], int]:
+        def operation(connection: sqlite3.Connection) -> scores.Counted:
             self._parts.sites.require(connection, site, incarnation)
             quarantine.check_site(connection, site)
             counted = scores.count(
@@ -112,17 +127,35 @@ class EvaluationColumn:
                 incarnation=incarnation,
                 state_root=state_root,
                 results=results,
-                now=now,
             )
-            if counted[0] is not None:
-                self._terms.moved[counted[0]] = instant
-                self._keep(connection, counted[0], site=site, version=counted[2], results=counted[1])
+            if counted.job is not None:
+                self._terms.moved[counted.job] = self._terms.answered[counted.job] = instant
+                self._keep(connection, counted.job, site=site, version=counted.version, results=counted.new)
             return counted
 
-        _, new, _ = await self._parts.database.run(operation)
+        counted = await self._parts.database.run(operation)
+        if counted.job is not None and counted.is_whole:
+            # Before the answer: who hears none says it again, and it is ended then.
+            await self._end(counted.job, EvaluationState.DONE)
         self._parts.sites.see(site, incarnation, instant)
-        metrics.EVALUATED_PROMPTS.labels(metrics.SITES.of(site)).inc(len(new))
-        return len(new)
+        metrics.EVALUATED_PROMPTS.labels(metrics.SITES.of(site)).inc(len(counted.new))
+        return len(counted.new)
+
+    async def _end(self, job: int, state: EvaluationState) -> None:
+        """End an evaluation, and those that give way to it; its statistics keep nobody from the store."""
+        found = await self._parts.database.run(lambda connection: scores.scores_of(connection, job))
+        if not found.draws:
+            return
+        summary, now = await in_thread(found.summed_up), self._parts.clock.wall()
+
+        def operation(connection: sqlite3.Connection) -> list[int]:
+            parts, older = scores.end(connection, job, state, scores=found, summary=summary, now=now)
+            if parts:
+                self._terms.forget(job, parts)
+            return older
+
+        for each in await self._parts.database.run(operation):
+            await self._end(each, EvaluationState.INCOMPLETE)
 
     def _keep(
         self,
@@ -165,11 +198,12 @@ class EvaluationColumn:
         """What is known of versions on sets."""
         if not 1 <= limit <= 1000:
             raise InvalidRequest(f"limit: {limit} is not in 1..1000")
-        return await self._parts.database.run(
+        found = await self._parts.database.run(
             lambda connection: scores.listed(
                 connection, task_set=task_set, after_version=max(-1, after_version), limit=limit
             )
         )
+        return await in_thread(lambda: tuple(each.evaluation() for each in found))
 
     async def observe(self) -> None:
         """Set the gauges to the newest evaluation of each set."""

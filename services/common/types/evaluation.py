@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from heterorl.common.types.common import Digest, LogprobMode, SamplingSemantics, SiteId
 
@@ -70,6 +70,11 @@ class PromptResult:
     samples: tuple[ScoredSample, ...]
     prompt: str = ""
     """Its text, where texts are kept."""
+
+
+def without_texts(result: PromptResult) -> PromptResult:
+    """The numbers alone."""
+    return replace(result, prompt="", samples=tuple(replace(sample, text="") for sample in result.samples))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,9 @@
     the site's own version     at once, the newest first: it costs nothing but rows of its engine
     another version            where the site would fetch it, once the evaluation has stood still for a while
 
+A new one of a set is not begun while an older one of it stands still that the site could go on with: where versions
+come faster than evaluations end, each would be begun and none ended. One that nothing comes back from holds up none.
+
 An evaluation whose sites died, or that every site has left behind with newer weights, is so finished by one that
 fetches its version.
 """
@@ -26,6 +29,8 @@ class Job:
     has_open: bool
     """Whether a prompt of it is with nobody; always before it is begun."""
     idle_s: float
+    silent_s: float = 0.0
+    """How long nothing came back of it; 0 before it is begun."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +44,9 @@ class Asker:
     """Evaluations that it said it cannot do."""
 
 
-def choose(jobs: Sequence[Job], asker: Asker, *, digests: Mapping[str, str], wait_s: float) -> tuple[Job | None, str]:
+def choose(
+    jobs: Sequence[Job], asker: Asker, *, digests: Mapping[str, str], wait_s: float, silence_s: float
+) -> tuple[Job | None, str]:
     """The evaluation that a site is given a part of, and why none.
 
     Args:
@@ -47,6 +54,7 @@ def choose(jobs: Sequence[Job], asker: Asker, *, digests: Mapping[str, str], wai
         asker: the site.
         digests: of the task of every set of which one is known.
         wait_s: how long an evaluation stands still before a site is asked to fetch its version.
+        silence_s: how long nothing comes back of an evaluation before newer ones of its set are begun.
     """
     if not jobs:
         return None, "nothing is to be evaluated"
@@ -57,7 +65,8 @@ def choose(jobs: Sequence[Job], asker: Asker, *, digests: Mapping[str, str], wai
     if not right:
         return None, f"the task of set {has_set[0].task_set} is another one at this site than the run evaluates"
     left = [job for job in right if job.has_open and job.id not in asker.refused]
-    own = [job for job in left if job.version == asker.policy_version]
+    held_up = {job.task_set for job in left if job.is_begun and job.idle_s >= wait_s and job.silent_s < silence_s}
+    own = [job for job in left if job.version == asker.policy_version and (job.is_begun or job.task_set not in held_up)]
     if own:
         return min(own, key=lambda job: (not job.is_begun, job.id)), "of the version that the site has"
     others = [job for job in left if job.idle_s >= wait_s]

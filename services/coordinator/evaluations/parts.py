@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from heterorl.common.types.common import Digest
@@ -21,10 +21,19 @@ _COLUMNS = "part, job, first, count, task_set, version, draws"
 
 @dataclass(slots=True)
 class Terms:
-    """Since when parts are out, and since when evaluations stand still; instants of the monotonic clock."""
+    """Since when parts are out, evaluations stand still, and nothing came back of them; instants of the monotonic
+    clock."""
 
     out: dict[int, float] = field(default_factory=dict)
     moved: dict[int, float] = field(default_factory=dict)
+    answered: dict[int, float] = field(default_factory=dict)
+
+    def forget(self, job: int, parts: Iterable[int]) -> None:
+        """Forget an evaluation that has ended."""
+        self.moved.pop(job, None)
+        self.answered.pop(job, None)
+        for part in parts:
+            self.out.pop(part, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +55,8 @@ def jobs(connection: sqlite3.Connection, terms: Terms, *, now: float) -> list[Jo
         " WHERE state IN ('open', 'running') AND v.is_abandoned = 0 ORDER BY job"
     ).fetchall()
     known = {row[0] for row in rows}
-    terms.moved = {job: moved for job, moved in terms.moved.items() if job in known}
+    terms.moved = {job: at for job, at in terms.moved.items() if job in known}
+    terms.answered = {job: at for job, at in terms.answered.items() if job in known}
     return [
         Job(
             id=job,
@@ -55,6 +65,7 @@ def jobs(connection: sqlite3.Connection, terms: Terms, *, now: float) -> list[Jo
             is_begun=state == "running",
             has_open=state == "open" or bool(has_open),
             idle_s=now - terms.moved.setdefault(job, now),
+            silent_s=now - terms.answered.setdefault(job, now) if state == "running" else 0.0,
         )
         for job, version, task_set, state, has_open in rows
     ]

@@ -116,6 +116,8 @@ CREATE TABLE IF NOT EXISTS evaluation_parts (
     site TEXT NOT NULL DEFAULT '', incarnation TEXT NOT NULL DEFAULT '', is_leased INTEGER NOT NULL DEFAULT 0,
     is_done INTEGER NOT NULL DEFAULT 0, holders TEXT NOT NULL DEFAULT '[]');
 CREATE INDEX IF NOT EXISTS evaluation_parts_of_job ON evaluation_parts (job, is_done);
+CREATE INDEX IF NOT EXISTS evaluation_parts_open ON evaluation_parts (job, part) WHERE is_leased = 0 AND is_done = 0;
+CREATE INDEX IF NOT EXISTS evaluation_parts_out ON evaluation_parts (site, incarnation, part) WHERE is_leased = 1;
 CREATE TABLE IF NOT EXISTS evaluation_results (
     job INTEGER NOT NULL, prompt_index INTEGER NOT NULL, site TEXT NOT NULL, scores TEXT NOT NULL,
     PRIMARY KEY (job, prompt_index)) WITHOUT ROWID;

@@ -27,6 +27,8 @@ from heterorl.common.errors import (
     DiskFull,
     EngineError,
     HeterorlError,
+    InvalidRequest,
+    MessageTooLarge,
     RemoteError,
     Unreachable,
     UntrustedVersion,
@@ -34,7 +36,7 @@ from heterorl.common.errors import (
 from heterorl.common.process.clock import Bell, Clock, ring_or_time
 from heterorl.common.process.patience import Patience
 from heterorl.common.pull.trusted import TrustedPuller
-from heterorl.common.types.evaluation import MAX_PARTS, PART_SAMPLES, EvaluationPart
+from heterorl.common.types.evaluation import MAX_PARTS, PART_SAMPLES, EvaluationPart, PromptResult, without_texts
 from heterorl.common.types.words import peer_seconds, peer_words
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.evaluation.drawing import Drawing
@@ -47,6 +49,8 @@ from heterorl.sampler.session import Session
 _LOG = logging.getLogger(__name__)
 PAUSE_S = 2.0
 """Between questions that found nothing, where the coordinator says nothing else."""
+MAX_FAILURES = 8
+"""In a row, before a sampler that drains ends without the evaluation: about a minute of waiting."""
 HAND_BACK_S = 3.0
 """What a stop waits for a coordinator that takes parts back."""
 
@@ -85,6 +89,10 @@ class EvaluationWork:
         self._held: set[int] = set()
         self._rest_until = clock.monotonic()
         self._pause_s = PAUSE_S
+        self._num_failures = 0
+        """Leases and deliveries that failed since one was taken."""
+        self._is_all_done = False
+        """Whether the coordinator had nothing when it was last asked."""
         guests.are_expected = True
 
     async def run(self) -> None:
@@ -95,7 +103,10 @@ class EvaluationWork:
                 parts = await self._lease() if version >= 0 else ()
                 while parts:
                     parts = await self._evaluate(parts)
-                if self._session.is_draining:
+                if self._session.is_draining and (version < 0 or self._is_all_done):
+                    return
+                if self._session.is_draining and self._num_failures >= MAX_FAILURES:
+                    _LOG.warning("draining without the last evaluation: nothing came of it %d times", MAX_FAILURES)
                     return
                 await self._pause(version)
         finally:
@@ -115,6 +126,7 @@ class EvaluationWork:
     async def _lease(self) -> tuple[EvaluationPart, ...]:
         can_pull = self._session.is_draining or self._clock.monotonic() >= self._rest_until
         wanted = max(1, self._drawing.num_rows // PART_SAMPLES)
+        self._is_all_done = False
         try:
             grant = await self._api.lease_evaluation(
                 site=self._session.registration.site,
@@ -132,6 +144,7 @@ class EvaluationWork:
                 "nothing is evaluated: %s", error,
             )  # fmt: skip
             self._pause_s = self._patience.delay_s()
+            self._num_failures += 1
             return ()
         self._patience.reset()
         self._pause_s = peer_seconds(grant.retry_after_s) or PAUSE_S
@@ -143,6 +156,7 @@ class EvaluationWork:
             and part.task_set in self._sets
         )
         if not parts:
+            self._is_all_done = True
             _LOG.debug("nothing is evaluated: %s", peer_words(grant.reason))
         return parts
 
@@ -151,6 +165,7 @@ class EvaluationWork:
         version, started = parts[0].version, self._clock.monotonic()
         self._held |= {part.id for part in parts}
         if not await self._guests.pin(version) and not await self._bring(parts):
+            self._num_failures += 1
             # As after a visit: rollouts come first for a while.
             now = self._clock.monotonic()
             self._rest_until = now + max(PAUSE_S, (now - started) * (1.0 / self._config.evaluation_share - 1.0))
@@ -161,6 +176,7 @@ class EvaluationWork:
             while parts and parts[0].version == version:
                 self._held |= {part.id for part in parts}
                 if not await self._deliver(parts):
+                    self._num_failures += 1
                     return ()
                 is_held_long = self._clock.monotonic() - started >= self._config.evaluation_hold_s
                 if is_held_long and self._policy.take(version) is not None and not self._session.is_draining:
@@ -198,21 +214,32 @@ class EvaluationWork:
     async def _part(self, part: EvaluationPart) -> None:
         results = await self._drawing.results(part, self._sets[part.task_set])
         try:
-            num_counted = await self._patience.insist(
-                lambda: self._api.push_evaluation(
-                    site=self._session.registration.site,
-                    incarnation=self._session.registration.incarnation,
-                    part=part.id,
-                    state_root=part.state_root,
-                    results=results,
-                )
-            )
+            try:
+                num_counted = await self._pushed(part, results)
+            except MessageTooLarge as error:
+                # Texts are for people to read; what the part is for are the numbers.
+                _LOG.warning("part %d of an evaluation is delivered without its texts: %s", part.id, error)
+                num_counted = await self._pushed(part, [without_texts(result) for result in results])
         except RemoteError as error:
             _LOG.warning("part %d of an evaluation is not taken: %s", part.id, error)
-            await self._abandon([part.id])
+            # Drawn again it would be refused again.
+            is_final = isinstance(error, MessageTooLarge | InvalidRequest)
+            await self._abandon([part.id], reason=str(error) if is_final else "")
             return
         self._held.discard(part.id)
+        self._num_failures = 0
         _LOG.debug("part %d of an evaluation is delivered, %d prompts are new", part.id, num_counted)
+
+    async def _pushed(self, part: EvaluationPart, results: Sequence[PromptResult]) -> int:
+        return await self._patience.insist(
+            lambda: self._api.push_evaluation(
+                site=self._session.registration.site,
+                incarnation=self._session.registration.incarnation,
+                part=part.id,
+                state_root=part.state_root,
+                results=results,
+            )
+        )
 
     async def _bring(self, parts: Sequence[EvaluationPart]) -> bool:
         """Fetch the version of parts and give it to the engine; parts are handed back where that fails."""
@@ -248,7 +275,8 @@ class EvaluationWork:
     async def _pause(self, version: int) -> None:
         """Wait until it is time to ask again, the engine has another version, or the run drains."""
         until = self._clock.monotonic() + self._pause_s
-        while not self._session.is_draining and self._swap.version == version:
+        # A run that drains ends when all is evaluated; what failed is tried again, and not at once.
+        while (not self._session.is_draining or self._num_failures) and self._swap.version == version:
             ticket, left_s = self._bell.ticket(), until - self._clock.monotonic()
             if left_s <= 0 and version >= 0:
                 return

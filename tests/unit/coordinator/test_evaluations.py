@@ -2,10 +2,12 @@
 
 import dataclasses
 import sqlite3
+import threading
 
 import pytest
 
 from heterorl.common.errors import InvalidRequest, NotRegistered
+from heterorl.common.evaluation.summary import summarize
 from heterorl.common.types.common import Digest
 from heterorl.common.types.evaluation import EvaluationSet, EvaluationState, PromptResult, ScoredSample
 from heterorl.common.types.run import Command, Heartbeat
@@ -212,6 +214,67 @@ async def test_an_older_one_that_stands_still_ends_incomplete_when_a_newer_one_i
     assert (old.state, old.summary.num_prompts, old.num_wanted) == (EvaluationState.INCOMPLETE, 2, 6)
     assert new.state is EvaluationState.DONE
     assert not (await world.ask(version=0)).parts
+
+
+async def test_evaluations_that_take_longer_than_versions_end_all_the_same(world):
+    # A site has time for one part of three, then its weights are newer by two versions.
+    for turn in range(12):
+        grant = await world.ask(can_pull=turn % 2 == 1)
+        if grant.parts:
+            await world.answer(grant.parts[0])
+        world.clock.advance(100.0)
+        for _ in range(2):
+            await world.run.publish()
+
+    listed = await world.core.list_evaluations()
+    assert [each.version for each in listed if each.state is EvaluationState.DONE] == [0, 8, 16]
+    assert len([each for each in listed if each.state is EvaluationState.RUNNING]) <= 1
+
+
+async def test_an_evaluation_that_nothing_comes_back_of_holds_up_newer_ones_for_a_while_alone(world):
+    await world.ask(version=0)
+    for _ in range(2):
+        await world.run.publish()
+    world.clock.advance(1000.0)
+    assert not (await world.ask(B)).parts
+    world.clock.advance(900.0)
+
+    assert (await world.ask(B)).parts[0].version == 2
+    # It is with nobody: a site that comes back to it finds nothing to do.
+    assert (await world.of(0)).state is EvaluationState.INCOMPLETE
+
+
+async def test_statistics_keep_nobody_from_the_store(world, monkeypatch):
+    threads, store = [], await world.core.database.run(lambda _: threading.get_ident())
+
+    def noted(*arguments, **options):
+        threads.append(threading.get_ident())
+        return summarize(*arguments, **options)
+
+    monkeypatch.setattr("heterorl.coordinator.evaluations.results.summarize", noted)
+    for part in (await world.ask(max_parts=3)).parts:
+        await world.answer(part)
+        await world.of(0)
+
+    assert len(threads) == 3
+    assert store not in threads
+
+
+async def test_a_process_that_died_before_it_summed_up_does_so_when_it_is_asked(world):
+    parts = (await world.ask(max_parts=3)).parts
+    end = world.core.evaluation._end
+
+    async def nothing(job, state):
+        return None
+
+    world.core.evaluation._end = nothing
+    for part in parts:
+        await world.answer(part)
+    assert (await world.of(0)).state is EvaluationState.RUNNING
+    world.core.evaluation._end = end
+    await world.ask()
+
+    assert (await world.of(0)).state is EvaluationState.DONE
 
 
 async def test_versions_that_the_lineage_lost_are_forgotten(world):

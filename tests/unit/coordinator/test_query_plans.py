@@ -5,6 +5,7 @@ import sqlite3
 
 import pytest
 
+from heterorl.common.types.evaluation import EvaluationSet, PromptResult, ScoredSample
 from heterorl.common.types.rollout import DropReason, Rejection
 from heterorl.common.types.run import CanaryReport, Heartbeat
 from heterorl.common.types.sample import EvaluationSample, RolloutNote, SampleFilter, SampleKind, SampleNote, SamplePage
@@ -15,12 +16,14 @@ from heterorl.coordinator.store import database
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, SITE, Run, credits_of
 
+SETS = [{"name": "held", "num_prompts": 2, "samples_per_prompt": 64, "temperature": 1.0}]
 GROWING = frozenset(
     {"groups", "versions", "flavour_versions", "steps", "work", "out_work", "audit", "failures", "canaries",
-     "signatures", "manifests", "beyond_watermark", "sharer", "waiting", "samples", "sample_payloads"}
+     "signatures", "manifests", "beyond_watermark", "sharer", "waiting", "samples", "sample_payloads",
+     "evaluation_jobs", "evaluation_parts", "evaluation_results"}
 )  # fmt: skip
 """Tables that grow with versions, groups, sites or what is out. Others are bounded by retention or by names."""
-OF_FEW = frozenset({"versions_abandoned", "work_open", "sharer_owed"})
+OF_FEW = frozenset({"versions_abandoned", "work_open", "sharer_owed", "evaluation_parts_out"})
 """Indexes of a few rows of such a table."""
 NEWEST = re.compile(r"ORDER BY [\w., ]+ DESC LIMIT 1$")
 
@@ -102,6 +105,20 @@ async def every_call(core, run, clock):
         listed = await core.list_samples(wanted=wanted, page=SamplePage())
         assert listed.num_kept > 3
     await core.get_sample(sample_id=listed.samples[0].id)
+    sets = [EvaluationSet(name="held", task_digest="d" * 64, num_prompts=9)]
+    grant = await core.lease_evaluation(
+        site=SITE, incarnation=INCARNATION, policy_version=run.head, sets=sets, can_pull=True, max_parts=2
+    )
+    await core.abandon_evaluation(site=SITE, incarnation=INCARNATION, parts=[grant.parts[1].id], reason="x")
+    for part in grant.parts:
+        tried = [
+            PromptResult(prompt_index=index, samples=(ScoredSample(reward=1.0, num_tokens=1, is_truncated=False),) * 64)
+            for index in range(part.first_prompt, part.first_prompt + part.num_prompts)
+        ]
+        await core.push_evaluation(
+            site=SITE, incarnation=INCARNATION, part=part.id, state_root=part.state_root, results=tried
+        )
+    await core.list_evaluations()
     watch = core.watch_head(after_version=0)
     await anext(watch)
     await watch.aclose()
@@ -121,7 +138,7 @@ async def every_call(core, run, clock):
 
 async def test_no_statement_reads_what_grows(tmp_path, statements):
     clock = ManualClock()
-    config = CoordinatorConfig(data_dir=tmp_path / "data", quarantine_failures=1, samples_every=1)
+    config = CoordinatorConfig(data_dir=tmp_path / "data", quarantine_failures=1, samples_every=1, evaluation=SETS)
     core = await Coordinator.open(config, clock)
     run = Run(core, tmp_path)
     await run.begin()

@@ -3,7 +3,7 @@
 import mpmath
 import pytest
 
-from heterorl.common.evaluation.intervals import interval, t_central, t_quantile
+from heterorl.common.evaluation.intervals import LARGE_DF, interval, t_central, t_quantile
 from heterorl.lab.statistics.correlation import pearson, spearman
 from heterorl.lab.statistics.significance import holm, sign_flip_test, t_test, wilcoxon_test
 
@@ -96,3 +96,9 @@ def test_correlations_of_known_lists():
     assert pearson([1, 2, 3], [1, 3, 2]) == pytest.approx(0.5)
     assert spearman([1, 2, 3], [1, 10, 1000]) == pytest.approx(1)
     assert pearson([1, 2], [1, 2]) is pearson([1, 1, 1], [1, 2, 3]) is None
+
+
+def test_t_quantile_of_many_degrees_of_freedom_is_the_same_and_costs_nothing():
+    for df in (LARGE_DF + 1, 5000):
+        assert t_central(t_quantile(0.95, df=df), df=df) == pytest.approx(0.95, abs=1e-12)
+    assert t_quantile(0.95, df=1 << 40) == pytest.approx(1.959963984540054, abs=1e-11)

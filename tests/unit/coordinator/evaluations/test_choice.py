@@ -18,8 +18,8 @@ def asker(*names, digest=OWN, **changes):
     return Asker(**{"policy_version": 5, "sets": sets, "can_pull": False, **changes})
 
 
-def chosen(*jobs, by=None, digests=None, wait_s=60.0):
-    found, reason = choose(jobs, by or asker(), digests=digests or {}, wait_s=wait_s)
+def chosen(*jobs, by=None, digests=None, wait_s=60.0, silence_s=1800.0):
+    found, reason = choose(jobs, by or asker(), digests=digests or {}, wait_s=wait_s, silence_s=silence_s)
     assert reason
     return None if found is None else found.id
 
@@ -41,6 +41,26 @@ def test_of_other_versions_what_is_begun_is_ended_then_the_newest():
 
     assert chosen(job(1, version=2), job(2, version=4), by=by, wait_s=0.0) == 2
     assert chosen(job(1, version=2, is_begun=True), job(2, version=4), by=by, wait_s=0.0) == 1
+
+
+@pytest.mark.parametrize(
+    ("older", "new", "expected"),
+    [
+        ({}, {}, None),
+        ({"idle_s": 59.0}, {}, 2),
+        ({"silent_s": 1800.0}, {}, 2),
+        ({"has_open": False}, {}, 2),
+        ({"task_set": "code"}, {}, 2),
+        ({}, {"is_begun": True}, 2),
+    ],
+)
+def test_none_is_begun_while_an_older_one_of_its_set_stands_still(older, new, expected):
+    jobs = [job(1, **{"version": 4, "is_begun": True, "idle_s": 60.0, **older}), job(2, **new)]
+
+    assert chosen(*jobs, by=asker("math", "code")) == expected
+    # Who can fetch it goes on with it, who cannot do it holds up nothing.
+    assert chosen(*jobs, by=asker("math", "code", can_pull=True)) == (expected or 1)
+    assert chosen(*jobs, by=asker("math", "code", refused=[1])) == 2
 
 
 def test_a_site_is_given_what_it_has_the_data_of():

@@ -3,7 +3,7 @@ nothing."""
 
 import pytest
 
-from heterorl.common.errors import ConfigError, EngineDied, RewardError
+from heterorl.common.errors import ConfigError, EngineDied, MessageTooLarge, RewardError, Unreachable
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.evaluation import EvaluationGrant, EvaluationState
 from heterorl.common.types.rollout import RewardPart
@@ -186,6 +186,58 @@ async def test_a_drained_run_evaluates_its_last_version_before_the_sampler_ends(
     await world.end()
 
     assert (await found(world, 1)).state is EvaluationState.DONE
+
+
+async def test_a_drain_waits_for_the_last_evaluation_though_the_coordinator_is_away_for_a_moment(world):
+    await world.run.publish()
+    world.start()
+    await until_done(world)
+    await world.run.publish()
+    failures = [Unreachable("the link is down")] * 3
+
+    async def shaky(**values):
+        if failures:
+            raise failures.pop()
+        return await world.core.lease_evaluation(**values)
+
+    world.link.replaced["lease_evaluation"] = shaky
+    await world.core.drain(reason="the end")
+    await world.end()
+
+    assert (await found(world, 1)).state is EvaluationState.DONE
+
+
+async def test_a_part_beyond_the_limit_of_messages_is_delivered_as_numbers(world):
+    sizes = []
+
+    async def small(**values):
+        sizes.append(sum(len(sample.text) for result in values["results"] for sample in result.samples))
+        if sizes[-1] or any(result.prompt for result in values["results"]):
+            raise MessageTooLarge("17 MB, 16 MB are taken")
+        return await world.core.push_evaluation(**values)
+
+    world.link.replaced["push_evaluation"] = small
+    await world.run.publish()
+    world.start()
+    done = await until_done(world)
+
+    assert (done.summary.num_prompts, done.summary.num_samples) == (12, 12 * 32)
+    assert sizes.count(0) == len(sizes) / 2
+
+
+async def test_a_part_that_is_refused_for_good_is_not_drawn_for_ever(world):
+    async def never(**_):
+        raise MessageTooLarge("17 MB, 16 MB are taken")
+
+    world.link.replaced["push_evaluation"] = never
+    await world.run.publish()
+    world.start()
+    await world.until(lambda: world.link.calls["abandon_evaluation"] >= 1)
+    drawn = len(of_evaluation(world.engine))
+    await world.passed(60.0)
+
+    # What was leased with it may still be refused part by part.
+    assert len(of_evaluation(world.engine)) <= drawn + 8
 
 
 async def test_a_set_that_this_engine_cannot_draw_is_refused_once_and_rollouts_go_on(world):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Sequence
 
+from heterorl.common.errors import InvalidRequest, UnknownSample
 from heterorl.common.process.threads import in_thread
 from heterorl.common.types.sample import (
     EvaluationSample,
@@ -22,6 +23,8 @@ from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.samples import listing, ring
 from heterorl.coordinator.versions import lineage
 
+END_OF_IDS = 1 << 63
+"""SQLite counts no further."""
 LOOKS = 20
 """Operations that one page may take; others' come between them."""
 
@@ -53,6 +56,9 @@ class SampleColumn:
     async def list_samples(self, *, wanted: SampleFilter, page: SamplePage) -> SampleList:
         """One page; short where much had to be looked through."""
         check_limit(page.limit)
+        for name, number in (("after", page.after), ("before", page.before)):
+            if not 0 <= number < END_OF_IDS:
+                raise InvalidRequest(f"{name}: {number} is no id of a sample")
         found: list[SampleSummary] = []
         rest: SamplePage | None = page
         for _ in range(LOOKS):
@@ -92,4 +98,6 @@ class SampleColumn:
 
     async def get_stored(self, *, sample_id: int) -> StoredSample:
         """The same, as it lies in the store."""
+        if not 0 <= sample_id < END_OF_IDS:
+            raise UnknownSample(f"sample {sample_id} is not kept")
         return await self._parts.database.run(lambda connection: listing.read_sample(connection, sample_id))

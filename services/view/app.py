@@ -9,6 +9,8 @@ read is deleted with the directory when the page ends.
 from __future__ import annotations
 
 import contextlib
+import html
+import os
 import secrets
 import tempfile
 from collections.abc import Callable, Iterator
@@ -22,6 +24,21 @@ from heterorl.view.source import Source
 LIMIT_BYTES = 4 << 30
 """Of texts and numbers on the disk; the oldest samples are forgotten first."""
 KEY_BYTES = 24
+
+
+@contextlib.contextmanager
+def door(url: str) -> Iterator[Path]:
+    """A file that leads a browser to a URL, readable by this user alone and gone at the end.
+
+    A URL with a key among a browser's arguments would stand in the list of processes, which every user may read.
+    """
+    with tempfile.TemporaryDirectory(prefix="heterorl-view-") as directory:
+        path = Path(directory) / "open.html"
+        place = html.escape(url, quote=True)
+        words = f'<!doctype html><meta http-equiv="refresh" content="0;url={place}"><a href="{place}">Samples</a>\n'
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:  # noqa: PTH123 - of a descriptor
+            file.write(words)
+        yield path
 
 
 @contextlib.contextmanager

@@ -113,8 +113,8 @@ class ExportedSamples:
         try:
             while not self._is_closed and (batch := list(islice(samples, BATCH))):
                 self._index.add_samples(batch)
-        except HeterorlError as error:
-            self.progress = dataclasses.replace(self.progress, problem=str(error))
+        except (HeterorlError, ArithmeticError, ValueError, TypeError) as error:
+            self.progress = dataclasses.replace(self.progress, problem=str(error) or type(error).__name__)
         self.progress = dataclasses.replace(self.progress, is_done=True)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from heterorl.common.errors import OperatorError
 from heterorl.common.types.sample import Sample, SampleSummary
 from heterorl.view.packed import pack_summary, pack_texts, read_summary, read_texts
 from heterorl.view.query import Query
@@ -62,6 +63,13 @@ class Held:
     num_forgotten: int
 
 
+class IndexFailed(OperatorError):
+    """What was read cannot be kept or found on this machine."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(f"the index on this machine: {error}", action="see that its temporary directory has room")
+
+
 class SampleIndex:
     """Samples of one source under their ids; forgets the oldest when texts exceed `limit_bytes`."""
 
@@ -92,23 +100,26 @@ class SampleIndex:
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
-        try:
-            connection = self._readers.pop()
-        except IndexError:
-            connection = self._connect()
-        try:
-            yield connection
-        finally:
-            self._readers.append(connection)
+        with _typed():
+            try:
+                connection = self._readers.pop()
+            except IndexError:
+                connection = self._connect()
+            try:
+                yield connection
+            finally:
+                self._readers.append(connection)
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._writing:
+        with self._writing, _typed():
             self._writer.execute("BEGIN IMMEDIATE")
             try:
                 yield self._writer
             except BaseException:
-                self._writer.execute("ROLLBACK")
+                # A full disk ends a transaction by itself.
+                if self._writer.in_transaction:
+                    self._writer.execute("ROLLBACK")
                 raise
             self._writer.execute("COMMIT")
 
@@ -235,3 +246,14 @@ class SampleIndex:
             connection.execute("INSERT INTO parts (parts, rowid, folded) VALUES ('delete', ?, ?)", (sample_id, row[0]))
             connection.execute("DELETE FROM texts WHERE id = ?", (sample_id,))
             self._num_bytes -= len(row[0]) + row[1]
+
+
+@contextlib.contextmanager
+def _typed() -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.ProgrammingError:
+        # Closed: whoever asks then is at its end.
+        raise
+    except (sqlite3.Error, OverflowError) as error:
+        raise IndexFailed(error) from error

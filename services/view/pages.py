@@ -17,7 +17,7 @@ import heterorl
 from heterorl.common.errors import HeterorlError
 from heterorl.common.types.sample import CONSUMED, Sample, SampleKind, SampleSummary
 from heterorl.view.excerpt import excerpt_of
-from heterorl.view.index import Found, SampleIndex
+from heterorl.view.index import Found, IndexFailed, SampleIndex
 from heterorl.view.query import FATES, MAX_TEXT, BadQuery, Query, fate_words, parse_query
 from heterorl.view.scale import probability_legend, ratio_legend
 from heterorl.view.server import Answer
@@ -66,6 +66,12 @@ class Pages:
             wanted = parse_query(query)
         except BadQuery as error:
             return self._refuse(HTTPStatus.BAD_REQUEST, "This cannot be asked", str(error))
+        try:
+            return self._at(path, wanted)
+        except IndexFailed as error:
+            return self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, "This cannot be looked up", str(error))
+
+    def _at(self, path: str, wanted: Query) -> Answer:
         if path == "/":
             return self._list(wanted)
         if path == "/state.json":

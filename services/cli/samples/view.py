@@ -50,16 +50,16 @@ def view(
     from heterorl.common.errors import DependencyMissing
 
     try:
-        from heterorl.view.app import served
+        from heterorl.view.app import door, served
     except ModuleNotFoundError as error:
         raise DependencyMissing(error.name or "jinja2", "view") from None
     # Leave by the same way, which deletes what was read.
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        with served(make_source, port=port) as server:
+        with served(make_source, port=port) as server, door(server.url) as page:
             typer.echo(f"{server.url}  (Ctrl-C ends it)")
             if not no_browser:
-                threading.Thread(target=webbrowser.open, args=(server.url,), daemon=True).start()
+                threading.Thread(target=webbrowser.open, args=(page.as_uri(),), daemon=True).start()
             threading.Event().wait()
     except KeyboardInterrupt:
         raise typer.Exit(0) from None

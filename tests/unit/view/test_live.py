@@ -134,6 +134,20 @@ async def test_a_coordinator_that_is_gone_is_said_and_asked_again(world):
     assert world.index.held().num_read == COUNT + 1
 
 
+async def test_what_the_index_does_not_take_is_said_and_reading_goes_on(world):
+    await world.turn()
+    world.coordinator.samples[1 << 63] = make_sample(1 << 63)
+    await world.next_turn()
+    assert "the index on this machine: " in world.source.progress.problem
+
+    del world.coordinator.samples[1 << 63]
+    world.coordinator.samples[COUNT + 1] = make_sample(COUNT + 1)
+    await world.next_turn()
+
+    assert world.source.progress.problem == ""
+    assert world.index.held().num_read == COUNT + 1
+
+
 async def test_what_was_read_stays_when_the_ring_makes_room(world):
     await world.turn()
     del world.coordinator.samples[3]

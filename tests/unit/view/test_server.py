@@ -7,6 +7,7 @@ from http import HTTPStatus
 import pytest
 
 from heterorl.common.errors import PortInUse
+from heterorl.view.app import door
 from heterorl.view.guard import HEADERS, has_key, is_own_host, take_key
 from heterorl.view.server import Answer, ViewServer
 
@@ -125,3 +126,12 @@ def test_cookies_of_another_page_are_not_this_ones():
 
 def test_a_query_of_too_many_fields_has_no_key():
     assert take_key("&".join(["a=1"] * 200 + ["key=k"]), key="k") is None
+
+
+def test_a_browser_is_led_to_the_page_by_a_file_of_this_user_alone():
+    with door("http://127.0.0.1:8000/?key=a-b_c&x=1") as path:
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert path.parent.stat().st_mode & 0o777 == 0o700
+        assert 'content="0;url=http://127.0.0.1:8000/?key=a-b_c&amp;x=1"' in path.read_text()
+        assert "key" not in path.as_uri()
+    assert not path.parent.exists()

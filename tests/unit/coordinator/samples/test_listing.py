@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from heterorl.common.errors import InvalidRequest, UnknownSample
 from heterorl.common.types.sample import SampleFilter, SampleKind, SamplePage
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
@@ -162,3 +163,11 @@ async def test_one_operation_looks_at_so_many_rows_at_most(core):
 
     assert found == []
     assert looked_up_to == NUM - listing.ROWS_AT_ONCE + 1
+
+
+async def test_a_number_that_the_store_cannot_count_to_is_refused_before_it(core):
+    for page in (SamplePage(before=1 << 63), SamplePage(after=1 << 63)):
+        with pytest.raises(InvalidRequest, match="is no id of a sample"):
+            await core.list_samples(wanted=SampleFilter(), page=page)
+    with pytest.raises(UnknownSample):
+        await core.get_sample(sample_id=(1 << 64) - 1)

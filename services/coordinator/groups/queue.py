@@ -158,23 +158,21 @@ class Queue:
             return list(ids), "a group is named twice"
         missing: list[GroupId] = []
         stale: list[GroupId] = []
-        kept: list[int] = []
         for group_id in ids:
             row = connection.execute(
-                f"SELECT state, oldest_version, arrival FROM groups WHERE {_WHERE_ID}", _key(group_id)
+                f"SELECT state, oldest_version FROM groups WHERE {_WHERE_ID}", _key(group_id)
             ).fetchone()
             if row is None or row[0] not in ("leased", "pending"):
                 missing.append(group_id)
             elif parent - row[1] > self.config.max_staleness_versions:
                 stale.append(group_id)
-            elif self.ring.wants(SampleKind.CONSUMED, row[2]):
-                kept.append(row[2])
         if missing or stale:
             self.drop(connection, stale, DropReason.STALE_AT_COMMIT)
             return missing + stale, f"{len(missing)} groups are not available, {len(stale)} became too stale"
-        for arrival in kept:
-            (data,) = connection.execute("SELECT payload FROM groups WHERE arrival = ?", (arrival,)).fetchone()
-            self.ring.keep_consumed(connection, data, version=version)
+        for group_id in ids:
+            kept = self._content(connection, group_id, SampleKind.CONSUMED)
+            if kept is not None:
+                self.ring.keep_consumed(connection, kept, version=version)
         connection.executemany(
             f"UPDATE groups SET state = 'consumed', version = ?, payload = NULL WHERE {_WHERE_ID}",
             [(version, *_key(group_id)) for group_id in ids],

@@ -31,7 +31,6 @@ from heterorl.common.types.sample import (
 )
 from heterorl.common.wire.sample import Outline, outline, outline_of_evaluation
 from heterorl.common.wire.sample_notes import evaluation_to_bytes
-from heterorl.common.wire.seal import read_sealed
 
 SHARES = {
     SampleKind.CONSUMED: 0.5,
@@ -70,9 +69,9 @@ class Ring:
         """Whether a group is kept that arrived with this number; the same answer at its lease and at its end."""
         return self.limit_bytes > 0 and (kind is SampleKind.REJECTED or arrival % self.every == 0)
 
-    def keep_consumed(self, connection: sqlite3.Connection, data: bytes, *, version: int) -> None:
+    def keep_consumed(self, connection: sqlite3.Connection, group: SealedGroup, *, version: int) -> None:
         """Keep a group that became part of a version."""
-        self._keep_group(connection, read_sealed(data), CONSUMED, SampleKind.CONSUMED, detail="", version=version)
+        self._keep_group(connection, group, CONSUMED, SampleKind.CONSUMED, detail="", version=version)
 
     def keep_dropped(
         self, connection: sqlite3.Connection, group: SealedGroup, reason: DropReason, *, detail: str = ""

@@ -12,6 +12,7 @@ from heterorl.common.model.prompts import Prompter
 from heterorl.common.tasks.rewards.remote.reward import Terms
 from heterorl.common.tasks.rewards.weighted import WeightedTask
 from heterorl.common.tasks.scoring import score_group
+from heterorl.common.tasks.sources.mixture import MixtureTask
 from heterorl.common.tasks.task import Prompt, Task
 from heterorl.common.types.rollout import DropReason, Group, RewardPart, total_reward
 from heterorl.learner.checks.judge import SOUND, Finding
@@ -51,7 +52,7 @@ def judge_rewards(
             )
             if problem:
                 return _mismatch(f"rollouts[{number}].reward_parts: {problem}")
-        if isinstance(task, WeightedTask):
+        if isinstance(task, WeightedTask | MixtureTask):
             _refuse_uncertain(rollout.reward_parts, parts, task.uncertain(prompt, texts[number]), tolerance=tolerance)
         computed = total_reward(parts)
         if not abs(rollout.reward - computed) <= tolerance:

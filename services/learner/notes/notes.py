@@ -5,8 +5,8 @@
     evaluated   what an evaluation generated goes into the queue too                 session
     run         makes one note after another in a thread, and sends it               a queue of few
 
-Guarantees: nothing waits for a note, and no note fails a step: what does not fit the queue, cannot be read or is
-refused is given up and counted. A note is sent once its group is settled, so that the coordinator knows it.
+Guarantees: nothing waits for a note, and no note fails a step: what is beyond the bounds of the queue, cannot be read
+or is refused is given up and counted. A note is sent once its group is settled, so that the coordinator knows it.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from heterorl.learner.train.ratios import LogRatios
 _LOG = logging.getLogger(__name__)
 MAX_WAITING = 256
 """Notes in the queue, and groups of steps that are in no version yet."""
+MAX_WAITING_BYTES = 256 << 20
+"""Of both together, as their groups lie in memory."""
 FINISH_S = 5.0
 """How long the end of a run waits for the notes of its last version."""
 EVALUATIONS_AT_ONCE = 32
@@ -59,11 +61,13 @@ class Notes:
     """About the largest note; see Reader."""
     _trained: dict[GroupId, _Settled] = field(default_factory=dict)
     _queue: asyncio.Queue[_Entry] = field(default_factory=lambda: asyncio.Queue(MAX_WAITING))
+    _held_bytes: int = 0
     _is_said: bool = False
 
     def begin(self) -> None:
         """Forget groups of steps that were undone."""
-        self._trained.clear()
+        while self._trained:
+            self._held_bytes -= _size(self._trained.popitem()[1])
 
     def trained(self, groups: Sequence[QueuedGroup], ratios: LogRatios) -> None:
         """Remember the groups of a step whose note is wanted."""
@@ -72,19 +76,29 @@ class Notes:
         for number, queued in enumerate(groups):
             if queued.wants_note and len(self._trained) < MAX_WAITING:
                 own = {rollout: values for (group, rollout), values in ratios.items() if group == number}
-                self._trained[queued.group.id] = _Settled(group=queued.group, ratios=own)
+                entry = _Settled(group=queued.group, ratios=own)
+                if self._has_room(entry):
+                    self._trained[queued.group.id] = entry
+                    self._held_bytes += _size(entry)
 
     def published(self, ids: Iterable[GroupId]) -> None:
         """Send the notes of a version's groups."""
         for group_id in ids:
             entry = self._trained.pop(group_id, None)
             if entry is not None:
+                self._held_bytes -= _size(entry)
                 self._put(entry)
 
-    def settled(self, groups: Iterable[Group]) -> None:
-        """Send the notes of groups that were rejected or given up."""
+    def rejected(self, groups: Iterable[Group]) -> None:
+        """Send the notes of groups that failed a check: all of them are kept."""
         for group in groups:
             self._put(_Settled(group=group, ratios={}))
+
+    def abandoned(self, groups: Iterable[QueuedGroup]) -> None:
+        """Send the notes of groups that were given up for no fault of theirs, as far as they are kept."""
+        for queued in groups:
+            if queued.wants_note:
+                self._put(_Settled(group=queued.group, ratios={}))
 
     def evaluated(self, samples: Sequence[EvaluationSample]) -> None:
         """Send what an evaluation generated."""
@@ -92,12 +106,20 @@ class Notes:
             self._put(samples[first : first + EVALUATIONS_AT_ONCE])
 
     def _put(self, entry: _Entry) -> None:
-        if self.reader is None:
+        if self.reader is None or not self._has_room(entry):
             return
         try:
             self._queue.put_nowait(entry)
         except asyncio.QueueFull:
             self._gave_up("more groups than notes can be sent of")
+        else:
+            self._held_bytes += _size(entry)
+
+    def _has_room(self, entry: _Entry) -> bool:
+        has_room = self._held_bytes + _size(entry) <= MAX_WAITING_BYTES
+        if not has_room:
+            self._gave_up("larger groups than notes can be sent of")
+        return has_room
 
     async def run(self) -> None:
         """Make and send notes, one after another, until cancelled."""
@@ -106,6 +128,7 @@ class Notes:
             try:
                 await self._send(entry)
             finally:
+                self._held_bytes -= _size(entry)
                 self._queue.task_done()
 
     async def finish(self) -> None:
@@ -134,3 +157,15 @@ class Notes:
         # The first alone: an earlier coordinator refuses each.
         _LOG.log(logging.DEBUG if self._is_said else logging.WARNING, "a sample stays without its text: %s", why)
         self._is_said = True
+
+
+def _size(entry: _Entry) -> int:
+    """About the bytes that it keeps in memory."""
+    if isinstance(entry, _Settled):
+        arrays = [entry.group.prompt_token_ids, *entry.ratios.values()]
+        arrays += [array for rollout in entry.group.rollouts for array in (rollout.token_ids, rollout.sampler_logprobs)]
+        return sum(int(array.nbytes) for array in arrays)
+    return sum(
+        len(sample.prompt) + sum(len(one.completion) + int(one.token_ids.nbytes) for one in sample.rollouts)
+        for sample in entry
+    )

@@ -55,11 +55,13 @@ async def feed(
             rejection = Rejection(id=queued.group.id, reason=finding.reason, detail=finding.detail)
             _LOG.warning("group %s is rejected: %s", queued.group.id, finding.detail)
             await api.reject_groups(epoch=epoch, rejections=[rejection])
+            if notes is not None:
+                notes.rejected([queued.group])
         else:
             _LOG.warning("group %s is abandoned: %s", queued.group.id, finding.detail)
             await api.abandon_groups(epoch=epoch, ids=[queued.group.id], reason=finding.detail)
-        if notes is not None:
-            notes.settled([queued.group])
+            if notes is not None:
+                notes.abandoned([queued])
         await inbox.skip()
 
     async def arriving(stream: AsyncIterator[QueuedGroup]) -> AsyncIterator[tuple[QueuedGroup, Finding]]:

@@ -265,7 +265,7 @@ class Session:
         await self.patience.insist(lambda: self.api.reject_groups(epoch=self.epoch, rejections=rejections))
         ids = {rejection.id for rejection in rejections}
         self.inbox.settle(ids)
-        self.notes.settled(group for group in groups if group.id in ids)
+        self.notes.rejected(group for group in groups if group.id in ids)
 
     async def _reject(self, report: StepReport, groups: list[QueuedGroup]) -> None:
         """Give up groups that made a loss or gradient that is not finite; they would do so again."""
@@ -275,7 +275,7 @@ class Session:
         self.journal.note_rejected_step(report)
         await self.patience.insist(lambda: self.api.abandon_groups(epoch=self.epoch, ids=ids, reason=reason))
         self.inbox.settle(ids)
-        self.notes.settled(queued.group for queued in groups)
+        self.notes.abandoned(groups)
         self.num_rejected += 1
         if self.num_rejected >= self.config.max_rejected_steps:
             raise OperatorError(

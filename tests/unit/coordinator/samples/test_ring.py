@@ -76,6 +76,22 @@ def note(group_id, *, prompt="1+1=", texts=("2", "3"), **changes):
     )
 
 
+@pytest.mark.parametrize("damage", [b"\x00", None])
+async def test_group_whose_bytes_are_damaged_is_consumed_and_not_kept(core, run, damage):
+    ids = await run.push(2)
+
+    def spoil(connection):
+        (data,) = connection.execute("SELECT payload FROM groups WHERE sequence = ?", (ids[0].sequence,)).fetchone()
+        # Still a group, though another one.
+        spoilt = damage or data.replace(b"\x00", b"\x01", 1)
+        connection.execute("UPDATE groups SET payload = ? WHERE sequence = ?", (spoilt, ids[0].sequence))
+
+    await core.database.run(spoil)
+    await run.publish(consumed=ids)
+
+    assert [each.group for each in await kept(core)] == [ids[1]]
+
+
 async def test_group_that_was_trained_on_is_kept_with_its_version_and_says_what_the_learner_said(core, run):
     (group_id,) = await run.push()
     await run.publish(consumed=[group_id])

@@ -97,7 +97,7 @@ async def test_rejected_group_has_its_note_at_once(start):
     api = FakeApi()
     notes = start(Notes(api=api, epoch=3, reader=FakeReader()))
 
-    notes.settled([queued(7).group])
+    notes.rejected([queued(7).group])
     await notes.finish()
 
     assert api.sent == [(3, queued(7).group.id)]
@@ -115,16 +115,51 @@ async def test_note_that_fails_is_given_up_and_the_next_one_is_made(start, api, 
     notes = start(Notes(api=api, epoch=3, reader=reader))
     before = outcomes()
 
-    notes.settled([queued(1).group, queued(2).group])
+    notes.rejected([queued(1).group, queued(2).group])
     await notes.finish()
     api.problem = reader.problem = None
-    notes.settled([queued(3).group])
+    notes.rejected([queued(3).group])
     await notes.finish()
 
     assert api.sent == [(3, queued(3).group.id)]
     assert {name: count - before[name] for name, count in outcomes().items()} == {"sent": 1, "given_up": 2}
     assert sum(record.levelname == "WARNING" for record in caplog.records) == 1
     assert "secret" not in caplog.text
+
+
+async def test_abandoned_group_has_a_note_where_it_is_kept(start):
+    api = FakeApi()
+    notes = start(Notes(api=api, epoch=3, reader=FakeReader()))
+
+    notes.abandoned([queued(7), wanted(8)])
+    await notes.finish()
+
+    assert api.sent == [(3, wanted(8).group.id)]
+
+
+async def test_what_waits_is_bounded_in_bytes_too(start, monkeypatch):
+    rollouts = wanted(1).group.rollouts
+    assert module._size(module._Settled(group=wanted(1).group, ratios={})) > 8 * sum(len(r.token_ids) for r in rollouts)
+    monkeypatch.setattr(module, "_size", lambda _: 10)
+    monkeypatch.setattr(module, "MAX_WAITING_BYTES", 30)
+    api = FakeApi()
+    notes = Notes(api=api, epoch=3, reader=FakeReader())
+    before = outcomes()
+
+    # Those of steps that are in no version yet count too.
+    notes.trained([wanted(1), wanted(2)], {})
+    notes.rejected([wanted(number).group for number in (3, 4, 5)])
+    assert outcomes()["given_up"] - before["given_up"] == 2
+    notes.published([wanted(1).group.id])
+    start(notes)
+    await notes.finish()
+    assert [group.sequence for _, group in api.sent] == [3, 1]
+
+    # Room that was taken is given back, by what was sent and by what was undone.
+    notes.begin()
+    notes.rejected([wanted(number).group for number in (6, 7, 8)])
+    await notes.finish()
+    assert len(api.sent) == 5
 
 
 async def test_evaluations_are_sent_some_at_a_time(start):
@@ -142,7 +177,7 @@ async def test_nothing_waits_for_a_queue_that_is_full(start, monkeypatch):
     notes = Notes(api=FakeApi(), epoch=3, reader=FakeReader())
     before = outcomes()
 
-    notes.settled([queued(number).group for number in range(1, module.MAX_WAITING + 4)])
+    notes.rejected([queued(number).group for number in range(1, module.MAX_WAITING + 4)])
 
     assert outcomes()["given_up"] - before["given_up"] == 3
     # A learner that ends does not wait for ever either.
@@ -154,7 +189,7 @@ async def test_without_a_reader_nothing_is_said():
     notes = Notes()
     notes.trained([wanted(1)], {})
     notes.published([wanted(1).group.id])
-    notes.settled([wanted(2).group])
+    notes.rejected([wanted(2).group])
 
     await notes.finish()
 

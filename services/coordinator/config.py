@@ -64,7 +64,7 @@ class CoordinatorConfig(Config):
     lease_order: Literal["oldest", "fair", "newest"] = "oldest"
     """Which groups the learner gets first: those of the oldest policies, one of each site in turn, or `newest`: of the
     newest version when it is newer than any before, else the first that came of those at most max_staleness_versions
-    // 2 versions older than that one; what is older is dropped."""
+    // 2 versions older than that one; of older ones every fourth, the oldest first, while there are any."""
     quarantine_failures: int = Field(default=3, ge=0)
     """Groups failing the learner's checks that put a site into quarantine until an operator releases it; 0: never."""
     quarantine_window_groups: int = Field(default=1000, ge=1)

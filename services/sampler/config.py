@@ -185,7 +185,8 @@ class SamplerConfig(Config):
     seed: int = Field(default=0, ge=0)
     """Seed of this sampler's delays."""
     delay: DelayConfig = NoDelay()
-    """Delay added to the link's own; `kind` is none, fixed, uniform, lognormal, weibull or exponential."""
+    """Delay added to the link's own; `kind` is none, fixed, uniform, lognormal, weibull, exponential, sawtooth
+    or uniform_lag."""
     trusted_keys: tuple[PublicKey, ...] = ()
     """Public keys of learners whose versions are used (`heterorl keys new` prints one); none accepts unsigned ones."""
     heartbeat_s: float = Field(default=2.0, gt=0)

@@ -10,9 +10,9 @@ site's deficit is never more than 0, so a round is one group of each site that h
 
 Newest first is the queue of the program of arXiv 2508.17850: as soon as there is a group of a newer version than any
 that was taken, the first of the newest version; else the one that came first of those that are at most D versions older
-than the newest that was taken, where D is half of the bound on staleness. What is older will never be taken. That
-program's learner also waits while all groups are more than D versions old; here none waits, since what waits holds the
-work of the sites that would end its wait, and the bound is kept when a group is leased.
+than the newest that was taken, where D is half of the bound on staleness. That program takes nothing older; a site that
+is always between D and the bound behind would train nothing. Here every `LATE_EVERY`-th group is of those behind the
+window while there are any, the one that will be too old first, and so is each one while the window is empty.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Order = Literal["oldest", "fair", "newest"]
+LATE_EVERY = 4
+"""Under newest first, one group of so many is of those behind the window while there are any."""
 
 
 def newest_first(version: int, arrival: int, *, newest_taken: int) -> tuple[int, int, int]:
@@ -32,7 +34,7 @@ def newest_first(version: int, arrival: int, *, newest_taken: int) -> tuple[int,
 
 
 def oldest_in_window(newest_taken: int, *, max_staleness_versions: int) -> int:
-    """The oldest version that newest first still takes."""
+    """The oldest version that is not late under newest first."""
     return newest_taken - max_staleness_versions // 2
 
 
@@ -49,6 +51,18 @@ class Turns:
     _ring: dict[str, None] = field(default_factory=dict)
     """Sites by whose turn is next."""
     _recent: deque[str] = field(default_factory=deque)
+    _num_passed: int = 0
+    """Groups that went before late ones since the last late one."""
+
+    def is_late_next(self, *, has_late: bool, has_others: bool) -> bool:
+        """Whether the next group is of those behind the window of newest first; counts it."""
+        if not has_late:
+            return False
+        if has_others and self._num_passed < LATE_EVERY - 1:
+            self._num_passed += 1
+            return False
+        self._num_passed = 0
+        return True
 
     @property
     def is_plain(self) -> bool:
@@ -65,7 +79,7 @@ class Turns:
 
         Args:
             ranks: for each site with groups, the rank of its first one, smallest first: (policy version, arrival), or
-                that of `newest_first`.
+                that of `newest_first` of groups in its window.
         """
         assert ranks, "asked only while there are groups"
         served = Counter(self._recent)

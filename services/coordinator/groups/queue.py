@@ -122,27 +122,25 @@ class Queue:
 
     def _newest(self, connection: sqlite3.Connection, first_version: int) -> list[tuple[Any, ...]]:
         taken = horizon.newest_taken(connection)
-        first_version = max(first_version, self._window(taken))
-        first: dict[str, tuple[int, int, int]] = {}
+        floor = oldest_in_window(taken, max_staleness_versions=self.config.max_staleness_versions)
+        first: dict[str, tuple[int, ...]] = {}
+        late: dict[str, tuple[int, ...]] = {}
         for site, version, arrival in connection.execute(
             "SELECT site, oldest_version, arrival FROM groups WHERE state = 'pending' AND oldest_version >= ?",
             (first_version,),
         ):
-            rank = newest_first(version, arrival, newest_taken=taken)
-            first[site] = min(first.get(site, rank), rank)
-        return horizon.pending_at(connection, first[self.turns.next(first)][-1]) if first else []
-
-    def _window(self, newest_taken: int) -> int:
-        return oldest_in_window(newest_taken, max_staleness_versions=self.config.max_staleness_versions)
+            is_late = version < floor
+            rank = (version, arrival) if is_late else newest_first(version, arrival, newest_taken=taken)
+            of = late if is_late else first
+            of[site] = min(of.get(site, rank), rank)
+        chosen = late if self.turns.is_late_next(has_late=bool(late), has_others=bool(first)) else first
+        return horizon.pending_at(connection, chosen[self.turns.next(chosen)][-1]) if chosen else []
 
     def _drop_stale(self, connection: sqlite3.Connection, *, head: int, now: float) -> None:
         config = self.config
         oldest = ages.oldest_usable(
             connection, head=head, max_versions=config.max_staleness_versions, max_s=config.max_policy_age_s, now=now
         )
-        if self.turns.order == "newest":
-            # The window only moves on: what is behind it would wait for ever, and hold its site's work.
-            oldest = max(oldest, self._window(horizon.newest_taken(connection)))
         rows = connection.execute(
             "SELECT site, incarnation, sequence FROM groups WHERE state = 'pending' AND oldest_version < ?", (oldest,)
         ).fetchall()

@@ -18,6 +18,7 @@ from heterorl.common.types.rollout import DropReason, GroupId, PushStatus, Rejec
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
+from heterorl.coordinator.groups.order import LATE_EVERY
 from tests.support.clock import ManualClock
 from tests.support.run import CONTRACT, INCARNATION, Run
 
@@ -114,12 +115,8 @@ class Model(RuleBasedStateMachine):
         now = self.clock.wall()
         for group_id in self.of("pending"):
             version = self.groups[group_id][2]
-            if self.run.head - version > BOUND or version < self.window() or self.is_old(version, now):
+            if self.run.head - version > BOUND or self.is_old(version, now):
                 self.drop(group_id, DropReason.STALE_AT_LEASE)
-
-    def window(self):
-        """The oldest version that the order still hands out."""
-        return 0
 
     def next_groups(self, count):
         """What is leased to a learner with so many credits."""
@@ -406,22 +403,32 @@ class Model(RuleBasedStateMachine):
 
 
 class NewestFirst(Model):
-    """The same under the other order: newest version first, then by arrival within the window."""
+    """The same under the other order: newest version first, then by arrival within the window; each fourth behind it."""
 
     lease_order = "newest"
+    num_passed = 0
+
+    def open(self):
+        super().open()
+        self.num_passed = 0
 
     def newest_taken(self):
         return max((self.groups[group_id][2] for group_id in self.of("leased", "consumed")), default=-1)
 
-    def window(self):
-        return self.newest_taken() - BOUND // 2
-
     def next_groups(self, count):
         taken, pending, chosen = self.newest_taken(), self.of("pending"), []
         while len(chosen) < count:
-            waiting = [one for one in pending if one not in chosen and self.groups[one][2] >= taken - BOUND // 2]
-            if not waiting:
+            left = [one for one in pending if one not in chosen]
+            waiting = [one for one in left if self.groups[one][2] >= taken - BOUND // 2]
+            late = [one for one in left if one not in waiting]
+            if not left:
                 break
+            if late and (not waiting or self.num_passed == LATE_EVERY - 1):
+                # In the order of pending groups: by version, then by arrival.
+                chosen.append(late[0])
+                self.num_passed = 0
+                continue
+            self.num_passed += bool(late)
             newest = max(self.groups[one][2] for one in waiting)
             first = [one for one in waiting if self.groups[one][2] == newest] if newest > taken else waiting
             chosen.append(min(first, key=lambda one: self.groups[one][3]))

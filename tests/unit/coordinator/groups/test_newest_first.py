@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from heterorl.common.types.rollout import DropReason
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.groups.order import Turns, newest_first, oldest_in_window
+from heterorl.coordinator.groups.order import LATE_EVERY, Turns, newest_first, oldest_in_window
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, Run, credits_of
 
@@ -106,44 +106,63 @@ async def test_each_new_version_is_taken_once_before_the_rest(world):
     assert [group.id.sequence for group in await leased(world, 3)] == [4, 3, 5]
 
 
-async def test_what_left_the_window_is_dropped_counted_and_its_prompt_handed_out_again(world):
+async def test_every_fourth_group_is_of_those_behind_the_window_and_each_one_where_no_other_waits(world):
     for _ in range(BOUND):
         await world.run.publish()
-    # The window behind version 5 is 3 wide: versions 2 and later.
-    await push(world, 1, 5, 2)
-    first = await leased(world, 2)
-    ledger = (await world.core.get_status()).ledger
-    assert [group.oldest_version for group in first] == [5, 2]
-    assert (ledger.leased, ledger.pending) == (2, 1), "it goes when the next group is asked for"
+    # The window behind version 6, which is taken first, is 3 wide. Of those behind it 1 ends before 2.
+    await push(world, 6, 2, 1, 6, 6, 6, 6, 6, 2)
 
-    held = [group.id for group in first]
-    again = world.core.stream_groups(epoch=world.run.epoch, held=held, credits=credits_of(1))
-    waiting = anext(again)
-    await push(world, 6)
-    assert (await waiting).group.oldest_version == 6
-    await again.aclose()
+    assert [group.oldest_version for group in await leased(world, 9)] == [6, 6, 6, 6, 1, 6, 6, 2, 2]
 
+
+async def test_what_is_beyond_the_bound_is_dropped_counted_and_its_prompt_handed_out_again(world):
+    await push(world, 0)
+    for _ in range(BOUND + 1):
+        await world.run.publish()
+    await push(world, BOUND + 1)
+
+    assert [group.oldest_version for group in await leased(world, 1)] == [BOUND + 1]
     ledger = (await world.core.get_status()).ledger
     assert ledger.dropped == {DropReason.STALE_AT_LEASE: 1}
     assert ledger.is_balanced
-    grant = await world.core.lease_work(site="eu-1", incarnation=INCARNATION, max_groups=1, policy_version=6)
+    grant = await world.core.lease_work(site="eu-1", incarnation=INCARNATION, max_groups=1, policy_version=BOUND + 1)
     assert grant.assignments[0].id == 0, "the prompt of the group that was dropped"
+
+
+async def test_a_site_that_is_always_behind_the_window_is_trained_on_beside_a_fast_one(world):
+    taken = []
+    for _ in range(40):
+        # The fast site alone could fill each version of two groups.
+        await push(world, world.run.head, world.run.head, max(0, world.run.head - BOUND // 2 - 1))
+        got = await leased(world, 2)
+        taken += [world.run.head - group.oldest_version for group in got]
+        await world.run.publish(consumed=[group.id for group in got])
+
+    # Of 80 groups a quarter, but for the first versions, which none is behind.
+    assert 16 <= sum(age > BOUND // 2 for age in taken) <= 24
+    assert max(taken) <= BOUND
 
 
 @given(st.data())
 def test_no_group_is_older_than_the_bound_when_it_is_taken(data):
     # Of the rule alone: heads move on, versions come with any lag, the bound is kept where groups are leased.
     bound = data.draw(st.integers(0, 12))
-    taken, head, waiting = -1, 0, []
+    taken, head, waiting, passed = -1, 0, [], 0
+    turns = Turns(order="newest", share=1.0, window=1)
     for arrival in range(60):
         head += data.draw(st.integers(0, 1))
         waiting.append((max(0, head - data.draw(st.integers(0, bound))), arrival))
-        floor = max(head - bound, oldest_in_window(taken, max_staleness_versions=bound))
-        within = [group for group in waiting if group[0] >= floor]
-        if within:
-            chosen = min(within, key=lambda group: newest_first(*group, newest_taken=taken))
+        floor = oldest_in_window(taken, max_staleness_versions=bound)
+        fresh = [group for group in waiting if head - group[0] <= bound]
+        within, late = ([group for group in fresh if (group[0] < floor) is is_late] for is_late in (False, True))
+        is_late_next = turns.is_late_next(has_late=bool(late), has_others=bool(within))
+        passed = 0 if is_late_next or not late else passed + 1
+        # None of those behind the window waits for more than three others.
+        assert passed < LATE_EVERY
+        if fresh:
+            chosen = (
+                min(late) if is_late_next else min(within, key=lambda group: newest_first(*group, newest_taken=taken))
+            )
             waiting.remove(chosen)
             assert head - chosen[0] <= bound
-            # Twice the window: the newest that was taken is at most half of the bound newer than any that is.
-            assert chosen[0] >= taken - bound // 2
             taken = max(taken, chosen[0])

@@ -85,6 +85,8 @@ class EvaluationColumn:
             )
             is_ending = bool(get_meta(connection, "draining")) or config.is_finished(lineage.head_version(connection))
             under_way = store.jobs(connection, self._terms, now=now)
+            known = {each.id for each in under_way}
+            self._refused = {(job, by) for job, by in self._refused if job in known}
             job, reason = choose(
                 under_way,
                 asker,
@@ -223,7 +225,11 @@ class EvaluationColumn:
     def _expire(self, connection: sqlite3.Connection, now: float) -> None:
         """Open the parts of sites that took too long, or that are silent."""
         config, over = self._parts.config, []
-        for part, site, incarnation in store.out(connection):
+        out = store.out(connection)
+        # Also of versions that the lineage lost.
+        leased = {part for part, _, _ in out}
+        self._terms.out = {part: since for part, since in self._terms.out.items() if part in leased}
+        for part, site, incarnation in out:
             since = self._terms.out.setdefault(part, now)
             seen = self._parts.sites.seen_at((site, incarnation))
             heard = since if seen is None else max(seen, since)

@@ -103,7 +103,7 @@ def t_quantile(confidence: float, *, df: int) -> float:
             (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384.0,
             (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160.0,
         )
-        return z + sum(term / df**power for power, term in enumerate(terms, start=1))
+        return z + sum(term / math.pow(df, power) for power, term in enumerate(terms, start=1))
     low, high = 0.0, 1.0
     while t_central(high, df=df) < confidence:
         high *= 2

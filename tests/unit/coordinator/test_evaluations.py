@@ -280,8 +280,7 @@ async def test_a_process_that_died_before_it_summed_up_does_so_when_it_is_asked(
 async def test_nothing_of_an_evaluation_stays_in_memory_when_it_has_ended(world):
     (part,) = (await world.ask()).parts
     await world.core.abandon_evaluation(site=SITE, incarnation=INCARNATION, parts=[part.id], reason="no room")
-    parts = [(await world.ask(B)).parts[0] for _ in range(3)]
-    for part in parts:
+    for part in (await world.ask(B, max_parts=3)).parts:
         await world.answer(part, B)
     assert (await world.of(0)).state is EvaluationState.DONE
     assert not (await world.ask(B)).parts

@@ -135,7 +135,7 @@ def _evaluations(connection: sqlite3.Connection) -> tuple[Evaluation, ...]:
     """What samplers evaluated; a store of an earlier program knows of none."""
     if connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'evaluation_jobs'").fetchone() is None:
         return ()
-    return listed(connection, limit=_ALL)
+    return tuple(each.evaluation() for each in listed(connection, limit=_ALL))
 
 
 def _from_journal(directory: Path) -> PastRun:

@@ -74,7 +74,7 @@ def draw(run: PastRun, out: Path) -> None:
     left.set_ylim(bottom=0)
     left.legend(fontsize=7)
     middle.plot(numbers, [report.staleness_mean for report in steps], color="tab:green")
-    middle.set(title="staleness of trained groups, versions", xlabel="step")
+    middle.set(title="staleness, versions", xlabel="step")
     deltas = [(row["version"], row["bytes"] / 1e6) for row in run.versions if row["version"] > 0]
     right.plot(*zip(*deltas, strict=True), color="tab:purple")
     right.set(title="delta of a version, MB", xlabel="version")

@@ -129,7 +129,7 @@ _BESIDE = """
 | `benchmarks/` | what the numbers in [results](results.md) were made with, and the numbers |
 | `deploy/` | systemd units, images, Compose files, dashboards, alerts, the runbook |
 | `requirements/` | exact versions: of development, of each service, of the engines |
-| `examples/` | a first run, a reward, a loss |
+| `examples/` | whole recipes, and what a run of each must reach |
 | `docs/` | this site; `make site` builds it |
 """
 

@@ -34,6 +34,8 @@ WORDS = [
     *("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
     *("eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty"),
 ]
+# In place of the template's own, which is three times as long: a prompt is read once for each of its completions.
+SYSTEM_PROMPT = "You add numbers."
 NUM_HELD_OUT = 64
 MAX_NEW_TOKENS = 4
 
@@ -44,7 +46,7 @@ def questions() -> list[dict[str, str]]:
     random.Random(0).shuffle(pairs)
     return [
         {
-            "prompt": f"What is {WORDS[a - 1]} plus {WORDS[b - 1]}? Reply with the number only.",
+            "prompt": f"{WORDS[a - 1]} plus {WORDS[b - 1]}",
             "answer": str(a + b),
         }
         for a, b in pairs
@@ -76,8 +78,8 @@ def write_packaged_model(directory: Path) -> None:
 
 
 def text_of(tokenizer: PreTrainedTokenizerBase, question: dict[str, str]) -> str:
-    """The prompt as heterorl writes it with `use_chat_template = true`."""
-    turns = [{"role": "user", "content": question["prompt"]}]
+    """The prompt as heterorl writes it with `use_chat_template = true` and the same `system_prompt`."""
+    turns = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question["prompt"]}]
     return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
 
 

@@ -1,7 +1,7 @@
-#!/bin/sh
+#!/bin/bash
 # Coordinator, learner and one site on this machine; ends when the learner has taken its steps. Goes on where it ended.
 #   examples/smollm2-sums/run.sh [MAX_STEPS]
-set -eu
+set -euo pipefail
 here=$(dirname "$0")
 out=runs/smollm2-sums
 mkdir -p "$out"

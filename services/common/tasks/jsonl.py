@@ -155,9 +155,12 @@ def _row(key: str, place: str, line: bytes, data: DataConfig) -> Row:
         raise ConfigError(
             key, f"{place}: {error!r}", action=f"write {example}, or name the columns in [task.data]"
         ) from error
+    if isinstance(answer, list | dict):
+        # Tests of code, or rows of a table: written as columns of data sets are.
+        answer = json.dumps(answer, ensure_ascii=False, sort_keys=True)
     # A bool is an int to Python, and no answer in a file.
     if not isinstance(answer, str | int | float) or isinstance(answer, bool):
-        raise ConfigError(key, f"{place}: {data.answer} must be text or a number")
+        raise ConfigError(key, f"{place}: {data.answer} must be text, a number, a list or an object")
     messages: tuple[Message, ...] = ()
     if data.messages:
         messages = read_messages(key, place, prompt)

@@ -120,6 +120,15 @@ def test_jsonl_holds_some_out_and_matches_exactly(tmp_path):
     assert task.score(task.prompt(1), right + "0")[0].value == 0.0
 
 
+def test_jsonl_gives_a_reward_lists_and_objects_as_json(tmp_path):
+    answers = [{"tests": ["f", "assert f(2) == 4"]}, ["f"], 3]
+    path = lines(tmp_path, *({"prompt": str(number), "answer": answer} for number, answer in enumerate(answers)))
+    task = build_task(TaskConfig(name=f"jsonl:{path}", evaluation_size=1))
+
+    given = {prompt.text: prompt.answer for prompt in [task.prompt(0), task.prompt(1), task.evaluation_prompt(0)]}
+    assert given == {"0": '{"tests": ["f", "assert f(2) == 4"]}', "1": '["f"]', "2": "3"}
+
+
 def test_jsonl_keeps_repeated_prompts_on_one_side(tmp_path):
     path = lines(tmp_path, *({"prompt": f"p{i % 4}", "answer": i} for i in range(8)))
     training, held_out = prompts_of(build_task(TaskConfig(name=f"jsonl:{path}", evaluation_size=2)))

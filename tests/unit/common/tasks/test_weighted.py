@@ -1,5 +1,8 @@
 """Weighted sums of named rewards: parts by name and weight, one digest for all, and where they are computed."""
 
+import itertools
+import math
+
 import pytest
 
 from heterorl.common.errors import ConfigError, RewardError
@@ -47,6 +50,13 @@ def test_parts_stand_by_name_and_weight_and_make_the_reward(place):
     )
     # 1 + 0.25 - 0.5 * (2 + 2): the answer has two digits.
     assert total_reward(parts) == pytest.approx(-0.75)
+
+
+def test_parts_that_add_up_to_one_make_a_reward_of_one_in_any_order():
+    parts = [RewardPart(name=str(value), value=value) for value in (0.7, 0.2, 0.1)]
+
+    assert {total_reward(order) for order in itertools.permutations(parts)} == {1.0}
+    assert total_reward([*parts, RewardPart(name="x", value=1e308), RewardPart(name="y", value=1e308)]) == math.inf
 
 
 def test_the_tasks_own_score_is_computed_in_a_process_where_the_others_are(place):

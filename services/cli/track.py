@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import signal
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -21,7 +22,16 @@ from heterorl.cli.link import (
     silence_grpc,
 )
 
-Name = Literal["wandb", "mlflow", "tensorboard", "trackio"]
+
+class Name(enum.Enum):
+    """A tracker that steps can go to; typer takes no list of literals."""
+
+    WANDB = "wandb"
+    MLFLOW = "mlflow"
+    TENSORBOARD = "tensorboard"
+    TRACKIO = "trackio"
+
+
 CALL_BUDGET_S = 10.0
 
 
@@ -54,15 +64,15 @@ def track(
     from heterorl.common.process.clock import SystemClock
     from heterorl.common.rpc.client import CoordinatorClient
     from heterorl.common.rpc.retry import RetryPolicy
-    from heterorl.track.follow import follow
+    from heterorl.track.follow import Open, follow
     from heterorl.track.open import Kind, open_tracker
 
     if not to:
         raise ConfigError("--to", "is not given", action="name a tracker: wandb, mlflow, tensorboard or trackio")
     address, tls = find_link(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
     logs.configure(style="console", fields={})
-    opens = {
-        name: partial(open_tracker, Kind(name), project=project, run=run, directory=directory)
+    opens: dict[str, Open] = {
+        name.value: partial(open_tracker, Kind(name.value), project=project, run=run, directory=directory)
         for name in dict.fromkeys(to)
     }
 

@@ -1,8 +1,8 @@
 """What a run published since a mark: each report once, in the order of publication, over rollbacks too.
 
 ListSteps has a cursor of steps, and a rollback takes steps again under new versions: reports behind the cursor may be
-new. So the feed goes on from its cursor only while steps and versions follow one another without a gap, and reads the
-list from its beginning where they do not.
+new. What a rollback abandons is no longer listed. While the mark itself is, everything new is behind its step; where
+it is not, the list is read from its beginning.
 """
 
 from __future__ import annotations
@@ -33,27 +33,16 @@ class Feed:
         """
         if head == self._head:
             return ()
-        new = None
-        if self._head is not None and self._mark is not None:
-            new = self._new(await self._list(self._mark.step), head)
-            if not self._follows(new, self._head, head, self._mark.step):
-                new = None
-        if new is None:
-            new = self._new(await self._list(_BEGINNING), head)
+        mark = self._mark
+        reports = await self._list(_BEGINNING if mark is None else mark.step - 1)
+        if mark is not None and mark not in map(mark_of, reports):
+            reports = await self._list(_BEGINNING)
+        found = [report for report in reports if report.version <= head and (mark is None or mark_of(report) > mark)]
+        new = tuple(sorted(found, key=mark_of))
         self._head = head
         if new:
             self._mark = mark_of(new[-1])
         return new
-
-    def _new(self, reports: list[StepReport], head: int) -> tuple[StepReport, ...]:
-        found = [r for r in reports if r.version <= head and (self._mark is None or mark_of(r) > self._mark)]
-        return tuple(sorted(found, key=mark_of))
-
-    @staticmethod
-    def _follows(new: tuple[StepReport, ...], known: int, head: int, step: int) -> bool:
-        versions = {report.version for report in new}
-        steps = [report.step for report in new]
-        return versions == set(range(known + 1, head + 1)) and steps == list(range(step + 1, step + 1 + len(new)))
 
     async def _list(self, cursor: int) -> list[StepReport]:
         reports: list[StepReport] = []

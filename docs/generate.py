@@ -21,8 +21,9 @@ from pydantic.fields import FieldInfo
 
 from heterorl.common.process.config import Config
 from heterorl.coordinator.config import CoordinatorConfig
-from heterorl.lab.claims.claim import LEVEL
+from heterorl.lab.claims.claim import LEVEL, WORTH_FINDING
 from heterorl.lab.claims.verdicts import markdown
+from heterorl.lab.protocol.flat import TOLERANCE
 from heterorl.learner.config import LearnerConfig
 from heterorl.sampler.config import SamplerConfig
 
@@ -80,19 +81,34 @@ Then follow [a group and a version through the code](../ARCHITECTURE.md#the-life
 | folder | what it holds | open first |
 |---|---|---|
 """
-_VERDICTS = ("shown", "contradicted", "not shown", "not tested")
+_VERDICTS = ("shown", "contradicted", "suggested", "doubted", "not shown", "not tested")
 _CLAIMS_HEAD = f"""# Claims
 
-What the paper ([arXiv 2508.17850](https://arxiv.org/abs/2508.17850)) and this project's README say about algorithms
-under delay, and what the lab's results say about it. `heterorl lab claims` computes
+What the paper ([arXiv 2508.17850](https://arxiv.org/abs/2508.17850)), this project's README and its own proposals say
+about algorithms under delay, and what the lab's results say about it. `heterorl lab claims` computes
 [claims.json](../benchmarks/results/lab/claims.json) from the results beside it, `make docs` this page from that. The
 claims and their tests stand in `services/lab/claims/declared.py`; no verdict is written by hand.
 
 A test compares two numbers on the same seeds: the difference is its mean with the 95 % t-interval, p is the paired
-t-test's against the border of the claim, then corrected by Holm over the questions that one experiment answers. *Shown*
-and *contradicted* need a corrected p below {LEVEL:g}; *not shown* says that neither can be said; *not tested* that
-there are no results. The file has the exact sign-flip p too, which five seeds cannot bring below 0.0625. The paper's
-claims were made for larger models and longer outputs.
+t-test's against the border of the claim. A claim about a share of the seeds has Wilson's interval and an exact binomial
+p. p is corrected by Holm over all tests of one question, whatever experiment they are of; tests on exploratory evidence
+are corrected apart. The file has the exact sign-flip p too, which five seeds cannot bring below 0.0625.
+
+*Shown* and *contradicted* need a corrected p below {LEVEL:g} on evidence that is not exploratory. *Suggested* and
+*doubted* are the same on exploratory evidence: a reason for a test, not a result. *Not shown* says that neither can be
+said; *not tested* that there are no results.
+
+- Evidence is *exploratory* where the runs kept no [protocol](protocol.md), or where the very seeds of the test
+  suggested the claim. *Confirmation* is a run on seeds that are kept for that. A learning rate at an end of its grid is
+  noted.
+- *Failed* counts runs that have no number, on either side; their seeds are in no difference. A run whose loss was not
+  finite has not failed: it has collapsed, and its last accuracy is 0.
+- *Power* is the chance that so many pairs of this spread find a true difference of {WORTH_FINDING:g}, before any
+  correction.
+- *Online flat* says whether both methods, without delay, neither rise nor fall by more than {TOLERANCE:g} over the last
+  quarter of their steps, with 95 % confidence. Where they are not, the order may still turn.
+
+The paper's claims were made for larger models and longer outputs.
 """
 _BESIDE = """
 ## Beside the package

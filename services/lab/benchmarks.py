@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections import defaultdict
 
+from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.task import Prompt, Task
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import RewardPart
+from heterorl.lab.config import RegimeConfig
 
 
 class PartOfTask:
@@ -33,12 +36,33 @@ class PartOfTask:
         return self._task.score(prompt, completion)
 
 
-def split_evaluation(task: Task, *, num_prompts: int) -> dict[str, PartOfTask]:
-    """Cut the first held-out prompts into parts by how hard they are.
+def evaluation_seed(regime: RegimeConfig, *, seed: int, version: int) -> int:
+    """Seed of the completions of a run's evaluation of a version; that of prompt i of a part is larger by i."""
+    if regime.evaluation_noise == "same":
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"evaluation/{seed}/{version}".encode(), digest_size=6).digest(), "little")
+
+
+def split_evaluation(task: Task, *, num_prompts: int, offset: int = 0) -> dict[str, PartOfTask]:
+    """Cut held-out prompts into parts by how hard they are.
 
     Sums are as hard as they have carries; other prompts count as hard when their text is longer than the median.
+
+    Args:
+        task: what they are prompts of.
+        num_prompts: of all parts, where the task has so many.
+        offset: held-out prompts before the first.
+
+    Raises:
+        ConfigError: the task has no prompt so far on.
     """
-    prompts = [task.evaluation_prompt(index) for index in range(min(num_prompts, task.num_evaluation_prompts))]
+    last = min(offset + num_prompts, task.num_evaluation_prompts)
+    if offset >= last:
+        raise ConfigError(
+            "regime.evaluation_offset",
+            f"the task has {task.num_evaluation_prompts} held-out prompts, none from there on",
+        )
+    prompts = [task.evaluation_prompt(index) for index in range(offset, last)]
     hardness = [_carries(prompt.text) for prompt in prompts]
     if any(value is None for value in hardness):
         hardness = [len(prompt.text) for prompt in prompts]

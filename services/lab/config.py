@@ -106,6 +106,11 @@ class RegimeConfig(Config):
     """Steps between evaluations."""
     num_evaluation: int = Field(default=256, ge=8)
     """Held-out prompts of an evaluation, one sampled completion each."""
+    evaluation_offset: int = Field(default=0, ge=0)
+    """Held-out prompts before the first of an evaluation: what is tuned looks at others than what is reported."""
+    evaluation_noise: Literal["same", "by_version"] = "same"
+    """Whether every evaluation of a run draws its completions alike, or each version with noise of its own. All runs
+    of a seed have the same noise at a version."""
     last_evaluations: int = Field(default=1, ge=1)
     """Evaluations at the end whose mean is the last accuracy."""
     probe_every: int = Field(default=10, ge=0)
@@ -121,11 +126,18 @@ class ProtocolConfig(Config):
     tune: bool = True
     """Whether `lr` is chosen for every arm on the tuning seeds; off where every arm has the same, or `lr` is swept."""
     tuning_seeds: tuple[int, ...] = Field(default=(100, 101, 102), min_length=1)
-    """Seeds that choose `lr`; none of them is reported."""
+    """Seeds that choose `lr`, in their order; none of them is reported."""
+    tuning_steps: int = Field(default=0, ge=0)
+    """Steps of a trial; 0 is as many as a run of the experiment has."""
     learning_rates: tuple[float, ...] = Field(default=(1.5e-4, 3e-4, 5e-4, 7e-4, 1e-3, 1.5e-3), min_length=2)
     """What `lr` is chosen from."""
+    tune_as: dict[str, str] = Field(default_factory=dict)
+    """Algorithms that are not tuned and take the rate of another one, such as the parts of a rule that of the whole."""
     chosen: dict[str, float] = Field(default_factory=dict)
     """Learning rate by arm, as `heterorl lab tune` found it; `heterorl lab run` reads it from beside the results."""
+    confirms: tuple[str, ...] = ()
+    """Shipped experiments that suggested what this one tests: it runs on the seeds 300 to 331, and they on none of
+    its seeds."""
     least_seeds: int = Field(default=16, ge=2)
     """Fewest seeds that are reported."""
     steps_per_lag: float = Field(default=3.0, ge=0.0)
@@ -141,6 +153,9 @@ class ProtocolConfig(Config):
             raise ValueError("a learning rate is not positive")
         if len(set(self.learning_rates)) < len(self.learning_rates):
             raise ValueError("learning_rates has one twice")
+        twice = sorted(self.tune_as.keys() & set(self.tune_as.values()))
+        if twice:
+            raise ValueError(f"tune_as gives {twice[0]} the rate of another algorithm, and its own to a third")
         return self
 
 

@@ -7,6 +7,7 @@ estimates; the difference is the estimation error of arXiv 2508.17850 figure 5.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,6 +68,10 @@ class Probe:
         return float(np.mean(advantages))
 
 
+class Diverged(Exception):
+    """The loss or the gradient of a step was not finite: the run ends here, as one that has collapsed."""
+
+
 @dataclass(slots=True, kw_only=True)
 class MeasuredBackend:
     """Implements TrainBackend around another one; keeps a row per applied step."""
@@ -76,6 +81,7 @@ class MeasuredBackend:
     charge: Callable[[float], None]
     step_s: float
     rows: list[dict[str, float | None]] = field(default_factory=list)
+    diverged_at: int | None = None
 
     @property
     def layout(self) -> Layout:
@@ -88,10 +94,17 @@ class MeasuredBackend:
         return self.inner.torch_model
 
     def train_step(self, groups: Sequence[QueuedGroup], *, head_version: int, step: int) -> StepReport:
-        """Take a step, note what it measured, charge its time."""
+        """Take a step, note what it measured, charge its time.
+
+        Raises:
+            Diverged: loss or gradient is not finite.
+        """
         target = self.probe.mean_advantage(self.inner, groups, step=step)
         report = self.inner.train_step(groups, head_version=head_version, step=step)
         self.charge(self.step_s)
+        if not (math.isfinite(report.loss) and math.isfinite(report.grad_norm)):
+            self.diverged_at = report.step
+            raise Diverged(f"step {report.step} was not finite")
         if report.is_applied:
             self.rows.append(step_row(report, self.inner.last_extras, target))
         return report
@@ -208,13 +221,18 @@ class ChargedEngine:
 class BenchmarkEvaluator(Evaluator):
     """Held-out accuracy on several benchmarks; `rows` keeps each evaluation, the accuracy is the mean over prompts."""
 
-    def __init__(self, parts: dict[str, Evaluator]) -> None:
-        self._parts = parts
+    def __init__(self, parts_of: Callable[[int], dict[str, Evaluator]]) -> None:
+        """Make one.
+
+        Args:
+            parts_of: the benchmarks by name, as they are for a version.
+        """
+        self._parts_of = parts_of
         self.rows: list[dict[str, object]] = []
 
     def evaluate(self, arena: Arena, version: int) -> Evaluation:
         """Evaluate every benchmark with the same weights."""
-        found = {name: part.evaluate(arena, version) for name, part in self._parts.items()}
+        found = {name: part.evaluate(arena, version) for name, part in self._parts_of(version).items()}
         scored = [value for value in found.values() if value.accuracy is not None]
         count = sum(value.num_completions for value in scored)
         total = sum((value.accuracy or 0.0) * value.num_completions for value in scored)

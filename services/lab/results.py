@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import numpy as np
 from heterorl.common.process.config import Config
 from heterorl.common.wire.common import bytes_digest
 from heterorl.lab.cell import Cell
+from heterorl.learner.loss.rule import rule_of
 
 if TYPE_CHECKING:
     from heterorl.lab.world import Outcome
@@ -22,6 +24,8 @@ LATER_KEYS: Mapping[str, frozenset[str]] = {
     "regime": frozenset(
         {
             "last_evaluations",
+            "evaluation_offset",
+            "evaluation_noise",
             "top_p",
             "top_k",
             "lease_order",
@@ -89,20 +93,26 @@ def identity(cell: Cell) -> dict[str, Any]:
         "task": cell.task.name,
         "variant": cell.variant,
         "lr": cell.regime.lr,
+        "weights": "token" if rule_of(cell.algorithm.loss).level == "token" else "rollout",
         "cell_digest": cell_digest(cell),
     }
 
 
 def summarise(cell: Cell, outcome: Outcome, *, wall_s: float) -> dict[str, Any]:
-    """The row of a finished run, with its series and evaluations.
+    """The row of a run that ended, with its series and evaluations.
+
+    A run that diverged has collapsed: its last accuracy is 0, and so is every evaluation from that step on.
 
     `best` is that of a single checkpoint; `best_per_benchmark` is the mean over benchmarks of each one's own best
     checkpoint, which is never smaller. `last` is the mean of the last `regime.last_evaluations`. `warm_start_accuracy`
     is the evaluation of version 0.
     """
-    columns = {name: [_finite(row[name]) for row in outcome.steps] for name in (outcome.steps or [{}])[0]}
-    accuracies = [row["accuracy"] for row in outcome.evaluations if row["accuracy"] is not None]
-    best, last = max(accuracies, default=None), _mean(accuracies[-cell.regime.last_evaluations :])
+    steps = [row for row in outcome.steps if outcome.diverged_at is None or (row["step"] or 0) < outcome.diverged_at]
+    columns = {name: [_finite(row[name]) for row in steps] for name in (steps or [{}])[0]}
+    evaluations = _evaluations(cell, outcome)
+    accuracies = [row["accuracy"] for row in evaluations if row["accuracy"] is not None]
+    best = max(accuracies, default=None)
+    last = _mean(accuracies[-cell.regime.last_evaluations :]) if outcome.diverged_at is None else 0.0
     norms = [value for value in columns.get("grad_norm", []) if value is not None]
     staleness = [value for value in columns.get("staleness", []) if value is not None]
     return {
@@ -111,18 +121,30 @@ def summarise(cell: Cell, outcome: Outcome, *, wall_s: float) -> dict[str, Any]:
         "best": best,
         "last": last,
         "gap": None if best is None or last is None else best - last,
-        "best_per_benchmark": _best_per_benchmark(outcome.evaluations),
+        "best_per_benchmark": _best_per_benchmark(evaluations),
         **{name: _mean(columns.get(source, [])) for name, source in _MEANS.items()},
         "grad_norm_p95": float(np.percentile(norms, 95)) if norms else None,
         "staleness_max": max(staleness, default=None),
-        "steps": len(outcome.steps),
+        "steps": len(steps),
         "groups": None if outcome.status is None else outcome.status.ledger.acked,
         "ledger_balanced": outcome.ledger_balanced,
         "wall_s": round(wall_s, 2),
         "failed": None,
+        "diverged_at": outcome.diverged_at,
         "series": columns,
-        "evaluations": outcome.evaluations,
+        "evaluations": evaluations,
     }
+
+
+def _evaluations(cell: Cell, outcome: Outcome) -> list[dict[str, Any]]:
+    end = outcome.diverged_at
+    if end is None:
+        return outcome.evaluations
+    every = cell.regime.evaluate_every
+    lost = range(math.ceil(end / every) * every, cell.regime.max_steps + 1, every)
+    return [row for row in outcome.evaluations if row["step"] < end] + [
+        {"step": step, "accuracy": 0.0, "benchmarks": {}} for step in lost
+    ]
 
 
 def failure(cell: Cell, *, problem: str, wall_s: float) -> dict[str, Any]:
@@ -148,6 +170,13 @@ def kept(row: Mapping[str, Any]) -> dict[str, Any]:
             "accuracy": [_rounded(found["accuracy"], 4) for found in evaluations],
         },
     }
+
+
+def one_run_a_line(results: dict[str, Any]) -> str:
+    """results.json as text: short, and a run that changed is one line of a diff."""
+    head = json.dumps({**results, "runs": []}, indent=1, allow_nan=False).removesuffix("[]\n}")
+    runs = ",\n".join("  " + json.dumps(row, allow_nan=False, separators=(",", ":")) for row in results["runs"])
+    return f"{head}[\n{runs}\n ]\n}}\n" if runs else f"{head}[]\n}}\n"
 
 
 def _stretches(values: Sequence[float | None]) -> list[float | None]:

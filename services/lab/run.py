@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,9 @@ from heterorl.common.wire.common import bytes_digest
 from heterorl.lab.cell import Cell, list_cells
 from heterorl.lab.config import ExperimentConfig
 from heterorl.lab.fast.orders import FAST, MOST_RUNS, MOST_RUNS_ON_GPU, SERVICES, Order, split
-from heterorl.lab.protocol.rates import with_chosen
+from heterorl.lab.protocol.rates import statement, with_chosen
 from heterorl.lab.protocol.rules import check
-from heterorl.lab.results import cell_digest, failure, kept
+from heterorl.lab.results import cell_digest, failure, kept, one_run_a_line
 from heterorl.lab.warm_starts import key
 
 CACHE = Path(".cache/heterorl")
@@ -73,7 +73,9 @@ def run_experiment(
     experiment = load(ExperimentConfig, find_experiment(name), overrides)
     directory = out or Path("runs/lab") / experiment.name
     experiment = with_chosen(experiment, directory)
-    check(experiment, list_cells(experiment))
+    confirms = experiment.protocol.confirms if experiment.protocol is not None else ()
+    suggested_on = {one: load(ExperimentConfig, find_experiment(one)).seeds for one in confirms}
+    check(experiment, list_cells(experiment), suggested_on=suggested_on)
     return carry_out(experiment, directory=directory, jobs=jobs, reuse=reuse, engine=engine, device=device)
 
 
@@ -85,8 +87,10 @@ def carry_out(
     reuse: Sequence[Path] = (),
     engine: str = SERVICES,
     device: str = "cpu",
+    only: Collection[str] | None = None,
+    is_reported: bool = True,
 ) -> int:
-    """Run what is missing of an experiment into a directory; returns the exit code."""
+    """Run what is missing of an experiment, or of `only` these run ids, into a directory; returns the exit code."""
     from heterorl.lab.report.report import write_report
 
     console = Console(stderr=True, markup=False, emoji=False, highlight=False)
@@ -101,8 +105,9 @@ def carry_out(
     (directory / "experiment.json").write_text(experiment.model_dump_json(indent=2) + "\n", encoding="utf-8")
     for other in reuse:
         _take_over(cells, other, directory, engine)
-    missing = [number for number, cell in enumerate(cells) if not _is_done(directory, cell, engine)]
-    console.print(f"{experiment.name}: {len(cells)} runs, {len(cells) - len(missing)} already there; in {directory}")
+    asked = [number for number, cell in enumerate(cells) if only is None or cell.run_id in only]
+    missing = [number for number in asked if not _is_done(directory, cells[number], engine)]
+    console.print(f"{experiment.name}: {len(cells)} runs, {len(missing)} to do; in {directory}")
     jobs = jobs or os.cpu_count() or 1
     orders = [Order(kind="run", numbers=(number,)) for number in missing]
     if engine == FAST:
@@ -113,7 +118,7 @@ def carry_out(
     is_whole = asyncio.run(_run_all(cells, missing, orders=orders, directory=directory, jobs=jobs))
     results = _collect(experiment, cells, directory, engine)
     failed = [row for row in results["runs"] if row["failed"]]
-    if results["runs"]:
+    if results["runs"] and is_reported:
         console.print(f"report: {write_report(directory)}")
     for row in failed:
         console.print(f"failed: {row['run_id']}: {row['failed']}", style="red", soft_wrap=True)
@@ -157,17 +162,12 @@ def _collect(experiment: ExperimentConfig, cells: Sequence[Cell], directory: Pat
         "title": experiment.title,
         "heterorl_version": version("heterorl"),
         "config_digest": bytes_digest(experiment.model_dump_json().encode()),
+        "protocol": None if experiment.protocol is None else experiment.protocol.model_dump(exclude={"chosen"}),
+        "tuning": statement(experiment, directory),
         "runs": [kept(row) for row in rows],
     }
-    (directory / "results.json").write_text(_one_run_a_line(results), encoding="ascii")
+    (directory / "results.json").write_text(one_run_a_line(results), encoding="ascii")
     return results
-
-
-def _one_run_a_line(results: dict[str, Any]) -> str:
-    # Short, and a run that changed is one line of a diff.
-    head = json.dumps({**results, "runs": []}, indent=1, allow_nan=False).removesuffix("[]\n}")
-    runs = ",\n".join("  " + json.dumps(row, allow_nan=False, separators=(",", ":")) for row in results["runs"])
-    return f"{head}[\n{runs}\n ]\n}}\n" if runs else f"{head}[]\n}}\n"
 
 
 async def _run_all(
@@ -212,6 +212,8 @@ async def _phases(
                         order = queue.pop()
                         async for share in worker.do(order):
                             progress.advance(bar, share * len(order.numbers))
+                        # Its process has died: with one of the runs, or because they were too many.
+                        queue += worker.again
 
                 async with asyncio.TaskGroup() as tasks:
                     for worker in pool:
@@ -228,12 +230,15 @@ class _Worker:
         self._cells = cells
         self._directory = directory
         self._process: asyncio.subprocess.Process | None = None
+        self.again: tuple[Order, ...] = ()
+        """Halves of the last order that are to be tried; none where it was carried out, or failed for good."""
 
     async def do(self, order: Order) -> AsyncIterator[float]:
         """Have an order carried out; shares of it as they are done, 1 in all.
 
-        A process that dies fails the runs it was given.
+        A process that dies fails the run it was given; of several, which come `again` by halves, none.
         """
+        self.again = ()
         process = await self._started()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -250,6 +255,10 @@ class _Worker:
             done = answer["share"]
         code = await process.wait()
         self._process = None
+        if len(order.numbers) > 1:
+            self.again = order.halves()
+            yield -done
+            return
         if order.kind != "warm_start":
             from heterorl.lab.worker import write_json
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -12,7 +13,7 @@ from heterorl.common.process.config import load
 from heterorl.lab.cell import list_cells
 from heterorl.lab.config import ExperimentConfig
 from heterorl.lab.fast.orders import SERVICES
-from heterorl.lab.protocol.rates import choose, trials, write
+from heterorl.lab.protocol.rates import choose, standings, trials, write
 from heterorl.lab.run import INTERRUPTED, carry_out, find_experiment
 
 
@@ -26,7 +27,9 @@ def tune_experiment(
     engine: str = SERVICES,
     device: str = "cpu",
 ) -> int:
-    """Run what is missing of the trials, write the chosen rates and print them; returns the exit code.
+    """Run what is missing of the trials, round by round, write the chosen rates and print them; returns the exit code.
+
+    An arm with a trial that failed, on a second attempt too, gets no rate: the same command tries it again.
 
     Raises:
         ConfigError: the experiment is unknown or wrong, or nothing of it is tuned.
@@ -35,14 +38,26 @@ def tune_experiment(
     experiment = load(ExperimentConfig, find_experiment(name), overrides)
     directory = out or Path("runs/lab") / experiment.name
     tried = trials(experiment)
-    # A run that fails is a rate that is too large: it counts against the rate, not against the command.
-    where = directory / "tuning"
-    if carry_out(tried, directory=where, jobs=jobs, reuse=reuse, engine=engine, device=device) == INTERRUPTED:
-        return INTERRUPTED
-    rows = json.loads((where / "results.json").read_bytes())["runs"]
-    found = choose(list_cells(tried), rows)
-    for rate in found:
+    cells, where = list_cells(tried), directory / "tuning"
+    rows: list[dict[str, Any]] = []
+    attempted: set[str] = set()
+    found = standings(cells, rows, tried=attempted)
+    while wanted := {cell.run_id for one in found.values() for cell in one.missing}:
+        attempted |= wanted
+        code = carry_out(
+            tried, directory=where, jobs=jobs, reuse=reuse, engine=engine, device=device, only=wanted, is_reported=False
+        )
+        if code == INTERRUPTED:
+            return INTERRUPTED
+        rows = json.loads((where / "results.json").read_bytes())["runs"]
+        found = standings(cells, rows, tried=attempted)
+    chosen = choose(cells, rows)
+    for rate in chosen:
         edge = "; the grid ends here" if rate.is_at_edge else ""
-        console.print(f"{rate.arm}: lr {rate.lr:g}, last {rate.scores[rate.lr]:.3f}{edge}")
-    console.print(f"learning rates: {write(found, directory)}")
-    return 0
+        console.print(f"{rate.arm}: lr {rate.lr:g}, last {rate.scores[rate.lr].last:.3f}{edge}")
+    console.print(f"learning rates: {write(chosen, directory, engine=engine, device=device)}")
+    without = [arm for arm, one in found.items() if one.lr is None]
+    for arm in without:
+        failed = ", ".join(cell.run_id for cell in found[arm].failed)
+        console.print(f"no learning rate for {arm}: failed {failed}", style="red", soft_wrap=True)
+    return 1 if without else 0

@@ -3,6 +3,8 @@
 {"warm_start": N}   make sure that the warm start of cell N exists
 {"run": N}          run cell N and write runs/RUN_ID.json
 {"batch": [N, ...], "device": D}   run these cells together with the engine fast; meanwhile lines {"share": S}
+
+A batch that fails is tried again by halves, down to the run that fails alone.
 """
 
 from __future__ import annotations
@@ -13,13 +15,13 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
-from heterorl.common.errors import HeterorlError
+from heterorl.common.errors import ConfigError, HeterorlError
 from heterorl.common.process.files import replacing
 from heterorl.lab.cell import Cell, list_cells
 from heterorl.lab.config import ExperimentConfig
@@ -27,7 +29,7 @@ from heterorl.lab.fast.batch import run_batch
 from heterorl.lab.fast.orders import FAST
 from heterorl.lab.results import failure, summarise
 from heterorl.lab.warm_starts import prepare
-from heterorl.lab.world import Outcome, run_cell
+from heterorl.lab.world import run_cell
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -51,9 +53,10 @@ def _run(cell: Cell, *, out: Path, cache: Path) -> dict[str, Any]:
     return {"run_id": cell.run_id, "last": row.get("last"), "failed": row["failed"]}
 
 
-def _run_together(
+def run_together(
     cells: list[Cell], *, out: Path, cache: Path, device: str, tell: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
+    """Run cells of one shape with the engine fast and write their rows; returns the answer to the order."""
     started = time.perf_counter()
     steps = cells[0].regime.max_steps
 
@@ -61,19 +64,24 @@ def _run_together(
         if done % max(1, steps // 50) == 0:
             tell({"share": done / steps})
 
-    outcomes: Sequence[Outcome | str]
     try:
         model_dirs = [prepare(cell, cache=cache)[0] for cell in cells]
         outcomes = run_batch(cells, model_dirs=model_dirs, device=device, note_step=note_step)
     except (HeterorlError, RuntimeError) as error:
-        outcomes = [f"{type(error).__name__}: {error}"] * len(cells)
+        if len(cells) > 1 and not isinstance(error, ConfigError):
+            # One run, or their number, is the cause: the others do not fail with it.
+            middle = len(cells) // 2
+            for part in (cells[:middle], cells[middle:]):
+                run_together(part, out=out, cache=cache, device=device, tell=lambda _: None)
+            return {"runs": len(cells)}
+        for cell in cells:
+            row = failure(cell, problem=f"{type(error).__name__}: {error}", wall_s=time.perf_counter() - started)
+            write_json(out / "runs" / f"{cell.run_id}.json", {**row, "engine": FAST})
+        return {"runs": len(cells)}
     # The time of the batch, in equal parts: what a cell costs.
     wall_s = (time.perf_counter() - started) / len(cells)
     for cell, outcome in zip(cells, outcomes, strict=True):
-        if isinstance(outcome, str):
-            row = failure(cell, problem=outcome, wall_s=wall_s)
-        else:
-            row = summarise(cell, outcome, wall_s=wall_s)
+        row = summarise(cell, outcome, wall_s=wall_s)
         write_json(out / "runs" / f"{cell.run_id}.json", {**row, "engine": FAST})
     return {"runs": len(cells)}
 
@@ -95,7 +103,7 @@ def main() -> None:
         elif "batch" in order:
             chosen = [cells[number] for number in order["batch"]]
             tell = functools.partial(_tell, answers)
-            answer = _run_together(chosen, out=out, cache=cache, device=order["device"], tell=tell)
+            answer = run_together(chosen, out=out, cache=cache, device=order["device"], tell=tell)
         else:
             answer = _run(cells[order["run"]], out=out, cache=cache)
         _tell(answers, answer)

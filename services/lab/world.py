@@ -31,11 +31,11 @@ from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.versions import lineage
-from heterorl.lab.benchmarks import split_evaluation
+from heterorl.lab.benchmarks import evaluation_seed, split_evaluation
 from heterorl.lab.cell import Cell
 from heterorl.lab.inline_store import InlineDatabase
 from heterorl.lab.link import Link
-from heterorl.lab.measure import BenchmarkEvaluator, ChargedEngine, MeasuredBackend, Probe
+from heterorl.lab.measure import BenchmarkEvaluator, ChargedEngine, Diverged, MeasuredBackend, Probe
 from heterorl.lab.pace import (
     STEP_S,
     PolicyGate,
@@ -68,13 +68,15 @@ _HOUR = 3600.0
 class Outcome:
     """What a run left: a row per step, a row per evaluation, the coordinator's last status, the ledger's verdict.
 
-    The last two are None where no coordinator took part.
+    Status and verdict are None where no coordinator took part. `diverged_at` is the first step, from 1, whose loss or
+    gradient was not finite; None where all were.
     """
 
     steps: list[dict[str, float | None]]
     evaluations: list[dict[str, Any]]
     status: RunStatus | None
     ledger_balanced: bool | None
+    diverged_at: int | None = None
 
 
 def run_cell(cell: Cell, *, model_dir: Path, directory: Path) -> Outcome:
@@ -104,11 +106,15 @@ async def _run(cell: Cell, loop: VirtualLoop, *, model_dir: Path, directory: Pat
         clock=clock,
         rng=random.Random(cell.seed),
     )
-    async with asyncio.TaskGroup() as tasks:
-        for sampler in samplers:
-            tasks.create_task(sampler.run(stop))
-        await learner.run(stop)
-        stop.set()
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for sampler in samplers:
+                tasks.create_task(sampler.run(stop))
+            await learner.run(stop)
+            stop.set()
+    except* Diverged:
+        # `backend` knows at which step.
+        pass
     for outbox in outboxes:
         outbox.close()
     status = await coordinator.get_status()
@@ -119,6 +125,7 @@ async def _run(cell: Cell, loop: VirtualLoop, *, model_dir: Path, directory: Pat
         evaluations=evaluator.rows,
         status=status,
         ledger_balanced=counted.is_balanced and counted == recounted,
+        diverged_at=backend.diverged_at,
     )
 
 
@@ -276,17 +283,14 @@ def _evaluator(cell: Cell, model_dir: Path) -> BenchmarkEvaluator:
     task = build_task(cell.task.task)
     drawn = {"temperature": cell.regime.evaluation_temperature, "top_p": 1.0, "top_k": 0}
     engine = _engine(cell, model_dir, prompter, cell.regime.num_evaluation, **drawn)
-    parts = split_evaluation(task, num_prompts=cell.regime.num_evaluation)
-    return BenchmarkEvaluator(
-        {
-            name: Evaluator(
-                task=part,
-                engine=engine,
-                prompter=prompter,
-                num_prompts=part.num_evaluation_prompts,
-                num_per_prompt=1,
-                seed=cell.seed,
-            )
+    parts = split_evaluation(task, num_prompts=cell.regime.num_evaluation, offset=cell.regime.evaluation_offset)
+
+    def parts_of(version: int) -> dict[str, Evaluator]:
+        noise = evaluation_seed(cell.regime, seed=cell.seed, version=version)
+        shared: dict[str, Any] = {"engine": engine, "prompter": prompter, "num_per_prompt": 1, "seed": noise}
+        return {
+            name: Evaluator(task=part, num_prompts=part.num_evaluation_prompts, **shared)
             for name, part in parts.items()
         }
-    )
+
+    return BenchmarkEvaluator(parts_of)

@@ -1,6 +1,8 @@
 """The vectorised lab beside the services' lab: the same runs, step by step."""
 
+import dataclasses
 import json
+import math
 
 import pytest
 
@@ -8,6 +10,7 @@ from heterorl.demo.warm_start import WarmStart, warm_start
 from heterorl.lab.fast.batch import run_batch
 from heterorl.lab.results import summarise
 from heterorl.lab.world import run_cell
+from heterorl.learner.backends.torch import TorchBackend
 from tests.support.fast_lab import VERSIONS, cell_of
 
 CELLS = [
@@ -83,3 +86,50 @@ def test_a_run_is_that_of_the_services(number, rows, models, tmp_path):
 def test_staleness_is_the_delay_after_its_ramp(rows):
     assert rows[0]["series"]["staleness"] == [0, 1, 2, 3, 3, 3, 3, 3]
     assert rows[1]["series"]["staleness"] == [0] * 8
+
+
+def is_collapsed(row):
+    assert (row["last"], row["failed"], row["steps"]) == (0.0, None, row["diverged_at"] - 1)
+    assert [found["step"] for found in row["evaluations"]] == [0, 4, 8]
+    return [found["accuracy"] for found in row["evaluations"][1:]] == [0.0, 0.0]
+
+
+def test_a_run_that_diverges_has_collapsed(models):
+    cell = cell_of(lr=1e30, warmup_steps=0)
+    (row,) = run_together([cell], models)
+
+    assert 1 < row["diverged_at"] <= 4
+    assert is_collapsed(row)
+
+
+def test_a_run_of_the_services_that_diverges_has_collapsed(models, tmp_path, monkeypatch):
+    cell = cell_of()
+    inner = TorchBackend.train_step
+
+    def diverge(self, groups, *, head_version, step):
+        report = inner(self, groups, head_version=head_version, step=step)
+        return report if step < 3 else dataclasses.replace(report, loss=math.nan, is_applied=False)
+
+    monkeypatch.setattr(TorchBackend, "train_step", diverge)
+    row = summarise(cell, run_cell(cell, model_dir=models[cell.seed], directory=tmp_path), wall_s=0.0)
+
+    assert row["diverged_at"] == 3
+    assert is_collapsed(row)
+
+
+def test_both_engines_evaluate_other_prompts_with_noise_of_the_version(models, tmp_path):
+    cell = cell_of(evaluation_noise="by_version", evaluation_offset=3)
+    (row,) = run_together([cell], models)
+    theirs = summarise(cell, run_cell(cell, model_dir=models[cell.seed], directory=tmp_path), wall_s=0.0)
+
+    assert row["evaluations"][0] == theirs["evaluations"][0]
+
+
+def test_every_version_is_evaluated_with_its_own_noise_where_that_is_asked(models):
+    # Weights that do not move: what differs is the noise.
+    still = {"lr": 1e-12, "evaluate_every": 1, "temperature": 1.0}
+    (same,) = run_together([cell_of(**still)], models)
+    (own,) = run_together([cell_of(**still, evaluation_noise="by_version")], models)
+
+    assert len({found["accuracy"] for found in same["evaluations"]}) == 1
+    assert len({found["accuracy"] for found in own["evaluations"]}) > 1

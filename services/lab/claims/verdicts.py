@@ -4,15 +4,73 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from heterorl.common.process.files import replacing
-from heterorl.lab.claims.claim import Claim, Finding, Side, judge
+from heterorl.lab.claims.claim import ONLINE, Claim, Evidence, Finding, Observed, Side, judge
 from heterorl.lab.claims.declared import CLAIMS
-from heterorl.lab.report.data import Run, load_table, mean
+from heterorl.lab.protocol.flat import is_flat, rise
+from heterorl.lab.protocol.rules import CONFIRMATION
+from heterorl.lab.report.data import Results, Run
+from heterorl.lab.report.reading import load_table
 
 _DIGITS = 4
+_HEAD = (
+    "| claim | source | experiment | steps | test | seeds | failed | difference | p | p, Holm | power | online flat |"
+    " evidence | verdict |\n"
+    "|---|---|---|---:|---|---:|---:|---:|---:|---:|---:|---|---|---|"
+)
+_MARKED = {"shown", "contradicted"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """What the results have for a claim: the tables of its experiments, and the seeds that suggested it."""
+
+    claim: Claim
+    tables: tuple[Results, ...]
+    suggested_on: frozenset[int] = frozenset()
+
+    @property
+    def runs(self) -> list[Run]:
+        """All runs, failed ones too."""
+        return [run for table in self.tables for run in table.runs]
+
+    @property
+    def own(self) -> list[Run]:
+        """The runs of both sides."""
+        return [run for run in self.runs if any(_is_of(run, self.claim, side) for side in _sides(self.claim))]
+
+    @property
+    def evidence(self) -> Evidence:
+        """Exploratory without a protocol, or on a seed that suggested the claim."""
+        seeds = {run.seed for run in self.own}
+        if seeds & self.suggested_on or any(table.protocol is None for table in self.tables):
+            return "exploratory"
+        return "confirmation" if seeds and seeds <= set(CONFIRMATION) else "protocol"
+
+    @property
+    def num_failed(self) -> int:
+        """Runs of both sides that failed: their seeds are in no difference. One that diverged has not failed."""
+        return sum(bool(run.failed) for run in self.own)
+
+    @property
+    def is_at_edge(self) -> bool:
+        """Whether a side's learning rate lies at an end of the grid that it was chosen from."""
+        edges = {arm for table in self.tables if table.tuning is not None for arm in table.tuning.at_edge}
+        return any(run.arm_id in edges for run in self.own)
+
+    @property
+    def is_flat_online(self) -> bool | None:
+        """Whether both algorithms have come to the end of their training without delay; None where that was not run."""
+        found = []
+        for name in {side.algorithm for side in _sides(self.claim)}:
+            arm = Side(algorithm=name, delay=ONLINE, variant=self.claim.a.variant)
+            curves = [run.curve for run in self.runs if not run.failed and _is_of(run, self.claim, arm)]
+            found.append(rise(curves))
+        return None if any(one is None for one in found) else all(is_flat(one) for one in found)
 
 
 def write_claims(directory: Path, path: Path) -> int:
@@ -22,76 +80,122 @@ def write_claims(directory: Path, path: Path) -> int:
         ConfigError: a file of results is damaged.
     """
     found = gather(CLAIMS, directory)
-    findings = judge([(claim, differences(claim, runs)) for claim, runs in found])
-    rows = [as_row(finding, runs) for finding, (_, runs) in zip(findings, found, strict=True)]
+    tested = [
+        Observed(claim=one.claim, differences=differences(one.claim, one.runs), evidence=one.evidence) for one in found
+    ]
+    rows = [as_row(finding, source) for finding, source in zip(judge(tested), found, strict=True)]
     text = "[\n" + ",\n".join(json.dumps(row, allow_nan=False) for row in rows) + "\n]\n"
     with replacing(path, is_durable=False) as file:
         file.write(text.encode("ascii"))
     return len(rows)
 
 
-def gather(claims: Sequence[Claim], directory: Path) -> list[tuple[Claim, list[Run]]]:
-    """Each claim with the runs of its experiment that ended; none where it has no results."""
-    files = {name: directory / f"{name}.json" for claim in claims for name in claim.experiment.split("+")}
-    finished = {name: load_table(path).finished for name, path in files.items() if path.is_file()}
+def gather(claims: Sequence[Claim], directory: Path) -> list[Source]:
+    """Each claim with the results of its experiments; none where one of them has no results."""
+    names = {name for claim in claims for name in (*_experiments(claim), *claim.suggested_by)}
+    tables = {
+        name: load_table(directory / f"{name}.json") for name in sorted(names) if (directory / f"{name}.json").is_file()
+    }
     return [
-        (claim, [run for name in claim.experiment.split("+") for run in finished.get(name, [])]) for claim in claims
+        Source(
+            claim=claim,
+            tables=tuple(tables[name] for name in _experiments(claim) if name in tables),
+            suggested_on=frozenset(
+                run.seed for name in claim.suggested_by if name in tables for run in tables[name].runs
+            ),
+        )
+        for claim in claims
     ]
 
 
 def differences(claim: Claim, runs: Sequence[Run]) -> list[float]:
-    """A - ratio B of every seed that has both, by seed, of runs that ended."""
-    first = _by_seed(runs, claim.task, claim.a)
-    second = _by_seed(runs, claim.task, claim.b)
-    return [first[seed] - claim.ratio * second[seed] for seed in sorted(first.keys() & second.keys())]
+    """A - ratio B of every seed that has both, by seed, of runs that ended; A alone where there is no B.
+
+    Over several variants: the mean of the variants' differences, of seeds that have them all.
+    """
+    first = _by_place(runs, claim, claim.a)
+    if claim.b is None:
+        return _by_seed(first, first.keys())
+    second = _by_place(runs, claim, claim.b)
+    found = {key: first[key] - claim.ratio * second[key] for key in first.keys() & second.keys()}
+    return _by_seed(found, first.keys() | second.keys())
 
 
-def as_row(finding: Finding, runs: Iterable[Run]) -> dict[str, Any]:
+def as_row(finding: Finding, source: Source) -> dict[str, Any]:
     """One row of claims.json; `steps` of the longest run of its experiment."""
-    claim, found = finding.claim, finding.difference
+    claim = finding.claim
     return {
+        "question": claim.question,
         "claim": claim.claim,
         "source": claim.source,
         "experiment": claim.experiment,
-        "steps": max((run.steps or 0 for run in runs), default=0),
+        "steps": max((run.steps or 0 for run in source.runs), default=0),
         "test": claim.test,
-        "seeds": found.num if found is not None else 0,
-        "difference": _rounded(found.mean if found is not None else None),
-        "low": _rounded(found.low if found is not None else None),
-        "high": _rounded(found.high if found is not None else None),
+        "seeds": finding.num,
+        "failed": source.num_failed,
+        "difference": _rounded(finding.mean),
+        "low": _rounded(finding.low),
+        "high": _rounded(finding.high),
         "p": _significant(finding.p),
         "p_sign_flip": _significant(finding.sign_flip_p),
         "p_holm": _significant(finding.adjusted_p),
+        "power": None if finding.power is None else round(finding.power, 2),
+        "is_flat_online": source.is_flat_online,
+        "is_rate_at_edge": source.is_at_edge,
+        "evidence": finding.evidence if finding.num else None,
         "verdict": finding.verdict,
     }
 
 
 def markdown(rows: Iterable[Mapping[str, Any]]) -> str:
-    """The rows of claims.json as a markdown table."""
-    lines = [
-        "| claim | source | experiment | steps | test | seeds | difference | p | p, Holm | verdict |",
-        "|---|---|---|---:|---|---:|---:|---:|---:|---|",
-    ]
+    """The rows of claims.json as markdown: a heading and a table for each question."""
+    parts: dict[str, list[str]] = {}
     for row in rows:
-        difference = "-"
-        if row["difference"] is not None:
-            difference = f"{row['difference']:+.3f} ({row['low']:+.3f} to {row['high']:+.3f})"
-        cells = (
-            row["claim"], row["source"], f"`{row['experiment']}`", str(row["steps"] or "-"), row["test"],
-            str(row["seeds"] or "-"), difference, _p_text(row["p"]), _p_text(row["p_holm"]),
-            f"**{row['verdict']}**" if row["verdict"] in {"shown", "contradicted"} else row["verdict"],
-        )  # fmt: skip
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        parts.setdefault(row["question"], []).append(_line(row))
+    return "\n".join(f"## {question}\n\n{_HEAD}\n" + "\n".join(lines) + "\n" for question, lines in parts.items())
 
 
-def _by_seed(runs: Sequence[Run], task: str, side: Side) -> dict[int, float]:
-    values: dict[int, list[float | None]] = {}
-    for run in runs:
-        is_side = (run.algorithm, run.variant, run.place.label) == (side.algorithm, side.variant, side.delay)
-        if is_side and run.task == task:
-            values.setdefault(run.seed, []).append(run.number(side.metric))
-    return {seed: value for seed, found in values.items() if (value := mean(found)) is not None}
+def _line(row: Mapping[str, Any]) -> str:
+    difference = "-"
+    if row["difference"] is not None:
+        difference = f"{row['difference']:+.3f} ({row['low']:+.3f} to {row['high']:+.3f})"
+    flat = {True: "yes", False: "no", None: "-"}[row["is_flat_online"]]
+    evidence = "-" if row["evidence"] is None else row["evidence"]
+    cells = (
+        row["claim"], row["source"], f"`{row['experiment']}`", str(row["steps"] or "-"), row["test"],
+        str(row["seeds"] or "-"), str(row["failed"] or "-"), difference, _p_text(row["p"]), _p_text(row["p_holm"]),
+        "-" if row["power"] is None else f"{row['power']:.2f}", flat,
+        f"{evidence}, rate at an end of the grid" if row["is_rate_at_edge"] else evidence,
+        f"**{row['verdict']}**" if row["verdict"] in _MARKED else row["verdict"],
+    )  # fmt: skip
+    return "| " + " | ".join(cells) + " |"
+
+
+def _experiments(claim: Claim) -> list[str]:
+    return claim.experiment.split("+")
+
+
+def _sides(claim: Claim) -> tuple[Side, ...]:
+    return (claim.a,) if claim.b is None else (claim.a, claim.b)
+
+
+def _is_of(run: Run, claim: Claim, side: Side) -> bool:
+    is_side = (run.task, run.algorithm, run.place.label) == (claim.task, side.algorithm, side.delay)
+    return is_side and side.variant in {None, run.variant}
+
+
+def _by_place(runs: Sequence[Run], claim: Claim, side: Side) -> dict[tuple[int, str], float]:
+    """The side's number by seed and variant; where two experiments have the same run, they have it twice alike."""
+    ended = [run for run in runs if not run.failed and _is_of(run, claim, side)]
+    found = {(run.seed, "" if side.variant is not None else run.variant): run.number(side.metric) for run in ended}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _by_seed(values: Mapping[tuple[int, str], float], all_keys: Iterable[tuple[int, str]]) -> list[float]:
+    variants = {variant for _, variant in all_keys}
+    seeds = sorted({seed for seed, _ in values})
+    whole = [seed for seed in seeds if all((seed, variant) in values for variant in variants)]
+    return [sum(values[seed, variant] for variant in variants) / len(variants) for seed in whole]
 
 
 def _rounded(value: float | None) -> float | None:

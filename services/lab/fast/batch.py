@@ -49,7 +49,7 @@ class _Run:
     waiting: dict[int, Rollouts] = field(default_factory=dict)
     rows: list[dict[str, float | None]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
-    problem: str = ""
+    diverged_at: int | None = None
 
 
 def run_batch(
@@ -58,7 +58,7 @@ def run_batch(
     model_dirs: Sequence[Path],
     device: str = "cpu",
     note_step: Callable[[int], None] = lambda _: None,
-) -> list[Outcome | str]:
+) -> list[Outcome]:
     """Run cells of one `batch_key` from their warm starts.
 
     Args:
@@ -68,7 +68,7 @@ def run_batch(
         note_step: told after every step how many are done.
 
     Returns:
-        What each run left, or why it could not go on.
+        What each run left.
 
     Raises:
         ConfigError: the engine has no way to run these cells, or the device does not exist.
@@ -83,7 +83,13 @@ def run_batch(
         note_step(version + 1)
     batch.evaluate(cells[0].regime.max_steps)
     return [
-        run.problem or Outcome(steps=run.rows, evaluations=run.evaluations, status=None, ledger_balanced=None)
+        Outcome(
+            steps=run.rows,
+            evaluations=run.evaluations,
+            status=None,
+            ledger_balanced=None,
+            diverged_at=run.diverged_at,
+        )
         for run in batch.runs
     ]
 
@@ -208,7 +214,7 @@ class _Batch:
         )
         for run, rollouts, sample, norm, target in zip(self.runs, stale, samples, norms, targets, strict=True):
             if not (math.isfinite(sample.loss) and math.isfinite(norm)):
-                run.problem = run.problem or f"step {version + 1} was not finite: loss {sample.loss}, norm {norm}"
+                run.diverged_at = run.diverged_at or version + 1
             report = _report(sample, rollouts, head_version=version, grad_norm=norm)
             run.rows.append(step_row(report, step_extras(sample.sequences), target))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from heterorl.common.model.contract import SamplingConfig
 from heterorl.common.tasks.task import Prompt, Task
 from heterorl.common.types.common import SamplingSemantics
-from heterorl.lab.benchmarks import PartOfTask, split_evaluation
+from heterorl.lab.benchmarks import PartOfTask, evaluation_seed, split_evaluation
 from heterorl.lab.cell import Cell
 from heterorl.lab.fast.forward import Folded
 from heterorl.lab.fast.generate import generate
@@ -73,7 +73,9 @@ class Evaluations:
     """Scores held-out prompts in their parts, one completion each."""
 
     def __init__(self, cell: Cell, drawing: Drawing) -> None:
-        parts = split_evaluation(drawing.task, num_prompts=cell.regime.num_evaluation)
+        regime = cell.regime
+        parts = split_evaluation(drawing.task, num_prompts=regime.num_evaluation, offset=regime.evaluation_offset)
+        self._regime = regime
         self._parts: dict[str, PartOfTask] = parts
         sizes = Sizes(
             num_prompts=sum(part.num_evaluation_prompts for part in parts.values()),
@@ -101,7 +103,10 @@ class Evaluations:
             seeds: of the runs that they belong to.
             version: their version.
         """
-        rollouts = self._drawing.draw(folded, [self._work(seed) for seed in seeds], version=version)
+        noises = [evaluation_seed(self._regime, seed=seed, version=version) for seed in seeds]
+        # What other versions were drawn with is not asked for again.
+        self._works = {noise: self._works.get(noise) or self._work(noise) for noise in dict.fromkeys(noises)}
+        rollouts = self._drawing.draw(folded, [self._works[noise] for noise in noises], version=version)
         return [self._row(one, version) for one in rollouts]
 
     def _row(self, rollouts: Rollouts, version: int) -> dict[str, Any]:
@@ -112,16 +117,14 @@ class Evaluations:
             start += len(own)
         return {"step": version, "accuracy": sum(rewards) / len(rewards), "benchmarks": benchmarks}
 
-    def _work(self, seed: int) -> Work:
-        if seed not in self._works:
-            prompts: list[Prompt] = []
-            seeds: list[int] = []
-            for part in self._parts.values():
-                prompts += [part.evaluation_prompt(index) for index in range(part.num_evaluation_prompts)]
-                seeds += [seed + index for index in range(part.num_evaluation_prompts)]
-            # Scores ask for text and answer alone, so the whole task may give them.
-            self._works[seed] = make_work(prompts, seeds, texts=self._drawing.texts, sizes=self._drawing.sizes)
-        return self._works[seed]
+    def _work(self, noise: int) -> Work:
+        prompts: list[Prompt] = []
+        seeds: list[int] = []
+        for part in self._parts.values():
+            prompts += [part.evaluation_prompt(index) for index in range(part.num_evaluation_prompts)]
+            seeds += [noise + index for index in range(part.num_evaluation_prompts)]
+        # Scores ask for text and answer alone, so the whole task may give them.
+        return make_work(prompts, seeds, texts=self._drawing.texts, sizes=self._drawing.sizes)
 
 
 def mean_advantages(

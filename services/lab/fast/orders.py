@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from heterorl.lab.cell import Cell
 
@@ -31,6 +31,11 @@ class Order:
         if self.kind == "batch":
             return json.dumps({"batch": self.numbers, "device": self.device})
         return json.dumps({self.kind: self.numbers[0]})
+
+    def halves(self) -> tuple[Order, Order]:
+        """Its cells in two orders."""
+        middle = len(self.numbers) // 2
+        return replace(self, numbers=self.numbers[:middle]), replace(self, numbers=self.numbers[middle:])
 
 
 def batch_key(cell: Cell) -> str:

@@ -1,4 +1,4 @@
-"""Whether training has come to its end: does the accuracy still rise over the last quarter of the steps?"""
+"""Whether training has come to its end: does the accuracy still rise, or fall, over the last quarter of the steps?"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from heterorl.lab.statistics.intervals import Interval, interval
 EVALUATIONS = 3
 """Evaluations that are averaged at either end of the last quarter."""
 TOLERANCE = 0.02
-"""A rise over the last quarter that counts as flat, as accuracy."""
+"""A rise or fall over the last quarter that counts as flat, as accuracy."""
 
 
 def late_rise(curve: Mapping[int, float]) -> float | None:
@@ -36,8 +36,8 @@ def rise(curves: Sequence[Mapping[int, float]]) -> Interval | None:
 
 
 def is_flat(found: Interval | None) -> bool:
-    """Whether the upper end of the interval is within the tolerance: a rise that is unknown is not flat."""
-    return found is not None and found.half is not None and found.high <= TOLERANCE
+    """Whether both ends of the interval are within the tolerance: what is unknown, or falls, is not flat."""
+    return found is not None and found.half is not None and found.low >= -TOLERANCE and found.high <= TOLERANCE
 
 
 def _mean(curve: Mapping[int, float], steps: Sequence[int]) -> float:

@@ -1,24 +1,18 @@
-"""What the report reads: the results of one experiment, checked.
+"""What the report shows: the runs of one experiment, what is compared, and where.
 
-Guarantees that every number is finite or None, and that runs come in a fixed order. Never guesses a missing number.
+Guarantees that every number is finite or None. Never guesses a missing number.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
-
-from heterorl.common.errors import ConfigError
+from pydantic import BaseModel, ConfigDict, field_validator
 
 _KINDS = ("none", "fixed", "uniform", "lognormal", "weibull", "exponential", "sawtooth", "uniform_lag")
-_SAFE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+,@-]*")
 COLLAPSE_MARGIN = 0.05
 """A run has collapsed when its last accuracy is this much below its warm start: more than chance on 256 prompts."""
 
@@ -50,6 +44,8 @@ class Run(_Record):
     task: str = ""
     variant: str = ""
     lr: Number = None
+    weights: str = ""
+    """`rollout` or `token`: what the algorithm has one weight for; empty in older results."""
     warm_start_accuracy: Number = None
     best: Number = None
     last: Number = None
@@ -70,6 +66,8 @@ class Run(_Record):
     ledger_balanced: bool | None = None
     wall_s: Number = None
     failed: str | None = None
+    diverged_at: int | None = None
+    """First step that was not finite; such a run ended with an accuracy of 0."""
     series: dict[str, list[Number]] = {}
     evaluations: list[Evaluation] = []
 
@@ -100,8 +98,8 @@ class Run(_Record):
 
     @property
     def has_collapsed(self) -> bool:
-        """Whether the last accuracy is below the warm start by more than `COLLAPSE_MARGIN`."""
-        return (
+        """Whether the last accuracy is below the warm start by more than `COLLAPSE_MARGIN`, or the run diverged."""
+        return self.diverged_at is not None or (
             self.last is not None
             and self.warm_start_accuracy is not None
             and self.last < self.warm_start_accuracy - COLLAPSE_MARGIN
@@ -120,10 +118,34 @@ class Run(_Record):
         """Mean accuracy of the last three evaluations (of all, if there are fewer)."""
         return mean([evaluation.accuracy for evaluation in sorted(self.evaluations, key=lambda e: e.step)[-3:]])
 
+    def accuracy_at(self, step: int) -> float | None:
+        """Accuracy at a step, between the evaluations before and after; None beyond the first and the last."""
+        curve = self.curve
+        before = max((at for at in curve if at <= step), default=None)
+        after = min((at for at in curve if at >= step), default=None)
+        if before is None or after is None:
+            return None
+        share = (step - before) / (after - before) if after > before else 0.0
+        return curve[before] + share * (curve[after] - curve[before])
+
+    @property
+    def arm_id(self) -> str:
+        """The arm's name in the experiment's configuration: the run's without its seed."""
+        return self.run_id.rpartition("-s")[0]
+
     def number(self, name: str) -> float | None:
-        """The number called `name`: a field, or `series:NAME` for the mean of a series over the steps."""
+        """The number called `name`: a field, `series:NAME`, `at:STEP` or `after:STEP`.
+
+        They are the mean of a series over the steps, the accuracy at a step, on the line between the evaluations around
+        it, and the last accuracy minus that.
+        """
         if name.startswith("series:"):
             return mean(self.series.get(name.removeprefix("series:"), []))
+        if name.startswith("at:"):
+            return self.accuracy_at(int(name.removeprefix("at:")))
+        if name.startswith("after:"):
+            before = self.accuracy_at(int(name.removeprefix("after:")))
+            return None if before is None or self.last is None else self.last - before
         value = getattr(self, name)
         return None if value is None else float(value)
 
@@ -164,6 +186,14 @@ class Arm:
         return f"{self.algorithm} [{self.variant}]" if self.variant else self.algorithm
 
 
+class Tuning(_Record):
+    """What chose the learning rates, and the arms whose rate is at an end of the grid."""
+
+    engine: str
+    device: str
+    at_edge: list[str]
+
+
 class Results(_Record):
     """An experiment: its name and all its runs, sorted by task, delay, arm and seed."""
 
@@ -171,6 +201,9 @@ class Results(_Record):
     title: str = ""
     heterorl_version: str = ""
     config_digest: str = ""
+    protocol: dict[str, Any] | None = None
+    """What the experiment kept; None for a quick look, and for results from before there were protocols."""
+    tuning: Tuning | None = None
     runs: list[Run]
     missing_files: list[str] = []
     num_not_finite: int = 0
@@ -223,76 +256,3 @@ def by_cell(runs: Sequence[Run]) -> dict[tuple[str, Delay, Arm], list[Run]]:
     for run in runs:
         cells.setdefault((run.task, run.place, run.arm), []).append(run)
     return cells
-
-
-def load(directory: Path) -> Results:
-    """Read results.json and runs/<run_id>.json under `directory`.
-
-    NaN and infinite numbers become None and are counted in `num_not_finite`.
-
-    Raises:
-        ConfigError: results.json is absent or not what is described here, or two runs share an id.
-    """
-    not_finite: list[str] = []
-    found = _parse(directory / "results.json", not_finite)
-    runs: list[Run] = []
-    missing: list[str] = []
-    try:
-        table = Results.model_validate(found)
-        for run in table.runs:
-            if not _SAFE_ID.fullmatch(run.run_id):
-                raise ConfigError("run_id", f"{run.run_id!r} is not a file name")
-            path = directory / "runs" / f"{run.run_id}.json"
-            if not path.exists():
-                # results.json has both in short; older files have neither.
-                if not run.evaluations:
-                    missing.append(run.run_id)
-                runs.append(run)
-                continue
-            detail = Run.model_validate(
-                {**run.model_dump(), **_only(_parse(path, not_finite), "series", "evaluations")}
-            )
-            runs.append(detail)
-    except ValidationError as error:
-        raise ConfigError(str(directory), f"not the results of an experiment: {error}") from None
-    return _sorted(table, runs, directory / "results.json").model_copy(
-        update={"missing_files": sorted(missing), "num_not_finite": len(not_finite)}
-    )
-
-
-def load_table(path: Path) -> Results:
-    """Read one file of results by itself, as it is committed: evaluations and series are the short ones.
-
-    Raises:
-        ConfigError: the file is absent or not what is described here, or two runs share an id.
-    """
-    not_finite: list[str] = []
-    try:
-        table = Results.model_validate(_parse(path, not_finite))
-    except ValidationError as error:
-        raise ConfigError(str(path), f"not the results of an experiment: {error}") from None
-    return _sorted(table, table.runs, path).model_copy(update={"num_not_finite": len(not_finite)})
-
-
-def _sorted(table: Results, runs: Sequence[Run], path: Path) -> Results:
-    if len({run.run_id for run in runs}) != len(runs):
-        raise ConfigError(str(path), "two runs share a run_id")
-    ordered = sorted(runs, key=lambda run: (run.task, run.place.rank, run.arm, run.seed, run.run_id))
-    return table.model_copy(update={"runs": ordered})
-
-
-def _only(found: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {name: found[name] for name in names if found.get(name) is not None}
-
-
-def _parse(path: Path, not_finite: list[str]) -> dict[str, Any]:
-    try:
-        # list.append answers None: NaN and infinities become "not measured", and are counted.
-        found = json.loads(path.read_text(encoding="utf-8"), parse_constant=not_finite.append)
-    except FileNotFoundError:
-        raise ConfigError(str(path), "does not exist", action="run the experiment first") from None
-    except ValueError as error:
-        raise ConfigError(str(path), f"is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(str(path), "is not a JSON object")
-    return found

@@ -42,21 +42,26 @@ out of all means.</p>{% endif %}
 <h2>Best, last and gap</h2>
 <p class="note">Mean and 95 % t-interval over seeds; one seed has no interval. Best is the best single checkpoint;
 best per benchmark lets each benchmark choose its own, which flatters. Gap is best minus last. Collapsed: the
-share of seeds whose last accuracy is more than {{ collapse_margin }} below their warm start, with Wilson's 95 %
-interval. Late rise: the end minus a quarter of the steps before, each the mean of three evaluations; flat where the
-upper end of its interval is at most {{ flat_tolerance }}.</p>
+share of seeds whose last accuracy is more than {{ collapse_margin }} below their warm start, or whose loss was not
+finite, which counts as a last accuracy of 0; with Wilson's 95 % interval, and the seeds that failed beside it. Late
+rise: the end minus a quarter of the steps before, each the mean of three evaluations; flat where its interval lies
+within {{ flat_tolerance }} of 0 on both sides.</p>
+{% if results.tuning %}<p class="note">Learning rates were chosen by the engine {{ results.tuning.engine }} on
+{{ results.tuning.device }}; * stands where the grid ends at the choice, so that a rate beyond it may be better.</p>
+{% endif %}
 {% if unfinished %}<p class="bad">Without delay these are not shown to be flat, so the order of the arms may still turn
 when training goes on: {{ unfinished | join(", ") }}.</p>{% endif %}
 {% for title, table in tables %}<h3>{{ title }}</h3>
 <div class="scroll"><table><tr><th>algorithm</th><th>last</th><th>last, worst seed</th>
 <th>best</th><th>best, worst seed</th>
-<th>best per benchmark</th><th>gap</th><th>warm start</th><th>late rise</th><th>seeds</th><th>collapsed</th>
+<th>best per benchmark</th><th>gap</th><th>warm start</th><th>late rise</th><th>lr</th><th>seeds</th><th>collapsed</th>
 <th>failed</th></tr>
 {% for row in table %}<tr{% if row.arm.algorithm == baseline %} class="baseline"{% endif %}><td>{{ row.arm.label }}</td>
 <td>{{ row.last | pm }}</td><td>{{ "%.3f" | format(row.last.lowest) if row.last else "-" }}</td>
 <td>{{ row.best | pm }}</td><td>{{ "%.3f" | format(row.best.lowest) if row.best else "-" }}</td>
 <td>{{ row.best_per_benchmark | pm }}</td><td>{{ row.gap | pm }}</td>
 <td>{{ "%.3f" | format(row.warm_start.mean) if row.warm_start else "-" }}</td><td>{{ row.flatness }}</td>
+<td>{{ row.lr }}{{ "*" if row.is_at_edge }}</td>
 <td>{{ row.num_finished }}</td>
 <td{% if row.num_collapsed %} class="bad"{% endif %}>{{ row.collapse_share }}</td>
 <td{% if row.num_failed %} class="bad"{% endif %}>{{ row.num_failed }}</td></tr>

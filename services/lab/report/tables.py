@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from heterorl.lab.protocol.flat import is_flat, rise
-from heterorl.lab.report.data import Arm, Delay, Results, Run, by_cell, load, numbers
+from heterorl.lab.report.data import Arm, Delay, Results, Run, by_cell, numbers
 from heterorl.lab.report.paired import Comparison
+from heterorl.lab.report.reading import load
 from heterorl.lab.statistics.intervals import Interval, interval, wilson
 
 _NOT_IN_CSV = {"series", "evaluations"}
@@ -31,14 +32,18 @@ class Row:
     num_failed: int
     num_collapsed: int
     late_rise: Interval | None
+    lr: str = "-"
+    is_at_edge: bool = False
+    """Whether the grid that the learning rate was chosen from ends at it."""
 
     @property
     def collapse_share(self) -> str:
-        """Share of the seeds that collapsed with Wilson's 95 % interval."""
+        """Share of the seeds that collapsed with Wilson's 95 % interval; what failed is in no share, so it is said."""
+        failed = f", {self.num_failed} failed" if self.num_failed else ""
         if not self.num_finished:
-            return "-"
+            return f"-{failed}"
         low, high = wilson(self.num_collapsed, self.num_finished)
-        return f"{self.num_collapsed}/{self.num_finished} ({low:.2f} to {high:.2f})"
+        return f"{self.num_collapsed}/{self.num_finished} ({low:.2f} to {high:.2f}){failed}"
 
     @property
     def is_unfinished(self) -> bool:
@@ -55,13 +60,14 @@ class Row:
 
 def rows(results: Results) -> list[Row]:
     """A row for each cell that has a run, by task and delay, the best last accuracy first."""
-    found = [_row(task, delay, arm, runs) for (task, delay, arm), runs in by_cell(results.runs).items()]
+    edges = set(results.tuning.at_edge) if results.tuning is not None else set()
+    found = [_row(task, delay, arm, runs, edges) for (task, delay, arm), runs in by_cell(results.runs).items()]
     return sorted(
         found, key=lambda row: (row.task, row.delay.rank, -row.last.mean if row.last else float("inf"), row.arm)
     )
 
 
-def _row(task: str, delay: Delay, arm: Arm, runs: Sequence[Run]) -> Row:
+def _row(task: str, delay: Delay, arm: Arm, runs: Sequence[Run], edges: Collection[str]) -> Row:
     finished = [run for run in runs if not run.failed]
     return Row(
         task=task,
@@ -76,6 +82,8 @@ def _row(task: str, delay: Delay, arm: Arm, runs: Sequence[Run]) -> Row:
         num_failed=len(runs) - len(finished),
         num_collapsed=sum(run.has_collapsed for run in finished),
         late_rise=rise([run.curve for run in finished]),
+        lr=", ".join(f"{rate:g}" for rate in sorted({run.lr for run in runs if run.lr is not None})) or "-",
+        is_at_edge=any(run.arm_id in edges for run in runs),
     )
 
 

@@ -1,4 +1,4 @@
-"""Tests of paired differences: Student's t, sign flips, Wilcoxon, equivalence; and Holm's correction for many of them.
+"""Tests of paired differences: Student's t, sign flips, Wilcoxon, equivalence; of shares; and Holm's correction.
 
 Pure arithmetic on lists of finite numbers. Fewer than two pairs are no test: the answer is None.
 """
@@ -63,6 +63,18 @@ def wilcoxon_test(differences: Sequence[float]) -> float | None:
     ranks = np.asarray([(np.sum(sizes < size) + np.sum(sizes <= size) + 1) / 2 for size in sizes])
     signed = [float(value) for value in ranks * np.sign(kept)]
     return sign_flip_test(signed) if len(signed) > 1 else 1.0
+
+
+def binomial_test(num: int, of: int, *, share: float) -> float:
+    """Two-sided exact p that a property of the share `share` is had by `num` of `of`: twice the smaller tail.
+
+    Args:
+        num: how many have the property.
+        of: how many there are.
+        share: of the hypothesis, above 0 and below 1.
+    """
+    chances = [math.comb(of, count) * share**count * (1.0 - share) ** (of - count) for count in range(of + 1)]
+    return min(1.0, 2.0 * min(math.fsum(chances[: num + 1]), math.fsum(chances[num:])))
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:

@@ -7,17 +7,20 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.process.config import load
 from heterorl.common.tasks.arithmetic import ArithmeticTask
 from heterorl.common.wire.common import bytes_digest
-from heterorl.lab.benchmarks import split_evaluation
+from heterorl.lab.benchmarks import evaluation_seed, split_evaluation
 from heterorl.lab.cell import list_cells
-from heterorl.lab.config import ExperimentConfig
+from heterorl.lab.config import ExperimentConfig, RegimeConfig
+from heterorl.lab.protocol.rates import trials
 from heterorl.lab.protocol.rules import check
 from heterorl.lab.results import LATER_KEYS, cell_digest, identity
 from heterorl.lab.run import find_experiment
 
-WITH_PROTOCOL = ["horizon", "ladder", "plane", "lengths", "clips"]
+WITH_PROTOCOL = [
+    "horizon", "sawtooth", "ladder", "plane", "lengths", "clips", "clips256", "candidates", "candidates_ends",
+    "confirm", "arms", "s6_latency",
+]  # fmt: skip
 SHIPPED = [
-    "quick", "stale64", "stale256", "latency1800", "sweeps", "recommend", "tasks", "s6_latency", "s7_sweeps",
-    *WITH_PROTOCOL,
+    "quick", "stale64", "stale256", "latency1800", "sweeps", "recommend", "tasks", "s7_sweeps", *WITH_PROTOCOL,
 ]  # fmt: skip
 
 
@@ -94,8 +97,10 @@ def test_experiments_with_a_protocol_keep_it_once_their_rates_are_chosen(name):
     chosen = {cell.arm_id: 1e-3 for cell in list_cells(experiment)}
     tuned = experiment.model_copy(update={"protocol": protocol.model_copy(update={"chosen": chosen})})
 
-    check(tuned, list_cells(tuned))
+    suggested_on = {one: load(ExperimentConfig, find_experiment(one)).seeds for one in protocol.confirms}
+    check(tuned, list_cells(tuned), suggested_on=suggested_on)
     if protocol.tune:
+        trials(experiment)
         with pytest.raises(ConfigError, match="no learning rate is chosen for"):
             check(experiment, list_cells(experiment))
     assert "gepo" in {algorithm.name for algorithm in experiment.algorithms}
@@ -180,6 +185,7 @@ def test_runs_that_set_no_later_key_keep_their_digests(name, run_id):
 LATER = [
     ("regime", {"top_p": 0.9}), ("regime", {"top_k": 3}), ("regime", {"lease_order": "newest"}),
     ("regime", {"sampler_speed": 2.0}), ("regime", {"versions_in_flight": 9}),
+    ("regime", {"evaluation_offset": 9}), ("regime", {"evaluation_noise": "by_version"}),
     ("regime", {"steps_per_version": 2}), ("regime", {"publish_interval": {"kind": "ucb"}}),
     ("delay", {"default": 2.0}),
 ]  # fmt: skip
@@ -203,8 +209,34 @@ def test_names_cannot_leave_their_directory():
 
 
 def test_an_unknown_experiment_lists_those_that_are_shipped():
-    with pytest.raises(ConfigError, match="latency1800, lengths, plane, quick, recommend"):
+    with pytest.raises(ConfigError, match="lengths, plane, quick, recommend, s6_latency, s7_sweeps, sawtooth"):
         find_experiment("stale65")
+
+
+def test_an_offset_leaves_the_prompts_before_it_out():
+    task = ArithmeticTask(digits=2)
+
+    def texts(**asked):
+        parts = split_evaluation(task, **asked).values()
+        return {part.evaluation_prompt(index).text for part in parts for index in range(part.num_evaluation_prompts)}
+
+    first, second = texts(num_prompts=60), texts(num_prompts=60, offset=60)
+    assert len(first) == len(second) == 60
+    assert not first & second
+    assert len(texts(num_prompts=600, offset=500)) == 26
+    with pytest.raises(ConfigError, match=r"regime\.evaluation_offset: the task has 526 held-out prompts"):
+        texts(num_prompts=1, offset=526)
+
+
+def test_noise_of_an_evaluation_is_the_seeds_or_the_versions_own():
+    same, own = RegimeConfig(), RegimeConfig(evaluation_noise="by_version")
+
+    assert {evaluation_seed(same, seed=3, version=version) for version in (0, 20, 40)} == {3}
+    seeds = [evaluation_seed(own, seed=seed, version=version) for seed in (3, 4) for version in (0, 20, 40)]
+    assert seeds == [evaluation_seed(own, seed=seed, version=version) for seed in (3, 4) for version in (0, 20, 40)]
+    # Prompt i takes the seed i further on: none of another version or run comes near.
+    assert min(abs(a - b) for a in seeds for b in seeds if a != b) > 10**6
+    assert len(set(seeds)) == 6
 
 
 def test_held_out_sums_are_parted_by_their_carries():

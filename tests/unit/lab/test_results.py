@@ -8,10 +8,10 @@ import pytest
 from heterorl.lab.cell import list_cells
 from heterorl.lab.config import ExperimentConfig
 from heterorl.lab.report.data import Run
-from heterorl.lab.results import kept, summarise
+from heterorl.lab.results import identity, kept, summarise
 
 
-def summary(accuracies, *, steps=400, **regime):
+def summary(accuracies, *, steps=400, diverged_at=None, **regime):
     (cell,) = list_cells(ExperimentConfig(regime=regime))
     outcome = SimpleNamespace(
         steps=[{"step": float(step), "kl": step / 7, "reward": None} for step in range(steps)],
@@ -20,6 +20,7 @@ def summary(accuracies, *, steps=400, **regime):
         ],
         status=SimpleNamespace(ledger=SimpleNamespace(acked=7)),
         ledger_balanced=True,
+        diverged_at=diverged_at,
     )
     return summarise(cell, outcome, wall_s=1.0)
 
@@ -36,8 +37,30 @@ def test_last_is_the_mean_of_as_many_evaluations_as_the_regime_says():
     assert summary([])["last"] is summary([])["gap"] is None
 
 
+def test_a_run_that_diverged_has_collapsed_and_ended_at_0():
+    # Evaluations at 0, 20, 40 and, of weights that stayed as they were, 60 and 80; step 41 was not finite.
+    row = summary([0.3, 0.5, 0.6, 0.6, 0.6], steps=80, diverged_at=41, max_steps=80, evaluate_every=20)
+
+    assert [found["accuracy"] for found in row["evaluations"]] == [0.3, 0.5, 0.6, 0.0, 0.0]
+    assert (row["last"], row["best"], row["gap"], row["failed"], row["diverged_at"]) == (0.0, 0.6, 0.6, None, 41)
+    assert (row["steps"], row["series"]["step"][-1]) == (41, 40.0)
+    assert Run.model_validate_json(json.dumps(kept(row))).has_collapsed
+    # The services end at that step.
+    short = summary([0.3, 0.5, 0.6], steps=40, diverged_at=41, max_steps=80, evaluate_every=20)
+    assert short["evaluations"] == row["evaluations"]
+
+
 def test_row_says_at_which_learning_rate(monkeypatch):
     assert summary([0.3], lr=0.25)["lr"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights"), [("gepo", "rollout"), ("gspo", "rollout"), ("gspo_token", "rollout"), ("grpo", "token")]
+)
+def test_row_says_what_has_a_weight(kind, weights):
+    (cell,) = list_cells(ExperimentConfig(algorithms=({"name": "a", "loss": {"kind": kind}},)))
+
+    assert identity(cell)["weights"] == weights
 
 
 def test_short_form_keeps_every_evaluation_and_means_of_the_series():

@@ -1,12 +1,19 @@
 """What a run of an experiment takes for its own: rows of its engine, and refusals before anything is computed."""
 
+import asyncio
 import json
+import sys
 
 import pytest
 
 from heterorl.common.errors import ConfigError
 from heterorl.lab import run as lab_run
+from heterorl.lab import worker
+from heterorl.lab.cell import list_cells
+from heterorl.lab.config import ExperimentConfig
+from heterorl.lab.fast.orders import Order
 from heterorl.lab.results import failure
+from heterorl.lab.world import Outcome
 
 EXPERIMENT = """
 name = "small"
@@ -76,3 +83,69 @@ def test_a_run_that_the_fast_engine_does_not_compute_is_refused_before_any_begin
     with pytest.raises(ConfigError, match="link_loss"):
         run(str(path), tmp_path, "fast")
     assert not (tmp_path / "out" / "runs").exists()
+
+
+def test_a_batch_that_fails_is_tried_by_halves_down_to_the_run_that_fails_alone(tmp_path, monkeypatch):
+    cells = list_cells(ExperimentConfig(seeds=(0, 1, 2, 3, 4)))
+    sizes = []
+
+    def run_some(some, *, model_dirs, device, note_step):
+        sizes.append(len(some))
+        if any(cell.seed == 3 for cell in some):
+            raise RuntimeError("out of memory")
+        return [Outcome(steps=[], evaluations=[], status=None, ledger_balanced=None) for _ in some]
+
+    (tmp_path / "runs").mkdir()
+    monkeypatch.setattr(worker, "prepare", lambda cell, cache: (tmp_path, 0.3))
+    monkeypatch.setattr(worker, "run_batch", run_some)
+    worker.run_together(cells, out=tmp_path, cache=tmp_path, device="cpu", tell=lambda _: None)
+
+    assert sizes == [5, 2, 3, 1, 2, 1, 1]
+    rows = [json.loads((tmp_path / "runs" / f"{cell.run_id}.json").read_text()) for cell in cells]
+    assert [row["failed"] for row in rows] == [None, None, None, "RuntimeError: out of memory", None]
+    assert {row["engine"] for row in rows} == {"fast"}
+
+
+def test_what_a_configuration_makes_impossible_is_not_tried_again(tmp_path, monkeypatch):
+    cells, calls = list_cells(ExperimentConfig(seeds=(0, 1))), []
+
+    def refuse(some, **_):
+        calls.append(len(some))
+        raise ConfigError("device", "cannot use cuda")
+
+    (tmp_path / "runs").mkdir()
+    monkeypatch.setattr(worker, "prepare", lambda cell, cache: (tmp_path, 0.3))
+    monkeypatch.setattr(worker, "run_batch", refuse)
+    worker.run_together(cells, out=tmp_path, cache=tmp_path, device="cuda", tell=lambda _: None)
+
+    assert calls == [2]
+
+
+DIES = """
+import json, os, pathlib, sys
+for line in sys.stdin:
+    order = json.loads(line)
+    numbers = order.get("batch") or [0]
+    if "batch" in order and 2 in numbers:
+        os._exit(9)
+    if "batch" in order:
+        for number in numbers:
+            pathlib.Path(sys.argv[1], f"{number}.done").touch()
+    print("{}", flush=True)
+"""
+
+
+def test_a_process_that_dies_has_its_batch_tried_by_halves(tmp_path, monkeypatch):
+    cells = list_cells(ExperimentConfig(seeds=(0, 1, 2, 3)))
+    (tmp_path / "runs").mkdir()
+    program = tmp_path / "dies.py"
+    program.write_text(DIES)
+    monkeypatch.setattr(lab_run, "own_command", lambda *_: [sys.executable, str(program), str(tmp_path)])
+
+    orders = [Order(kind="batch", numbers=(0, 1, 2, 3))]
+    assert asyncio.run(lab_run._run_all(cells, range(4), orders=orders, directory=tmp_path, jobs=1))
+
+    assert sorted(path.name for path in tmp_path.glob("*.done")) == ["0.done", "1.done", "3.done"]
+    (lost,) = (tmp_path / "runs").glob("*.json")
+    assert json.loads(lost.read_text())["failed"].startswith("its process ended with code 9")
+    assert lost.stem == cells[2].run_id

@@ -6,10 +6,11 @@ import pytest
 
 from heterorl.common.errors import ConfigError
 from heterorl.lab.claims import verdicts
-from heterorl.lab.claims.claim import Claim, Side, judge, p_value, versions
+from heterorl.lab.claims.claim import Claim, Observed, Side, judge, p_value, versions
 from heterorl.lab.claims.declared import CLAIMS
 from heterorl.lab.claims.verdicts import differences, gather, markdown, write_claims
-from heterorl.lab.report.data import load_table
+from heterorl.lab.report.reading import load_table
+from heterorl.lab.statistics.power import power
 from heterorl.lab.statistics.significance import equivalence_test, t_test
 from tests.support.lab_results import make_run
 
@@ -19,13 +20,25 @@ NOISE = [0.10, -0.12, 0.08, -0.11, 0.09, -0.05]
 
 def claim_of(direction="above", **changes):
     test = {"a": Side(algorithm="gepo", delay="8 versions"), "b": Side(algorithm="gspo", delay="8 versions")}
-    fields = {"claim": "c", "source": "paper", "experiment": "e", "task": "addition", **test, **changes}
+    fields = {
+        "claim": "c",
+        "source": "paper",
+        "question": "q",
+        "experiment": "e",
+        "task": "addition",
+        **test,
+        **changes,
+    }
     return Claim(direction=direction, **fields)
 
 
 def verdict(claim, values):
-    (found,) = judge([(claim, values)])
+    (found,) = judge([Observed(claim=claim, differences=values)])
     return found.verdict
+
+
+def verdicts_of(*tested):
+    return [found.verdict for found in judge([Observed(claim=claim, differences=values) for claim, values in tested])]
 
 
 @pytest.mark.parametrize(
@@ -67,12 +80,61 @@ def test_many_claims_have_to_be_clearer_than_one():
 
     assert 0.01 < t_test(weak) < 0.05
     assert verdict(claim, weak) == "shown"
-    questions = [claim_of(b=Side(algorithm=name, delay="8 versions")) for name in ("a", "b", "c", "d")]
-    assert [found.verdict for found in judge([(one, weak) for one in questions])] == ["not shown"] * 4
-    # What is not tested, another experiment, and the same question from the other side take no part in the correction.
+    tests = [claim_of(b=Side(algorithm=name, delay="8 versions")) for name in ("a", "b", "c", "d")]
+    assert verdicts_of(*((one, weak) for one in tests)) == ["not shown"] * 4
+    # Four experiments that answer one question are four chances too.
+    assert verdicts_of(*((claim_of(experiment=name), weak) for name in "efgh")) == ["not shown"] * 4
+    # What is not tested, another question, and the same test from the other side take no part in the correction.
     turned = claim_of("below", a=claim.b, b=claim.a)
-    others = [(questions[0], []), (claim_of(experiment="f", ratio=0.5), weak), (turned, [-value for value in weak])]
-    assert [found.verdict for found in judge([(claim, weak), *others])] == ["shown", "not tested", "shown", "shown"]
+    others = [(tests[0], []), (claim_of(question="other", ratio=0.5), weak), (turned, [-value for value in weak])]
+    assert verdicts_of((claim, weak), *others) == ["shown", "not tested", "shown", "shown"]
+
+
+def test_exploratory_evidence_suggests_and_is_corrected_apart():
+    weak = [0.03 + 0.0224 * sign for sign in (1, -1, 1, -1, 1, -1)]
+    looks = [
+        Observed(claim=claim_of(experiment=name), differences=UP, evidence="exploratory")
+        for name in ("a", "b", "c", "d")
+    ]
+
+    found = judge([*looks, Observed(claim=claim_of("below"), differences=UP, evidence="exploratory")])
+    assert [one.verdict for one in found] == ["suggested"] * 4 + ["doubted"]
+    assert judge([*looks, Observed(claim=claim_of(), differences=weak)])[-1].verdict == "shown"
+
+
+@pytest.mark.parametrize(
+    ("direction", "margin", "collapsed", "expected"),
+    [
+        # 2 sum C(16, k) / 2^16 for k >= 13 is .021, for k >= 12 .077.
+        ("above", 0.5, 13, "shown"),
+        ("above", 0.5, 12, "not shown"),
+        ("above", 0.5, 3, "contradicted"),
+        # 2 x .75^16 = .020; 2 x (.75^16 + 16 x .25 x .75^15) = .127.
+        ("below", 0.25, 0, "shown"),
+        ("below", 0.25, 1, "not shown"),
+    ],
+)
+def test_share_of_seeds(direction, margin, collapsed, expected):
+    claim = claim_of(
+        direction, margin=margin, b=None, a=Side(algorithm="gspo", delay="8 versions", metric="has_collapsed")
+    )
+
+    (found,) = judge([Observed(claim=claim, differences=[1.0] * collapsed + [0.0] * (16 - collapsed))])
+
+    assert (found.verdict, found.num, found.power) == (expected, 16, None)
+    assert 0.0 <= found.low <= collapsed / 16 <= found.high <= 1.0
+
+
+def test_power_is_of_accuracies_with_a_spread():
+    found = [
+        judge([Observed(claim=claim_of(**changes), differences=values)])[0].power
+        for changes, values in (
+            ({}, UP), ({}, [0.1, 0.1]),
+            ({"a": Side(algorithm="gepo", delay="8 versions", metric="kl_mean")}, UP),
+        )
+    ]  # fmt: skip
+
+    assert found == [pytest.approx(power(0.05, sd=0.0002**0.5, num=6)), None, None]
 
 
 def results_of(directory, name, runs):
@@ -90,7 +152,7 @@ def test_differences_join_seeds_of_the_named_arms_and_no_others(tmp_path):
         make_run("gepo", 8, 3, last=0.9, task="other", run_id="other"),
         make_run("gepo", 8, 3, last=0.9, variant="lr=1"),
     ]
-    found = load_table(results_of(tmp_path, "e", runs) / "e.json").finished
+    found = load_table(results_of(tmp_path, "e", runs) / "e.json").runs
 
     assert differences(claim_of(), found) == pytest.approx([0.2, 0.3])
     assert differences(claim_of(ratio=0.5), found) == pytest.approx([0.4, 0.5])
@@ -107,8 +169,80 @@ def test_experiments_of_one_regime_are_joined_and_missing_ones_are_not_tested(tm
 
     found = gather(claims, tmp_path)
 
-    assert [differences(claim, runs) for claim, runs in found] == [pytest.approx([0.2, 0.2]), [], []]
-    assert [len(runs) for _, runs in found] == [4, 2, 0]
+    assert [differences(one.claim, one.runs) for one in found] == [pytest.approx([0.2, 0.2]), [], []]
+    assert [len(one.runs) for one in found] == [4, 2, 0]
+
+
+def test_all_variants_are_averaged_over_seeds_that_have_them_all(tmp_path):
+    runs = [
+        make_run(name, 8, seed, last=last, variant=variant)
+        for seed in (0, 1, 2)
+        for variant, gain in (("lr=1", 0.1), ("lr=2", 0.3))
+        for name, last in (("gepo", 0.5 + gain), ("gspo", 0.5))
+        if (seed, variant, name) != (2, "lr=2", "gspo")
+    ]
+    found = load_table(results_of(tmp_path, "e", runs) / "e.json").runs
+    sides = {
+        key: Side(algorithm=name, delay="8 versions", variant=None) for key, name in (("a", "gepo"), ("b", "gspo"))
+    }
+
+    assert differences(claim_of(**sides), found) == pytest.approx([0.2, 0.2])
+
+
+def kept_results(directory, name, runs, **more):
+    directory.mkdir(exist_ok=True)
+    (directory / f"{name}.json").write_text(json.dumps({"runs": runs, "protocol": {"tune": False}, **more}))
+
+
+def evidence_of(directory, claim):
+    (found,) = gather([claim], directory)
+    return found.evidence
+
+
+def test_evidence_needs_a_protocol_and_seeds_that_did_not_suggest_the_claim(tmp_path):
+    def runs(first):
+        return [make_run(name, 8, seed) for name in ("gepo", "gspo") for seed in (first, first + 1)]
+
+    kept_results(tmp_path, "e", runs(200))
+    kept_results(tmp_path, "confirm", runs(300))
+    kept_results(tmp_path, "pilot", runs(201))
+    results_of(tmp_path, "old", runs(0))
+
+    assert evidence_of(tmp_path, claim_of()) == "protocol"
+    assert evidence_of(tmp_path, claim_of(experiment="old")) == "exploratory"
+    assert evidence_of(tmp_path, claim_of(experiment="e+old")) == "exploratory"
+    assert evidence_of(tmp_path, claim_of(suggested_by=("old",))) == "protocol"
+    assert evidence_of(tmp_path, claim_of(suggested_by=("pilot",))) == "exploratory"
+    assert evidence_of(tmp_path, claim_of(experiment="confirm", suggested_by=("e", "pilot"))) == "confirmation"
+
+
+def test_failed_runs_edges_of_the_grid_and_flat_curves_stand_in_the_row(tmp_path, monkeypatch):
+    level = [{"step": step, "accuracy": 0.5} for step in range(0, 401, 40)]
+    runs = [
+        make_run(name, delay, seed, evaluations=level)
+        for name in ("gepo", "gspo") for delay in (0, 8) for seed in (200, 201, 202)
+    ]  # fmt: skip
+    for run in runs:
+        # No two alike: without a spread there is no interval.
+        run["evaluations"] = [{**one, "accuracy": 0.5 + run["seed"] * one["step"] / 1e8} for one in level]
+    runs[4] |= {"failed": "out of memory"}
+    runs[5] |= {"last": 0.0, "diverged_at": 7}
+    runs[6]["evaluations"] = [{**one, "accuracy": one["step"] / 1000} for one in level]
+    kept_results(
+        tmp_path, "e", runs, tuning={"engine": "fast", "device": "cpu", "at_edge": ["gspo-d8"]},
+    )  # fmt: skip
+    gepo = Side(algorithm="gepo", delay="8 versions")
+    start = Side(algorithm="gepo", delay="8 versions", metric="warm_start_accuracy")
+    monkeypatch.setattr(verdicts, "CLAIMS", (claim_of(), claim_of(a=gepo, b=start)))
+
+    write_claims(tmp_path, tmp_path / "claims.json")
+    both, alone = json.loads((tmp_path / "claims.json").read_text())
+
+    # The failed seed is in no pair and is counted; the one that diverged ended at 0.
+    assert (both["seeds"], both["failed"], both["difference"]) == (2, 1, -0.25)
+    assert (both["is_flat_online"], alone["is_flat_online"]) == (False, True)
+    assert (both["is_rate_at_edge"], alone["is_rate_at_edge"]) == (True, False)
+    assert "| protocol, rate at an end of the grid |" in markdown([both])
 
 
 def test_table_has_every_declared_claim_and_the_keys_that_programs_read(tmp_path):
@@ -119,8 +253,11 @@ def test_table_has_every_declared_claim_and_the_keys_that_programs_read(tmp_path
     keys = {"claim", "source", "experiment", "seeds", "difference", "low", "high", "p", "verdict"}
     assert all(keys <= row.keys() for row in rows)
     assert {row["verdict"] for row in rows} == {"not tested"}
-    assert {row["source"] for row in rows} == {"paper", "README"}
-    assert markdown(rows).count("\n") == len(rows) + 2
+    assert {row["source"] for row in rows} == {"paper", "README", "project"}
+    page = markdown(rows)
+    assert sum(line.startswith("| ") and "---" not in line for line in page.splitlines()) == len(rows) + page.count(
+        "## "
+    )
 
 
 def test_a_shown_claim_stands_in_the_table_with_its_numbers(tmp_path, monkeypatch):
@@ -131,14 +268,17 @@ def test_a_shown_claim_stands_in_the_table_with_its_numbers(tmp_path, monkeypatc
     ]
     monkeypatch.setattr(verdicts, "CLAIMS", (claim_of(),))
 
-    write_claims(results_of(tmp_path, "e", runs), tmp_path / "claims.json")
+    kept_results(tmp_path, "e", runs)
+    write_claims(tmp_path, tmp_path / "claims.json")
     (row,) = json.loads((tmp_path / "claims.json").read_text())
 
     assert (row["seeds"], row["steps"], row["difference"], row["verdict"]) == (6, 3, 0.1, "shown")
     # s = sqrt(0.001 / 5), s / sqrt(6) times 2.5706.
     assert row["high"] - 0.1 == pytest.approx(2.57058 * (0.0002 / 6) ** 0.5, abs=1e-4)
     assert row["p_sign_flip"] == pytest.approx(2 / 64, rel=1e-2)
-    assert "| 6 | +0.100 (+0.085 to +0.115) | < 0.001 | < 0.001 | **shown** |" in markdown([row])
+    assert "| 6 | - | +0.100 (+0.085 to +0.115) | < 0.001 | < 0.001 | 1.00 | - | protocol | **shown** |" in markdown(
+        [row]
+    )
 
 
 def test_damaged_results_are_an_error(tmp_path):
@@ -151,5 +291,6 @@ def test_damaged_results_are_an_error(tmp_path):
 
 def test_declared_claims_are_told_apart():
     assert len({(claim.claim, claim.experiment, claim.test, claim.source) for claim in CLAIMS}) == len(CLAIMS)
+    assert all(claim.suggested_by or claim.source != "README" for claim in CLAIMS)
     assert versions(0) == "no delay"
     assert versions(1) == "1 version"

@@ -29,7 +29,9 @@ def test_a_curve_that_is_too_short_is_unknown(curve):
 
 def test_flat_needs_the_whole_interval_within_the_tolerance():
     assert is_flat(rise([curve_of(0.01), curve_of(0.011), curve_of(0.009)]))
-    assert is_flat(rise([curve_of(-0.3), curve_of(-0.31)]))
+    # A curve that falls has not come to its end either.
+    assert is_flat(rise([curve_of(-0.01), curve_of(-0.011), curve_of(-0.009)]))
+    assert not is_flat(rise([curve_of(-0.3), curve_of(-0.31)]))
     assert not is_flat(rise([curve_of(0.05), curve_of(0.051), curve_of(0.049)]))
     # The mean is 0.01, but two seeds this far apart do not say so.
     assert not is_flat(rise([curve_of(0.0), curve_of(0.02)]))

@@ -1,13 +1,14 @@
 """Learning rates are chosen on the tuning seeds alone, kept in a file, and refused for another experiment."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from heterorl.common.errors import ConfigError
 from heterorl.lab.cell import list_cells
 from heterorl.lab.config import ExperimentConfig
-from heterorl.lab.protocol.rates import FILE, choose, trials, with_chosen, write
+from heterorl.lab.protocol.rates import FILE, choose, statement, trials, with_chosen, write
 
 RATES = (1e-4, 3e-4, 1e-3)
 
@@ -28,6 +29,11 @@ def rows_of(cells, last):
     return [{"run_id": cell.run_id, "failed": None, "last": last(cell)} for cell in cells]
 
 
+def write_all(experiment, directory, last):
+    cells = list_cells(trials(experiment))
+    return write(choose(cells, rows_of(cells, last)), directory, engine="fast", device="cpu")
+
+
 def best_at(cell):
     """GEPO is best at 3e-4 online, GSPO at 1e-3; every delay wants the smallest."""
     wanted = 1e-4 if cell.delay_value else 3e-4 if cell.algorithm.name == "gepo" else 1e-3
@@ -44,41 +50,57 @@ def test_every_arm_is_tried_with_every_rate_on_the_tuning_seeds_alone():
 
 def test_the_best_rate_of_each_arm_is_chosen_and_reaches_its_runs(tmp_path):
     experiment = experiment_of()
-    cells = list_cells(trials(experiment))
 
-    write(choose(cells, rows_of(cells, best_at)), tmp_path)
+    write_all(experiment, tmp_path, best_at)
     tuned = list_cells(with_chosen(experiment, tmp_path))
 
     assert {(cell.arm_id, cell.regime.lr) for cell in tuned} == {
         ("add3-gepo-none0v", 3e-4), ("add3-gspo-none0v", 1e-3),
         ("add3-gepo-fixed8v", 1e-4), ("add3-gspo-fixed8v", 1e-4),
     }  # fmt: skip
-    rows = {row["arm"]: row for row in json.loads((tmp_path / FILE).read_text())["arms"]}
+    table = json.loads((tmp_path / FILE).read_text())
+    rows = {row["arm"]: row for row in table["arms"]}
+    assert (table["engine"], table["device"]) == ("fast", "cpu")
     assert [row["is_at_edge"] for row in rows.values()] == [False, True, True, True]
-    assert rows["add3-gepo-none0v"]["scores"][1] == {"lr": 3e-4, "last": pytest.approx(0.675)}
+    assert rows["add3-gepo-none0v"]["scores"][1] == {"lr": 3e-4, "last": pytest.approx(0.675), "seeds": 2}
+    assert statement(experiment, tmp_path)["at_edge"] == [
+        "add3-gepo-fixed8v", "add3-gspo-fixed8v", "add3-gspo-none0v",
+    ]  # fmt: skip
 
 
-def test_of_equals_the_smaller_rate_wins_and_failed_and_missing_runs_count_nothing():
-    cells = [cell for cell in list_cells(trials(experiment_of())) if cell.arm_id.startswith("add3-gepo-none0v")]
+def test_trials_look_at_other_prompts_and_may_be_shorter():
+    plain = trials(experiment_of()).regime
+    short = trials(experiment_of(protocol={"least_seeds": 2, "tuning_steps": 60})).regime
 
-    (tied,) = choose(cells, rows_of(cells, lambda cell: 0.4))
-    rows = rows_of(cells, lambda cell: 0.4 + cell.regime.lr)
-    for row, cell in zip(rows, cells, strict=True):
-        if cell.regime.lr == 1e-3 and cell.seed == 7:
-            row |= {"failed": "nan", "last": None}
-    (without_one,) = choose(cells, rows)
-    (without_more,) = choose(cells, [row for row in rows if "0.0003-s8" not in row["run_id"]])
+    assert (plain.evaluation_offset, plain.num_evaluation, plain.max_steps) == (256, 256, 300)
+    assert short.max_steps == 60
+    with pytest.raises(ConfigError, match=r"protocol\.tuning_steps"):
+        trials(experiment_of(protocol={"least_seeds": 2, "tuning_steps": 70}))
+    assert statement(experiment_of(), Path("/nowhere")) is None
 
-    assert (tied.lr, without_one.lr, without_more.lr) == (1e-4, 3e-4, 1e-4)
+
+def test_an_algorithm_takes_the_rate_of_another_at_the_same_delay(tmp_path):
+    experiment = experiment_of(
+        algorithms=({"name": "gepo"}, {"name": "part", "loss": {"kind": "gepo", "clip": "none"}}),
+        protocol={
+            "least_seeds": 2, "learning_rates": RATES, "tuning_seeds": (7, 8), "tune_as": {"part": "gepo"},
+        },
+    )  # fmt: skip
+
+    assert {cell.algorithm.name for cell in list_cells(trials(experiment))} == {"gepo"}
+    write_all(experiment, tmp_path, best_at)
+    rates = {cell.arm_id: cell.regime.lr for cell in list_cells(with_chosen(experiment, tmp_path))}
+    assert rates["add3-part-none0v"] == rates["add3-gepo-none0v"] == 3e-4
+    assert rates["add3-part-fixed8v"] == rates["add3-gepo-fixed8v"] == 1e-4
+    assert statement(experiment, tmp_path)["at_edge"] == ["add3-gepo-fixed8v", "add3-part-fixed8v"]
 
 
 def test_variants_are_tuned_apart_and_those_that_set_the_rate_not_at_all(tmp_path):
     experiment = experiment_of(
         variants=({"name": ""}, {"name": "G=4", "set": {"group_size": 4}}, {"name": "lr=0.5", "set": {"lr": 0.5}})
     )
-    cells = list_cells(trials(experiment))
 
-    write(choose(cells, rows_of(cells, lambda cell: -cell.regime.lr)), tmp_path)
+    write_all(experiment, tmp_path, lambda cell: -cell.regime.lr)
     rates = {(cell.variant, cell.regime.lr) for cell in list_cells(with_chosen(experiment, tmp_path))}
 
     assert rates == {("", 1e-4), ("G=4", 1e-4), ("lr=0.5", 0.5)}
@@ -86,14 +108,13 @@ def test_variants_are_tuned_apart_and_those_that_set_the_rate_not_at_all(tmp_pat
 
 def test_rates_of_other_trials_are_refused_and_those_of_more_arms_are_taken(tmp_path):
     experiment = experiment_of()
-    cells = list_cells(trials(experiment))
-    write(choose(cells, rows_of(cells, best_at)), tmp_path)
+    write_all(experiment, tmp_path, best_at)
 
     fewer = with_chosen(experiment_of(delays=({"kind": "none"},), seeds=(3, 4)), tmp_path)
 
     assert set(fewer.protocol.chosen) == {"add3-gepo-none0v", "add3-gspo-none0v"}
     with pytest.raises(ConfigError, match="was tuned for another configuration"):
-        with_chosen(experiment_of(regime={"max_steps": 7}), tmp_path)
+        with_chosen(experiment_of(regime={"max_steps": 40}), tmp_path)
 
 
 def test_no_file_no_protocol_or_no_tuning_leaves_an_experiment_as_it_is(tmp_path):

@@ -9,7 +9,10 @@ from heterorl.lab.config import ExperimentConfig, ProtocolConfig
 from heterorl.lab.pace import reach_versions
 from heterorl.lab.protocol.rules import check
 
-GOOD = {"max_steps": 192, "evaluate_every": 24, "num_evaluation": 1024, "last_evaluations": 3}
+GOOD = {
+    "max_steps": 192, "evaluate_every": 24, "num_evaluation": 1024, "last_evaluations": 3,
+    "evaluation_noise": "by_version",
+}  # fmt: skip
 FAR = {"kind": "fixed", "unit": "versions", "value": 64}
 
 
@@ -40,6 +43,16 @@ def test_an_experiment_that_keeps_everything_is_taken():
         ({"task": {"name": "progression", "digits": 2}}, r"regime\.num_evaluation"),
         ({"last_evaluations": 2}, r"regime\.last_evaluations"),
         ({"evaluate_every": 20}, r"regime\.evaluate_every: does not divide"),
+        ({"evaluation_noise": "same"}, r"regime\.evaluation_noise: must be by_version"),
+        (
+            {
+                "protocol": {"tune": True, "least_prompts": 500},
+                "num_evaluation": 500,
+                "task": {"name": "progression", "digits": 2},
+            },
+            r"regime\.num_evaluation: leaves fewer than 64 prompts to tune on",
+        ),
+        ({"protocol": {"tune_as": {"gepo": "gspo"}}}, r"protocol\.tune_as: gepo or gspo is no algorithm"),
         ({"protocol": {"tune": True}}, r"protocol\.tune: no learning rate is chosen for add3-gepo-fixed64v"),
     ],
 )
@@ -84,3 +97,41 @@ def test_delays_are_counted_in_versions(delay, versions):
     (cell, *_) = list_cells(ExperimentConfig(delays=(delay,)))
 
     assert reach_versions(cell) == versions
+
+
+SUGGESTED = {"first": range(200, 216), "other": (305, 400)}
+
+
+def test_reserved_seeds_are_for_confirmations_alone():
+    with pytest.raises(ConfigError, match="300 is kept for confirmations"):
+        checked(seeds=[*range(200, 215), 300])
+    quick = ExperimentConfig(seeds=(331,))
+    with pytest.raises(ConfigError, match="331 is kept for confirmations"):
+        check(quick, list_cells(quick))
+    free = ExperimentConfig(seeds=(332,))
+    check(free, list_cells(free))
+
+
+@pytest.mark.parametrize(
+    ("seeds", "confirms", "problem"),
+    [
+        (range(300, 316), ["first"], None),
+        (range(299, 316), ["first"], "a confirmation runs on seeds 300 to 331, not 299"),
+        (range(300, 316), ["first", "other"], "other suggested this on seed 305 already"),
+        (range(300, 316), ["third"], "third is no experiment that is known here"),
+    ],
+)
+def test_a_confirmation_sees_no_seed_that_suggested_it(seeds, confirms, problem):
+    experiment = experiment_of(seeds=seeds, protocol={"confirms": confirms})
+    cells = list_cells(experiment)
+
+    if problem is None:
+        check(experiment, cells, suggested_on=SUGGESTED)
+        return
+    with pytest.raises(ConfigError, match=problem):
+        check(experiment, cells, suggested_on=SUGGESTED)
+
+
+def test_a_rate_is_not_lent_on():
+    with pytest.raises(ValidationError, match="tune_as gives b the rate of another"):
+        ProtocolConfig(tune_as={"a": "b", "b": "c"})

@@ -5,9 +5,9 @@ import json
 import pytest
 from matplotlib.figure import Figure
 
-from heterorl.lab.report.data import load
 from heterorl.lab.report.differences import as_json, difference_curves, pictures
 from heterorl.lab.report.palette import looks
+from heterorl.lab.report.reading import load
 from tests.support.lab_results import make_run, write_results
 
 

@@ -7,8 +7,8 @@ from matplotlib.figure import Figure
 
 from heterorl.lab.report import canvas, curves, figures
 from heterorl.lab.report.canvas import scale
-from heterorl.lab.report.data import load
 from heterorl.lab.report.palette import looks
+from heterorl.lab.report.reading import load
 from tests.support.lab_results import make_run, write_results
 
 

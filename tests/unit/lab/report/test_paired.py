@@ -2,8 +2,8 @@
 
 import pytest
 
-from heterorl.lab.report.data import load
 from heterorl.lab.report.paired import DIFFERS, DIFFERS_ALONE, NOT_SHOWN, TOO_FEW, comparisons
+from heterorl.lab.report.reading import load
 from tests.support.lab_results import make_run, write_results
 
 # Seeds differ far more than algorithms: only pairs can tell.

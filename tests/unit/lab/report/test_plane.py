@@ -3,8 +3,8 @@
 import pytest
 from matplotlib.figure import Figure
 
-from heterorl.lab.report.data import load
 from heterorl.lab.report.plane import area, pictures, planes
+from heterorl.lab.report.reading import load
 from tests.support.lab_results import make_run, write_results
 
 # Warm start 0.3: what a cell of rate and delay ends at, for two seeds.

@@ -7,8 +7,8 @@ import pytest
 
 from heterorl.common.errors import ConfigError
 from heterorl.lab.report.canvas import save
-from heterorl.lab.report.data import load, load_table
 from heterorl.lab.report.paired import comparisons
+from heterorl.lab.report.reading import load, load_table
 from heterorl.lab.report.report import pictures_of, render, write_report
 from heterorl.lab.report.sweeps import settings, swept_keys
 from heterorl.lab.report.tables import markdown_table, rows, write_comparisons, write_runs
@@ -77,6 +77,21 @@ def test_failed_runs_are_shown_with_their_error_and_are_in_no_mean(tmp_path):
     assert "loss is nan at step 7" in page
     (failed,) = [row for row in rows(load(tmp_path)) if row.arm.algorithm == "grpo"]
     assert (failed.last, failed.num_finished, failed.num_failed) == (None, 0, 1)
+
+
+def test_rates_at_the_edge_failures_and_divergence_stand_in_the_table(tmp_path):
+    runs = [make_run("gspo", 8, seed, lr=3e-4) for seed in (0, 1, 2)]
+    runs[1] |= {"failed": "out of memory"}
+    runs[2] |= {"last": 0.0, "diverged_at": 2, "warm_start_accuracy": None}
+    write_results(tmp_path, [make_run("gepo", 8, 0, lr=1e-3), *runs])
+    path = tmp_path / "results.json"
+    tuning = {"engine": "fast", "device": "cpu", "at_edge": ["gspo-d8"]}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "tuning": tuning}))
+
+    gepo, gspo = rows(load(tmp_path))
+    assert (gspo.lr, gspo.is_at_edge, gepo.is_at_edge) == ("0.0003", True, False)
+    assert gspo.collapse_share == "1/2 (0.09 to 0.91), 1 failed"
+    assert "<td>0.0003*</td>" in page_of(tmp_path)
 
 
 def test_foreign_text_is_escaped_everywhere(tmp_path):

@@ -17,11 +17,11 @@ from heterorl.track.rows import row_of
 from heterorl.track.tracker import Mark, Place
 
 _ACTION = "check MLFLOW_TRACKING_URI and its server; it is tried again"
-_TAG = "heterorl.run"
+_TAG = "heterorl_run"
 
 
 class Mlflow:
-    """The run that carries the tag `heterorl.run`, in the experiment of the project.
+    """The run that carries the tag `heterorl_run`, in the experiment of the project.
 
     All metrics of a step have one timestamp, later than the step's before: what a batch that was cut has left is newer
     than the last whole one, whose marker `version` is written last.

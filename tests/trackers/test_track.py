@@ -139,6 +139,8 @@ async def _tell(world):
         world.kill(coordinator)
         await asyncio.sleep(0.5)
         coordinator = world.coordinator()
+        # An upload is tried once: the coordinator must answer before.
+        await client.get_status()
         # Steps 4 and 5 are taken back and taken again, and the run goes on beyond them.
         await publish(run, report(4), lineage_version=2, snapshot=True)
         await publish(run, report(5))

@@ -39,10 +39,11 @@ $(ENGINES_SETUP): requirements/engines.txt pyproject.toml
 	echo "$(CURDIR):$(CURDIR)/src" | tr : '\n' > $$($(ENGINES)/python -c 'import site; print(site.getsitepackages()[0])')/heterorl.pth
 	touch $@
 
-# tensorboard wants another protobuf than the services' own environment has.
+# tensorboard wants another protobuf than the services' own environment has. Compiling what is never imported takes as
+# long as the rest of the installation.
 $(TRACKERS_SETUP): requirements/trackers.txt pyproject.toml
 	test -x $(TRACKERS)/python || $(PYTHON) -m venv .venv-trackers
-	$(TRACKERS)/pip install --quiet --disable-pip-version-check --no-deps -r requirements/trackers.txt
+	$(TRACKERS)/pip install --quiet --disable-pip-version-check --no-deps --no-compile -r requirements/trackers.txt
 	echo "$(CURDIR):$(CURDIR)/src" | tr : '\n' > $$($(TRACKERS)/python -c 'import site; print(site.getsitepackages()[0])')/heterorl.pth
 	touch $@
 
@@ -167,4 +168,4 @@ lock: $(SETUP)  ## Write requirements/lock.txt: the exact versions of the curren
 	$(BIN)/python requirements/subsets.py
 
 clean:  ## Remove what the targets made: environments, runs, caches
-	rm -rf .venv .venv-engines runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
+	rm -rf .venv .venv-engines .venv-trackers runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*

@@ -1,12 +1,10 @@
 """Real processes, real packages: what a tracker has at the end is what the coordinator lists, whatever was killed."""
 
 import asyncio
-import contextlib
 import dataclasses
 import json
 import os
 import socket
-import sqlite3
 import subprocess
 import sys
 import time
@@ -16,20 +14,28 @@ import pytest
 from mlflow.entities import Metric
 from mlflow.tracking import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util.tensor_util import make_ndarray
+from trackio.sqlite_storage import SQLiteStorage
 
 from heterorl.common.errors import Unreachable
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.retry import RetryPolicy
+from heterorl.common.types.common import Digest, SourceReport
+from heterorl.common.types.evaluation import EvaluationSet, EvaluationState, PromptResult, ScoredSample
+from heterorl.common.types.sample import RolloutNote, SampleNote
 from heterorl.common.types.step import CompletionNumbers, PartMean, SiteTokens, StepTimes
-from heterorl.track.rows import row_of
+from heterorl.common.wire.policy import manifest_from_bytes
+from heterorl.track.rows import evaluation_row, row_of
 from heterorl.track.to_mlflow import Mlflow
 from heterorl.track.to_tensorboard import TensorBoard
-from heterorl.track.to_wandb import last_row, rows_in
-from heterorl.track.tracker import Mark, Place
-from tests.support.run import REPORT, Run
+from heterorl.track.to_wandb import read_back, rows_in, rows_of_run
+from heterorl.track.tracker import Had, Mark, Place
+from tests.support.run import INCARNATION, REPORT, SITE, Run
 
 TRACKERS = ("wandb", "mlflow", "tensorboard", "trackio")
+PRIVATE = "the answer is"
+TEXTS = [f"{PRIVATE} {number}" for number in range(2)]
 PATIENT = RetryPolicy(budget_s=30.0, base_s=0.05, cap_s=0.5)
 
 
@@ -44,6 +50,7 @@ def report(step, version=None):
     )  # fmt: skip
     return dataclasses.replace(
         REPORT, step=step, version=step if version is None else version, loss=1 / (step + 3), completions=completions,
+        sources=(SourceReport(label="sums", num_groups=2, reward_mean=step / 7),),
         times=None if step == 1 else times, evaluation_accuracy=0.5 if step % 3 == 0 else None,
     )  # fmt: skip
 
@@ -64,10 +71,11 @@ class World:
         self.config = directory / "coordinator.toml"
         self.config.write_text(
             f'run_id = "run"\ndata_dir = "{directory / "data"}"\nlisten = "{self.address}"\nmetrics_port = 0\n'
-            "learner_lease_s = 60.0\nstop_grace_s = 1.0\n[tls]\ninsecure = true\n"
+            "learner_lease_s = 60.0\nstop_grace_s = 1.0\nsamples_every = 1\n[tls]\ninsecure = true\n"
+            '[[evaluation]]\nname = "math"\nnum_prompts = 2\nsamples_per_prompt = 4\ntemperature = 0.6\n'
         )
         self.environment = {
-            **os.environ, "WANDB_MODE": "offline", "TRACKIO_DIR": str(directory / "trackio"), "NO_COLOR": "1",
+            **os.environ, "WANDB_MODE": "offline", "NO_COLOR": "1",
             "HOME": str(directory), "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_TRACKING_URI": "",
         }  # fmt: skip
         self.children = []
@@ -86,7 +94,8 @@ class World:
 
     def track(self, *words):
         to = [word for name in TRACKERS for word in ("--to", name)]
-        options = ["--insecure", "--every", "0.2", "--dir", str(self.directory / "track"), *to]
+        texts = ["--samples", "1", "--samples-every", "4"]
+        options = ["--insecure", "--every", "0.2", "--dir", str(self.directory / "track"), *texts, *to]
         return self.start("track", "track", self.address, *options, *words)
 
     def kill(self, child):
@@ -116,6 +125,33 @@ async def publish(run, *reports, **changes):
     version = run.head + 1
     reports = tuple(dataclasses.replace(entry, version=version) for entry in reports)
     run.head = await run.api.publish_version(dataclasses.replace(request, reports=reports))
+    run.roots[run.head] = manifest_from_bytes(request.manifest).state_root
+
+
+async def note(run, ids):
+    """The learner says the texts of groups."""
+    notes = [
+        SampleNote(
+            group=group, prompt="1 + 1 =",
+            rollouts=tuple(RolloutNote(completion=f"{PRIVATE} {number}", reward_parts=()) for number in range(2)),
+        )
+        for group in ids
+    ]  # fmt: skip
+    await run.api.note_samples(epoch=run.epoch, notes=notes, evaluations=[])
+
+
+async def evaluate(run):
+    """A site evaluates the head."""
+    sets = [EvaluationSet(name="math", task_digest=Digest("d" * 64), num_prompts=50)]
+    grant = await run.api.lease_evaluation(
+        site=SITE, incarnation=INCARNATION, policy_version=run.head, sets=sets, can_pull=False, max_parts=1
+    )
+    (part,) = grant.parts
+    samples = tuple(ScoredSample(reward=float(n < run.head), num_tokens=n, is_truncated=n == 0) for n in range(4))
+    results = tuple(PromptResult(prompt_index=index, samples=samples) for index in range(part.num_prompts))
+    await run.api.push_evaluation(
+        site=SITE, incarnation=INCARNATION, part=part.id, state_root=part.state_root, results=results
+    )
 
 
 async def _tell(world):
@@ -125,15 +161,21 @@ async def _tell(world):
         run = Run(client, world.directory)
         await run.begin()
         await publish(run)
-        await publish(run, report(1))
+        await run.register()
+        ids = await run.push(2)
+        await publish(run, report(1), consumed=ids)
+        await note(run, ids)
         await publish(run, report(2), report(3))
+        await evaluate(run)
         tracker, log = world.track()
         await until(log, tracker, "up to 3 of version 2")
         world.kill(tracker)
         await publish(run, report(4))
         await publish(run, report(5))
+        await evaluate(run)
         world.kill(coordinator)
         coordinator = world.coordinator()
+        await client.get_status()
         tracker, log = world.track()
         await until(log, tracker, "up to 5 of version 4")
         world.kill(coordinator)
@@ -145,34 +187,37 @@ async def _tell(world):
         await publish(run, report(4), lineage_version=2, snapshot=True)
         await publish(run, report(5))
         await publish(run, report(6), report(7))
+        await evaluate(run)
         await client.drain(reason="done", epoch=run.epoch)
         await client.release_lease(epoch=run.epoch)
         listed = await client.list_steps(after_step=-1, limit=100)
+        evaluated = await client.list_evaluations()
         assert await asyncio.to_thread(tracker.wait, 60) == 0, log.read_text()
-    return listed
+    return listed, [found for found in evaluated if found.state is EvaluationState.DONE]
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
     world = World(tmp_path_factory.mktemp("world"))
     try:
-        listed = asyncio.run(_tell(world))
-        assert [(entry.step, entry.version) for entry in listed] == [
-            (1, 1),
-            (2, 2),
-            (3, 2),
-            (4, 5),
-            (5, 6),
-            (6, 7),
-            (7, 7),
-        ]
+        listed, world.evaluated = asyncio.run(_tell(world))
+        marks = [(entry.step, entry.version) for entry in listed]
+        assert marks == [(1, 1), (2, 2), (3, 2), (4, 5), (5, 6), (6, 7), (7, 7)]
+        assert [found.version for found in world.evaluated] == [2, 4, 7]
         yield world, listed
     finally:
         world.close()
 
 
-def check(rows, listed):
-    """Nothing twice, in the order of publication, and of each step the newest version is what is listed."""
+def check(rows, listed, evaluated):
+    """Nothing twice, in the order of publication, and of each step the newest version is what is listed; evaluations
+    are what is listed. No table is there twice; one that was buffered when its process was killed may be lost.
+    """
+    evaluations = [row for row in rows if "evaluation/math/version" in row]
+    tables = [row["samples/version"] for row in rows if "samples/version" in row]
+    rows = [row for row in rows if "version" in row]
+    assert evaluations == list(map(evaluation_row, evaluated))
+    assert tables in ([2, 4], [4])
     marks = [(row["version"], row["step"]) for row in rows]
     assert marks == sorted(set(marks))
     newest = {row["step"]: row for row in rows}
@@ -187,12 +232,16 @@ pytestmark = pytest.mark.timeout(300)
 
 def test_wandb_has_every_step_once(told):
     world, listed = told
-    files = sorted((world.directory / "track" / "wandb").glob("offline-run-*/*.wandb"))
+    folder = world.directory / "track" / "wandb"
+    files = sorted(folder.glob("offline-run-*/*.wandb"))
     assert len(files) == 2
     rows = [row for path in files for row in rows_in(path)]
 
     assert [row["_step"] for row in rows] == list(range(1, len(rows) + 1))
-    check([{name: value for name, value in row.items() if not name.startswith("_")} for row in rows], listed)
+    own = [{name: value for name, value in row.items() if not name.startswith("_")} for row in rows]
+    check(own, listed, world.evaluated)
+    (table,) = {path.read_text() for path in folder.glob("*/files/media/**/*.table.json")}
+    assert [row[3] for row in json.loads(table)["data"]] == TEXTS
 
 
 def test_mlflow_has_every_step_once(told):
@@ -201,36 +250,68 @@ def test_mlflow_has_every_step_once(told):
     (run,) = client.search_runs([client.get_experiment_by_name("heterorl").experiment_id])
     rows = {}
     for name in run.data.metrics:
+        is_step = not name.startswith("evaluation/")
         for entry in client.get_metric_history(run.info.run_id, name):
-            row = rows.setdefault(entry.timestamp, {})
+            row = rows.setdefault((is_step, entry.timestamp), {})
             assert name not in row
             row[name.replace("_3a_", ":").replace("_25_", "%")] = entry.value
-            assert entry.step == row.setdefault("step", entry.step)
+            if is_step:
+                assert entry.step == row.setdefault("step", entry.step)
+            elif name.endswith("/version"):
+                assert entry.step == entry.value
 
-    check([rows[time_ms] for time_ms in sorted(rows)], listed)
+    # MLflow has the newest table alone.
+    assert run.data.tags["heterorl_samples"] == "4"
+    check([*(rows[key] for key in sorted(rows)), {"samples/version": 4}], listed, world.evaluated)
+    table = world.directory / "track" / "mlartifacts" / run.info.run_id / "artifacts" / "samples.json"
+    assert [row[3] for row in json.loads(table.read_text())["data"]] == TEXTS
+
+
+def shown(folder):
+    """The rows of a folder by step, and its reader."""
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
+    events.Reload()
+    rows = {}
+    for name in events.Tags()["scalars"]:
+        for event in events.Scalars(name):
+            row = rows.setdefault(event.step, {})
+            assert name not in row
+            row[name] = event.value
+    return rows, events
+
+
+def as_float32(row):
+    return {name: float(np.float32(value)) for name, value in row.items()}
 
 
 def test_tensorboard_shows_what_is_listed(told):
     world, listed = told
-    events = EventAccumulator(str(world.directory / "track" / "tensorboard" / "run"), size_guidance={"tensors": 0})
-    events.Reload()
-    rows = {}
-    for name in events.Tags()["tensors"]:
-        for event in events.Tensors(name):
-            row = rows.setdefault(event.step, {})
-            assert name not in row
-            row[name] = event.tensor_proto.float_val[0]
+    folder = world.directory / "track" / "tensorboard" / "run"
+    rows, _ = shown(folder)
+    evaluations, _ = shown(folder / "evaluation")
+    _, texts = shown(folder / "samples")
 
-    expected = {entry.step: {name: float(np.float32(v)) for name, v in row_of(entry).items()} for entry in listed}
-    assert rows == expected
+    assert rows == {entry.step: as_float32(row_of(entry)) for entry in listed}
+    assert evaluations == {found.version: as_float32(evaluation_row(found)) for found in world.evaluated}
+    tables = texts.Tensors("samples")
+    assert [event.step for event in tables] == [2, 4]
+    assert texts.SummaryMetadata("samples").plugin_data.plugin_name == "text"
+    assert [row[3].decode() for row in make_ndarray(tables[-1].tensor_proto)] == ["completion", *TEXTS]
 
 
 def test_trackio_has_every_step_once(told):
     world, listed = told
-    with contextlib.closing(sqlite3.connect(world.directory / "trackio" / "heterorl.db")) as connection:
-        found = connection.execute("SELECT step, metrics FROM metrics ORDER BY id").fetchall()
+    # One run, though two processes opened it.
+    assert [run["name"] for run in SQLiteStorage.get_run_records("heterorl")] == ["run"]
+    logs = SQLiteStorage.get_logs("heterorl", "run")
+    tables = [row["samples"] for row in logs if "samples" in row]
+    rows = [{name: value for name, value in row.items() if name not in ("timestamp", "step")} for row in logs]
 
-    check([{"step": step, **json.loads(metrics)} for step, metrics in found], listed)
+    for row, log in zip(rows, logs, strict=True):
+        if "version" in row:
+            row["step"] = log["step"]
+    check(rows, listed, world.evaluated)
+    assert [row["completion"] for row in tables[-1]["_value"]] == TEXTS
 
 
 def place(directory):
@@ -249,7 +330,7 @@ def test_mlflow_ends_a_batch_that_was_cut(tmp_path, told, monkeypatch):
     tracker._client.log_batch(run.info.run_id, metrics=[Metric("loss", 1 / 5, later, 2)])
 
     again = Mlflow(own)
-    assert again.last() == Mark(1, 1)
+    assert again.had().steps == Mark(1, 1)
     again.write([report(2)])
 
     for name in ("loss", "kl", "version"):
@@ -265,11 +346,11 @@ def test_tensorboard_goes_on_before_a_record_that_was_torn(tmp_path):
     path.write_bytes(path.read_bytes()[:-3])
 
     again = TensorBoard(place(tmp_path))
-    assert again.last() == Mark(1, 1)
+    assert again.had().steps == Mark(1, 1)
     again.write([report(2)])
     again.close()
 
-    assert TensorBoard(place(tmp_path)).last() == Mark(2, 2)
+    assert TensorBoard(place(tmp_path)).had().steps == Mark(2, 2)
 
 
 def test_tensorboard_says_what_it_cannot_write(tmp_path):
@@ -291,4 +372,4 @@ def test_wandb_reads_back_over_blocks_and_before_a_torn_end(tmp_path, told):
         target.write_bytes(data[:length])
         counts.add(len(list(rows_in(target))))
     assert counts == set(range(whole + 1))
-    assert last_row(tmp_path / "nothing", "run") == (0, None)
+    assert read_back(rows_of_run(tmp_path / "nothing", "run")) == (0, Had())

@@ -37,15 +37,15 @@ def open_tracker(kind: Kind, status: RunStatus, *, project: str, run: str, direc
         Unreachable: the tracker does not answer or its files cannot be written.
     """
     try:
-        module = importlib.import_module(f"heterorl.track.to_{kind.value}")
-    except ModuleNotFoundError as error:
-        raise DependencyMissing(error.name or kind.value, f"track-{kind.value}") from None
-    try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
             "--dir", f"{directory} cannot be made: {error.strerror}", action="name another one"
         ) from error
+    try:
+        module = importlib.import_module(f"heterorl.track.to_{kind.value}")
+    except ModuleNotFoundError as error:
+        raise DependencyMissing(error.name or kind.value, f"track-{kind.value}") from None
     place = Place(project=project, run=run or status.run_id, directory=directory, facts=status.facts)
     opened: Tracker = getattr(module, _CLASSES[kind])(place)
     return opened

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sqlite3
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,15 +27,17 @@ class Trackio:
 
     def __init__(self, place: Place) -> None:
         try:
-            self._run = trackio.init(
-                project=place.project,
-                name=place.run,
-                config=dict(place.facts),
-                resume="allow",
-                embed=False,
-                auto_log_gpu=False,
-                auto_log_cpu=False,
-            )
+            # It greets on standard output.
+            with contextlib.redirect_stdout(io.StringIO()):
+                self._run = trackio.init(
+                    project=place.project,
+                    name=place.run,
+                    config=dict(place.facts),
+                    resume="allow",
+                    embed=False,
+                    auto_log_gpu=False,
+                    auto_log_cpu=False,
+                )
             rows = SQLiteStorage.get_logs(place.project, place.run)
         except (sqlite3.Error, OSError) as error:
             raise Unreachable(f"trackio: {error}", action=_ACTION) from error
@@ -63,7 +67,8 @@ class Trackio:
 
     def close(self) -> None:
         """Wait until all rows are written."""
-        self._run.finish()
+        with contextlib.redirect_stdout(io.StringIO()):
+            self._run.finish()
 
 
 def _had(rows: Sequence[Mapping[str, Any]]) -> Had:

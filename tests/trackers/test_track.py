@@ -27,10 +27,13 @@ from heterorl.common.types.sample import RolloutNote, SampleNote
 from heterorl.common.types.step import CompletionNumbers, PartMean, SiteTokens, StepTimes
 from heterorl.common.wire.policy import manifest_from_bytes
 from heterorl.track.rows import evaluation_row, row_of
+from heterorl.track.texts import TextTable
 from heterorl.track.to_mlflow import Mlflow
 from heterorl.track.to_tensorboard import TensorBoard
+from heterorl.track.to_trackio import Trackio
 from heterorl.track.to_wandb import read_back, rows_in, rows_of_run
 from heterorl.track.tracker import Had, Mark, Place
+from tests.support.evaluations import evaluation
 from tests.support.run import INCARNATION, REPORT, SITE, Run
 
 TRACKERS = ("wandb", "mlflow", "tensorboard", "trackio")
@@ -338,6 +341,26 @@ def test_mlflow_ends_a_batch_that_was_cut(tmp_path, told, monkeypatch):
     for name in ("loss", "kl", "version"):
         history = tracker._client.get_metric_history(run.info.run_id, name)
         assert [entry.step for entry in history] == [1, 2], name
+
+
+def test_trackio_goes_on_behind_what_it_has(tmp_path, capsys):
+    # A kill may come before trackio's own thread wrote anything: here all of it is written.
+    own = dataclasses.replace(place(tmp_path), project="own")
+    tracker = Trackio(own)
+    tracker.write([report(1), report(2)])
+    tracker.write_evaluations([evaluation(2)])
+    tracker.write_table(TextTable(version=2, rows=((2, "eu-1", "1 + 1 =", "2", 1.0, "", 1, "eos"),)))
+    tracker.close()
+
+    again = Trackio(own)
+    assert again.had() == Had(steps=Mark(2, 2), evaluations={"math": 2}, table=2)
+    again.write([report(3)])
+    again.close()
+
+    assert [row["step"] for row in SQLiteStorage.get_logs("own", "run") if "version" in row] == [1, 2, 3]
+    assert len(SQLiteStorage.get_run_records("own")) == 1
+    # Its greetings would tear the table of a terminal.
+    assert capsys.readouterr().out == ""
 
 
 def test_tensorboard_goes_on_before_a_record_that_was_torn(tmp_path):

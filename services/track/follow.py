@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from heterorl.common.api import OperatorApi
 from heterorl.common.errors import OperatorError, RemoteError, Unreachable
@@ -21,6 +22,7 @@ from heterorl.track.feed import Feed
 from heterorl.track.texts import read_table
 from heterorl.track.tracker import Mark, Tracker, mark_of
 
+ValueT = TypeVar("ValueT")
 _LOG = logging.getLogger(__name__)
 _AT_ONCE = 500
 """Reports in one write."""
@@ -129,20 +131,20 @@ class _Slot:
 
     async def write(self, status: RunStatus) -> None:
         if self._tracker is None or self._feeds is None:
-            self._feeds = await self._begin(status)
+            self._tracker, self._feeds = await self._begin(status)
         steps, evaluations = self._feeds
         reports = await steps.read(status.head_version)
         for start in range(0, len(reports), _AT_ONCE):
             part = reports[start : start + _AT_ONCE]
-            await self._call(lambda tracker, part=part: tracker.write(part))
+            await _call(self._tracker.write, part)
             self.sent.steps += len(part)
             self.sent.mark = mark_of(part[-1])
         ended = await evaluations.read()
         self.is_waiting = evaluations.is_waiting
         if ended:
-            await self._call(lambda tracker: tracker.write_evaluations(ended))
+            await _call(self._tracker.write_evaluations, ended)
             self.sent.evaluations += len(ended)
-        await self._write_table(status.head_version)
+        await self._write_table(self._tracker, status.head_version)
         self.sent.problem = ""
         if reports:
             newest = mark_of(reports[-1])
@@ -155,16 +157,16 @@ class _Slot:
         if tracker is not None:
             await asyncio.to_thread(tracker.close)
 
-    async def _begin(self, status: RunStatus) -> tuple[Feed, EvaluationFeed]:
+    async def _begin(self, status: RunStatus) -> tuple[Tracker, tuple[Feed, EvaluationFeed]]:
         # Packages of trackers block, and take seconds to import.
         try:
-            self._tracker = await asyncio.to_thread(self._open, status)
+            tracker = self._tracker = await asyncio.to_thread(self._open, status)
         except Unreachable as error:
             if not self._was_open:
                 raise _First(Exception.__str__(error), action=error.action) from error
             raise _TrackerFailed(str(error)) from error
         self._was_open = True
-        had = self._tracker.had()
+        had = tracker.had()
         if had.steps is not None and had.steps.version > status.head_version:
             raise OperatorError(
                 f"{self.sent.name}: its run has version {had.steps.version}, the coordinator {status.head_version} "
@@ -172,9 +174,9 @@ class _Slot:
                 action="it is of another history of that name: choose another name by --run",
             )
         self.sent.mark, self._table = had.steps, had.table
-        return Feed(self._api, after=had.steps), EvaluationFeed(self._api, after=had.evaluations)
+        return tracker, (Feed(self._api, after=had.steps), EvaluationFeed(self._api, after=had.evaluations))
 
-    async def _write_table(self, head: int) -> None:
+    async def _write_table(self, tracker: Tracker, head: int) -> None:
         every = self._pace.samples_every
         if self._pace.samples == 0 or head < 1 or head // every <= self._table // every:
             return
@@ -187,16 +189,16 @@ class _Slot:
             _LOG.debug("no samples: %s", error)
             return
         if table is not None:
-            await self._call(lambda tracker: tracker.write_table(table))
+            await _call(tracker.write_table, table)
             self._table = head
             self.sent.tables += 1
 
-    async def _call(self, call: Callable[[Tracker], None]) -> None:
-        assert self._tracker is not None
-        try:
-            await asyncio.to_thread(call, self._tracker)
-        except Unreachable as error:
-            raise _TrackerFailed(str(error)) from error
+
+async def _call(call: Callable[[ValueT], None], value: ValueT) -> None:
+    try:
+        await asyncio.to_thread(call, value)
+    except Unreachable as error:
+        raise _TrackerFailed(str(error)) from error
 
 
 async def _write(slot: _Slot, status: RunStatus, *, is_once: bool) -> bool:

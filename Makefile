@@ -5,6 +5,8 @@ BIN := .venv/bin
 SETUP := .venv/.installed
 ENGINES := .venv-engines/bin
 ENGINES_SETUP := .venv-engines/.installed
+TRACKERS := .venv-trackers/bin
+TRACKERS_SETUP := .venv-trackers/.installed
 N ?= 1000
 RUNS ?= 1
 # An environment with torch for CUDA, vllm and liger-kernel is the operator's: PYTEST_GPU=path/to/pytest.
@@ -37,6 +39,14 @@ $(ENGINES_SETUP): requirements/engines.txt pyproject.toml
 	echo "$(CURDIR):$(CURDIR)/src" | tr : '\n' > $$($(ENGINES)/python -c 'import site; print(site.getsitepackages()[0])')/heterorl.pth
 	touch $@
 
+# tensorboard wants another protobuf than the services' own environment has. Compiling what is never imported takes as
+# long as the rest of the installation.
+$(TRACKERS_SETUP): requirements/trackers.txt pyproject.toml
+	test -x $(TRACKERS)/python || $(PYTHON) -m venv .venv-trackers
+	$(TRACKERS)/pip install --quiet --disable-pip-version-check --no-deps --no-compile -r requirements/trackers.txt
+	echo "$(CURDIR):$(CURDIR)/src" | tr : '\n' > $$($(TRACKERS)/python -c 'import site; print(site.getsitepackages()[0])')/heterorl.pth
+	touch $@
+
 demo: $(SETUP)  ## Train a small model by GEPO with samplers 64 versions behind; ends with a report
 	$(BIN)/heterorl demo
 
@@ -49,6 +59,9 @@ test-fast: $(SETUP)  ## Run the tests that start no processes
 
 test-engines: $(ENGINES_SETUP) $(SETUP)  ## Run the tests of vLLM and DeepSpeed in their own environment
 	OMP_NUM_THREADS=1 $(ENGINES)/pytest -n 1 -q tests/engines
+
+test-trackers: $(TRACKERS_SETUP)  ## Run the tests of wandb, MLflow, TensorBoard and trackio in their own environment
+	OMP_NUM_THREADS=1 $(TRACKERS)/pytest -q tests/trackers
 
 browser:  ## Install Debian's Chromium for the tests of the page; as root
 	apt-get update -qq
@@ -155,4 +168,4 @@ lock: $(SETUP)  ## Write requirements/lock.txt: the exact versions of the curren
 	$(BIN)/python requirements/subsets.py
 
 clean:  ## Remove what the targets made: environments, runs, caches
-	rm -rf .venv .venv-engines runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
+	rm -rf .venv .venv-engines .venv-trackers runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*

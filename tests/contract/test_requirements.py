@@ -12,7 +12,7 @@ from requirements.subsets import CUDA_ALONE, EXTRAS, declared, locked, subset
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(path.stem for path in (ROOT / "requirements").glob("*.txt"))
-SERVICES = sorted(set(FILES) - {"lock", "engines"})
+SERVICES = sorted(set(FILES) - {"lock", "engines", "trackers"})
 EXTRA_OF = {"learner-deepspeed": "deepspeed", "sampler-vllm": "vllm", "sampler-vllm-cpu": "sampler"}
 
 

@@ -1,0 +1,156 @@
+"""The command `heterorl track`."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import signal
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from heterorl.cli.link import (
+    AddressArgument,
+    CaOption,
+    CertOption,
+    CredentialsOption,
+    InsecureOption,
+    KeyOption,
+    ask,
+    find_link,
+    silence_grpc,
+)
+from heterorl.cli.live.watch import console_of
+
+if TYPE_CHECKING:
+    from heterorl.common.types.run import RunStatus
+    from heterorl.track.follow import Sent
+
+
+class Name(enum.Enum):
+    """A tracker that steps can go to; typer takes no list of literals."""
+
+    WANDB = "wandb"
+    MLFLOW = "mlflow"
+    TENSORBOARD = "tensorboard"
+    TRACKIO = "trackio"
+
+
+CALL_BUDGET_S = 10.0
+MOST_SAMPLES = 100
+
+
+def track(
+    address: AddressArgument = "",
+    to: Annotated[list[Name] | None, typer.Option("--to", help="Where steps go; repeatable.")] = None,
+    once: Annotated[bool, typer.Option("--once", help="Write what there is and end.")] = False,
+    every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 5.0,
+    samples: Annotated[
+        int,
+        typer.Option(
+            help="Also write texts: a table of this many newest prompts, each with its best and worst completion. "
+            "0: no text leaves the coordinator.",
+            min=0,
+            max=MOST_SAMPLES,
+        ),
+    ] = 0,
+    samples_every: Annotated[int, typer.Option(help="Versions between two such tables.", min=1)] = 50,
+    project: Annotated[str, typer.Option(help="Project (MLflow: experiment) of the tracker.")] = "heterorl",
+    run: Annotated[str, typer.Option(help="Name of the run there; default: the run's own.", show_default=False)] = "",
+    directory: Annotated[
+        Path, typer.Option("--dir", help="Directory of event files, of W&B's files and of MLflow's without a server.")
+    ] = Path("runs/track"),
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say only what goes wrong.")] = False,
+    credentials: CredentialsOption = None,
+    ca: CaOption = "",
+    cert: CertOption = "",
+    key: KeyOption = "",
+    insecure: InsecureOption = False,
+) -> None:
+    """Write a run into experiment trackers until it ends; from any machine that reaches the coordinator.
+
+    Steps, evaluations and, if asked for, samples. What a tracker lacks is written at every start: nothing is there
+    twice, nothing is missing. The run is only read.
+
+    Exit code 0: the run has ended, or --once. 2: an option is wrong, or at the start something does not answer.
+    130, 143: Ctrl-C, SIGTERM; what was read is written out first.
+    """
+    silence_grpc()
+    from heterorl.common.errors import ConfigError
+    from heterorl.common.process import logs
+    from heterorl.common.process.clock import SystemClock
+    from heterorl.common.rpc.client import CoordinatorClient
+    from heterorl.common.rpc.retry import RetryPolicy
+    from heterorl.track.follow import Open, Pace, follow
+    from heterorl.track.open import Kind, open_tracker
+
+    if not to:
+        raise ConfigError("--to", "is not given", action="name a tracker: wandb, mlflow, tensorboard or trackio")
+    address, tls = find_link(address, credentials=credentials, ca=ca, cert=cert, key=key, insecure=insecure)
+    # A wrong certificate or address is said here, in the words of every other command.
+    ask(address, tls=tls, call=lambda api: api.get_status())
+    console = console_of(stderr=True)
+    is_live = console.is_terminal and not quiet
+    logs.configure(level="WARNING" if quiet else "INFO", style="console", fields={})
+    if is_live:
+        # The table says the same, and a line would tear it.
+        logging.getLogger("heterorl.track").setLevel(logging.ERROR)
+    pace = Pace(every_s=every, is_once=once, samples=samples, samples_every=samples_every)
+    opens: dict[str, Open] = {
+        name.value: partial(open_tracker, Kind(name.value), project=project, run=run, directory=directory)
+        for name in dict.fromkeys(to)
+    }
+
+    async def write() -> None:
+        task = asyncio.current_task()
+        if task is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        live = Live(console=console, auto_refresh=False)
+
+        def show(status: RunStatus | None, problem: str, sent: Sequence[Sent]) -> None:
+            if is_live:
+                live.update(progress_table(status, problem, sent), refresh=True)
+
+        async with CoordinatorClient(address, tls=tls, policy=RetryPolicy(budget_s=CALL_BUDGET_S)) as client:
+            if is_live:
+                live.start()
+            try:
+                await follow(client, opens, pace=pace, clock=SystemClock(), show=show)
+            finally:
+                live.stop()
+
+    try:
+        asyncio.run(write())
+    except asyncio.CancelledError:
+        raise typer.Exit(143) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def progress_table(status: RunStatus | None, problem: str, sent: Sequence[Sent]) -> Table:
+    """What each tracker got since this process began, and how many versions it is behind the run."""
+    head = None if status is None else status.head_version
+    title = "nothing is known of the run yet" if status is None else f"run {status.run_id}, version {head}"
+    table = Table("tracker", "steps sent", "evaluations", "tables", "newest step", "versions behind", "problem")
+    table.title = Text(f"{title}; the coordinator does not answer: {problem}" if problem else title)
+    for each in sent:
+        # Versions without a step, as the first is, are no lag: a tracker that has the newest report is not behind.
+        newest = None if status is None or status.last_report is None else status.last_report.version
+        behind = "-" if newest is None else str(newest - (each.mark.version if each.mark is not None else 0))
+        table.add_row(
+            each.name,
+            str(each.steps),
+            str(each.evaluations),
+            str(each.tables),
+            "-" if each.mark is None else str(each.mark.step),
+            behind,
+            Text(each.problem),
+        )
+    return table

@@ -1,0 +1,159 @@
+"""TensorBoard: event files, one record a step; steps taken again hide the earlier ones by the format's own purge.
+
+Evaluations and samples have versions where steps have steps, and a purge hides by that number: they are runs of their
+own, `RUN/evaluation` and `RUN/samples`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from heterorl.common.errors import Unreachable
+from heterorl.common.types.common import StepReport
+from heterorl.common.types.evaluation import Evaluation
+from heterorl.track.rows import evaluation_row, row_of, set_of
+from heterorl.track.texts import COLUMNS, TextTable
+from heterorl.track.tracker import Had, Mark, Place, mark_of
+
+_ACTION = "see that the directory can be written; it is tried again"
+
+
+class TensorBoard:
+    """Event files in `directory/tensorboard/run`; values are float32, as TensorBoard keeps them."""
+
+    def __init__(self, place: Place) -> None:
+        folder = place.directory / "tensorboard" / place.run
+        try:
+            self._steps = _Folder(folder)
+            self._evaluations, self._tables = _Folder(folder / "evaluation"), _Folder(folder / "samples")
+            self._mark = self._steps.last(_mark)
+            sets: dict[str, int] = {}
+            for event in self._evaluations.events():
+                sets |= {name: int(event.step) for value in event.summary.value if (name := set_of(value.tag))}
+            table = self._tables.last(lambda event: int(event.step) if event.summary.value else None)
+            self._had = Had(steps=self._mark, evaluations=sets, table=-1 if table is None else table)
+            if self._mark is None and place.facts:
+                rows = [[name, value] for name, value in place.facts.items()]
+                self._steps.put(Event(summary=Summary(value=[_text("config", ("name", "value"), rows)])))
+            self._steps.flush()
+        except OSError as error:
+            raise Unreachable(f"tensorboard: {error}", action=_ACTION) from error
+
+    def had(self) -> Had:
+        """The newest whole records'."""
+        return self._had
+
+    def write(self, reports: Sequence[StepReport]) -> None:
+        """Append; a step that is not behind the last one purges what is at or behind it first."""
+        try:
+            for report in reports:
+                if self._mark is not None and report.step <= self._mark.step:
+                    self._steps.put(Event(step=report.step, session_log=SessionLog(status=SessionLog.START)))
+                self._steps.put(_numbers(report.step, row_of(report)))
+                self._mark = mark_of(report)
+            self._steps.flush()
+        except OSError as error:
+            raise Unreachable(f"tensorboard: {error}", action=_ACTION) from error
+
+    def write_evaluations(self, evaluations: Sequence[Evaluation]) -> None:
+        """One record an evaluation, at its version."""
+        try:
+            for found in evaluations:
+                self._evaluations.put(_numbers(found.version, evaluation_row(found)))
+            self._evaluations.flush()
+        except OSError as error:
+            raise Unreachable(f"tensorboard: {error}", action=_ACTION) from error
+
+    def write_table(self, table: TextTable) -> None:
+        """A table in the tab of texts, at its version."""
+        try:
+            value = _text("samples", COLUMNS, table.rows)
+            self._tables.put(Event(step=table.version, summary=Summary(value=[value])))
+            self._tables.flush()
+        except OSError as error:
+            raise Unreachable(f"tensorboard: {error}", action=_ACTION) from error
+
+    def close(self) -> None:
+        """Close the files; what a full disk did not take is missing, and written when the run is opened again."""
+        for folder in (self._steps, self._evaluations, self._tables):
+            with contextlib.suppress(OSError):
+                folder.close()
+
+
+class _Folder:
+    """The event files of one run, of which each process that writes anything adds one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._files = sorted(path.glob("events.out.tfevents.*.heterorl"))
+        self._writer: RecordWriter | None = None
+
+    def last(self, read: Any) -> Any:
+        """What `read` says of the newest record of which it says anything, or None."""
+        for path in reversed(self._files):
+            found = [answer for event in _events(path) if (answer := read(event)) is not None]
+            if found:
+                return found[-1]
+        return None
+
+    def events(self) -> Iterator[Any]:
+        """All whole records, the oldest first."""
+        for path in self._files:
+            yield from _events(path)
+
+    def put(self, event: Any) -> None:
+        """Append a record, with the time of now."""
+        if self._writer is None:
+            self._path.mkdir(parents=True, exist_ok=True)
+            # Files are read in the order of their names: this one is behind all others, whatever the clock says.
+            newest = int(self._files[-1].name.split(".")[3]) if self._files else 0
+            name = f"events.out.tfevents.{max(int(time.time()), newest + 1):010d}.heterorl"
+            self._writer = RecordWriter((self._path / name).open("xb"))
+            self.put(Event(file_version="brain.Event:2"))
+        event.wall_time = time.time()
+        self._writer.write(event.SerializeToString())
+
+    def flush(self) -> None:
+        if self._writer is not None:
+            self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+def _mark(event: Any) -> Mark | None:
+    values = {value.tag: value.simple_value for value in event.summary.value}
+    return Mark(int(values["version"]), int(event.step)) if "version" in values else None
+
+
+def _numbers(step: int, row: Mapping[str, float]) -> Any:
+    values = [Summary.Value(tag=name, simple_value=value) for name, value in row.items()]
+    return Event(step=step, summary=Summary(value=values))
+
+
+def _text(tag: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Any:
+    """A two-dimensional tensor of texts, which TensorBoard shows as a table."""
+    cells = [*columns, *(str(cell) for row in rows for cell in row)]
+    tensor = TensorProto(dtype=DT_STRING, string_val=[cell.encode(errors="replace") for cell in cells])
+    for size in (len(rows) + 1, len(columns)):
+        tensor.tensor_shape.dim.add(size=size)
+    metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+    return Summary.Value(tag=tag, tensor=tensor, metadata=metadata)
+
+
+def _events(path: Path) -> Iterator[Any]:
+    # What a kill tore off has no checksum: the reader ends before it.
+    for data in RawEventFileLoader(str(path)).Load():
+        yield Event.FromString(data)

@@ -1,0 +1,85 @@
+"""trackio: its own SQLite files on this machine, in TRACKIO_DIR; one row a step."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sqlite3
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import trackio
+from trackio.sqlite_storage import SQLiteStorage
+
+from heterorl.common.errors import Unreachable
+from heterorl.common.types.common import StepReport
+from heterorl.common.types.evaluation import Evaluation
+from heterorl.track.rows import evaluation_row, row_of, set_of
+from heterorl.track.texts import COLUMNS, TextTable
+from heterorl.track.tracker import Had, Mark, Place
+
+_ACTION = "see that TRACKIO_DIR can be written; it is tried again"
+_TABLE = "samples/version"
+
+
+class Trackio:
+    """The run of that name in the project's file."""
+
+    def __init__(self, place: Place) -> None:
+        try:
+            # It greets on standard output.
+            with contextlib.redirect_stdout(io.StringIO()):
+                self._run = trackio.init(
+                    project=place.project,
+                    name=place.run,
+                    config=dict(place.facts),
+                    resume="allow",
+                    embed=False,
+                    auto_log_gpu=False,
+                    auto_log_cpu=False,
+                )
+            rows = SQLiteStorage.get_logs(place.project, place.run)
+        except (sqlite3.Error, OSError) as error:
+            raise Unreachable(f"trackio: {error}", action=_ACTION) from error
+        self._had = _had(rows)
+
+    def had(self) -> Had:
+        """What its rows say."""
+        return self._had
+
+    def write(self, reports: Sequence[StepReport]) -> None:
+        """One row a report; trackio's own thread writes it within a second."""
+        for report in reports:
+            row = row_of(report)
+            # trackio has a column for it.
+            del row["step"]
+            self._run.log(row, step=report.step)
+
+    def write_evaluations(self, evaluations: Sequence[Evaluation]) -> None:
+        """One row an evaluation, at its version."""
+        for found in evaluations:
+            self._run.log(evaluation_row(found), step=found.version)
+
+    def write_table(self, table: TextTable) -> None:
+        """One row with a table, at its version."""
+        rows = [dict(zip(COLUMNS, row, strict=True)) for row in table.rows]
+        self._run.log({_TABLE: table.version, "samples": trackio.Table(data=rows)}, step=table.version)
+
+    def close(self) -> None:
+        """Wait until all rows are written."""
+        with contextlib.redirect_stdout(io.StringIO()):
+            self._run.finish()
+
+
+def _had(rows: Sequence[Mapping[str, Any]]) -> Had:
+    sets: dict[str, int] = {}
+    for row in rows:
+        for name, value in row.items():
+            task_set = set_of(name)
+            if task_set is not None:
+                sets[task_set] = max(int(value), sets.get(task_set, -1))
+    return Had(
+        steps=max((Mark(int(row["version"]), int(row["step"])) for row in rows if "version" in row), default=None),
+        evaluations=sets,
+        table=max((int(row[_TABLE]) for row in rows if _TABLE in row), default=-1),
+    )

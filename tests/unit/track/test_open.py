@@ -1,0 +1,30 @@
+"""Opening a tracker: what is not installed or cannot be written is said with what to do."""
+
+import sys
+
+import pytest
+
+from heterorl.common.errors import ConfigError, DependencyMissing
+from heterorl.common.types.run import RunStatus
+from heterorl.track.open import Kind, open_tracker
+
+STATUS = RunStatus(
+    run_id="run", head_version=3, epoch=1, learner="l", is_draining=False, uptime_s=1.0,
+    ledger=None, bytes_full=0, bytes_last=0, changed_fraction=0.0, sites=(), last_report=None,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_a_package_that_is_not_there_names_its_extra(kind, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, kind.value, None)
+    monkeypatch.delitem(sys.modules, f"heterorl.track.to_{kind.value}", raising=False)
+
+    with pytest.raises(DependencyMissing, match=rf"heterorl\[track-{kind.value}\]"):
+        open_tracker(kind, STATUS, project="p", run="", directory=tmp_path)
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(ConfigError, match="--dir.*file/track.*name another one"):
+        open_tracker(Kind.TENSORBOARD, STATUS, project="p", run="", directory=tmp_path / "file" / "track")

@@ -263,6 +263,7 @@ reports = st.builds(
     staleness_max=uint,
     policy_age_p50_s=real,
     num_groups=st.integers(0, 999),
+    num_replaced=uint,
     num_tokens=uint,
     step_s=real,
     is_applied=st.booleans(),

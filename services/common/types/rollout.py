@@ -153,6 +153,8 @@ class DropReason(enum.Enum):
     LOGPROB_MISMATCH = "logprob_mismatch"
     SAMPLING_MISMATCH = "sampling_mismatch"
     QUARANTINED = "quarantined"
+    UNIFORM = "uniform"
+    """All its rewards were equal, and the learner trained on another group instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

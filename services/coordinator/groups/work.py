@@ -31,7 +31,8 @@ REOPENED = frozenset(
     }
 )
 """Drops after which the prompt is handed out again, so that no prompt is skipped. Not what the learner abandoned: a
-group too long for it, or one whose step is not finite, would come back with the same prompt and seed for ever."""
+group too long for it, one whose step is not finite or whose rewards are all equal would come back with the same prompt
+and seed for ever."""
 MAX_HOLDERS = 3
 """Sites that may answer an assignment: the one that holds it and the two before. A site that held it once and let it go
 could otherwise wait for whoever generates now and answer first."""

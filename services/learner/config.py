@@ -138,7 +138,12 @@ class LearnerConfig(Config):
             if rule_of(self.loss).balance_beta > 0.0:
                 raise ValueError(
                     f"dynamic_sampling with loss.kind {self.loss.kind}: groups of equal rewards have a gradient there;"
-                    " set max_replaced_per_step to 0, or loss.beta"
+                    " set max_replaced_per_step to 0"
+                )
+            if not isinstance(self.publish_interval, FixedIntervalConfig):
+                raise ValueError(
+                    "dynamic_sampling with a publish_interval that learns from mean rewards: those of steps without"
+                    " solved prompts say nothing; choose one of the two"
                 )
         return self
 

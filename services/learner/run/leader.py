@@ -144,7 +144,7 @@ class Leader:
         self.max_staleness_versions = grant.max_staleness_versions
         if self._session is None:
             return
-        self._session.max_staleness_versions = grant.max_staleness_versions
+        self._session.selection.max_staleness_versions = grant.max_staleness_versions
         if self._rollback and self._rollback.is_due(grant.rollback_to):
             await self._session.inbox.close()
 

@@ -98,7 +98,7 @@ class RolloutColumn:
                 incarnation=incarnation,
                 count=granted,
                 num_prompts=contract.num_prompts,
-                seed=self._parts.config.seed,
+                config=self._parts.config,
                 request_id=request_id,
             )
             return self._parts.deadlines.begin(connection, handed, (site, incarnation), now), reason

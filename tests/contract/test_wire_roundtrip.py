@@ -60,6 +60,7 @@ from heterorl.common.types.run import (
     FlavourStatus,
     Heartbeat,
     LedgerCounts,
+    PromptCounts,
     RegisterAnswer,
     Registration,
     RunStatus,
@@ -493,6 +494,10 @@ CASES = [
                 max_size=2,
             ).map(tuple),
             last_report=st.none() | reports,
+            prompts=st.none()
+            | st.builds(
+                PromptCounts, in_window=uint, too_easy=uint, too_hard=uint, unseen=uint, passed_over=uint
+            ),
             progress=st.none() | progress,
             progress_age_s=real,
             delta_bytes=uint,

@@ -36,14 +36,18 @@ STEPS, GROUPS_PER_STEP, MOST_OUTSTANDING = 5, 4, 8
 class Site:
     """One sampler: leases what pacing grants, generates with the head at once, and pushes."""
 
-    def __init__(self, client, learner, *, tenths):
+    def __init__(self, client, learner, *, tenths, contract=None):
         self.client, self.learner, self.tenths = client, learner, tenths
+        self.contract = contract or make_contract()
         self.assignments = []
         self.most_outstanding = 0
 
     def is_uniform(self, sequence):
         """Of ten groups in a row, whichever, so many are."""
         return 7 * sequence % 10 < self.tenths
+
+    def has_equal_rewards(self, work):
+        return self.is_uniform(len(self.assignments))
 
     async def run(self):
         """Until the run drains."""
@@ -52,7 +56,7 @@ class Site:
             break
         await self.client.register(
             Registration(
-                site=SITE, incarnation=INCARNATION, contract=make_contract(), engine="test", dtype="fp32",
+                site=SITE, incarnation=INCARNATION, contract=self.contract, engine="test", dtype="fp32",
                 max_delay_versions=0,
             )
         )  # fmt: skip
@@ -82,7 +86,7 @@ class Site:
                 len(self.assignments), assignment=work.id, prompt_index=work.prompt_index, version=head,
                 state_root=manifest.state_root,
             )  # fmt: skip
-            if self.is_uniform(len(self.assignments)):
+            if self.has_equal_rewards(work):
                 rollouts = tuple(
                     dataclasses.replace(rollout, reward=1.0, reward_parts=()) for rollout in group.rollouts
                 )
@@ -148,6 +152,40 @@ async def test_share_of_useful_groups(served, tmp_path, tenths, room, useful, re
     assert site.most_outstanding <= MOST_OUTSTANDING, "pacing holds"
     assert len(set(site.assignments)) == len(site.assignments), "no prompt of a replaced group comes back"
     assert status.sites[0].groups_failed == 0
+
+
+class SiteOfPrompts(Site):
+    """Equal rewards are the prompts': of each ten so many are solved."""
+
+    def has_equal_rewards(self, work):
+        return self.is_uniform(work.prompt_index)
+
+
+async def test_window_of_difficulty_spares_samplers_what_would_be_replaced(tmp_path):
+    contract, replaced = make_contract(num_prompts=20), {}
+    for explore in (1.0, 0.1):
+        directory = tmp_path / str(explore)
+        core = await open_coordinator(
+            directory, groups_per_version=GROUPS_PER_STEP, max_outstanding_groups=MOST_OUTSTANDING,
+            max_staleness_versions=2, difficulty={"explore": explore},
+        )  # fmt: skip
+        learner = FragileApi(core)
+        site = SiteOfPrompts(core, learner, tenths=7, contract=contract)
+        config = learner_config(
+            directory, groups_per_step=GROUPS_PER_STEP, max_steps=10, dynamic_sampling={"max_replaced_per_step": 64}
+        )
+        await asyncio.gather(site.run(), learn(config, learner, contract=contract))
+        status = await core.get_status()
+        assert (status.ledger.consumed, status.ledger.is_balanced) == (10 * GROUPS_PER_STEP, True)
+        assert len(set(site.assignments)) == len(site.assignments)
+        replaced[explore] = status.ledger.dropped[DropReason.UNIFORM]
+        if explore < 1.0:
+            assert (status.prompts.in_window, status.prompts.too_easy, status.prompts.unseen) == (6, 14, 0)
+        await core.close()
+
+    # 40 groups of three in ten prompts: 93 others came with them. With the window about the first pass of 14 did.
+    assert replaced[1.0] > 80
+    assert replaced[0.1] < 40, replaced
 
 
 async def test_kill_between_replacement_and_step_changes_nothing(served, tmp_path):

@@ -17,7 +17,8 @@ from tests.support.run import INCARNATION, SITE, Run, credits_of
 
 GROWING = frozenset(
     {"groups", "versions", "flavour_versions", "steps", "work", "out_work", "audit", "failures", "canaries",
-     "signatures", "manifests", "beyond_watermark", "sharer", "waiting", "samples", "sample_payloads"}
+     "signatures", "manifests", "beyond_watermark", "sharer", "waiting", "samples", "sample_payloads",
+     "prompts"}
 )  # fmt: skip
 """Tables that grow with versions, groups, sites or what is out. Others are bounded by retention or by names."""
 OF_FEW = frozenset({"versions_abandoned", "work_open", "sharer_owed"})

@@ -4,9 +4,9 @@
     prompt_totals   name, count    prompts of each band, and assignments passed over
 
 Guarantees: an assignment's prompt follows from its number alone, here as everywhere: a number whose prompt is outside
-the window is passed over for good, by the same decision whenever it is made, so nothing else knows of windows. A mean
-counts groups whose rewards the learner let through, each once. The work of a lease is bounded by MAX_PASSED for each
-assignment, whatever the number of prompts; a prompt behind so many others is handed out wherever it lies.
+the window is passed over for good, in the transaction that hands out the one behind it, so nothing else knows of
+windows. A mean counts groups whose rewards the learner let through, each once. The work of a lease is bounded by
+MAX_PASSED for each assignment, whatever the number of prompts; one behind so many others goes out wherever it lies.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterable
 
+from heterorl.common.errors import MalformedPayload
 from heterorl.common.types.run import PromptCounts
 from heterorl.common.wire.sample import outline
 from heterorl.common.wire.seal import read_sealed
@@ -72,9 +73,13 @@ def note_groups(connection: sqlite3.Connection, contents: Iterable[bytes | None]
         return
     for data in contents:
         if data is not None:
-            reward = outline(data).reward_mean
+            try:
+                prompt, reward = read_sealed(data).prompt_index, outline(data).reward_mean
+            except MalformedPayload:
+                # Damaged since it was leased: no reason to refuse a version.
+                continue
             if reward is not None:
-                _note(connection, read_sealed(data).prompt_index, reward, config)
+                _note(connection, prompt, reward, config)
 
 
 def _note(connection: sqlite3.Connection, prompt: int, reward: float, config: DifficultyConfig) -> None:

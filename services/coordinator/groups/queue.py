@@ -202,7 +202,7 @@ class Queue:
         num_dropped = 0
         for group_id in ids:
             kept = self._content(connection, group_id, kind_of(reason))
-            if reason is DropReason.UNIFORM:
+            if reason is DropReason.UNIFORM and self.config.difficulty.is_on:
                 content = connection.execute(f"SELECT payload FROM groups WHERE {_WHERE_ID}", _key(group_id)).fetchone()
                 difficulty.note_groups(connection, content or (), self.config.difficulty)
             row = connection.execute(

@@ -195,8 +195,9 @@ def status_to_pb(value: RunStatus) -> run_pb2.GetStatusResponse:
         store_problem=value.store_problem,
         progress=progress_to_pb(value.progress),
         progress_age_s=value.progress_age_s,
-        prompts=value.prompts
-        and run_pb2.PromptCounts(**{name: getattr(value.prompts, name) for name in PromptCounts.__slots__}),
+        prompts=None
+        if value.prompts is None
+        else run_pb2.PromptCounts(**{name: getattr(value.prompts, name) for name in PromptCounts.__slots__}),
     )
 
 

@@ -14,6 +14,7 @@ from heterorl.common.types.common import Contract, Digest, SiteId, StepReport
 from heterorl.common.types.evaluation import Evaluation, EvaluationGrant, EvaluationSet, PromptResult
 from heterorl.common.types.policy import HeadUpdate, LeaseGrant, PublishRequest, PullPlan, SignedManifest
 from heterorl.common.types.rollout import (
+    DropReason,
     Group,
     GroupId,
     PushOutcome,
@@ -139,8 +140,13 @@ class LearnerApi(WeightsApi, Protocol):
         """
         ...
 
-    async def abandon_groups(self, *, epoch: int, ids: Sequence[GroupId], reason: str) -> None:
-        """Drop leased groups that can never be trained on (counted as learner_abandoned)."""
+    async def abandon_groups(
+        self, *, epoch: int, ids: Sequence[GroupId], reason: str, counted_as: DropReason = DropReason.LEARNER_ABANDONED
+    ) -> None:
+        """Drop leased groups that can never be trained on, or whose rewards are all equal (counted as uniform).
+
+        None of their prompts is handed out again, but those of groups that are too old, which count as such.
+        """
         ...
 
     async def reject_groups(self, *, epoch: int, rejections: Sequence[Rejection]) -> None:

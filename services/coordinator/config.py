@@ -16,6 +16,29 @@ GROUP_OVERHEAD_BYTES = 4096
 """Room in a message to the learner for what it states beside the group."""
 
 
+class DifficultyConfig(Config):
+    """A window of mean rewards: prompts outside it are handed out rarely."""
+
+    explore: float = Field(default=1.0, ge=0, le=1)
+    """Share of the assignments with prompts outside the window that are handed out all the same, so that a prompt that
+    became easier comes back; 1 hands all out and keeps no means. 0.1 is usual."""
+    low: float = Field(default=0.05, allow_inf_nan=False)
+    """Smallest mean reward of a prompt that is not too hard, in the unit of the reward."""
+    high: float = Field(default=0.95, allow_inf_nan=False)
+    """Largest mean reward of a prompt that is not too easy."""
+
+    @model_validator(mode="after")
+    def _check_order(self) -> DifficultyConfig:
+        if self.low > self.high:
+            raise ValueError("low is above high: no prompt would be inside")
+        return self
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is a window."""
+        return self.explore < 1.0
+
+
 class CoordinatorConfig(Config):
     """One coordinator serves one run."""
 
@@ -40,6 +63,8 @@ class CoordinatorConfig(Config):
     """Seed of the order of the prompts and of all sampling seeds."""
     groups_per_version: int = Field(default=32, ge=1)
     """Groups that one version consumes; pacing counts in it."""
+    difficulty: DifficultyConfig = DifficultyConfig()
+    """Which prompts are handed out rarely, by the mean reward of their groups that were trained on or replaced."""
     max_versions: int = Field(default=0, ge=0)
     """The run ends when its head reaches this version; 0 is no end."""
     max_staleness_versions: int = Field(default=64, ge=0)

@@ -40,6 +40,7 @@ _LOG = logging.getLogger(__name__)
 RETRY_AFTER_S = 0.5
 LEASE_BATCH = 16
 MAX_REQUEST_ID = 64
+ABANDONED_AS = (DropReason.LEARNER_ABANDONED, DropReason.UNIFORM)
 MAX_ASSIGNMENTS = 4096
 """Named by one call: each is a statement on the store's only thread."""
 
@@ -97,7 +98,7 @@ class RolloutColumn:
                 incarnation=incarnation,
                 count=granted,
                 num_prompts=contract.num_prompts,
-                seed=self._parts.config.seed,
+                config=self._parts.config,
                 request_id=request_id,
             )
             return self._parts.deadlines.begin(connection, handed, (site, incarnation), now), reason
@@ -253,8 +254,12 @@ class RolloutColumn:
         with contextlib.suppress(HeterorlError):
             await self._parts.change(operation)
 
-    async def abandon_groups(self, *, epoch: int, ids: Sequence[GroupId], reason: str) -> None:
-        """Drop groups that the learner cannot train on; those that became too stale count as such."""
+    async def abandon_groups(
+        self, *, epoch: int, ids: Sequence[GroupId], reason: str, counted_as: DropReason = DropReason.LEARNER_ABANDONED
+    ) -> None:
+        """Drop groups that the learner cannot or will not train on; those that became too stale count as such."""
+        if counted_as not in ABANDONED_AS:
+            raise InvalidRequest(f"counted_as: {counted_as.value} is no account of what a learner gives up")
         groups = self._parts.queue
 
         def operation(connection: sqlite3.Connection) -> None:
@@ -262,11 +267,12 @@ class RolloutColumn:
             head, bound = stated_version(lineage.head_version(connection)), self._parts.config.max_staleness_versions
             old = horizon.too_stale(connection, ids, head=head, bound=bound)
             groups.drop(connection, old, DropReason.STALE_AT_COMMIT, detail=reason)
-            groups.drop(connection, ids, DropReason.LEARNER_ABANDONED, detail=reason)
+            groups.drop(connection, ids, counted_as, detail=reason)
 
         # With the bell: what was too old behind these groups may be leased now.
         await self._parts.change(operation)
-        _LOG.warning("the learner abandoned %d groups: %s", len(ids), reason)
+        level = logging.DEBUG if counted_as is DropReason.UNIFORM else logging.WARNING
+        _LOG.log(level, "the learner abandoned %d groups: %s", len(ids), reason)
 
     async def reject_groups(self, *, epoch: int, rejections: Sequence[Rejection]) -> None:
         """Drop groups that failed a check of the learner; a site with too many goes into quarantine."""

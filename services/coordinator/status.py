@@ -10,7 +10,7 @@ from heterorl.common.types.common import StepReport, report_from_row
 from heterorl.common.types.policy import NO_VERSION, PayloadKind, stated_version
 from heterorl.common.types.run import RunStatus
 from heterorl.coordinator.config import CoordinatorConfig
-from heterorl.coordinator.groups import ledger
+from heterorl.coordinator.groups import difficulty, ledger
 from heterorl.coordinator.groups.deadlines import Deadlines
 from heterorl.coordinator.payloads import index
 from heterorl.coordinator.sites import quarantine
@@ -56,7 +56,7 @@ def run_status(
     head = lineage.read_head(connection)
     last = connection.execute("SELECT report FROM steps ORDER BY step DESC, version DESC LIMIT 1").fetchone()
     snapshot = index.newest_snapshot(connection)
-    chain = Chain(connection)
+    chain, contract = Chain(connection), lineage.read_contract(connection)
     sizes = {payload.kind: payload.num_bytes for payload in chain.into(head.version)} if head else {}
     is_held = get_meta(connection, "lease_released") == "0"
     epoch = int(get_meta(connection, "epoch") or 0)
@@ -95,4 +95,5 @@ def run_status(
         store_problem=store_problem,
         progress=progress,
         progress_age_s=age_s,
+        prompts=difficulty.counts(connection, config.difficulty, num_prompts=contract.num_prompts if contract else 0),
     )

@@ -57,7 +57,7 @@ from heterorl.learner.publish.checkpoint import CheckpointStore, cadence
 from heterorl.learner.publish.flavours import Flavours
 from heterorl.learner.publish.journal import Journal
 from heterorl.learner.publish.publish import Publisher
-from heterorl.learner.run.directory import hold_directory
+from heterorl.learner.run.incarnation import hold_directory
 from heterorl.learner.run.leader import Leader, Term
 from heterorl.learner.run.published import PublishedVersions
 from heterorl.learner.run.restore import Restorer

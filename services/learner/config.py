@@ -16,7 +16,9 @@ from heterorl.common.process.tracing import TracingConfig
 from heterorl.common.rpc.bandwidth import BandwidthConfig
 from heterorl.common.tasks.registry import TaskConfig
 from heterorl.learner.checks.judge import VerificationConfig
+from heterorl.learner.checks.uniform import DynamicSamplingConfig
 from heterorl.learner.loss.config import GepoConfig, LossConfig
+from heterorl.learner.loss.rule import rule_of
 from heterorl.learner.train.config import BackendConfig, TorchBackendConfig
 from heterorl.learner.train.interval import FixedIntervalConfig, PublishIntervalConfig
 
@@ -83,6 +85,8 @@ class LearnerConfig(Config):
     """Steps' worth of groups that wait in memory; while they wait they grow older."""
     verification: VerificationConfig = VerificationConfig()
     """What is checked of the rollouts that sites send, before anything is trained on them."""
+    dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+    """Whether groups whose rewards are all equal are replaced, so that steps are full of groups that teach."""
     loss: LossConfig = GepoConfig()
     """Algorithm, advantage, clip and KL."""
     adopt_without_optimizer: bool = False
@@ -124,6 +128,23 @@ class LearnerConfig(Config):
     def _check_keys(self) -> LearnerConfig:
         if self.trusted_keys and self.signing_key is None:
             raise ValueError("trusted_keys without signing_key: this learner would refuse its own versions on resume")
+        return self
+
+    @model_validator(mode="after")
+    def _check_dynamic_sampling(self) -> LearnerConfig:
+        if self.dynamic_sampling.max_replaced_per_step:
+            if self.group_size < 2:
+                raise ValueError("dynamic_sampling with group_size 1: each group would be replaced; set it to 0")
+            if rule_of(self.loss).balance_beta > 0.0:
+                raise ValueError(
+                    f"dynamic_sampling with loss.kind {self.loss.kind}: groups of equal rewards have a gradient there;"
+                    " set max_replaced_per_step to 0"
+                )
+            if not isinstance(self.publish_interval, FixedIntervalConfig):
+                raise ValueError(
+                    "dynamic_sampling with a publish_interval that learns from mean rewards: those of steps without"
+                    " solved prompts say nothing; choose one of the two"
+                )
         return self
 
     @model_validator(mode="after")

@@ -68,6 +68,7 @@ def observe_step(
     metrics.CLIP_FRACTION.set(report.clip_fraction)
     metrics.ENTROPY.set(report.entropy)
     metrics.GRAD_NORM.set(report.grad_norm)
+    metrics.REPLACED_GROUPS.inc(report.num_replaced)
     if report.completions is not None:
         _observe_completions(report.completions)
     times = report.times

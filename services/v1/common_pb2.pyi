@@ -264,6 +264,7 @@ class StepReport(google.protobuf.message.Message):
     COMPLETIONS_FIELD_NUMBER: builtins.int
     TIMES_FIELD_NUMBER: builtins.int
     SOURCES_FIELD_NUMBER: builtins.int
+    NUM_REPLACED_FIELD_NUMBER: builtins.int
     step: builtins.int
     """Optimizer step, from 1."""
     version: builtins.int
@@ -300,6 +301,8 @@ class StepReport(google.protobuf.message.Message):
     """False when a non-finite loss or gradient made the step a no-op."""
     evaluation_accuracy: builtins.float
     """Held-out accuracy, where it was evaluated after this step."""
+    num_replaced: builtins.int
+    """Groups of equal rewards that others were trained on instead of."""
     @property
     def completions(self) -> Global___CompletionNumbers:
         """The completions of the groups; unset by a learner that does not state them."""
@@ -336,9 +339,10 @@ class StepReport(google.protobuf.message.Message):
         completions: Global___CompletionNumbers | None = ...,
         times: Global___StepTimes | None = ...,
         sources: collections.abc.Iterable[Global___SourceReport] | None = ...,
+        num_replaced: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_completions", b"_completions", "_evaluation_accuracy", b"_evaluation_accuracy", "_times", b"_times", "completions", b"completions", "evaluation_accuracy", b"evaluation_accuracy", "times", b"times"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_completions", b"_completions", "_evaluation_accuracy", b"_evaluation_accuracy", "_times", b"_times", "clip_fraction", b"clip_fraction", "completions", b"completions", "entropy", b"entropy", "ess_fraction", b"ess_fraction", "evaluation_accuracy", b"evaluation_accuracy", "grad_norm", b"grad_norm", "is_applied", b"is_applied", "iw_variance", b"iw_variance", "kl", b"kl", "loss", b"loss", "num_groups", b"num_groups", "num_tokens", b"num_tokens", "policy_age_p50_s", b"policy_age_p50_s", "reward_mean", b"reward_mean", "sources", b"sources", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step", b"step", "step_s", b"step_s", "times", b"times", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_completions", b"_completions", "_evaluation_accuracy", b"_evaluation_accuracy", "_times", b"_times", "clip_fraction", b"clip_fraction", "completions", b"completions", "entropy", b"entropy", "ess_fraction", b"ess_fraction", "evaluation_accuracy", b"evaluation_accuracy", "grad_norm", b"grad_norm", "is_applied", b"is_applied", "iw_variance", b"iw_variance", "kl", b"kl", "loss", b"loss", "num_groups", b"num_groups", "num_replaced", b"num_replaced", "num_tokens", b"num_tokens", "policy_age_p50_s", b"policy_age_p50_s", "reward_mean", b"reward_mean", "sources", b"sources", "staleness_max", b"staleness_max", "staleness_mean", b"staleness_mean", "step", b"step", "step_s", b"step_s", "times", b"times", "version", b"version"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_completions", b"_completions"]) -> typing.Literal["completions"] | None: ...
     @typing.overload

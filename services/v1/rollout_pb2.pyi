@@ -112,6 +112,8 @@ class _DropReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     """The tokens are not those that the assigned seed draws."""
     DROP_REASON_QUARANTINED: _DropReason.ValueType  # 14
     """Its site is in quarantine."""
+    DROP_REASON_UNIFORM: _DropReason.ValueType  # 60
+    """All its rewards were equal, and the learner trained on another group instead."""
 
 class DropReason(_DropReason, metaclass=_DropReasonEnumTypeWrapper):
     """DropReason is the closed set of reasons for not training on a group."""
@@ -146,6 +148,8 @@ DROP_REASON_SAMPLING_MISMATCH: DropReason.ValueType  # 13
 """The tokens are not those that the assigned seed draws."""
 DROP_REASON_QUARANTINED: DropReason.ValueType  # 14
 """Its site is in quarantine."""
+DROP_REASON_UNIFORM: DropReason.ValueType  # 60
+"""All its rewards were equal, and the learner trained on another group instead."""
 Global___DropReason: typing_extensions.TypeAlias = DropReason
 
 @typing.final
@@ -631,10 +635,13 @@ class AbandonGroupsRequest(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     IDS_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    COUNTED_AS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Epoch of the learner's lease."""
     reason: builtins.str
     """Sentence saying why."""
+    counted_as: Global___DropReason.ValueType
+    """Account of the ledger: LEARNER_ABANDONED, as where it is not stated, or UNIFORM."""
     @property
     def ids(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[heterorl.v1.common_pb2.GroupId]:
         """Groups."""
@@ -645,8 +652,9 @@ class AbandonGroupsRequest(google.protobuf.message.Message):
         epoch: builtins.int = ...,
         ids: collections.abc.Iterable[heterorl.v1.common_pb2.GroupId] | None = ...,
         reason: builtins.str = ...,
+        counted_as: Global___DropReason.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "ids", b"ids", "reason", b"reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["counted_as", b"counted_as", "epoch", b"epoch", "ids", b"ids", "reason", b"reason"]) -> None: ...
 
 Global___AbandonGroupsRequest: typing_extensions.TypeAlias = AbandonGroupsRequest
 

@@ -109,9 +109,9 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AbandonGroups(self, request, context):
-        """AbandonGroups drops leased groups that can never be trained on.
+        """AbandonGroups drops leased groups that can never be trained on, or that teach nothing.
 
-        ABORTED STALE_EPOCH: stop. UNAVAILABLE: repeat.
+        ABORTED STALE_EPOCH: stop. INVALID_ARGUMENT: correct the account. UNAVAILABLE: repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

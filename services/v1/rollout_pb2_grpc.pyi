@@ -206,9 +206,9 @@ class RolloutServiceStub(typing.Generic[_RolloutServiceLeaseWorkType, _RolloutSe
     """
 
     AbandonGroups: _RolloutServiceAbandonGroupsType
-    """AbandonGroups drops leased groups that can never be trained on.
+    """AbandonGroups drops leased groups that can never be trained on, or that teach nothing.
 
-    ABORTED STALE_EPOCH: stop. UNAVAILABLE: repeat.
+    ABORTED STALE_EPOCH: stop. INVALID_ARGUMENT: correct the account. UNAVAILABLE: repeat.
     """
 
     RejectGroups: _RolloutServiceRejectGroupsType
@@ -298,9 +298,9 @@ class RolloutServiceServicer(metaclass=abc.ABCMeta):
         request: heterorl.v1.rollout_pb2.AbandonGroupsRequest,
         context: _ServicerContext,
     ) -> typing.Union[heterorl.v1.rollout_pb2.AbandonGroupsResponse, collections.abc.Awaitable[heterorl.v1.rollout_pb2.AbandonGroupsResponse]]:
-        """AbandonGroups drops leased groups that can never be trained on.
+        """AbandonGroups drops leased groups that can never be trained on, or that teach nothing.
 
-        ABORTED STALE_EPOCH: stop. UNAVAILABLE: repeat.
+        ABORTED STALE_EPOCH: stop. INVALID_ARGUMENT: correct the account. UNAVAILABLE: repeat.
         """
 
     @abc.abstractmethod

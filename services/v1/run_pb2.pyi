@@ -516,6 +516,7 @@ class GetStatusResponse(google.protobuf.message.Message):
     STORE_PROBLEM_FIELD_NUMBER: builtins.int
     PROGRESS_FIELD_NUMBER: builtins.int
     PROGRESS_AGE_S_FIELD_NUMBER: builtins.int
+    PROMPTS_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """Name of the run."""
     head_version: builtins.int
@@ -590,6 +591,10 @@ class GetStatusResponse(google.protobuf.message.Message):
     def progress(self) -> heterorl.v1.common_pb2.LearnerProgress:
         """Where the learner stood when it last said so; unset while no learner says so."""
 
+    @property
+    def prompts(self) -> Global___PromptCounts:
+        """Training prompts by the mean reward of their groups; unset where no window of difficulty is kept."""
+
     def __init__(
         self,
         *,
@@ -624,19 +629,56 @@ class GetStatusResponse(google.protobuf.message.Message):
         store_problem: builtins.str = ...,
         progress: heterorl.v1.common_pb2.LearnerProgress | None = ...,
         progress_age_s: builtins.float = ...,
+        prompts: Global___PromptCounts | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_last_report", b"_last_report", "_progress", b"_progress", "_rollback_to", b"_rollback_to", "_snapshot_version", b"_snapshot_version", "last_report", b"last_report", "progress", b"progress", "rollback_to", b"rollback_to", "snapshot_version", b"snapshot_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_last_report", b"_last_report", "_progress", b"_progress", "_rollback_to", b"_rollback_to", "_snapshot_version", b"_snapshot_version", "acked", b"acked", "bytes_full", b"bytes_full", "bytes_last", b"bytes_last", "changed_fraction", b"changed_fraction", "consumed", b"consumed", "delta_bytes", b"delta_bytes", "dropped", b"dropped", "encode_s", b"encode_s", "epoch", b"epoch", "facts", b"facts", "flavours", b"flavours", "head_version", b"head_version", "is_draining", b"is_draining", "is_head_signed", b"is_head_signed", "last_report", b"last_report", "learner", b"learner", "leased", b"leased", "pending", b"pending", "progress", b"progress", "progress_age_s", b"progress_age_s", "reclaimed_bytes", b"reclaimed_bytes", "rollback_to", b"rollback_to", "run_id", b"run_id", "sites", b"sites", "snapshot_age_s", b"snapshot_age_s", "snapshot_bytes", b"snapshot_bytes", "snapshot_version", b"snapshot_version", "store_bytes", b"store_bytes", "store_limit_bytes", b"store_limit_bytes", "store_problem", b"store_problem", "uptime_s", b"uptime_s"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_last_report", b"_last_report", "_progress", b"_progress", "_prompts", b"_prompts", "_rollback_to", b"_rollback_to", "_snapshot_version", b"_snapshot_version", "last_report", b"last_report", "progress", b"progress", "prompts", b"prompts", "rollback_to", b"rollback_to", "snapshot_version", b"snapshot_version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_last_report", b"_last_report", "_progress", b"_progress", "_prompts", b"_prompts", "_rollback_to", b"_rollback_to", "_snapshot_version", b"_snapshot_version", "acked", b"acked", "bytes_full", b"bytes_full", "bytes_last", b"bytes_last", "changed_fraction", b"changed_fraction", "consumed", b"consumed", "delta_bytes", b"delta_bytes", "dropped", b"dropped", "encode_s", b"encode_s", "epoch", b"epoch", "facts", b"facts", "flavours", b"flavours", "head_version", b"head_version", "is_draining", b"is_draining", "is_head_signed", b"is_head_signed", "last_report", b"last_report", "learner", b"learner", "leased", b"leased", "pending", b"pending", "progress", b"progress", "progress_age_s", b"progress_age_s", "prompts", b"prompts", "reclaimed_bytes", b"reclaimed_bytes", "rollback_to", b"rollback_to", "run_id", b"run_id", "sites", b"sites", "snapshot_age_s", b"snapshot_age_s", "snapshot_bytes", b"snapshot_bytes", "snapshot_version", b"snapshot_version", "store_bytes", b"store_bytes", "store_limit_bytes", b"store_limit_bytes", "store_problem", b"store_problem", "uptime_s", b"uptime_s"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_last_report", b"_last_report"]) -> typing.Literal["last_report"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_progress", b"_progress"]) -> typing.Literal["progress"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_prompts", b"_prompts"]) -> typing.Literal["prompts"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_rollback_to", b"_rollback_to"]) -> typing.Literal["rollback_to"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_snapshot_version", b"_snapshot_version"]) -> typing.Literal["snapshot_version"] | None: ...
 
 Global___GetStatusResponse: typing_extensions.TypeAlias = GetStatusResponse
+
+@typing.final
+class PromptCounts(google.protobuf.message.Message):
+    """PromptCounts is how a window of difficulty divides the training prompts."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    IN_WINDOW_FIELD_NUMBER: builtins.int
+    TOO_EASY_FIELD_NUMBER: builtins.int
+    TOO_HARD_FIELD_NUMBER: builtins.int
+    UNSEEN_FIELD_NUMBER: builtins.int
+    PASSED_OVER_FIELD_NUMBER: builtins.int
+    in_window: builtins.int
+    """Prompts whose mean reward is inside the window."""
+    too_easy: builtins.int
+    """Prompts above it."""
+    too_hard: builtins.int
+    """Prompts below it."""
+    unseen: builtins.int
+    """Prompts without a group yet."""
+    passed_over: builtins.int
+    """Assignments that were not handed out, because their prompts were outside the window."""
+    def __init__(
+        self,
+        *,
+        in_window: builtins.int = ...,
+        too_easy: builtins.int = ...,
+        too_hard: builtins.int = ...,
+        unseen: builtins.int = ...,
+        passed_over: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["in_window", b"in_window", "passed_over", b"passed_over", "too_easy", b"too_easy", "too_hard", b"too_hard", "unseen", b"unseen"]) -> None: ...
+
+Global___PromptCounts: typing_extensions.TypeAlias = PromptCounts
 
 @typing.final
 class ListStepsRequest(google.protobuf.message.Message):

@@ -60,6 +60,7 @@ from heterorl.common.types.run import (
     FlavourStatus,
     Heartbeat,
     LedgerCounts,
+    PromptCounts,
     RegisterAnswer,
     Registration,
     RunStatus,
@@ -263,6 +264,7 @@ reports = st.builds(
     staleness_max=uint,
     policy_age_p50_s=real,
     num_groups=st.integers(0, 999),
+    num_replaced=uint,
     num_tokens=uint,
     step_s=real,
     is_applied=st.booleans(),
@@ -492,6 +494,10 @@ CASES = [
                 max_size=2,
             ).map(tuple),
             last_report=st.none() | reports,
+            prompts=st.none()
+            | st.builds(
+                PromptCounts, in_window=uint, too_easy=uint, too_hard=uint, unseen=uint, passed_over=uint
+            ),
             progress=st.none() | progress,
             progress_age_s=real,
             delta_bytes=uint,

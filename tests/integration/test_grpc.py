@@ -102,17 +102,20 @@ async def stream(client, run, count, *, held=()):
 
 async def test_whole_life_of_a_group_over_the_wire(served, run):
     client = served.client
-    ids = await run.push(3)
+    ids = await run.push(4)
     received = await stream(client, run, 2)
     await run.publish(consumed=ids[:2])
-    await client.abandon_groups(epoch=run.epoch, ids=ids[2:], reason="test")
+    await client.abandon_groups(epoch=run.epoch, ids=ids[2:3], reason="test")
+    await client.abandon_groups(epoch=run.epoch, ids=ids[3:], reason="equal", counted_as=DropReason.UNIFORM)
     (work,) = await run.lease(1)
     await client.abandon_work(site=SITE, incarnation=INCARNATION, assignments=[work.id])
 
     assert [queued.group.id for queued in received] == ids[:2]
     assert received[0].group.rollouts[0].sampler_logprobs.dtype == np.float32
     status = await client.get_status()
-    assert (status.ledger.consumed, status.ledger.dropped) == (2, {DropReason.LEARNER_ABANDONED: 1})
+    assert (status.ledger.consumed, status.ledger.dropped) == (
+        2, {DropReason.LEARNER_ABANDONED: 1, DropReason.UNIFORM: 1}
+    )  # fmt: skip
     assert status.ledger.is_balanced
     assert (await client.renew_lease(epoch=run.epoch)).head_version == 1
     assert [report.step for report in await client.list_steps(after_step=0, limit=5)] == [1]

@@ -36,6 +36,7 @@ _SERIES: tuple[tuple[str, _Number, str], ...] = (
     ("of low reward", _of_completions("length_low_reward"), "{:.0f} tokens"),
     ("truncated", _of_completions("truncated_fraction"), "{:.1%}"),
     ("equal rewards", _of_completions("uniform_fraction"), "{:.1%} of the groups"),
+    ("replaced", lambda report: report.num_replaced or None, "{:.0f} groups of equal rewards"),
     ("staleness", lambda report: report.staleness_mean, "{:.1f} versions"),
     ("sample size", lambda report: report.ess_fraction, "{:.1%}"),
     ("step", lambda report: report.step_s, "{:.2f} s"),
@@ -68,6 +69,16 @@ def report_rows(report: StepReport) -> list[tuple[str, str]]:
                 f" {cut:.1%} cut off; equal rewards in {uniform:.0%} of the groups",
             )
         )
+        if report.num_replaced:
+            came = report.num_groups + report.num_replaced
+            useful = report.num_groups * (1 - uniform) / came
+            rows.append(
+                (
+                    "replaced",
+                    f"{report.num_replaced} groups of equal rewards: useful were {useful:.0%} of the {came} that came,"
+                    f" {1 - uniform:.0%} of the {report.num_groups} in the step",
+                )
+            )
         if numbers.reward_parts:
             rows.append(("reward parts", _listed([f"{part.name} {part.mean:.3f}" for part in numbers.reward_parts])))
     if times is not None:

@@ -55,6 +55,7 @@ def status_tables(status: RunStatus, *, width: int, accuracy: float | None = Non
         ("queue", f"{ledger.pending} pending, {ledger.leased} leased"),
         ("trained", f"{ledger.consumed} groups"),
         ("dropped", dropped),
+        *_prompts(status),
         ("ledger", "balanced" if ledger.is_balanced else f"BROKEN: {ledger}"),
         ("uptime", f"{status.uptime_s:.0f} s" + (", draining" if status.is_draining else "")),
     ]
@@ -92,6 +93,20 @@ def _version(status: RunStatus) -> str:
     if status.head_version < 0:
         return "none yet: a learner publishes version 0 when its model is loaded"
     return f"{status.head_version}, {'signed' if status.is_head_signed else 'unsigned'}"
+
+
+def _prompts(status: RunStatus) -> list[tuple[str, str]]:
+    """Prompts by difficulty, where the coordinator keeps a window."""
+    found = status.prompts
+    if found is None:
+        return []
+    return [
+        (
+            "prompts",
+            f"{found.in_window} in the window, {found.too_easy} too easy, {found.too_hard} too hard,"
+            f" {found.unseen} unseen; {found.passed_over} assignments passed over",
+        )
+    ]
 
 
 def _step(report: StepReport, accuracy: float | None, wanted: int) -> str:

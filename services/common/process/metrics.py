@@ -180,6 +180,7 @@ COMPLETION_TOKENS = _gauge(
 )
 TRUNCATED_RATIO = _gauge("learner_truncated_ratio", "Share of completions cut at the longest length.")
 UNIFORM_RATIO = _gauge("learner_uniform_groups_ratio", "Share of groups in which all rewards are equal.")
+REPLACED_GROUPS = _counter("learner_replaced_groups_total", "Groups of equal rewards that steps replaced by others.")
 REWARD_PART = _gauge("learner_reward_part_mean", "Mean of each named part of the reward.", "part")
 SITE_TOKENS = _counter("learner_site_tokens_total", "Completion tokens trained, by the site that made them.", "site")
 STEPS_WITHOUT_SIGNAL = _gauge("learner_steps_without_signal", "Steps in a row in which no group's rewards differed.")

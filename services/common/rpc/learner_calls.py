@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from heterorl.common.rpc.calls import Calls
 from heterorl.common.types.common import Contract
 from heterorl.common.types.policy import LeaseGrant
-from heterorl.common.types.rollout import GroupId, Rejection
+from heterorl.common.types.rollout import DropReason, GroupId, Rejection
 from heterorl.common.types.sample import EvaluationSample, SampleNote
 from heterorl.common.types.step import LearnerProgress
 from heterorl.common.types.words import peer_words
 from heterorl.common.wire.common import contract_to_pb, progress_to_pb
 from heterorl.common.wire.policy import grant_from_pb
-from heterorl.common.wire.rollout import group_id_to_pb, rejections_to_pb
+from heterorl.common.wire.rollout import group_id_to_pb, reason_to_pb, rejections_to_pb
 from heterorl.common.wire.sample_notes import evaluation_to_pb, note_to_pb
 from heterorl.v1 import policy_pb2, rollout_pb2, run_pb2, sample_pb2
 
@@ -51,10 +51,15 @@ class LearnerCalls(Calls):
         """End the lease."""
         await self._call("ReleaseLease", policy_pb2.ReleaseLeaseRequest(epoch=epoch))
 
-    async def abandon_groups(self, *, epoch: int, ids: Sequence[GroupId], reason: str) -> None:
+    async def abandon_groups(
+        self, *, epoch: int, ids: Sequence[GroupId], reason: str, counted_as: DropReason = DropReason.LEARNER_ABANDONED
+    ) -> None:
         """Drop leased groups for good."""
         request = rollout_pb2.AbandonGroupsRequest(
-            epoch=epoch, ids=[group_id_to_pb(group_id) for group_id in ids], reason=peer_words(reason)
+            epoch=epoch,
+            ids=[group_id_to_pb(group_id) for group_id in ids],
+            reason=peer_words(reason),
+            counted_as=reason_to_pb(counted_as),
         )
         await self._call("AbandonGroups", request)
 

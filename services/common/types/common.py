@@ -141,6 +141,8 @@ class StepReport:
     """None of a learner that does not state them."""
     sources: tuple[SourceReport, ...] = ()
     """By source of a mixture of tasks, in the order of labels; empty where there is one task."""
+    num_replaced: int = 0
+    """Groups of equal rewards that others were trained on instead of."""
 
 
 def report_from_row(row: Mapping[str, Any]) -> StepReport:

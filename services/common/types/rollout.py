@@ -159,6 +159,8 @@ class DropReason(enum.Enum):
     LOGPROB_MISMATCH = "logprob_mismatch"
     SAMPLING_MISMATCH = "sampling_mismatch"
     QUARANTINED = "quarantined"
+    UNIFORM = "uniform"
+    """All its rewards were equal, and the learner trained on another group instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

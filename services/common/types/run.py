@@ -74,6 +74,18 @@ class FlavourStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptCounts:
+    """Training prompts by the mean reward of their groups, as the window of difficulty divides them."""
+
+    in_window: int
+    too_easy: int
+    too_hard: int
+    unseen: int
+    passed_over: int
+    """Assignments that were not handed out, because their prompts were outside the window."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
     """A whole run at one moment; `is_head_signed` says that a signature came with the head, not whose it is."""
 
@@ -109,6 +121,8 @@ class RunStatus:
     """Where the learner stood when it last said so; None while no learner says so."""
     progress_age_s: float = 0.0
     """Seconds since it said so."""
+    prompts: PromptCounts | None = None
+    """None where the coordinator keeps no window of difficulty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from heterorl.common.types.run import (
     FlavourStatus,
     Heartbeat,
     LedgerCounts,
+    PromptCounts,
     RegisterAnswer,
     Registration,
     RunStatus,
@@ -194,6 +195,9 @@ def status_to_pb(value: RunStatus) -> run_pb2.GetStatusResponse:
         store_problem=value.store_problem,
         progress=progress_to_pb(value.progress),
         progress_age_s=value.progress_age_s,
+        prompts=None
+        if value.prompts is None
+        else run_pb2.PromptCounts(**{name: getattr(value.prompts, name) for name in PromptCounts.__slots__}),
     )
 
 
@@ -260,4 +264,7 @@ def status_from_pb(message: run_pb2.GetStatusResponse) -> RunStatus:
         store_problem=message.store_problem,
         progress=progress_from_pb(message.progress) if message.HasField("progress") else None,
         progress_age_s=message.progress_age_s,
+        prompts=PromptCounts(**{name: getattr(message.prompts, name) for name in PromptCounts.__slots__})
+        if message.HasField("prompts")
+        else None,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from heterorl.common.types.sample import SampleKind, kind_of
 from heterorl.common.wire.common import bytes_digest
 from heterorl.common.wire.seal import read_sealed
 from heterorl.coordinator.config import CoordinatorConfig
-from heterorl.coordinator.groups import ages, horizon, ledger, work
+from heterorl.coordinator.groups import ages, difficulty, horizon, ledger, work
 from heterorl.coordinator.groups.intake import Arrival, Surroundings
 from heterorl.coordinator.groups.order import Turns, newest_first, oldest_in_window
 from heterorl.coordinator.groups.rows import take_all
@@ -156,17 +156,21 @@ class Queue:
             return list(ids), "a group is named twice"
         missing: list[GroupId] = []
         stale: list[GroupId] = []
+        arrivals: list[int] = []
         for group_id in ids:
             row = connection.execute(
-                f"SELECT state, oldest_version FROM groups WHERE {_WHERE_ID}", _key(group_id)
+                f"SELECT state, oldest_version, arrival FROM groups WHERE {_WHERE_ID}", _key(group_id)
             ).fetchone()
             if row is None or row[0] not in ("leased", "pending"):
                 missing.append(group_id)
             elif parent - row[1] > self.config.max_staleness_versions:
                 stale.append(group_id)
+            else:
+                arrivals.append(row[2])
         if missing or stale:
             self.drop(connection, stale, DropReason.STALE_AT_COMMIT)
             return missing + stale, f"{len(missing)} groups are not available, {len(stale)} became too stale"
+        difficulty.note_groups(connection, self._contents(connection, arrivals), self.config.difficulty)
         for group_id in ids:
             kept = self._content(connection, group_id, SampleKind.CONSUMED)
             if kept is not None:
@@ -195,6 +199,9 @@ class Queue:
         num_dropped = 0
         for group_id in ids:
             kept = self._content(connection, group_id, kind_of(reason))
+            if reason is DropReason.UNIFORM and self.config.difficulty.is_on:
+                content = connection.execute(f"SELECT payload FROM groups WHERE {_WHERE_ID}", _key(group_id)).fetchone()
+                difficulty.note_groups(connection, content or (), self.config.difficulty)
             row = connection.execute(
                 "UPDATE groups SET state = 'dropped', reason = ?, payload = NULL WHERE state IN ('pending', 'leased')"
                 f" AND {_WHERE_ID} RETURNING assignment",
@@ -209,6 +216,11 @@ class Queue:
             if reason in work.REOPENED:
                 work.reopen(connection, row[0])
         return num_dropped
+
+    @staticmethod
+    def _contents(connection: sqlite3.Connection, arrivals: Sequence[int]) -> Iterator[bytes | None]:
+        for arrival in arrivals:
+            yield connection.execute("SELECT payload FROM groups WHERE arrival = ?", (arrival,)).fetchone()[0]
 
     def _content(self, connection: sqlite3.Connection, group_id: GroupId, kind: SampleKind) -> SealedGroup | None:
         """A group that is to be kept as a sample; None where it is not, or cannot be read."""

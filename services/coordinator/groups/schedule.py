@@ -81,5 +81,10 @@ def seed_of(assignment: int, *, seed: int) -> int:
     return _hash(f"sampling/{seed}/{assignment}") >> 1
 
 
+def draw_of(assignment: int, *, seed: int) -> float:
+    """A number in [0, 1) of an assignment, for decisions about it that a restart makes again."""
+    return _hash(f"explore/{seed}/{assignment}") / 2.0**64
+
+
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -1,6 +1,7 @@
 """Prompt groups handed out to samplers, as store operations.
 
-Guarantees: every assignment is a row until its group is accepted, so no prompt is skipped; what expired or was given
+Guarantees: every assignment is a row until its group is accepted, so no prompt is skipped but by a window of difficulty
+(groups/difficulty.py); what expired or was given
 back is handed out first, with the same prompt and seed; the newest holders whose lease ran out may still answer, once.
 """
 
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.rollout import DropReason, GroupId
+from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.coordinator.groups import difficulty
 from heterorl.coordinator.groups.schedule import prompt_of, seed_of
 from heterorl.coordinator.sites import quarantine
 from heterorl.coordinator.store.database import get_meta, set_meta
@@ -31,7 +34,8 @@ REOPENED = frozenset(
     }
 )
 """Drops after which the prompt is handed out again, so that no prompt is skipped. Not what the learner abandoned: a
-group too long for it, or one whose step is not finite, would come back with the same prompt and seed for ever."""
+group too long for it, one whose step is not finite or whose rewards are all equal would come back with the same prompt
+and seed for ever."""
 MAX_HOLDERS = 3
 """Sites that may answer an assignment: the one that holds it and the two before. A site that held it once and let it go
 could otherwise wait for whoever generates now and answer first."""
@@ -53,10 +57,10 @@ def hand_out(
     incarnation: str,
     count: int,
     num_prompts: int,
-    seed: int,
+    config: CoordinatorConfig,
     request_id: str = "",
 ) -> list[Handed]:
-    """Lease `count` assignments to a site under a request's id: open ones first, then new ones."""
+    """Lease `count` assignments to a site under a request's id: open ones first, then new ones of the window."""
     rows = connection.execute(
         "SELECT assignment, prompt_index, seed, holders FROM work WHERE is_leased = 0 ORDER BY assignment LIMIT ?",
         (count,),
@@ -72,14 +76,17 @@ def hand_out(
         )
         handed.append(Handed(assignment=assignment, prompt_index=prompt_index, seed=sampling_seed))
     first = int(get_meta(connection, "next_assignment") or 0)
-    last = first + count - len(handed)
+    chosen, last = difficulty.choose(
+        connection,
+        first,
+        count - len(handed),
+        num_prompts=num_prompts,
+        seed=config.seed,
+        config=config.difficulty,
+    )
     new = [
-        Handed(
-            assignment=assignment,
-            prompt_index=prompt_of(assignment, num_prompts=num_prompts, seed=seed),
-            seed=seed_of(assignment, seed=seed),
-        )
-        for assignment in range(first, last)
+        Handed(assignment=assignment, prompt_index=prompt, seed=seed_of(assignment, seed=config.seed))
+        for assignment, prompt in chosen
     ]
     names = json.dumps([holder])
     connection.executemany(

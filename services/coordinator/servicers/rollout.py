@@ -11,10 +11,12 @@ import grpc.aio
 from heterorl.common.errors import InvalidRequest
 from heterorl.common.process.metrics import BYTES
 from heterorl.common.types.common import SiteId
+from heterorl.common.types.rollout import DropReason
 from heterorl.common.wire.rollout import (
     group_id_from_pb,
     leased_to_pb,
     outcomes_to_pb,
+    reason_from_pb,
     rejections_from_pb,
     work_grant_to_pb,
 )
@@ -87,7 +89,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.AbandonGroupsRequest, context: Context
     ) -> rollout_pb2.AbandonGroupsResponse:
         ids = [group_id_from_pb(group_id) for group_id in request.ids]
-        await self._rollouts.abandon_groups(epoch=request.epoch, ids=ids, reason=request.reason)
+        # Of learners that state none, and of accounts that this program does not know.
+        counted_as = reason_from_pb(request.counted_as) or DropReason.LEARNER_ABANDONED
+        await self._rollouts.abandon_groups(epoch=request.epoch, ids=ids, reason=request.reason, counted_as=counted_as)
         return rollout_pb2.AbandonGroupsResponse()
 
     async def RejectGroups(

@@ -28,7 +28,7 @@ from heterorl.common.errors import CorruptStore, DiskFull, Draining, StoreFull
 from heterorl.common.process import metrics
 from heterorl.common.process.files import make_directory
 from heterorl.coordinator.store import tallies
-from heterorl.coordinator.store.schema import EARLIER, EVALUATIONS, INDEXES, SCHEMA, SCHEMA_VERSION
+from heterorl.coordinator.store.schema import EARLIER, EVALUATIONS, INDEXES, PROMPTS, SCHEMA, SCHEMA_VERSION
 from heterorl.coordinator.store.soundness import check_file
 
 _LOG = logging.getLogger(__name__)
@@ -257,7 +257,7 @@ def _connect(path: Path) -> sqlite3.Connection:
             connection.executescript(f"BEGIN; {EARLIER[version]} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
         elif version != SCHEMA_VERSION:
             raise CorruptStore(f"{path} has schema {version}, this program needs {SCHEMA_VERSION}")
-        connection.executescript(EVALUATIONS)
+        connection.executescript(EVALUATIONS + PROMPTS)
         _make_indexes(connection)
         tallies.begin(connection)
     except sqlite3.OperationalError as error:

@@ -124,6 +124,12 @@ CREATE TABLE IF NOT EXISTS evaluation_results (
 CREATE TABLE IF NOT EXISTS evaluation_sets (task_set TEXT PRIMARY KEY, task_digest TEXT NOT NULL) WITHOUT ROWID;
 """
 """Made at a start where an earlier program did not: no other table knows of them, so that one can go on without."""
+PROMPTS = """
+CREATE TABLE IF NOT EXISTS prompts (
+    prompt_index INTEGER PRIMARY KEY, mean REAL NOT NULL, num_groups INTEGER NOT NULL, band TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS prompt_totals (name TEXT PRIMARY KEY, count INTEGER NOT NULL) WITHOUT ROWID;
+"""
+"""Made at a start where an earlier program did not, which can go on without: it passes no assignment over."""
 _MOVED = ("payloads", "signatures", "verified", "canaries")
 FROM_1 = (
     """

@@ -1,26 +1,42 @@
-"""Which learner this is: a random name in its state directory, so that a restart is told from a second learner.
+"""Which learner this is: a random name in its state directory, which one process at a time may use.
 
     state_dir/incarnation    "<32 hex digits> <number of the file's inode>"
 
-Guarantees: every start from the same directory has the same name, also after SIGKILL; a directory that was copied has
-another one, because its file has another inode. Such a learner, and one whose file was lost, waits once for the end of
-a lease; nothing else depends on the name.
+Guarantees: a restart is told from a second learner. Every start from the same directory has the same name, also after
+SIGKILL; a directory that was copied has another one, because its file has another inode. Such a learner, and one whose
+file was lost, waits once for the end of a lease; nothing else depends on the name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from heterorl.common.errors import DiskFull
-from heterorl.common.process.files import replacing
+from heterorl.common.errors import ConfigError, DiskFull
+from heterorl.common.process.files import make_directory, replacing, try_lock
 
 FILE = "incarnation"
 _LINE = re.compile(r"([0-9a-f]{32}) ([0-9]+)\n?")
+
+
+@contextlib.contextmanager
+def hold_directory(path: Path) -> Iterator[Path]:
+    """Create the directory and hold its lock, which ends with the process however that ends.
+
+    Raises:
+        ConfigError: another process holds it.
+    """
+    make_directory(path)
+    with (path / "lock").open("w") as file:
+        if not try_lock(file):
+            raise ConfigError("state_dir", f"{path} is used by another learner", action="stop it first")
+        yield path
 
 
 def read_incarnation(directory: Path) -> str:

@@ -34,6 +34,7 @@ from heterorl.learner.run.lease import acquire, check_groups, check_messages, re
 from heterorl.learner.run.rollback import Rollback
 from heterorl.learner.run.run_file import describe_run
 from heterorl.learner.run.run_result import RunResult
+from heterorl.learner.run.selection import Selection
 from heterorl.learner.run.session import Outcome, Session
 from heterorl.learner.train.interval import FixedIntervalConfig, Interval, largest, make_interval
 
@@ -143,7 +144,7 @@ class Leader:
         self.max_staleness_versions = grant.max_staleness_versions
         if self._session is None:
             return
-        self._session.max_staleness_versions = grant.max_staleness_versions
+        self._session.selection.max_staleness_versions = grant.max_staleness_versions
         if self._rollback and self._rollback.is_due(grant.rollback_to):
             await self._session.inbox.close()
 
@@ -160,20 +161,30 @@ class Leader:
         while outcome is not Outcome.FINISHED:
             step = await term.rollback.resume(is_start=outcome is None)
             # A new inbox holds nothing: whatever the last session held returns to the queue when the stream opens.
-            self._session = session = Session(
+            inbox, patience = Inbox(self.config.groups_per_step * self.config.prefetch_steps), self.patience()
+            selection = Selection(
                 config=self.config,
                 api=self.api,
                 backend=self.backend,
                 publisher=term.publisher,
+                inbox=inbox,
+                patience=patience,
+                progress=self.progress,
+                epoch=grant.epoch,
+                max_staleness_versions=self.max_staleness_versions,
+                notes=notes,
+            )
+            self._session = session = Session(
+                config=self.config,
+                backend=self.backend,
+                publisher=term.publisher,
                 interval=self.interval,
                 progress=self.progress,
-                inbox=Inbox(self.config.groups_per_step * self.config.prefetch_steps),
+                inbox=inbox,
+                selection=selection,
                 journal=term.journal,
-                patience=self.patience(),
                 evaluator=self.evaluator,
-                epoch=grant.epoch,
                 step=step,
-                max_staleness_versions=self.max_staleness_versions,
                 signal=self.signal,
                 notes=notes,
             )
@@ -198,7 +209,7 @@ class Leader:
                 feed(
                     self.api,
                     session.inbox,
-                    epoch=session.epoch,
+                    epoch=session.selection.epoch,
                     limits=limits,
                     patience=self.patience(),
                     examiner=self.examiner,

@@ -17,18 +17,14 @@ import enum
 import logging
 from dataclasses import dataclass, field
 
-from heterorl.common.api import LearnerApi
 from heterorl.common.errors import GroupNotAvailable, OperatorError
 from heterorl.common.process.metrics import EVALUATION_ACCURACY
-from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import in_thread, most_serious
 from heterorl.common.types.common import StepReport
-from heterorl.common.types.rollout import Group, GroupId, QueuedGroup, Rejection
+from heterorl.common.types.rollout import GroupId, QueuedGroup
 from heterorl.common.types.step import LearnerPhase
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.backends.backend import TrainBackend
-from heterorl.learner.checks.judge import judge_log_ratios
-from heterorl.learner.checks.replay import log_ratios
 from heterorl.learner.checks.reward_signal import RewardSignal
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.evaluate import Evaluator
@@ -39,6 +35,7 @@ from heterorl.learner.publish.draft import Draft
 from heterorl.learner.publish.journal import Journal
 from heterorl.learner.publish.publish import Publisher
 from heterorl.learner.run.inbox import Inbox
+from heterorl.learner.run.selection import Selection
 from heterorl.learner.train.interval import Interval
 
 _LOG = logging.getLogger(__name__)
@@ -75,20 +72,16 @@ class Session:
     """The training loop between two resumptions."""
 
     config: LearnerConfig
-    api: LearnerApi
     backend: TrainBackend
     publisher: Publisher
     inbox: Inbox
     journal: Journal
-    patience: Patience
     evaluator: Evaluator | None
     interval: Interval
     """How many steps a version holds."""
     progress: StepWatch
-    epoch: int
     step: int
-    max_staleness_versions: int = -1
-    """The coordinator's bound at the commit of a version; -1 where it is not known."""
+    selection: Selection
     signal: RewardSignal = field(default_factory=RewardSignal)
     notes: Notes = field(default_factory=Notes)
     num_rejected: int = 0
@@ -96,8 +89,6 @@ class Session:
     """Steps of `step` that are in no version yet."""
     _parent: tuple[int, Arena] | None = None
     """The version that the next step builds on, and its weights; None: the head."""
-    _outgrown: list[Group] = field(default_factory=list)
-    """Groups that are too old when the version under way is the head, and not before."""
 
     async def run(self) -> Outcome:
         """Train until `max_steps`, a refusal, or the end of the inbox."""
@@ -164,8 +155,7 @@ class Session:
         self.num_unpublished -= len(trained.reports)
         self.inbox.settle(trained.consumed)
         self.notes.published(trained.consumed)
-        outgrown, self._outgrown = self._outgrown, []
-        await self._give_up_old(outgrown)
+        await self.selection.published()
 
     def _head(self) -> tuple[int, Arena]:
         """The version that a step builds on, which may be under way, and its weights."""
@@ -181,13 +171,14 @@ class Session:
         consumed: list[GroupId] = []
         num_steps = self.interval.steps
         while len(reports) < num_steps and self.step < self.config.max_steps:
-            groups = await self._take(self.config.groups_per_step)
+            head, weights = self._head()
+            groups = await self.selection.take(self.config.groups_per_step, head=head, weights=weights)
             if not groups:
                 return None
-            head, _ = self._head()
             with self.progress.phase(LearnerPhase.COMPUTING):
                 report = await in_thread(self.backend.train_step, groups, head_version=head, step=self.step + 1)
-            report = dataclasses.replace(report, times=self.progress.end_step(is_applied=report.is_applied))
+            times = self.progress.end_step(is_applied=report.is_applied)
+            report = dataclasses.replace(report, times=times, num_replaced=self.selection.num_replaced)
             held_s = [self.inbox.held_s(queued.group.id) for queued in groups]
             observe_step(report, groups, head_version=head, held_s=held_s)
             if not report.is_applied:
@@ -203,78 +194,13 @@ class Session:
         self.interval.note([report.reward_mean for report in reports])
         return _Trained(reports=reports, consumed=consumed)
 
-    async def _take(self, count: int) -> list[QueuedGroup]:
-        """So many groups within the bound on staleness and the envelope of log-ratios; none when the inbox closed."""
-        config = self.config.verification
-        kept: list[QueuedGroup] = []
-        while len(kept) < count:
-            with self.progress.waiting():
-                arrived = await self.inbox.take(count - len(kept))
-            if not arrived:
-                return []
-            taken = await self._fresh(arrived)
-            if config.max_log_ratio == 0:
-                kept += taken
-                continue
-            groups = [queued.group for queued in taken]
-            temperature = self.config.sampling.semantics().logprob_temperature
-            _, weights = self._head()
-            model = self.backend.torch_model
-            with self.progress.phase(LearnerPhase.EXAMINING):
-                found = await in_thread(log_ratios, model, groups, weights=weights, temperature=temperature)
-            findings = [judge_log_ratios(ratios, config) for ratios in found]
-            kept += [queued for queued, finding in zip(taken, findings, strict=True) if finding.is_sound]
-            rejections = [
-                Rejection(id=group.id, reason=finding.reason, detail=finding.detail)
-                for group, finding in zip(groups, findings, strict=True)
-                if finding.reason is not None
-            ]
-            if rejections:
-                await self._tell(rejections, groups)
-        return kept
-
-    async def _fresh(self, groups: list[QueuedGroup]) -> list[QueuedGroup]:
-        """Those that the version to come may consume; the others, which grew too old in the inbox, are given up.
-
-        One of them in a step would have the coordinator refuse the whole version.
-        """
-        (head, _), bound = self._head(), self.max_staleness_versions
-        old = [queued.group for queued in groups if 0 <= bound < head - queued.group.oldest_version]
-        if not old:
-            return groups
-        if self.publisher.position.head_version < head:
-            # Were that version refused, they would not be too old.
-            self._outgrown += old
-        else:
-            await self._give_up_old(old)
-        ids = [group.id for group in old]
-        return [queued for queued in groups if queued.group.id not in ids]
-
-    async def _give_up_old(self, groups: list[Group]) -> None:
-        if not groups:
-            return
-        age = self.publisher.position.head_version - min(group.oldest_version for group in groups)
-        reason = f"{age} versions old; the bound is {self.max_staleness_versions}"
-        ids = [group.id for group in groups]
-        _LOG.info("%d groups are given up before they are trained on: %s", len(ids), reason)
-        await self.patience.insist(lambda: self.api.abandon_groups(epoch=self.epoch, ids=ids, reason=reason))
-        self.inbox.settle(ids)
-
-    async def _tell(self, rejections: list[Rejection], groups: list[Group]) -> None:
-        _LOG.warning("%d groups are outside the envelope of log-ratios", len(rejections))
-        await self.patience.insist(lambda: self.api.reject_groups(epoch=self.epoch, rejections=rejections))
-        ids = {rejection.id for rejection in rejections}
-        self.inbox.settle(ids)
-        self.notes.rejected(group for group in groups if group.id in ids)
-
     async def _reject(self, report: StepReport, groups: list[QueuedGroup]) -> None:
         """Give up groups that made a loss or gradient that is not finite; they would do so again."""
         ids = [queued.group.id for queued in groups]
         reason = f"step {report.step} was not finite: loss {report.loss}, gradient norm {report.grad_norm}"
         _LOG.warning("%d groups are abandoned: %s", len(ids), reason)
         self.journal.note_rejected_step(report)
-        await self.patience.insist(lambda: self.api.abandon_groups(epoch=self.epoch, ids=ids, reason=reason))
-        self.inbox.settle(ids)
+        await self.selection.abandon(ids, reason)
         self.notes.abandoned(groups)
         self.num_rejected += 1
         if self.num_rejected >= self.config.max_rejected_steps:

@@ -324,11 +324,12 @@ class Model(RuleBasedStateMachine):
         return self.wait(self.core.get_status()).learner
 
     @precondition(lambda self: self.of("leased"))
-    @rule()
-    def learner_abandons(self):
+    @rule(reason=st.sampled_from([DropReason.LEARNER_ABANDONED, DropReason.UNIFORM]))
+    def learner_abandons(self, reason):
         group_id = self.of("leased")[0]
-        self.wait(self.core.abandon_groups(epoch=self.run.epoch, ids=[group_id], reason="test"))
-        self.drop(group_id, DropReason.LEARNER_ABANDONED)
+        for _ in range(2):
+            self.wait(self.core.abandon_groups(epoch=self.run.epoch, ids=[group_id], reason="test", counted_as=reason))
+        self.drop(group_id, reason)
 
     @precondition(lambda self: self.of("leased"))
     @rule(is_repeated=st.booleans())

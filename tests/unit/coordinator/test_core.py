@@ -513,6 +513,19 @@ async def test_abandoned_work_and_groups_are_accounted(core, run):
     assert (await balanced(core)).dropped == {DropReason.LEARNER_ABANDONED: 1}
 
 
+async def test_group_of_equal_rewards_is_counted_without_blame_and_its_prompt_does_not_come_back(core, run):
+    first, second = await run.push(2)
+    await leased(core, run, 2)
+    await core.abandon_groups(epoch=run.epoch, ids=[first], reason="equal", counted_as=DropReason.UNIFORM)
+    with pytest.raises(InvalidRequest, match="counted_as: reward_mismatch"):
+        await core.abandon_groups(epoch=run.epoch, ids=[second], reason="", counted_as=DropReason.REWARD_MISMATCH)
+
+    ledger = await balanced(core)
+    assert (ledger.dropped, ledger.leased) == ({DropReason.UNIFORM: 1}, 1)
+    assert (await core.get_status()).sites[0].groups_failed == 0
+    assert [work.id for work in await run.lease(2)] == [2, 3]
+
+
 async def test_stream_returns_what_is_not_held_and_keeps_what_is(core, run):
     ids = await run.push(3)
     await leased(core, run, 3)

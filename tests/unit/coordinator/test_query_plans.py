@@ -20,7 +20,7 @@ SETS = [{"name": "held", "num_prompts": 2, "samples_per_prompt": 64, "temperatur
 GROWING = frozenset(
     {"groups", "versions", "flavour_versions", "steps", "work", "out_work", "audit", "failures", "canaries",
      "signatures", "manifests", "beyond_watermark", "sharer", "waiting", "samples", "sample_payloads",
-     "evaluation_jobs", "evaluation_parts", "evaluation_results"}
+     "evaluation_jobs", "evaluation_parts", "evaluation_results", "prompts"}
 )  # fmt: skip
 """Tables that grow with versions, groups, sites or what is out. Others are bounded by retention or by names."""
 OF_FEW = frozenset({"versions_abandoned", "work_open", "sharer_owed", "evaluation_parts_out"})

@@ -43,6 +43,17 @@ def test_rows_of_a_report():
     assert rows["trained from"] == "us-2 20 tokens/s, eu-1 5 tokens/s"
 
 
+def test_replaced_groups_are_said_with_the_useful_share_before_and_after():
+    # 32 groups of which a quarter is uniform, and 48 that were replaced: 24 of 80 were useful.
+    report = dataclasses.replace(STATED, num_groups=32, num_replaced=48)
+
+    assert dict(report_rows(report))["replaced"] == (
+        "48 groups of equal rewards: useful were 30% of the 80 that came, 75% of the 32 in the step"
+    )
+    assert "replaced" not in dict(report_rows(STATED))
+    assert {name: newest for name, newest, _ in series([STATED, report])}["replaced"] == "48 groups of equal rewards"
+
+
 def test_curves_skip_steps_of_an_earlier_learner_and_a_dash_is_no_number():
     by_name = {name: (newest, values) for name, newest, values in series([REPORT, STATED])}
     assert by_name["length"] == ("212 tokens", [212.4])

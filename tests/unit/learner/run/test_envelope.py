@@ -13,8 +13,7 @@ from heterorl.common.types.rollout import DropReason
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.progress import progress_of
 from heterorl.learner.run.inbox import Inbox
-from heterorl.learner.run.session import Session
-from heterorl.learner.train.interval import FixedInterval
+from heterorl.learner.run.selection import Selection
 from tests.support.clock import ManualClock
 from tests.support.learner_world import learner_config, queued
 from tests.support.training import tiny_model
@@ -30,18 +29,21 @@ class Api:
         self.is_told.set()
 
 
-def session_of(tmp_path, api, inbox, **verification):
+def selection_of(tmp_path, api, inbox, **verification):
     model = tiny_model()
     published = Arena(tensors.layout_of(model, "bf16"))
     tensors.store(model, published)
-    return Session(
+    return Selection(
         config=learner_config(tmp_path, verification=verification), api=api,
         backend=SimpleNamespace(torch_model=model),
         publisher=SimpleNamespace(position=SimpleNamespace(shadow=published, head_version=0)), inbox=inbox,
-        journal=None,
         patience=Patience(clock=ManualClock(), rng=random.Random(0), base_s=1.0, cap_s=1.0),
-        evaluator=None, interval=FixedInterval(1), progress=progress_of(ManualClock()), epoch=1, step=0,
+        progress=progress_of(ManualClock()), epoch=1,
     )  # fmt: skip
+
+
+async def take(selection, count):
+    return await selection.take(count, head=0, weights=selection.publisher.position.shadow)
 
 
 def improbable(entry):
@@ -65,7 +67,7 @@ async def test_groups_outside_the_envelope_are_rejected_and_replaced(tmp_path):
     inbox = await filled([queued(1), improbable(queued(2)), queued(3)])
 
     # Random weights of 50 tokens against made-up log-probs: ratios of some nats; 1000 is far outside.
-    taken = await session_of(tmp_path, api, inbox, max_log_ratio=100.0)._take(2)
+    taken = await take(selection_of(tmp_path, api, inbox, max_log_ratio=100.0), 2)
 
     assert [entry.group.id.sequence for entry in taken] == [1, 3]
     (rejected,) = api.rejected
@@ -76,16 +78,16 @@ async def test_groups_outside_the_envelope_are_rejected_and_replaced(tmp_path):
 
 async def test_without_an_envelope_nothing_is_computed(tmp_path):
     api = Api()
-    session = session_of(tmp_path, api, await filled([improbable(queued(1)), queued(2)]))
-    session.backend = None
+    selection = selection_of(tmp_path, api, await filled([improbable(queued(1)), queued(2)]))
+    selection.backend = None
 
-    assert len(await session._take(2)) == 2
+    assert len(await take(selection, 2)) == 2
     assert api.rejected == []
 
 
 async def test_wait_for_replacements_ends_with_the_inbox(tmp_path):
     inbox, api = await filled([queued(1), improbable(queued(2))]), Api()
-    waiting = asyncio.create_task(session_of(tmp_path, api, inbox, max_log_ratio=100.0)._take(2))
+    waiting = asyncio.create_task(take(selection_of(tmp_path, api, inbox, max_log_ratio=100.0), 2))
     await api.is_told.wait()
     await inbox.close()
 

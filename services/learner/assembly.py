@@ -69,6 +69,8 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1, place: Place | None =
     """
     signer = None if config.signing_key is None else load_signer(config.signing_key)
     check_model_dir(config.model_dir)
+    # First, so that the others do not wait for a task, and a machine with another model is known at once.
+    company = None if place is None else _join_launched(config, place)
     prompter = Prompter(
         config.model_dir,
         use_chat_template=config.use_chat_template,
@@ -82,7 +84,7 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1, place: Place | None =
         try_reward(tried_here(task, asks_others=bool(config.evaluation.every_versions)), prompter)
     sampling = config.sampling.semantics()
     passes = PassCount()
-    backend, close_backend = build_backend(config, num_ranks, passes, place=place)
+    backend, close_backend = build_backend(config, num_ranks, passes, company=company)
     model: Any = backend.torch_model
     contract = build_contract(
         tokenizer=prompter.tokenizer,
@@ -130,7 +132,7 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1, place: Place | None =
 
 
 def build_backend(
-    config: LearnerConfig, num_ranks: int, passes: PassCount | None = None, *, place: Place | None = None
+    config: LearnerConfig, num_ranks: int, passes: PassCount | None = None, *, company: Company | None = None
 ) -> tuple[TrainBackend, Callable[[], None]]:
     """The backend of rank 0, and what ends the other ranks; starts those, unless a launcher has.
 
@@ -140,9 +142,10 @@ def build_backend(
     """
     options = config.backend
     if isinstance(options, TorchBackendConfig):
-        if (place.world_size if place else num_ranks) > 1:
-            key = "backend.kind" if place else "--nproc"
-            raise ConfigError(key, "backend torch is one process", action="set backend.kind to fsdp2 or deepspeed")
+        if num_ranks > 1:
+            raise ConfigError(
+                "--nproc", "backend torch is one process", action="set backend.kind to fsdp2 or deepspeed"
+            )
         if options.threads:
             torch.set_num_threads(options.threads)
         sampling = config.sampling.semantics()
@@ -155,26 +158,47 @@ def build_backend(
             passes=passes,
         )
         return single, lambda: None
-    if isinstance(options, DeepSpeedBackendConfig):
-        if config.lora.is_on:
-            raise ConfigError("lora", "backend deepspeed trains all weights", action="use backend fsdp2 or torch")
-        # Before processes are started, which would all miss it.
-        import_deepspeed(options.device)
-    local = LocalRanks(num_ranks) if place is None else None
-    at = place or (local.place if local is not None else None)
-    assert at is not None, "a launcher started the ranks, or this process"
-    company = Company(at)
-    company.meeting.say(config.model_dump_json().encode())
-    backend = build_divided(config, company.join(config), passes)
+    _check_divided(config)
+    local: LocalRanks | None = None
+    if company is None:
+        local = LocalRanks(num_ranks)
+        company = _join(config, Company(local.place))
+    backend = build_divided(config, company.ranks, passes)
+
+    joined = company
 
     def close() -> None:
         backend.stop()
-        company.meeting.end()
-        company.leave()
+        joined.meeting.end()
+        joined.leave()
         if local is not None:
             local.close()
 
     return backend, close
+
+
+def _join_launched(config: LearnerConfig, place: Place) -> Company | None:
+    if isinstance(config.backend, TorchBackendConfig):
+        if place.world_size > 1:
+            problem = f"backend torch is one process, and the launcher started {place.world_size}"
+            raise ConfigError("backend.kind", problem, action="set backend.kind to fsdp2 or deepspeed")
+        return None
+    _check_divided(config)
+    return _join(config, Company(place))
+
+
+def _join(config: LearnerConfig, company: Company) -> Company:
+    company.meeting.say(config.model_dump_json().encode())
+    company.join(config)
+    return company
+
+
+def _check_divided(config: LearnerConfig) -> None:
+    if isinstance(config.backend, DeepSpeedBackendConfig):
+        if config.lora.is_on:
+            raise ConfigError("lora", "backend deepspeed trains all weights", action="use backend fsdp2 or torch")
+        # Before the other ranks begin, which would all miss it.
+        import_deepspeed(config.backend.device)
 
 
 def build_divided(config: LearnerConfig, ranks: Collectives, passes: PassCount | None = None) -> DividedBackend:

@@ -26,6 +26,12 @@ class Company:
         self._ranks: Collectives | None = None
         self._watch: Watch | None = None
 
+    @property
+    def ranks(self) -> Collectives:
+        """The process group; there is one after `join`."""
+        assert self._ranks is not None, "it was joined"
+        return self._ranks
+
     def join(self, config: LearnerConfig) -> Collectives:
         """The process group for a configuration, which is that of rank 0; made at the first call.
 

@@ -1,8 +1,14 @@
 """Where the ranks of one learner meet: a store of torch.distributed, before there is a group and beside it.
 
-    heterorl/config/N    what rank 0 says is to be trained, in the N-th place; empty: the end
-    heterorl/heard/R     rank R has heard of the end
-    heterorl/beat/R      see `watch`
+    heterorl/hello/R           rank R's newest process is there, by a word that it made up
+    heterorl/welcome/R/WORD    rank 0 has seen it, and names the round
+    heterorl/ROUND/here/R      rank R has seen that
+    heterorl/ROUND/config/N    what rank 0 says is to be trained, in the N-th place; empty: the end
+    heterorl/ROUND/heard/R     rank R has heard of the end
+    heterorl/ROUND/beat/R      see `watch`
+
+A launcher may start the ranks again one by one, beside a store that keeps what dead ones wrote. A round is of processes
+that live: rank 0 names a new one, and is done only when every rank answers to it.
 
 Guarantees: all ranks train by the configuration of rank 0, bit for bit; the others need no file of it. What the ranks
 read beside it must agree: packages and releases, and the model directory of every machine.
@@ -15,6 +21,8 @@ import datetime
 import json
 import os
 import platform
+import secrets
+import time
 from pathlib import Path
 
 import blake3
@@ -32,6 +40,7 @@ _FOREVER = datetime.timedelta(days=365)
 _CONNECT = datetime.timedelta(minutes=5)
 """How long a rank waits for the others to be there."""
 _FAREWELL = datetime.timedelta(seconds=10)
+_POLL_S = 0.05
 _PREFIX = "heterorl"
 
 
@@ -48,17 +57,22 @@ class Meeting:
         """Connect; with a port, to the launcher's store or to one that rank 0 makes.
 
         Raises:
-            RanksApart: the store was not there within five minutes.
+            RanksApart: the store or another rank was not there within five minutes.
         """
         self.place = place
         self._num_said = 0
         try:
-            self._store = self.connect()
+            store = self._open()
+            self._round = _new_round(store, place) if place.rank == 0 else _welcome(store, place)
         except (RuntimeError, OSError) as error:
-            raise RanksApart(f"rank {place.rank} cannot reach {place.host}:{place.port}: {error}") from error
+            raise RanksApart(f"rank {place.rank} does not meet the others: {error}") from error
+        self._store = dist.PrefixStore(self._round, store)
 
     def connect(self) -> dist.Store:
         """One more connection: a store serves one caller at a time, and one may wait for long."""
+        return dist.PrefixStore(self._round, self._open())
+
+    def _open(self) -> dist.Store:
         place = self.place
         if place.file is not None:
             store: dist.Store = dist.FileStore(str(place.file), place.world_size)
@@ -109,6 +123,38 @@ class Meeting:
             raise RanksApart(f"rank {self.place.rank} cannot join the others: {error}") from error
 
 
+def _new_round(store: dist.Store, place: Place) -> str:
+    name = secrets.token_hex(8)
+    deadline = time.monotonic() + _CONNECT.total_seconds()
+    missing = set(range(1, place.world_size))
+    seen: dict[int, bytes] = {}
+    while missing:
+        for rank in sorted(missing):
+            if not store.check([f"hello/{rank}"]):
+                continue
+            word = bytes(store.get(f"hello/{rank}"))
+            if seen.get(rank) != word:
+                # The first may be of a process that has ended.
+                seen[rank] = word
+                store.set(f"welcome/{rank}/{word.decode()}", name)
+            if store.check([f"{name}/here/{rank}"]):
+                missing.remove(rank)
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"nothing is heard of rank {min(missing)}")
+        time.sleep(_POLL_S)
+    return name
+
+
+def _welcome(store: dist.Store, place: Place) -> str:
+    word = secrets.token_hex(8)
+    store.set(f"hello/{place.rank}", word)
+    key = f"welcome/{place.rank}/{word}"
+    store.wait([key], _CONNECT)
+    name = bytes(store.get(key)).decode()
+    store.set(f"{name}/here/{place.rank}", b"")
+    return name
+
+
 def check_alike(ranks: Collectives, *, model_dir: str, device: str) -> None:
     """See that every rank has its device and the same releases, and every machine the same bytes of the model.
 
@@ -119,8 +165,10 @@ def check_alike(ranks: Collectives, *, model_dir: str, device: str) -> None:
         ConfigError: on all ranks; names the first of those that differ from rank 0.
     """
     releases = {
-        "heterorl": heterorl.__version__, "torch": torch.__version__, "python": ".".join(platform.python_version_tuple()[:2]),
-    }  # fmt: skip
+        "heterorl": heterorl.__version__,
+        "torch": str(torch.__version__),
+        "python": ".".join(platform.python_version_tuple()[:2]),
+    }
     place = ranks.place
     digest = ""
     if place.is_first_here and place.local_world_size < place.world_size:

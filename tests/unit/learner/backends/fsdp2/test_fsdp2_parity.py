@@ -81,7 +81,7 @@ def _assert_close(actual, expected, *, tolerance):
     [
         ({}, "gepo"),
         ({"batching": "packed", "gradient_checkpointing": True}, "grpo"),
-        ({}, "eqp"),
+        pytest.param({}, "eqp", marks=pytest.mark.nodes),
         ({"lora": LORA}, "gepo"),
     ],
     ids=["plain", "packed", "coupled", "lora"],
@@ -118,7 +118,7 @@ def test_published_bits_and_passes_over_them_are_those_of_the_torch_backend(conf
     assert np.mean(np.load(path) != published) <= 1e-3
 
 
-@pytest.mark.parametrize("lora", [{}, LORA], ids=["whole", "lora"])
+@pytest.mark.parametrize("lora", [{}, pytest.param(LORA, marks=pytest.mark.nodes)], ids=["whole", "lora"])
 def test_checkpoint_of_torch_comes_back_bit_for_bit_and_continues(config, ranks, tmp_path, lora):
     ours, theirs, path = str(tmp_path / "ours"), str(tmp_path / "theirs"), str(tmp_path / "weights.npy")
     expected = _torch(config("torch", lora=lora), [*STEPS[:2], ["save", theirs], STEPS[2], ["store", path]])

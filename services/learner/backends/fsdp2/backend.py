@@ -24,9 +24,9 @@ from heterorl.learner import progress
 from heterorl.learner.backends.fsdp2.sharding import ShardedEngine, local_part, piece_of, shard
 from heterorl.learner.backends.fsdp2.state import ShardedState
 from heterorl.learner.backends.loading.opened import OpenedModel
-from heterorl.learner.backends.ranks.backend import DividedBackend, check_divisible
-from heterorl.learner.backends.ranks.collectives import Collectives
-from heterorl.learner.backends.ranks.device import rank_device
+from heterorl.learner.backends.ranks.backend import DividedBackend
+from heterorl.learner.backends.ranks.collectives import Collectives, rank_device
+from heterorl.learner.backends.ranks.division import check_divisible
 from heterorl.learner.backends.ranks.opening import open_together
 from heterorl.learner.loss.config import LossConfig
 from heterorl.learner.train.config import Fsdp2BackendConfig

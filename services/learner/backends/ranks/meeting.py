@@ -32,8 +32,7 @@ import torch.distributed as dist
 import heterorl
 from heterorl.common.errors import ConfigError, OperatorError
 from heterorl.learner.backends.loading.shards import weight_files
-from heterorl.learner.backends.ranks.collectives import Collectives
-from heterorl.learner.backends.ranks.device import missing_device
+from heterorl.learner.backends.ranks.collectives import Collectives, missing_device
 from heterorl.learner.backends.ranks.place import Place
 
 _FOREVER = datetime.timedelta(days=365)

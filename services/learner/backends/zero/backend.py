@@ -16,8 +16,9 @@ from heterorl.common.process.clock import Clock
 from heterorl.common.types.common import SamplingSemantics
 from heterorl.common.weights.arena import Layout
 from heterorl.learner import progress
-from heterorl.learner.backends.ranks.backend import DividedBackend, check_divisible
+from heterorl.learner.backends.ranks.backend import DividedBackend
 from heterorl.learner.backends.ranks.collectives import Collectives
+from heterorl.learner.backends.ranks.division import check_divisible
 from heterorl.learner.backends.ranks.opening import open_together
 from heterorl.learner.backends.zero.engine import build_engine
 from heterorl.learner.backends.zero.state import ZeroState

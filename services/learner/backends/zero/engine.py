@@ -22,8 +22,7 @@ from heterorl.common.errors import ConfigError, DependencyMissing
 from heterorl.common.model.packages import check_engine
 from heterorl.learner.backends.loading.empty import replace_parameters
 from heterorl.learner.backends.loading.opened import OpenedModel
-from heterorl.learner.backends.ranks.collectives import Collectives
-from heterorl.learner.backends.ranks.device import rank_device
+from heterorl.learner.backends.ranks.collectives import Collectives, rank_device
 from heterorl.learner.backends.ranks.passes import LogprobModel
 from heterorl.learner.backends.zero.state import ZeroState
 from heterorl.learner.train.config import DeepSpeedBackendConfig

@@ -3,7 +3,7 @@
 import pytest
 
 from heterorl.common.errors import ConfigError
-from heterorl.learner.backends.ranks.device import missing_device, rank_device
+from heterorl.learner.backends.ranks.collectives import missing_device, rank_device
 from heterorl.learner.backends.ranks.place import Place, place_of
 
 TORCHRUN = {

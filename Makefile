@@ -57,7 +57,7 @@ browser:  ## Install Debian's Chromium for the tests of the page; as root
 test-compile: $(SETUP)  ## Compile a learner's passes by a C++ compiler and compare its steps; two minutes
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m compiler
 
-test-nodes: $(SETUP)  ## Train by FSDP2 at 1 and 4 ranks, and by torchrun in network namespaces; as root
+test-nodes: $(SETUP)  ## Train by FSDP2 at 1 and 4 ranks, and by torchrun with a network namespace; as root
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m nodes tests/unit/learner/backends tests/integration/test_torchrun.py
 
 test-gpu: $(SETUP)  ## Run the tests that need a GPU; where there is none they are skipped

@@ -1,6 +1,7 @@
 """A learner on two machines by torchrun: it trains, survives the death of a rank, and trains every group once.
 
-The machines are two agents with a rank each: on loopback, or in network namespaces, where loopback leads nowhere.
+The machines are two agents with a rank each: on loopback, or one in a network namespace of its own,
+from which no coordinator can be reached.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from heterorl.learner.assembly import assemble
 from heterorl.learner.config import LearnerConfig
 from tests.support.hand_fed import fed_config, head_of, push, served_coordinator
 from tests.support.learner_world import rows
-from tests.support.nodes import Agents, Machine, can_make_namespaces, namespaces
+from tests.support.nodes import Agents, Machine, can_make_namespaces, joined_namespace
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 RANK_TIMEOUT_S = 8.0
@@ -26,21 +27,21 @@ RANK_TIMEOUT_S = 8.0
 @contextlib.contextmanager
 def _machines(kind):
     if kind == "loopback":
-        yield Machine(), Machine(), "127.0.0.1"
+        yield Machine(), Machine()
     elif not can_make_namespaces():
         pytest.skip("network namespaces need root and iproute2")
     else:
-        with namespaces() as made:
+        with joined_namespace() as made:
             yield made
 
 
-@pytest.mark.parametrize("kind", ["loopback", pytest.param("namespaces", marks=pytest.mark.nodes)])
+@pytest.mark.parametrize("kind", ["loopback", pytest.param("namespace", marks=pytest.mark.nodes)])
 async def test_killed_rank_ends_all_machines_and_torchrun_goes_on_from_the_checkpoint(tmp_path, kind):
     write_tiny_model(tmp_path / "model", seed=0, hidden_size=32, num_layers=1)
-    with _machines(kind) as (first, second, here):
-        async with served_coordinator(tmp_path, address=here) as (core, port):
+    with _machines(kind) as (first, second):
+        async with served_coordinator(tmp_path) as (core, port):
             backend = {"kind": "fsdp2", "rank_timeout_s": RANK_TIMEOUT_S}
-            config = fed_config(tmp_path, f"{here}:{port}", backend) | {"max_steps": 2}
+            config = fed_config(tmp_path, f"127.0.0.1:{port}", backend) | {"max_steps": 2}
             contract = assemble(LearnerConfig.model_validate({**config, "backend": {"kind": "torch"}})).contract
             (tmp_path / "learner.toml").write_text(tomli_w.dumps(config))
             agents = Agents([first, second], tmp_path / "learner.toml", log=tmp_path / "learner.log", max_restarts=1)

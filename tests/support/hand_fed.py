@@ -24,14 +24,14 @@ from tests.support.links import PLAINTEXT
 
 
 @contextlib.asynccontextmanager
-async def served_coordinator(directory: Path, *, address: str = "127.0.0.1") -> AsyncIterator[tuple[Coordinator, int]]:
+async def served_coordinator(directory: Path) -> AsyncIterator[tuple[Coordinator, int]]:
     """The coordinator and its port."""
     core = await open_coordinator(directory)
     server = Server(max_message_bytes=16 << 20, max_concurrent_rpcs=64, run_id="run", tls=PLAINTEXT)
     policy_pb2_grpc.add_PolicyServiceServicer_to_server(PolicyServicer(core.policy, core.lease), server.grpc)
     rollout_pb2_grpc.add_RolloutServiceServicer_to_server(RolloutServicer(core.rollout), server.grpc)
     run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core.run), server.grpc)
-    port = await server.start(f"{address}:0")
+    port = await server.start("127.0.0.1:0")
     try:
         yield core, port
     finally:

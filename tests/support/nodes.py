@@ -1,4 +1,4 @@
-"""Machines of a learner: torchrun's agents as real processes, on loopback or each in a network namespace of its own."""
+"""Machines of a learner: torchrun's agents as real processes, on loopback or in another network namespace."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def can_make_namespaces() -> bool:
 
 
 @contextlib.contextmanager
-def namespaces() -> Iterator[tuple[Machine, Machine, str]]:
-    """Two machines and the address of this one, joined by a bridge; nothing of one can be reached on another's loopback."""
+def joined_namespace() -> Iterator[tuple[Machine, Machine]]:
+    """This machine, and a second one behind a bridge, which cannot reach what listens on the first one's loopback."""
     mark = f"{os.getpid() % 100000}"
-    bridge, address = f"hrlb{mark}", "10.219.7.1"
+    bridge, name, outer = f"hrlb{mark}", f"hrl{mark}", f"hrlv{mark}"
     made: list[list[str]] = []
 
     def ip(*words: str) -> None:
@@ -48,23 +48,17 @@ def namespaces() -> Iterator[tuple[Machine, Machine, str]]:
     try:
         ip("link", "add", bridge, "type", "bridge")
         made.append(["link", "delete", bridge])
-        ip("address", "add", f"{address}/24", "dev", bridge)
+        ip("address", "add", "10.219.7.1/24", "dev", bridge)
         ip("link", "set", bridge, "up")
-        machines = []
-        for number in range(2):
-            name, outer, own = f"hrl{mark}-{number}", f"hrlv{mark}{number}", f"10.219.7.{number + 2}"
-            ip("netns", "add", name)
-            made.append(["netns", "delete", name])
-            ip("link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", name)
-            ip("link", "set", outer, "master", bridge, "up")
-            for words in (
-                ("address", "add", f"{own}/24", "dev", "eth0"),
-                ("link", "set", "eth0", "up"),
-                ("link", "set", "lo", "up"),
-            ):
-                ip("-n", name, *words)
-            machines.append(Machine(prefix=("ip", "netns", "exec", name), address=own, interface="eth0"))
-        yield machines[0], machines[1], address
+        ip("netns", "add", name)
+        made.append(["netns", "delete", name])
+        ip("link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", name)
+        ip("link", "set", outer, "master", bridge, "up")
+        ip("-n", name, "address", "add", "10.219.7.2/24", "dev", "eth0")
+        ip("-n", name, "link", "set", "eth0", "up")
+        ip("-n", name, "link", "set", "lo", "up")
+        second = Machine(prefix=("ip", "netns", "exec", name), address="10.219.7.2", interface="eth0")
+        yield Machine(address="10.219.7.1", interface=bridge), second
     finally:
         for words in reversed(made):
             subprocess.run(["ip", *words], check=False, capture_output=True)

@@ -188,7 +188,7 @@ def _join_launched(config: LearnerConfig, place: Place) -> Company | None:
 
 
 def _join(config: LearnerConfig, company: Company) -> Company:
-    company.meeting.say(config.model_dump_json().encode())
+    company.meeting.say(config.model_dump_json())
     company.join(config)
     return company
 

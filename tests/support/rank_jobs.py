@@ -138,7 +138,7 @@ def main() -> None:
     for line in sys.stdin:
         table, operations = json.loads(line)
         config = LearnerConfig.model_validate(table)
-        company.meeting.say(config.model_dump_json().encode())
+        company.meeting.say(config.model_dump_json())
         try:
             backend = build_divided(config, company.join(config))
         except HeterorlError as error:

@@ -12,6 +12,7 @@ import os
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from heterorl.learner.backends.ranks.place import Place
 
@@ -23,7 +24,7 @@ OPERATION_TIMEOUT = datetime.timedelta(minutes=30)
 class Collectives:
     """The process group of one learner's ranks; all of them call the same methods in the same order."""
 
-    def __init__(self, *, place: Place, store: dist.Store, device: str) -> None:
+    def __init__(self, *, place: Place, store: Store, device: str) -> None:
         """Join the others.
 
         Args:

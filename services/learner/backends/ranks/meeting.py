@@ -27,7 +27,7 @@ from pathlib import Path
 
 import blake3
 import torch
-import torch.distributed as dist
+from torch.distributed import FileStore, PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
 import heterorl
 from heterorl.common.errors import ConfigError, OperatorError
@@ -65,42 +65,42 @@ class Meeting:
             self._round = _new_round(store, place) if place.rank == 0 else _welcome(store, place)
         except (RuntimeError, OSError) as error:
             raise RanksApart(f"rank {place.rank} does not meet the others: {error}") from error
-        self._store = dist.PrefixStore(self._round, store)
+        self._store = PrefixStore(self._round, store)
 
-    def connect(self) -> dist.Store:
+    def connect(self) -> Store:
         """One more connection: a store serves one caller at a time, and one may wait for long."""
-        return dist.PrefixStore(self._round, self._open())
+        return PrefixStore(self._round, self._open())
 
-    def _open(self) -> dist.Store:
+    def _open(self) -> Store:
         place = self.place
         if place.file is not None:
-            store: dist.Store = dist.FileStore(str(place.file), place.world_size)
+            store: Store = FileStore(str(place.file), place.world_size)
         else:
             # The launcher's own rule of who makes the store. One process may make it twice: they are then one.
-            rendezvous = dist.rendezvous(
+            stores = rendezvous(
                 f"tcp://{_bracketed(place.host)}:{place.port}",
                 rank=place.rank,
                 world_size=place.world_size,
                 timeout=_CONNECT,
             )
-            store = next(rendezvous)[0]
-        return dist.PrefixStore(_PREFIX, store)
+            store = next(stores)[0]
+        return PrefixStore(_PREFIX, store)
 
-    def say(self, config: bytes) -> None:
+    def say(self, config: str) -> None:
         """Tell the other ranks what to train."""
         self._store.set(f"config/{self._num_said}", config)
         self._num_said += 1
 
-    def hear(self) -> bytes:
+    def hear(self) -> str:
         """What rank 0 says is to be trained; empty when nothing is any more."""
         key = f"config/{self._num_said}"
         self._store.wait([key], _FOREVER)
         self._num_said += 1
-        return bytes(self._store.get(key))
+        return bytes(self._store.get(key)).decode()
 
     def end(self) -> None:
         """Tell the others that all is done, and wait a little for them, as the store may end with this process."""
-        self.say(b"")
+        self.say("")
         others = [f"heard/{rank}" for rank in range(1, self.place.world_size)]
         # What is late sees the store gone.
         with contextlib.suppress(RuntimeError):
@@ -108,7 +108,7 @@ class Meeting:
 
     def note_end(self) -> None:
         """Tell rank 0 that this rank knows of the end."""
-        self._store.set(f"heard/{self.place.rank}", b"")
+        self._store.set(f"heard/{self.place.rank}", "")
 
     def join(self, *, device: str) -> Collectives:
         """Make the process group; every rank calls it once.
@@ -122,7 +122,7 @@ class Meeting:
             raise RanksApart(f"rank {self.place.rank} cannot join the others: {error}") from error
 
 
-def _new_round(store: dist.Store, place: Place) -> str:
+def _new_round(store: Store, place: Place) -> str:
     name = secrets.token_hex(8)
     deadline = time.monotonic() + _CONNECT.total_seconds()
     missing = set(range(1, place.world_size))
@@ -144,13 +144,13 @@ def _new_round(store: dist.Store, place: Place) -> str:
     return name
 
 
-def _welcome(store: dist.Store, place: Place) -> str:
+def _welcome(store: Store, place: Place) -> str:
     word = secrets.token_hex(8)
     store.set(f"hello/{place.rank}", word)
     key = f"welcome/{place.rank}/{word}"
     store.wait([key], _CONNECT)
     name = bytes(store.get(key)).decode()
-    store.set(f"{name}/here/{place.rank}", b"")
+    store.set(f"{name}/here/{place.rank}", "")
     return name
 
 

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 
-import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from heterorl.common.errors import OperatorError
 from heterorl.learner.backends.ranks.place import Place
@@ -49,7 +49,7 @@ class Watch:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Store,
         place: Place,
         *,
         timeout_s: float,

@@ -75,13 +75,13 @@ def test_ranks_of_a_new_round_never_hear_what_was_said_in_the_last(tmp_path):
             thread.start()
         for thread in threads:
             thread.join(20)
-        results[0].say(f"run {number}".encode())
-        assert results[1].hear() == f"run {number}".encode()
+        results[0].say(f"run {number}")
+        assert results[1].hear() == f"run {number}"
         rounds.append(results)
 
     rounds[1][1].note_end()
     rounds[1][0].end()
-    assert rounds[1][1].hear() == b""
+    assert rounds[1][1].hear() == ""
 
 
 def test_digest_of_a_model_is_of_its_bytes(tmp_path):

@@ -27,7 +27,7 @@ def test_no_launcher_is_no_place(environment):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("RANK", "8"), ("RANK", "-1"), ("RANK", "one"), ("WORLD_SIZE", "5"), ("LOCAL_RANK", ""), ("LOCAL_RANK", "4"),
+        ("RANK", "8"), ("RANK", "-1"), ("RANK", "one"), ("WORLD_SIZE", ""), ("LOCAL_RANK", ""), ("LOCAL_RANK", "4"),
         ("LOCAL_WORLD_SIZE", "9"), ("MASTER_PORT", ""), ("MASTER_PORT", "65536"), ("MASTER_ADDR", ""),
     ],
 )  # fmt: skip

@@ -51,7 +51,7 @@ demo: $(SETUP)  ## Train a small model by GEPO with samplers 64 versions behind;
 	$(BIN)/heterorl demo
 
 test: $(SETUP)  ## Run all tests with coverage, or one part without: T=tests/unit/sampler
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(if $(T),,-n 2 --cov --cov-report=) -q -m "not image and not compiler" --ignore tests/gpu $(T)
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(if $(T),,-n 2 --cov --cov-report=) -q -m "not image and not compiler and not nodes" --ignore tests/gpu $(T)
 	$(if $(T),,$(BIN)/coverage report --skip-covered --fail-under=90 | tail -n 40)
 
 test-fast: $(SETUP)  ## Run the tests that start no processes
@@ -69,6 +69,9 @@ browser:  ## Install Debian's Chromium for the tests of the page; as root
 
 test-compile: $(SETUP)  ## Compile a learner's passes by a C++ compiler and compare its steps; two minutes
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m compiler
+
+test-nodes: $(SETUP)  ## Train by FSDP2 at 1 and 4 ranks, and by torchrun with a network namespace; as root
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m nodes tests/unit/learner/backends tests/integration/test_torchrun.py
 
 test-gpu: $(SETUP)  ## Run the tests that need a GPU; where there is none they are skipped
 	$(PYTEST_GPU) -q -s tests/gpu

@@ -101,7 +101,7 @@ def measure(job: dict[str, Any], *, checkout: Path = ROOT) -> dict[str, Any]:
 def _work(job: dict[str, Any]) -> dict[str, Any]:
     """The job, in its process: rank 0."""
     from heterorl.learner.assembly import build_backend, build_deepspeed, join_ranks
-    from heterorl.learner.backends.zero.ranks import LocalRanks
+    from heterorl.learner.backends.ranks.local import LocalRanks
     from heterorl.learner.config import LearnerConfig
 
     def config(model_dir: str) -> LearnerConfig:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -30,7 +31,7 @@ from heterorl.cli.samples.command import samples
 from heterorl.cli.samples.view import view
 from heterorl.cli.service_config import Service, load_service
 from heterorl.cli.tokens import join
-from heterorl.common.errors import HeterorlError
+from heterorl.common.errors import ConfigError, HeterorlError
 from heterorl.common.model.directory import check_model_dir
 from heterorl.common.process.config import explain, read_tables
 
@@ -92,7 +93,9 @@ def _who(service: Service, config: Any = None) -> dict[str, str]:
     return who | {"run": getattr(config, "run_id", ""), "site": getattr(config, "site", "")}
 
 
-def _serve(service: Service, config: Path | None, overrides: list[str] | None, log: LogStyle, **options: int) -> None:
+def _serve(
+    service: Service, config: Path | None, overrides: list[str] | None, log: LogStyle, **options: Any
+) -> NoReturn:
     from heterorl.common.process import logs
     from heterorl.common.rpc.allocator import keep_freed_frames
 
@@ -119,10 +122,29 @@ def learner(
     config: ConfigOption = None,
     set_: SetOption = None,
     log: LogOption = "console",
-    nproc: Annotated[int, typer.Option(help="Processes; more than 1 needs backend deepspeed.", min=1)] = 1,
+    nproc: Annotated[
+        int, typer.Option(help="Processes of this machine; more than 1 needs backend fsdp2 or deepspeed.", min=1)
+    ] = 1,
 ) -> None:
-    """Run the learner: streams whole groups, takes optimizer steps, publishes versions."""
-    _serve("learner", config, set_, log, num_ranks=nproc)
+    """Run the learner: streams whole groups, takes optimizer steps, publishes versions.
+
+    On several machines: `torchrun --nnodes 2 --nproc-per-node 8 ... -m heterorl learner --config learner.toml`. Rank 0
+    alone reads the configuration and knows the coordinator.
+    """
+    from heterorl.learner.backends.ranks.place import place_of
+
+    place = place_of(os.environ)
+    if place is None:
+        _serve("learner", config, set_, log, num_ranks=nproc)
+    if nproc > 1:
+        raise ConfigError("--nproc", "a launcher has started the processes already", action="remove it")
+    if place.rank == 0:
+        _serve("learner", config, set_, log, place=place)
+    from heterorl.common.process import logs
+    from heterorl.learner.rank import follow
+
+    logs.configure(style=log, fields=_who("learner"))
+    raise typer.Exit(follow(place))
 
 
 @app.command(rich_help_panel=RUN)

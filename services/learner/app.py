@@ -47,6 +47,7 @@ from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.policy import LeaseGrant
 from heterorl.common.weights.parallel import num_threads
 from heterorl.learner.assembly import Parts, assemble
+from heterorl.learner.backends.ranks.place import Place
 from heterorl.learner.checks.examiner import Examiner
 from heterorl.learner.checks.versions import RecentVersions
 from heterorl.learner.config import LearnerConfig
@@ -69,21 +70,27 @@ from heterorl.learner.run.run_result import RunResult
 _LOG = logging.getLogger(__name__)
 
 
-async def main(config: LearnerConfig, *, num_ranks: int = 1) -> int:
-    """Train on so many processes of this machine until max_steps or a signal; returns the exit code 0."""
+async def main(config: LearnerConfig, *, num_ranks: int = 1, place: Place | None = None) -> int:
+    """Train until max_steps or a signal; returns the exit code 0.
+
+    Args:
+        config: the learner's.
+        num_ranks: processes of this machine.
+        place: of rank 0, where a launcher has started the processes.
+    """
     stop = asyncio.Event()
     clock = SystemClock()
     notifier = notify.from_environment()
     notify.on_stop((signal.SIGTERM, signal.SIGINT), notifier=notifier, stop=stop.set)
     async with notify.supervised(notifier, clock):
-        await _train(config, num_ranks, clock, stop, notifier)
+        parts = await in_thread(assemble, config, num_ranks=num_ranks, place=place)
+        await _train(config, parts, clock, stop, notifier)
     return 0
 
 
 async def _train(
-    config: LearnerConfig, num_ranks: int, clock: Clock, stop: asyncio.Event, notifier: notify.Notifier
+    config: LearnerConfig, parts: Parts, clock: Clock, stop: asyncio.Event, notifier: notify.Notifier
 ) -> None:
-    parts = await in_thread(assemble, config, num_ranks=num_ranks)
     make_directory(config.state_dir)
     metrics.watch_disk(config.state_dir)
     observe_start()

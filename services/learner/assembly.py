@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,11 +21,15 @@ from heterorl.common.tasks.sources.revision import NOTES
 from heterorl.common.tasks.task import Task
 from heterorl.common.types.common import NO_LORA, Contract
 from heterorl.learner.backends.backend import TrainBackend
+from heterorl.learner.backends.fsdp2.backend import Fsdp2Backend
+from heterorl.learner.backends.ranks.backend import DividedBackend
+from heterorl.learner.backends.ranks.collectives import Collectives
+from heterorl.learner.backends.ranks.company import Company
+from heterorl.learner.backends.ranks.local import LocalRanks
+from heterorl.learner.backends.ranks.place import Place
 from heterorl.learner.backends.torch import TorchBackend
 from heterorl.learner.backends.zero.backend import DeepSpeedBackend
-from heterorl.learner.backends.zero.collectives import Collectives
 from heterorl.learner.backends.zero.engine import import_deepspeed
-from heterorl.learner.backends.zero.ranks import LocalRanks
 from heterorl.learner.checks.examiner import Yardstick
 from heterorl.learner.checks.replay import Replayer
 from heterorl.learner.checks.rewards import check_trust, tried_here
@@ -35,7 +37,7 @@ from heterorl.learner.config import LearnerConfig
 from heterorl.learner.evaluate import Evaluator
 from heterorl.learner.progress import PassCount
 from heterorl.learner.publish.canary import Canary
-from heterorl.learner.train.config import DeepSpeedBackendConfig, TorchBackendConfig
+from heterorl.learner.train.config import DeepSpeedBackendConfig, Fsdp2BackendConfig, TorchBackendConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +56,21 @@ class Parts:
     """Ends the other ranks and what computes rewards; for an orderly end: they end with this process anyway."""
 
 
-def assemble(config: LearnerConfig, *, num_ranks: int = 1) -> Parts:
+def assemble(config: LearnerConfig, *, num_ranks: int = 1, place: Place | None = None) -> Parts:
     """Load the model and everything that goes with it; start the other ranks, if there are to be any.
+
+    Args:
+        config: the learner's.
+        num_ranks: processes of this machine to be.
+        place: of this one, rank 0, where a launcher has started all ranks.
 
     Raises:
         ConfigError: key, model, tokenizer or task cannot be loaded.
     """
     signer = None if config.signing_key is None else load_signer(config.signing_key)
     check_model_dir(config.model_dir)
+    # First, so that the others do not wait for a task, and a machine with another model is known at once.
+    company = None if place is None else _join_launched(config, place)
     prompter = Prompter(
         config.model_dir,
         use_chat_template=config.use_chat_template,
@@ -75,7 +84,7 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1) -> Parts:
         try_reward(tried_here(task, asks_others=bool(config.evaluation.every_versions)), prompter)
     sampling = config.sampling.semantics()
     passes = PassCount()
-    backend, close_backend = build_backend(config, num_ranks, passes)
+    backend, close_backend = build_backend(config, num_ranks, passes, company=company)
     model: Any = backend.torch_model
     contract = build_contract(
         tokenizer=prompter.tokenizer,
@@ -87,15 +96,18 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1) -> Parts:
         group_size=config.group_size,
         sampling=sampling,
         end_token_ids=config.sampling.end_token_ids or prompter.end_token_ids,
-        lora=backend.lora if isinstance(backend, TorchBackend) else NO_LORA,
+        lora=backend.lora if isinstance(backend, TorchBackend | Fsdp2Backend) else NO_LORA,
     )
     evaluator = _build_evaluator(config, task, prompter) if config.evaluation.every_versions else None
-    # In ZeRO stage 3 no rank alone has the weights, and versions are published without a canary.
-    is_whole = isinstance(config.backend, TorchBackendConfig) or config.backend.stage < 3
+    # In ZeRO stage 3 and FSDP2 no rank alone has the weights, and versions are published without a canary.
+    options = config.backend
+    is_whole = isinstance(options, TorchBackendConfig) or (
+        isinstance(options, DeepSpeedBackendConfig) and options.stage < 3
+    )
     texts = canary_texts(task, prompter)
     canary = Canary(model, texts, temperature=sampling.logprob_temperature) if is_whole else None
     if config.verification.max_log_ratio > 0 and not is_whole:
-        raise ConfigError("verification.max_log_ratio", "in ZeRO stage 3 no rank has the weights", action="set it to 0")
+        raise ConfigError("verification.max_log_ratio", "no rank has the whole weights", action="set it to 0")
     replayer = None
     if config.verification.logprob_floor > 0:
         replayer = Replayer(
@@ -120,9 +132,9 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1) -> Parts:
 
 
 def build_backend(
-    config: LearnerConfig, num_ranks: int, passes: PassCount | None = None
+    config: LearnerConfig, num_ranks: int, passes: PassCount | None = None, *, company: Company | None = None
 ) -> tuple[TrainBackend, Callable[[], None]]:
-    """The backend of rank 0, with the other ranks started, and what ends them.
+    """The backend of rank 0, and what ends the other ranks; starts those, unless a launcher has.
 
     Raises:
         ConfigError: the backend is one process, or cannot be built.
@@ -131,7 +143,9 @@ def build_backend(
     options = config.backend
     if isinstance(options, TorchBackendConfig):
         if num_ranks > 1:
-            raise ConfigError("--nproc", "backend torch is one process", action="set backend.kind to deepspeed")
+            raise ConfigError(
+                "--nproc", "backend torch is one process", action="set backend.kind to fsdp2 or deepspeed"
+            )
         if options.threads:
             torch.set_num_threads(options.threads)
         sampling = config.sampling.semantics()
@@ -144,41 +158,65 @@ def build_backend(
             passes=passes,
         )
         return single, lambda: None
-    if config.lora.is_on:
-        raise ConfigError("lora", "backend deepspeed trains all weights", action="remove [lora] or use backend torch")
-    # Before processes are started, which would all miss it.
-    import_deepspeed(options.device)
-    local = LocalRanks(num_ranks)
-    local.configure(config)
-    ranks = join_ranks(config, rank=0, num_ranks=num_ranks, rendezvous=local.rendezvous)
-    backend = build_deepspeed(config, ranks, passes)
+    _check_divided(config)
+    local: LocalRanks | None = None
+    if company is None:
+        local = LocalRanks(num_ranks)
+        company = _join(config, Company(local.place))
+    backend = build_divided(config, company.ranks, passes)
+
+    joined = company
 
     def close() -> None:
         backend.stop()
-        local.close()
-        ranks.leave()
+        joined.meeting.end()
+        joined.leave()
+        if local is not None:
+            local.close()
 
     return backend, close
 
 
-def join_ranks(config: LearnerConfig, *, rank: int, num_ranks: int, rendezvous: Path) -> Collectives:
-    """Meet the other ranks of a learner that is divided; every rank calls it once."""
-    # All cores for every rank would be threads that wait for each other.
-    torch.set_num_threads(config.backend.threads or max(1, (os.cpu_count() or 1) // num_ranks))
-    device = "cuda" if config.backend.device.startswith("cuda") else "cpu"
-    return Collectives(rank=rank, world_size=num_ranks, rendezvous=rendezvous, device=device)
+def _join_launched(config: LearnerConfig, place: Place) -> Company | None:
+    if isinstance(config.backend, TorchBackendConfig):
+        if place.world_size > 1:
+            problem = f"backend torch is one process, and the launcher started {place.world_size}"
+            raise ConfigError("backend.kind", problem, action="set backend.kind to fsdp2 or deepspeed")
+        return None
+    _check_divided(config)
+    return _join(config, Company(place))
 
 
-def build_deepspeed(config: LearnerConfig, ranks: Collectives, passes: PassCount | None = None) -> DeepSpeedBackend:
+def _join(config: LearnerConfig, company: Company) -> Company:
+    company.meeting.say(config.model_dump_json())
+    company.join(config)
+    return company
+
+
+def _check_divided(config: LearnerConfig) -> None:
+    if isinstance(config.backend, DeepSpeedBackendConfig):
+        if config.lora.is_on:
+            raise ConfigError("lora", "backend deepspeed trains all weights", action="use backend fsdp2 or torch")
+        # Before the other ranks begin, which would all miss it.
+        import_deepspeed(config.backend.device)
+
+
+def build_divided(config: LearnerConfig, ranks: Collectives, passes: PassCount | None = None) -> DividedBackend:
     """This rank's part of a backend that all ranks build together."""
-    assert isinstance(config.backend, DeepSpeedBackendConfig)
+    options, sampling = config.backend, config.sampling.semantics()
+    if isinstance(options, Fsdp2BackendConfig):
+        return Fsdp2Backend(
+            model_dir=config.model_dir,
+            config=options,
+            loss=config.loss,
+            sampling=sampling,
+            ranks=ranks,
+            lora=config.lora,
+            passes=passes,
+        )
+    assert isinstance(options, DeepSpeedBackendConfig)
     return DeepSpeedBackend(
-        model_dir=config.model_dir,
-        config=config.backend,
-        loss=config.loss,
-        sampling=config.sampling.semantics(),
-        ranks=ranks,
-        passes=passes,
+        model_dir=config.model_dir, config=options, loss=config.loss, sampling=sampling, ranks=ranks, passes=passes
     )
 
 

@@ -1,7 +1,8 @@
-"""A rank of a learner other than rank 0: `python -m heterorl.learner.rank`, started by `local_ranks`.
+"""A rank of a learner other than rank 0, started by `ranks.local` (`python -m heterorl.learner.rank`) or by torchrun.
 
-Guarantees: it does what rank 0 says and nothing else, talks to no coordinator, and ends when rank 0 does. Signals that
-stop a service reach all processes of a terminal or a unit; here they are ignored, because rank 0 ends in order.
+Guarantees: it does what rank 0 says and nothing else, reads no configuration of its own, talks to no coordinator, and
+ends when rank 0 does. Signals that stop a service reach all processes of a terminal or a unit; here they are ignored,
+because rank 0 ends in order.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import queue
 import signal
 import sys
 import threading
@@ -17,42 +17,56 @@ from pathlib import Path
 
 from heterorl.common.errors import HeterorlError
 from heterorl.common.process import logs
+from heterorl.learner.backends.ranks.place import Place, local_place
+
+EXIT_CODE = 1
+"""Of a rank that was left alone; a launcher starts all of them again."""
 
 
 def main() -> None:
-    """Follow rank 0 through one backend after another until its pipe closes."""
+    """Follow the learner that started this process, until its pipe closes."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--world-size", type=int, required=True)
     parser.add_argument("--rendezvous", type=Path, required=True)
     arguments = parser.parse_args()
+    # Before what takes seconds to load: rank 0 may end at any moment, and the thread sees it.
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    logs.configure_as_parent()
+    place = local_place(arguments.rank, num_ranks=arguments.world_size, file=arguments.rendezvous)
+    sys.exit(follow(place))
+
+
+def follow(place: Place) -> int:
+    """Follow rank 0 through one backend after another; returns the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    logs.configure_as_parent()
-    lines: queue.Queue[str] = queue.Queue()
-    threading.Thread(target=_read, args=(lines,), daemon=True).start()
-    # Only now what takes seconds to load: rank 0 may end at any moment, and the thread sees it.
-    from heterorl.learner.assembly import build_deepspeed, join_ranks
-    from heterorl.learner.backends.zero.collectives import Collectives
+    from heterorl.learner.assembly import build_divided
+    from heterorl.learner.backends.ranks.company import Company
     from heterorl.learner.config import LearnerConfig
 
-    ranks: Collectives | None = None
-    while True:
-        config = LearnerConfig.model_validate_json(lines.get())
-        if ranks is None:
-            ranks = join_ranks(
-                config, rank=arguments.rank, num_ranks=arguments.world_size, rendezvous=arguments.rendezvous
-            )
+    log = logging.getLogger(__name__)
+    company = Company(place)
+    while text := company.meeting.hear():
+        config = LearnerConfig.model_validate_json(text)
         try:
-            build_deepspeed(config, ranks).follow()
+            build_divided(config, company.join(config)).follow()
         except HeterorlError as error:
             # Rank 0 meets the same and says so; this one is then told what is next, or ended.
-            logging.getLogger(__name__).warning("rank %d: %s", arguments.rank, error)
+            log.warning("rank %d: %s", place.rank, error)
+        except RuntimeError as error:
+            # Of torch: a rank is gone, and the connection with it.
+            log.error("rank %d ends: %s", place.rank, (str(error).splitlines() or ["?"])[0])
+            logging.shutdown()
+            # The group cannot be left in order any more.
+            os._exit(EXIT_CODE)
+    company.leave()
+    return 0
 
 
-def _read(lines: queue.Queue[str]) -> None:
-    for line in sys.stdin:
-        lines.put(line)
+def _end_with_input() -> None:
+    while sys.stdin.readline():
+        pass
     # The main thread may be in an operation that nothing interrupts.
     logging.shutdown()
     os._exit(0)

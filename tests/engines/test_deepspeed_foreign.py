@@ -3,8 +3,8 @@
 import pytest
 
 from heterorl.learner.config import LearnerConfig
-from tests.engines.zero_jobs import Ranks
 from tests.support.foreign import foreign_project
+from tests.support.rank_jobs import Ranks
 from tests.support.training import tiny_model
 
 pytestmark = pytest.mark.timeout(600)

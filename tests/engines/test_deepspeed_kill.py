@@ -1,7 +1,6 @@
 """A rank is killed in the middle of a step: all ranks end, and a restart trains every group once."""
 
 import asyncio
-import dataclasses
 import os
 import signal
 import subprocess
@@ -11,53 +10,19 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from heterorl.common.types.rollout import FinishReason, PushStatus
-from heterorl.common.types.run import Registration
-from heterorl.common.wire.policy import manifest_from_bytes
-from heterorl.coordinator.rpc.server import Server
-from heterorl.coordinator.servicers.policy import PolicyServicer
-from heterorl.coordinator.servicers.rollout import RolloutServicer
-from heterorl.coordinator.servicers.run import RunServicer
 from heterorl.demo.tiny_model import write_tiny_model
 from heterorl.learner.assembly import assemble
 from heterorl.learner.config import LearnerConfig
-from heterorl.v1 import policy_pb2_grpc, rollout_pb2_grpc, run_pb2_grpc
-from tests.support.learner_world import INCARNATION, SITE, make_group, open_coordinator, rows
-from tests.support.links import PLAINTEXT
+from tests.support.hand_fed import fed_config, head_of, push, served_coordinator, until_leased
+from tests.support.learner_world import rows
 
 pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture
 async def served(tmp_path):
-    core = await open_coordinator(tmp_path)
-    server = Server(max_message_bytes=16 << 20, max_concurrent_rpcs=64, run_id="run", tls=PLAINTEXT)
-    policy_pb2_grpc.add_PolicyServiceServicer_to_server(PolicyServicer(core.policy, core.lease), server.grpc)
-    rollout_pb2_grpc.add_RolloutServiceServicer_to_server(RolloutServicer(core.rollout), server.grpc)
-    run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(core.run), server.grpc)
-    port = await server.start("127.0.0.1:0")
-    yield core, port
-    await core.end_streams()
-    await server.stop(1.0)
-    await core.close()
-
-
-def _config(tmp_path, port):
-    return {
-        "coordinator": f"127.0.0.1:{port}",
-        "tls": {"insecure": True},
-        "model_dir": str(tmp_path / "model"),
-        "state_dir": str(tmp_path / "learner"),
-        "task": {"name": "arithmetic", "digits": 1},
-        "sampling": {"max_new_tokens": 8},
-        "group_size": 2,
-        "groups_per_step": 2,
-        "max_steps": 4,
-        "metrics_port": 0,
-        "backend": {"kind": "deepspeed", "stage": 2, "lr": 1e-3, "threads": 1},
-        # The test pushes groups of no task.
-        "verification": {"recompute_rewards": False},
-    }
+    async with served_coordinator(tmp_path) as (core, port):
+        yield core, port
 
 
 class Learner:
@@ -84,65 +49,22 @@ class Learner:
         return await asyncio.to_thread(self.process.wait)
 
 
-async def _head(core, version):
-    async for update in core.watch_head(after_version=version - 1):
-        return update.version
-    raise AssertionError("the stream ended")
-
-
-def _ended(rollout, eos_token_id):
-    """The rollout with tokens of the tiny vocabulary, the end token at its end alone."""
-    ids = rollout.token_ids % 16
-    ids[ids == eos_token_id] = (eos_token_id + 1) % 16
-    ids[-1] = eos_token_id
-    return dataclasses.replace(rollout, token_ids=ids, finish_reason=FinishReason.EOS)
-
-
-async def _push(core, contract, numbers):
-    head = (await core.get_status()).head_version
-    manifest = manifest_from_bytes((await core.get_signed_manifest(version=head)).data)
-    await core.register(
-        Registration(
-            site=SITE, incarnation=INCARNATION, contract=contract, engine="test", dtype="fp32", max_delay_versions=0
-        )
-    )
-    grant = await core.lease_work(site=SITE, incarnation=INCARNATION, max_groups=len(numbers), policy_version=head)
-    groups = []
-    for number, work in zip(numbers, grant.assignments, strict=True):
-        group = make_group(
-            number,
-            assignment=work.id,
-            prompt_index=work.prompt_index,
-            version=head,
-            state_root=manifest.state_root,
-        )
-        rollouts = tuple(_ended(entry, contract.end_token_ids[0]) for entry in group.rollouts)
-        groups.append(dataclasses.replace(group, rollouts=rollouts))
-    outcomes = await core.push_groups(groups)
-    assert [outcome.status for outcome in outcomes] == [PushStatus.ACCEPTED] * len(groups)
-
-
-async def _until_leased(core, count):
-    while (await core.get_status()).ledger.leased < count:  # noqa: ASYNC110 - a lease rings no bell
-        await asyncio.sleep(0.05)
-
-
 async def test_rank_killed_in_a_step_ends_all_and_a_restart_trains_every_group_once(served, tmp_path):
     core, port = served
     write_tiny_model(tmp_path / "model", seed=0, hidden_size=32, num_layers=1)
-    config = _config(tmp_path, port)
+    config = fed_config(tmp_path, f"127.0.0.1:{port}", {"kind": "deepspeed", "stage": 2})
     contract = assemble(LearnerConfig.model_validate({**config, "backend": {"kind": "torch"}})).contract
 
     first = Learner(tmp_path, config)
     try:
-        await _head(core, 0)
-        await _push(core, contract, [1, 2])
-        await _head(core, 1)
+        await head_of(core, 0)
+        await push(core, contract, [1, 2])
+        await head_of(core, 1)
         [rank] = first.ranks()
         # Stopped, it lets rank 0 wait inside the step for as long as the test likes.
         os.kill(rank, signal.SIGSTOP)
-        await _push(core, contract, [3, 4])
-        await _until_leased(core, 2)
+        await push(core, contract, [3, 4])
+        await until_leased(core, 2)
         os.kill(rank, signal.SIGKILL)
         code = await first.end()
     finally:
@@ -152,10 +74,10 @@ async def test_rank_killed_in_a_step_ends_all_and_a_restart_trains_every_group_o
 
     second = Learner(tmp_path, config)
     try:
-        await _head(core, 2)
-        await _push(core, contract, [5, 6])
-        await _head(core, 3)
-        await _push(core, contract, [7, 8])
+        await head_of(core, 2)
+        await push(core, contract, [5, 6])
+        await head_of(core, 3)
+        await push(core, contract, [7, 8])
         second_code = await second.end()
     finally:
         second.process.kill()

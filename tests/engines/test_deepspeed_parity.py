@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from heterorl.learner.backends.torch import TorchBackend
 from heterorl.learner.config import LearnerConfig
-from tests.engines.zero_jobs import Ranks, run_job
+from tests.support.rank_jobs import Ranks, run_job
 from tests.support.training import tiny_model
 
 pytestmark = pytest.mark.timeout(600)

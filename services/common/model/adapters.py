@@ -7,6 +7,7 @@ function of the module's name alone, so every node begins with the same adapters
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 
 import blake3
 import numpy as np
@@ -32,11 +33,8 @@ class LoraLinear(nn.Linear):
         self.register_parameter("bias", base.bias)
         self.scale = alpha / rank
         like = {"device": base.weight.device, "dtype": base.weight.dtype}
-        seed = int.from_bytes(blake3.blake3(name.encode()).digest()[:8], "little")
-        # numpy, not torch: its stream of PCG64 doubles is the same on every machine and in every release.
-        bound = 1.0 / math.sqrt(base.in_features)
-        start = np.random.Generator(np.random.PCG64(seed)).random((rank, base.in_features)) * (2 * bound) - bound
-        self.lora_a = nn.Parameter(torch.from_numpy(start.astype(np.float32)).to(**like))  # type: ignore[call-overload]
+        start = _start_of_a(name, (rank, base.in_features))
+        self.lora_a = nn.Parameter(start.to(**like))  # type: ignore[call-overload]
         self.lora_b = nn.Parameter(torch.zeros(base.out_features, rank, **like))  # type: ignore[call-overload]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - nn.Linear's name
@@ -93,15 +91,42 @@ def has_adapters(model: nn.Module) -> bool:
     return any(isinstance(module, LoraLinear) for module in model.modules())
 
 
+def start_of(name: str, shape: Sequence[int]) -> torch.Tensor | None:
+    """Where an adapter's tensor starts, in fp32; None for the name of any other tensor."""
+    module, _, part = name.rpartition(".")
+    if part not in PARTS:
+        return None
+    return _start_of_a(module, shape) if part == PARTS[0] else torch.zeros(*shape)
+
+
 def base_digest(model: nn.Module) -> Digest:
     """Blake3 over names, shapes and bf16-rounded values of all weights, adapters left out.
 
     Rounded, so that nodes that compute in bf16 and in fp32 agree on a base model stored in either.
     """
+    state = model.state_dict()
+    return digest_of(state, state.__getitem__)
+
+
+def digest_of(state: Mapping[str, torch.Tensor], read: Callable[[str], torch.Tensor]) -> Digest:
+    """`base_digest` of a model whose weights are elsewhere.
+
+    Args:
+        state: names, types and shapes.
+        read: the values of a name.
+    """
     hasher = blake3.blake3(b"heterorl base 1")
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor in sorted(state.items()):
         if tensor.is_floating_point() and name.rpartition(".")[2] not in PARTS:
             hasher.update(f"{name}\n{tuple(tensor.shape)}\n".encode())
-            bits = tensor.detach().to(device="cpu", dtype=torch.bfloat16).contiguous().view(torch.int16)
+            bits = read(name).detach().to(device="cpu", dtype=torch.bfloat16).contiguous().view(torch.int16)
             hasher.update(bits.numpy().astype("<i2", copy=False).tobytes())
     return Digest(hasher.hexdigest())
+
+
+def _start_of_a(module: str, shape: Sequence[int]) -> torch.Tensor:
+    seed = int.from_bytes(blake3.blake3(module.encode()).digest()[:8], "little")
+    # numpy, not torch: its stream of PCG64 doubles is the same on every machine and in every release.
+    bound = 1.0 / math.sqrt(shape[1])
+    start = np.random.Generator(np.random.PCG64(seed)).random(tuple(shape)) * (2 * bound) - bound
+    return torch.from_numpy(start.astype(np.float32))

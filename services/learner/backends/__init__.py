@@ -1,4 +1,4 @@
-"""Engines that train: one Protocol, and everything torch behind it. `zero` divides the state over ranks.
+"""Engines that train: one Protocol, and everything torch behind it. `fsdp2` and `zero` divide it.
 
 fp32 masters; what is published is rounded from them bit for bit. Open `backend` first, then `torch`.
 """

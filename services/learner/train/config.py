@@ -61,8 +61,19 @@ class TorchBackendConfig(_Training):
     only; empty is model_dir, that is version 0."""
 
 
-class DeepSpeedBackendConfig(_Training):
-    """One process for each device of this machine (`heterorl learner --nproc N`), joined by DeepSpeed's ZeRO."""
+class _Ranks(_Training):
+    """What backends of several processes have."""
+
+    rank_timeout_s: float = Field(default=60.0, ge=2.0, le=3600.0)
+    """How long a process of the learner may give no sign of life, seconds, where they were started by torchrun; then
+    all of them end, on all machines, with exit code 1. A quarter more passes at most."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """cuda gives each process the GPU of its number on its machine, LOCAL_RANK."""
+
+
+class DeepSpeedBackendConfig(_Ranks):
+    """One process for each device of one machine (`heterorl learner --nproc N`) or of many (torchrun), joined by
+    DeepSpeed's ZeRO."""
 
     kind: Literal["deepspeed"] = "deepspeed"
     stage: Literal[0, 1, 2, 3] = 2
@@ -72,8 +83,6 @@ class DeepSpeedBackendConfig(_Training):
     compute_dtype: Literal["fp32", "bf16"] = "fp32"
     """bf16: forward, backward and the copy of the weights they use, whatever forward_weights says; masters, moments and
     accumulated gradients stay fp32. In stage 0 the weights are the masters, and matrix products alone are bf16."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """cuda gives each rank the GPU of its number."""
 
     @model_validator(mode="after")
     def _check_stage(self) -> DeepSpeedBackendConfig:
@@ -86,6 +95,25 @@ class DeepSpeedBackendConfig(_Training):
         return self
 
 
+class Fsdp2BackendConfig(_Ranks):
+    """One process for each device of one machine (`heterorl learner --nproc N`) or of many (torchrun); torch's
+    `fully_shard` divides weights, gradients, masters and optimizer among all of them."""
+
+    kind: Literal["fsdp2"] = "fsdp2"
+    compute_dtype: Literal["fp32", "bf16"] = "fp32"
+    """bf16: weights are gathered and passes computed in it, whatever forward_weights says; masters, moments and
+    accumulated gradients stay fp32."""
+
+    @model_validator(mode="after")
+    def _check_compile(self) -> Fsdp2BackendConfig:
+        if self.compile:
+            raise ValueError("compile needs backend torch, or deepspeed below stage 3: fsdp2 gathers weights by layer")
+        return self
+
+
+RanksConfig = DeepSpeedBackendConfig | Fsdp2BackendConfig
+
+
 def _kind(value: Any) -> str:
     # A table without `kind` is the one process of before.
     kind = value.get("kind", "torch") if isinstance(value, dict) else getattr(value, "kind", "")
@@ -93,6 +121,8 @@ def _kind(value: Any) -> str:
 
 
 BackendConfig = Annotated[
-    Annotated[TorchBackendConfig, Tag("torch")] | Annotated[DeepSpeedBackendConfig, Tag("deepspeed")],
+    Annotated[TorchBackendConfig, Tag("torch")]
+    | Annotated[DeepSpeedBackendConfig, Tag("deepspeed")]
+    | Annotated[Fsdp2BackendConfig, Tag("fsdp2")],
     Discriminator(_kind),
 ]

@@ -12,10 +12,10 @@ from typing import Any
 from torch import nn
 
 from heterorl.common.errors import ConfigError, DependencyMissing
-from heterorl.learner.train.config import DeepSpeedBackendConfig, TorchBackendConfig
+from heterorl.learner.train.config import BackendConfig
 
 
-def apply_liger(model: nn.Module, config: TorchBackendConfig | DeepSpeedBackendConfig) -> None:
+def apply_liger(model: nn.Module, config: BackendConfig) -> None:
     """Put Liger's norms, rotary positions and gated layers into a model that is loaded, if the configuration says so.
 
     Their losses stay out: log-probs are computed in chunks of the vocabulary already (`model.logprobs`). Liger replaces
@@ -41,7 +41,7 @@ def apply_liger(model: nn.Module, config: TorchBackendConfig | DeepSpeedBackendC
     apply(model=model, **dict.fromkeys(losses, False))
 
 
-def compile_forward(model: nn.Module, config: TorchBackendConfig | DeepSpeedBackendConfig) -> None:
+def compile_forward(model: nn.Module, config: BackendConfig) -> None:
     """Let torch compile the model up to its hidden states at the first pass, if the configuration says so."""
     if config.compile:
         network: Any = model

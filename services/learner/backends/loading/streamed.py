@@ -23,7 +23,7 @@ def streamed(opened: OpenedModel) -> Iterator[nn.Module]:
     """
     model = opened.model
     names = {id(owner): name for name, owner in model.named_modules()}
-    blocks = list(_blocks(model))
+    blocks = list(blocks_of(model))
     inside = {id(owner) for block in blocks for owner in block.modules()}
     held: dict[int, _Places] = {}
 
@@ -59,12 +59,13 @@ def streamed(opened: OpenedModel) -> Iterator[nn.Module]:
             _put_back(places)
 
 
-def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
+    """The members of the outermost lists of modules, such as a model's layers."""
     for child in module.children():
         if isinstance(child, nn.ModuleList):
             yield from child.children()
         else:
-            yield from _blocks(child)
+            yield from blocks_of(child)
 
 
 def _put_back(places: _Places) -> None:

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO behind the same Protocol: rank 0 is the learner, the others obey its commands.
+"""DeepSpeed's ZeRO behind the same Protocol.
 
-Open `backend` first; `step` is one rank's part of a step, `state` finds every piece of a parameter.
+Open `backend` first; `engine` hands a model over to DeepSpeed, `state` finds every piece of a parameter.
 """

@@ -1,51 +1,36 @@
-"""Several processes on one machine: DeepSpeed's ZeRO with fp32 masters, all ranks behind one TrainBackend.
-
-Implements heterorl.learner.backends.backend.TrainBackend on rank 0; the other ranks `follow` what it says. Every rank
-reads every group of a step and computes by itself what the step needs as a whole (advantages, denominators, averaging
-constants, the step size); what is divided is the passes through the model, group by group.
-
-Must never let one rank leave a collective operation that others are in: an error of rank 0 alone is raised only after
-the others are through.
-"""
+"""DeepSpeed's ZeRO with fp32 masters as a TrainBackend: what is DeepSpeed's own beside `ranks.backend`."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from heterorl.common.errors import ConfigError, CorruptStore, HeterorlError, StateMismatch
 from heterorl.common.model import tensors
-from heterorl.common.process.clock import Clock, SystemClock
-from heterorl.common.types.common import SamplingSemantics, StepReport
-from heterorl.common.types.rollout import Group, QueuedGroup
-from heterorl.common.weights.arena import Arena, Layout
+from heterorl.common.process.clock import Clock
+from heterorl.common.types.common import SamplingSemantics
+from heterorl.common.weights.arena import Layout
 from heterorl.learner import progress
-from heterorl.learner.backends.zero.checkpoint import read_checkpoint_files, write_checkpoint_files
-from heterorl.learner.backends.zero.collectives import Collectives
-from heterorl.learner.backends.zero.commands import Command, Do, command_from_bytes, command_to_bytes
+from heterorl.learner.backends.ranks.backend import DividedBackend
+from heterorl.learner.backends.ranks.collectives import Collectives
+from heterorl.learner.backends.ranks.division import check_divisible
+from heterorl.learner.backends.ranks.opening import open_together
 from heterorl.learner.backends.zero.engine import build_engine
-from heterorl.learner.backends.zero.opening import open_together
-from heterorl.learner.backends.zero.step import Passes
+from heterorl.learner.backends.zero.state import ZeroState
 from heterorl.learner.loss.config import LossConfig
-from heterorl.learner.loss.rule import caveats, rule_of
-from heterorl.learner.train.batch import build_batch
 from heterorl.learner.train.config import DeepSpeedBackendConfig
 from heterorl.learner.train.kernels import apply_liger, compile_forward
-from heterorl.learner.train.ratios import LogRatios, wanted_log_ratios
 from heterorl.learner.train.stand_in import Rounding
-from heterorl.learner.train.step import StepEnd, apply_gradients, end_step
-
-_LOG = logging.getLogger(__name__)
+from heterorl.learner.train.step import apply_gradients
 
 
-class DeepSpeedBackend:
-    """One rank of the learner; made on every rank with the same arguments but `ranks`."""
+class DeepSpeedBackend(DividedBackend):
+    """One rank of a learner whose model DeepSpeed divides."""
 
     def __init__(
         self,
@@ -65,234 +50,64 @@ class DeepSpeedBackend:
             ConfigError: the model cannot be loaded or trained in the chosen layout, the device does not exist, or the
                 loss depends on how a step is cut into passes or on a reference model.
         """
-        self._rule = rule_of(loss)
-        if self._rule.scope == "microbatch" and ranks.world_size > 1:
-            raise ConfigError(
-                "loss.scope", "microbatch makes the loss depend on the number of ranks", action="train with one rank"
-            )
-        if self._rule.needs_reference:
-            problem = "needs log-probs of a reference model, which ZeRO would have to divide too"
-            raise ConfigError("loss", problem, action='use backend.kind = "torch", or a loss without reference')
-        if ranks.rank == 0:
-            for note in caveats(self._rule):
-                _LOG.warning("%s", note)
-        opened = open_together(model_dir, config, ranks)
-        model = opened.model
-        # After the check, which is on the CPU.
-        apply_liger(model, config)
-        self._layout = tensors.layout_of(model, config.published_dtype)
-        # Floating-point buffers are published too and never trained.
-        self._buffers = {
-            name: tensor.detach().clone()
-            for name, tensor in model.state_dict().items()
-            if tensor.is_floating_point() and name in dict(model.named_buffers())
-        }
-        self._model = model
-        self._config = config
-        self._loss = loss
-        self._max_new_tokens = sampling.max_new_tokens
-        self._ranks = ranks
-        self._clock = clock or SystemClock()
-        built = build_engine(opened, config, temperature=sampling.logprob_temperature, ranks=ranks)
-        self._engine, self._state = built.engine, built.state
-        compile_forward(model, config)
-        self._passes = Passes(
-            engine=built.engine,
-            device=built.device,
+        check_divisible(loss, ranks)
+        super().__init__(
+            division=_ZeroDivision(model_dir, config, temperature=sampling.logprob_temperature, ranks=ranks),
+            config=config,
+            loss=loss,
+            sampling=sampling,
             ranks=ranks,
-            rule=self._rule,
-            max_new_tokens=sampling.max_new_tokens,
-            micro_batch_tokens=config.micro_batch_tokens,
-            batching=config.batching,
-            note_pass=(passes or progress.PassCount()).note,
+            clock=clock,
+            passes=passes,
         )
+
+
+class _ZeroDivision:
+    """See Division."""
+
+    def __init__(
+        self, model_dir: str | Path, config: DeepSpeedBackendConfig, *, temperature: float, ranks: Collectives
+    ) -> None:
+        opened = open_together(model_dir, config, ranks)
+        self.model: nn.Module = opened.model
+        # After the check, which is on the CPU.
+        apply_liger(self.model, config)
+        self.layout: Layout = tensors.layout_of(self.model, config.published_dtype)
+        named = dict(self.model.named_buffers())
+        self.buffers: Mapping[str, torch.Tensor] = {
+            name: tensor.detach().clone()
+            for name, tensor in self.model.state_dict().items()
+            if tensor.is_floating_point() and name in named
+        }
+        self._config = config
+        built = build_engine(opened, config, temperature=temperature, ranks=ranks)
+        self.engine: Any = built.engine
+        self.state: ZeroState = built.state
+        self.device: torch.device = built.device
+        compile_forward(self.model, config)
         self._rounding: Rounding | None = None
         if config.forward_weights == "published" and config.stage == 0:
             # Without the dead band, which counts from an arena that rank 0 alone has: ranks must compute alike.
-            self._rounding = Rounding(model, self._layout, dead_band_ulp=0.0)
-        self._round_copies()
-        self._applied_steps = 0
-        self._last_extras: dict[str, float] = {}
-        self._last_log_ratios: LogRatios = {}
+            self._rounding = Rounding(self.model, self.layout, dead_band_ulp=0.0)
 
-    @property
-    def last_extras(self) -> dict[str, float]:
-        """Numbers of the newest step beyond its report, see `report.step_extras`; with the step size taken, lr."""
-        return self._last_extras
+    def computing(self) -> AbstractContextManager[None]:
+        """See Division."""
+        return contextlib.nullcontext() if self._rounding is None else self._rounding.applied()
 
-    @property
-    def last_log_ratios(self) -> LogRatios:
-        """Of the newest step's groups whose note is wanted; see TrainBackend."""
-        return self._last_log_ratios
-
-    @property
-    def layout(self) -> Layout:
-        """Layout of the published weights."""
-        return self._layout
-
-    @property
-    def torch_model(self) -> nn.Module:
-        """The model being trained: its configuration; in stage 3 its weights are elsewhere."""
-        return self._model
-
-    def train_step(self, groups: Sequence[QueuedGroup], *, head_version: int, step: int) -> StepReport:
-        """Take one optimizer step on whole groups; see TrainBackend."""
-        started = self._clock.monotonic()
-        command = self._tell(
-            Command(do=Do.TRAIN, groups=tuple(queued.group for queued in groups), head_version=head_version)
-        )
-        end = self._train(command.groups, head_version)
-        self._last_log_ratios = wanted_log_ratios(end.samples, groups)
-        step_s = self._clock.monotonic() - started
-        return end.report(groups, step=step, head_version=head_version, step_s=step_s)
-
-    def store(self, arena: Arena, *, published: Arena | None = None) -> None:
-        """Round the masters to the published type and write their bits; see TrainBackend.
-
-        Rank 0 holds the arena and one whole tensor at a time, the others nothing beyond their pieces.
-        """
-        self._tell(Command(do=Do.STORE))
-        problem: HeterorlError | None = None
-        band = self._config.dead_band_ulp
-        for name, tensor in self._state.gather_all():
-            assert tensor is not None, "rank 0 receives"
-            try:
-                # A name may be an alias in the table: what ties two tensors is sorted by the name in the state dict.
-                tensors.store_tensor(self._layout.spec(name), tensor, arena, published=published, dead_band_ulp=band)
-            except HeterorlError as error:
-                problem = problem or error
-        for name, buffer in self._buffers.items():
-            tensors.store_tensor(self._layout.spec(name), buffer, arena, published=published, dead_band_ulp=band)
-        if problem is not None:
-            raise problem
-
-    def load_published(self, arena: Arena, *, keep_optimizer: bool = False) -> None:
-        """Take published weights as masters and start the optimizer anew: its moments belong to other weights.
-
-        `keep_optimizer` where they do not, because these weights are a few steps away.
-        """
-        if arena.layout.layout_id != self._layout.layout_id:
-            raise StateMismatch("the model has other tensors than the weights", action="check model_dir")
-        self._tell(Command(do=Do.LOAD_PUBLISHED, keep_optimizer=keep_optimizer))
-        self._load_published(arena, keep_optimizer=keep_optimizer)
-
-    def freeze(self, directory: Path) -> Callable[[], None]:
-        """Write the files at once, with all ranks: rank 0 holds one tensor at a time; see TrainBackend."""
-        self.save(directory)
-        return lambda: None
-
-    def save(self, directory: Path) -> None:
-        """Write weights, optimizer, random state and counters as files; making them durable is the caller's."""
-        self._tell(Command(do=Do.SAVE))
-        write_checkpoint_files(directory, self._state, applied_steps=self._applied_steps)
-
-    def restore(self, directory: Path) -> None:
-        """Read what `save` of this or the torch backend wrote, at whatever number of ranks.
-
-        Raises:
-            CorruptStore: a file is missing, broken, or of another model; nothing was changed.
-        """
-        self._tell(Command(do=Do.RESTORE, directory=directory.absolute()))
-        self._restore(directory)
-
-    def stop(self) -> None:
-        """Let the other ranks leave `follow`."""
-        self._tell(Command(do=Do.STOP))
-
-    def follow(self) -> None:
-        """Do what rank 0 does, until it stops."""
-        while True:
-            command = command_from_bytes(self._ranks.broadcast_bytes())
-            try:
-                if command.do is Do.STOP:
-                    return
-                self._obey(command)
-            except HeterorlError as error:
-                # Rank 0 has met the same and has told its caller, who may have another way.
-                _LOG.warning("rank %d: %s", self._ranks.rank, error)
-
-    def _tell(self, command: Command) -> Command:
-        data = command_to_bytes(command)
-        self._ranks.broadcast_bytes(data)
-        # Read back, so that what rank 0 trains on is to the bit what the others train on.
-        return command_from_bytes(data)
-
-    def _obey(self, command: Command) -> None:
-        if command.do is Do.TRAIN:
-            self._train(command.groups, command.head_version)
-        elif command.do is Do.STORE:
-            for _ in self._state.gather_all():
-                pass
-        elif command.do is Do.LOAD_PUBLISHED:
-            self._load_published(None, keep_optimizer=command.keep_optimizer)
-        elif command.do is Do.SAVE:
-            write_checkpoint_files(None, self._state, applied_steps=self._applied_steps)
-        else:
-            self._restore(command.directory)
-
-    def _train(self, groups: Sequence[Group], head_version: int) -> StepEnd:
-        with self._rounding.applied() if self._rounding is not None else contextlib.nullcontext():
-            samples = self._passes.accumulate(build_batch(groups, loss=self._loss, head_version=head_version))
-        end = end_step(
-            samples,
-            rule=self._rule,
-            lr=self._config.lr,
-            warmup_steps=self._config.warmup_steps,
-            applied_steps=self._applied_steps,
-            update=self._update,
-        )
-        self._applied_steps += end.is_applied
-        self._last_extras = end.extras
-        return end
-
-    def _update(self, loss: float, lr: float) -> tuple[bool, float]:
+    def update(self, loss: float, lr: float) -> tuple[bool, float]:
         """Clip and step; DeepSpeed leaves everything alone when the gradient is not finite."""
-        optimizer = self._engine.optimizer
+        optimizer = self.engine.optimizer
         if self._config.stage == 0:
             return apply_gradients(
-                self._model.parameters(), optimizer, loss=loss, lr=lr, grad_clip=self._config.grad_clip
+                self.model.parameters(), optimizer, loss=loss, lr=lr, grad_clip=self._config.grad_clip
             )
         for options in optimizer.param_groups:
             options["lr"] = lr
-        self._engine.step()
-        self._round_copies()
+        self.engine.step()
+        self.settle()
         return not optimizer.overflow, float(optimizer._global_grad_norm)
 
-    def _load_published(self, arena: Arena | None, *, keep_optimizer: bool) -> None:
-        for name in sorted(self._state.shapes):
-            spec = self._layout.spec(name)
-            dtype = tensors.TORCH_DTYPE[spec.dtype]
-            if arena is None:
-                whole = torch.empty(math.prod(spec.shape), dtype=dtype)
-            else:
-                # The arena's own memory, of which the broadcast reads.
-                whole = torch.from_numpy(arena.view(name)).view(dtype).reshape(-1)
-            self._ranks.broadcast(whole.view(torch.uint8))
-            self._state.put(name, "", whole)
-        if arena is not None:
-            self._buffers = {
-                name: torch.from_numpy(arena.view(name))
-                .view(tensors.TORCH_DTYPE[self._layout.spec(name).dtype])
-                .float()
-                for name in self._buffers
-            }
-        self._round_copies()
-        if not keep_optimizer:
-            self._state.reset(steps=0)
-            self._applied_steps = 0
-
-    def _restore(self, directory: Path) -> None:
-        problem: CorruptStore | None = None
-        try:
-            files = read_checkpoint_files(directory, self._state.shapes)
-        except CorruptStore as error:
-            problem = error
-        if not self._ranks.all_agree(problem is None):
-            raise problem or CorruptStore(f"checkpoint {directory} cannot be read by every rank")
-        self._applied_steps = files.restore(self._state)
-        self._round_copies()
-
-    def _round_copies(self) -> None:
+    def settle(self) -> None:
         """Stages 1 to 3: DeepSpeed wrote the masters into what the model computes with; make it what is published."""
         if self._config.forward_weights == "published" and self._config.stage:
-            self._state.round_copies(tensors.TORCH_DTYPE[self._config.published_dtype])
+            self.state.round_copies(tensors.TORCH_DTYPE[self._config.published_dtype])

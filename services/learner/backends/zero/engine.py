@@ -22,9 +22,9 @@ from heterorl.common.errors import ConfigError, DependencyMissing
 from heterorl.common.model.packages import check_engine
 from heterorl.learner.backends.loading.empty import replace_parameters
 from heterorl.learner.backends.loading.opened import OpenedModel
-from heterorl.learner.backends.zero.collectives import Collectives
+from heterorl.learner.backends.ranks.collectives import Collectives, rank_device
+from heterorl.learner.backends.ranks.passes import LogprobModel
 from heterorl.learner.backends.zero.state import ZeroState
-from heterorl.learner.backends.zero.step import LogprobModel
 from heterorl.learner.train.config import DeepSpeedBackendConfig
 
 
@@ -55,7 +55,7 @@ def engine_config(config: DeepSpeedBackendConfig, *, world_size: int) -> dict[st
     """DeepSpeed's own configuration.
 
     The counts of samples mean nothing here, but must agree with each other: passes are cut by tokens, and what is
-    divided by them is multiplied back (see `zero_step`). In stage 0 clipping is ours.
+    divided by them is multiplied back (see `ranks.passes`). In stage 0 clipping is ours.
     """
     is_low = config.compute_dtype == "bf16" and config.stage > 0
     zero: dict[str, Any] = {"stage": config.stage, "contiguous_gradients": True, "overlap_comm": False}
@@ -95,12 +95,10 @@ def build_engine(
 
     Raises:
         DependencyMissing: DeepSpeed is not installed.
-        ConfigError: the rank has no such device.
+        ConfigError: DeepSpeed found another kind of device.
     """
     deepspeed = import_deepspeed(config.device)
-    device = torch.device(config.device if config.device == "cpu" else f"cuda:{ranks.rank}")
-    if device.type == "cuda" and ranks.rank >= torch.cuda.device_count():
-        raise ConfigError("backend.device", f"there is no {device} for rank {ranks.rank}", action="lower --nproc")
+    device = rank_device(config.device, ranks.place)
     if device.type != deepspeed.get_accelerator().device_name():
         raise ConfigError(
             "backend.device",

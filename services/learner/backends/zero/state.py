@@ -4,32 +4,18 @@
     stage 1, 2    parameters are laid end to end and the whole is cut by rank: a parameter may cross a cut
     stage 3       every parameter is cut into equal pieces, the last one padded
 
-Guarantees: a gathered tensor has the bits of its pieces; no rank but rank 0 ever holds more than its own pieces for
-it, and rank 0 one whole parameter at a time. The count of steps is one for the whole model.
+Implements heterorl.learner.backends.ranks.state.DividedState. The count of steps is one for the whole model.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from heterorl.learner.backends.zero.collectives import Collectives
-
-Key = Literal["", "exp_avg", "exp_avg_sq"]
-"""The master itself, or one of its moments."""
-MOMENTS: tuple[Key, Key] = ("exp_avg", "exp_avg_sq")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """Elements [start, start + size) of a flattened parameter."""
-
-    start: int
-    size: int
+from heterorl.learner.backends.ranks.collectives import Collectives
+from heterorl.learner.backends.ranks.state import Key, Piece, Pieces
 
 
 class ZeroState:
@@ -52,28 +38,15 @@ class ZeroState:
         self._parameters = parameters
         self.shapes = shapes
         self._ranks = ranks
-        self._pieces = {name: self._piece(name) for name in parameters}
-        own = {name: [piece.start, piece.size] for name, piece in self._pieces.items()}
-        tables = [json.loads(data) for data in ranks.all_gather_bytes(json.dumps(own).encode())]
-        self._senders = [
-            {name: Piece(start=start, size=size) for name, (start, size) in table.items()} for table in tables
-        ]
+        self._own = {name: self._piece(name) for name in parameters}
+        # In stage 0 every rank has all, and rank 0 needs nothing of the others.
+        speaks = stage > 0 or ranks.rank == 0
+        own = self._own if speaks else dict.fromkeys(parameters, Piece(start=0, size=0))
+        self._pieces = Pieces(own, shapes=shapes, ranks=ranks)
 
     def gather(self, name: str, key: Key = "") -> torch.Tensor | None:
         """The whole tensor in fp32 on rank 0's CPU; None on the others, which have sent theirs."""
-        is_speaking = self._stage > 0 or self._ranks.rank == 0
-        own = self._read(name, key)
-        if self._ranks.rank:
-            if is_speaking and own.numel():
-                self._ranks.send(own.contiguous())
-            return None
-        whole = torch.empty(self.shapes[name].numel(), dtype=torch.float32)
-        whole[self._pieces[name].start :][: own.numel()] = own
-        for rank in range(1, self._ranks.world_size if self._stage else 1):
-            piece = self._senders[rank][name]
-            if piece.size:
-                self._ranks.receive(whole[piece.start : piece.start + piece.size], rank=rank)
-        return whole.reshape(self.shapes[name])
+        return self._pieces.gather(name, self._read(name, key))
 
     def gather_all(self, key: Key = "") -> Iterator[tuple[str, torch.Tensor | None]]:
         """All tensors, sorted by name, one at a time; whoever stops early must let it run to its end."""
@@ -90,7 +63,7 @@ class ZeroState:
             whole: the flattened tensor of a type that fp32 has exactly, of which no more is read than is needed; may
                 lie on a disk.
         """
-        piece = self._pieces[name]
+        piece = self._own[name]
         values = whole[piece.start : piece.start + piece.size]
         parameter = self._parameters[name]
         if self._stage == 3:
@@ -176,7 +149,7 @@ class ZeroState:
 
         parameter = self._parameters[name]
         padded = safe_get_local_optimizer_state(parameter, key) if key else safe_get_local_fp32_param(parameter)
-        read: torch.Tensor = padded.detach().view(-1)[: self._pieces[name].size].to("cpu", torch.float32)
+        read: torch.Tensor = padded.detach().view(-1)[: self._own[name].size].to("cpu", torch.float32)
         return read
 
     @staticmethod

@@ -1,7 +1,7 @@
 """A learner's rank 0 in a process of its own, with its other ranks: does what it reads, a line of JSON a job.
 
 A job is a configuration and a list of operations; the answer is a list of what each gave. `python -m
-tests.engines.zero_jobs NUM_RANKS` trains by DeepSpeed; `run_job` does the same with any backend.
+tests.support.rank_jobs NUM_RANKS` trains by DeepSpeed or FSDP2; `run_job` does the same with any backend.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Ranks:
 
     def __init__(self, num_ranks: int) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.engines.zero_jobs", str(num_ranks)],
+            [sys.executable, "-m", "tests.support.rank_jobs", str(num_ranks)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -128,21 +128,19 @@ class Ranks:
 
 def main() -> None:
     from heterorl.common.process import logs
-    from heterorl.learner.assembly import build_deepspeed, join_ranks
-    from heterorl.learner.backends.zero.ranks import LocalRanks
+    from heterorl.learner.assembly import build_divided
+    from heterorl.learner.backends.ranks.company import Company
+    from heterorl.learner.backends.ranks.local import LocalRanks
 
     logs.configure(level="WARNING")
-    num_ranks = int(sys.argv[1])
-    local = LocalRanks(num_ranks)
-    ranks = None
+    local = LocalRanks(int(sys.argv[1]))
+    company = Company(local.place)
     for line in sys.stdin:
         table, operations = json.loads(line)
         config = LearnerConfig.model_validate(table)
-        local.configure(config)
-        if ranks is None:
-            ranks = join_ranks(config, rank=0, num_ranks=num_ranks, rendezvous=local.rendezvous)
+        company.meeting.say(config.model_dump_json())
         try:
-            backend = build_deepspeed(config, ranks)
+            backend = build_divided(config, company.join(config))
         except HeterorlError as error:
             answer: list[Any] = [{"error": type(error).__name__, "message": str(error)}]
         else:
@@ -150,9 +148,9 @@ def main() -> None:
             backend.stop()
         sys.stdout.write(f"ANSWER {json.dumps(answer)}\n")
         sys.stdout.flush()
+    company.meeting.end()
+    company.leave()
     local.close()
-    if ranks is not None:
-        ranks.leave()
 
 
 if __name__ == "__main__":

@@ -17,14 +17,14 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.model import tensors
 from heterorl.learner.backends.loading.opened import HeldWeights, OpenedModel, open_model
 from heterorl.learner.backends.loading.streamed import streamed
-from heterorl.learner.backends.zero.collectives import Collectives
-from heterorl.learner.train.config import DeepSpeedBackendConfig
+from heterorl.learner.backends.ranks.collectives import Collectives
+from heterorl.learner.train.config import RanksConfig
 from heterorl.learner.train.model import check_forward
 
 _REFUSED = b"refused"
 
 
-def open_together(model_dir: str | Path, config: DeepSpeedBackendConfig, ranks: Collectives) -> OpenedModel:
+def open_together(model_dir: str | Path, config: RanksConfig, ranks: Collectives) -> OpenedModel:
     """The model without its weights on every rank, checked by rank 0, which reads them for that block by block.
 
     Raises:
@@ -56,7 +56,7 @@ class RelayedWeights:
 
 
 def _open(
-    model_dir: str | Path, config: DeepSpeedBackendConfig, ranks: Collectives, *, may_hold: bool
+    model_dir: str | Path, config: RanksConfig, ranks: Collectives, *, may_hold: bool
 ) -> tuple[OpenedModel, bool]:
     problem: Exception | None = None
     word = _REFUSED
@@ -89,5 +89,5 @@ def _relayed(opened: OpenedModel, ranks: Collectives) -> OpenedModel:
             values = tensor.detach().reshape(-1).view(torch.uint8)
             ranks.broadcast(values)
             tensor.detach().copy_(values.view(tensor.dtype).view(tensor.shape))
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters(remove_duplicate=False)}
     return OpenedModel(model=model, weights=RelayedWeights(held=held, sizes=sizes, ranks=ranks))

@@ -6,16 +6,20 @@ back bit for bit. The optimizer of a divided model counts steps once for all par
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from heterorl.common.errors import CorruptStore
+from heterorl.common.types.common import NO_LORA, LoraSettings
 from heterorl.learner.backends.loading.tensor_file import TensorFile
+from heterorl.learner.backends.ranks.files import write_tensors
+from heterorl.learner.backends.ranks.state import MOMENTS, DividedState
 from heterorl.learner.backends.state import (
     COUNTERS_FILE,
     FORMAT,
@@ -24,11 +28,11 @@ from heterorl.learner.backends.state import (
     check_random_state,
     check_state,
 )
-from heterorl.learner.backends.zero.files import write_tensors
-from heterorl.learner.backends.zero.state import MOMENTS, ZeroState
 
 
-def write_checkpoint_files(directory: Path | None, state: ZeroState, *, applied_steps: int) -> None:
+def write_checkpoint_files(
+    directory: Path | None, state: DividedState, *, applied_steps: int, lora: LoraSettings = NO_LORA
+) -> None:
     """Write the three files; all ranks call, and all but rank 0 with no directory.
 
     Raises:
@@ -52,18 +56,20 @@ def write_checkpoint_files(directory: Path | None, state: ZeroState, *, applied_
     try:
         write_tensors(directory / WEIGHTS_FILE, [(name, "F32", shapes[name]) for name in names], _present(weights))
         write_tensors(directory / OPTIMIZER_FILE, table, _present(moments))
-        counters = {"format": FORMAT, "applied_steps": applied_steps}
+        counters: dict[str, object] = {"format": FORMAT, "applied_steps": applied_steps}
+        if lora.rank:
+            counters["lora"] = dataclasses.asdict(lora)
         (directory / COUNTERS_FILE).write_text(json.dumps(counters), encoding="utf-8")
     finally:
         for _ in itertools.chain(weights, moments):
             pass
 
 
-def _masters(state: ZeroState) -> Iterator[torch.Tensor | None]:
+def _masters(state: DividedState) -> Iterator[torch.Tensor | None]:
     return (tensor for _, tensor in state.gather_all())
 
 
-def _moments(state: ZeroState, steps: int, names: list[str]) -> Iterator[torch.Tensor | None]:
+def _moments(state: DividedState, steps: int, names: list[str]) -> Iterator[torch.Tensor | None]:
     yield torch.get_rng_state()
     if not steps:
         return
@@ -88,7 +94,7 @@ class CheckpointFiles:
     moments: TensorFile
     applied_steps: int
 
-    def restore(self, state: ZeroState) -> int:
+    def restore(self, state: DividedState) -> int:
         """Put this rank's pieces back; returns the applied steps."""
         names = sorted(state.shapes)
         counts = [self.moments.flat(f"step/{name}") for name in names if f"step/{name}" in self.moments.tensors]
@@ -102,7 +108,7 @@ class CheckpointFiles:
         return self.applied_steps
 
 
-def read_checkpoint_files(directory: Path, shapes: dict[str, torch.Size]) -> CheckpointFiles:
+def read_checkpoint_files(directory: Path, shapes: Mapping[str, torch.Size]) -> CheckpointFiles:
     """Check a checkpoint against a model.
 
     Raises:

@@ -1,8 +1,9 @@
 """The other processes of a learner that trains on several devices: started, watched, ended with it.
 
     rank 0      the learner itself, which alone knows the coordinator
-    rank n      `heterorl.learner.rank`, on whose standard input one line of JSON says what to train; the end
-                of that input is the end of rank 0, whatever killed it
+    rank n      `heterorl.learner.rank`; the end of its standard input is the end of rank 0, whatever killed it
+
+On several machines a launcher does the same, see `place` and `watch`.
 
 Guarantees: no rank outlives another for long. A rank that ends before it was told to ends the learner with exit code 1:
 the others may wait for it inside an operation that nothing can interrupt, and a start resumes from the checkpoint.
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from heterorl.common.errors import OperatorError
 from heterorl.common.process.children import own_command
-from heterorl.learner.config import LearnerConfig
+from heterorl.learner.backends.ranks.place import Place, local_place
 
 _LOG = logging.getLogger(__name__)
 GRACE_S = 10.0
@@ -53,7 +54,7 @@ class LocalRanks:
     """Ranks 1 to n - 1 as child processes."""
 
     def __init__(self, num_ranks: int, *, on_failure: Callable[[RankFailed], None] = _end_process) -> None:
-        """Start the children; they wait for `configure`.
+        """Start the children; they wait at the meeting for what they are to train.
 
         Args:
             num_ranks: with rank 0; at least 1.
@@ -61,21 +62,13 @@ class LocalRanks:
         """
         self.num_ranks = num_ranks
         self._directory = Path(tempfile.mkdtemp(prefix="heterorl-ranks-"))
-        self.rendezvous = self._directory / "rendezvous"
+        self.place = self._place(0)
         self._on_failure = on_failure
         self._is_closing = False
         self._has_ended = threading.Event()
         self._watchers: list[threading.Thread] = []
         self._children = [self._start(rank) for rank in range(1, num_ranks)]
         atexit.register(self._blame)
-
-    def configure(self, config: LearnerConfig) -> None:
-        """Say what to train; after the backend's `stop` it may be said again."""
-        line = config.model_dump_json().encode() + b"\n"
-        for child in self._children:
-            assert child.stdin is not None, "it was made with a pipe"
-            child.stdin.write(line)
-            child.stdin.flush()
 
     def close(self) -> None:
         """End the children, which must be out of all collective operations."""
@@ -92,10 +85,13 @@ class LocalRanks:
                 child.wait()
         shutil.rmtree(self._directory, ignore_errors=True)
 
+    def _place(self, rank: int) -> Place:
+        return local_place(rank, num_ranks=self.num_ranks, file=self._directory / "rendezvous")
+
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
         command = own_command(
             "heterorl.learner.rank",
-            "--rank", str(rank), "--world-size", str(self.num_ranks), "--rendezvous", str(self.rendezvous),
+            "--rank", str(rank), "--world-size", str(self.num_ranks), "--rendezvous", str(self.place.file),
         )  # fmt: skip
         child = subprocess.Popen(command, stdin=subprocess.PIPE)
         watcher = threading.Thread(target=self._watch, args=(rank, child), daemon=True, name=f"rank-{rank}")

@@ -1,11 +1,11 @@
-"""One step's forward and backward passes on one of several ranks, through DeepSpeed.
+"""One step's forward and backward passes on one of several ranks.
 
-DeepSpeed averages gradients over the ranks; every loss is multiplied by their number, so that what arrives is the sum,
-which is the gradient of the whole step's loss (see `train.shares`). Gradients are accumulated by calling
+DeepSpeed and FSDP2 average gradients over the ranks; every loss is multiplied by their number, so that what arrives is
+the sum, which is the gradient of the whole step's loss (see `train.shares`). Gradients are accumulated by calling
 backward once for each micro-batch with the boundary set at the last.
 
 Guarantees: every rank takes the same number of passes; a loss that is not finite on any rank makes the gradient not
-finite on all, and DeepSpeed then leaves weights and optimizer alone.
+finite on all, and weights and optimizer are then left alone.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load, save
 from torch import nn
 
 from heterorl.common.model.logprobs import token_logprobs
-from heterorl.learner.backends.zero.collectives import Collectives
+from heterorl.learner.backends.ranks.collectives import Collectives
 from heterorl.learner.loss.rule import Rule
 from heterorl.learner.train.batch import Batch, TrainingSequence
 from heterorl.learner.train.coupling import couple
@@ -32,8 +32,30 @@ from heterorl.learner.train.shares import Shares, empty_pass, share_out
 from heterorl.learner.train.step import micro_batch_loss
 
 
+class PassEngine(Protocol):
+    """What divides a `LogprobModel` among ranks."""
+
+    def __call__(
+        self,
+        input_ids_RS: torch.Tensor,
+        position_ids_RS: torch.Tensor,
+        sources_N: torch.Tensor,
+        targets_N: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Its forward pass."""
+        ...
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say whether the next backward pass is the step's last."""
+        ...
+
+    def backward(self, loss: torch.Tensor) -> object:
+        """Add the gradient of a loss, averaged over the ranks."""
+        ...
+
+
 class LogprobModel(nn.Module):
-    """What DeepSpeed wraps: a language model whose forward gives log-probs and entropies [N] of completion tokens."""
+    """What an engine divides: a language model whose forward gives log-probs and entropies [N] of completion tokens."""
 
     def __init__(self, model: nn.Module, *, temperature: float, autocast_dtype: torch.dtype | None) -> None:
         """Wrap a model; `autocast_dtype` is the type of matrix products, None for that of the weights."""
@@ -60,7 +82,7 @@ class LogprobModel(nn.Module):
 
 
 class _Head(nn.Module):
-    """A module of its own, so that stage 3 gathers the output embedding for it, and again for its backward pass."""
+    """A module of its own, so that ZeRO 3 gathers the output embedding for it, and again for its backward pass."""
 
     def __init__(self, model: nn.Module, *, temperature: float) -> None:
         super().__init__()
@@ -81,7 +103,7 @@ class _Head(nn.Module):
 class Passes:
     """How this rank computes."""
 
-    engine: Any
+    engine: PassEngine
     device: torch.device
     ranks: Collectives
     rule: Rule
@@ -92,7 +114,7 @@ class Passes:
     """Told how many passes of this rank are done, of how many."""
 
     def accumulate(self, batch: Batch) -> list[MicroBatchSample]:
-        """Leave the gradient of the whole step's loss with DeepSpeed.
+        """Leave the gradient of the whole step's loss with the engine.
 
         Returns:
             The samples of all ranks, on every rank; nothing when the step has no sequence and no pass was taken.

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import datetime
 import os
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from heterorl.learner.backends.ranks.place import Place
 
 _FOREVER = datetime.timedelta(days=365)
 OPERATION_TIMEOUT = datetime.timedelta(minutes=30)
@@ -22,27 +24,38 @@ OPERATION_TIMEOUT = datetime.timedelta(minutes=30)
 class Collectives:
     """The process group of one learner's ranks; all of them call the same methods in the same order."""
 
-    def __init__(self, *, rank: int, world_size: int, rendezvous: Path, device: str) -> None:
-        """Join the others, who meet at a file, so that no port is opened but those of gloo on loopback.
+    def __init__(self, *, place: Place, store: Store, device: str) -> None:
+        """Join the others.
 
         Args:
-            rank: 0 is the learner itself.
-            world_size: ranks, all on this machine.
-            rendezvous: a file in a directory of ours that does not exist yet; the same for all.
+            place: rank 0 is the learner itself.
+            store: where they meet.
             device: `cpu` or `cuda`.
+
+        Raises:
+            RuntimeError: another rank did not come.
         """
-        self.rank = rank
-        self.world_size = world_size
-        os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
-        )
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        # Nothing listens there: the group below exists before DeepSpeed asks, and it reads these nevertheless.
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", "1")
+        self.place = place
+        self.rank, self.world_size = place.rank, place.world_size
+        if place.file is not None:
+            # What DeepSpeed reads, and what a launcher would have set. Nothing listens at that port: the group below
+            # exists before DeepSpeed asks. No port is opened but those of gloo on loopback.
+            os.environ.update(
+                RANK=str(place.rank),
+                LOCAL_RANK=str(place.local_rank),
+                WORLD_SIZE=str(place.world_size),
+                LOCAL_WORLD_SIZE=str(place.local_world_size),
+            )
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+            os.environ.setdefault("MASTER_PORT", "1")
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
-        store = dist.FileStore(str(rendezvous), world_size)  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=OPERATION_TIMEOUT)
+        if device != "cpu" and place.local_rank < torch.cuda.device_count():
+            # NCCL takes the device that is current where it is told none. One that is missing is told of later.
+            torch.cuda.set_device(place.local_rank)
+        dist.init_process_group(
+            backend, store=store, rank=place.rank, world_size=place.world_size, timeout=OPERATION_TIMEOUT
+        )
         self._control = dist.new_group(backend="gloo", timeout=_FOREVER)
 
     def broadcast_bytes(self, data: bytes = b"") -> bytes:
@@ -89,3 +102,15 @@ class Collectives:
     def leave(self) -> None:
         """End the group."""
         dist.destroy_process_group()
+
+
+def rank_device(kind: str, place: Place) -> torch.device:
+    """`cpu`, or `cuda:LOCAL_RANK`."""
+    return torch.device("cpu" if kind == "cpu" else f"cuda:{place.local_rank}")
+
+
+def missing_device(kind: str, place: Place) -> str:
+    """What is wrong with it; empty where nothing is."""
+    if kind == "cpu" or place.local_rank < torch.cuda.device_count():
+        return ""
+    return f"rank {place.rank} has no {rank_device(kind, place)}: its machine shows {torch.cuda.device_count()} GPUs"

@@ -1,0 +1,133 @@
+"""FSDP2 with fp32 masters as a TrainBackend: what is its own beside `ranks.backend`.
+
+Passes in fp32 see the masters rounded to the published type. Passes in bf16 gather the masters as bf16, which is
+how they are published by default.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from heterorl.common.model import tensors
+from heterorl.common.model.adapters import attach, digest_of, start_of, trainable
+from heterorl.common.model.lora import LoraConfig
+from heterorl.common.process.clock import Clock
+from heterorl.common.types.common import NO_LORA, Digest, SamplingSemantics
+from heterorl.common.weights.arena import Layout
+from heterorl.learner import progress
+from heterorl.learner.backends.fsdp2.sharding import ShardedEngine, local_part, piece_of, shard
+from heterorl.learner.backends.fsdp2.state import ShardedState
+from heterorl.learner.backends.loading.opened import OpenedModel
+from heterorl.learner.backends.ranks.backend import DividedBackend
+from heterorl.learner.backends.ranks.collectives import Collectives, rank_device
+from heterorl.learner.backends.ranks.division import check_divisible
+from heterorl.learner.backends.ranks.opening import open_together
+from heterorl.learner.loss.config import LossConfig
+from heterorl.learner.train.config import Fsdp2BackendConfig
+from heterorl.learner.train.kernels import apply_liger
+
+
+class Fsdp2Backend(DividedBackend):
+    """One rank of a learner whose model `fully_shard` divides."""
+
+    def __init__(
+        self,
+        *,
+        model_dir: str | Path,
+        config: Fsdp2BackendConfig,
+        loss: LossConfig,
+        sampling: SamplingSemantics,
+        ranks: Collectives,
+        lora: LoraConfig,
+        clock: Clock | None = None,
+        passes: progress.PassCount | None = None,
+    ) -> None:
+        """Load the model, check that it can be trained this way, and divide it.
+
+        Raises:
+            ConfigError: the model cannot be loaded or trained in the chosen layout, there are no layers for the
+                adapters, or the loss depends on how a step is cut into passes or on a reference model.
+        """
+        check_divisible(loss, ranks)
+        opened = open_together(model_dir, config, ranks)
+        settings = NO_LORA
+        if lora.is_on:
+            settings = lora.settings(_base_digest(opened))
+            attach(opened.model, settings)
+        super().__init__(
+            division=_ShardedDivision(opened, config, temperature=sampling.logprob_temperature, ranks=ranks),
+            config=config,
+            loss=loss,
+            sampling=sampling,
+            ranks=ranks,
+            lora=settings,
+            clock=clock,
+            passes=passes,
+        )
+
+
+class _ShardedDivision:
+    """See Division."""
+
+    def __init__(
+        self, opened: OpenedModel, config: Fsdp2BackendConfig, *, temperature: float, ranks: Collectives
+    ) -> None:
+        self.model: nn.Module = opened.model
+        apply_liger(self.model, config)
+        self.layout: Layout = tensors.layout_of(self.model, config.published_dtype)
+        named = dict(self.model.named_buffers())
+        self.buffers: Mapping[str, torch.Tensor] = {
+            name: tensor.detach().clone()
+            for name, tensor in tensors.published_tensors(self.model).items()
+            if name in named
+        }
+        self.device: torch.device = rank_device(config.device, ranks.place)
+        is_low = config.compute_dtype == "bf16"
+        self.engine: ShardedEngine = shard(
+            self.model, temperature=temperature, products=torch.bfloat16 if is_low else None, device=self.device
+        )
+        _fill(opened, ranks)
+        self.state = ShardedState(trainable(self.model), config=config, ranks=ranks)
+        published = tensors.TORCH_DTYPE[config.published_dtype]
+        # Gathered as bf16, a master is rounded already.
+        is_rounded = config.forward_weights == "published" and published != torch.float32
+        self._rounds_to = None if (is_low and published == torch.bfloat16) or not is_rounded else published
+
+    def computing(self) -> AbstractContextManager[None]:
+        """See Division."""
+        return contextlib.nullcontext() if self._rounds_to is None else self.state.rounded(self._rounds_to)
+
+    def update(self, loss: float, lr: float) -> tuple[bool, float]:
+        """See Division."""
+        return self.state.update(loss, lr)
+
+    def settle(self) -> None:
+        """Nothing: passes gather the masters themselves."""
+
+
+@torch.no_grad()
+def _fill(opened: OpenedModel, ranks: Collectives) -> None:
+    """Read this rank's rows of every parameter; adapters start as adapters do."""
+    for name, parameter in opened.model.named_parameters():
+        start = start_of(name, parameter.shape)
+        whole = opened.weights.flat(name) if start is None else start.reshape(-1)
+        piece = piece_of(parameter.shape, rank=ranks.rank, world_size=ranks.world_size)
+        part = local_part(parameter)
+        part.copy_(whole[piece.start : piece.start + piece.size].view(part.shape))
+
+
+def _base_digest(opened: OpenedModel) -> Digest:
+    """As of a model in memory; one tensor at a time is."""
+    state = opened.model.state_dict(keep_vars=True)
+
+    def read(name: str) -> torch.Tensor:
+        tensor = state[name]
+        return opened.weights.flat(name).view(tensor.shape) if tensor.is_meta else tensor
+
+    return digest_of(state, read)

@@ -1,0 +1,246 @@
+"""Several processes on one machine or many, with fp32 masters that are divided: all ranks behind one TrainBackend.
+
+Implements heterorl.learner.backends.backend.TrainBackend on rank 0; the other ranks `follow` what it says. Every rank
+reads every group of a step and computes by itself what the step needs as a whole (advantages, denominators, averaging
+constants, the step size); what is divided is the passes through the model, group by group.
+
+Must never let one rank leave a collective operation that others are in: an error of rank 0 alone is raised only after
+the others are through.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from heterorl.common.errors import CorruptStore, HeterorlError, StateMismatch
+from heterorl.common.model import tensors
+from heterorl.common.process.clock import Clock, SystemClock
+from heterorl.common.types.common import NO_LORA, LoraSettings, SamplingSemantics, StepReport
+from heterorl.common.types.rollout import Group, QueuedGroup
+from heterorl.common.weights.arena import Arena, Layout
+from heterorl.learner import progress
+from heterorl.learner.backends.ranks.checkpoint import read_checkpoint_files, write_checkpoint_files
+from heterorl.learner.backends.ranks.collectives import Collectives
+from heterorl.learner.backends.ranks.commands import Command, Do, command_from_bytes, command_to_bytes
+from heterorl.learner.backends.ranks.division import Division
+from heterorl.learner.backends.ranks.passes import Passes
+from heterorl.learner.loss.config import LossConfig
+from heterorl.learner.loss.rule import rule_of
+from heterorl.learner.train.batch import build_batch
+from heterorl.learner.train.config import RanksConfig
+from heterorl.learner.train.ratios import LogRatios, wanted_log_ratios
+from heterorl.learner.train.step import StepEnd, end_step
+
+_LOG = logging.getLogger(__name__)
+
+
+class DividedBackend:
+    """One rank of the learner; made on every rank with the same arguments but `ranks`."""
+
+    def __init__(
+        self,
+        *,
+        division: Division,
+        config: RanksConfig,
+        loss: LossConfig,
+        sampling: SamplingSemantics,
+        ranks: Collectives,
+        lora: LoraSettings = NO_LORA,
+        clock: Clock | None = None,
+        passes: progress.PassCount | None = None,
+    ) -> None:
+        """Train what is divided already; the masters are in place."""
+        self._rule = rule_of(loss)
+        self._division = division
+        self._layout = division.layout
+        self._state = division.state
+        self._buffers = dict(division.buffers)
+        self._config = config
+        self._loss = loss
+        self.lora = lora
+        self._ranks = ranks
+        self._clock = clock or SystemClock()
+        self._passes = Passes(
+            engine=division.engine,
+            device=division.device,
+            ranks=ranks,
+            rule=self._rule,
+            max_new_tokens=sampling.max_new_tokens,
+            micro_batch_tokens=config.micro_batch_tokens,
+            batching=config.batching,
+            note_pass=(passes or progress.PassCount()).note,
+        )
+        division.settle()
+        self._applied_steps = 0
+        self._last_extras: dict[str, float] = {}
+        self._last_log_ratios: LogRatios = {}
+
+    @property
+    def last_extras(self) -> dict[str, float]:
+        """Numbers of the newest step beyond its report, see `report.step_extras`; with the step size taken, lr."""
+        return self._last_extras
+
+    @property
+    def last_log_ratios(self) -> LogRatios:
+        """Of the newest step's groups whose note is wanted; see TrainBackend."""
+        return self._last_log_ratios
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of the published weights."""
+        return self._layout
+
+    @property
+    def torch_model(self) -> nn.Module:
+        """The model being trained: its configuration; its weights may be elsewhere."""
+        return self._division.model
+
+    def train_step(self, groups: Sequence[QueuedGroup], *, head_version: int, step: int) -> StepReport:
+        """Take one optimizer step on whole groups; see TrainBackend."""
+        started = self._clock.monotonic()
+        command = self._tell(
+            Command(do=Do.TRAIN, groups=tuple(queued.group for queued in groups), head_version=head_version)
+        )
+        end = self._train(command.groups, head_version)
+        self._last_log_ratios = wanted_log_ratios(end.samples, groups)
+        step_s = self._clock.monotonic() - started
+        return end.report(groups, step=step, head_version=head_version, step_s=step_s)
+
+    def store(self, arena: Arena, *, published: Arena | None = None) -> None:
+        """Round the masters to the published type and write their bits; see TrainBackend.
+
+        Rank 0 holds the arena and one whole tensor at a time, the others nothing beyond their pieces.
+        """
+        self._tell(Command(do=Do.STORE))
+        problem: HeterorlError | None = None
+        band = self._config.dead_band_ulp
+        for name, tensor in self._state.gather_all():
+            assert tensor is not None, "rank 0 receives"
+            try:
+                # A name may be an alias in the table: what ties two tensors is sorted by the name in the state dict.
+                tensors.store_tensor(self._layout.spec(name), tensor, arena, published=published, dead_band_ulp=band)
+            except HeterorlError as error:
+                problem = problem or error
+        for name, buffer in self._buffers.items():
+            tensors.store_tensor(self._layout.spec(name), buffer, arena, published=published, dead_band_ulp=band)
+        if problem is not None:
+            raise problem
+
+    def load_published(self, arena: Arena, *, keep_optimizer: bool = False) -> None:
+        """Take published weights as masters and start the optimizer anew: its moments belong to other weights.
+
+        `keep_optimizer` where they do not, because these weights are a few steps away.
+        """
+        if arena.layout.layout_id != self._layout.layout_id:
+            raise StateMismatch("the model has other tensors than the weights", action="check model_dir")
+        self._tell(Command(do=Do.LOAD_PUBLISHED, keep_optimizer=keep_optimizer))
+        self._load_published(arena, keep_optimizer=keep_optimizer)
+
+    def freeze(self, directory: Path) -> Callable[[], None]:
+        """Write the files at once, with all ranks: rank 0 holds one tensor at a time; see TrainBackend."""
+        self.save(directory)
+        return lambda: None
+
+    def save(self, directory: Path) -> None:
+        """Write weights, optimizer, random state and counters as files; making them durable is the caller's."""
+        self._tell(Command(do=Do.SAVE))
+        write_checkpoint_files(directory, self._state, applied_steps=self._applied_steps, lora=self.lora)
+
+    def restore(self, directory: Path) -> None:
+        """Read what `save` of this or the torch backend wrote, at whatever number of ranks.
+
+        Raises:
+            CorruptStore: a file is missing, broken, or of another model; nothing was changed.
+        """
+        self._tell(Command(do=Do.RESTORE, directory=directory.absolute()))
+        self._restore(directory)
+
+    def stop(self) -> None:
+        """Let the other ranks leave `follow`."""
+        self._tell(Command(do=Do.STOP))
+
+    def follow(self) -> None:
+        """Do what rank 0 does, until it stops."""
+        while True:
+            command = command_from_bytes(self._ranks.broadcast_bytes())
+            try:
+                if command.do is Do.STOP:
+                    return
+                self._obey(command)
+            except HeterorlError as error:
+                # Rank 0 has met the same and has told its caller, who may have another way.
+                _LOG.warning("rank %d: %s", self._ranks.rank, error)
+
+    def _tell(self, command: Command) -> Command:
+        data = command_to_bytes(command)
+        self._ranks.broadcast_bytes(data)
+        # Read back, so that what rank 0 trains on is to the bit what the others train on.
+        return command_from_bytes(data)
+
+    def _obey(self, command: Command) -> None:
+        if command.do is Do.TRAIN:
+            self._train(command.groups, command.head_version)
+        elif command.do is Do.STORE:
+            for _ in self._state.gather_all():
+                pass
+        elif command.do is Do.LOAD_PUBLISHED:
+            self._load_published(None, keep_optimizer=command.keep_optimizer)
+        elif command.do is Do.SAVE:
+            write_checkpoint_files(None, self._state, applied_steps=self._applied_steps, lora=self.lora)
+        else:
+            self._restore(command.directory)
+
+    def _train(self, groups: Sequence[Group], head_version: int) -> StepEnd:
+        with self._division.computing():
+            samples = self._passes.accumulate(build_batch(groups, loss=self._loss, head_version=head_version))
+        end = end_step(
+            samples,
+            rule=self._rule,
+            lr=self._config.lr,
+            warmup_steps=self._config.warmup_steps,
+            applied_steps=self._applied_steps,
+            update=self._division.update,
+        )
+        self._applied_steps += end.is_applied
+        self._last_extras = end.extras
+        return end
+
+    def _load_published(self, arena: Arena | None, *, keep_optimizer: bool) -> None:
+        for name in sorted(self._state.shapes):
+            spec = self._layout.spec(name)
+            dtype = tensors.TORCH_DTYPE[spec.dtype]
+            if arena is None:
+                whole = torch.empty(math.prod(spec.shape), dtype=dtype)
+            else:
+                # The arena's own memory, of which the broadcast reads.
+                whole = torch.from_numpy(arena.view(name)).view(dtype).reshape(-1)
+            self._ranks.broadcast(whole.view(torch.uint8))
+            self._state.put(name, "", whole)
+        if arena is not None:
+            self._buffers = {
+                name: torch.from_numpy(arena.view(name))
+                .view(tensors.TORCH_DTYPE[self._layout.spec(name).dtype])
+                .float()
+                for name in self._buffers
+            }
+        self._division.settle()
+        if not keep_optimizer:
+            self._state.reset(steps=0)
+            self._applied_steps = 0
+
+    def _restore(self, directory: Path) -> None:
+        problem: CorruptStore | None = None
+        try:
+            files = read_checkpoint_files(directory, self._state.shapes)
+        except CorruptStore as error:
+            problem = error
+        if not self._ranks.all_agree(problem is None):
+            raise problem or CorruptStore(f"checkpoint {directory} cannot be read by every rank")
+        self._applied_steps = files.restore(self._state)
+        self._division.settle()

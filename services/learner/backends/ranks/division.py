@@ -1,0 +1,87 @@
+"""What an engine makes of a model that several ranks train, and which losses can be divided so."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from heterorl.common.errors import ConfigError
+from heterorl.common.weights.arena import Layout
+from heterorl.learner.backends.ranks.collectives import Collectives
+from heterorl.learner.backends.ranks.passes import PassEngine
+from heterorl.learner.backends.ranks.state import DividedState
+from heterorl.learner.loss.config import LossConfig
+from heterorl.learner.loss.rule import Rule, caveats, rule_of
+
+_LOG = logging.getLogger(__name__)
+
+
+class Division(Protocol):
+    """A model that is divided among the ranks, by whatever engine."""
+
+    @property
+    def model(self) -> nn.Module:
+        """Its configuration and names; the weights may be elsewhere."""
+        ...
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of the published weights."""
+        ...
+
+    @property
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        """Floating-point buffers, which are published and never trained."""
+        ...
+
+    @property
+    def engine(self) -> PassEngine:
+        """Takes the passes."""
+        ...
+
+    @property
+    def state(self) -> DividedState:
+        """Masters and moments."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Of this rank's passes."""
+        ...
+
+    def computing(self) -> AbstractContextManager[None]:
+        """While it lasts, passes see the weights that a step computes with."""
+        ...
+
+    def update(self, loss: float, lr: float) -> tuple[bool, float]:
+        """Clip and step, unless loss or gradient is not finite; returns whether, and the norm before clipping."""
+        ...
+
+    def settle(self) -> None:
+        """Masters were written: let what passes see follow."""
+        ...
+
+
+def check_divisible(loss: LossConfig, ranks: Collectives) -> Rule:
+    """The rule of a loss that does not depend on how a step is divided.
+
+    Raises:
+        ConfigError: it depends on how a step is cut into passes, or on a reference model.
+    """
+    rule = rule_of(loss)
+    if rule.scope == "microbatch" and ranks.world_size > 1:
+        raise ConfigError(
+            "loss.scope", "microbatch makes the loss depend on the number of ranks", action="train with one rank"
+        )
+    if rule.needs_reference:
+        problem = "needs log-probs of a reference model, which would have to be divided too"
+        raise ConfigError("loss", problem, action='use backend.kind = "torch", or a loss without reference')
+    if ranks.rank == 0:
+        for note in caveats(rule):
+            _LOG.warning("%s", note)
+    return rule

@@ -1,0 +1,88 @@
+"""Where a process stands among the ranks of one learner, by the environment variables that torchrun sets.
+
+    RANK, WORLD_SIZE                this one of so many, over all machines
+    LOCAL_RANK, LOCAL_WORLD_SIZE    this one of so many on its machine; the number of its GPU
+    MASTER_ADDR, MASTER_PORT        the store at which the ranks meet
+
+Slurm, Kubernetes and Ray start programs with the same names. What else torch reads stays torch's: GLOO_SOCKET_IFNAME,
+NCCL_SOCKET_IFNAME, TORCHELASTIC_USE_AGENT_STORE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from heterorl.common.errors import ConfigError
+
+_ACTION = "start the learner by torchrun, or unset RANK and WORLD_SIZE and use --nproc"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One rank's.
+
+    Example: Place(rank=5, local_rank=1, world_size=8, local_world_size=4, host="10.0.0.1", port=29500)
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    host: str = ""
+    port: int = 0
+    file: Path | None = None
+    """Where the ranks of one machine meet instead of at a port; in a directory that is the learner's alone."""
+
+    @property
+    def is_first_here(self) -> bool:
+        """Whether this rank speaks for its machine."""
+        return self.local_rank == 0
+
+
+def local_place(rank: int, *, num_ranks: int, file: Path) -> Place:
+    """The place of a rank that the learner itself started, beside the others of one machine."""
+    return Place(rank=rank, local_rank=rank, world_size=num_ranks, local_world_size=num_ranks, file=file)
+
+
+def place_of(environment: Mapping[str, str]) -> Place | None:
+    """The place that a launcher gave this process; None where none did.
+
+    Raises:
+        ConfigError: a variable is missing, is no number, or contradicts another.
+    """
+    if "RANK" not in environment or "WORLD_SIZE" not in environment:
+        return None
+    rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+    local_rank = _number(environment, "LOCAL_RANK")
+    # Not every launcher says how many there are here; it decides the share of the cores alone.
+    local_world_size = _number(environment, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environment else world_size
+    port = _number(environment, "MASTER_PORT")
+    for name, value, end in (
+        ("RANK", rank, world_size),
+        ("LOCAL_RANK", local_rank, local_world_size),
+        ("LOCAL_WORLD_SIZE", local_world_size, world_size + 1),
+        ("MASTER_PORT", port, 1 << 16),
+    ):
+        if not value < end:
+            raise ConfigError(name, f"{value} is not below {end}", action=_ACTION)
+    host = environment.get("MASTER_ADDR", "")
+    if not host:
+        raise ConfigError("MASTER_ADDR", "is not set, RANK and WORLD_SIZE are", action=_ACTION)
+    return Place(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        host=host,
+        port=port,
+    )
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name, "")
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        problem = f"{text!r} is not a number" if text else "is not set, RANK and WORLD_SIZE are"
+        raise ConfigError(name, problem, action=_ACTION)
+    return int(text)

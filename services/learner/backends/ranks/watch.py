@@ -1,0 +1,147 @@
+"""Whether the ranks on other machines still live, told by the store at which they met.
+
+    each rank       counts up its own beat, several times in `rank_timeout_s`
+    rank 0          reads the beats of all others
+    the others      read the beat of rank 0
+
+Guarantees: `rank_timeout_s` and a quarter after a rank was killed, stopped or cut off, no rank of the learner is there:
+rank 0 ends with exit code 1 and says so in the store, and the others end by that or by its silence. A rank may be
+inside an operation that nothing can interrupt; its process ends all the same.
+
+A process that dies closes its sockets, which ends the waits of the others at once; this is for what cannot.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from heterorl.common.errors import OperatorError
+from heterorl.learner.backends.ranks.place import Place
+
+_LOG = logging.getLogger(__name__)
+EXIT_CODE = 1
+_ENDED = "ended"
+_MOST_S = 2.0
+"""Longest time between two beats."""
+
+
+class RankSilent(OperatorError):
+    """A rank is gone; the others cannot go on without it."""
+
+    action = "the launcher or the service manager starts the learner again: it resumes from the newest checkpoint"
+
+
+def end_process(error: OperatorError) -> None:
+    """Say why, and end at once, whatever this process is inside of."""
+    _LOG.error("%s", error)
+    logging.shutdown()
+    os._exit(EXIT_CODE)
+
+
+class Watch:
+    """Two threads: one speaks with the store, and the other sees when that brings nothing new."""
+
+    def __init__(
+        self,
+        store: Store,
+        place: Place,
+        *,
+        timeout_s: float,
+        on_silence: Callable[[OperatorError], None] = end_process,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin.
+
+        Args:
+            store: a connection that nothing else uses.
+            place: this rank's.
+            timeout_s: how long another rank may be silent.
+            on_silence: called once, in a thread.
+            monotonic: seconds.
+        """
+        self._store = store
+        self._place = place
+        self._timeout_s = timeout_s
+        self._on_silence = on_silence
+        self._monotonic = monotonic
+        self._others = range(1, place.world_size) if place.rank == 0 else range(1)
+        self._closing = threading.Event()
+        self._once = threading.Lock()
+        self._beats: dict[int, bytes] = {}
+        self._heard = dict.fromkeys(self._others, monotonic())
+        self._period_s = min(_MOST_S, timeout_s / 8)
+        for target in (self._speak, self._judge):
+            threading.Thread(target=target, daemon=True, name=f"rank-watch-{target.__name__}").start()
+
+    def close(self) -> None:
+        """Stop watching: from here on other ranks may end."""
+        self._closing.set()
+
+    def silent(self) -> list[int]:
+        """Ranks that have been silent for too long."""
+        now = self._monotonic()
+        return [rank for rank in self._others if now - self._heard[rank] > self._timeout_s]
+
+    def listen(self, number: int) -> None:
+        """Give a sign of life, and look for those of others.
+
+        Raises:
+            RankSilent: rank 0 says that one is gone.
+            RuntimeError: the store is gone.
+        """
+        store = self._store
+        store.set(f"beat/{self._place.rank}", str(number))
+        if store.check([_ENDED]):
+            raise RankSilent(bytes(store.get(_ENDED)).decode())
+        for rank in self._others:
+            key = f"beat/{rank}"
+            # `get` would wait for one that has not begun.
+            beat = bytes(store.get(key)) if store.check([key]) else b""
+            if beat != self._beats.get(rank, b""):
+                self._beats[rank] = beat
+                self._heard[rank] = self._monotonic()
+
+    def _speak(self) -> None:
+        number = 0
+        while not self._closing.wait(self._period_s):
+            number += 1
+            try:
+                self.listen(number)
+            except RankSilent as error:
+                self._end(error)
+                return
+            except (RuntimeError, OSError) as error:
+                # At an orderly end the store may be gone first.
+                if not self._closing.wait(1.0):
+                    self._end(RankSilent(f"the store of the ranks is gone: {str(error).splitlines()[0]}"))
+                return
+
+    def _judge(self) -> None:
+        while not self._closing.wait(self._period_s):
+            silent = self.silent()
+            if silent:
+                names = ", ".join(map(str, silent))
+                error = RankSilent(f"no sign of life from rank {names} for {self._timeout_s:g} s; all ranks end")
+                if self._place.rank == 0:
+                    threading.Thread(target=self._tell, args=(str(error),), daemon=True).start()
+                    self._closing.wait(min(1.0, self._period_s))
+                self._end(error)
+                return
+
+    def _tell(self, reason: str) -> None:
+        # In a thread of its own: the store may not answer.
+        try:
+            self._store.set(_ENDED, reason)
+        except (RuntimeError, OSError):
+            _LOG.debug("the store of the ranks is gone")
+
+    def _end(self, error: OperatorError) -> None:
+        if self._once.acquire(blocking=False) and not self._closing.is_set():
+            self._closing.set()
+            self._on_silence(error)

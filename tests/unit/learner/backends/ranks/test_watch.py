@@ -1,0 +1,94 @@
+"""Ranks that go silent end the others within the stated time; restarted ranks meet in a round of their own."""
+
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from heterorl.learner.backends.ranks.meeting import Meeting, model_digest
+from heterorl.learner.backends.ranks.place import Place, local_place
+from heterorl.learner.backends.ranks.watch import Watch
+
+TIMEOUT_S = 2.0
+
+
+def _place(rank, world_size=3):
+    return Place(rank=rank, local_rank=0, world_size=world_size, local_world_size=1, host="127.0.0.1", port=1)
+
+
+@pytest.fixture
+def stores():
+    master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return lambda: dist.TCPStore("127.0.0.1", master.port, is_master=False)
+
+
+def test_silent_rank_ends_rank_0_and_by_it_the_others_within_the_stated_time(stores):
+    ends, done = {}, [threading.Event(), threading.Event()]
+
+    def note(rank):
+        def on_silence(error):
+            ends[rank] = (time.monotonic(), str(error))
+            done[rank].set()
+
+        return on_silence
+
+    watches = [
+        Watch(stores(), _place(rank), timeout_s=TIMEOUT_S, on_silence=note(rank) if rank < 2 else lambda _: None)
+        for rank in range(3)
+    ]
+    assert not done[0].wait(TIMEOUT_S * 1.5), "all of them give signs of life"
+
+    killed = time.monotonic()
+    watches[2].close()
+
+    assert done[0].wait(10)
+    assert done[1].wait(10)
+    for ended, reason in ends.values():
+        assert ended - killed <= 1.5 * TIMEOUT_S + 1.0
+        assert "no sign of life from rank 2 for 2 s" in reason
+
+
+def test_closed_watch_judges_nobody(stores):
+    failures = []
+    watch = Watch(stores(), _place(0, 2), timeout_s=TIMEOUT_S, on_silence=failures.append)
+
+    watch.close()
+
+    assert not watch._closing.wait(0) or failures == []
+    assert watch.silent() == []
+
+
+def test_ranks_of_a_new_round_never_hear_what_was_said_in_the_last(tmp_path):
+    def meet(place, results):
+        results[place.rank] = Meeting(place)
+
+    places = [local_place(rank, num_ranks=2, file=tmp_path / "store") for rank in range(2)]
+    rounds = []
+    for number in range(2):
+        results = {}
+        threads = [threading.Thread(target=meet, args=(place, results)) for place in places]
+        if number:
+            # Rank 1 is back first, while the store has all that the dead wrote.
+            threads.reverse()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        results[0].say(f"run {number}")
+        assert results[1].hear() == f"run {number}"
+        rounds.append(results)
+
+    rounds[1][1].note_end()
+    rounds[1][0].end()
+    assert rounds[1][1].hear() == ""
+
+
+def test_digest_of_a_model_is_of_its_bytes(tmp_path):
+    for name in ("one", "two", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "model.safetensors").write_bytes(b"weights" if name != "other" else b"weighty")
+
+    assert model_digest(str(tmp_path / "one")) == model_digest(str(tmp_path / "two"))
+    assert model_digest(str(tmp_path / "one")) != model_digest(str(tmp_path / "other"))

@@ -22,6 +22,8 @@ DOCUMENTS = ("README.md", "docs/results.md", "docs/delays.md")
 _BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 _LEADING = ("gepo", "gspo", "topr", "gmpo", "dapo", "grpo", "dr_grpo", "cispo")
 _STALE = ("gepo", "gepo-topr", "topr", "seq_tis_ess", "tis", "m2po", "decoupled_ppo")
+_SHORT = ("gepo", "gepo-1s", "topr", "gspo", "grpo")
+_HORIZON = (0.0, 64.0)
 _COLUMNS = {0.0: "no delay", 8.0: "8 versions", 64.0: "64 versions", 128.0: "128 versions", 256.0: "256 versions"}
 
 
@@ -90,6 +92,24 @@ def _beside_gepo() -> str:
             [name, *(paired(name, "gepo", runs, 64.0) for runs in (short, long))]
             for name in ("gspo", "topr", "gepo-topr")
         ],
+    )
+
+
+def _horizon_beside_gepo() -> str:
+    runs = _lab("horizon").runs
+    names = sorted({run.algorithm for run in runs} - {"gepo"})
+    return _table(
+        ["algorithm", *(_COLUMNS[delay] for delay in _HORIZON)],
+        [[name, *(paired(name, "gepo", runs, delay) for delay in _HORIZON)] for name in names],
+    )
+
+
+def _horizon_rates() -> str:
+    rates = {(run.algorithm, run.delay): run.lr for run in _lab("horizon").runs}
+    names = sorted({name for name, _ in rates}, key=lambda name: (name != "gepo", name))
+    return _table(
+        ["algorithm", *(_COLUMNS[delay] for delay in _HORIZON)],
+        [[name, *(f"{rates[name, delay]:g}" for delay in _HORIZON)] for name in names],
     )
 
 
@@ -188,7 +208,10 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "stale64-readme": lambda: accuracies(_lab("stale64"), (0.0, 64.0), ("gepo", "gspo", "grpo", "dapo")),
+    "horizon-short": lambda: accuracies(_lab("horizon"), _HORIZON, _SHORT),
+    "horizon": lambda: accuracies(_lab("horizon"), _HORIZON),
+    "horizon-beside-gepo": _horizon_beside_gepo,
+    "horizon-rates": _horizon_rates,
     "stale64-short": lambda: accuracies(_lab("stale64"), (0.0, 8.0, 64.0), _LEADING),
     "stale64": lambda: accuracies(_lab("stale64"), (0.0, 8.0, 64.0)),
     "stale256": lambda: accuracies(_lab("stale256"), (64.0, 128.0, 256.0), _STALE),

@@ -100,7 +100,8 @@ def measure(job: dict[str, Any], *, checkout: Path = ROOT) -> dict[str, Any]:
 
 def _work(job: dict[str, Any]) -> dict[str, Any]:
     """The job, in its process: rank 0."""
-    from heterorl.learner.assembly import build_backend, build_deepspeed, join_ranks
+    from heterorl.learner.assembly import build_backend, build_divided
+    from heterorl.learner.backends.ranks.company import Company
     from heterorl.learner.backends.ranks.local import LocalRanks
     from heterorl.learner.config import LearnerConfig
 
@@ -116,23 +117,27 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
 
     import_deepspeed("cpu")
     local = LocalRanks(job["ranks"])
-    local.configure(tiny)
-    ranks = join_ranks(tiny, rank=0, num_ranks=job["ranks"], rendezvous=local.rendezvous)
-    backend = build_deepspeed(tiny, ranks)
+    company = Company(local.place)
+
+    def divided(config: LearnerConfig) -> Any:
+        company.meeting.say(config.model_dump_json())
+        return build_divided(config, company.join(config))
+
+    backend = divided(tiny)
     _operate(backend, "step", "")
     _operate(backend, "store", "")
     backend.stop()
     built: list[Any] = []
 
     def build() -> Any:
-        local.configure(big)
-        built.append(build_deepspeed(big, ranks))
+        built.append(divided(big))
         return built[0]
 
     answer = _measured(build, job["operations"], [os.getpid(), *(child.pid for child in local._children)])
     built[0].stop()
+    company.meeting.end()
+    company.leave()
     local.close()
-    ranks.leave()
     return answer
 
 

@@ -147,7 +147,7 @@ def test_checkers_of_types_layers_and_coverage_name_what_is_installed():
     assert (ROOT / "src" / "heterorl").resolve() == ROOT / "services"
     # Coverage knows files by their real place, to which the link leads.
     assert tools["coverage"]["run"]["source"] == ["services"]
-    assert all((ROOT / name).is_file() for name in tools["coverage"]["run"]["omit"])
+    assert all(any(ROOT.glob(name)) for name in tools["coverage"]["run"]["omit"])
     named = [
         module for each in tools["mypy"]["overrides"] for module in each["module"] if module.startswith("heterorl")
     ]

@@ -44,6 +44,7 @@ COMMANDS = [
     "top",
     "report",
     "view",
+    "track",
     "check-config",
     "print-config",
     "verify-lineage",

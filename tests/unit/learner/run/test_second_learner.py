@@ -16,12 +16,12 @@ from tests.support.links import PLAINTEXT
 
 
 async def _start(config, monkeypatch, leader=None):
-    monkeypatch.setattr(app, "assemble", lambda *args, **options: SimpleNamespace(signer=None, close=lambda: None))
     monkeypatch.setattr(app, "join", lambda *args, **options: app.Learner(leader=leader, state_dir=config.state_dir))
     monkeypatch.setattr(app.metrics, "serve", lambda *args, **options: 0)
     stop = asyncio.Event()
     stop.set()
-    await app._train(config, 1, ManualClock(), stop, Notifier())
+    parts = SimpleNamespace(signer=None, close=lambda: None)
+    await app._train(config, parts, ManualClock(), stop, Notifier())
 
 
 async def test_what_the_first_one_runs_with_is_not_written_over(tmp_path, monkeypatch):

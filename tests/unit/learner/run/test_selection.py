@@ -31,8 +31,8 @@ class Noted(Notes):
     def __init__(self):
         self.numbers = []
 
-    def settled(self, groups):
-        self.numbers += [group.id.sequence for group in groups]
+    def abandoned(self, groups):
+        self.numbers += [queued.group.id.sequence for queued in groups if queued.wants_note]
 
 
 def uniform(sequence, **changes):

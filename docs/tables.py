@@ -24,6 +24,7 @@ _LEADING = ("gepo", "gspo", "topr", "gmpo", "dapo", "grpo", "dr_grpo", "cispo")
 _STALE = ("gepo", "gepo-topr", "topr", "seq_tis_ess", "tis", "m2po", "decoupled_ppo")
 _SHORT = ("gepo", "gepo-1s", "topr", "gspo", "grpo")
 _HORIZON = (0.0, 64.0)
+_CLIPS = {"-none": "none", "-lower": "lower half", "-upper": "upper half", "": "both"}
 _COLUMNS = {0.0: "no delay", 8.0: "8 versions", 64.0: "64 versions", 128.0: "128 versions", 256.0: "256 versions"}
 
 
@@ -110,6 +111,17 @@ def _horizon_rates() -> str:
     return _table(
         ["algorithm", *(_COLUMNS[delay] for delay in _HORIZON)],
         [[name, *(f"{rates[name, delay]:g}" for delay in _HORIZON)] for name in names],
+    )
+
+
+def _clips() -> str:
+    runs = _lab("clips").runs
+    return _table(
+        ["weights", *(f"clip: {text}" for text in _CLIPS.values())],
+        [
+            [name, *(cell([run for run in runs if run.algorithm == name + half]) for half in _CLIPS)]
+            for name in ("gepo", "gepo-one", "gspo", "gspo-one")
+        ],
     )
 
 
@@ -212,6 +224,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "horizon": lambda: accuracies(_lab("horizon"), _HORIZON),
     "horizon-beside-gepo": _horizon_beside_gepo,
     "horizon-rates": _horizon_rates,
+    "clips": _clips,
     "stale64-short": lambda: accuracies(_lab("stale64"), (0.0, 8.0, 64.0), _LEADING),
     "stale64": lambda: accuracies(_lab("stale64"), (0.0, 8.0, 64.0)),
     "stale256": lambda: accuracies(_lab("stale256"), (64.0, 128.0, 256.0), _STALE),

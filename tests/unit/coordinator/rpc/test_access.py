@@ -11,10 +11,20 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.identity.identity import Identity, LocalPeer, RefusalReason, Role, spiffe_uri
 from heterorl.common.identity.tls import ServerTlsConfig, TlsConfig, check_tls
 from heterorl.coordinator.rpc.access import RULES, refuse_call, refuse_request
-from heterorl.v1 import backup_pb2, diagnosis_pb2, evaluation_pb2, policy_pb2, rollout_pb2, run_pb2, sample_pb2
+from heterorl.v1 import (
+    backup_pb2,
+    diagnosis_pb2,
+    evaluation_pb2,
+    metrics_pb2,
+    policy_pb2,
+    rollout_pb2,
+    run_pb2,
+    sample_pb2,
+)
 
 MODULES = (
-    policy_pb2, rollout_pb2, run_pb2, backup_pb2, diagnosis_pb2, sample_pb2, evaluation_pb2, health_pb2,
+    policy_pb2, rollout_pb2, run_pb2, backup_pb2, diagnosis_pb2, sample_pb2, evaluation_pb2, metrics_pb2,
+    health_pb2,
 )  # fmt: skip
 METHODS = {
     f"/{service.full_name}/{method.name}": method
@@ -32,12 +42,12 @@ ALLOWED = {
         "Check", "Watch", "AcquireLease", "RenewLease", "ReleaseLease", "QueryUpload", "UploadPayload",
         "PublishVersion", "GetStep", "WatchHead", "GetManifest", "ListManifests", "PlanPull", "ReadPayload",
         "StreamGroups", "AbandonGroups", "RejectGroups", "Drain", "Diagnose", "DescribeRun",
-        "NoteSamples",
+        "NoteSamples", "PushLearnerMetrics",
     },
     Role.SAMPLER: {
         "Check", "Watch", "WatchHead", "GetManifest", "ListManifests", "PlanPull", "ReadPayload", "LeaseWork",
         "AbandonWork", "PushGroups", "Register", "Heartbeat", "ReportCanary", "Diagnose",
-        "LeaseEvaluation", "PushEvaluation", "AbandonEvaluation",
+        "LeaseEvaluation", "PushEvaluation", "AbandonEvaluation", "PushSamplerMetrics",
     },
 }  # fmt: skip
 

@@ -33,16 +33,19 @@ from heterorl.coordinator.rpc.server import Server
 from heterorl.coordinator.servicers.backup import BackupServicer
 from heterorl.coordinator.servicers.diagnosis import DiagnosisServicer
 from heterorl.coordinator.servicers.evaluation import EvaluationServicer
+from heterorl.coordinator.servicers.metrics import MetricsServicer
 from heterorl.coordinator.servicers.policy import PolicyServicer
 from heterorl.coordinator.servicers.rollout import RolloutServicer
 from heterorl.coordinator.servicers.run import RunServicer
 from heterorl.coordinator.servicers.sample import SampleServicer
 from heterorl.coordinator.sites.presence import Presence
+from heterorl.coordinator.sites.reported import Reported
 from heterorl.coordinator.store.steady import Steady
 from heterorl.v1 import (
     backup_pb2_grpc,
     diagnosis_pb2_grpc,
     evaluation_pb2_grpc,
+    metrics_pb2_grpc,
     policy_pb2_grpc,
     rollout_pb2_grpc,
     run_pb2_grpc,
@@ -51,6 +54,8 @@ from heterorl.v1 import (
 
 _LOG = logging.getLogger(__name__)
 GAUGE_INTERVAL_S = 1.0
+NODES_PAGE = "/nodes"
+"""Where the metrics of learners and samplers are, beside the coordinator's own at /metrics."""
 SWITCH_INTERVAL_S = 0.0005
 """How long the store's thread waits for the interpreter after each statement, at worst; ten times as long if unset."""
 
@@ -85,6 +90,8 @@ async def _serve(config: CoordinatorConfig, clock: Clock, stop: asyncio.Event, n
     sample_pb2_grpc.add_SampleServiceServicer_to_server(SampleServicer(core.sample), server.grpc)
     backup_pb2_grpc.add_BackupServiceServicer_to_server(BackupServicer(core.backups), server.grpc)
     evaluation_pb2_grpc.add_EvaluationServiceServicer_to_server(EvaluationServicer(core.evaluation), server.grpc)
+    reported = Reported(run_id=config.run_id, most_nodes=config.metrics_nodes, clock=clock)
+    metrics_pb2_grpc.add_MetricsServiceServicer_to_server(MetricsServicer(reported), server.grpc)
     try:
         port = await server.start(config.listen)
         metrics.watch_disk(config.data_dir)
@@ -96,6 +103,7 @@ async def _serve(config: CoordinatorConfig, clock: Clock, stop: asyncio.Event, n
             service="coordinator",
             address=config.metrics_host,
             may_move="metrics_port" not in config.model_fields_set,
+            pages={NODES_PAGE: reported.page},
         )
         await asyncio.to_thread(_announce, config, port)
         _LOG.info("run %s: listening on port %d, metrics on port %d", config.run_id, port, metrics_port)

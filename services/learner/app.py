@@ -37,6 +37,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from heterorl.common.api import LearnerApi
+from heterorl.common.federation.push import pushing
+from heterorl.common.identity.identity import site_of
 from heterorl.common.identity.trust import Trust
 from heterorl.common.process import metrics, notify, tracing
 from heterorl.common.process.clock import Clock, SystemClock
@@ -104,12 +106,20 @@ async def _train(
     _LOG.info("run %s: coordinator %s, metrics on port %d", config.run_id, config.coordinator, metrics_port)
     if parts.signer is not None:
         _LOG.info("versions are signed by %s", parts.signer.public_key)
-    async with CoordinatorClient(
-        config.coordinator,
-        tls=config.tls,
-        max_message_bytes=config.max_message_bytes,
-        bandwidth=config.bandwidth,
-    ) as client:
+    async with (
+        CoordinatorClient(
+            config.coordinator,
+            tls=config.tls,
+            max_message_bytes=config.max_message_bytes,
+            bandwidth=config.bandwidth,
+        ) as client,
+        pushing(
+            lambda series: client.push_learner_metrics(site=site_of(config.tls.cert) or config.holder, series=series),
+            registry=metrics.registry_of("learner"),
+            interval_s=config.metrics_push_s,
+            clock=clock,
+        ),
+    ):
         learner = join(config, parts, api=client, clock=clock, rng=random.Random())
 
         def begin() -> None:

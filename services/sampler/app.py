@@ -42,7 +42,6 @@ from heterorl.common.process.clock import Bell, Clock, SystemClock, steady
 from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import cause_of
 from heterorl.common.pull.pull import Puller
-from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.run import Registration
 from heterorl.common.weights.parallel import num_threads
@@ -50,6 +49,7 @@ from heterorl.sampler.assembly import Parts, assemble
 from heterorl.sampler.config import SamplerConfig
 from heterorl.sampler.evaluation.joined import evaluation_of
 from heterorl.sampler.evaluation.work import EvaluationWork
+from heterorl.sampler.link import linked
 from heterorl.sampler.outbox.delivery import Delivery
 from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.sampler.policy.delay import Visibility, max_delay_s, max_delay_versions, max_group_delay_s
@@ -88,7 +88,7 @@ async def _sample(config: SamplerConfig, clock: Clock, stop: asyncio.Event, noti
             may_move="metrics_port" not in config.model_fields_set,
         )
         _LOG.info("metrics on port %d", port)
-        async with CoordinatorClient(config.coordinator, tls=config.tls, bandwidth=config.bandwidth) as api:
+        async with linked(config, clock) as api:
             sampler = await asyncio.to_thread(build, config, api, outbox, clock)
             try:
                 await sampler.run(stop, on_ready=lambda: notifier.ready(f"site {config.site}"))

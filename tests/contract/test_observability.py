@@ -12,6 +12,7 @@ import yaml
 from deploy.grafana import generate
 from deploy.grafana.panels import BOARDS
 from heterorl.common.process import metrics
+from heterorl.coordinator.app import NODES_PAGE
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -172,12 +173,11 @@ def test_alertmanager_names_alerts_that_exist():
     assert set(re.findall(r"Heterorl\w+", text)) <= {rule["alert"] for rule in ALERTS}
 
 
-def test_targets_carry_the_labels_that_rules_and_dashboards_need():
+def test_targets_are_coordinators_with_the_labels_that_rules_and_dashboards_need():
     for name in ("compose.yml", "systemd.example"):
-        entries = yaml.safe_load((DEPLOY / "prometheus" / "targets" / name).read_text())
-        services = [entry["labels"]["service"] for entry in entries]
+        (entry,) = yaml.safe_load((DEPLOY / "prometheus" / "targets" / name).read_text())
 
-        assert services == ["coordinator", "learner", "sampler", "sampler"]
-        for entry in entries:
-            wanted = {"run", "service", "site"} if entry["labels"]["service"] == "sampler" else {"run", "service"}
-            assert entry["labels"].keys() == wanted
+        assert entry["labels"].keys() == {"run", "service"}
+        assert entry["labels"]["service"] == "coordinator"
+    of_nodes = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())["scrape_configs"][1]
+    assert (of_nodes["metrics_path"], of_nodes["honor_labels"]) == (NODES_PAGE, True)

@@ -64,9 +64,11 @@ def make_cluster(directory: Path) -> Cluster:
         certificates=certificates,
         coordinator={"groups_per_version": 16, "learner_lease_s": 10.0, "listen": address,
                      "max_outstanding_groups": MAX_OUTSTANDING, "max_staleness_versions": MAX_STALENESS},
-        learner={**RUN, "coordinator": address, "groups_per_step": 16,
+        # Each process is scraped directly: with pushes its numbers would be there twice.
+        learner={**RUN, "coordinator": address, "groups_per_step": 16, "metrics_push_s": 0.0,
                  "evaluation": {"every_versions": 20, "num_prompts": 16, "batch_rows": 16}},
-        sampler={**RUN, "coordinator": address, "engine": {"kind": "hf", "threads": 1, "batch_rows": ROWS}, "metrics_host": ADDRESS_B, "heartbeat_s": 2.0},
+        sampler={**RUN, "coordinator": address, "engine": {"kind": "hf", "threads": 1, "batch_rows": ROWS}, "metrics_host": ADDRESS_B, "metrics_push_s": 0.0,
+                 "heartbeat_s": 2.0},
     )  # fmt: skip
     cluster.address = address
     cluster.model_dir = write_tiny_model(directory / "demo-model", seed=0)

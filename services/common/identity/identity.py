@@ -10,6 +10,7 @@ import enum
 import functools
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from cryptography import x509
 
@@ -105,6 +106,15 @@ def split_uri(uri: str) -> tuple[str, str, Role] | None:
 def is_name(text: str) -> bool:
     """Whether a text can name a run or a site."""
     return re.fullmatch(_NAME, text) is not None
+
+
+def site_of(path: str) -> str:
+    """The site that a certificate's file names; empty where there is none, of which its other readers complain."""
+    try:
+        identity = read_identity(Path(path).read_bytes()) if path else None
+    except OSError:
+        return ""
+    return identity.site if isinstance(identity, Identity) else ""
 
 
 @functools.lru_cache(maxsize=4096)

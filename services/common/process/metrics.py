@@ -15,9 +15,11 @@ import contextlib
 import errno
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal
+from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import (
     CollectorRegistry,
@@ -31,6 +33,9 @@ from prometheus_client import (
 from prometheus_client.registry import Collector
 
 from heterorl.common.errors import ConfigError, PortInUse
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIEnvironment
 
 REGISTRY = CollectorRegistry(auto_describe=True)
 ProcessCollector(registry=REGISTRY)
@@ -267,18 +272,35 @@ def watch_disk(path: Path) -> None:
     DISK_SIZE_BYTES.set_function(lambda: shutil.disk_usage(path).total)
 
 
-class _Own(Collector):
-    """The registry without the other services' metrics, which would read 0 here."""
+def is_of(metric: Metric, service: Service) -> bool:
+    """Whether a service shows a metric; the others' would read 0 there."""
+    return not metric.name.startswith(tuple(f"heterorl_{other}_" for other in SERVICES if other != service))
 
+
+class _Own(Collector):
     def __init__(self, service: Service) -> None:
-        self._others = tuple(f"heterorl_{other}_" for other in SERVICES if other != service)
+        self._service = service
 
     def collect(self) -> Iterator[Metric]:
         """Yield this service's metrics."""
-        return (metric for metric in REGISTRY.collect() if not metric.name.startswith(self._others))
+        return (metric for metric in REGISTRY.collect() if is_of(metric, self._service))
 
 
-def serve(port: int, *, service: Service, address: str = "127.0.0.1", may_move: bool = False) -> int:
+def registry_of(service: Service) -> CollectorRegistry:
+    """What a process of a service shows."""
+    own = CollectorRegistry(auto_describe=False)
+    own.register(_Own(service))
+    return own
+
+
+def serve(
+    port: int,
+    *,
+    service: Service,
+    address: str = "127.0.0.1",
+    may_move: bool = False,
+    pages: Mapping[str, Callable[[], bytes]] = MappingProxyType({}),
+) -> int:
     """Serve /metrics of one service on a port of its own (0 picks a free one); returns the port.
 
     Args:
@@ -286,30 +308,48 @@ def serve(port: int, *, service: Service, address: str = "127.0.0.1", may_move: 
         service: whose metrics.
         address: of this machine.
         may_move: nobody chose this port: where it is taken, as by a second sampler, one of the next is as good.
+        pages: texts in the same format at other paths, made anew for each caller, in a thread of its own.
 
     Raises:
         PortInUse: the address is taken.
         ConfigError: the address is none of this machine's.
     """
-    own = CollectorRegistry(auto_describe=False)
-    own.register(_Own(service))
+    own = registry_of(service)
     try:
         server, _ = start_http_server(port, addr=address, registry=own)
     except OSError as error:
         if error.errno == errno.EADDRINUSE and may_move:
-            return _serve_beside(port, own, address)
+            server = _serve_beside(port, own, address)
+            _add_pages(server, pages)
+            return int(server.server_port)
         if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
             raise ConfigError("metrics_host", f"{address} is no address of this machine") from error
         if error.errno == errno.EADDRINUSE:
             raise PortInUse("metrics_port", f"{address}:{port}") from error
         raise
+    _add_pages(server, pages)
     return int(server.server_port)
 
 
-def _serve_beside(port: int, own: CollectorRegistry, address: str) -> int:
+def _serve_beside(port: int, own: CollectorRegistry, address: str) -> WSGIServer:
     # In steps that no other service's default is on.
     for other in range(port + 10, port + 10 * (MAX_MOVES + 1), 10):
         with contextlib.suppress(OSError):
             server, _ = start_http_server(other, addr=address, registry=own)
-            return int(server.server_port)
+            return server
     raise PortInUse("metrics_port", f"{address}:{port}")
+
+
+def _add_pages(server: WSGIServer, pages: Mapping[str, Callable[[], bytes]]) -> None:
+    metrics_page = server.get_app()
+    assert metrics_page is not None, "prometheus_client sets it before it returns"
+
+    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        page = pages.get(environ["PATH_INFO"])
+        if page is None:
+            return metrics_page(environ, start_response)
+        start_response("200 OK", [("Content-Type", "text/plain; version=0.0.4; charset=utf-8")])
+        return [page()]
+
+    if pages:
+        server.set_app(answer)

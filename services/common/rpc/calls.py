@@ -80,6 +80,14 @@ class Calls:
 
         return await self._insist(attempt, name=name)
 
+    async def _once(self, name: str, request: Any, *, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        async def attempt() -> Any:
+            async with self._link.stubs() as stubs:
+                with timed(name):
+                    return readable(name, await stubs.method(name)(request, timeout=timeout_s))
+
+        return await once(name, attempt)
+
     async def _insist(self, attempt: Callable[[], Awaitable[ResultT]], *, name: str) -> ResultT:
         return await retry.call(
             attempt, name=name, policy=self._retry, clock=self._clock, rng=self._rng, outage=self._outage

@@ -26,7 +26,9 @@ from heterorl.common.types.run import (
     RunStatus,
 )
 from heterorl.common.types.sample import Sample, SampleFilter, SampleList, SamplePage
+from heterorl.common.types.series import Series
 from heterorl.common.wire.common import report_from_pb
+from heterorl.common.wire.metrics import series_to_pb
 from heterorl.common.wire.policy import frame_checksum, plan_from_pb, publish_to_pb
 from heterorl.common.wire.rollout import (
     group_id_to_pb,
@@ -47,7 +49,7 @@ from heterorl.common.wire.run import (
 from heterorl.common.wire.sample import sample_from_pb
 from heterorl.common.wire.sample_lists import list_from_pb, list_request_to_pb
 from heterorl.common.wire.seal import sealed
-from heterorl.v1 import policy_pb2, rollout_pb2, run_pb2, sample_pb2
+from heterorl.v1 import metrics_pb2, policy_pb2, rollout_pb2, run_pb2, sample_pb2
 
 PUSH_TIMEOUT_S = 120.0
 """For a push of nothing; its bytes come on top."""
@@ -255,6 +257,11 @@ class CoordinatorClient(EvaluationCalls, LearnerCalls):
     async def report_canary(self, report: CanaryReport) -> CanaryVerdict:
         """Report a sampler's log-probs of the canary."""
         return verdict_from_pb(await self._call("ReportCanary", canary_to_pb(report)))
+
+    async def push_sampler_metrics(self, *, site: SiteId, series: Sequence[Series]) -> bool:
+        """Hand out this sampler's numbers, once; returns whether the coordinator keeps them."""
+        request = metrics_pb2.PushSamplerMetricsRequest(site=site, series=series_to_pb(series))
+        return bool((await self._once("PushSamplerMetrics", request)).is_kept)
 
     async def get_status(self) -> RunStatus:
         """Ask for the state of the run."""

@@ -9,13 +9,15 @@ from heterorl.common.types.common import Contract
 from heterorl.common.types.policy import LeaseGrant
 from heterorl.common.types.rollout import DropReason, GroupId, Rejection
 from heterorl.common.types.sample import EvaluationSample, SampleNote
+from heterorl.common.types.series import Series
 from heterorl.common.types.step import LearnerProgress
 from heterorl.common.types.words import peer_words
 from heterorl.common.wire.common import contract_to_pb, progress_to_pb
+from heterorl.common.wire.metrics import series_to_pb
 from heterorl.common.wire.policy import grant_from_pb
 from heterorl.common.wire.rollout import group_id_to_pb, reason_to_pb, rejections_to_pb
 from heterorl.common.wire.sample_notes import evaluation_to_pb, note_to_pb
-from heterorl.v1 import policy_pb2, rollout_pb2, run_pb2, sample_pb2
+from heterorl.v1 import metrics_pb2, policy_pb2, rollout_pb2, run_pb2, sample_pb2
 
 
 class LearnerCalls(Calls):
@@ -50,6 +52,11 @@ class LearnerCalls(Calls):
     async def release_lease(self, *, epoch: int) -> None:
         """End the lease."""
         await self._call("ReleaseLease", policy_pb2.ReleaseLeaseRequest(epoch=epoch))
+
+    async def push_learner_metrics(self, *, site: str, series: Sequence[Series]) -> bool:
+        """Hand out this learner's numbers, once; returns whether the coordinator keeps them."""
+        request = metrics_pb2.PushLearnerMetricsRequest(site=site, series=series_to_pb(series))
+        return bool((await self._once("PushLearnerMetrics", request)).is_kept)
 
     async def abandon_groups(
         self, *, epoch: int, ids: Sequence[GroupId], reason: str, counted_as: DropReason = DropReason.LEARNER_ABANDONED

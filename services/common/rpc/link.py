@@ -21,6 +21,7 @@ from heterorl.v1 import (
     backup_pb2_grpc,
     diagnosis_pb2_grpc,
     evaluation_pb2_grpc,
+    metrics_pb2_grpc,
     policy_pb2_grpc,
     rollout_pb2_grpc,
     run_pb2_grpc,
@@ -41,6 +42,7 @@ class Stubs:
             backup_pb2_grpc.BackupServiceStub(channel),
             evaluation_pb2_grpc.EvaluationServiceStub(channel),
             sample_pb2_grpc.SampleServiceStub(channel),
+            metrics_pb2_grpc.MetricsServiceStub(channel),
         ]
         self._methods = {name: method for stub in stubs for name, method in vars(stub).items()}
 

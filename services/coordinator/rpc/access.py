@@ -83,6 +83,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "/heterorl.v1.EvaluationService/PushEvaluation": _OWN_SITE,
         "/heterorl.v1.EvaluationService/AbandonEvaluation": _OWN_SITE,
         "/heterorl.v1.EvaluationService/ListEvaluations": _OPERATOR,
+        "/heterorl.v1.MetricsService/PushSamplerMetrics": _OWN_SITE,
+        "/heterorl.v1.MetricsService/PushLearnerMetrics": Rule(frozenset({Role.LEARNER}), site=("site",), at_once=2),
         "/heterorl.v1.DiagnosisService/Diagnose": _DIAGNOSES,
         "/grpc.health.v1.Health/Check": _ASKS_HEALTH,
         "/grpc.health.v1.Health/Watch": _ASKS_HEALTH,

@@ -7,9 +7,10 @@ from pydantic import ValidationError
 
 from heterorl.common.types.rollout import DropReason
 from heterorl.common.types.run import PromptCounts
+from heterorl.common.wire.seal import sealed
 from heterorl.coordinator.config import CoordinatorConfig, DifficultyConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.groups.difficulty import MAX_PASSED, decide
+from heterorl.coordinator.groups.difficulty import MAX_PASSED, decide, note_groups
 from heterorl.coordinator.groups.schedule import prompt_of
 from tests.support.clock import ManualClock
 from tests.support.run import CONTRACT, Run, credits_of, rollout
@@ -128,6 +129,13 @@ async def test_mean_follows_the_newest_groups(tmp_path):
     )
 
     assert await reading == {0: 0.0, 1: 0.5, 2: 0.5, 3: 1.0}
+    (work,) = await run.lease(1)
+    assert work.prompt_index % 10 in (1, 2)
+    solved = tuple(rollout(run.head, reward=1.0, reward_parts=()) for _ in range(2))
+    data = sealed(dataclasses.replace(run.group(work), rollouts=solved)).data
+    await core.parts.database.run(lambda connection: note_groups(connection, [data, data, None], WINDOW))
+    found = (await core.get_status()).prompts
+    assert (found.in_window, found.too_easy, found.too_hard) == (9, 36, 5), "a prompt is counted where it is now"
     await core.close()
 
 

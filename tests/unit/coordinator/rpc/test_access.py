@@ -11,10 +11,20 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.identity.identity import Identity, LocalPeer, RefusalReason, Role, spiffe_uri
 from heterorl.common.identity.tls import ServerTlsConfig, TlsConfig, check_tls
 from heterorl.coordinator.rpc.access import RULES, refuse_call, refuse_request
-from heterorl.v1 import backup_pb2, diagnosis_pb2, evaluation_pb2, policy_pb2, rollout_pb2, run_pb2, sample_pb2
+from heterorl.v1 import (
+    backup_pb2,
+    diagnosis_pb2,
+    evaluation_pb2,
+    metrics_pb2,
+    policy_pb2,
+    rollout_pb2,
+    run_pb2,
+    sample_pb2,
+)
 
 MODULES = (
-    policy_pb2, rollout_pb2, run_pb2, backup_pb2, diagnosis_pb2, sample_pb2, evaluation_pb2, health_pb2,
+    policy_pb2, rollout_pb2, run_pb2, backup_pb2, diagnosis_pb2, sample_pb2, evaluation_pb2, metrics_pb2,
+    health_pb2,
 )  # fmt: skip
 METHODS = {
     f"/{service.full_name}/{method.name}": method
@@ -32,12 +42,12 @@ ALLOWED = {
         "Check", "Watch", "AcquireLease", "RenewLease", "ReleaseLease", "QueryUpload", "UploadPayload",
         "PublishVersion", "GetStep", "WatchHead", "GetManifest", "ListManifests", "PlanPull", "ReadPayload",
         "StreamGroups", "AbandonGroups", "RejectGroups", "Drain", "Diagnose", "DescribeRun",
-        "NoteSamples",
+        "NoteSamples", "PushLearnerMetrics",
     },
     Role.SAMPLER: {
         "Check", "Watch", "WatchHead", "GetManifest", "ListManifests", "PlanPull", "ReadPayload", "LeaseWork",
         "AbandonWork", "PushGroups", "Register", "Heartbeat", "ReportCanary", "Diagnose",
-        "LeaseEvaluation", "PushEvaluation", "AbandonEvaluation",
+        "LeaseEvaluation", "PushEvaluation", "AbandonEvaluation", "PushSamplerMetrics",
     },
 }  # fmt: skip
 
@@ -68,8 +78,10 @@ def test_every_cell(method, role):
     [(api.LearnerApi, Role.LEARNER), (api.SamplerApi, Role.SAMPLER), (api.OperatorApi, Role.OPERATOR)],
 )
 def test_protocol_of_a_role_has_what_the_table_opens_to_it_and_no_more(protocol, role):
-    # Not of these Protocols: health, the doctor's questions and backups have clients of their own.
-    open_to_it = ALLOWED[role] - {"Check", "Watch", "Diagnose", "Backup"}
+    # Not of these Protocols: health, the doctor's questions and backups have clients of their own, and metrics are no
+    # part of what a role does.
+    others = {"Check", "Watch", "Diagnose", "Backup", "PushSamplerMetrics", "PushLearnerMetrics"}
+    open_to_it = ALLOWED[role] - others
     methods = {name for name in dir(protocol) if not name.startswith("_")}
 
     assert {name.replace("signed_", "").title().replace("_", "") for name in methods} == open_to_it

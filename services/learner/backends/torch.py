@@ -138,8 +138,8 @@ class TorchBackend:
         end = end_step(
             samples,
             rule=self._rule,
-            lr=self._config.lr,
-            warmup_steps=self._config.warmup_steps,
+            schedule=self._config.schedule,
+            step=step,
             applied_steps=self._applied_steps,
             update=self._update,
         )

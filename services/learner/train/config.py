@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from heterorl.common.process.config import Config
+from heterorl.learner.train.update.schedule import Schedule
 
 _Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -15,7 +16,7 @@ class _Training(Config):
     """What every backend has."""
 
     lr: float = Field(default=1e-6, gt=0.0, le=1.0)
-    """AdamW step size after warm-up."""
+    """Step size of the optimizer after warm-up, before any decay."""
     betas: tuple[_Decay, _Decay] = (0.9, 0.999)
     """AdamW decay rates of the first and second moments, each in [0, 1)."""
     weight_decay: float = Field(default=0.0, ge=0.0, le=1.0)
@@ -23,7 +24,15 @@ class _Training(Config):
     grad_clip: float = Field(default=1.0, gt=0.0)
     """Largest norm of the whole gradient; longer gradients are scaled down to it."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Applied steps over which the step size grows linearly from lr / warmup_steps to lr."""
+    """Applied steps over which the step size grows linearly from lr / warmup_steps to lr; once more where a learner
+    begins with a new optimizer."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the step size falls after warm-up, by the steps of the run, restarts included."""
+    lr_decay_steps: int = Field(default=0, ge=0)
+    """Step of the run at which linear and cosine reach lr * lr_final_ratio and stay there, mostly max_steps; both need
+    it, so that a longer run does not change the steps it has taken already."""
+    lr_final_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
+    """What of lr is left at lr_decay_steps. At 0 nothing is learned after it."""
     micro_batch_tokens: int = Field(default=16384, ge=1)
     """Tokens of one forward and backward pass, padding included; a longer rollout gets a pass of its own."""
     batching: Literal["padded", "packed"] = "padded"
@@ -46,6 +55,30 @@ class _Training(Config):
     liger: bool = False
     """Liger's fused kernels for norms, positions and gated layers: less memory and time on a GPU; refused on the CPU.
     Needs `pip install 'heterorl[gpu]'`."""
+
+    @model_validator(mode="after")
+    def _check_schedule(self) -> Self:
+        if self.lr_schedule == "constant":
+            if self.lr_decay_steps or self.lr_final_ratio:
+                raise ValueError(
+                    "lr_decay_steps and lr_final_ratio need lr_schedule linear or cosine: set it, or leave them out"
+                )
+        elif self.lr_decay_steps <= self.warmup_steps:
+            raise ValueError(
+                f"lr_schedule {self.lr_schedule} needs lr_decay_steps above warmup_steps: set it to the run's max_steps"
+            )
+        return self
+
+    @property
+    def schedule(self) -> Schedule:
+        """The step size of every step."""
+        return Schedule(
+            lr=self.lr,
+            warmup_steps=self.warmup_steps,
+            shape=self.lr_schedule,
+            decay_steps=self.lr_decay_steps,
+            final_ratio=self.lr_final_ratio,
+        )
 
 
 class TorchBackendConfig(_Training):

@@ -42,7 +42,8 @@ def config(model_dir):
                 "loss": {"kind": loss},
                 "lora": lora or {},
                 "backend": {
-                    "kind": kind, "lr": 1e-3, "warmup_steps": 4, "micro_batch_tokens": 64, "weight_decay": 0.01,
+                    "kind": kind, "lr": 1e-3, "warmup_steps": 2, "lr_schedule": "cosine", "lr_decay_steps": 8,
+                    "micro_batch_tokens": 64, "weight_decay": 0.01,
                     "published_dtype": "fp32", "threads": 1, **backend,
                 },
             }

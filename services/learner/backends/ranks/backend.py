@@ -68,6 +68,7 @@ class DividedBackend:
         self._clock = clock or SystemClock()
         self._passes = Passes(
             engine=division.engine,
+            reference=division.reference,
             device=division.device,
             ranks=ranks,
             rule=self._rule,

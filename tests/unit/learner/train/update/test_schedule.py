@@ -36,7 +36,8 @@ def test_decay_is_that_of_transformers(shape, make):
 
     ours = _rates(Schedule(lr=0.8, warmup_steps=3, shape=shape, decay_steps=10))
 
-    assert ours[3:] == pytest.approx(expected[3:], abs=1e-12)
+    # After its end the cosine of transformers rises again.
+    assert ours[3:11] == pytest.approx(expected[3:11], abs=1e-12)
     assert ours[:3] == pytest.approx([0.8 / 3, 1.6 / 3, 0.8])
 
 

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from docs import plans
 from heterorl.common.evaluation.intervals import interval
 from heterorl.lab.report.data import Results, Run
 from heterorl.lab.report.reading import load_table
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "benchmarks" / "results"
-DOCUMENTS = ("README.md", "docs/results.md", "docs/delays.md")
+DOCUMENTS = ("README.md", "docs/results.md", "docs/delays.md", "docs/plan.md")
 _BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 _LEADING = ("gepo", "gspo", "topr", "gmpo", "dapo", "grpo", "dr_grpo", "cispo")
 _STALE = ("gepo", "gepo-topr", "topr", "seq_tis_ess", "tis", "m2po", "decoupled_ppo")
@@ -235,5 +236,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "sites": _sites,
     "ingest": _ingest,
     "pull": _pull,
+    "plan": lambda: _table(*plans.plans()),
+    "plan-assumptions": lambda: _table(*plans.assumptions()),
+    "plan-checks": lambda: _table(*plans.checks(_benchmark("weights"), _benchmark("load"))),
 }
 """What a marker may name, and what is written there."""

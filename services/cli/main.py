@@ -26,6 +26,7 @@ from heterorl.cli.live.top import top
 from heterorl.cli.live.track import track
 from heterorl.cli.live.watch import health, status
 from heterorl.cli.orders import audit, rollback, sites
+from heterorl.cli.plan.command import plan
 from heterorl.cli.report import report
 from heterorl.cli.samples.command import samples
 from heterorl.cli.samples.view import view
@@ -218,6 +219,7 @@ app.command("track", rich_help_panel=WATCH)(track)
 
 
 app.command("check-config", rich_help_panel=CHECK)(check_config)
+app.command("plan", rich_help_panel=TRY)(plan)
 
 
 @app.command("print-config", rich_help_panel=CHECK)

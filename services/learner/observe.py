@@ -16,7 +16,7 @@ from heterorl.common.types.step import CompletionNumbers, LearnerPhase
 _LOG = logging.getLogger(__name__)
 _NUMBERS = (
     metrics.LOSS, metrics.REWARD, metrics.KL, metrics.ESS, metrics.IW_VARIANCE, metrics.CLIP_FRACTION,
-    metrics.ENTROPY, metrics.GRAD_NORM, metrics.TRUNCATED_RATIO, metrics.UNIFORM_RATIO,
+    metrics.ENTROPY, metrics.GRAD_NORM, metrics.LEARNING_RATE, metrics.TRUNCATED_RATIO, metrics.UNIFORM_RATIO,
     metrics.EVALUATION_ACCURACY, metrics.COMPRESSION_RATIO, metrics.CHANGED_RATIO,
 )  # fmt: skip
 
@@ -68,6 +68,7 @@ def observe_step(
     metrics.CLIP_FRACTION.set(report.clip_fraction)
     metrics.ENTROPY.set(report.entropy)
     metrics.GRAD_NORM.set(report.grad_norm)
+    metrics.LEARNING_RATE.set(report.lr)
     metrics.REPLACED_GROUPS.inc(report.num_replaced)
     if report.completions is not None:
         _observe_completions(report.completions)

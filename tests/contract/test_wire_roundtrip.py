@@ -265,6 +265,7 @@ reports = st.builds(
     policy_age_p50_s=real,
     num_groups=st.integers(0, 999),
     num_replaced=uint,
+    lr=real,
     num_tokens=uint,
     step_s=real,
     is_applied=st.booleans(),

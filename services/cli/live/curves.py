@@ -39,6 +39,7 @@ _SERIES: tuple[tuple[str, _Number, str], ...] = (
     ("replaced", lambda report: report.num_replaced or None, "{:.0f} groups of equal rewards"),
     ("staleness", lambda report: report.staleness_mean, "{:.1f} versions"),
     ("sample size", lambda report: report.ess_fraction, "{:.1%}"),
+    ("learning rate", lambda report: report.lr or None, "{:.3g}"),
     ("step", lambda report: report.step_s, "{:.2f} s"),
 )
 
@@ -81,6 +82,8 @@ def report_rows(report: StepReport) -> list[tuple[str, str]]:
             )
         if numbers.reward_parts:
             rows.append(("reward parts", _listed([f"{part.name} {part.mean:.3f}" for part in numbers.reward_parts])))
+    if report.lr:
+        rows.append(("learning rate", f"{report.lr:.3g}"))
     if times is not None:
         rows.append(("time", time_words(times)))
         if numbers is not None and times.period_s > 0:

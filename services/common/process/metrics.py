@@ -177,6 +177,7 @@ IW_VARIANCE = _gauge("learner_iw_variance", "Variance of the importance weights.
 CLIP_FRACTION = _gauge("learner_clip_ratio", "Share of clipped terms.")
 ENTROPY = _gauge("learner_entropy_nats", "Mean entropy per token.")
 GRAD_NORM = _gauge("learner_grad_norm", "Gradient norm before clipping.")
+LEARNING_RATE = _gauge("learner_learning_rate", "Step size of the newest step, with the schedule's factor.")
 COMPLETION_TOKENS = _gauge(
     "learner_completion_tokens",
     "Length of the newest step's completions: mean, p95, max; mean of those with a reward above the step's mean"

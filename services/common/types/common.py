@@ -143,6 +143,8 @@ class StepReport:
     """By source of a mixture of tasks, in the order of labels; empty where there is one task."""
     num_replaced: int = 0
     """Groups of equal rewards that others were trained on instead of."""
+    lr: float = 0.0
+    """Step size, with the schedule's and the loss's factors; 0 of a learner that does not state it."""
 
 
 def report_from_row(row: Mapping[str, Any]) -> StepReport:

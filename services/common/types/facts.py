@@ -18,6 +18,7 @@ _FACTS = (
     ("reward", "config.task.reward"),
     ("loss", "config.loss.kind"),
     ("learning rate", "config.backend.lr"),
+    ("learning rate falls", "config.backend.lr_schedule"),
     ("group size, answers", "config.group_size"),
     ("groups a step", "config.groups_per_step"),
     ("steps a version", "config.steps_per_version"),

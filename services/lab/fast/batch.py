@@ -37,7 +37,7 @@ from heterorl.lab.world import Outcome
 from heterorl.learner.loss.rule import rule_of
 from heterorl.learner.train.config import TorchBackendConfig
 from heterorl.learner.train.report import MicroBatchSample, ess_fraction, mean, step_extras, step_size_factor
-from heterorl.learner.train.step import learning_rate
+from heterorl.learner.train.update.schedule import Schedule
 
 
 @dataclass(slots=True, kw_only=True)
@@ -206,7 +206,9 @@ class _Batch:
         total, samples = losses(configs, step, learner.flatten(1, 2), entropies.flatten(1, 2))
         gradients = torch.autograd.grad(total, list(leaves.values()))
         step_sizes = [
-            learning_rate(lr=run.cell.regime.lr, warmup_steps=run.cell.regime.warmup_steps, applied_steps=version)
+            Schedule(lr=run.cell.regime.lr, warmup_steps=run.cell.regime.warmup_steps).rate(
+                step=version + 1, applied_steps=version
+            )
             * step_size_factor(rule_of(run.cell.algorithm.loss), sample.sequences)
             for run, sample in zip(runs, samples, strict=True)
         ]

@@ -4,6 +4,8 @@
     optimizer.safetensors   `exp_avg/NAME`, `exp_avg_sq/NAME`, `step/NAME` of AdamW; `random/cpu`, `random/cuda`
     state.json              {"format": 1, "applied_steps": n}, and "lora": the settings of adapters where there are some
 
+Adafactor has `row_var/NAME` and `col_var/NAME` of a matrix, `variance/NAME` of a vector, and "optimizer": "adafactor".
+
 Guarantees: read_state checks everything before it changes anything; what it restores is bit-identical.
 """
 
@@ -23,17 +25,17 @@ from heterorl.common.errors import CorruptStore
 from heterorl.common.model.adapters import trainable
 from heterorl.common.types.common import NO_LORA, LoraSettings
 from heterorl.learner.backends.loading.tensor_file import TensorFile
+from heterorl.learner.train.update.optimizer import STEP, OptimizerName, moments_of
 
 WEIGHTS_FILE = "weights.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 COUNTERS_FILE = "state.json"
 FORMAT = 1
-_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StateCopy:
-    """A state in the host's memory, 12 bytes a parameter, that no later step changes."""
+    """A state in the host's memory, 12 bytes a parameter with AdamW, that no later step changes."""
 
     weights: Mapping[str, torch.Tensor]
     moments: Mapping[str, torch.Tensor]
@@ -47,7 +49,12 @@ class StateCopy:
 
 
 def copy_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, applied_steps: int, lora: LoraSettings = NO_LORA
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    kind: OptimizerName = "adamw",
+    applied_steps: int,
+    lora: LoraSettings = NO_LORA,
 ) -> StateCopy:
     """Copy what the three files hold; of a model with adapters, these alone are its weights."""
     parameters = trainable(model)
@@ -56,13 +63,15 @@ def copy_state(
         f"{key}/{name}": _copy(optimizer.state[parameter][key])
         for name, parameter in parameters.items()
         if parameter in optimizer.state
-        for key in _MOMENTS
+        for key in (*moments_of(kind, parameter.shape), STEP)
     }
     moments["random/cpu"] = torch.get_rng_state()
     device = next(model.parameters()).device
     if device.type == "cuda":
         moments["random/cuda"] = torch.cuda.get_rng_state(device)
     counters: dict[str, object] = {"format": FORMAT, "applied_steps": applied_steps}
+    if kind != "adamw":
+        counters["optimizer"] = kind
     if lora.rank:
         counters["lora"] = dataclasses.asdict(lora)
     return StateCopy(weights=weights, moments=moments, counters=counters)
@@ -74,7 +83,9 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def read_state(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def read_state(
+    directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, kind: OptimizerName = "adamw"
+) -> int:
     """Put the state back into a model and a fresh optimizer; beside these, one tensor at a time is in memory.
 
     Returns:
@@ -89,7 +100,7 @@ def read_state(directory: Path, model: nn.Module, optimizer: torch.optim.Optimiz
         counters = json.loads((directory / COUNTERS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CorruptStore(f"checkpoint {directory} cannot be read: {error}") from error
-    applied_steps = check_state(directory, parameters, weights.tensors, moments.tensors, counters)
+    applied_steps = check_state(directory, parameters, weights.tensors, moments.tensors, counters, kind=kind)
     random = moments.flat("random/cpu").clone()
     check_random_state(directory, random)
     # All of them are mapped before one is copied: a file that is gone by now has changed nothing.
@@ -98,11 +109,11 @@ def read_state(directory: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     for name, parameter in parameters.items():
         parameter.copy_(mapped.pop(name).view(parameter.shape))
         if f"step/{name}" in states:
-            # AdamW keeps its count on the CPU whatever the device.
+            # The count is kept on the CPU whatever the device.
             optimizer.state[parameter] = {
                 key: states.pop(stored).view(moments.tensors[stored].shape).to(place, copy=True)
-                for key in _MOMENTS
-                for stored, place in [(f"{key}/{name}", "cpu" if key == "step" else parameter.device)]
+                for key in (*moments_of(kind, parameter.shape), STEP)
+                for stored, place in [(f"{key}/{name}", "cpu" if key == STEP else parameter.device)]
             }
     torch.set_rng_state(random)
     device = next(model.parameters()).device
@@ -149,6 +160,8 @@ def check_state(
     weights: dict[str, torch.Tensor],
     moments: dict[str, torch.Tensor],
     counters: object,
+    *,
+    kind: OptimizerName = "adamw",
 ) -> int:
     """Check what was read of a checkpoint against a model; types and shapes are enough, but for the random state.
 
@@ -160,6 +173,9 @@ def check_state(
     """
     if not isinstance(counters, dict) or counters.get("format") != FORMAT:
         raise CorruptStore(f"checkpoint {directory}: {COUNTERS_FILE} is not of format {FORMAT}")
+    if (stated := counters.get("optimizer", "adamw")) != kind:
+        problem = f"checkpoint {directory} is of optimizer {str(stated)[:20]!r}, not {kind}"
+        raise CorruptStore(problem, action="set backend.optimizer back, or start with adopt_without_optimizer")
     applied_steps = counters.get("applied_steps")
     if not isinstance(applied_steps, int) or applied_steps < 0:
         raise CorruptStore(f"checkpoint {directory}: applied_steps is not a count")
@@ -167,12 +183,13 @@ def check_state(
     if {name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()} != shapes:
         raise CorruptStore(f"checkpoint {directory}: weights of another model", action="check model_dir")
     for name, parameter in parameters.items():
-        found = [f"{key}/{name}" in moments for key in _MOMENTS]
+        expected = {f"{key}/{name}": shape for key, shape in moments_of(kind, parameter.shape).items()}
+        found = [stored in moments for stored in (*expected, f"{STEP}/{name}")]
         if any(found) and not all(found):
             raise CorruptStore(f"checkpoint {directory}: part of the optimizer state of {name} is missing")
-        if all(found) and any(moments[f"{key}/{name}"].shape != parameter.shape for key in _MOMENTS[:2]):
+        if all(found) and any(moments[stored].shape != shape for stored, shape in expected.items()):
             raise CorruptStore(f"checkpoint {directory}: optimizer state of another model", action="check model_dir")
-        if all(found) and any(moments[f"{key}/{name}"].dtype != torch.float32 for key in _MOMENTS):
+        if all(found) and any(moments[stored].dtype != torch.float32 for stored in (*expected, f"{STEP}/{name}")):
             raise CorruptStore(f"checkpoint {directory}: optimizer state of {name} in another type")
         if all(found) and moments[f"step/{name}"].shape != ():
             raise CorruptStore(f"checkpoint {directory}: the step count of {name} is not a number")

@@ -1,4 +1,4 @@
-"""One process, one device: fp32 masters, AdamW, and passes that see the masters as they are published.
+"""One process, one device: fp32 masters, AdamW or Adafactor, and passes that see the masters as they are published.
 
 Implements heterorl.learner.backends.backend.TrainBackend. On the CPU a run is a pure function of its inputs, its
 weights and the number of threads.
@@ -30,12 +30,13 @@ from heterorl.learner.loss.rule import caveats, rule_of
 from heterorl.learner.progress import PassCount
 from heterorl.learner.train.batch import build_batch
 from heterorl.learner.train.config import TorchBackendConfig
-from heterorl.learner.train.kernels import apply_liger, compile_forward
+from heterorl.learner.train.kernels import apply_liger, choose_attention, compile_forward
 from heterorl.learner.train.model import check_forward
 from heterorl.learner.train.ratios import LogRatios, wanted_log_ratios
 from heterorl.learner.train.reference import load_reference
 from heterorl.learner.train.stand_in import Rounding
 from heterorl.learner.train.step import accumulate_gradients, apply_gradients, end_step
+from heterorl.learner.train.update.optimizer import build_optimizer
 
 _LOG = logging.getLogger(__name__)
 
@@ -72,6 +73,8 @@ class TorchBackend:
             attach(self._model, self.lora)
         apply_liger(self._model, config)
         check_forward(self._model, batching=config.batching)
+        # After the check, which is in fp32.
+        choose_attention(self._model, config)
         compile_forward(self._model, config)
         self._config = config
         self._loss = loss
@@ -138,8 +141,8 @@ class TorchBackend:
         end = end_step(
             samples,
             rule=self._rule,
-            lr=self._config.lr,
-            warmup_steps=self._config.warmup_steps,
+            schedule=self._config.schedule,
+            step=step,
             applied_steps=self._applied_steps,
             update=self._update,
         )
@@ -170,7 +173,13 @@ class TorchBackend:
 
     def freeze(self, directory: Path) -> Callable[[], None]:
         """Copy weights, optimizer, random state and counters into the host's memory; see TrainBackend."""
-        copy = copy_state(self._model, self._optimizer, applied_steps=self._applied_steps, lora=self.lora)
+        copy = copy_state(
+            self._model,
+            self._optimizer,
+            kind=self._config.optimizer,
+            applied_steps=self._applied_steps,
+            lora=self.lora,
+        )
         return lambda: copy.write(directory)
 
     def save(self, directory: Path) -> None:
@@ -184,7 +193,7 @@ class TorchBackend:
             CorruptStore: a file is missing, broken, or of another model; nothing was changed.
         """
         optimizer = self._new_optimizer()
-        self._applied_steps = read_state(directory, self._model, optimizer)
+        self._applied_steps = read_state(directory, self._model, optimizer, kind=self._config.optimizer)
         self._optimizer = optimizer
 
     def _update(self, loss: float, lr: float) -> tuple[bool, float]:
@@ -192,10 +201,5 @@ class TorchBackend:
             self._model.parameters(), self._optimizer, loss=loss, lr=lr, grad_clip=self._config.grad_clip
         )
 
-    def _new_optimizer(self) -> torch.optim.AdamW:
-        return torch.optim.AdamW(
-            trainable(self._model).values(),
-            lr=self._config.lr,
-            betas=self._config.betas,
-            weight_decay=self._config.weight_decay,
-        )
+    def _new_optimizer(self) -> torch.optim.Optimizer:
+        return build_optimizer(trainable(self._model).values(), self._config)

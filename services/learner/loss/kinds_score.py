@@ -94,7 +94,7 @@ class VcpoConfig(LossOptions):
 
 
 class TbaConfig(LossOptions):
-    """Trajectory balance with the batch's partition function (VarGrad), arXiv 2503.18929. Backend torch only."""
+    """Trajectory balance with the batch's partition function (VarGrad), arXiv 2503.18929. Backends torch and fsdp2."""
 
     kind: Literal["tba"] = "tba"
     advantage: Advantage = "mean"

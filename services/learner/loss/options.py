@@ -39,7 +39,7 @@ class LossOptions(Config):
     """Least share of the step's rollouts worse than their group that take part, those of the largest ratio; where the
     effective share of their ratios is larger, it is that share. 0 turns the gate off."""
     reference_kl: float = Field(default=0.0, ge=0.0, le=100.0)
-    """Weight of the penalty KL(learner || reference model), GRPO's beta; 0 turns it off. Backend torch only."""
+    """Weight of the penalty KL(learner || reference model), GRPO's beta; 0 turns it off. Backends torch and fsdp2."""
     drop_uniform_groups: bool = False
     """Whether groups whose rewards are all equal leave the step, counts and KL penalty included."""
     step_size: Literal["constant", "ess", "ess_uncapped"] = "constant"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from heterorl.common.process.config import Config
+from heterorl.learner.train.update.optimizer import OptimizerName
+from heterorl.learner.train.update.schedule import Schedule
 
 _Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -15,15 +17,27 @@ class _Training(Config):
     """What every backend has."""
 
     lr: float = Field(default=1e-6, gt=0.0, le=1.0)
-    """AdamW step size after warm-up."""
+    """Step size of the optimizer after warm-up, before any decay."""
+    optimizer: OptimizerName = "adamw"
+    """adamw, or adafactor, which keeps a mean square of each row and column instead of two moments: 8 bytes a parameter
+    less on the device and in a checkpoint. Its step is lr times the root mean square of each tensor, at least 0.001:
+    among weights of 0.02 the same lr moves 50 times less than AdamW's. Backend torch only."""
     betas: tuple[_Decay, _Decay] = (0.9, 0.999)
-    """AdamW decay rates of the first and second moments, each in [0, 1)."""
+    """AdamW decay rates of the first and second moments, each in [0, 1); adafactor has its own."""
     weight_decay: float = Field(default=0.0, ge=0.0, le=1.0)
-    """AdamW decoupled weight decay, applied to every parameter."""
+    """Decoupled weight decay, applied to every parameter."""
     grad_clip: float = Field(default=1.0, gt=0.0)
     """Largest norm of the whole gradient; longer gradients are scaled down to it."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Applied steps over which the step size grows linearly from lr / warmup_steps to lr."""
+    """Applied steps over which the step size grows linearly from lr / warmup_steps to lr; once more where a learner
+    begins with a new optimizer."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the step size falls after warm-up, by the steps of the run, restarts included."""
+    lr_decay_steps: int = Field(default=0, ge=0)
+    """Step of the run at which linear and cosine reach lr * lr_final_ratio and stay there, mostly max_steps; both need
+    it, so that a longer run does not change the steps it has taken already."""
+    lr_final_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
+    """What of lr is left at lr_decay_steps. At 0 nothing is learned after it."""
     micro_batch_tokens: int = Field(default=16384, ge=1)
     """Tokens of one forward and backward pass, padding included; a longer rollout gets a pass of its own."""
     batching: Literal["padded", "packed"] = "padded"
@@ -40,12 +54,54 @@ class _Training(Config):
     """Threads of torch and of the weight codec on the CPU; 0 leaves torch's choice, and one for each core."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """How attention is computed: torch's fused kernels, plain products that hold every score, or the package
+    flash-attn, which runs in bf16 on a GPU only."""
     compile: bool = False
     """Compile the forward and backward pass at the first step, which then takes minutes for a large model; needs a C++
     compiler on the CPU, Triton on a GPU. The numbers stay, up to rounding. Not in ZeRO stage 3."""
     liger: bool = False
     """Liger's fused kernels for norms, positions and gated layers: less memory and time on a GPU; refused on the CPU.
     Needs `pip install 'heterorl[gpu]'`."""
+
+    @model_validator(mode="after")
+    def _check_schedule(self) -> Self:
+        if self.lr_schedule == "constant":
+            if self.lr_decay_steps or self.lr_final_ratio:
+                raise ValueError(
+                    "lr_decay_steps and lr_final_ratio need lr_schedule linear or cosine: set it, or leave them out"
+                )
+        elif self.lr_decay_steps <= self.warmup_steps:
+            raise ValueError(
+                f"lr_schedule {self.lr_schedule} needs lr_decay_steps above warmup_steps: set it to the run's max_steps"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_optimizer(self) -> Self:
+        if self.optimizer == "adafactor" and "betas" in self.model_fields_set:
+            raise ValueError("betas are AdamW's: leave them out, or set optimizer to adamw")
+        return self
+
+    @model_validator(mode="after")
+    def _check_attention(self) -> Self:
+        settings = (getattr(self, "compute_dtype", ""), getattr(self, "device", "")[:4])
+        if self.attn_implementation == "flash_attention_2" and settings != ("bf16", "cuda"):
+            raise ValueError(
+                "attn_implementation flash_attention_2 needs compute_dtype bf16 and device cuda: set both, or take sdpa"
+            )
+        return self
+
+    @property
+    def schedule(self) -> Schedule:
+        """The step size of every step."""
+        return Schedule(
+            lr=self.lr,
+            warmup_steps=self.warmup_steps,
+            shape=self.lr_schedule,
+            decay_steps=self.lr_decay_steps,
+            final_ratio=self.lr_final_ratio,
+        )
 
 
 class TorchBackendConfig(_Training):
@@ -69,6 +125,15 @@ class _Ranks(_Training):
     all of them end, on all machines, with exit code 1. A quarter more passes at most."""
     device: Literal["cpu", "cuda"] = "cpu"
     """cuda gives each process the GPU of its number on its machine, LOCAL_RANK."""
+
+    @model_validator(mode="after")
+    def _check_elementwise(self) -> Self:
+        if self.optimizer == "adafactor":
+            raise ValueError(
+                "optimizer adafactor takes statistics of whole matrices, of which a rank has some rows:"
+                " use adamw, or backend torch"
+            )
+        return self
 
 
 class DeepSpeedBackendConfig(_Ranks):
@@ -103,6 +168,9 @@ class Fsdp2BackendConfig(_Ranks):
     compute_dtype: Literal["fp32", "bf16"] = "fp32"
     """bf16: weights are gathered and passes computed in it, whatever forward_weights says; masters, moments and
     accumulated gradients stay fp32."""
+    reference_model_dir: str = ""
+    """Frozen model that `loss.reference_kl` and `loss.kind = "tba"` compare with, for them only; divided like the
+    learner's, 4 bytes a parameter among all ranks. Empty is model_dir, that is version 0."""
 
     @model_validator(mode="after")
     def _check_compile(self) -> Fsdp2BackendConfig:

@@ -1,4 +1,4 @@
-"""Other code for the same forward pass: a compiled one, and Liger's fused kernels.
+"""Other code for the same forward pass: a compiled one, Liger's fused kernels, other attention.
 
 Guarantees: names of tensors and the numbers, up to rounding, stay; what cannot be had is refused, never left
 out silently.
@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from heterorl.common.errors import ConfigError, DependencyMissing
+from heterorl.common.model.directory import first_line
 from heterorl.learner.train.config import BackendConfig
 
 
@@ -39,6 +40,29 @@ def apply_liger(model: nn.Module, config: BackendConfig) -> None:
     apply: Any = MODEL_TYPE_TO_APPLY_LIGER_FN[kind]
     losses = {"cross_entropy", "fused_linear_cross_entropy"} & set(inspect.signature(apply).parameters)
     apply(model=model, **dict.fromkeys(losses, False))
+
+
+def choose_attention(model: nn.Module, config: BackendConfig) -> None:
+    """Let a model compute attention as the configuration says; it was opened with sdpa.
+
+    Raises:
+        ConfigError: the model has no such attention, or its package is not installed.
+    """
+    wanted = config.attn_implementation
+    network: Any = model
+    if wanted == network.config._attn_implementation:
+        return
+    try:
+        network.set_attn_implementation(wanted)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            "backend.attn_implementation",
+            f"{wanted} cannot be had: {first_line(error)}",
+            action="install its package (flash-attn for flash_attention_2), or set it to sdpa",
+        ) from error
+    if network.config._attn_implementation != wanted:
+        kind = str(getattr(network.config, "model_type", ""))
+        raise ConfigError("backend.attn_implementation", f"{kind} has no {wanted}", action="set it to sdpa")
 
 
 def compile_forward(model: nn.Module, config: BackendConfig) -> None:

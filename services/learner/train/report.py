@@ -179,6 +179,7 @@ def build_report(
     grad_norm: float,
     step_s: float,
     is_applied: bool,
+    lr: float = 0.0,
 ) -> StepReport:
     """Close a step.
 
@@ -210,6 +211,7 @@ def build_report(
         num_tokens=entropies_N.numel(),
         step_s=step_s,
         is_applied=is_applied,
+        lr=lr,
         sources=by_source(groups),
         completions=completion_numbers([queued.group for queued in groups]),
     )

@@ -27,6 +27,7 @@ from heterorl.learner.train.coupling import couple, step_coefficients
 from heterorl.learner.train.micro_batch import Batching, MicroBatch, collate, split
 from heterorl.learner.train.model import learner_logprobs
 from heterorl.learner.train.report import MicroBatchSample, build_report, join, measure, step_extras, step_size_factor
+from heterorl.learner.train.update.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -175,6 +176,7 @@ class StepEnd:
             grad_norm=self.grad_norm,
             step_s=step_s,
             is_applied=self.is_applied,
+            lr=self.extras["lr"],
         )
 
 
@@ -182,8 +184,8 @@ def end_step(
     samples: Sequence[MicroBatchSample],
     *,
     rule: Rule,
-    lr: float,
-    warmup_steps: int,
+    schedule: Schedule,
+    step: int,
     applied_steps: int,
     update: Callable[[float, float], tuple[bool, float]],
 ) -> StepEnd:
@@ -192,15 +194,13 @@ def end_step(
     Args:
         samples: of all micro-batches; without any there is no gradient and no update.
         rule: the loss.
-        lr: step size after warm-up.
-        warmup_steps: over which it grows.
-        applied_steps: steps taken before this one.
+        schedule: of the step size.
+        step: of the run, from 1.
+        applied_steps: steps that the optimizer has taken before this one.
         update: takes the loss and the step size; returns whether the step was taken, and the norm of the gradient.
     """
     sequences = join([sample.sequences for sample in samples])
-    step_size = learning_rate(lr=lr, warmup_steps=warmup_steps, applied_steps=applied_steps) * step_size_factor(
-        rule, sequences
-    )
+    step_size = schedule.rate(step=step, applied_steps=applied_steps) * step_size_factor(rule, sequences)
     is_applied, grad_norm = update(sum(sample.loss for sample in samples), step_size) if samples else (False, 0.0)
     return StepEnd(
         samples=samples,
@@ -208,11 +208,6 @@ def end_step(
         grad_norm=grad_norm,
         extras=step_extras(sequences) | {"lr": step_size},
     )
-
-
-def learning_rate(*, lr: float, warmup_steps: int, applied_steps: int) -> float:
-    """Step size of the next step: lr * min(1, (applied_steps + 1) / warmup_steps)."""
-    return lr * min(1.0, (applied_steps + 1) / warmup_steps) if warmup_steps else lr
 
 
 def micro_batch_loss(

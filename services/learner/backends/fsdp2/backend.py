@@ -7,7 +7,7 @@ how they are published by default.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from heterorl.common.process.clock import Clock
 from heterorl.common.types.common import NO_LORA, Digest, SamplingSemantics
 from heterorl.common.weights.arena import Layout
 from heterorl.learner import progress
+from heterorl.learner.backends.fsdp2.reference import open_reference
 from heterorl.learner.backends.fsdp2.sharding import ShardedEngine, local_part, piece_of, shard
 from heterorl.learner.backends.fsdp2.state import ShardedState
 from heterorl.learner.backends.loading.opened import OpenedModel
@@ -28,9 +29,10 @@ from heterorl.learner.backends.ranks.backend import DividedBackend
 from heterorl.learner.backends.ranks.collectives import Collectives, rank_device
 from heterorl.learner.backends.ranks.division import check_divisible
 from heterorl.learner.backends.ranks.opening import open_together
+from heterorl.learner.backends.ranks.passes import PassEngine
 from heterorl.learner.loss.config import LossConfig
 from heterorl.learner.train.config import Fsdp2BackendConfig
-from heterorl.learner.train.kernels import apply_liger
+from heterorl.learner.train.kernels import apply_liger, choose_attention
 
 
 class Fsdp2Backend(DividedBackend):
@@ -52,16 +54,22 @@ class Fsdp2Backend(DividedBackend):
 
         Raises:
             ConfigError: the model cannot be loaded or trained in the chosen layout, there are no layers for the
-                adapters, or the loss depends on how a step is cut into passes or on a reference model.
+                adapters, the loss depends on how a step is cut into passes, or its reference is no such model.
         """
-        check_divisible(loss, ranks)
+        rule = check_divisible(loss, ranks, has_reference=True)
         opened = open_together(model_dir, config, ranks)
         settings = NO_LORA
         if lora.is_on:
             settings = lora.settings(_base_digest(opened))
             attach(opened.model, settings)
         super().__init__(
-            division=_ShardedDivision(opened, config, temperature=sampling.logprob_temperature, ranks=ranks),
+            division=_ShardedDivision(
+                opened,
+                config,
+                temperature=sampling.logprob_temperature,
+                ranks=ranks,
+                reference_dir=(config.reference_model_dir or str(model_dir)) if rule.needs_reference else "",
+            ),
             config=config,
             loss=loss,
             sampling=sampling,
@@ -76,9 +84,16 @@ class _ShardedDivision:
     """See Division."""
 
     def __init__(
-        self, opened: OpenedModel, config: Fsdp2BackendConfig, *, temperature: float, ranks: Collectives
+        self,
+        opened: OpenedModel,
+        config: Fsdp2BackendConfig,
+        *,
+        temperature: float,
+        ranks: Collectives,
+        reference_dir: str,
     ) -> None:
         self.model: nn.Module = opened.model
+        choose_attention(self.model, config)
         apply_liger(self.model, config)
         self.layout: Layout = tensors.layout_of(self.model, config.published_dtype)
         named = dict(self.model.named_buffers())
@@ -89,14 +104,30 @@ class _ShardedDivision:
         }
         self.device: torch.device = rank_device(config.device, ranks.place)
         is_low = config.compute_dtype == "bf16"
+        published = tensors.TORCH_DTYPE[config.published_dtype]
+        is_rounded = config.forward_weights == "published" and published != torch.float32
+        frozen: OpenedModel | None = None
+        if reference_dir:
+            # Before this model's own names are those of divided tensors.
+            frozen = open_reference(reference_dir, config, ranks, learner=self.model)
         self.engine: ShardedEngine = shard(
             self.model, temperature=temperature, products=torch.bfloat16 if is_low else None, device=self.device
         )
         _fill(opened, ranks)
         self.state = ShardedState(trainable(self.model), config=config, ranks=ranks)
-        published = tensors.TORCH_DTYPE[config.published_dtype]
+        self.reference: PassEngine | None = None
+        if frozen is not None:
+            names = {spec.name for spec in self.layout.specs} if is_rounded else set()
+            self.reference = shard(
+                frozen.model,
+                temperature=temperature,
+                products=torch.bfloat16 if is_low else None,
+                device=self.device,
+                is_frozen=True,
+            )
+            _fill(frozen, ranks)
+            _round(frozen.model, names, published)
         # Gathered as bf16, a master is rounded already.
-        is_rounded = config.forward_weights == "published" and published != torch.float32
         self._rounds_to = None if (is_low and published == torch.bfloat16) or not is_rounded else published
 
     def computing(self) -> AbstractContextManager[None]:
@@ -120,6 +151,15 @@ def _fill(opened: OpenedModel, ranks: Collectives) -> None:
         piece = piece_of(parameter.shape, rank=ranks.rank, world_size=ranks.world_size)
         part = local_part(parameter)
         part.copy_(whole[piece.start : piece.start + piece.size].view(part.shape))
+
+
+@torch.no_grad()
+def _round(model: nn.Module, names: Set[str], dtype: torch.dtype) -> None:
+    """As the learner's passes see what is published under these names."""
+    for name, parameter in model.named_parameters():
+        if name in names:
+            part = local_part(parameter)
+            part.copy_(part.to(dtype))
 
 
 def _base_digest(opened: OpenedModel) -> Digest:

@@ -49,7 +49,14 @@ class ShardedEngine:
         loss.backward()  # type: ignore[no-untyped-call]
 
 
-def shard(model: nn.Module, *, temperature: float, products: torch.dtype | None, device: torch.device) -> ShardedEngine:
+def shard(
+    model: nn.Module,
+    *,
+    temperature: float,
+    products: torch.dtype | None,
+    device: torch.device,
+    is_frozen: bool = False,
+) -> ShardedEngine:
     """Divide a model without content over all ranks, in place; its parameters are then of arbitrary content.
 
     Args:
@@ -57,6 +64,7 @@ def shard(model: nn.Module, *, temperature: float, products: torch.dtype | None,
         temperature: what logits are divided by.
         products: type that passes compute with, weights included; None for fp32.
         device: of this rank.
+        is_frozen: no backward pass follows, so that after a pass nothing stays gathered.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     options: dict[str, Any] = {
@@ -78,7 +86,8 @@ def shard(model: nn.Module, *, temperature: float, products: torch.dtype | None,
     for buffer in model.buffers():
         buffer.data = buffer.to(device)
     wrapped = LogprobModel(model, temperature=temperature, autocast_dtype=None)
-    fully_shard(wrapped, **options)
+    # With a backward pass to come the root would be gathered again at once.
+    fully_shard(wrapped, reshard_after_forward=is_frozen, **options)
     return ShardedEngine(wrapped)
 
 

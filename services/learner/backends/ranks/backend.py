@@ -68,6 +68,7 @@ class DividedBackend:
         self._clock = clock or SystemClock()
         self._passes = Passes(
             engine=division.engine,
+            reference=division.reference,
             device=division.device,
             ranks=ranks,
             rule=self._rule,
@@ -105,9 +106,9 @@ class DividedBackend:
         """Take one optimizer step on whole groups; see TrainBackend."""
         started = self._clock.monotonic()
         command = self._tell(
-            Command(do=Do.TRAIN, groups=tuple(queued.group for queued in groups), head_version=head_version)
+            Command(do=Do.TRAIN, groups=tuple(queued.group for queued in groups), head_version=head_version, step=step)
         )
-        end = self._train(command.groups, head_version)
+        end = self._train(command.groups, head_version, step)
         self._last_log_ratios = wanted_log_ratios(end.samples, groups)
         step_s = self._clock.monotonic() - started
         return end.report(groups, step=step, head_version=head_version, step_s=step_s)
@@ -185,7 +186,7 @@ class DividedBackend:
 
     def _obey(self, command: Command) -> None:
         if command.do is Do.TRAIN:
-            self._train(command.groups, command.head_version)
+            self._train(command.groups, command.head_version, command.step)
         elif command.do is Do.STORE:
             for _ in self._state.gather_all():
                 pass
@@ -196,14 +197,14 @@ class DividedBackend:
         else:
             self._restore(command.directory)
 
-    def _train(self, groups: Sequence[Group], head_version: int) -> StepEnd:
+    def _train(self, groups: Sequence[Group], head_version: int, step: int) -> StepEnd:
         with self._division.computing():
             samples = self._passes.accumulate(build_batch(groups, loss=self._loss, head_version=head_version))
         end = end_step(
             samples,
             rule=self._rule,
-            lr=self._config.lr,
-            warmup_steps=self._config.warmup_steps,
+            schedule=self._config.schedule,
+            step=step,
             applied_steps=self._applied_steps,
             update=self._division.update,
         )

@@ -38,6 +38,7 @@ class Command:
     do: Do
     groups: Sequence[Group] = ()
     head_version: int = 0
+    step: int = 0
     directory: Path = Path()
     keep_optimizer: bool = False
 
@@ -48,6 +49,7 @@ def command_to_bytes(command: Command) -> bytes:
     header = {
         "do": command.do.value,
         "head_version": command.head_version,
+        "step": command.step,
         "directory": str(command.directory),
         "keep_optimizer": command.keep_optimizer,
         "sizes": [len(blob) for blob in blobs],
@@ -68,6 +70,7 @@ def command_from_bytes(data: bytes) -> Command:
         do=Do(header["do"]),
         groups=tuple(groups),
         head_version=header["head_version"],
+        step=header["step"],
         directory=Path(header["directory"]),
         keep_optimizer=header["keep_optimizer"],
     )

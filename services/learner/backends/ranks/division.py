@@ -45,6 +45,11 @@ class Division(Protocol):
         ...
 
     @property
+    def reference(self) -> PassEngine | None:
+        """Takes the passes of the reference model; None of a loss without one."""
+        ...
+
+    @property
     def state(self) -> DividedState:
         """Masters and moments."""
         ...
@@ -67,20 +72,25 @@ class Division(Protocol):
         ...
 
 
-def check_divisible(loss: LossConfig, ranks: Collectives) -> Rule:
+def check_divisible(loss: LossConfig, ranks: Collectives, *, has_reference: bool) -> Rule:
     """The rule of a loss that does not depend on how a step is divided.
 
+    Args:
+        loss: the learner's.
+        ranks: who is there.
+        has_reference: whether this engine can divide a reference model too.
+
     Raises:
-        ConfigError: it depends on how a step is cut into passes, or on a reference model.
+        ConfigError: it depends on how a step is cut into passes, or on a reference model that cannot be had.
     """
     rule = rule_of(loss)
     if rule.scope == "microbatch" and ranks.world_size > 1:
         raise ConfigError(
             "loss.scope", "microbatch makes the loss depend on the number of ranks", action="train with one rank"
         )
-    if rule.needs_reference:
-        problem = "needs log-probs of a reference model, which would have to be divided too"
-        raise ConfigError("loss", problem, action='use backend.kind = "torch", or a loss without reference')
+    if rule.needs_reference and not has_reference:
+        problem = "needs log-probs of a reference model, which this backend does not divide"
+        raise ConfigError("loss", problem, action='set backend.kind to "fsdp2" or "torch", or take another loss')
     if ranks.rank == 0:
         for note in caveats(rule):
             _LOG.warning("%s", note)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import torch
@@ -104,6 +104,8 @@ class Passes:
     """How this rank computes."""
 
     engine: PassEngine
+    reference: PassEngine | None
+    """Of a frozen model, for losses that compare with one."""
     device: torch.device
     ranks: Collectives
     rule: Rule
@@ -127,6 +129,8 @@ class Passes:
         )
         if not shares.num_passes:
             return []
+        if self.rule.needs_reference:
+            shares = self._with_reference(shares)
         if self.rule.needs_first_pass:
             shares = self._coupled(shares)
         own = shares.parts[self.ranks.rank]
@@ -153,24 +157,36 @@ class Passes:
         return everyone
 
     def _forward(
-        self, own: Sequence[list[TrainingSequence]], number: int
+        self, own: Sequence[list[TrainingSequence]], number: int, engine: PassEngine | None = None
     ) -> tuple[MicroBatch, torch.Tensor, torch.Tensor]:
         sequences = own[number] if number < len(own) else [empty_pass()]
         micro_batch = collate(sequences, batching=self.batching).to(self.device)
-        logprobs_N, entropies_N = self.engine(
+        logprobs_N, entropies_N = (engine or self.engine)(
             micro_batch.input_ids_RS, micro_batch.position_ids_RS, micro_batch.sources_N, micro_batch.targets_N
         )
         return micro_batch, logprobs_N, entropies_N
 
     def _coupled(self, shares: Shares) -> Shares:
-        own = shares.parts[self.ranks.rank]
-        with torch.no_grad():
-            passes = [self._forward(own, number)[1] for number in range(shares.num_passes)]
-        values_N = torch.cat([torch.zeros(0), *(part.cpu().double() for part in passes[: len(own)])])
-        answers = self.ranks.all_gather_bytes(save({"logprobs": values_N.double().contiguous()}))
-        logprobs = [load(answer)["logprobs"] for answer in answers]
+        logprobs = self._logprobs(shares, self.engine)
         ordered = Batch(sequences=tuple(shares.ordered()))
         return shares.replaced(couple(self.rule, ordered, logprobs, max_new_tokens=self.max_new_tokens).sequences)
+
+    def _with_reference(self, shares: Shares) -> Shares:
+        assert self.reference is not None, "the engine was built with one"
+        sequences = shares.ordered()
+        rows = torch.cat(self._logprobs(shares, self.reference)).split([one.token_ids.size for one in sequences])
+        return shares.replaced(
+            [replace(one, reference_logprobs=row.numpy()) for one, row in zip(sequences, rows, strict=True)]
+        )
+
+    def _logprobs(self, shares: Shares, engine: PassEngine) -> list[torch.Tensor]:
+        """Of all tokens in the order of the shares, a tensor of each rank; takes every pass once, without gradient."""
+        own = shares.parts[self.ranks.rank]
+        with torch.no_grad():
+            passes = [self._forward(own, number, engine)[1] for number in range(shares.num_passes)]
+        values_N = torch.cat([torch.zeros(0), *(part.cpu().double() for part in passes[: len(own)])])
+        answers = self.ranks.all_gather_bytes(save({"logprobs": values_N.double().contiguous()}))
+        return [load(answer)["logprobs"] for answer in answers]
 
 
 def _exchange(ranks: Collectives, samples: Sequence[MicroBatchSample]) -> list[MicroBatchSample]:

@@ -20,11 +20,12 @@ from heterorl.learner.backends.ranks.backend import DividedBackend
 from heterorl.learner.backends.ranks.collectives import Collectives
 from heterorl.learner.backends.ranks.division import check_divisible
 from heterorl.learner.backends.ranks.opening import open_together
+from heterorl.learner.backends.ranks.passes import PassEngine
 from heterorl.learner.backends.zero.engine import build_engine
 from heterorl.learner.backends.zero.state import ZeroState
 from heterorl.learner.loss.config import LossConfig
 from heterorl.learner.train.config import DeepSpeedBackendConfig
-from heterorl.learner.train.kernels import apply_liger, compile_forward
+from heterorl.learner.train.kernels import apply_liger, choose_attention, compile_forward
 from heterorl.learner.train.stand_in import Rounding
 from heterorl.learner.train.step import apply_gradients
 
@@ -50,7 +51,7 @@ class DeepSpeedBackend(DividedBackend):
             ConfigError: the model cannot be loaded or trained in the chosen layout, the device does not exist, or the
                 loss depends on how a step is cut into passes or on a reference model.
         """
-        check_divisible(loss, ranks)
+        check_divisible(loss, ranks, has_reference=False)
         super().__init__(
             division=_ZeroDivision(model_dir, config, temperature=sampling.logprob_temperature, ranks=ranks),
             config=config,
@@ -71,6 +72,7 @@ class _ZeroDivision:
         opened = open_together(model_dir, config, ranks)
         self.model: nn.Module = opened.model
         # After the check, which is on the CPU.
+        choose_attention(self.model, config)
         apply_liger(self.model, config)
         self.layout: Layout = tensors.layout_of(self.model, config.published_dtype)
         named = dict(self.model.named_buffers())
@@ -82,6 +84,7 @@ class _ZeroDivision:
         self._config = config
         built = build_engine(opened, config, temperature=temperature, ranks=ranks)
         self.engine: Any = built.engine
+        self.reference: PassEngine | None = None
         self.state: ZeroState = built.state
         self.device: torch.device = built.device
         compile_forward(self.model, config)

@@ -26,6 +26,7 @@ STATED = dataclasses.replace(REPORT, completions=NUMBERS, times=TIMES)
 
 def test_earlier_learner_has_no_rows_and_no_curves_of_what_it_does_not_state():
     assert report_rows(REPORT) == []
+    assert ("learning rate", "5e-07") in report_rows(dataclasses.replace(REPORT, lr=5e-7))
     names = [name for name, _, _ in series([REPORT, REPORT])]
     assert names == ["reward", "KL", "entropy", "staleness", "sample size", "step"]
 

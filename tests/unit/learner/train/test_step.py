@@ -12,7 +12,7 @@ from heterorl.common.errors import ConfigError
 from heterorl.learner.loss.config import GepoConfig, GrpoConfig, GspoConfig
 from heterorl.learner.train.batch import build_batch
 from heterorl.learner.train.model import check_forward
-from heterorl.learner.train.step import accumulate_gradients, apply_gradients, learning_rate
+from heterorl.learner.train.step import accumulate_gradients, apply_gradients
 from tests.support.losses import CATALOGUE
 from tests.support.training import is_identical, random_groups, tiny_model, weights
 
@@ -208,13 +208,6 @@ def test_step_scales_a_long_gradient_down_and_reports_its_length():
     assert is_applied
     assert norm == 5.0
     assert parameter.tolist() == pytest.approx([-0.6, -0.8], abs=1e-5)
-
-
-def test_learning_rate_grows_linearly_then_stays():
-    rates = [learning_rate(lr=0.8, warmup_steps=4, applied_steps=applied) for applied in range(6)]
-
-    assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.8, 0.8])
-    assert learning_rate(lr=0.8, warmup_steps=0, applied_steps=0) == 0.8
 
 
 @pytest.mark.parametrize("batching", ["padded", "packed"])

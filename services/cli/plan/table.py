@@ -1,0 +1,66 @@
+"""A plan as rows of words, and as tables of a terminal. Pure but for the drawing."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from heterorl.cli.plan.amounts import size_words, time_words
+from heterorl.plan.assumptions import facts
+from heterorl.plan.plan import Plan
+
+
+def rows(plan: Plan) -> list[tuple[str, str, str]]:
+    """Name, amount and what it is made of, in the order in which people ask."""
+    memory, asked = plan.memory, plan.question
+    room = f"{'fits' if plan.fits else 'DOES NOT FIT'} into nine tenths of {asked.given.hbm_gb:g} GB"
+    return [
+        (
+            "step",
+            time_words(plan.step_s),
+            f"passes {time_words(plan.compute_s)}, between ranks {time_words(plan.sharding_s)}, optimizer"
+            f" {time_words(plan.optimizer_s)}",
+        ),
+        (
+            "publication",
+            time_words(plan.publication_s),
+            f"gather {time_words(plan.gather_s)}, code {time_words(plan.encode_s)}, write {time_words(plan.write_s)},"
+            f" send {time_words(plan.send_s)}; most of it beside the next step",
+        ),
+        ("checkpoint", time_words(plan.checkpoint_s), "masters and moments gathered by rank 0 and written"),
+        (
+            "memory of a rank",
+            size_words(memory.total),
+            f"masters {size_words(memory.masters)}, moments {size_words(memory.moments)}, gradients"
+            f" {size_words(memory.gradients)}, rounded {size_words(memory.rounded)}, gathered"
+            f" {size_words(memory.gathered)}, activations {size_words(memory.activations)}, logits"
+            f" {size_words(memory.logits)}; {room}",
+        ),
+        ("memory of rank 0's host", size_words(plan.host_bytes), "two arenas of published weights; buffers on top"),
+        ("WAN, a version up", size_words(plan.delta_bytes), f"{asked.changed:.2%} of the elements change"),
+        ("WAN, a pull", size_words(plan.delta_bytes), f"{time_words(plan.pull_s)}, one version behind"),
+        ("WAN, a new sampler", size_words(plan.snapshot_bytes), f"{time_words(plan.join_s)} for a snapshot"),
+        ("WAN, groups of a step", size_words(plan.groups_bytes), "from all sites together"),
+    ]
+
+
+def title(plan: Plan) -> str:
+    """The question in words."""
+    asked = plan.question
+    return (
+        f"{asked.parameters / 1e9:.3g}B parameters (layers of {plan.shape.name}), {asked.backend} in {asked.products}"
+        f" on {asked.gpus} GPUs, {asked.gpus_per_node} a node, link {asked.link_bits_per_s / 1e9:g} Gbit/s,"
+        f" {asked.tokens_per_step:,.0f} tokens a step"
+    )
+
+
+def show(plan: Plan, console: Console) -> None:
+    """Print the plan and what it assumes."""
+    table = Table("", "amount", "made of", title=title(plan))
+    for row in rows(plan):
+        table.add_row(*row)
+    console.print(table)
+    assumed = Table("assumption", "value", "what", "source", title="Assumptions: --set NAME=VALUE changes one")
+    for fact in facts(plan.question.given):
+        assumed.add_row(fact["name"], f"{fact['value']:g} {fact['unit']}", fact["meaning"], fact["source"])
+    console.print(assumed)

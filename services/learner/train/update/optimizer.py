@@ -1,0 +1,66 @@
+"""The optimizers, and what each keeps of a parameter between two steps.
+
+    adamw       two moments as large as the parameter: 8 bytes of each element; any piece of a parameter by itself
+    adafactor   arXiv 1804.04235: of a matrix the mean square of each row and of each column, of a vector of each
+                element, and no first moment
+
+Adafactor needs whole matrices: columns, the size of a parameter and that of its update are sums over all rows, so a
+rank that has some of them would take another step than one that has all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal, Protocol
+
+import torch
+from torch import nn
+
+OptimizerName = Literal["adamw", "adafactor"]
+STEP = "step"
+"""Beside the moments of every parameter: how many steps they have seen."""
+_EPSILONS = (1e-16, 1e-3)
+
+
+class OptimizerOptions(Protocol):
+    """What a configuration says of the optimizer."""
+
+    @property
+    def optimizer(self) -> OptimizerName:
+        """Which one."""
+        ...
+
+    @property
+    def lr(self) -> float:
+        """Step size."""
+        ...
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        """Decay rates of AdamW's moments."""
+        ...
+
+    @property
+    def weight_decay(self) -> float:
+        """Decoupled."""
+        ...
+
+
+def build_optimizer(parameters: Iterable[nn.Parameter], options: OptimizerOptions) -> torch.optim.Optimizer:
+    """The optimizer that is configured, before its first step."""
+    if options.optimizer == "adafactor":
+        # torch's own first epsilon, 1.2e-7, is above the mean square of a gradient of norm 1 of ten million elements.
+        return torch.optim.Adafactor(parameters, lr=options.lr, eps=_EPSILONS, weight_decay=options.weight_decay)
+    return torch.optim.AdamW(parameters, lr=options.lr, betas=options.betas, weight_decay=options.weight_decay)
+
+
+def moments_of(optimizer: OptimizerName, shape: torch.Size) -> Mapping[str, torch.Size]:
+    """Names and shapes of what is kept of a parameter beside its count of steps; all of it fp32."""
+    if optimizer == "adamw":
+        return {"exp_avg": shape, "exp_avg_sq": shape}
+    if len(shape) < 2:
+        return {"variance": shape}
+    return {
+        "row_var": torch.Size((*shape[:-1], 1)),
+        "col_var": torch.Size((*shape[:-2], 1, shape[-1])),
+    }

@@ -1,0 +1,182 @@
+"""The plan of a run: what a model, a number of GPUs and a link come to.
+
+It describes the learner as it is: fp32 masters and AdamW moments, versions in bf16 of all weights, and a rank 0 that
+gathers what it publishes and writes. Samplers are not planned: how fast they draw tokens is theirs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from heterorl.common.errors import ConfigError
+from heterorl.plan import duration, traffic
+from heterorl.plan.assumptions import Assumptions, facts
+from heterorl.plan.duration import Cluster
+from heterorl.plan.memory import MASTER, MOMENTS, RankMemory, host_memory, rank_memory
+from heterorl.plan.shape import ModelShape, nearest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is asked.
+
+    `shape` has the layers, None for those of the published model nearest in size; `changed` is the share of the
+    published elements that a version changes; `tokens_per_step` counts prompts and completions; `is_sharded` says that
+    each rank codes and writes its own share, on every machine at once, instead of rank 0 alone.
+
+    Example: Question(parameters=8e9, gpus=8, link_bits_per_s=1e9)
+    """
+
+    parameters: float
+    shape: ModelShape | None = None
+    gpus: int = 8
+    gpus_per_node: int = 8
+    backend: str = "fsdp2"
+    products: str = "bf16"
+    link_bits_per_s: float = 1e9
+    rtt_s: float = 0.1
+    tokens_per_step: float = 1 << 20
+    changed: float = 0.014
+    is_sharded: bool = False
+    given: Assumptions = field(default_factory=Assumptions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What it comes to: seconds and bytes.
+
+    `gather_s` to `send_s` are the parts of a publication; `pull_s` is a sampler's that is one version behind, `join_s`
+    one's that has nothing; `groups_bytes` come from all sites for a step.
+    """
+
+    question: Question
+    shape: ModelShape
+    memory: RankMemory
+    host_bytes: float
+    compute_s: float
+    sharding_s: float
+    optimizer_s: float
+    step_s: float
+    gather_s: float
+    encode_s: float
+    write_s: float
+    send_s: float
+    checkpoint_s: float
+    delta_bytes: float
+    snapshot_bytes: float
+    groups_bytes: float
+    pull_s: float
+    join_s: float
+
+    @property
+    def publication_s(self) -> float:
+        """From the end of the step to the coordinator's durable answer, without the checkpoint."""
+        return self.gather_s + self.encode_s + self.write_s + self.send_s
+
+    @property
+    def fits(self) -> bool:
+        """Whether a rank's memory is below nine tenths of its GPU's."""
+        return self.memory.total <= 0.9e9 * self.question.given.hbm_gb
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers for programs."""
+        asked = self.question
+        inputs = {name: getattr(asked, name) for name in _names(Question) if name not in ("shape", "given")}
+        numbers = {name: getattr(self, name) for name in _names(Plan) if name not in ("question", "shape", "memory")}
+        return {
+            "question": inputs | {"nodes": _cluster(asked).nodes},
+            "shape": dataclasses.asdict(self.shape) | {"parameters": self.shape.parameters},
+            "memory_per_rank": dataclasses.asdict(self.memory) | {"total": self.memory.total, "fits": self.fits},
+            **numbers,
+            "publication_s": self.publication_s,
+            "assumptions": facts(asked.given),
+        }
+
+
+def plan(asked: Question) -> Plan:
+    """Answer.
+
+    Raises:
+        ConfigError: a number is out of range, or the backend does not go with it.
+    """
+    _check(asked)
+    given, cluster, parameters = asked.given, _cluster(asked), asked.parameters
+    shape = asked.shape or nearest(parameters)
+    memory = rank_memory(
+        shape,
+        parameters,
+        backend=asked.backend,
+        ranks=asked.gpus,
+        micro_batch_tokens=min(given.micro_batch_tokens, asked.tokens_per_step / asked.gpus),
+        products=asked.products,
+    )
+    compute = duration.compute_s(shape, parameters, tokens=asked.tokens_per_step, cluster=cluster, given=given)
+    sharding = duration.sharding_s(
+        parameters,
+        backend=asked.backend,
+        tokens=asked.tokens_per_step,
+        products=asked.products,
+        cluster=cluster,
+        given=given,
+    )
+    optimizer = duration.optimizer_s(parameters, cluster=cluster, given=given)
+    delta = traffic.delta_bytes(parameters, changed=asked.changed, step_bits=given.step_bits)
+    snapshot = traffic.snapshot_bytes(parameters, ratio=given.snapshot_ratio)
+    weights = traffic.ELEMENT * parameters
+    machines = cluster.nodes if asked.is_sharded else 1
+    applying = weights / given.pull_gb_s / 1e9
+
+    def send(num_bytes: float) -> float:
+        return duration.send_s(num_bytes, link_bits_per_s=asked.link_bits_per_s, rtt_s=asked.rtt_s)
+
+    def gather(num_bytes: float) -> float:
+        return duration.gather_s(num_bytes, cluster=cluster, given=given, is_sharded=asked.is_sharded)
+
+    return Plan(
+        question=asked,
+        shape=shape,
+        memory=memory,
+        host_bytes=host_memory(parameters, backend=asked.backend) / (asked.gpus if asked.is_sharded else 1),
+        compute_s=compute,
+        sharding_s=sharding,
+        optimizer_s=optimizer,
+        step_s=duration.step_s(compute, sharding, optimizer, backend=asked.backend),
+        gather_s=gather(MASTER * parameters),
+        encode_s=duration.encode_s(weights, given=given, machines=machines),
+        write_s=duration.write_s(delta, given=given),
+        send_s=send(delta),
+        checkpoint_s=gather((MASTER + MOMENTS) * parameters)
+        + duration.write_s(duration.CHECKPOINT_BYTES * parameters, given=given, machines=machines),
+        delta_bytes=delta,
+        snapshot_bytes=snapshot,
+        groups_bytes=asked.tokens_per_step * given.token_bytes,
+        pull_s=send(delta) + applying,
+        join_s=send(snapshot) + applying,
+    )
+
+
+def _names(of: type[Question] | type[Plan]) -> list[str]:
+    return [entry.name for entry in dataclasses.fields(of)]
+
+
+def _cluster(asked: Question) -> Cluster:
+    return Cluster(gpus=asked.gpus, gpus_per_node=asked.gpus_per_node)
+
+
+def _check(asked: Question) -> None:
+    for key, value, least in (
+        ("--params", asked.parameters, 1e5),
+        ("--gpus", asked.gpus, 1),
+        ("--gpus-per-node", asked.gpus_per_node, 1),
+        ("--link", asked.link_bits_per_s, 1.0),
+        ("--tokens-per-step", asked.tokens_per_step, 1),
+        ("--rtt", asked.rtt_s, 0.0),
+    ):
+        if not least <= value < 1e18:
+            raise ConfigError(key, f"must be at least {least:g}, is {value:g}")
+    if not 0.0 <= asked.changed <= 1.0:
+        raise ConfigError("--changed-fraction", f"is a share from 0 to 1, not {asked.changed:g}")
+    if asked.products not in ("bf16", "fp32"):
+        raise ConfigError("--compute-dtype", f"{asked.products!r} is unknown", action="use bf16 or fp32")

@@ -1,0 +1,120 @@
+"""Sizes of a dense decoder with gated layers, as Llama, Mistral, Qwen2 and Qwen3 have them, and its parameters.
+
+Guarantees: `ModelShape.parameters` is what transformers would build, element for element.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from heterorl.common.errors import ConfigError
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What a model's config.json says of its tensors.
+
+    Example: SHAPES["Qwen3-8B"].parameters == 8_190_735_360
+    """
+
+    name: str
+    vocab: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    is_tied: bool
+    has_qk_norm: bool = True
+    has_qkv_bias: bool = False
+
+    @property
+    def block(self) -> int:
+        """Parameters of one layer."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = 2 * self.hidden * queries + 2 * self.hidden * keys
+        biases = (queries + 2 * keys) * self.has_qkv_bias
+        norms = 2 * self.hidden + 2 * self.head_dim * self.has_qk_norm
+        return attention + biases + norms + 3 * self.hidden * self.intermediate
+
+    @property
+    def outside(self) -> int:
+        """Parameters outside of the layers: embeddings, output embeddings where they are not the same, last norm."""
+        return self.vocab * self.hidden * (1 if self.is_tied else 2) + self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All of them, tied ones once."""
+        return self.layers * self.block + self.outside
+
+
+def _qwen3(name: str, hidden: int, intermediate: int, layers: int, heads: int, *, is_tied: bool = False) -> ModelShape:
+    return ModelShape(
+        name=name, vocab=151936, hidden=hidden, intermediate=intermediate, layers=layers, heads=heads, kv_heads=8,
+        head_dim=128, is_tied=is_tied,
+    )  # fmt: skip
+
+
+SHAPES: Mapping[str, ModelShape] = {
+    shape.name: shape
+    for shape in (
+        _qwen3("Qwen3-0.6B", 1024, 3072, 28, 16, is_tied=True),
+        _qwen3("Qwen3-1.7B", 2048, 6144, 28, 16, is_tied=True),
+        _qwen3("Qwen3-4B", 2560, 9728, 36, 32, is_tied=True),
+        _qwen3("Qwen3-8B", 4096, 12288, 36, 32),
+        _qwen3("Qwen3-14B", 5120, 17408, 40, 40),
+        _qwen3("Qwen3-32B", 5120, 25600, 64, 64),
+    )
+}
+"""Published models whose shapes stand for a bare number of parameters."""
+
+
+def nearest(parameters: float) -> ModelShape:
+    """The published shape whose size is nearest, by ratio."""
+    return min(SHAPES.values(), key=lambda shape: abs(math.log(shape.parameters / parameters)))
+
+
+def shape_of_directory(model_dir: Path) -> ModelShape:
+    """The shape that a model directory's config.json states.
+
+    Raises:
+        ConfigError: there is no such file, or the model is of a family whose parameters are counted otherwise.
+    """
+    try:
+        config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+        return _shape_of(config, name=model_dir.name)
+    except (OSError, ValueError) as error:
+        raise ConfigError("--model-dir", f"{model_dir}: config.json cannot be read: {error}") from error
+    except (KeyError, TypeError) as error:
+        raise ConfigError("--model-dir", f"{model_dir}: config.json lacks {error}") from error
+
+
+def _shape_of(config: Mapping[str, Any], *, name: str) -> ModelShape:
+    family = config["model_type"]
+    if family not in FAMILIES:
+        problem = f"parameters of {family} are not counted; known are {', '.join(FAMILIES)}"
+        raise ConfigError("--model-dir", problem, action="give --params, its number of parameters")
+    if family != "qwen2" and (config.get("attention_bias") or config.get("mlp_bias")):
+        raise ConfigError("--model-dir", f"{family} with biases is not counted", action="give --params")
+    heads = int(config["num_attention_heads"])
+    return ModelShape(
+        name=name,
+        vocab=int(config["vocab_size"]),
+        hidden=int(config["hidden_size"]),
+        intermediate=int(config["intermediate_size"]),
+        layers=int(config["num_hidden_layers"]),
+        heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
+        is_tied=bool(config.get("tie_word_embeddings", False)),
+        has_qk_norm=family == "qwen3",
+        has_qkv_bias=family == "qwen2",
+    )

@@ -1,0 +1,55 @@
+"""`heterorl plan`: a table for people, one object for programs, a named option for each mistake."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from heterorl.cli.main import app
+from heterorl.cli.plan.amounts import bits_per_s, seconds, size_words, time_words
+from heterorl.common.errors import ConfigError
+
+RUN = CliRunner()
+
+
+def test_json_has_the_plan_and_what_it_assumes():
+    result = RUN.invoke(
+        app, ["plan", "--params", "8e9", "--gpus", "8", "--link", "1Gbit", "--set", "mfu=0.5", "--json"]
+    )
+
+    found = json.loads(result.stdout)
+    assert found["question"]["nodes"] == 1
+    assert found["shape"]["name"] == "Qwen3-8B"
+    assert found["memory_per_rank"]["fits"] is True
+    [mfu] = [fact for fact in found["assumptions"] if fact["name"] == "mfu"]
+    assert (mfu["value"], mfu["source"]) == (0.5, "set")
+    for key in ("step_s", "publication_s", "checkpoint_s", "delta_bytes", "snapshot_bytes", "pull_s"):
+        assert found[key] > 0
+
+
+def test_table_says_what_does_not_fit(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    result = RUN.invoke(app, ["plan", "--params", "32e9", "--gpus", "1", "--backend", "torch"])
+
+    assert result.exit_code == 0
+    assert "DOES NOT FIT" in result.stdout
+    assert "publication" in result.stdout
+    assert "benchmarks/results/pull.json" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [([], "--params"), (["--params", "1e9", "--link", "fast"], "--link"), (["--params", "1e9", "--rtt", "1"], "--rtt")],
+)
+def test_wrong_option_is_named(arguments, key):
+    result = RUN.invoke(app, ["plan", *arguments])
+
+    assert isinstance(result.exception, ConfigError)
+    assert result.exception.key == key
+
+
+def test_amounts():
+    assert [bits_per_s(text) for text in ("1Gbit", "300 Mbit/s", "2.5gbit")] == [1e9, 3e8, 2.5e9]
+    assert [seconds(text) for text in ("100ms", "0.1s")] == [0.1, 0.1]
+    assert [size_words(number) for number in (9.61e10, 1.5e3, 2e12)] == ["96.1 GB", "1.50 kB", "2.00 TB"]
+    assert [time_words(number) for number in (0.0123, 12.34, 1200.0)] == ["12.3 ms", "12.3 s", "20.0 min"]

@@ -41,7 +41,8 @@ class Answers(Generic[ValueT]):
         self._max_bytes = max_bytes
         self._size = size
         self._num_bytes = 0
-        self._generation = 0
+        self._num_expired = 0
+        self._num_cleared = 0
         self._entries: OrderedDict[Hashable, _Entry[ValueT]] = OrderedDict()
         self._asking: dict[Hashable, asyncio.Future[ValueT]] = {}
 
@@ -71,29 +72,31 @@ class Answers(Generic[ValueT]):
 
     def expire(self) -> None:
         """Ask again from now on; while nobody answers, what is kept is given."""
-        self._generation += 1
+        self._num_expired += 1
         self._asking.clear()
         now = self._clock.monotonic()
         for key, entry in self._entries.items():
             self._entries[key] = _Entry(value=entry.value, num_bytes=entry.num_bytes, until=min(entry.until, now))
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget everything, what is under way too."""
+        self._num_cleared += 1
         self.expire()
         self._entries.clear()
         self._num_bytes = 0
 
     async def _ask(self, key: Hashable, ask: Callable[[], Awaitable[ValueT]]) -> ValueT:
-        generation = self._generation
+        expired, cleared = self._num_expired, self._num_cleared
         value = await ask()
-        if generation == self._generation:
-            self._put(key, value)
+        if cleared == self._num_cleared:
+            # Asked before the others became old, it is as old as they are.
+            self._put(key, value, keep_s=self._keep_s if expired == self._num_expired else 0.0)
         return value
 
-    def _put(self, key: Hashable, value: ValueT) -> None:
+    def _put(self, key: Hashable, value: ValueT, *, keep_s: float) -> None:
         old = self._entries.pop(key, None)
         self._num_bytes -= 0 if old is None else old.num_bytes
-        entry = _Entry(value=value, num_bytes=self._size(value), until=self._clock.monotonic() + self._keep_s)
+        entry = _Entry(value=value, num_bytes=self._size(value), until=self._clock.monotonic() + keep_s)
         self._entries[key] = entry
         self._num_bytes += entry.num_bytes
         while self._num_bytes > self._max_bytes:

@@ -172,8 +172,8 @@ class Payloads:
     def _ended(self, ref: PayloadRef, fetching: asyncio.Future[None]) -> None:
         del self._arrivals[ref.digest]
         self._bell.ring()
+        # Asked of every one: those who read it have left, perhaps.
         if not fetching.cancelled() and (error := fetching.exception()) is not None:
-            # Asked of every one: those who read it have left, perhaps.
             _LOG.info("payload %s did not arrive: %s", ref.digest[:12], error)
 
 

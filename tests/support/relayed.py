@@ -86,7 +86,13 @@ class Site:
         await self.upstream.close()
         self.cache.close()
 
+    async def settled(self) -> None:
+        """Wait until what has arrived is kept: samplers have it before the disk does."""
+        for arrival in [*self.weights.payloads._arrivals.values()]:
+            await asyncio.wait([arrival.fetching])
+
     async def restart(self) -> None:
+        await self.settled()
         await self.__aexit__()
         await self.__aenter__()
 

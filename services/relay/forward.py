@@ -50,7 +50,9 @@ class Forwarder:
             RemoteError: the node's message did not come.
         """
         async with self._link(node).channel() as channel:
-            call = channel.stream_stream(method)(metadata=_metadata(node, context), timeout=context.time_remaining())
+            call: Any = channel.stream_stream(method)(
+                metadata=_metadata(node, context), timeout=context.time_remaining()
+            )
             sending = asyncio.ensure_future(self._send(node, context, call))
             try:
                 async for message in call:

@@ -53,7 +53,7 @@ _NAMES = frozenset(
 )
 
 
-class Router(grpc.GenericRpcHandler):  # type: ignore[misc] # grpc has no types for it
+class Router(grpc.GenericRpcHandler):
     """The one handler of a relay's server."""
 
     def __init__(self, *, weights: Weights, forwarder: Forwarder, door: Door) -> None:
@@ -160,7 +160,7 @@ class Router(grpc.GenericRpcHandler):  # type: ignore[misc] # grpc has no types 
 
 def _parse(kind: type[MessageT], data: bytes) -> MessageT:
     try:
-        return kind.FromString(data)  # type: ignore[no-any-return, attr-defined]
+        return kind.FromString(data)
     except DecodeError as error:
         raise InvalidRequest(f"the bytes are no {kind.DESCRIPTOR.name}") from error
 

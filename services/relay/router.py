@@ -9,6 +9,7 @@ All handlers take and give bytes, and are installed as streams, so that no byte 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -82,6 +83,9 @@ class Router(grpc.GenericRpcHandler):
                     async for message in self._answer(method, node, context):
                         yield message
                 code = "OK"
+            except asyncio.CancelledError:
+                code = grpc.StatusCode.CANCELLED.name
+                raise
             except grpc.aio.AioRpcError as error:
                 code = error.code().name
                 await _pass_on(context, error)

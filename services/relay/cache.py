@@ -59,7 +59,7 @@ class CacheDirectory:
                 path.unlink(missing_ok=True)
             else:
                 self._arriving[Digest(path.name)] = path.stat().st_size
-        self.make_room(0, keep=())
+        self._make_room(0, keep=())
 
     @property
     def num_bytes(self) -> int:
@@ -77,15 +77,21 @@ class CacheDirectory:
             os.utime(path)
         return path
 
-    def make_room(self, num_bytes: int, *, keep: Container[Digest]) -> bool:
-        """Remove what was unused for longest until so many bytes fit; False where they cannot.
+    def expect(self, digest: Digest, num_bytes: int, *, keep: Container[Digest]) -> bool:
+        """Promise room to a payload that is about to arrive, or to go on; False where there can be none.
 
-        Args:
-            num_bytes: what is to come.
-            keep: arriving payloads that stay.
+        What was unused for longest goes, but none of the arriving payloads in `keep`.
         """
-        left = [digest for digest in self._arriving if digest not in keep]
-        kept = sum(size for digest, size in self._arriving.items() if digest in keep)
+        missing = num_bytes - self._arriving.get(digest, 0)
+        if not self._make_room(missing, keep=keep, but=digest):
+            return False
+        self._arriving[digest] = num_bytes
+        self._show()
+        return True
+
+    def _make_room(self, num_bytes: int, *, keep: Container[Digest], but: Digest | None = None) -> bool:
+        left = [digest for digest in self._arriving if digest not in keep and digest != but]
+        kept = sum(size for digest, size in self._arriving.items() if digest not in left)
         if kept + num_bytes > self.max_bytes:
             return False
         while self.num_bytes + num_bytes > self.max_bytes:
@@ -96,11 +102,6 @@ class CacheDirectory:
                 self.remove(next(iter(self._sizes)))
         self._show()
         return True
-
-    def expect(self, digest: Digest, num_bytes: int) -> None:
-        """Promise room to a payload that is about to arrive."""
-        self._arriving[digest] = num_bytes
-        self._show()
 
     def adopt(self, digest: Digest) -> None:
         """Take an arrived payload over, durably.

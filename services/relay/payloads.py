@@ -105,7 +105,7 @@ class Payloads:
         ref = self._known.get(digest)
         if ref is None:
             raise UnknownPayload(f"payload {digest[:12]} is not kept here and not planned since this relay began")
-        if not self._cache.make_room(ref.num_bytes, keep={*self._arrivals, digest}):
+        if not self._cache.expect(digest, ref.num_bytes, keep=self._arrivals):
             return self._passed(digest, offset, stop)
         RELAY_READS.labels(FETCHED).inc()
         return self._arriving(self._begin(ref), offset, stop)
@@ -149,7 +149,6 @@ class Payloads:
             yield frame
 
     def _begin(self, ref: PayloadRef) -> Arrival:
-        self._cache.expect(ref.digest, ref.num_bytes)
         # A task of its own: whoever asked first may leave first.
         fetching = asyncio.ensure_future(self._fetch(ref))
         path = self._cache.incoming / ref.digest

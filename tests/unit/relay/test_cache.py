@@ -26,7 +26,7 @@ def make(tmp_path):
 
 
 def arrive(cache, digest, num_bytes=10):
-    cache.expect(digest, num_bytes)
+    assert cache.expect(digest, num_bytes, keep=())
     (cache.incoming / digest).write_bytes(bytes(num_bytes))
     cache.adopt(digest)
 
@@ -53,7 +53,7 @@ def test_the_longest_unused_goes_first_also_after_a_restart(make):
     cache.path(A)
 
     cache = make()
-    assert cache.make_room(20, keep=())
+    assert cache.expect(C, 20, keep=())
 
     assert (cache.path(A) is not None, cache.path(B)) == (True, None)
 
@@ -61,11 +61,24 @@ def test_the_longest_unused_goes_first_also_after_a_restart(make):
 def test_what_is_begun_and_given_up_goes_before_what_is_whole(make):
     cache = make()
     arrive(cache, A)
-    cache.expect(B, 15)
-    assert not cache.make_room(20, keep={B})
+    assert cache.expect(B, 15, keep=())
+    assert not cache.expect(C, 20, keep={B})
     assert cache.path(A) is not None
-    assert cache.make_room(20, keep=())
-    assert (cache.path(A) is not None, cache.num_bytes) == (True, 10)
+    assert cache.expect(C, 20, keep=())
+    assert (cache.path(A) is not None, cache.num_bytes) == (True, 30)
+
+
+def test_what_goes_on_needs_room_for_what_is_missing(make):
+    cache = make()
+    assert cache.expect(A, 20, keep=())
+    (cache.incoming / A).write_bytes(bytes(18))
+
+    cache = make()
+
+    assert cache.num_bytes == 18
+    assert cache.expect(A, 20, keep=())
+    assert cache.expect(A, 20, keep=())
+    assert cache.num_bytes == 20
 
 
 def test_a_smaller_bound_counts_at_once(make):

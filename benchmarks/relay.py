@@ -185,6 +185,7 @@ def main() -> None:
         if problem := unavailable():
             parser.error(problem)
         os.execvp("unshare", ["unshare", "-rn", sys.executable, "-m", "benchmarks.relay", *sys.argv[1:], "--inside"])
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     with tempfile.TemporaryDirectory(prefix="heterorl-relay-") as directory:
         results = asyncio.run(measure(options, Path(directory)))
     table = Table(title=f"{SAMPLERS} samplers pull a payload of {results['payload_bytes'] / 1e6:.1f} MB, 150 ms away")

@@ -26,6 +26,10 @@ class Coordinator:
         self.gate = asyncio.Event()
         self.gate.set()
 
+    async def heard(self, count):
+        while self.num_asked < count:
+            await asyncio.sleep(0)
+
     async def ask(self):
         self.num_asked += 1
         number = self.num_asked
@@ -74,7 +78,7 @@ async def test_an_answer_that_was_under_way_when_a_head_came_is_old_at_once(answ
     asked = Coordinator()
     asked.gate.clear()
     waiting = asyncio.ensure_future(answers.get("key", asked.ask))
-    await asyncio.sleep(0)
+    await asked.heard(1)
     answers.expire()
     asked.gate.set()
     assert await waiting == "answer 1"
@@ -89,7 +93,7 @@ async def test_nothing_is_kept_of_a_run_that_went_back(answers):
     await answers.get("key", asked.ask)
     asked.gate.clear()
     waiting = asyncio.ensure_future(answers.get("other", asked.ask))
-    await asyncio.sleep(0)
+    await asked.heard(2)
     answers.clear()
     asked.gate.set()
     await waiting

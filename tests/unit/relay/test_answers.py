@@ -27,8 +27,9 @@ class Coordinator:
         self.gate.set()
 
     async def heard(self, count):
-        while self.num_asked < count:
+        for _ in range(10):
             await asyncio.sleep(0)
+        assert self.num_asked == count
 
     async def ask(self):
         self.num_asked += 1

@@ -41,6 +41,7 @@ class CacheDirectory:
                 make_directory(path, mode=0o700)
             self._lock = (directory / "lock").open("ab")
             if not try_lock(self._lock):
+                self._lock.close()
                 raise ConfigError("cache_dir", f"another process uses {directory}", action="give each relay its own")
             self._index()
         except OSError as error:

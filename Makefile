@@ -118,6 +118,7 @@ bench-merge: $(SETUP)  ## Merged deltas beside the chain: bytes and seconds for 
 bench-weights: $(SETUP)  ## Weight deltas of real GRPO steps: ours, open schemes, the entropy bound; trains once, 4 minutes
 bench-overlap: $(SETUP)  ## What a learner's trainer waits while versions are published, beside one that waits for each commit; 3 minutes
 bench-pull: $(SETUP)  ## A 1 GB model from coordinator to sampler, beside bare gRPC, raw TCP and memcpy; 5 GB of memory
+bench-relay: $(SETUP)  ## Bytes on a long line when 8 samplers pull a version, with a relay and without; needs `unshare -rn`; 2 minutes
 bench-serve: $(SETUP)  ## A coordinator's memory while 8 samplers read a 4 GB model at once; 4 GB of disk
 bench-loop: $(ENGINES_SETUP)  ## How busy a sampler keeps its engine, 150 ms from its coordinator, beside the engine alone: MODEL=DIR BEFORE=CHECKOUT; 40 minutes
 bench-sampler: $(ENGINES_SETUP)  ## Tokens per second and the pause of a swap, for transformers and vLLM

@@ -13,6 +13,7 @@ ROLE is one of these. NAME names /etc/heterorl/NAME.toml and the instance of the
   learner-deepspeed:NAME  DeepSpeed, a process for each GPU
   sampler:NAME            transformers
   sampler-vllm:NAME       vLLM, which is fast on a GPU; has an environment of its own beside the other roles'
+  relay:NAME              at a site with several samplers; no GPU
 
   --dry-run        print what would be done, change nothing
   --destdir DIR    put the files under DIR only: no user, no environment (it could not be moved), no word to systemd
@@ -58,12 +59,12 @@ while (($#)); do
       usage
       exit 0
       ;;
-    coordinator | learner:* | learner-deepspeed:* | sampler:* | sampler-vllm:*) roles+=("$1") ;;
+    coordinator | learner:* | learner-deepspeed:* | sampler:* | sampler-vllm:* | relay:*) roles+=("$1") ;;
     *) fail "unknown argument '$1'; --help shows the usage" ;;
   esac
   shift
 done
-((${#roles[@]})) || fail "name at least one role: coordinator, learner:NAME, learner-deepspeed:NAME, sampler:NAME or sampler-vllm:NAME"
+((${#roles[@]})) || fail "name at least one role: coordinator, learner:NAME, learner-deepspeed:NAME, sampler:NAME, sampler-vllm:NAME or relay:NAME"
 
 # Instance names become paths and unit names: the characters that need no escaping in either.
 names=()
@@ -171,7 +172,8 @@ write_nproc() {
   rm -f "$text"
 }
 
-mapfile -t kinds < <(printf '%s\n' "${roles[@]%%:*}" | LC_ALL=C sort -u)
+# A relay needs what a coordinator needs.
+mapfile -t kinds < <(printf '%s\n' "${roles[@]%%:*}" | sed 's/^relay$/coordinator/' | LC_ALL=C sort -u)
 make_user
 directory 0755 /opt/heterorl
 directory 0755 /etc/heterorl
@@ -191,7 +193,7 @@ for role in "${roles[@]}"; do
   if [[ ! -e $destdir/etc/heterorl/$name.toml ]]; then
     file 0644 "$source_dir/deploy/config/$kind.toml" "/etc/heterorl/$name.toml"
   fi
-  if [[ $kind == coordinator && ! -e $destdir/etc/heterorl/revoked ]]; then
+  if [[ ($kind == coordinator || $kind == relay) && ! -e $destdir/etc/heterorl/revoked ]]; then
     file 0644 "$source_dir/deploy/config/revoked" /etc/heterorl/revoked
   fi
   if [[ $kind == learner-deepspeed ]]; then write_nproc "$name"; fi

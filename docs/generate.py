@@ -27,6 +27,7 @@ from heterorl.lab.claims.claim import LEVEL, WORTH_FINDING
 from heterorl.lab.claims.verdicts import markdown
 from heterorl.lab.protocol.flat import TOLERANCE
 from heterorl.learner.config import LearnerConfig
+from heterorl.relay.config import RelayConfig
 from heterorl.sampler.config import SamplerConfig
 
 PATH = Path(__file__).parent / "configuration.md"
@@ -38,6 +39,7 @@ SERVICES: dict[str, type[Config]] = {
     "coordinator": CoordinatorConfig,
     "learner": LearnerConfig,
     "sampler": SamplerConfig,
+    "relay": RelayConfig,
 }
 _HEAD = """# Configuration
 
@@ -57,8 +59,8 @@ _LIMITS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 _MAP_HEAD = """# Map of the code
 
 The package `heterorl` is the folder `services`. Imports go down only: `cli`, `doctor`, `lab` and `demo` stand above
-coordinator, learner and sampler; `common` lies below them. A folder is one subject, a file one noun. The docstring of
-each folder says what the folder guarantees; `make docs` makes this page from those docstrings.
+coordinator, learner, sampler and relay; `common` lies below them. A folder is one subject, a file one noun. The
+docstring of each folder says what the folder guarantees; `make docs` makes this page from those docstrings.
 
 ## Start here
 

@@ -22,6 +22,8 @@ from heterorl.common.identity.identity import Role, is_name, spiffe_uri
 
 SKEW = datetime.timedelta(minutes=5)
 """How far ahead of the others the authority's clock may be."""
+SERVING = frozenset({Role.COORDINATOR, Role.RELAY})
+"""Roles that others dial."""
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 DESK_NAME = "enrolment.heterorl.invalid"
 """Server name of the desk for joining nodes: none that a coordinator is dialled by, and none that DNS can hold."""
@@ -70,7 +72,7 @@ def issue_node(
         run: the run that the node belongs to.
         site: name of the node's site.
         role: what the node is.
-        hosts: DNS names and IP addresses that a coordinator is dialled by.
+        hosts: DNS names and IP addresses that a coordinator or a relay is dialled by.
         now: the beginning of the lifetime, an aware instant.
         lifetime: how long it is valid; cut at the authority's own end.
 
@@ -104,11 +106,11 @@ def sign_node(
     _check_name("RUN", run)
     _check_name("SITE", site)
     issuer, issuer_key = _load(authority, now=now)
-    if hosts and role is not Role.COORDINATOR:
-        raise ConfigError("--host", f"a {role} serves nobody", action="only the coordinator has hosts")
+    if hosts and role not in SERVING:
+        raise ConfigError("--host", f"a {role} serves nobody", action="only the coordinator and relays have hosts")
     names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(spiffe_uri(run=run, site=site, role=role))]
     usages = [ExtendedKeyUsageOID.CLIENT_AUTH]
-    if role is Role.COORDINATOR:
+    if role in SERVING:
         usages.append(ExtendedKeyUsageOID.SERVER_AUTH)
         names += [_host(host) for host in dict.fromkeys((*hosts, *LOCAL_HOSTS))]
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"{role} {site}"[:64])])

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from heterorl.certs.authority import Pair, hosts_of, issue_node, make_authority
+from heterorl.certs.authority import SERVING, Pair, hosts_of, issue_node, make_authority
 from heterorl.certs.files import PUBLIC, SECRET, locked, write_file
 from heterorl.common.errors import ConfigError
 from heterorl.common.identity.identity import Identity, Refusal, Role, read_identity
@@ -87,7 +87,7 @@ class Authority:
                 self._pair(), run=self.run(), site=site, role=role, hosts=hosts, now=now, lifetime=lifetime
             )
             self._hand_out(pair, target)
-            if role is Role.COORDINATOR:
+            if role in SERVING:
                 write_file(target / REVOKED, self.revoked_path.read_bytes(), mode=PUBLIC)
         return target
 
@@ -149,9 +149,9 @@ class Authority:
             return self._refuse(found)
 
     def copies(self) -> list[Path]:
-        """Lists in directories of coordinators under this one, which `revoke` keeps equal to the list."""
-        paths = sorted(self._directory.glob(f"{Role.COORDINATOR}-*/{REVOKED}"))
-        return [path for path in paths if path.is_file()]
+        """Lists in directories of coordinators and relays under this one, which `revoke` keeps equal to the list."""
+        paths = [path for role in sorted(SERVING) for path in self._directory.glob(f"{role}-*/{REVOKED}")]
+        return sorted(path for path in paths if path.is_file())
 
     def _all_of(self, *, role: Role, site: str) -> list[Identity]:
         book = [entry.identity for entry in self.list()]

@@ -22,7 +22,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 
-RoleName = Literal["coordinator", "learner", "sampler", "operator"]
+RoleName = Literal["coordinator", "learner", "sampler", "operator", "relay"]
 DirOption = Annotated[Path, typer.Option("--dir", help="Directory of the authority; keep it off the nodes.")]
 DaysOption = Annotated[int, typer.Option(help="Days until it expires.", min=1, max=398)]
 DIRECTORY = Path("certs")
@@ -49,10 +49,10 @@ def init(
 @app.command("issue")
 def issue(
     role: Annotated[RoleName, typer.Argument(help="What the node is.")],
-    site: Annotated[str, typer.Argument(help="Name of its site; a sampler's `site`.")],
+    site: Annotated[str, typer.Argument(help="Name of its site; a sampler's `site`. A relay of eu carries eu, eu.*")],
     host: Annotated[
         list[str] | None,
-        typer.Option(help="DNS name or IP address that the coordinator is dialled by; repeat for more."),
+        typer.Option(help="DNS name or IP address that a coordinator or relay is dialled by; repeat for more."),
     ] = None,
     coordinator: Annotated[
         str,
@@ -79,7 +79,7 @@ def issue(
     _print(f"{role} {site}: {target}")
     for key, name in (("ca", "ca.crt"), ("cert", "node.crt"), ("key", "node.key")):
         _print(f'  tls.{key} = "{target / name}"')
-    if role == "coordinator":
+    if role in ("coordinator", "relay"):
         _print(f'  tls.revoked = "{target / REVOKED}"')
 
 

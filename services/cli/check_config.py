@@ -47,8 +47,9 @@ def check_link(service: Service, config: Any) -> None:
     Raises:
         ConfigError: it would.
     """
-    key = "listen" if service == "coordinator" else "coordinator"
-    check_tls(config.tls, key=key, address=getattr(config, key))
+    keys = {"coordinator": ("listen",), "relay": ("listen", "coordinator")}.get(service, ("coordinator",))
+    for key in keys:
+        check_tls(config.tls, key=key, address=getattr(config, key))
 
 
 def problems(service: Service, config: Any, *, is_loading: bool = True) -> Iterator[HeterorlError]:
@@ -56,7 +57,7 @@ def problems(service: Service, config: Any, *, is_loading: bool = True) -> Itera
     yield from _problem(check_link, service, config)
     if not is_loading:
         return
-    if service == "coordinator":
+    if service in ("coordinator", "relay"):
         return
     for package, extra in _packages(service, config):
         if importlib.util.find_spec(package) is None:

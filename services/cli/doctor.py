@@ -15,7 +15,7 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.identity.tls import files_in
 from heterorl.common.process.config import flatten, read_tables
 
-RoleName = Literal["sampler", "learner", "coordinator"]
+RoleName = Literal["sampler", "learner", "coordinator", "relay"]
 
 
 def doctor(
@@ -79,6 +79,16 @@ def patient_of(role: str, config: Any, *, num_calls: int = 10) -> Any:
             tls=config.tls,
             state_dir=config.data_dir,
             state_key="data_dir",
+            max_message_bytes=config.max_message_bytes,
+            num_calls=num_calls,
+        )
+    if role == "relay":
+        return Patient(
+            role=Role.RELAY,
+            address=config.coordinator,
+            tls=config.tls,
+            state_dir=config.cache_dir,
+            state_key="cache_dir",
             max_message_bytes=config.max_message_bytes,
             num_calls=num_calls,
         )

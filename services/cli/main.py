@@ -104,7 +104,7 @@ def _serve(
     loaded = load_service(service, config, overrides or ())
     check_link(service, loaded)
     logs.bind(**_who(service, loaded))
-    if service != "coordinator":
+    if service not in ("coordinator", "relay"):
         # Before torch is loaded, which takes longer than to see that a directory is not there.
         check_model_dir(loaded.model_dir)
     module = importlib.import_module(f"heterorl.{service}.app")
@@ -152,6 +152,12 @@ def learner(
 def sampler(config: ConfigOption = None, set_: SetOption = None, log: LogOption = "console") -> None:
     """Run a sampler: pulls weights, generates, scores and pushes groups. As many as you like, at any site."""
     _serve("sampler", config, set_, log)
+
+
+@app.command(rich_help_panel=RUN)
+def relay(config: ConfigOption = None, set_: SetOption = None, log: LogOption = "console") -> None:
+    """Run a relay at a site with several samplers: what all of them pull crosses the line once. Needs no GPU."""
+    _serve("relay", config, set_, log)
 
 
 @app.command(rich_help_panel=TRY)

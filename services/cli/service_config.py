@@ -11,11 +11,12 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.process.config import Config, InvalidConfig, flatten, load, read_tables
 from heterorl.common.process.config_words import all_keys
 
-Service = Literal["coordinator", "learner", "sampler"]
+Service = Literal["coordinator", "learner", "sampler", "relay"]
 _SCHEMAS: dict[Service, tuple[str, str]] = {
     "sampler": ("heterorl.sampler.config", "SamplerConfig"),
     "learner": ("heterorl.learner.config", "LearnerConfig"),
     "coordinator": ("heterorl.coordinator.config", "CoordinatorConfig"),
+    "relay": ("heterorl.relay.config", "RelayConfig"),
 }
 
 
@@ -45,7 +46,7 @@ def load_service(service: Service, path: Path | None, overrides: Sequence[str] =
 
 
 def owner(table: dict[str, Any]) -> Service:
-    """The service that knows most keys of a table; of several a sampler, then a learner."""
+    """The service that knows most keys of a table; of several a sampler, then a learner, a coordinator, a relay."""
     return min(_SCHEMAS, key=lambda service: num_unknown(service, table))
 
 

@@ -8,6 +8,7 @@ import sqlite3
 
 from heterorl.common.errors import ConfigError, ContractMismatch, StoreFull
 from heterorl.common.process.clock import Bell, Clock
+from heterorl.common.pull.reader import PayloadReader
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.groups import group_size, queue
 from heterorl.coordinator.groups.deadlines import Deadlines
@@ -18,7 +19,6 @@ from heterorl.coordinator.payloads.keeper import Keeper
 from heterorl.coordinator.payloads.leases import PullLeases
 from heterorl.coordinator.payloads.merging.cache import Merges
 from heterorl.coordinator.payloads.merging.composer import Composer
-from heterorl.coordinator.payloads.reader import PayloadReader
 from heterorl.coordinator.payloads.relief import Relief
 from heterorl.coordinator.samples.ring import Ring
 from heterorl.coordinator.sites.flaps import Flaps

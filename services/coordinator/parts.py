@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from heterorl.common.process.clock import Bell, Clock
+from heterorl.common.pull.reader import PayloadReader
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.groups.deadlines import Deadlines
 from heterorl.coordinator.groups.queue import Queue
@@ -18,7 +19,6 @@ from heterorl.coordinator.payloads.keeper import Keeper
 from heterorl.coordinator.payloads.leases import PullLeases
 from heterorl.coordinator.payloads.merging.cache import Merges
 from heterorl.coordinator.payloads.merging.composer import Composer
-from heterorl.coordinator.payloads.reader import PayloadReader
 from heterorl.coordinator.payloads.relief import Relief
 from heterorl.coordinator.sites.flaps import Flaps
 from heterorl.coordinator.sites.sites import Sites

@@ -19,6 +19,7 @@ from heterorl.common.errors import (
     PayloadMissing,
     RunFinished,
 )
+from heterorl.common.pull.reader import DamagedFile
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import (
     HeadUpdate,
@@ -35,7 +36,6 @@ from heterorl.coordinator.evaluations import plan as evaluations
 from heterorl.coordinator.groups import queue
 from heterorl.coordinator.parts import Parts
 from heterorl.coordinator.payloads.merging.spans import worth_merging
-from heterorl.coordinator.payloads.reader import DamagedFile
 from heterorl.coordinator.sites import canary
 from heterorl.coordinator.store.database import set_meta
 from heterorl.coordinator.versions import flavours, lineage, plans, rollback

@@ -54,9 +54,9 @@ def judge_port(address: str, fact: Connected | Trouble, *, is_own: bool = False)
 def judge_handshake(host: str, fact: Handshake | Trouble) -> Check:
     """Whether both ends believe each other."""
     if isinstance(fact, Handshake):
-        if fact.server is None or fact.server.role is not Role.COORDINATOR:
+        if fact.server is None or fact.server.role not in (Role.COORDINATOR, Role.RELAY):
             named = "nobody of a run" if fact.server is None else fact.server.uri
-            remedy = "correct `coordinator`: what answers there is no coordinator"
+            remedy = "correct `coordinator`: what answers there is no coordinator and no relay"
             return fail("tls", f"{fact.protocol}, the server is {named}", remedy)
         return ok("tls", f"{fact.protocol} with {fact.server.uri}")
     remedies = {

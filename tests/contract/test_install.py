@@ -33,18 +33,25 @@ def test_shell_scripts_are_clean(name):
 
 
 def test_staged_install_holds_units_configurations_and_closed_credentials(tmp_path):
-    roles = ("coordinator", "learner:learner", "sampler:site-1", "sampler:site-2", "sampler-vllm:site-3")
+    roles = ("coordinator", "learner:learner", "sampler:site-1", "sampler:site-2", "sampler-vllm:site-3", "relay:eu")
     result = install("--destdir", str(tmp_path), *roles)
 
     assert result.returncode == 0, result.stderr
     files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert files == {
-        *(f"etc/heterorl/{name}.toml" for name in ("coordinator", "learner", "site-1", "site-2", "site-3")),
+        *(f"etc/heterorl/{name}.toml" for name in ("coordinator", "learner", "site-1", "site-2", "site-3", "eu")),
         "etc/heterorl/revoked",
         *(f"etc/systemd/system/{path.name}" for path in (ROOT / "deploy" / "systemd").iterdir()),
     }
     credentials = tmp_path / "etc/heterorl/credentials"
-    assert {path.name for path in credentials.iterdir()} == {"coordinator", "learner", "site-1", "site-2", "site-3"}
+    assert {path.name for path in credentials.iterdir()} == {
+        "coordinator",
+        "learner",
+        "site-1",
+        "site-2",
+        "site-3",
+        "eu",
+    }
     assert {path.stat().st_mode & 0o777 for path in (credentials, *credentials.iterdir())} == {0o700}
 
 

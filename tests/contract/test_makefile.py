@@ -19,7 +19,7 @@ BENCHES = {
     "merge": "weights_merge", "weights": "weights",
     "ingest": "ingest", "load": "load_memory", "loop": "loop", "sites": "sites",
     "overlap": "overlap", "pull": "pull", "serve": "serve", "sampler": "sampler", "verify": "verify", "forward": "forward",
-    "view": "view",
+    "view": "view", "relay": "relay",
 }  # fmt: skip
 """What is measured to the module that measures it."""
 RESULTS = {"lab": "lab/fast", "merge": "weights_merge", "hf-rows": "hf_rows"}

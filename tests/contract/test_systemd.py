@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from heterorl.cli.main import app
 from heterorl.coordinator.config import CoordinatorConfig
+from heterorl.relay.config import RelayConfig
 from tests.support.tools import check, tool
 
 ROOT = Path(__file__).parents[2]
@@ -20,6 +21,7 @@ ROLES = {
     "heterorl-learner@": "learner",
     "heterorl-sampler@": "sampler",
     "heterorl-sampler-vllm@": "sampler",
+    "heterorl-relay@": "relay",
 }
 MAX_EXPOSURE = 2.0
 PROGRAM = "/opt/heterorl/current/bin/heterorl"
@@ -118,6 +120,7 @@ def test_stop_takes_longer_than_what_it_waits_for():
     timeouts = {path.stem: seconds(directives(path)["Service.TimeoutStopSec"][0]) for path in UNITS}
 
     assert timeouts.pop("heterorl-coordinator") > CoordinatorConfig().stop_grace_s
+    assert timeouts.pop("heterorl-relay@") > RelayConfig().stop_grace_s
     # A batch or a step of long completions takes minutes.
     assert min(timeouts.values()) >= 600
 
@@ -136,7 +139,7 @@ def test_a_sampler_by_vllm_has_the_unit_of_a_sampler_but_for_its_environment_and
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in UNITS if ROLES[path.stem] != "coordinator"], ids=lambda path: path.name
+    "path", [path for path in UNITS if ROLES[path.stem] not in ("coordinator", "relay")], ids=lambda path: path.name
 )
 def test_whatever_is_compiled_at_run_time_goes_where_the_service_may_write(path):
     found = directives(path)

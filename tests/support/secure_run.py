@@ -49,6 +49,7 @@ class SecureRun:
         self.directory = directory
         self.certificates = Certificates(directory / "certs")
         self.ahead_s = 0.0
+        self.run_class = Run
 
     async def __aenter__(self) -> SecureRun:
         config = CoordinatorConfig(data_dir=self.directory / "data", groups_per_version=2, max_message_bytes=2 << 20)
@@ -77,7 +78,7 @@ class SecureRun:
             CoordinatorClient(self.address, tls=self.certificates.tls(role), policy=PATIENT)
             for role in ("learner", "sampler", "operator")
         )
-        self.run = Run(self, self.directory)  # type: ignore[arg-type]
+        self.run = self.run_class(self, self.directory)  # type: ignore[arg-type]
         await self.run.begin()
         await self.run.publish()
         await self.run.register()

@@ -26,6 +26,7 @@ class Role(enum.StrEnum):
     LEARNER = "learner"
     SAMPLER = "sampler"
     OPERATOR = "operator"
+    RELAY = "relay"
 
 
 class RefusalReason(enum.StrEnum):
@@ -68,6 +69,8 @@ class Identity:
     serial: int
     not_before: float
     not_after: float
+    through: Identity | None = None
+    """The relay that carries this node's calls; None where the node itself is at the other end of the link."""
 
     @property
     def uri(self) -> str:

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 REGISTRY = CollectorRegistry(auto_describe=True)
 ProcessCollector(registry=REGISTRY)
 
-Service = Literal["coordinator", "learner", "sampler"]
-SERVICES: tuple[Service, ...] = ("coordinator", "learner", "sampler")
+Service = Literal["coordinator", "learner", "sampler", "relay"]
+SERVICES: tuple[Service, ...] = ("coordinator", "learner", "sampler", "relay")
 MAX_SITES = 256
 """Sites with a label of their own; whoever registers under ever new names meets in one label."""
 OTHER_SITES = "other"
@@ -78,6 +78,15 @@ BANDWIDTH_WAIT = _counter("bandwidth_wait_seconds_total", "Time that bytes waite
 PULL_SECONDS = _histogram("pull_seconds", "Duration of fetching a version.")
 APPLY_SECONDS = _histogram("apply_seconds", "Duration of applying and verifying a version.")
 DIGEST_MISMATCHES = _counter("digest_mismatches_total", "Versions whose recomputed state or payload was wrong.")
+
+# relay
+RELAY_BYTES = _counter(
+    "relay_payload_bytes_total", "Bytes of payloads: from_coordinator over the line, to_nodes at this site.", "way"
+)
+RELAY_READS = _counter("relay_payload_reads_total", "Reads of payloads, by where the bytes came from.", "outcome")
+RELAY_CACHE_BYTES = _gauge("relay_cache_bytes", "Bytes of payloads that are kept or arriving.")
+RELAY_CACHE_LIMIT_BYTES = _gauge("relay_cache_limit_bytes", "Bytes that they may occupy.")
+RELAY_CALLS = _gauge("relay_calls", "Calls of samplers under way.")
 
 # coordinator: the run
 HEAD_VERSION = _gauge("coordinator_head_version", "Newest policy version.")

@@ -96,10 +96,21 @@ class Link:
     @contextlib.asynccontextmanager
     async def stubs(self) -> AsyncIterator[Stubs]:
         """Stubs for one call, which keep their channel until the context ends."""
+        async with self._held() as lane:
+            yield lane.stubs
+
+    @contextlib.asynccontextmanager
+    async def channel(self) -> AsyncIterator[grpc.aio.Channel]:
+        """The channel for one call of bytes, which stays until the context ends."""
+        async with self._held() as lane:
+            yield lane.channel
+
+    @contextlib.asynccontextmanager
+    async def _held(self) -> AsyncIterator[_Lane]:
         lane = await self._current()
         lane.num_calls += 1
         try:
-            yield lane.stubs
+            yield lane
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNAUTHENTICATED and lane is not await self._current():
                 raise Unreachable("the certificate was replaced meanwhile", retry_after_s=0.1) from error

@@ -2,5 +2,5 @@
 
 `keeper` alone deletes published payloads, by `retention`: `disposal` retires their rows, `store/blobs` unlinks files.
 `merging` makes the deltas over many versions and deletes those itself; `relief` asks both when the disk is full.
-`reader` proves each block before it leaves; what is found wrong goes out of use by `damage`. Open `keeper` first.
+What `common/pull/reader` finds wrong goes out of use by `damage`. Open `keeper` first.
 """

@@ -16,10 +16,10 @@ from typing import TypeVar
 
 from heterorl.common.errors import Busy, CorruptStore, RemoteError, UnknownPayload
 from heterorl.common.process.metrics import DAMAGED_PAYLOADS, UNREADABLE_PAYLOADS
+from heterorl.common.pull.reader import DamagedFile
 from heterorl.common.types.common import Digest
 from heterorl.coordinator.payloads import index
 from heterorl.coordinator.payloads.merging.cache import Merges
-from heterorl.coordinator.payloads.reader import DamagedFile
 from heterorl.coordinator.store.blobs import BlobStore
 from heterorl.coordinator.store.database import Database
 from heterorl.coordinator.store.files import BUSY_S, file_size, unreadable

@@ -33,7 +33,8 @@ class Rule:
 
 _LEARNER = Rule(frozenset({Role.LEARNER}))
 _OPERATOR = Rule(frozenset({Role.OPERATOR}))
-_READERS = frozenset({Role.LEARNER, Role.SAMPLER})
+# A relay reads for all samplers of its site at once; whatever else it sends is a sampler's, under that one's rights.
+_READERS = frozenset({Role.LEARNER, Role.SAMPLER, Role.RELAY})
 # Twice what one node needs: streams of a link that broke live on until their pings fail.
 _WATCHES = Rule(_READERS, at_once=4)
 _READS_MANIFESTS = Rule(_READERS, at_once=4)

@@ -190,7 +190,7 @@ class Door(grpc.aio.ServerInterceptor):
 
     @contextlib.contextmanager
     def _entered(self, method: str, context: _Context) -> Any:
-        peer = self._gate.admit(method, context.auth_context())
+        peer = self._gate.admit(method, context.auth_context(), context.invocation_metadata() or ())
         holder = holder_of(peer, method, str(context.peer()))
         with self.shares.place(holder, method):
             requests = Requests(self, method, peer, holder, context)

@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable, Container, Iterable, Mapping
 
 from heterorl.common.errors import PermissionDenied, Unauthenticated
-from heterorl.common.identity.identity import Identity, LocalPeer, Peer, Refusal, RefusalReason, read_identity
+from heterorl.common.identity.carried import NODE_KEY, carried
+from heterorl.common.identity.handshake import identify
+from heterorl.common.identity.identity import Identity, LocalPeer, Peer, Refusal, RefusalReason
 from heterorl.common.process.metrics import IDENTITY_REFUSALS
 from heterorl.coordinator.rpc.access import refuse_call, refuse_request
 
-TLS_VERSION = b"TLSv1.3"
 EXPIRED_RETRY_S = 5.0
 _FORBIDDEN = frozenset({RefusalReason.RUN, RefusalReason.ROLE, RefusalReason.SITE, RefusalReason.UNKNOWN_RPC})
 
@@ -27,6 +28,7 @@ class Gate:
         is_plaintext: whether the server listens on loopback without certificates; then every caller is local.
         revoked: serials that are refused.
         wall_time: seconds since the epoch; only for lifetimes of certificates.
+        authorities: PEM of those whose certificates a relay may show for the nodes behind it.
     """
 
     def __init__(
@@ -36,23 +38,31 @@ class Gate:
         is_plaintext: bool,
         revoked: Container[int] = frozenset(),
         wall_time: Callable[[], float] = time.time,
+        authorities: Callable[[], bytes] = bytes,
     ) -> None:
         self._run_id = run_id
         self._is_plaintext = is_plaintext
         self._revoked = revoked
         self._wall_time = wall_time
+        self._authorities = authorities
         # A counter that appears with its first refusal has not increased, for whoever watches rates.
         for reason in RefusalReason:
             IDENTITY_REFUSALS.labels(reason.value)
 
-    def admit(self, method: str, auth: Mapping[str, Iterable[bytes]]) -> Peer:
-        """Check a call by what gRPC knows about its connection.
+    def admit(
+        self, method: str, auth: Mapping[str, Iterable[bytes]], metadata: Iterable[tuple[str, str | bytes]] = ()
+    ) -> Peer:
+        """Check a call by what gRPC knows about its connection, and by the node whose call it says it is.
 
         Raises:
             Unauthenticated: no identity.
             PermissionDenied: not for this identity.
         """
-        peer = LocalPeer() if self._is_plaintext else _identify(auth)
+        peer = LocalPeer() if self._is_plaintext else identify(auth)
+        if isinstance(peer, Identity):
+            shown = [value for key, value in metadata if key == NODE_KEY and isinstance(value, bytes)]
+            if shown:
+                peer = carried(peer, shown, self._authorities())
         if isinstance(peer, Refusal):
             raise _refused(peer)
         self.recheck(peer)
@@ -67,9 +77,12 @@ class Gate:
         """
         if isinstance(peer, LocalPeer):
             return
-        _raise(peer.refuse_at(self._wall_time()))
-        if peer.serial in self._revoked:
-            _raise(Refusal(reason=RefusalReason.REVOKED, message=f"certificate {peer.serial:x} is revoked"))
+        for each in (peer, peer.through):
+            if each is None:
+                continue
+            _raise(each.refuse_at(self._wall_time()))
+            if each.serial in self._revoked:
+                _raise(Refusal(reason=RefusalReason.REVOKED, message=f"certificate {each.serial:x} is revoked"))
 
     def check_request(self, method: str, peer: Peer, request: object) -> None:
         """Check one message of a caller.
@@ -78,18 +91,6 @@ class Gate:
             PermissionDenied: it speaks for another site.
         """
         _raise(refuse_request(method, peer, request))
-
-
-def _identify(auth: Mapping[str, Iterable[bytes]]) -> Identity | Refusal:
-    # gRPC also offers peer_spiffe_id, but leaves it out both for no URI and for two; the certificate tells them apart.
-    versions = list(auth.get("ssl_tls_version", ()))
-    if versions != [TLS_VERSION]:
-        stated = versions[0].decode("ascii", "replace") if versions else "unknown"
-        return Refusal(reason=RefusalReason.TLS_VERSION, message=f"TLS 1.3 is needed, the link has {stated}")
-    certificates = list(auth.get("x509_pem_cert", ()))
-    if len(certificates) != 1:
-        return Refusal(reason=RefusalReason.NO_CERTIFICATE, message="the link has no client certificate")
-    return read_identity(certificates[0])
 
 
 def _raise(refusal: Refusal | None) -> None:

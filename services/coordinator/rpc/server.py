@@ -60,6 +60,7 @@ class Server:
             is_plaintext=tls.insecure,
             wall_time=wall_time,
             revoked=frozenset() if self._revoked is None else self._revoked,
+            authorities=lambda: b"" if self._files is None else self._files.current().ca,
         )
         self.door = Door(
             gate,

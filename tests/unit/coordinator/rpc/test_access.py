@@ -49,6 +49,10 @@ ALLOWED = {
         "AbandonWork", "PushGroups", "Register", "Heartbeat", "ReportCanary", "Diagnose",
         "LeaseEvaluation", "PushEvaluation", "AbandonEvaluation", "PushSamplerMetrics",
     },
+    # For itself; what it carries is judged by the node whose it is.
+    Role.RELAY: {
+        "Check", "Watch", "WatchHead", "GetManifest", "ListManifests", "PlanPull", "ReadPayload", "Diagnose",
+    },
 }  # fmt: skip
 
 

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterorl.common.errors import CorruptStore, DigestMismatch, InvalidRequest, StoreFull
+from heterorl.common.pull.reader import PayloadReader
 from heterorl.common.types.common import Digest
 from heterorl.common.weights.container import FRAME_BYTES
 from heterorl.coordinator.config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.payloads.reader import PayloadReader
 from heterorl.coordinator.store.blobs import BlobStore
 from tests.support.clock import ManualClock
 from tests.support.crashes import Disk

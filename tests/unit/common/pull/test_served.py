@@ -8,10 +8,10 @@ import blake3
 import pytest
 
 from heterorl.common.errors import InvalidRequest
+from heterorl.common.pull import reader as served
+from heterorl.common.pull.reader import DamagedFile, Identity, PayloadReader
 from heterorl.common.types.common import Digest
 from heterorl.common.weights.container import FRAME_BYTES
-from heterorl.coordinator.payloads import reader as served
-from heterorl.coordinator.payloads.reader import DamagedFile, Identity, PayloadReader
 
 DATA = random.Random(0).randbytes(5 * FRAME_BYTES + 1234)
 

@@ -174,7 +174,7 @@ def _prove(descriptor: int, digest: Digest, stopping: threading.Event) -> Proof:
         identity = Identity.of(descriptor)
         while num_read := _fill(descriptor, block, offset):
             if stopping.is_set():
-                raise Draining("the coordinator is stopping", retry_after_s=1.0)
+                raise Draining("the service is stopping", retry_after_s=1.0)
             hasher.update(block[:num_read])
             checksums.append(xxhash.xxh3_64_intdigest(block[:num_read]))
             offset += num_read

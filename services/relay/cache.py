@@ -1,0 +1,136 @@
+"""The directory of the cache: payloads by content, an index made from what is there, and a bound on all of it.
+
+    payloads/DIGEST   whole payloads: renamed here after their bytes had the digest of their name
+    incoming/DIGEST   what has arrived of others, from the beginning on
+
+Guarantees: a name in `payloads` appears with all its bytes durable or not at all; what counts is what is on disk, so a
+directory without its index is no case. A disk that changes bytes later is found by whoever reads (common/pull/reader).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import OrderedDict
+from collections.abc import Container
+from pathlib import Path
+
+from heterorl.common.errors import ConfigError
+from heterorl.common.process.files import make_directory, sync_directory, try_lock
+from heterorl.common.process.metrics import RELAY_CACHE_BYTES
+from heterorl.common.types.common import Digest
+from heterorl.common.types.digests import file_name, is_digest
+
+
+class CacheDirectory:
+    """One directory, which belongs to this process; blocking, but for questions of the index."""
+
+    def __init__(self, directory: Path, *, max_bytes: int) -> None:
+        """Take the directory and index it; what is none of ours by its name is left alone.
+
+        Raises:
+            ConfigError: it cannot be used, or another process uses it.
+        """
+        self._payloads, self.incoming = directory / "payloads", directory / "incoming"
+        self.max_bytes = max_bytes
+        # Longest unused first.
+        self._sizes: OrderedDict[Digest, int] = OrderedDict()
+        self._arriving: dict[Digest, int] = {}
+        try:
+            for path in (self._payloads, self.incoming):
+                make_directory(path, mode=0o700)
+            self._lock = (directory / "lock").open("ab")
+            if not try_lock(self._lock):
+                self._lock.close()
+                raise ConfigError("cache_dir", f"another process uses {directory}", action="give each relay its own")
+            self._index()
+        except OSError as error:
+            raise ConfigError("cache_dir", f"{directory} cannot be used: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Let another process have the directory."""
+        self._lock.close()
+
+    def _index(self) -> None:
+        found = [(path, path.stat()) for path in self._payloads.iterdir() if is_digest(path.name)]
+        for path, stat in sorted(found, key=lambda entry: entry[1].st_mtime_ns):
+            self._sizes[Digest(path.name)] = stat.st_size
+        for path in self.incoming.iterdir():
+            if not is_digest(path.name) or path.name in self._sizes:
+                path.unlink(missing_ok=True)
+            else:
+                self._arriving[Digest(path.name)] = path.stat().st_size
+        self._make_room(0, keep=())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are taken, those that were promised to arriving payloads included."""
+        return sum(self._sizes.values()) + sum(self._arriving.values())
+
+    def path(self, digest: Digest) -> Path | None:
+        """The file of a whole payload, which now is the one used last; None where there is none."""
+        if digest not in self._sizes:
+            return None
+        self._sizes.move_to_end(digest)
+        path = self._payloads / file_name(digest)
+        with contextlib.suppress(OSError):
+            # So that the order outlives this process.
+            os.utime(path)
+        return path
+
+    def expect(self, digest: Digest, num_bytes: int, *, keep: Container[Digest]) -> bool:
+        """Promise room to a payload that is about to arrive, or to go on; False where there can be none.
+
+        What was unused for longest goes, but none of the arriving payloads in `keep`.
+        """
+        missing = num_bytes - self._arriving.get(digest, 0)
+        if not self._make_room(missing, keep=keep, but=digest):
+            return False
+        self._arriving[digest] = num_bytes
+        self._show()
+        return True
+
+    def _make_room(self, num_bytes: int, *, keep: Container[Digest], but: Digest | None = None) -> bool:
+        left = [digest for digest in self._arriving if digest not in keep and digest != but]
+        kept = sum(size for digest, size in self._arriving.items() if digest not in left)
+        if kept + num_bytes > self.max_bytes:
+            return False
+        while self.num_bytes + num_bytes > self.max_bytes:
+            if left:
+                # Begun and given up: nobody asks for it now.
+                self.discard(left.pop(0))
+            else:
+                self.remove(next(iter(self._sizes)))
+        self._show()
+        return True
+
+    def adopt(self, digest: Digest) -> None:
+        """Take an arrived payload over, durably.
+
+        Raises:
+            OSError: the disk refused.
+        """
+        source = self.incoming / file_name(digest)
+        with source.open("rb") as file:
+            os.fsync(file.fileno())
+            size = os.fstat(file.fileno()).st_size
+        source.replace(self._payloads / file_name(digest))
+        sync_directory(self._payloads)
+        self._arriving.pop(digest, None)
+        self._sizes[digest] = size
+        self._show()
+
+    def discard(self, digest: Digest) -> None:
+        """Throw away what arrived of a payload."""
+        self._arriving.pop(digest, None)
+        (self.incoming / file_name(digest)).unlink(missing_ok=True)
+        self._show()
+
+    def remove(self, digest: Digest) -> None:
+        """Throw a whole payload away; whoever has it open reads it to its end."""
+        self._sizes.pop(digest, None)
+        (self._payloads / file_name(digest)).unlink(missing_ok=True)
+        self._show()
+
+    def _show(self) -> None:
+        RELAY_CACHE_BYTES.set(self.num_bytes)

@@ -1,0 +1,144 @@
+"""Who comes in at a relay, and how much of it: samplers of its own site, each with a share of calls and of memory.
+
+Guarantees: no call is answered or carried before its caller is admitted, and no message is read before there is room;
+a certificate that expires or is revoked ends also the streams that it opened, at their next message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from heterorl.common.errors import PermissionDenied, QuotaExceeded, RemoteError, Unauthenticated
+from heterorl.common.identity.carried import refuse_node
+from heterorl.common.identity.handshake import certificate_of, identify
+from heterorl.common.identity.identity import Identity, Refusal, RefusalReason
+from heterorl.common.process.metrics import IDENTITY_REFUSALS, RELAY_CALLS
+
+EXPIRED_RETRY_S = 5.0
+RETRY_AFTER_S = 1.0
+MESSAGES_OF_NODE = 4
+"""Messages of the largest size that one node may have in memory."""
+_FORBIDDEN = frozenset({RefusalReason.RUN, RefusalReason.ROLE, RefusalReason.SITE})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """Whose call it is; without certificates `identity` is None and all who call are one."""
+
+    name: str
+    identity: Identity | None = None
+    certificate: bytes = b""
+
+
+class Door:
+    """Admits nodes. Belongs to the event loop.
+
+    Args:
+        own: this relay's identity, as it is now; None on loopback without certificates.
+        revoked: serials that are refused.
+        places: calls under way at once.
+        places_of_node: those of one certificate.
+        messages: messages of the largest size in memory at once.
+        wall_time: seconds since the epoch; only for lifetimes of certificates.
+    """
+
+    def __init__(
+        self,
+        *,
+        own: Callable[[], Identity | None],
+        revoked: Container[int],
+        places: int,
+        places_of_node: int,
+        messages: int,
+        wall_time: Callable[[], float] = time.time,
+    ) -> None:
+        self._own = own
+        self._revoked = revoked
+        self._places = places
+        self._places_of_node = places_of_node
+        self._wall_time = wall_time
+        self._calls: Counter[str] = Counter()
+        self._room = asyncio.Semaphore(max(messages, MESSAGES_OF_NODE))
+        self._room_of: dict[str, asyncio.Semaphore] = {}
+        for reason in RefusalReason:
+            IDENTITY_REFUSALS.labels(reason.value)
+
+    def admit(self, auth: Mapping[str, Iterable[bytes]], *, is_probe: bool = False) -> Node:
+        """Check a call by what gRPC knows of its connection; a probe of health may be of any role and site.
+
+        Raises:
+            Unauthenticated: no identity.
+            PermissionDenied: not for this identity.
+        """
+        own = self._own()
+        if own is None:
+            return Node(name="local")
+        identity = identify(auth)
+        if isinstance(identity, Refusal):
+            raise _refused(identity)
+        node = Node(name=f"{identity.role} {identity.site}", identity=identity, certificate=certificate_of(auth))
+        self.recheck(node)
+        refusal = refuse_node(own, identity)
+        is_forgiven = is_probe and identity.run == own.run
+        if refusal is not None and not is_forgiven:
+            raise _refused(refusal)
+        return node
+
+    def recheck(self, node: Node) -> None:
+        """Check what changes with time.
+
+        Raises:
+            Unauthenticated: the certificate was revoked or has expired.
+        """
+        if node.identity is None:
+            return
+        refusal = node.identity.refuse_at(self._wall_time())
+        if refusal is None and node.identity.serial in self._revoked:
+            message = f"certificate {node.identity.serial:x} is revoked"
+            refusal = Refusal(reason=RefusalReason.REVOKED, message=message)
+        if refusal is not None:
+            raise _refused(refusal)
+
+    @contextlib.contextmanager
+    def place(self, node: Node) -> Iterator[None]:
+        """Hold a place for one call.
+
+        Raises:
+            QuotaExceeded: there is none now; worth repeating.
+        """
+        if node.identity is not None and self._calls[node.name] >= self._places_of_node:
+            problem = f"{node.name} has {self._places_of_node} calls under way at the relay (site_concurrent_rpcs)"
+            raise QuotaExceeded(problem, retry_after_s=RETRY_AFTER_S)
+        if self._calls.total() >= self._places:
+            problem = f"{self._places} calls are under way at the relay (max_concurrent_rpcs)"
+            raise QuotaExceeded(problem, retry_after_s=RETRY_AFTER_S)
+        self._calls[node.name] += 1
+        RELAY_CALLS.inc()
+        try:
+            yield
+        finally:
+            RELAY_CALLS.dec()
+            self._calls[node.name] -= 1
+            if not self._calls[node.name]:
+                del self._calls[node.name]
+                self._room_of.pop(node.name, None)
+
+    @contextlib.asynccontextmanager
+    async def room(self, node: Node) -> AsyncIterator[None]:
+        """Wait for room for one message, and hold it; within a place."""
+        own = self._room_of.setdefault(node.name, asyncio.Semaphore(MESSAGES_OF_NODE))
+        async with own, self._room:
+            yield
+
+
+def _refused(refusal: Refusal) -> RemoteError:
+    IDENTITY_REFUSALS.labels(refusal.reason.value).inc()
+    if refusal.reason in _FORBIDDEN:
+        return PermissionDenied(refusal.message)
+    retry_after_s = EXPIRED_RETRY_S if refusal.reason is RefusalReason.EXPIRED else 0.0
+    return Unauthenticated(refusal.message, retry_after_s=retry_after_s)

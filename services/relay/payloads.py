@@ -1,0 +1,180 @@
+"""Payloads for a site: from the cache, from one that is arriving, or fetched once for all who ask.
+
+Guarantees: one fetch of a payload at a time, whoever asks and leaves meanwhile; a fetch that broke goes on from the
+bytes on disk when somebody asks again, also after a restart; a kept payload is compared with its name once and each
+block of it whenever it is sent (common/pull/reader), so that one that a disk damaged is fetched anew and never sent.
+What cannot be kept is passed on from the coordinator to each who asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+
+from heterorl.common.api import WeightsApi
+from heterorl.common.errors import Busy, CorruptData, DiskFull, Draining, LimitExceeded, UnknownPayload
+from heterorl.common.process.clock import Bell, Clock
+from heterorl.common.process.metrics import RELAY_BYTES, RELAY_READS
+from heterorl.common.process.threads import in_thread
+from heterorl.common.pull.fetch import Fetcher
+from heterorl.common.pull.reader import DamagedFile, PayloadReader
+from heterorl.common.types.common import Digest
+from heterorl.common.types.policy import PayloadRef, PullPlan
+from heterorl.relay.arrival import Arrival
+from heterorl.relay.cache import CacheDirectory
+
+_LOG = logging.getLogger(__name__)
+MAX_KNOWN = 1 << 14
+"""Payloads whose sizes are remembered, those that were planned last."""
+HIT, JOINED, FETCHED, PASSED, DAMAGED = "hit", "joined", "fetched", "passed", "damaged"
+"""How a read was answered; the last one is a kept payload that was thrown away."""
+
+
+class Payloads:
+    """What samplers of a site read. Belongs to the event loop; `on_gone` hears that a planned payload is no more."""
+
+    def __init__(
+        self, *, api: WeightsApi, cache: CacheDirectory, clock: Clock, on_gone: Callable[[], None] = lambda: None
+    ) -> None:
+        self._api = api
+        self._cache = cache
+        self._clock = clock
+        self._on_gone = on_gone
+        self._bell = Bell()
+        self._reader = PayloadReader()
+        self._known: OrderedDict[Digest, PayloadRef] = OrderedDict()
+        self._arrivals: dict[Digest, Arrival] = {}
+        self._fetcher = Fetcher(
+            api=api, spool=cache.incoming, clock=clock, max_bytes=cache.max_bytes, on_frame=self._bell.ring
+        )
+        for outcome in (HIT, JOINED, FETCHED, PASSED, DAMAGED):
+            RELAY_READS.labels(outcome)
+
+    @property
+    def object_bytes(self) -> int:
+        """What each payload costs on this relay's line beside its bytes: one number for all plans of the site."""
+        return self._fetcher.link.object_bytes
+
+    def note(self, plan: PullPlan) -> None:
+        """Remember the payloads of a plan: a read names its payload by digest alone."""
+        for ref in plan.payloads:
+            self._known[ref.digest] = ref
+            self._known.move_to_end(ref.digest)
+        while len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
+
+    async def read(self, *, digest: Digest, offset: int, stop: int | None) -> AsyncIterator[bytes]:
+        """Yield frames of [offset, stop) of a payload; without `stop`, to its end.
+
+        Raises:
+            UnknownPayload: it is neither kept nor planned since this process began; to be planned again.
+            RemoteError: why the coordinator does not give it.
+        """
+        while True:
+            source = self._source(digest, offset, stop)
+            try:
+                async for frame in source:
+                    offset += len(frame)
+                    RELAY_BYTES.labels("to_nodes").inc(len(frame))
+                    yield frame
+            except _Again:
+                continue
+            finally:
+                await source.aclose()
+            return
+
+    async def close(self) -> None:
+        """End the fetches under way; what has arrived stays."""
+        fetches = [arrival.fetching for arrival in self._arrivals.values()]
+        for fetching in fetches:
+            fetching.cancel()
+        await asyncio.gather(*fetches, return_exceptions=True)
+        await self._reader.close()
+
+    def _source(self, digest: Digest, offset: int, stop: int | None) -> AsyncGenerator[bytes, None]:
+        path = self._cache.path(digest)
+        if path is not None:
+            return self._kept(digest, offset, stop)
+        arrival = self._arrivals.get(digest)
+        if arrival is not None:
+            RELAY_READS.labels(JOINED).inc()
+            return self._arriving(arrival, offset, stop)
+        ref = self._known.get(digest)
+        if ref is None:
+            raise UnknownPayload(f"payload {digest[:12]} is not kept here and not planned since this relay began")
+        if not self._cache.expect(digest, ref.num_bytes, keep=self._arrivals):
+            return self._passed(digest, offset, stop)
+        RELAY_READS.labels(FETCHED).inc()
+        return self._arriving(self._begin(ref), offset, stop)
+
+    async def _kept(self, digest: Digest, offset: int, stop: int | None) -> AsyncGenerator[bytes, None]:
+        path = self._cache.path(digest)
+        assert path is not None
+        RELAY_READS.labels(HIT).inc()
+        try:
+            async for frame in self._reader.read(digest, path, offset=offset, stop=stop):
+                yield frame
+        except (DamagedFile, OSError) as error:
+            RELAY_READS.labels(DAMAGED).inc()
+            _LOG.error("kept payload %s is thrown away and fetched anew: %s", digest[:12], error)
+            self._cache.remove(digest)
+            raise _Again from error
+
+    async def _arriving(self, arrival: Arrival, offset: int, stop: int | None) -> AsyncGenerator[bytes, None]:
+        end = arrival.ref.num_bytes if stop is None else stop
+        try:
+            async for frame in arrival.read(offset=offset, stop=stop):
+                offset += len(frame)
+                yield frame
+        except asyncio.CancelledError as error:
+            if not arrival.fetching.cancelled():
+                raise
+            raise Draining("the relay is stopping", retry_after_s=1.0) from error
+        except CorruptData as error:
+            raise Busy(f"the payload arrived damaged at the relay: {error}", retry_after_s=1.0) from error
+        except (DiskFull, OSError) as error:
+            _LOG.warning("payload %s is passed on, it cannot be kept: %s", arrival.ref.digest[:12], error)
+            async for frame in self._passed(arrival.ref.digest, offset, stop):
+                offset += len(frame)
+                yield frame
+        if offset < end:
+            raise _Again
+
+    async def _passed(self, digest: Digest, offset: int, stop: int | None) -> AsyncGenerator[bytes, None]:
+        RELAY_READS.labels(PASSED).inc()
+        async for frame in self._api.read_payload(digest=digest, offset=offset, stop=stop):
+            yield frame
+
+    def _begin(self, ref: PayloadRef) -> Arrival:
+        # A task of its own: whoever asked first may leave first.
+        fetching = asyncio.ensure_future(self._fetch(ref))
+        path = self._cache.incoming / ref.digest
+        arrival = Arrival(ref, path, fetching=fetching, bell=self._bell, clock=self._clock)
+        self._arrivals[ref.digest] = arrival
+        fetching.add_done_callback(functools.partial(self._ended, ref))
+        return arrival
+
+    async def _fetch(self, ref: PayloadRef) -> None:
+        try:
+            await self._fetcher.fetch(ref)
+            await in_thread(self._cache.adopt, ref.digest)
+        except (CorruptData, UnknownPayload) as error:
+            if isinstance(error, LimitExceeded):
+                _LOG.error("payload %s is refused: %s", ref.digest[:12], error)
+            self._cache.discard(ref.digest)
+            self._on_gone()
+            raise
+
+    def _ended(self, ref: PayloadRef, fetching: asyncio.Future[None]) -> None:
+        del self._arrivals[ref.digest]
+        self._bell.ring()
+        # Asked of every one: those who read it have left, perhaps.
+        if not fetching.cancelled() and (error := fetching.exception()) is not None:
+            _LOG.info("payload %s did not arrive: %s", ref.digest[:12], error)
+
+
+class _Again(Exception):
+    """The bytes that are left come from elsewhere."""

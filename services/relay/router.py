@@ -1,0 +1,178 @@
+"""Every call that reaches a relay: those about weights are answered here, health too, all others are carried.
+
+    WatchHead, GetManifest, ListManifests, PlanPull, ReadPayload    heterorl.relay.weights
+    grpc.health.v1.Health                                           the server's own
+    everything else of heterorl                                     heterorl.relay.forward
+
+All handlers take and give bytes, and are installed as streams, so that no byte is read before its caller is admitted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError, Message
+
+from heterorl.common.errors import HeterorlError, InvalidRequest, Unreachable
+from heterorl.common.process.metrics import RPC_SECONDS
+from heterorl.common.rpc.status import reason_of, to_status
+from heterorl.common.types.digests import digest_field
+from heterorl.common.wire.policy import frame_checksum, plan_to_pb
+from heterorl.relay.door import Door, Node
+from heterorl.relay.forward import Forwarder
+from heterorl.relay.weights import Weights
+from heterorl.v1 import (
+    backup_pb2,
+    diagnosis_pb2,
+    evaluation_pb2,
+    policy_pb2,
+    rollout_pb2,
+    run_pb2,
+    sample_pb2,
+)
+
+POLICY = "/heterorl.v1.PolicyService/"
+CARRIED = "/heterorl.v1."
+MAX_QUESTION_BYTES = 4096
+"""Longest request about weights: digests and numbers."""
+OTHER = "other"
+"""Label of rpcs that this release does not know."""
+_Context = grpc.aio.ServicerContext[Any, Any]
+_Answer = Callable[[bytes], AsyncIterator[bytes]]
+MessageT = TypeVar("MessageT", bound=Message)
+_FILES: Sequence[Any] = (backup_pb2, diagnosis_pb2, evaluation_pb2, policy_pb2, rollout_pb2, run_pb2, sample_pb2)
+_NAMES = frozenset(
+    method.name
+    for file in _FILES
+    for service in file.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+)
+
+
+class Router(grpc.GenericRpcHandler):
+    """The one handler of a relay's server."""
+
+    def __init__(self, *, weights: Weights, forwarder: Forwarder, door: Door) -> None:
+        self._weights = weights
+        self._forwarder = forwarder
+        self._door = door
+        self._here: Mapping[str, _Answer] = {
+            f"{POLICY}WatchHead": self._watch_head,
+            f"{POLICY}GetManifest": self._get_manifest,
+            f"{POLICY}ListManifests": self._list_manifests,
+            f"{POLICY}PlanPull": self._plan_pull,
+            f"{POLICY}ReadPayload": self._read_payload,
+        }
+
+    def service(self, handler_call_details: Any) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """The handler of a method; None where it is not of heterorl."""
+        method = str(handler_call_details.method)
+        if not method.startswith(CARRIED):
+            return None
+
+        async def call(_: object, context: _Context) -> AsyncIterator[bytes]:
+            started, code = time.perf_counter(), "internal"
+            try:
+                node = self._door.admit(context.auth_context())
+                with self._door.place(node):
+                    async for message in self._answer(method, node, context):
+                        yield message
+                code = "OK"
+            except asyncio.CancelledError:
+                code = grpc.StatusCode.CANCELLED.name
+                raise
+            except grpc.aio.AioRpcError as error:
+                code = error.code().name
+                await _pass_on(context, error)
+            except Unreachable as error:
+                code = grpc.StatusCode.UNAVAILABLE.name
+                # Without a reason of ours, as the line itself says it: worth asking again, for as long as it takes.
+                await context.abort(grpc.StatusCode.UNAVAILABLE, f"the relay: {error.args[0]}")
+            except HeterorlError as error:
+                code = reason_of(error)
+                await context.abort(*to_status(error))
+            finally:
+                RPC_SECONDS.labels("server", self._label(method), code).observe(time.perf_counter() - started)
+
+        return grpc.stream_stream_rpc_method_handler(call, None, None)
+
+    def _label(self, method: str) -> str:
+        # Names come from whoever calls: those that are not known share one label.
+        name = method.rpartition("/")[2]
+        return name if name in _NAMES else OTHER
+
+    async def _answer(self, method: str, node: Node, context: _Context) -> AsyncIterator[bytes]:
+        here = self._here.get(method)
+        if here is None:
+            async for message in self._forwarder.carry(method, node, context):
+                yield message
+            return
+        async with self._door.room(node):
+            data = await context.read()
+        if data is grpc.aio.EOF:
+            raise InvalidRequest("the call has no request")
+        if len(data) > MAX_QUESTION_BYTES:
+            raise InvalidRequest(f"a request of {len(data)} bytes, where {MAX_QUESTION_BYTES} are enough")
+        async for message in here(data):
+            self._door.recheck(node)
+            yield message
+
+    async def _watch_head(self, data: bytes) -> AsyncIterator[bytes]:
+        request = _parse(policy_pb2.WatchHeadRequest, data)
+        async for update in self._weights.watch_head(after_version=request.after_version):
+            yield policy_pb2.WatchHeadResponse(version=update.version, age_s=update.age_s).SerializeToString()
+
+    async def _get_manifest(self, data: bytes) -> AsyncIterator[bytes]:
+        request = _parse(policy_pb2.GetManifestRequest, data)
+        signed = await self._weights.get_signed_manifest(version=request.version, flavour=request.flavour)
+        yield policy_pb2.GetManifestResponse(manifest=signed.data, signature=signed.signature).SerializeToString()
+
+    async def _list_manifests(self, data: bytes) -> AsyncIterator[bytes]:
+        request = _parse(policy_pb2.ListManifestsRequest, data)
+        found = await self._weights.list_manifests(
+            first_version=request.first_version, last_version=request.last_version, flavour=request.flavour
+        )
+        yield policy_pb2.ListManifestsResponse(manifests=found).SerializeToString()
+
+    async def _plan_pull(self, data: bytes) -> AsyncIterator[bytes]:
+        request = _parse(policy_pb2.PlanPullRequest, data)
+        plan = await self._weights.plan_pull(
+            have_version=request.have_version,
+            have_root=request.have_root,
+            want_version=request.want_version,
+            accept_merged=request.accept_merged,
+            base_root=request.base_root,
+            flavour=request.flavour,
+        )
+        yield plan_to_pb(plan).SerializeToString()
+
+    async def _read_payload(self, data: bytes) -> AsyncIterator[bytes]:
+        request = _parse(policy_pb2.ReadPayloadRequest, data)
+        frames = self._weights.read_payload(
+            digest=digest_field("digest", request.digest),
+            offset=request.offset,
+            stop=request.stop if request.HasField("stop") else None,
+        )
+        async for frame in frames:
+            yield policy_pb2.ReadPayloadResponse(frame=frame, checksum=frame_checksum(frame)).SerializeToString()
+
+
+def _parse(kind: type[MessageT], data: bytes) -> MessageT:
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        raise InvalidRequest(f"the bytes are no {kind.DESCRIPTOR.name}") from error
+
+
+async def _pass_on(context: _Context, error: grpc.aio.AioRpcError) -> None:
+    """End a call with the status of the coordinator, typed errors included."""
+    code = error.code()
+    if code is grpc.StatusCode.CANCELLED:
+        # By this end, as a replaced certificate closes a connection; for the node that is a broken line.
+        code = grpc.StatusCode.UNAVAILABLE
+    await context.abort(code, error.details() or "", tuple(error.trailing_metadata() or ()))

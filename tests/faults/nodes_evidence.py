@@ -1,0 +1,79 @@
+"""What the records of a run say in the end: of states, repetitions and accuracy."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from heterorl.common.process.children import own_command
+from heterorl.common.wire.policy import manifest_from_bytes
+from heterorl.learner.export import read_published
+from heterorl.learner.publish.checkpoint import CheckpointStore
+from tests.support.cluster import Cluster
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    """Of a journal whose torn last line is passed over."""
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+
+
+def repeated(cluster: Cluster) -> int:
+    """Versions and steps that took effect twice: in the learner's own journal, and in the coordinator's store."""
+    noted = Counter(row["version"] for row in rows(cluster.directory / "learner" / "versions.jsonl"))
+    connection = cluster.database()
+    taken = Counter(step for (step,) in connection.execute("SELECT step FROM steps"))
+    connection.close()
+    return sum(count - 1 for count in (*noted.values(), *taken.values()))
+
+
+def agreement(cluster: Cluster, samplers: list[str]) -> dict[str, Any]:
+    """Whether manifests, learner, its newest checkpoint and samplers have one state for every version.
+
+    The payloads of the coordinator are replayed from version 0; the checkpoint's weights are read and hashed anew.
+    """
+    connection = cluster.database()
+    found = list(connection.execute("SELECT version, state_root, manifest FROM versions"))
+    connection.close()
+    roots = {version: root for version, root, _ in found}
+    differing = [f"manifest {version}" for version, root, data in found if manifest_from_bytes(data).state_root != root]
+    compared = Counter({"coordinator": len(found)})
+    for name in ("learner", *samplers):
+        for row in rows(cluster.directory / name / "versions.jsonl"):
+            compared[name] += 1
+            if roots.get(row["version"]) != row["state_root"]:
+                differing.append(f"{name} {row['version']}")
+    head = max(roots)
+    newest = {name: max((row["version"] for row in rows(cluster.directory / name / "versions.jsonl")), default=-1)
+              for name in ("learner", *samplers)}  # fmt: skip
+    differing += [f"{name} ends at {version}" for name, version in newest.items() if version != head]
+    version, root = checkpoint_root(cluster)
+    if roots.get(version) != root:
+        differing.append(f"checkpoint {version}")
+    replayed = subprocess.run(
+        [*own_command("heterorl", "verify-lineage"), str(cluster.directory / "coordinator"), "--replay"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if replayed.returncode:
+        differing.append(f"replay: {replayed.stdout[-500:]}{replayed.stderr[-500:]}")
+    return {"digests_equal": not differing, "digests_differing": differing, "digests_compared": dict(compared)}
+
+
+def checkpoint_root(cluster: Cluster) -> tuple[int, str]:
+    """Version and state of the learner's newest checkpoint, from its own bytes."""
+    from transformers import AutoModelForCausalLM
+
+    path = next(iter(CheckpointStore(cluster.directory / "learner" / "checkpoints").paths()))
+    model = AutoModelForCausalLM.from_pretrained(str(cluster.model_dir), dtype="float32")
+    version = int(path.name.lstrip("v"))
+    return version, read_published(path, model).state_root()
+
+
+def accuracies(cluster: Cluster) -> dict[str, Any]:
+    """Held-out accuracy of the first evaluation, and the mean of the last two."""
+    found = [row["accuracy"] for row in rows(cluster.directory / "learner" / "evaluations.jsonl")]
+    if len(found) < 3:
+        return {"accuracy_before": 0.0, "accuracy_after": 0.0, "evaluations": found}
+    return {"accuracy_before": found[0], "accuracy_after": round(sum(found[-2:]) / 2, 4), "evaluations": found}

@@ -1,7 +1,8 @@
-"""Makes three pages, and the tables of results in three more.
+"""Makes three pages, and the tables of results in four more.
 
 python -m docs.generate writes docs/configuration.md from the schemas, docs/map.md from the packages, docs/claims.md and
-the tables of README.md, docs/results.md and docs/delays.md from results; tests compare them with what they are made of.
+the tables of README.md, docs/results.md, docs/delays.md and docs/machines.md from results; tests compare them with
+what they are made of.
 What `heterorl lab claims` writes has to be there first.
 """
 

@@ -17,7 +17,6 @@ import json
 import random
 import shutil
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -101,12 +100,25 @@ def make_cluster(directory: Path, network: Network, *, cache: Path) -> Cluster:
     return cluster
 
 
+def plan(kills: int, *, seed: int) -> list[Fault]:
+    """Each fault once, then at random; after the loss of a machine, one of the machine that is left."""
+    chooser = random.Random(seed)
+    on_two = [*ON_TWO, *chooser.choices(ON_TWO, k=kills)]
+    faults: list[Fault] = []
+    for fault in on_two:
+        faults.append(fault)
+        if fault.kind == "machine":
+            faults.append(chooser.choice(ON_ONE))
+    return faults[:kills]
+
+
 class Campaign:
     """The supervisor, and who does the damage."""
 
     def __init__(self, cluster: Cluster, network: Network, *, seed: int) -> None:
         self._cluster = cluster
         self._network = network
+        self._seed = seed
         self._random = random.Random(seed)
         self._num_starts = 0
         self.rows: list[Row] = []
@@ -123,9 +135,7 @@ class Campaign:
         """Damage so many times, then train on until the versions are there, and end in order."""
         machines = [0, 1]
         started = time.monotonic()
-        for fault in self._faults(kills):
-            if fault.machine >= len(machines):
-                raise AssertionError("the plan names a machine that is away")
+        for fault in plan(kills, seed=self._seed):
             job = await self._train(operator, machines, beyond=1)
             next_version_s = time.monotonic() - started
             if self.rows:
@@ -149,19 +159,6 @@ class Campaign:
         if not await job.ended(timeout_s=60.0):
             self.late.append("SIGTERM")
         job.close()
-
-    def _faults(self, kills: int) -> Iterator[Fault]:
-        """Each kind once, then at random; after a machine is lost, one fault of the one that is left."""
-        number = 0
-        for count in range(kills):
-            fault = ON_TWO[count] if count < len(ON_TWO) else self._random.choice(ON_TWO)
-            if number >= kills:
-                return
-            yield fault
-            number += 1
-            if fault.kind == "machine" and number < kills:
-                yield self._random.choice(ON_ONE)
-                number += 1
 
     async def _train(self, operator: CoordinatorClient, machines: list[int], *, beyond: int, at_least: int = 0) -> Job:
         """A job that has published so many versions."""

@@ -38,17 +38,9 @@ def agreement(cluster: Cluster, samplers: list[str]) -> dict[str, Any]:
     found = list(connection.execute("SELECT version, state_root, manifest FROM versions"))
     connection.close()
     roots = {version: root for version, root, _ in found}
-    differing = [f"manifest {version}" for version, root, data in found if manifest_from_bytes(data).state_root != root]
-    compared = Counter({"coordinator": len(found)})
-    for name in ("learner", *samplers):
-        for row in rows(cluster.directory / name / "versions.jsonl"):
-            compared[name] += 1
-            if roots.get(row["version"]) != row["state_root"]:
-                differing.append(f"{name} {row['version']}")
-    head = max(roots)
-    newest = {name: max((row["version"] for row in rows(cluster.directory / name / "versions.jsonl")), default=-1)
-              for name in ("learner", *samplers)}  # fmt: skip
-    differing += [f"{name} ends at {version}" for name, version in newest.items() if version != head]
+    records = {name: seen(cluster.directory / name / "versions.jsonl") for name in ("learner", *samplers)}
+    records["manifests"] = [(version, manifest_from_bytes(data).state_root) for version, _, data in found]
+    differing = differences(roots, records)
     version, root = checkpoint_root(cluster)
     if roots.get(version) != root:
         differing.append(f"checkpoint {version}")
@@ -58,7 +50,26 @@ def agreement(cluster: Cluster, samplers: list[str]) -> dict[str, Any]:
     )  # fmt: skip
     if replayed.returncode:
         differing.append(f"replay: {replayed.stdout[-500:]}{replayed.stderr[-500:]}")
-    return {"digests_equal": not differing, "digests_differing": differing, "digests_compared": dict(compared)}
+    return {
+        "digests_equal": not differing,
+        "digests_differing": differing,
+        "digests_compared": {name: len(rows) for name, rows in records.items()},
+    }
+
+
+def differences(roots: dict[int, str], records: dict[str, list[tuple[int, str]]]) -> list[str]:
+    """Rows of the records that do not say what the coordinator does, and records that end before its head."""
+    head = max(roots)
+    found = [
+        f"{name} {version}" for name, rows in records.items() for version, root in rows if roots.get(version) != root
+    ]
+    newest = {name: max((version for version, _ in rows), default=-1) for name, rows in records.items()}
+    return found + [f"{name} ends at {version}" for name, version in newest.items() if version != head]
+
+
+def seen(path: Path) -> list[tuple[int, str]]:
+    """Version and state of each row of a journal."""
+    return [(row["version"], row["state_root"]) for row in rows(path)]
 
 
 def checkpoint_root(cluster: Cluster) -> tuple[int, str]:

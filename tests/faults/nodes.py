@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import random
 import shutil
 import time
@@ -36,7 +37,7 @@ from tests.support.nodes import Job, Network, joined_namespaces
 from tests.support.witness import Witness, contract_of
 
 SAMPLERS = ["site-a", "site-b"]
-RUN = {"task": {"name": "arithmetic", "digits": 1}, "sampling": {"max_new_tokens": 3}, "group_size": 8}
+RUN = {"task": {"name": "arithmetic", "digits": 2}, "sampling": {"max_new_tokens": 4}, "group_size": 8}
 GROUPS_PER_STEP = 8
 RANK_TIMEOUT_S = 10.0
 LIMIT_S = 1.25 * RANK_TIMEOUT_S + 5.0
@@ -84,7 +85,7 @@ def make_cluster(directory: Path, network: Network, *, cache: Path) -> Cluster:
     certificates.authority.issue(role=Role.COORDINATOR, site="main", hosts=(host,), out=None, now=now(), lifetime=DAY)
     address = f"{host}:{free_port()}"
     own = {**RUN, "coordinator": address}
-    backend = {"kind": "fsdp2", "lr": 1e-3, "threads": 1, "rank_timeout_s": RANK_TIMEOUT_S}
+    backend = {"kind": "fsdp2", "lr": 5e-4, "threads": 1, "rank_timeout_s": RANK_TIMEOUT_S}
     evaluation = {"every_versions": 5, "num_prompts": 256, "batch_rows": 256}
     cluster = Cluster(
         directory,
@@ -95,7 +96,7 @@ def make_cluster(directory: Path, network: Network, *, cache: Path) -> Cluster:
         sampler={**own, "engine": {"kind": "hf", "threads": 1, "batch_rows": 32}},
     )  # fmt: skip
     cluster.address = address
-    options = WarmStart(digits=1, seed=0, hidden_size=32, num_layers=1, batch_size=128)
+    options = WarmStart(digits=2, seed=0, hidden_size=128, num_layers=1, batch_size=128)
     cluster.model_dir, _ = warm_start(options, cache=cache)
     return cluster
 
@@ -131,11 +132,13 @@ class Campaign:
         self._config.parent.mkdir(exist_ok=True)
         self._config.write_text(tomli_w.dumps(tables))
 
-    async def run(self, operator: CoordinatorClient, *, kills: int, versions: int) -> None:
-        """Damage so many times, then train on until the versions are there, and end in order."""
+    async def run(self, operator: CoordinatorClient, *, kills: int, versions: int, limit_s: float) -> None:
+        """Damage so many times, or so long; then train on until the versions are there, and end in order."""
         machines = [0, 1]
-        started = time.monotonic()
+        began = started = time.monotonic()
         for fault in plan(kills, seed=self._seed):
+            if time.monotonic() > began + limit_s:
+                break
             job = await self._train(operator, machines, beyond=1)
             next_version_s = time.monotonic() - started
             if self.rows:
@@ -209,7 +212,9 @@ class Campaign:
         return ended_s
 
 
-async def campaign(directory: Path, *, kills: int, versions: int, seed: int, cache: Path) -> dict[str, Any]:
+async def campaign(
+    directory: Path, *, kills: int, versions: int, seed: int, cache: Path, limit_s: float = math.inf
+) -> dict[str, Any]:
     """The whole run; returns its summary."""
     with joined_namespaces(2) as network:
         cluster = make_cluster(directory, network, cache=cache)
@@ -217,8 +222,7 @@ async def campaign(directory: Path, *, kills: int, versions: int, seed: int, cac
         assert certificates is not None
         for name in ("coordinator", *SAMPLERS):
             cluster.start(name)
-        shared = {"max_new_tokens": 3, "group_size": 8}
-        contract = contract_of(cluster.model_dir, digits=1, **shared)
+        contract = contract_of(cluster.model_dir, digits=2, max_new_tokens=4, group_size=8)
         doer = Campaign(cluster, network, seed=seed)
         began = time.monotonic()
         try:
@@ -235,7 +239,7 @@ async def campaign(directory: Path, *, kills: int, versions: int, seed: int, cac
                 await cluster.until(operator, lambda status: True, timeout_s=60)
                 pushing = asyncio.create_task(witness.run())
                 try:
-                    await doer.run(operator, kills=kills, versions=versions)
+                    await doer.run(operator, kills=kills, versions=versions, limit_s=limit_s)
                 finally:
                     pushing.cancel()
                     await asyncio.wait([pushing])
@@ -246,7 +250,7 @@ async def campaign(directory: Path, *, kills: int, versions: int, seed: int, cac
     counts = account(cluster, witness.acknowledged, SAMPLERS)
     counts["duplicated"] += repeated(cluster)
     return {
-        "kills": kills,
+        "kills": len(doer.rows),
         "seed": seed,
         **counts,
         **agreement(cluster, SAMPLERS),
@@ -281,7 +285,8 @@ def is_kept(summary: dict[str, Any]) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--versions", type=int, default=50, help="at least so many in the end")
+    parser.add_argument("--versions", type=int, default=80, help="at least so many in the end")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="no further fault after so long")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/nodes"))
     parser.add_argument("--cache", type=Path, default=Path(".cache/heterorl"), help="of the warm-started model")
@@ -292,7 +297,7 @@ def main() -> int:
     summary = asyncio.run(
         campaign(
             options.out.resolve(), kills=options.kills, versions=options.versions, seed=options.seed,
-            cache=options.cache.resolve(),
+            cache=options.cache.resolve(), limit_s=60 * options.minutes,
         )
     )  # fmt: skip
     for path in (options.out / "summary.json", options.json):

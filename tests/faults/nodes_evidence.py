@@ -41,9 +41,8 @@ def agreement(cluster: Cluster, samplers: list[str]) -> dict[str, Any]:
     records = {name: seen(cluster.directory / name / "versions.jsonl") for name in ("learner", *samplers)}
     records["manifests"] = [(version, manifest_from_bytes(data).state_root) for version, _, data in found]
     differing = differences(roots, records)
-    version, root = checkpoint_root(cluster)
-    if roots.get(version) != root:
-        differing.append(f"checkpoint {version}")
+    records["checkpoints"] = checkpoint_roots(cluster, head=max(roots))
+    differing += differences(roots, {"checkpoint": records["checkpoints"]})
     replayed = subprocess.run(
         [*own_command("heterorl", "verify-lineage"), str(cluster.directory / "coordinator"), "--replay"],
         capture_output=True, text=True, check=False,
@@ -72,14 +71,17 @@ def seen(path: Path) -> list[tuple[int, str]]:
     return [(row["version"], row["state_root"]) for row in rows(path)]
 
 
-def checkpoint_root(cluster: Cluster) -> tuple[int, str]:
-    """Version and state of the learner's newest checkpoint, from its own bytes."""
+def checkpoint_roots(cluster: Cluster, *, head: int) -> list[tuple[int, str]]:
+    """Version and state of the learner's checkpoints up to the head, from their own bytes.
+
+    A later one is of a version that the end of the learner left unpublished.
+    """
     from transformers import AutoModelForCausalLM
 
-    path = next(iter(CheckpointStore(cluster.directory / "learner" / "checkpoints").paths()))
+    paths = CheckpointStore(cluster.directory / "learner" / "checkpoints").paths()
     model = AutoModelForCausalLM.from_pretrained(str(cluster.model_dir), dtype="float32")
-    version = int(path.name.lstrip("v"))
-    return version, read_published(path, model).state_root()
+    versions = [(int(path.name.lstrip("v")), path) for path in paths]
+    return [(version, read_published(path, model).state_root()) for version, path in versions if version <= head]
 
 
 def accuracies(cluster: Cluster) -> dict[str, Any]:

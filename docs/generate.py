@@ -123,7 +123,7 @@ _BESIDE = """
 | `tests/contract/` | rules of the house: imports, sizes, documents, configurations, deployment files |
 | `tests/integration/` | real servers and real SQLite in one process |
 | `tests/e2e/` | whole runs as processes |
-| `tests/faults/` | kills, cut lines, full disks, rotated certificates |
+| `tests/faults/` | kills, cut lines, lost machines of a learner, full disks, rotated certificates |
 | `tests/fuzz/` | damaged input for each decoder of foreign bytes |
 | `tests/engines/`, `tests/trackers/` | vLLM and DeepSpeed, experiment trackers, each in an environment of their own |
 | `tests/gpu/` | what needs a GPU |

@@ -9,6 +9,8 @@ TRACKERS := .venv-trackers/bin
 TRACKERS_SETUP := .venv-trackers/.installed
 N ?= 1000
 RUNS ?= 1
+# N where it was given, and is not 0.
+KILLS = $(if $(filter file,$(origin N)),,$(filter-out 0,$(N)))
 # An environment with torch for CUDA, vllm and liger-kernel is the operator's: PYTEST_GPU=path/to/pytest.
 PYTEST_GPU ?= $(BIN)/pytest
 SERVER ?= http://127.0.0.1:9090
@@ -70,8 +72,8 @@ browser:  ## Install Debian's Chromium for the tests of the page; as root
 test-compile: $(SETUP)  ## Compile a learner's passes by a C++ compiler and compare its steps; two minutes
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m compiler
 
-test-nodes: $(SETUP)  ## Train by FSDP2 at 1 and 4 ranks, and by torchrun with a network namespace; as root
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m nodes tests/unit/learner/backends tests/integration/test_torchrun.py
+test-nodes: $(SETUP)  ## Train by FSDP2 at 1 and 4 ranks, and by torchrun with a network namespace; or N=20: end two machines' learner so often, in every way, and account for all, 20 minutes; as root
+	OMP_NUM_THREADS=1 $(if $(KILLS),$(BIN)/python -m tests.faults.nodes --kills $(N) --out runs/nodes --json benchmarks/results/nodes.json,$(BIN)/pytest -q -m nodes tests/unit/learner/backends tests/integration/test_torchrun.py)
 
 test-gpu: $(SETUP)  ## Run the tests that need a GPU; where there is none they are skipped
 	$(PYTEST_GPU) -q -s tests/gpu

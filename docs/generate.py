@@ -1,8 +1,8 @@
-"""Makes three pages, and the tables of results in four more.
+"""Makes three pages, and the tables of results in several more.
 
 python -m docs.generate writes docs/configuration.md from the schemas, docs/map.md from the packages, docs/claims.md and
-the tables of README.md, docs/results.md, docs/delays.md and docs/plan.md from results; tests compare them with
-what they are made of. What `heterorl lab claims` writes has to be there first.
+the tables of README.md and of pages under docs/ from results; tests compare them with what they are made of. What
+`heterorl lab claims` writes has to be there first.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ _BESIDE = """
 | `tests/contract/` | rules of the house: imports, sizes, documents, configurations, deployment files |
 | `tests/integration/` | real servers and real SQLite in one process |
 | `tests/e2e/` | whole runs as processes |
-| `tests/faults/` | kills, cut lines, full disks, rotated certificates |
+| `tests/faults/` | kills, cut lines, lost machines of a learner, full disks, rotated certificates |
 | `tests/fuzz/` | damaged input for each decoder of foreign bytes |
 | `tests/engines/`, `tests/trackers/` | vLLM and DeepSpeed, experiment trackers, each in an environment of their own |
 | `tests/gpu/` | what needs a GPU |

@@ -19,13 +19,21 @@ from heterorl.lab.report.reading import load_table
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "benchmarks" / "results"
-DOCUMENTS = ("README.md", "docs/results.md", "docs/delays.md", "docs/plan.md")
+DOCUMENTS = ("README.md", "docs/results.md", "docs/delays.md", "docs/plan.md", "docs/machines.md")
 _BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 _LEADING = ("gepo", "gspo", "topr", "gmpo", "dapo", "grpo", "dr_grpo", "cispo")
 _STALE = ("gepo", "gepo-topr", "topr", "seq_tis_ess", "tis", "m2po", "decoupled_ppo")
 _SHORT = ("gepo", "gepo-1s", "topr", "gspo", "grpo")
 _HORIZON = (0.0, 64.0)
 _CLIPS = {"-none": "none", "-lower": "lower half", "-upper": "upper half", "": "both"}
+_FAULTS = {
+    "machine": "agent and process killed",
+    "rank": "process killed",
+    "agent": "agent killed",
+    "stopped": "process stopped",
+    "cut off": "cable pulled",
+    "parted": "parted",
+}
 _COLUMNS = {0.0: "no delay", 8.0: "8 versions", 64.0: "64 versions", 128.0: "128 versions", 256.0: "256 versions"}
 
 
@@ -211,6 +219,27 @@ def _pull() -> str:
     )  # fmt: skip
 
 
+def _nodes() -> str:
+    where = {(0, 2): "machine 0", (1, 2): "machine 1", (0, 1): "the only one"}
+    rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for r in _benchmark("nodes")["faults"]:
+        on = "between them" if r["fault"] == "parted" else where[r["machine"], r["machines"]]
+        rows.setdefault((r["fault"], on), []).append(r)
+    return _table(
+        ["fault", "of", "times", "longest until all ended", "longest from there to a new version"],
+        [
+            [
+                _FAULTS[fault],
+                on,
+                str(len(found)),
+                f"{max(r['ended_s'] for r in found):.1f} s",
+                f"{max(r['next_version_s'] for r in found):.0f} s",
+            ]
+            for (fault, on), found in sorted(rows.items(), key=lambda row: (list(_FAULTS).index(row[0][0]), row[0][1]))
+        ],
+    )  # fmt: skip
+
+
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
@@ -239,5 +268,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "plan": lambda: _table(*plans.plans()),
     "plan-assumptions": lambda: _table(*plans.assumptions()),
     "plan-checks": lambda: _table(*plans.checks(_benchmark("weights"), _benchmark("load"))),
+    "nodes": _nodes,
 }
 """What a marker may name, and what is written there."""

@@ -90,6 +90,17 @@ def test_one_part_of_the_tests_runs_without_a_threshold():
     assert "--fail-under=90" in whole
 
 
+def test_learner_on_several_machines_is_tested_or_by_a_number_ended_so_often():
+    for words in (recipe("test-nodes"), recipe("test-nodes", "N=0")):
+        assert words[words.index("-m") - 2 :][:4] == [".venv/bin/pytest", "-q", "-m", "nodes"]
+        assert words[-1] == "tests/integration/test_torchrun.py"
+
+    words = recipe("test-nodes", "N=20")
+    assert words[words.index("-m") + 1 :] == [
+        "tests.faults.nodes", "--kills", "20", "--out", "runs/nodes", "--json", "benchmarks/results/nodes.json"
+    ]  # fmt: skip
+
+
 def test_the_workflow_runs_what_must_hold():
     check(tool("check-jsonschema"), "--builtin-schema", "vendor.github-workflows", str(WORKFLOW))
 

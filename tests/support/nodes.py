@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import shutil
@@ -9,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,33 +37,72 @@ def can_make_namespaces() -> bool:
     return made
 
 
+class Network:
+    """Machines in network namespaces of their own, and this one, `host`, all at one switch.
+
+    None but `host` reaches what listens on the host's loopback.
+    """
+
+    def __init__(self, *, host: Machine, machines: list[Machine], ports: list[str]) -> None:
+        self.host = host
+        self.machines = machines
+        self._ports = ports
+
+    def cut(self, number: int) -> None:
+        """Pull the cable of a machine."""
+        _ip("link", "set", self._ports[number], "down")
+
+    def part(self) -> None:
+        """Keep the machines from each other; all reach the host."""
+        for port in self._ports:
+            _ip("link", "set", "dev", port, "type", "bridge_slave", "isolated", "on")
+
+    def heal(self) -> None:
+        """Undo `cut` and `part`."""
+        for port in self._ports:
+            _ip("link", "set", "dev", port, "type", "bridge_slave", "isolated", "off")
+            _ip("link", "set", port, "up")
+
+
 @contextlib.contextmanager
-def joined_namespace() -> Iterator[tuple[Machine, Machine]]:
-    """This machine, and a second one behind a bridge, which cannot reach what listens on the first one's loopback."""
-    mark = f"{os.getpid() % 100000}"
-    bridge, name, outer = f"hrlb{mark}", f"hrl{mark}", f"hrlv{mark}"
+def joined_namespaces(count: int) -> Iterator[Network]:
+    """So many machines, gone in the end."""
+    mark = os.getpid() % 100000
+    # Of the process: two may be under way at once.
+    prefix, bridge = f"10.219.{mark % 250}", f"hrlb{mark}"
     made: list[list[str]] = []
-
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True, capture_output=True)
-
+    machines, ports = [], []
     try:
-        ip("link", "add", bridge, "type", "bridge")
+        _ip("link", "add", bridge, "type", "bridge")
         made.append(["link", "delete", bridge])
-        ip("address", "add", "10.219.7.1/24", "dev", bridge)
-        ip("link", "set", bridge, "up")
-        ip("netns", "add", name)
-        made.append(["netns", "delete", name])
-        ip("link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", name)
-        ip("link", "set", outer, "master", bridge, "up")
-        ip("-n", name, "address", "add", "10.219.7.2/24", "dev", "eth0")
-        ip("-n", name, "link", "set", "eth0", "up")
-        ip("-n", name, "link", "set", "lo", "up")
-        second = Machine(prefix=("ip", "netns", "exec", name), address="10.219.7.2", interface="eth0")
-        yield Machine(address="10.219.7.1", interface=bridge), second
+        _ip("address", "add", f"{prefix}.254/24", "dev", bridge)
+        _ip("link", "set", bridge, "up")
+        for number in range(count):
+            name, port, address = f"hrl{mark}-{number}", f"hrl{mark}v{number}", f"{prefix}.{number + 1}"
+            _ip("netns", "add", name)
+            made.append(["netns", "delete", name])
+            _ip("link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
+            _ip("link", "set", port, "master", bridge, "up")
+            _ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
+            _ip("-n", name, "link", "set", "eth0", "up")
+            _ip("-n", name, "link", "set", "lo", "up")
+            machines.append(Machine(prefix=("ip", "netns", "exec", name), address=address, interface="eth0"))
+            ports.append(port)
+        yield Network(host=Machine(address=f"{prefix}.254", interface=bridge), machines=machines, ports=ports)
     finally:
         for words in reversed(made):
             subprocess.run(["ip", *words], check=False, capture_output=True)
+
+
+@contextlib.contextmanager
+def joined_namespace() -> Iterator[tuple[Machine, Machine]]:
+    """This machine, and a second one, which cannot reach what listens on the first one's loopback."""
+    with joined_namespaces(1) as network:
+        yield network.host, network.machines[0]
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
 
 
 class Agents:
@@ -100,3 +141,77 @@ class Agents:
                         child.send_signal(signal.SIGKILL)
             agent.kill()
             agent.wait()
+
+
+class Job:
+    """One start of a learner on some machines, a rank each, which nothing starts again; it knows all its processes."""
+
+    def __init__(self, machines: list[Machine], config: Path, *, log: Path) -> None:
+        self.log = log
+        self._agents = Agents(machines, config, log=log, max_restarts=0)
+        self._ranks: dict[int, list[psutil.Process]] = {}
+
+    def is_whole(self) -> bool:
+        """Whether every agent runs."""
+        return all(agent.poll() is None for agent in self._agents.agents)
+
+    def note_ranks(self) -> None:
+        """Remember the ranks, as a killed agent leaves them behind."""
+        for number, agent in enumerate(self._agents.agents):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._ranks[number] = psutil.Process(agent.pid).children(recursive=True)
+
+    def hit(self, machine: int, kind: str) -> None:
+        """SIGKILL to the `rank`, the `agent` or both (`machine`); SIGSTOP to the rank (`stopped`)."""
+        if kind in ("agent", "machine"):
+            self._agents.agents[machine].kill()
+        if kind in ("rank", "machine", "stopped"):
+            self._signal(machine, signal.SIGSTOP if kind == "stopped" else signal.SIGKILL)
+
+    def wake(self, machine: int) -> None:
+        """Let stopped ranks go on."""
+        self._signal(machine, signal.SIGCONT)
+
+    def end_in_order(self) -> None:
+        """SIGTERM to the agent of rank 0, as an operator would."""
+        self.note_ranks()
+        self._agents.agents[0].terminate()
+
+    async def ended(self, *, timeout_s: float, but_stopped: bool = False) -> bool:
+        """Wait until no process runs; `but_stopped`: none but a stopped one, and the agent that waits for it."""
+        deadline = time.monotonic() + timeout_s
+        while not self._is_over(but_stopped=but_stopped):
+            if time.monotonic() > deadline:
+                return False
+            await asyncio.sleep(0.05)
+        return True
+
+    def close(self) -> None:
+        """End what is left, as a scheduler does with the processes of a job."""
+        self.note_ranks()
+        for number in self._ranks:
+            self._signal(number, signal.SIGKILL)
+        self._agents.close()
+
+    def _signal(self, machine: int, number: int) -> None:
+        for process in self._ranks.get(machine, []):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+    def _is_over(self, *, but_stopped: bool) -> bool:
+        for number, agent in enumerate(self._agents.agents):
+            states = [_state(process) for process in self._ranks.get(number, [])]
+            if but_stopped and psutil.STATUS_STOPPED in states:
+                continue
+            if agent.poll() is None or any(state != "" for state in states):
+                return False
+        return True
+
+
+def _state(process: psutil.Process) -> str:
+    """Empty for one that has ended."""
+    try:
+        state = str(process.status()) if process.is_running() else ""
+    except psutil.NoSuchProcess:
+        return ""
+    return "" if state == psutil.STATUS_ZOMBIE else state

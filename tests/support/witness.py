@@ -51,6 +51,7 @@ class Witness:
     Args:
         operator: who may ask for the state of the run, where certificates tell roles apart.
         pause_s: between two pushes.
+        right: how often an answer of it has the reward 1.
     """
 
     def __init__(
@@ -61,10 +62,12 @@ class Witness:
         seed: int,
         operator: CoordinatorClient | None = None,
         pause_s: float = 0.05,
+        right: float = 0.5,
     ) -> None:
         self._client = client
         self._operator = operator or client
         self._pause_s = pause_s
+        self._right = right
         self._contract = contract
         self._random = random.Random(seed)
         self._site, self._incarnation = SiteId("witness"), f"seed-{seed}"
@@ -140,7 +143,7 @@ class Witness:
                 token_ids=np.array(self._random.choices(tokens, k=length), np.int32),
                 sampler_logprobs=np.full(length, -2.0, np.float32),
                 spans=(VersionSpan(version=version, start=0, end=length),),
-                reward=float(self._random.random() < 0.5),
+                reward=float(self._random.random() < self._right),
                 reward_parts=(),
                 finish_reason=FinishReason.LENGTH,
             )

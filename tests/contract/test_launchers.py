@@ -1,0 +1,154 @@
+"""The examples that start a learner on several machines: by Slurm, and by systemd; with the flags that there are."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import typer.main
+from torch.distributed.run import get_args_parser
+
+from heterorl.cli.main import app
+from tests.support.tools import check, tool
+
+ROOT = Path(__file__).parents[2]
+SBATCH = ROOT / "deploy" / "slurm" / "learner.sbatch"
+UNIT = ROOT / "deploy" / "torchrun" / "heterorl-learner-node@.service"
+VALUES = {"NNODES": "2", "NODE_RANK": "1", "NPROC": "8", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+
+
+def parsed(words):
+    """What torchrun understands of the words after its name, and what the learner does of the rest."""
+    agent = get_args_parser().parse_args(words)
+    assert (agent.module, agent.training_script) == (True, "heterorl")
+    command, *arguments = agent.training_script_args
+    learner = typer.main.get_command(app).commands[command].make_context(command, list(arguments))
+    assert command == "learner"
+    return agent, learner.params
+
+
+def executable(path, text):
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """Two machines as far as the script asks for them; `python` writes down its words and ends by `codes`."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    executable(programs / "scontrol", '#!/bin/bash\necho "$*" >> "$OUT/scontrol"\nprintf "node-a\\nnode-b\\n"\n')
+    executable(
+        programs / "srun",
+        '#!/bin/bash\nwhile [[ $1 == --* ]]; do echo "$1" >> "$OUT/srun"; shift; done\n'
+        'SLURM_NODEID=0 "$@"; first=$?\nSLURM_NODEID=1 "$@"; exit $((first | $?))\n',
+    )
+    executable(
+        programs / "python",
+        '#!/bin/bash\nprintf "%s\\n" "$*" >> "$OUT/agents"\necho "${RANK-none}" >> "$OUT/rank"\n'
+        'read -r code < "$OUT/codes"; sed -i 1d "$OUT/codes"; exit "$code"\n',
+    )
+    (tmp_path / "learner.toml").touch()
+    environment = os.environ | {
+        "PATH": f"{programs}:{os.environ['PATH']}", "OUT": str(tmp_path), "RANK": "7", "HETERORL_PAUSE_S": "0",
+        "HETERORL_ATTEMPTS": "3", "SLURM_JOB_ID": "4711", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8",
+        "SLURM_JOB_NODELIST": "node-[a-b]",
+    }  # fmt: skip
+
+    def run(*codes, config="learner.toml"):
+        (tmp_path / "codes").write_text("".join(f"{code}\n" for code in codes))
+        return subprocess.run(
+            ["bash", str(SBATCH), config], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
+            timeout=30,
+        )  # fmt: skip
+
+    return run
+
+
+def test_batch_script_is_well_formed_and_asks_for_one_agent_a_machine():
+    check(tool("bash"), "-n", str(SBATCH))
+    if shutil.which("shellcheck"):
+        check("shellcheck", str(SBATCH))
+    asked = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", SBATCH.read_text(), re.MULTILINE))
+
+    assert asked["ntasks-per-node"] == "1"
+    # At whatever size there is: another world size resumes.
+    assert asked["nodes"] == "1-2"
+    assert "requeue" in asked
+
+
+def test_batch_script_starts_the_learner_on_each_machine_again_until_it_ends_well(slurm, tmp_path):
+    result = slurm(1, 0, 0, 0)
+
+    assert result.returncode == 0, result.stderr
+    assert "attempt 1 of 3 ended with code 1" in result.stderr
+    assert (tmp_path / "scontrol").read_text() == "show hostnames node-[a-b]\n"
+    assert set((tmp_path / "srun").read_text().split()) == {"--kill-on-bad-exit=1", "--wait=60"}
+    lines = (tmp_path / "agents").read_text().splitlines()
+    assert len(lines) == 4
+    for number, line in enumerate(lines):
+        program, module, *words = line.split()
+        agent, learner = parsed(words)
+        assert (program, module) == ("-m", "torch.distributed.run")
+        assert (agent.nnodes, agent.node_rank, agent.nproc_per_node) == ("2", number % 2, "8")
+        assert (agent.master_addr, agent.master_port, agent.max_restarts) == ("node-a", 24711, 0)
+        assert learner["config"] == tmp_path / "learner.toml"
+    # What starts the agents is no rank, whatever its own launcher has said.
+    assert set((tmp_path / "rank").read_text().split()) == {"none"}
+
+
+def test_batch_script_gives_up_after_its_attempts_and_says_so(slurm, tmp_path):
+    result = slurm(*[1] * 6)
+
+    assert result.returncode == 1
+    assert "attempt 3 of 3" in result.stderr
+    assert len((tmp_path / "agents").read_text().splitlines()) == 6
+
+
+def test_batch_script_without_its_configuration_starts_nothing(slurm, tmp_path):
+    result = slurm(config="no-such.toml")
+
+    assert result.returncode == 2
+    assert not (tmp_path / "agents").exists()
+
+
+def directives():
+    """Last value of each key of the unit, its variables and instance filled in."""
+    text = UNIT.read_text()
+    for name, value in VALUES.items():
+        text = text.replace(f"${{HETERORL_{name}}}", value)
+    text = text.replace("%i", "run-1").replace("%d", "/run/credentials/unit")
+    return dict(line.split("=", 1) for line in text.splitlines() if "=" in line and not line.startswith(("#", "[")))
+
+
+def test_unit_starts_an_agent_whose_learner_understands_every_flag():
+    found = directives()
+    program, dash_m, module, *words = shlex.split(found["ExecStart"])
+    agent, learner = parsed(words)
+
+    assert (program, dash_m, module) == ("/opt/heterorl/current/bin/python", "-m", "torch.distributed.run")
+    assert (agent.nnodes, agent.node_rank, agent.nproc_per_node) == ("2", 1, "8")
+    assert (agent.master_addr, agent.master_port, agent.max_restarts) == ("10.0.0.1", 29500, 0)
+    assert learner["config"] == Path("/etc/heterorl/run-1.toml")
+    assert {word.split("=")[0] for word in learner["set_"]} == {"tls.ca", "tls.cert", "tls.key", "state_dir"}
+    assert f"state_dir=/var/lib/{found['StateDirectory']}" in learner["set_"]
+    assert f"state_dir={found['WorkingDirectory']}" in learner["set_"]
+    # Every variable of the command is explained where an operator writes the file.
+    assert set(re.findall(r"\$\{(\w+)\}", UNIT.read_text())) == set(
+        re.findall(r"^#   (HETERORL_\w+)=", UNIT.read_text(), re.MULTILINE)
+    )
+    # Only rank 0 could notify.
+    assert (found["Type"], found["Restart"], found["KillMode"]) == ("exec", "on-failure", "mixed")
+
+
+def test_systemd_accepts_the_unit_and_it_is_as_confined_as_that_of_one_machine(tmp_path):
+    analyze = tool("systemd-analyze")
+    copy = tmp_path / UNIT.name
+    copy.write_text(UNIT.read_text().replace("/opt/heterorl/current/bin/python", "/bin/true"))
+
+    assert check(analyze, "verify", "--man=no", str(copy)) == ""
+    one = (ROOT / "deploy/systemd/heterorl-learner@.service").read_text()
+    assert UNIT.read_text().partition("\nUMask")[2] == one.partition("\nUMask")[2] != ""

@@ -90,7 +90,11 @@ class _ShardedDivision:
         self.device: torch.device = rank_device(config.device, ranks.place)
         is_low = config.compute_dtype == "bf16"
         self.engine: ShardedEngine = shard(
-            self.model, temperature=temperature, products=torch.bfloat16 if is_low else None, device=self.device
+            self.model,
+            config=config,
+            temperature=temperature,
+            products=torch.bfloat16 if is_low else None,
+            device=self.device,
         )
         _fill(opened, ranks)
         self.state = ShardedState(trainable(self.model), config=config, ranks=ranks)

@@ -25,16 +25,21 @@ def semantics(**changes: Any) -> SamplingSemantics:
     return SamplingSemantics(**{**values, **changes})
 
 
-def write_model(directory: Path, *, family: str = "Qwen3", is_tied: bool = True) -> Path:
-    """A random model of 90 thousand parameters; heads of 32, the least that vLLM's attention takes on a CPU."""
+def write_model(directory: Path, *, family: str = "Qwen3", is_tied: bool = True, **settings: Any) -> Path:
+    """A random model of 90 thousand parameters; heads of 32, the least that vLLM's attention takes on a CPU.
+
+    `settings` go into its configuration.
+    """
     import transformers
 
     tokenizer = build_tokenizer()
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, max_position_embeddings=256, tie_word_embeddings=is_tied,
-        eos_token_id=EOS, pad_token_id=0, bos_token_id=None, initializer_range=0.15,
-    )  # fmt: skip
+    values = {
+        "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 256,
+        "tie_word_embeddings": is_tied, "eos_token_id": EOS, "pad_token_id": 0, "bos_token_id": None,
+        "initializer_range": 0.15, **settings,
+    }  # fmt: skip
+    config = getattr(transformers, f"{family}Config")(**values)
     torch.manual_seed(0)
     getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)

@@ -1,12 +1,14 @@
 """A learner's rank 0 in a process of its own, with its other ranks: does what it reads, a line of JSON a job.
 
 A job is a configuration and a list of operations; the answer is a list of what each gave. `python -m
-tests.support.rank_jobs NUM_RANKS` trains by DeepSpeed or FSDP2; `run_job` does the same with any backend.
+tests.support.rank_jobs NUM_RANKS [COMPILER]` trains by DeepSpeed or FSDP2; `run_job` does the same with any backend.
+COMPILER is what rank 0 compiles by, if not by torch's own.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import subprocess
 import sys
@@ -83,6 +85,12 @@ def _save(backend: Any, directory: str) -> str:
     return ""
 
 
+def _num_graphs(_: Any) -> int:
+    import torch
+
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
 _OPERATIONS = {
     "train": _train,
     "train_bad": _train_bad,
@@ -90,6 +98,7 @@ _OPERATIONS = {
     "store": _store,
     "load": _load,
     "save": _save,
+    "num_graphs": _num_graphs,
     "restore": lambda backend, directory: backend.restore(Path(directory)),
 }
 
@@ -97,9 +106,9 @@ _OPERATIONS = {
 class Ranks:
     """The process, from the test's side."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, *, compiler: str = "") -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.rank_jobs", str(num_ranks)],
+            [sys.executable, "-m", "tests.support.rank_jobs", str(num_ranks), *([compiler] if compiler else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -133,6 +142,10 @@ def main() -> None:
     from heterorl.learner.backends.ranks.local import LocalRanks
 
     logs.configure(level="WARNING")
+    if compilers := sys.argv[2:]:
+        import torch
+
+        torch.compile = functools.partial(torch.compile, backend=compilers[0])
     local = LocalRanks(int(sys.argv[1]))
     company = Company(local.place)
     for line in sys.stdin:

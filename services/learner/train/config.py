@@ -59,7 +59,8 @@ class _Training(Config):
     flash-attn, which runs in bf16 on a GPU only."""
     compile: bool = False
     """Compile the forward and backward pass at the first step, which then takes minutes for a large model; needs a C++
-    compiler on the CPU, Triton on a GPU. The numbers stay, up to rounding. Not in ZeRO stage 3."""
+    compiler on the CPU, Triton on a GPU. The numbers stay, up to rounding. Not in ZeRO stage 3; block by block under
+    fsdp2."""
     liger: bool = False
     """Liger's fused kernels for norms, positions and gated layers: less memory and time on a GPU; refused on the CPU.
     Needs `pip install 'heterorl[gpu]'`."""
@@ -171,12 +172,9 @@ class Fsdp2BackendConfig(_Ranks):
     reference_model_dir: str = ""
     """Frozen model that `loss.reference_kl` and `loss.kind = "tba"` compare with, for them only; divided like the
     learner's, 4 bytes a parameter among all ranks. Empty is model_dir, that is version 0."""
-
-    @model_validator(mode="after")
-    def _check_compile(self) -> Fsdp2BackendConfig:
-        if self.compile:
-            raise ValueError("compile needs backend torch, or deepspeed below stage 3: fsdp2 gathers weights by layer")
-        return self
+    offload_optimizer: bool = False
+    """Keep masters, gradients and moments in host memory and step there; every pass copies this rank's rows of each
+    block to its device as fp32."""
 
 
 RanksConfig = DeepSpeedBackendConfig | Fsdp2BackendConfig

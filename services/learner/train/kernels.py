@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 from torch import nn
 
 from heterorl.common.errors import ConfigError, DependencyMissing
@@ -71,3 +72,13 @@ def compile_forward(model: nn.Module, config: BackendConfig) -> None:
         network: Any = model
         # In place, so that names stay; for any length, because no two micro-batches have the same.
         network.base_model.compile(dynamic=True)
+
+
+def compile_block(block: nn.Module, config: BackendConfig) -> None:
+    """Let torch compile one block at its first pass, if the configuration says so.
+
+    The forward method alone, not the call: hooks around it gather the block's weights and stay as they are. Blocks of
+    one class share what is compiled.
+    """
+    if config.compile:
+        setattr(block, "forward", torch.compile(block.forward, dynamic=True))  # noqa: B010 - mypy refuses a method

@@ -47,13 +47,16 @@ class ArenaWorker:
 
         # reload_weights only warns of parameters that no tensor reached.
         model.load_weights = note
+        is_on_cpu = next(model.parameters()).device.type == "cpu"
+        if is_on_cpu:
+            _forget_packed_experts(model)
         try:
             worker.reload_weights(weights_iterator=_tensors_of(path, aliases, names))
         finally:
             del model.load_weights
         if expected - loaded:
             raise RuntimeError(f"no weights for {sorted(expected - loaded)[:3]}")
-        if next(model.parameters()).device.type == "cpu":
+        if is_on_cpu:
             _pack_again(model)
         return len(names)
 
@@ -85,6 +88,18 @@ def _tensors_of(path: str, aliases: Mapping[str, str], names: set[str]) -> Itera
         # A reload takes tied layers apart: each needs the tensor under its own name.
         for alias, name in aliases.items():
             yield alias, file.get_tensor(name)
+
+
+def _forget_packed_experts(model: Any) -> None:
+    """Make a reload treat the weights of experts as a first load does, which packs them.
+
+    On the CPU experts multiply with packed weights. vLLM's first load packs them when it makes the layer's kernel
+    (`_setup_kernel`); a later load finds the kernel and puts unpacked weights where packed ones are read.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def _pack_again(model: Any) -> None:

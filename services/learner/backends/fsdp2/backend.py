@@ -111,7 +111,11 @@ class _ShardedDivision:
             # Before this model's own names are those of divided tensors.
             frozen = open_reference(reference_dir, config, ranks, learner=self.model)
         self.engine: ShardedEngine = shard(
-            self.model, temperature=temperature, products=torch.bfloat16 if is_low else None, device=self.device
+            self.model,
+            config=config,
+            temperature=temperature,
+            products=torch.bfloat16 if is_low else None,
+            device=self.device,
         )
         _fill(opened, ranks)
         self.state = ShardedState(trainable(self.model), config=config, ranks=ranks)
@@ -120,6 +124,7 @@ class _ShardedDivision:
             names = {spec.name for spec in self.layout.specs} if is_rounded else set()
             self.reference = shard(
                 frozen.model,
+                config=config.model_copy(update={"compile": False}),
                 temperature=temperature,
                 products=torch.bfloat16 if is_low else None,
                 device=self.device,

@@ -15,13 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from heterorl.learner.backends.loading.empty import replace_parameters
 from heterorl.learner.backends.loading.streamed import blocks_of
 from heterorl.learner.backends.ranks.passes import LogprobModel
 from heterorl.learner.backends.ranks.state import Piece
+from heterorl.learner.train.config import Fsdp2BackendConfig
+from heterorl.learner.train.kernels import compile_block
 
 
 class ShardedEngine:
@@ -52,6 +54,7 @@ class ShardedEngine:
 def shard(
     model: nn.Module,
     *,
+    config: Fsdp2BackendConfig,
     temperature: float,
     products: torch.dtype | None,
     device: torch.device,
@@ -61,15 +64,19 @@ def shard(
 
     Args:
         model: on the meta device but for its buffers, which are moved.
+        config: whether this rank's rows stay in host memory, and whether blocks are compiled.
         temperature: what logits are divided by.
         products: type that passes compute with, weights included; None for fp32.
         device: of this rank.
         is_frozen: no backward pass follows, so that after a pass nothing stays gathered.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    # Rows in pinned memory travel to a GPU beside its computing.
+    is_offloaded, is_pinned = config.offload_optimizer, device.type == "cuda"
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=products, reduce_dtype=torch.float32),
+        "offload_policy": CPUOffloadPolicy(pin_memory=is_pinned) if is_offloaded else OffloadPolicy(),
     }
 
     def without_content(_: str, meta: nn.Parameter) -> torch.Tensor:
@@ -80,6 +87,7 @@ def shard(
         # In the order of the model's names, in which a block is of one piece.
         while any(parameter.is_meta for parameter in block.parameters()):
             next(coming)
+        compile_block(block, config)
         fully_shard(block, **options)
     for _ in coming:
         pass

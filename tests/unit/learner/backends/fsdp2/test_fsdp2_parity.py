@@ -103,6 +103,36 @@ def test_steps_are_those_of_the_torch_backend(config, ranks, tmp_path, changes, 
     assert np.abs(weights).max() > 0.1
 
 
+def test_mixture_of_experts_is_divided_by_experts(config, ranks, tmp_path):
+    """Three fused experts, so that ranks have unequal parts of them."""
+    model_dir = tmp_path / "experts"
+    tiny_model(family="Qwen3Moe", num_experts=3, num_experts_per_tok=2, moe_intermediate_size=16).save_pretrained(
+        model_dir
+    )
+    operations = [*STEPS[:2], ["store", str(tmp_path / "weights.npy")]]
+    expected = _torch(config("torch", model_dir=model_dir), operations)
+    weights = _weights(tmp_path / "weights.npy")
+
+    actual = ranks.ask(config(model_dir=model_dir), operations)
+
+    _assert_close(actual[:-1], expected[:-1], tolerance=1e-6)
+    assert np.abs(_weights(tmp_path / "weights.npy") - weights).max() <= 1e-6
+
+
+def test_optimizer_in_host_memory_takes_the_same_steps_bit_for_bit(config, ranks, tmp_path):
+    path, saved = str(tmp_path / "weights.npy"), str(tmp_path / "saved")
+    operations = [STEPS[0], ["save", saved], STEPS[1], ["store", path]]
+    expected = ranks.ask(config(), operations)
+    weights = np.load(path)
+
+    actual = ranks.ask(config(offload_optimizer=True), [["restore", saved], STEPS[1], ["store", path]])
+
+    assert np.array_equal(np.load(path), weights)
+    for key in ("loss", "grad_norm", "entropy", "kl"):
+        assert actual[1][key] == expected[2][key], key
+    assert actual[2] == expected[3]
+
+
 def test_published_bits_and_passes_over_them_are_those_of_the_torch_backend(config, ranks, tmp_path):
     """From the second step on passes see rounded masters; a checkpoint in between changes nothing."""
     path, saved = str(tmp_path / "published.npy"), str(tmp_path / "saved")

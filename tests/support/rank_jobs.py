@@ -98,6 +98,7 @@ class Ranks:
     """The process, from the test's side."""
 
     def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.rank_jobs", str(num_ranks)],
             stdin=subprocess.PIPE,

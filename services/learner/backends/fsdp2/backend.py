@@ -21,13 +21,15 @@ from heterorl.common.process.clock import Clock
 from heterorl.common.types.common import NO_LORA, Digest, SamplingSemantics
 from heterorl.common.weights.arena import Layout
 from heterorl.learner import progress
-from heterorl.learner.backends.fsdp2.sharding import ShardedEngine, local_part, piece_of, shard
+from heterorl.learner.backends.fsdp2.sharding import local_part, piece_of, shard
 from heterorl.learner.backends.fsdp2.state import ShardedState
 from heterorl.learner.backends.loading.opened import OpenedModel
 from heterorl.learner.backends.ranks.backend import DividedBackend
 from heterorl.learner.backends.ranks.collectives import Collectives, rank_device
 from heterorl.learner.backends.ranks.division import check_divisible
 from heterorl.learner.backends.ranks.opening import open_together
+from heterorl.learner.backends.ranks.passes import PassEngine
+from heterorl.learner.backends.slices.engine import slice_passes
 from heterorl.learner.loss.config import LossConfig
 from heterorl.learner.train.config import Fsdp2BackendConfig
 from heterorl.learner.train.kernels import apply_liger
@@ -89,10 +91,22 @@ class _ShardedDivision:
         }
         self.device: torch.device = rank_device(config.device, ranks.place)
         is_low = config.compute_dtype == "bf16"
-        self.engine: ShardedEngine = shard(
+        sharded = shard(
             self.model, temperature=temperature, products=torch.bfloat16 if is_low else None, device=self.device
         )
         _fill(opened, ranks)
+        self.engine: PassEngine = sharded
+        if config.sequence_parallel > 1:
+            self.engine = slice_passes(
+                sharded,
+                self.model,
+                size=config.sequence_parallel,
+                ranks=ranks,
+                batching=config.batching,
+                is_low=is_low,
+                device=self.device,
+            )
+            sharded.free()
         self.state = ShardedState(trainable(self.model), config=config, ranks=ranks)
         published = tensors.TORCH_DTYPE[config.published_dtype]
         # Gathered as bf16, a master is rounded already.

@@ -6,6 +6,8 @@ backward once for each micro-batch with the boundary set at the last.
 
 Guarantees: every rank takes the same number of passes; a loss that is not finite on any rank makes the gradient not
 finite on all, and weights and optimizer are then left alone.
+
+Ranks that share each pass (`slices`) have the same micro-batches and compute the same loss; the first of them speaks.
 """
 
 from __future__ import annotations
@@ -112,6 +114,8 @@ class Passes:
     batching: Batching
     note_pass: Callable[[int, int], None]
     """Told how many passes of this rank are done, of how many."""
+    sharing: int = 1
+    """Consecutive ranks that share each pass."""
 
     def accumulate(self, batch: Batch) -> list[MicroBatchSample]:
         """Leave the gradient of the whole step's loss with the engine.
@@ -121,7 +125,7 @@ class Passes:
         """
         shares = share_out(
             batch.sequences,
-            num_ranks=self.ranks.world_size,
+            num_ranks=self.ranks.world_size // self.sharing,
             max_tokens=self.micro_batch_tokens,
             batching=self.batching,
         )
@@ -129,7 +133,7 @@ class Passes:
             return []
         if self.rule.needs_first_pass:
             shares = self._coupled(shares)
-        own = shares.parts[self.ranks.rank]
+        own = shares.parts[self.ranks.rank // self.sharing]
         samples: list[MicroBatchSample] = []
         everyone: list[MicroBatchSample] = []
         for number in range(shares.num_passes):
@@ -145,7 +149,7 @@ class Passes:
             else:
                 total = 0.0 * logprobs_N.double().sum()
             if is_last:
-                everyone = _exchange(self.ranks, samples)
+                everyone = _exchange(self.ranks, samples if self.ranks.rank % self.sharing == 0 else [])
                 if not math.isfinite(sum(entry.loss for entry in everyone)):
                     total = total * math.nan
             self.engine.backward(total * self.ranks.world_size)
@@ -163,12 +167,12 @@ class Passes:
         return micro_batch, logprobs_N, entropies_N
 
     def _coupled(self, shares: Shares) -> Shares:
-        own = shares.parts[self.ranks.rank]
+        own = shares.parts[self.ranks.rank // self.sharing]
         with torch.no_grad():
             passes = [self._forward(own, number)[1] for number in range(shares.num_passes)]
         values_N = torch.cat([torch.zeros(0), *(part.cpu().double() for part in passes[: len(own)])])
         answers = self.ranks.all_gather_bytes(save({"logprobs": values_N.double().contiguous()}))
-        logprobs = [load(answer)["logprobs"] for answer in answers]
+        logprobs = [load(answer)["logprobs"] for answer in answers[:: self.sharing]]
         ordered = Batch(sequences=tuple(shares.ordered()))
         return shares.replaced(couple(self.rule, ordered, logprobs, max_new_tokens=self.max_new_tokens).sequences)
 

@@ -137,11 +137,24 @@ def test_heads_of_keys_are_copied_and_what_cannot_be_sliced_is_refused(config, r
     actual = ranks.ask(config(model_dir=directory, sequence_parallel=ranks.num_ranks), STEPS[:2])
 
     _assert_close(actual, expected, tolerance=1e-6)
-    for size, problem in ((3, "4 attention heads"), (1024, "4 attention heads")):
+    # Twice as many as there are: of 2 ranks by their number, of 4 by the heads.
+    for size, problem in ((3, "4 attention heads"), (2 * ranks.num_ranks, "cannot be divided")):
         (answer,) = ranks.ask(config(sequence_parallel=size), STEPS[:1])
         assert answer["error"] == "ConfigError"
         assert "backend.sequence_parallel" in answer["message"]
         assert problem in answer["message"]
+
+
+def test_model_that_mixes_positions_outside_of_attention_is_refused(config, ranks, tmp_path):
+    if ranks.num_ranks == 1:
+        pytest.skip("slices need two ranks")
+    tiny_model(family="Lfm2", layer_types=["conv", "full_attention"]).save_pretrained(tmp_path / "conv")
+
+    (answer,) = ranks.ask(config(model_dir=tmp_path / "conv", sequence_parallel=2), STEPS[:1])
+
+    assert answer["error"] == "ConfigError"
+    assert "backend.sequence_parallel" in answer["message"]
+    assert "over slices differ" in answer["message"]
 
 
 def test_published_bits_and_passes_over_them_are_those_of_the_torch_backend(config, ranks, tmp_path):

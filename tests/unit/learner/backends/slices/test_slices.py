@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from heterorl.common.errors import ConfigError
 from heterorl.learner.backends.slices.attention import SlicedAttention, check_model
@@ -13,6 +14,7 @@ from heterorl.learner.backends.slices.engine import SlicedEngine
 from heterorl.learner.backends.slices.exchange import columns_for_heads, heads_for_columns, whole_of_parts
 from heterorl.learner.backends.slices.layout import cut
 from heterorl.learner.train.batch import TrainingSequence
+from heterorl.learner.train.config import DeepSpeedBackendConfig, Fsdp2BackendConfig, TorchBackendConfig
 from heterorl.learner.train.micro_batch import collate
 from tests.support.training import tiny_model
 
@@ -223,3 +225,12 @@ def test_attention_that_is_not_plain_is_refused():
 def test_plain_models_are_not_refused():
     check_model(tiny_model(), size=2)
     check_model(tiny_model(), size=4)
+
+
+@pytest.mark.parametrize("build", [TorchBackendConfig, DeepSpeedBackendConfig])
+def test_other_backends_refuse_slices(build):
+    with pytest.raises(ValidationError, match="sequence_parallel needs backend fsdp2"):
+        build(sequence_parallel=2)
+
+    assert build(sequence_parallel=1).sequence_parallel == 1
+    assert Fsdp2BackendConfig(sequence_parallel=2).sequence_parallel == 2

@@ -9,6 +9,7 @@ Suffixes: R rows, H heads, K heads of keys and values, C columns of a slice, S o
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,10 +23,12 @@ from heterorl.learner.backends.slices.group import SliceGroup
 
 KEY = "backend.sequence_parallel"
 NAME = "heterorl_slices"
+"""With a number: each model of a process has its own."""
 _ACTION = "set it to 1, or train another model"
 # What models hand to an attention function beside queries, keys and values, and changes its result.
 _UNKNOWN = ("position_bias", "softcap", "s_aux")
 _BY_LENGTH = ("dynamic", "longrope")
+_NUMBERS = itertools.count()
 
 
 class SlicedAttention:
@@ -78,14 +81,18 @@ def install(model: nn.Module, attention: SlicedAttention) -> None:
     """Let a model attend over slices from its next pass on.
 
     Raises:
-        ConfigError: its attention is written out, or its heads or positions do not allow it.
+        ConfigError: its attention is written out, or is another than torch's own.
     """
     from transformers import AttentionInterface
 
     network: Any = model
-    AttentionInterface.register(NAME, attention)
-    network.set_attn_implementation(NAME)
-    if network.config._attn_implementation != NAME:
+    if network.config._attn_implementation != "sdpa":
+        problem = f"attention over slices is by torch's fused kernels, not {network.config._attn_implementation}"
+        raise ConfigError(KEY, problem, action="leave the choice of attention at sdpa, or set it to 1")
+    name = f"{NAME}_{next(_NUMBERS)}"
+    AttentionInterface.register(name, attention)
+    network.set_attn_implementation(name)
+    if network.config._attn_implementation != name:
         problem = f"{type(model).__name__} does not call transformers' attention interface"
         raise ConfigError(KEY, problem, action=_ACTION)
 

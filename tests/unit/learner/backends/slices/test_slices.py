@@ -9,7 +9,7 @@ import torch
 from pydantic import ValidationError
 
 from heterorl.common.errors import ConfigError
-from heterorl.learner.backends.slices.attention import SlicedAttention, check_model
+from heterorl.learner.backends.slices.attention import SlicedAttention, check_model, install
 from heterorl.learner.backends.slices.engine import SlicedEngine
 from heterorl.learner.backends.slices.exchange import columns_for_heads, heads_for_columns, whole_of_parts
 from heterorl.learner.backends.slices.layout import cut
@@ -234,3 +234,11 @@ def test_other_backends_refuse_slices(build):
 
     assert build(sequence_parallel=1).sequence_parallel == 1
     assert Fsdp2BackendConfig(sequence_parallel=2).sequence_parallel == 2
+
+
+def test_other_attention_is_not_replaced_silently():
+    model = tiny_model()
+    model.set_attn_implementation("eager")
+
+    with pytest.raises(ConfigError, match="fused kernels, not eager"):
+        install(model, SlicedAttention(_ThreadGroup(_Table(1), 0)))

@@ -65,7 +65,9 @@ class SlicedAttention:
         whole = heads_for_columns(query, self._group)
         keys, values = (heads_for_columns(self._for_each(states), self._group) for states in (key, value))
         parts = [
-            _attend(*(states[:, :, start:end] for states in (whole, keys, values)), scaling, sliding_window)
+            _attend(
+                *(states[:, :, start:end] for states in (whole, keys, values)), scaling=scaling, window=sliding_window
+            )
             for start, end in self.segments
         ]
         own_RHCD = columns_for_heads(torch.cat(parts, dim=2), self._group)
@@ -140,6 +142,7 @@ def _attend(
     query_RHSD: torch.Tensor,
     key_RKSD: torch.Tensor,
     value_RKSD: torch.Tensor,
+    *,
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:

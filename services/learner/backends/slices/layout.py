@@ -43,7 +43,7 @@ def cut(
     width = input_ids_RS.shape[1]
     own_width = -(-width // size)
     columns = slice(index * own_width, (index + 1) * own_width)
-    pad = (0, own_width * size - width)
+    pad = [0, own_width * size - width]
     rows_N, columns_N = sources_N // width, sources_N % width
     owners_N = columns_N // own_width
     places = tuple((owners_N == number).nonzero()[:, 0] for number in range(size))

@@ -17,7 +17,7 @@ TARGETS = sorted(set(re.findall(r"^([a-z][a-z0-9-]*):(?!=)", TEXT, re.MULTILINE)
 BENCHES = {
     "lab": "lab_fast", "hf-rows": "hf_rows", "learner": "learner", "groups": "groups", "losses": "loss_step",
     "merge": "weights_merge", "weights": "weights",
-    "ingest": "ingest", "load": "load_memory", "loop": "loop", "sites": "sites",
+    "ingest": "ingest", "load": "load_memory", "loop": "loop", "sites": "sites", "slices": "slices",
     "overlap": "overlap", "pull": "pull", "serve": "serve", "sampler": "sampler", "verify": "verify", "forward": "forward",
     "view": "view", "relay": "relay",
 }  # fmt: skip

@@ -107,6 +107,7 @@ class Ranks:
     """The process, from the test's side."""
 
     def __init__(self, num_ranks: int, *, compiler: str = "") -> None:
+        self.num_ranks = num_ranks
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.rank_jobs", str(num_ranks), *([compiler] if compiler else [])],
             stdin=subprocess.PIPE,

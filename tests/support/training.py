@@ -24,6 +24,7 @@ def tiny_model(
     is_tied: bool = True,
     dtype: torch.dtype = torch.float32,
     family: str = "Qwen3",
+    num_key_value_heads: int = 2,
     **settings: Any,
 ) -> nn.Module:
     """A random two-layer model of about 20 thousand parameters, ready to train; `settings` go into its configuration."""
@@ -33,7 +34,7 @@ def tiny_model(
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=num_key_value_heads,
         head_dim=8,
         max_position_embeddings=128,
         initializer_range=0.3,

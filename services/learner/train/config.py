@@ -61,6 +61,10 @@ class _Training(Config):
     """Compile the forward and backward pass at the first step, which then takes minutes for a large model; needs a C++
     compiler on the CPU, Triton on a GPU. The numbers stay, up to rounding. Not in ZeRO stage 3; block by block under
     fsdp2."""
+    sequence_parallel: int = Field(default=1, ge=1, le=1024)
+    """Ranks that share each forward and backward pass, every one with a slice of its positions (Ulysses), for rollouts
+    that are too long for one device; a divisor of the number of ranks and of the attention heads. micro_batch_tokens
+    are then those of all that share. Backend fsdp2 only; 1 is off."""
     liger: bool = False
     """Liger's fused kernels for norms, positions and gated layers: less memory and time on a GPU; refused on the CPU.
     Needs `pip install 'heterorl[gpu]'`."""
@@ -105,6 +109,11 @@ class _Training(Config):
         )
 
 
+def _refuse_slices(config: _Training) -> None:
+    if config.sequence_parallel > 1:
+        raise ValueError("sequence_parallel needs backend fsdp2: set backend.kind to it, or sequence_parallel to 1")
+
+
 class TorchBackendConfig(_Training):
     """One process, CPU or one GPU; weights are kept in fp32 and published in a narrower type."""
 
@@ -116,6 +125,11 @@ class TorchBackendConfig(_Training):
     reference_model_dir: str = ""
     """Frozen model that `loss.reference_kl` and `loss.kind = "tba"` compare with, loaded beside the learner's for them
     only; empty is model_dir, that is version 0."""
+
+    @model_validator(mode="after")
+    def _check_slices(self) -> TorchBackendConfig:
+        _refuse_slices(self)
+        return self
 
 
 class _Ranks(_Training):
@@ -152,6 +166,7 @@ class DeepSpeedBackendConfig(_Ranks):
 
     @model_validator(mode="after")
     def _check_stage(self) -> DeepSpeedBackendConfig:
+        _refuse_slices(self)
         if self.offload_optimizer and self.stage == 0:
             raise ValueError(
                 "offload_optimizer needs stage 1, 2 or 3: stage 0 keeps the optimizer where the weights are"
@@ -175,6 +190,12 @@ class Fsdp2BackendConfig(_Ranks):
     offload_optimizer: bool = False
     """Keep masters, gradients and moments in host memory and step there; every pass copies this rank's rows of each
     block to its device as fp32."""
+
+    @model_validator(mode="after")
+    def _check_compile(self) -> Fsdp2BackendConfig:
+        if self.compile and self.sequence_parallel > 1:
+            raise ValueError("compile does not go with sequence_parallel: set one of them, or sequence_parallel to 1")
+        return self
 
 
 RanksConfig = DeepSpeedBackendConfig | Fsdp2BackendConfig

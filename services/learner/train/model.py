@@ -83,6 +83,12 @@ def output_embedding(model: nn.Module) -> torch.Tensor:
     return head.weight
 
 
+def check_micro_batch(model: nn.Module, *, batching: Batching) -> MicroBatch:
+    """Three short sequences of a model's tokens, laid out together, by which its layout is checked."""
+    sequences = [TrainingSequence.scored(tokens[:2], tokens[2:]) for tokens in _check_ids(model)]
+    return collate(sequences, batching=batching)
+
+
 @torch.no_grad()
 def check_forward(model: nn.Module, *, batching: Batching) -> None:
     """Compare our log-probs of three short sequences, laid out together, with the model's own logits of each alone.
@@ -93,10 +99,8 @@ def check_forward(model: nn.Module, *, batching: Batching) -> None:
     """
     network: Any = model
     device = next(model.parameters()).device
-    vocab_size = network.get_output_embeddings().weight.shape[0]
-    ids = [np.arange(1, 1 + length, dtype=np.int32) * 7 % vocab_size for length in (6, 4, 9)]
-    sequences = [TrainingSequence.scored(tokens[:2], tokens[2:]) for tokens in ids]
-    together, _ = learner_logprobs(model, collate(sequences, batching=batching).to(device), temperature=1.0)
+    ids = _check_ids(model)
+    together, _ = learner_logprobs(model, check_micro_batch(model, batching=batching).to(device), temperature=1.0)
     alone = []
     for tokens in ids:
         ids_1S = torch.from_numpy(tokens.astype(np.int64))[None].to(device)
@@ -110,3 +114,9 @@ def check_forward(model: nn.Module, *, batching: Batching) -> None:
             f"log-probs of the {batching} layout differ from the model's own by {difference:.2g}",
             action="choose another batching or a model whose logits are hidden states times output embedding",
         )
+
+
+def _check_ids(model: nn.Module) -> list[np.ndarray[tuple[int], np.dtype[np.int32]]]:
+    network: Any = model
+    vocab_size = network.get_output_embeddings().weight.shape[0]
+    return [np.arange(1, 1 + length, dtype=np.int32) * 7 % vocab_size for length in (6, 4, 9)]

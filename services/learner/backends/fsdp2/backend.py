@@ -22,7 +22,7 @@ from heterorl.common.types.common import NO_LORA, Digest, SamplingSemantics
 from heterorl.common.weights.arena import Layout
 from heterorl.learner import progress
 from heterorl.learner.backends.fsdp2.reference import open_reference
-from heterorl.learner.backends.fsdp2.sharding import ShardedEngine, local_part, piece_of, shard
+from heterorl.learner.backends.fsdp2.sharding import local_part, piece_of, shard
 from heterorl.learner.backends.fsdp2.state import ShardedState
 from heterorl.learner.backends.loading.opened import OpenedModel
 from heterorl.learner.backends.ranks.backend import DividedBackend
@@ -30,6 +30,7 @@ from heterorl.learner.backends.ranks.collectives import Collectives, rank_device
 from heterorl.learner.backends.ranks.division import check_divisible
 from heterorl.learner.backends.ranks.opening import open_together
 from heterorl.learner.backends.ranks.passes import PassEngine
+from heterorl.learner.backends.slices.engine import slice_passes
 from heterorl.learner.loss.config import LossConfig
 from heterorl.learner.train.config import Fsdp2BackendConfig
 from heterorl.learner.train.kernels import apply_liger, choose_attention
@@ -110,7 +111,7 @@ class _ShardedDivision:
         if reference_dir:
             # Before this model's own names are those of divided tensors.
             frozen = open_reference(reference_dir, config, ranks, learner=self.model)
-        self.engine: ShardedEngine = shard(
+        sharded = shard(
             self.model,
             config=config,
             temperature=temperature,
@@ -118,6 +119,18 @@ class _ShardedDivision:
             device=self.device,
         )
         _fill(opened, ranks)
+        self.engine: PassEngine = sharded
+        if config.sequence_parallel > 1:
+            self.engine = slice_passes(
+                sharded,
+                self.model,
+                size=config.sequence_parallel,
+                ranks=ranks,
+                batching=config.batching,
+                is_low=is_low,
+                device=self.device,
+            )
+            sharded.free()
         self.state = ShardedState(trainable(self.model), config=config, ranks=ranks)
         self.reference: PassEngine | None = None
         if frozen is not None:

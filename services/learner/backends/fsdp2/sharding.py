@@ -46,6 +46,11 @@ class ShardedEngine:
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Nothing: each pass divides its gradient, so that no rank holds a whole one between passes."""
 
+    def free(self) -> None:
+        """Forget gathered weights that a forward pass left for its backward pass, which is not to come."""
+        wrapped: Any = self._wrapped
+        wrapped.reshard()
+
     def backward(self, loss: torch.Tensor) -> None:
         """See PassEngine."""
         loss.backward()  # type: ignore[no-untyped-call]

@@ -76,6 +76,7 @@ class DividedBackend:
             micro_batch_tokens=config.micro_batch_tokens,
             batching=config.batching,
             note_pass=(passes or progress.PassCount()).note,
+            sharing=config.sequence_parallel,
         )
         division.settle()
         self._applied_steps = 0

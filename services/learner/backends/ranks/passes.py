@@ -6,6 +6,8 @@ backward once for each micro-batch with the boundary set at the last.
 
 Guarantees: every rank takes the same number of passes; a loss that is not finite on any rank makes the gradient not
 finite on all, and weights and optimizer are then left alone.
+
+Ranks that share each pass (`slices`) have the same micro-batches and compute the same loss; the first of them speaks.
 """
 
 from __future__ import annotations
@@ -114,6 +116,8 @@ class Passes:
     batching: Batching
     note_pass: Callable[[int, int], None]
     """Told how many passes of this rank are done, of how many."""
+    sharing: int = 1
+    """Consecutive ranks that share each pass."""
 
     def accumulate(self, batch: Batch) -> list[MicroBatchSample]:
         """Leave the gradient of the whole step's loss with the engine.
@@ -123,7 +127,7 @@ class Passes:
         """
         shares = share_out(
             batch.sequences,
-            num_ranks=self.ranks.world_size,
+            num_ranks=self.ranks.world_size // self.sharing,
             max_tokens=self.micro_batch_tokens,
             batching=self.batching,
         )
@@ -133,7 +137,7 @@ class Passes:
             shares = self._with_reference(shares)
         if self.rule.needs_first_pass:
             shares = self._coupled(shares)
-        own = shares.parts[self.ranks.rank]
+        own = shares.parts[self.ranks.rank // self.sharing]
         samples: list[MicroBatchSample] = []
         everyone: list[MicroBatchSample] = []
         for number in range(shares.num_passes):
@@ -149,7 +153,7 @@ class Passes:
             else:
                 total = 0.0 * logprobs_N.double().sum()
             if is_last:
-                everyone = _exchange(self.ranks, samples)
+                everyone = _exchange(self.ranks, samples if self.ranks.rank % self.sharing == 0 else [])
                 if not math.isfinite(sum(entry.loss for entry in everyone)):
                     total = total * math.nan
             self.engine.backward(total * self.ranks.world_size)
@@ -180,13 +184,13 @@ class Passes:
         )
 
     def _logprobs(self, shares: Shares, engine: PassEngine) -> list[torch.Tensor]:
-        """Of all tokens in the order of the shares, a tensor of each rank; takes every pass once, without gradient."""
-        own = shares.parts[self.ranks.rank]
+        """Of all tokens in the order of the shares, a tensor of each share; takes every pass once, without gradient."""
+        own = shares.parts[self.ranks.rank // self.sharing]
         with torch.no_grad():
             passes = [self._forward(own, number, engine)[1] for number in range(shares.num_passes)]
         values_N = torch.cat([torch.zeros(0), *(part.cpu().double() for part in passes[: len(own)])])
         answers = self.ranks.all_gather_bytes(save({"logprobs": values_N.double().contiguous()}))
-        return [load(answer)["logprobs"] for answer in answers]
+        return [load(answer)["logprobs"] for answer in answers[:: self.sharing]]
 
 
 def _exchange(ranks: Collectives, samples: Sequence[MicroBatchSample]) -> list[MicroBatchSample]:

@@ -133,6 +133,65 @@ def test_optimizer_in_host_memory_takes_the_same_steps_bit_for_bit(config, ranks
     assert actual[2] == expected[3]
 
 
+SLICED = [
+    ({}, "gepo", {}),
+    ({"batching": "packed", "gradient_checkpointing": True}, "gspo", {}),
+    pytest.param({}, "grpo", {}, marks=pytest.mark.nodes),
+    pytest.param({"batching": "packed"}, "gepo", {}, marks=pytest.mark.nodes),
+    pytest.param({"batching": "packed"}, "grpo", LORA, marks=pytest.mark.nodes),
+    pytest.param({}, "gspo", {}, marks=pytest.mark.nodes),
+    pytest.param({"batching": "packed"}, "eqp", {}, marks=pytest.mark.nodes),
+]
+
+
+@pytest.mark.parametrize(("changes", "loss", "lora"), SLICED)
+def test_steps_of_ranks_that_share_sequences_are_those_of_the_torch_backend(
+    config, ranks, tmp_path, changes, loss, lora
+):
+    """Odd lengths, so that slices are padded; at 4 ranks two groups of two have passes of their own."""
+    if ranks.num_ranks == 1:
+        pytest.skip("slices need two ranks")
+    operations = [*STEPS, ["store", str(tmp_path / "weights.npy")]]
+    expected = _torch(config("torch", loss=loss, lora=lora, **changes), operations)
+    weights = _weights(tmp_path / "weights.npy")
+
+    actual = ranks.ask(config(loss=loss, lora=lora, sequence_parallel=2, **changes), operations)
+
+    _assert_close(actual[:-1], expected[:-1], tolerance=1e-6)
+    assert np.abs(_weights(tmp_path / "weights.npy") - weights).max() <= 1e-6
+
+
+def test_heads_of_keys_are_copied_and_what_cannot_be_sliced_is_refused(config, ranks, tmp_path):
+    """All ranks are one group: 4 share 2 heads of keys, and 2 those of a model that has one."""
+    if ranks.num_ranks == 1:
+        pytest.skip("slices need two ranks")
+    directory = tmp_path / "one"
+    tiny_model(num_key_value_heads=ranks.num_ranks // 2).save_pretrained(directory)
+    expected = _torch(config("torch", model_dir=directory), STEPS[:2])
+
+    actual = ranks.ask(config(model_dir=directory, sequence_parallel=ranks.num_ranks), STEPS[:2])
+
+    _assert_close(actual, expected, tolerance=1e-6)
+    # Twice as many as there are: of 2 ranks by their number, of 4 by the heads.
+    for size, problem in ((3, "4 attention heads"), (2 * ranks.num_ranks, "cannot be divided")):
+        (answer,) = ranks.ask(config(sequence_parallel=size), STEPS[:1])
+        assert answer["error"] == "ConfigError"
+        assert "backend.sequence_parallel" in answer["message"]
+        assert problem in answer["message"]
+
+
+def test_model_that_mixes_positions_outside_of_attention_is_refused(config, ranks, tmp_path):
+    if ranks.num_ranks == 1:
+        pytest.skip("slices need two ranks")
+    tiny_model(family="Lfm2", layer_types=["conv", "full_attention"]).save_pretrained(tmp_path / "conv")
+
+    (answer,) = ranks.ask(config(model_dir=tmp_path / "conv", sequence_parallel=2), STEPS[:1])
+
+    assert answer["error"] == "ConfigError"
+    assert "backend.sequence_parallel" in answer["message"]
+    assert "over slices differ" in answer["message"]
+
+
 def test_published_bits_and_passes_over_them_are_those_of_the_torch_backend(config, ranks, tmp_path):
     """From the second step on passes see rounded masters; a checkpoint in between changes nothing."""
     path, saved = str(tmp_path / "published.npy"), str(tmp_path / "saved")

@@ -128,6 +128,53 @@ def _overlap() -> str:
     )
 
 
+def _publish() -> str:
+    return _table(
+        ["backend", "ranks", "step", "to the durable ack", "checkpoint", "digests equal", "loss, beside torch's"],
+        [
+            [
+                r["backend"],
+                str(r["ranks"]),
+                f"{r['step_s']:.1f} s",
+                f"{r['publish_s']:.2f} s",
+                f"{r['checkpoint_s']:.2f} s",
+                "yes" if r["digests_equal"] else "NO",
+                _loss_difference(r["losses"]),
+            ]
+            for r in _benchmark("publish")["rows"]
+        ],
+    )
+
+
+def _loss_difference(losses: Sequence[float]) -> str:
+    torch = next((r["losses"] for r in _benchmark("publish")["rows"] if r["backend"] == "torch"), None)
+    if torch is None:
+        return "-"
+    difference = max(abs(one - other) for one, other in zip(losses, torch, strict=True))
+    return f"{difference:.0e}" if difference else "0"
+
+
+def _publish_memory() -> str:
+    phases = ("load", "step", "publish", "checkpoint")
+    return _table(
+        ["backend", "ranks", *phases],
+        [
+            [
+                r["backend"],
+                str(r["ranks"]),
+                *(
+                    ", ".join(
+                        f"{peak - base:,.0f}"
+                        for peak, base in zip(r["phases_rss_mb"][phase], r["base_rss_mb"], strict=True)
+                    )
+                    for phase in phases
+                ),
+            ]
+            for r in _benchmark("publish")["rows"]
+        ],
+    )
+
+
 def _loop() -> str:
     return _table(
         ["engine, model", "completion, tokens", "outage", "alone, tokens/s", "in the loop", "share", "lost"],
@@ -219,6 +266,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "recommend": lambda: accuracies(_lab("recommend"), (64.0,)),
     "overlap": _overlap,
     "loop": _loop,
+    "publish": _publish,
+    "publish-memory": _publish_memory,
     "sites": _sites,
     "ingest": _ingest,
     "pull": _pull,

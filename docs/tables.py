@@ -130,27 +130,29 @@ def _overlap() -> str:
 
 def _publish() -> str:
     return _table(
-        ["backend", "ranks", "step", "to the durable ack", "checkpoint", "digests equal", "loss, beside torch's"],
+        ["backend", "ranks", "parameters", "step", "to the ack", "checkpoint", "digests equal", "loss beside torch"],
         [
             [
                 r["backend"],
                 str(r["ranks"]),
+                f"{r['parameters'] / 1e6:.0f} M",
                 f"{r['step_s']:.1f} s",
                 f"{r['publish_s']:.2f} s",
                 f"{r['checkpoint_s']:.2f} s",
                 "yes" if r["digests_equal"] else "NO",
-                _loss_difference(r["losses"]),
+                _loss_difference(r),
             ]
             for r in _benchmark("publish")["rows"]
         ],
     )
 
 
-def _loss_difference(losses: Sequence[float]) -> str:
-    torch = next((r["losses"] for r in _benchmark("publish")["rows"] if r["backend"] == "torch"), None)
-    if torch is None:
+def _loss_difference(row: dict[str, Any]) -> str:
+    alike = [r for r in _benchmark("publish")["rows"] if r["parameters"] == row["parameters"]]
+    torch = next((r["losses"] for r in alike if r["backend"] == "torch"), None)
+    if torch is None or len(torch) != len(row["losses"]):
         return "-"
-    difference = max(abs(one - other) for one, other in zip(losses, torch, strict=True))
+    difference = max(abs(one - other) for one, other in zip(row["losses"], torch, strict=True))
     return f"{difference:.0e}" if difference else "0"
 
 

@@ -34,6 +34,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from benchmarks.load_memory import forget_peak, resident_bytes, write_model
 from benchmarks.pull import free_port
@@ -120,8 +121,8 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
 
     if name.endswith("before"):
         # What rank 0 does alone; the others do what it says.
-        DividedBackend.is_divided = False  # type: ignore[assignment]
-        checkpoint._sees = lambda *_: False
+        mock.patch.object(DividedBackend, "is_divided", new=False).start()
+        mock.patch.object(checkpoint, "_sees", return_value=False).start()
     warm = build(tiny)
     warm.train_step(random_groups(4, seed=0), head_version=2, step=1)
     if company is not None:

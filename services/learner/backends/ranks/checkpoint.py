@@ -89,7 +89,10 @@ def _write_own(
     directory: Path, weights: FilePlan, moments: FilePlan, state: DividedState, ranks: Collectives, *, steps: int
 ) -> bool:
     """Write this rank's pieces; returns whether rank 0 reads them as all have written them."""
-    files = [(WEIGHTS_FILE, weights, ("",)), (OPTIMIZER_FILE, moments, MOMENTS if steps else ())]
+    files: list[tuple[str, FilePlan, Sequence[Key]]] = [
+        (WEIGHTS_FILE, weights, ("",)),
+        (OPTIMIZER_FILE, moments, MOMENTS if steps else ()),
+    ]
     own = xxhash.xxh3_128()
     with _together(ranks):
         for file_name, plan, keys in files:
@@ -268,7 +271,8 @@ def open_together(directory: Path, shapes: Mapping[str, torch.Size], ranks: Coll
         return own
     mine = own if ranks.rank == 0 else None
     applied_steps = int(ranks.broadcast_bytes(b"" if mine is None else str(mine.applied_steps).encode()))
-    weights, moments = (None, None) if mine is None else (mine.weights, mine.moments)
+    weights = None if mine is None else mine.weights
+    moments = None if mine is None else mine.moments
     assert not isinstance(weights, RelayedFile)
     assert not isinstance(moments, RelayedFile)
     return CheckpointFiles(

@@ -25,8 +25,8 @@ class DividedArena:
         self.digests = digests
         self._engine = engine
 
-    def state_root(self) -> Digest:
-        """Identity of the state."""
+    def state_root(self, *, threads: int = 1) -> Digest:  # noqa: ARG002 - as an arena's
+        """Identity of the state; of digests that are there already."""
         return state_root(self.layout.layout_id, self.digests)
 
     def whole(self) -> Arena:

@@ -53,9 +53,9 @@ def read_snapshot(path: Path, layout: Layout, maker: VersionMaker | None) -> Wei
     return maker.divide(chunks.read)
 
 
-def divided(arena: Arena, maker: VersionMaker | None) -> Weights:
-    """Weights of this process, divided where a backend's ranks do so."""
-    return arena if maker is None else maker.divide(source_of(arena))
+def divided(arena: Arena, maker: VersionMaker) -> DividedArena:
+    """Weights of this process, divided among a backend's ranks."""
+    return maker.divide(source_of(arena))
 
 
 def _write(path: Path, old: DividedArena | None, new: DividedArena, *, threads: int) -> PayloadInfo:

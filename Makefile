@@ -118,6 +118,7 @@ bench-ingest: $(SETUP)  ## Groups taken in durably by one core, beside PostgreSQ
 bench-load: $(ENGINES_SETUP)  ## What each rank of a learner holds at most while it loads: torch and ZeRO 1 to 3, 1 and 2 ranks: BEFORE=CHECKOUT; 15 minutes
 bench-merge: $(SETUP)  ## Merged deltas beside the chain: bytes and seconds for samplers 1 to 256 versions behind
 bench-weights: $(SETUP)  ## Weight deltas of real GRPO steps: ours, open schemes, the entropy bound; trains once, 4 minutes
+bench-publish: $(ENGINES_SETUP)  ## Seconds from a step to its durable version, and what each rank holds: torch, ZeRO, FSDP2, 1 to 4 ranks; 60 minutes
 bench-overlap: $(SETUP)  ## What a learner's trainer waits while versions are published, beside one that waits for each commit; 3 minutes
 bench-pull: $(SETUP)  ## A 1 GB model from coordinator to sampler, beside bare gRPC, raw TCP and memcpy; 5 GB of memory
 bench-relay: $(SETUP)  ## Bytes on a long line when 8 samplers pull a version, with a relay and without; needs `unshare -rn`; 2 minutes
@@ -142,7 +143,7 @@ bench-forward: OPTIONS = --model $(MODEL) --resume
 bench-loop: OPTIONS = $(if $(MODEL),--model $(MODEL)) $(if $(BEFORE),--before $(BEFORE))
 bench-load: MODULE = load_memory
 bench-load: OPTIONS = $(if $(BEFORE),--before $(BEFORE))
-bench-load bench-loop bench-sampler: BIN = $(ENGINES)
+bench-load bench-loop bench-publish bench-sampler: BIN = $(ENGINES)
 bench-loop bench-sampler: THREADS += VLLM_CPU_OMP_THREADS_BIND=nobind
 $(filter bench-%,$(SHOWN)): bench-%:
 	$(THREADS) $(BIN)/python -m benchmarks.$(or $(MODULE),$*) $(OPTIONS) --out benchmarks/results/$(or $(RESULTS),$*).json

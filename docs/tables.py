@@ -149,6 +149,55 @@ def _overlap() -> str:
     )
 
 
+def _publish() -> str:
+    return _table(
+        ["backend", "ranks", "parameters", "step", "to the ack", "checkpoint", "digests equal", "loss beside torch"],
+        [
+            [
+                r["backend"],
+                str(r["ranks"]),
+                f"{r['parameters'] / 1e6:.0f} M",
+                f"{r['step_s']:.1f} s",
+                f"{r['publish_s']:.2f} s",
+                f"{r['checkpoint_s']:.2f} s",
+                "yes" if r["digests_equal"] else "NO",
+                _loss_difference(r),
+            ]
+            for r in _benchmark("publish")["rows"]
+        ],
+    )
+
+
+def _loss_difference(row: dict[str, Any]) -> str:
+    alike = [r for r in _benchmark("publish")["rows"] if r["parameters"] == row["parameters"]]
+    torch = next((r["losses"] for r in alike if r["backend"] == "torch"), None)
+    if torch is None or len(torch) != len(row["losses"]):
+        return "-"
+    difference = max(abs(one - other) for one, other in zip(row["losses"], torch, strict=True))
+    return f"{difference:.0e}" if difference else "0"
+
+
+def _publish_memory() -> str:
+    phases = ("load", "step", "publish", "checkpoint")
+    return _table(
+        ["backend", "ranks", *phases],
+        [
+            [
+                r["backend"],
+                str(r["ranks"]),
+                *(
+                    ", ".join(
+                        f"{peak - base:,.0f}"
+                        for peak, base in zip(r["phases_rss_mb"][phase], r["base_rss_mb"], strict=True)
+                    )
+                    for phase in phases
+                ),
+            ]
+            for r in _benchmark("publish")["rows"]
+        ],
+    )
+
+
 def _loop() -> str:
     return _table(
         ["engine, model", "completion, tokens", "outage", "alone, tokens/s", "in the loop", "share", "lost"],
@@ -262,6 +311,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "recommend": lambda: accuracies(_lab("recommend"), (64.0,)),
     "overlap": _overlap,
     "loop": _loop,
+    "publish": _publish,
+    "publish-memory": _publish_memory,
     "sites": _sites,
     "ingest": _ingest,
     "pull": _pull,

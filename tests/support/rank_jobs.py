@@ -14,12 +14,15 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from heterorl.common.errors import HeterorlError
 from heterorl.common.weights.arena import Arena
+from heterorl.learner.backends.versions.weights import read_snapshot
 from heterorl.learner.config import LearnerConfig
+from heterorl.learner.publish.encode import Position, encode_version
 from tests.support.training import random_groups
 
 
@@ -91,7 +94,41 @@ def _num_graphs(_: Any) -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
+def _publish(backend: Any, directory: str, snapshot: bool) -> dict[str, Any]:
+    """Encode the weights with all ranks and in this process alone, each against the version before."""
+    shadows = _SHADOWS.setdefault(backend, {})
+    arena = Arena(backend.layout)
+    backend.store(arena, published=shadows.get("alone"))
+    found = {}
+    for name, weights in (("alone", arena), ("together", backend.stage(published=shadows.get("together")))):
+        folder = Path(directory) / name
+        folder.mkdir(parents=True, exist_ok=True)
+        position = Position(head_version=4, lineage_version=4, lineage_digest="", shadow=shadows.get(name))
+        found[name] = encode_version(
+            position, weights, directory=folder, run_id="r", epoch=1, step=5, with_snapshot=snapshot, threads=2
+        )
+        shadows[name] = weights
+    alone, together = found["alone"], found["together"]
+    return {
+        "is_equal": alone.manifest_bytes == together.manifest_bytes
+        and [path.read_bytes() for _, path in alone.files] == [path.read_bytes() for _, path in together.files],
+        "files": [path.name for _, path in together.files],
+        "num_chunks": arena.num_chunks,
+        "num_changed": together.manifest.num_changed,
+        "root": together.manifest.state_root,
+    }
+
+
+def _divide(backend: Any, path: str) -> str:
+    """Weights from a snapshot file, rounded on top of themselves, as at a restart."""
+    published = read_snapshot(Path(path), backend.layout, backend)
+    return str(backend.stage(published=published).state_root())
+
+
+_SHADOWS: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 _OPERATIONS = {
+    "publish": _publish,
+    "divide": _divide,
     "train": _train,
     "train_bad": _train_bad,
     "explode": _explode,

@@ -16,7 +16,7 @@ TORCH_DTYPE: dict[Dtype, torch.dtype] = {
     "fp8_e4m3": torch.float8_e4m3fn,
 }
 """int8 is missing: what it stands for depends on scales that belong to the quantiser."""
-_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 def published_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -86,7 +86,7 @@ def store_tensor(
         raise ConfigError(
             "published_dtype", f"{spec.name} is not finite as {spec.dtype}", action="publish a wider type"
         )
-    arena.view(spec.name)[...] = rounded.view(_INTEGER[rounded.element_size()]).numpy()
+    arena.view(spec.name)[...] = rounded.view(INTEGER[rounded.element_size()]).numpy()
 
 
 def round_to(

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from heterorl.common.errors import MalformedPayload, StateMismatch
 from heterorl.common.types.policy import NO_VERSION, Manifest, PayloadRef
-from heterorl.common.weights.arena import CHUNK_ELEMENTS, Arena, Chunk, chunk_length, cut, state_root
+from heterorl.common.weights.arena import CHUNK_ELEMENTS, Arena, Chunk, Layout, chunk_length, cut, state_root
 from heterorl.common.weights.payload import PayloadInfo
+
+
+class LaidOut(Protocol):
+    """Weights, wherever they are."""
+
+    @property
+    def layout(self) -> Layout:
+        """Their tensor table."""
+        ...
 
 
 def build_manifest(
@@ -15,7 +26,7 @@ def build_manifest(
     version: int,
     parent_version: int,
     parent_digest: str,
-    arena: Arena,
+    arena: LaidOut,
     step: int,
     info: PayloadInfo,
     payloads: tuple[PayloadRef, ...],

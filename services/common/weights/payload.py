@@ -7,7 +7,7 @@ which may differ between builds of the compressor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from heterorl.common.errors import StateMismatch
 from heterorl.common.types.common import Digest
-from heterorl.common.weights.arena import Arena, Chunk, state_root
+from heterorl.common.weights.arena import Arena, Chunk, Layout, state_root
 from heterorl.common.weights.codec import apply_chunk, encode_chunk
 from heterorl.common.weights.container import (
     MAGIC,
@@ -33,13 +33,18 @@ from heterorl.common.weights.parallel import in_order
 __all__ = [
     "MAGIC",
     "NO_ROOT",
+    "CodedChunk",
     "PayloadChunks",
     "PayloadInfo",
     "apply_payload",
     "file_digest",
+    "write_coded",
     "write_delta",
     "write_snapshot",
 ]
+
+CodedChunk = tuple[int, bytes, int, bytes]
+"""Method, coded bytes, elements that changed, and the digest of the chunk as it then is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,28 +147,25 @@ class PayloadChunks:
             return record.method, read_chunk(file, record, number=number)
 
 
-def _write(path: Path, old: Arena | None, new: Arena, *, threads: int) -> PayloadInfo:
+def write_coded(path: Path, coded: Iterable[CodedChunk], *, layout: Layout, from_root: str) -> PayloadInfo:
+    """Write a payload of chunks that are coded already, in the layout's order; durable when it returns.
+
+    Equal chunks give the same file, whoever coded them. `from_root` is NO_ROOT for a snapshot.
+    """
     digests: list[bytes] = []
     num_changed = 0
 
-    def encode(number: int) -> tuple[int, bytes, int, bytes]:
-        before = None if old is None else old.chunk(number)
-        return *encode_chunk(before, new.chunk(number)), new.digest_chunk(number)
-
-    def coded() -> Iterator[tuple[int, bytes]]:
+    def chunks() -> Iterator[tuple[int, bytes]]:
         nonlocal num_changed
-        for method, data, changed, digest in in_order(encode, range(new.num_chunks), threads=threads):
+        for method, data, changed, digest in coded:
             digests.append(digest)
             num_changed += changed
             yield method, data
 
     def content(file: BinaryIO) -> Digest:
-        records = write_chunks(file, coded(), num_chunks=new.num_chunks)
-        to_root = state_root(new.layout.layout_id, digests)
-        from_root = NO_ROOT if old is None else old.state_root(threads=threads)
-        write_header(
-            file, Header(layout_id=new.layout.layout_id, from_root=from_root, to_root=to_root, records=records)
-        )
+        records = write_chunks(file, chunks(), num_chunks=len(layout.chunks))
+        to_root = state_root(layout.layout_id, digests)
+        write_header(file, Header(layout_id=layout.layout_id, from_root=from_root, to_root=to_root, records=records))
         return to_root
 
     to_root, digest, num_bytes = write_durably(path, content)
@@ -171,10 +173,20 @@ def _write(path: Path, old: Arena | None, new: Arena, *, threads: int) -> Payloa
         digest=digest,
         num_bytes=num_bytes,
         num_changed=num_changed,
-        num_elements=new.layout.num_elements,
+        num_elements=layout.num_elements,
         to_root=to_root,
         chunk_digests=tuple(digests),
     )
+
+
+def _write(path: Path, old: Arena | None, new: Arena, *, threads: int) -> PayloadInfo:
+    def encode(number: int) -> CodedChunk:
+        before = None if old is None else old.chunk(number)
+        return *encode_chunk(before, new.chunk(number)), new.digest_chunk(number)
+
+    from_root = NO_ROOT if old is None else old.state_root(threads=threads)
+    coded = in_order(encode, range(new.num_chunks), threads=threads)
+    return write_coded(path, coded, layout=new.layout, from_root=from_root)
 
 
 def _check_start(header: Header, expected_from_root: str | None) -> None:

@@ -28,8 +28,9 @@ from heterorl.common.model.quantise import Flavour, scale_layout
 from heterorl.common.process.files import make_directory
 from heterorl.common.types.common import Digest
 from heterorl.common.weights.arena import Arena, Layout
-from heterorl.common.weights.payload import apply_payload, file_digest, write_snapshot
-from heterorl.learner.backends.backend import TrainBackend
+from heterorl.common.weights.payload import apply_payload, file_digest
+from heterorl.learner.backends.backend import TrainBackend, VersionMaker
+from heterorl.learner.backends.versions.weights import Weights, read_snapshot, write_snapshot
 from heterorl.learner.publish.cursor import Cursor, cursor_from_bytes, cursor_to_bytes
 
 CURSOR_FILE = "cursor.json"
@@ -85,7 +86,7 @@ class CheckpointStore:
         cursor: Cursor,
         *,
         begun: Begun,
-        arena: Arena,
+        arena: Weights,
         snapshot: Path | None,
         scales: Mapping[str, Arena] = MappingProxyType({}),
     ) -> Path:
@@ -94,7 +95,7 @@ class CheckpointStore:
         Args:
             cursor: the position.
             begun: masters and optimizer of that position; nothing of it is kept.
-            arena: the published weights.
+            arena: the published weights; divided ones are written already, by `write_published` or as `snapshot`.
             snapshot: a snapshot payload of `arena`, when there is one already.
             scales: of each flavour.
 
@@ -107,10 +108,10 @@ class CheckpointStore:
         with self._room():
             begun.save()
             begun.save = _nothing
-            if snapshot is None:
-                write_snapshot(temporary / PUBLISHED_FILE, arena)
-            else:
+            if snapshot is not None:
                 _link(snapshot, temporary / PUBLISHED_FILE)
+            elif isinstance(arena, Arena):
+                write_snapshot(temporary / PUBLISHED_FILE, arena)
             for flavour, values in scales.items():
                 write_snapshot(temporary / f"{flavour}{SCALES_SUFFIX}", values)
             (temporary / CURSOR_FILE).write_bytes(cursor_to_bytes(cursor))
@@ -126,6 +127,15 @@ class CheckpointStore:
         for old in [path for path in self.paths() if path not in self._unreadable][NUM_KEPT:]:
             _remove(old)
         return final
+
+    def write_published(self, begun: Begun, weights: Weights) -> None:
+        """Write published weights that all ranks hold, while these take part.
+
+        Raises:
+            DiskFull: there is no room.
+        """
+        with self._room():
+            write_snapshot(begun.directory / PUBLISHED_FILE, weights)
 
     @contextmanager
     def _room(self) -> Iterator[None]:
@@ -195,14 +205,15 @@ def read_checkpoint(path: Path) -> Cursor:
     return cursor_from_bytes((path / CURSOR_FILE).read_bytes())
 
 
-def find_published(paths: Sequence[Path], version: int, state_root: str, layout: Layout) -> Arena | None:
+def find_published(
+    paths: Sequence[Path], version: int, state_root: str, layout: Layout, *, maker: VersionMaker | None = None
+) -> Weights | None:
     """The published weights of a version from whichever checkpoint has them; None when none does, or its disk fails."""
     for path in paths:
         try:
             cursor = cursor_from_bytes((path / CURSOR_FILE).read_bytes())
             if (cursor.version, cursor.state_root) == (version, state_root):
-                arena = Arena(layout)
-                read_published(path, arena)
+                arena = read_snapshot(path / PUBLISHED_FILE, layout, maker)
                 if arena.state_root() == state_root:
                     return arena
         except (OSError, CorruptData):

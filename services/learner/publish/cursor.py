@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import blake3
@@ -15,6 +16,7 @@ import blake3
 from heterorl.common.errors import CorruptStore
 from heterorl.common.types.common import Digest, SiteId, StepReport, report_from_row
 from heterorl.common.types.rollout import GroupId
+from heterorl.learner.publish.encode import Encoded, Position
 
 FORMAT = 1
 
@@ -38,6 +40,27 @@ class Cursor:
     manifest: bytes
     consumed: tuple[GroupId, ...]
     reports: tuple[StepReport, ...]
+
+
+def cursor_of(
+    encoded: Encoded, position: Position, *, consumed: Sequence[GroupId], reports: Sequence[StepReport]
+) -> Cursor:
+    """The cursor of a version that is encoded from a position."""
+    manifest, parent = encoded.manifest, position.head_version
+    return Cursor(
+        run_id=manifest.run_id,
+        step=manifest.step,
+        step_id=step_id(
+            run_id=manifest.run_id, parent_version=parent, step=manifest.step, state_root=manifest.state_root
+        ),
+        version=manifest.version,
+        parent_version=parent,
+        lineage_version=position.lineage_version,
+        state_root=manifest.state_root,
+        manifest=encoded.manifest_bytes,
+        consumed=tuple(consumed),
+        reports=tuple(reports),
+    )
 
 
 def step_id(*, run_id: str, parent_version: int, step: int, state_root: str) -> str:

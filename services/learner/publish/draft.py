@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from heterorl.common.weights.arena import Arena
+from heterorl.learner.backends.versions.weights import Weights
 from heterorl.learner.publish.checkpoint import Begun
+from heterorl.learner.publish.encode import Encoded
 from heterorl.learner.publish.flavours import QuantisedFlavour
 
 
@@ -15,11 +16,13 @@ class Draft:
 
     `arena` has the rounded weights, `forms` the flavours of them; `canary` are the log-probs of the agreed tokens,
     computed now because the model that is trained computes them; `begun` is the checkpoint, where one is due.
+    `encoded` is what all ranks have encoded already; None where this process does it, beside the next step.
     """
 
     version: int
     step: int
-    arena: Arena
+    arena: Weights
     canary: tuple[float, ...]
     forms: tuple[QuantisedFlavour, ...]
     begun: Begun | None
+    encoded: Encoded | None = None

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from heterorl.common.types.policy import Manifest, PayloadKind, PayloadRef
-from heterorl.common.weights.arena import Arena
 from heterorl.common.weights.manifest import build_manifest
-from heterorl.common.weights.payload import PayloadInfo, write_delta, write_snapshot
+from heterorl.common.weights.payload import PayloadInfo
 from heterorl.common.wire.policy import manifest_to_bytes
+from heterorl.learner.backends.versions.weights import Weights, write_delta, write_snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -25,7 +25,7 @@ class Position:
     head_version: int
     lineage_version: int
     lineage_digest: str
-    shadow: Arena | None
+    shadow: Weights | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class Encoded:
 
 def encode_version(
     position: Position,
-    arena: Arena,
+    arena: Weights,
     *,
     directory: Path,
     run_id: str,

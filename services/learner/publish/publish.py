@@ -1,7 +1,7 @@
 """Publishing a version, in an order that survives a crash between any two lines of it.
 
     1 stage       weights rounded into an arena that is not the shadow; then whatever else a `draft` has of the backend
-    2 encode      delta against the shadow (or snapshot), manifest; the same for each flavour
+    2 encode      delta against the shadow (or snapshot), manifest; each flavour; in the draft where all ranks encode
     3 checkpoint  masters, optimizer and this publication's key: from here on a restart can finish the work
     4 upload      payloads by digest, resumable
     5 commit      one compare-and-set at the coordinator, flavours included; a lost answer is asked for by the key
@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from heterorl.common.api import LearnerApi
@@ -34,11 +35,13 @@ from heterorl.common.types.rollout import GroupId
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.wire.policy import manifest_digest
 from heterorl.learner.backends.backend import TrainBackend
+from heterorl.learner.backends.versions.engine import DividedArena
+from heterorl.learner.backends.versions.weights import Weights, divided, maker_of, whole_of
 from heterorl.learner.observe import observe_version
 from heterorl.learner.publish.canary import Canary
 from heterorl.learner.publish.checkpoint import CheckpointStore
 from heterorl.learner.publish.commit import commit
-from heterorl.learner.publish.cursor import Cursor, step_id
+from heterorl.learner.publish.cursor import Cursor, cursor_of
 from heterorl.learner.publish.draft import Draft
 from heterorl.learner.publish.encode import Encoded, Position, encode_version
 from heterorl.learner.publish.flavours import EncodedFlavour, Flavours, QuantisedFlavour
@@ -106,19 +109,26 @@ class Publisher:
         shadow = self.position.shadow
         if shadow is not None and self.flavours.are_to_begin:
             _LOG.info("version %d repeats the head, so that a flavour begins", self.position.head_version + 1)
-            await self.publish(shadow.copy(), step=step, saved_by=saved_by, is_last=True)
+            await self.publish(whole_of(shadow).copy(), step=step, saved_by=saved_by, is_last=True)
 
-    async def stage(self, backend: TrainBackend) -> Arena:
-        """Round the masters into an arena of its own; the shadow is not touched."""
+    async def stage(self, backend: TrainBackend) -> Weights:
+        """Round the masters into weights of their own, divided where all ranks make a version; the shadow stays."""
         assert not self._is_under_way, "the arena of a version under way is still read"
+        shadow, maker = self.position.shadow, maker_of(backend, with_flavours=self.flavours is not None)
+        if maker is not None:
+            if isinstance(shadow, Arena):
+                shadow = await in_thread(divided, shadow, maker)
+                self.position = replace(self.position, shadow=shadow)
+            return await in_thread(maker.stage, published=shadow)
+        assert not isinstance(shadow, DividedArena), "one process has all of the shadow"
         if self._spare is None:
             self._spare = Arena(self._layout)
-        await in_thread(backend.store, self._spare, published=self.position.shadow)
+        await in_thread(backend.store, self._spare, published=shadow)
         return self._spare
 
     async def publish(
         self,
-        arena: Arena,
+        arena: Weights,
         *,
         step: int,
         consumed: Sequence[GroupId] = (),
@@ -130,7 +140,9 @@ class Publisher:
         draft = await self.prepare(arena, step=step, saved_by=saved_by, is_last=is_last)
         await self.carry_out(draft, consumed=consumed, reports=reports)
 
-    async def prepare(self, arena: Arena, *, step: int, saved_by: TrainBackend | None, is_last: bool = False) -> Draft:
+    async def prepare(
+        self, arena: Weights, *, step: int, saved_by: TrainBackend | None, is_last: bool = False
+    ) -> Draft:
         """Take everything that the next version has of the backend, which may go on afterwards.
 
         Args:
@@ -147,14 +159,21 @@ class Publisher:
         forms: tuple[QuantisedFlavour, ...] = ()
         if self.flavours is not None:
             await self.flavours.align(position)
-            forms = await in_thread(self.flavours.quantise, arena, canary=self._canary)
+            forms = await in_thread(self.flavours.quantise, whole_of(arena), canary=self._canary)
         is_rollback = position.lineage_version != position.head_version
         is_due = is_last or is_rollback or version % self._checkpoint_every == 0
         begun = None
         if saved_by is not None and is_due:
             begun = await in_thread(self._store.begin, version, saved_by)
-        canary = () if self._canary is None else await in_thread(self._canary.score, arena)
-        return Draft(version=version, step=step, arena=arena, canary=canary, forms=forms, begun=begun)
+        scorer = self._canary
+        canary = () if scorer is None else await in_thread(lambda: scorer.score(whole_of(arena)))
+        encoded = None
+        if isinstance(arena, DividedArena):
+            # With all ranks, so before the next step begins.
+            encoded = await in_thread(self._encode, arena, step)
+            if begun is not None and encoded.snapshot is None:
+                await in_thread(self._store.write_published, begun, arena)
+        return Draft(version=version, step=step, arena=arena, canary=canary, forms=forms, begun=begun, encoded=encoded)
 
     async def carry_out(
         self, draft: Draft, *, consumed: Sequence[GroupId] = (), reports: Sequence[StepReport] = ()
@@ -180,24 +199,13 @@ class Publisher:
             self._is_under_way = False
 
     async def _carry_out(self, draft: Draft, consumed: Sequence[GroupId], reports: Sequence[StepReport]) -> None:
-        with_snapshot = draft.version % self._snapshot_every == 0
-        encoded = await in_thread(
-            encode_version,
-            self.position,
-            draft.arena,
-            directory=self._directory,
-            run_id=self._run_id,
-            epoch=self._epoch,
-            step=draft.step,
-            with_snapshot=with_snapshot,
-            threads=self.threads,
-        )
+        encoded = draft.encoded or await in_thread(self._encode, draft.arena, draft.step)
         forms: tuple[EncodedFlavour, ...] = ()
         if self.flavours is not None:
             forms = await in_thread(
-                self.flavours.encode, self.position, draft.forms, step=draft.step, with_snapshot=with_snapshot
+                self.flavours.encode, self.position, draft.forms, step=draft.step, with_snapshot=self._is_snapshot_due
             )
-        cursor = self._cursor(encoded, consumed, reports)
+        cursor = cursor_of(encoded, self.position, consumed=consumed, reports=reports)
         checkpoint = None
         if draft.begun is not None:
             checkpoint = await in_thread(
@@ -238,21 +246,20 @@ class Publisher:
             sum(payload.num_bytes for payload in encoded.manifest.payloads),
         )
 
-    def _cursor(self, encoded: Encoded, consumed: Sequence[GroupId], reports: Sequence[StepReport]) -> Cursor:
-        manifest = encoded.manifest
-        parent = self.position.head_version
-        key = step_id(run_id=self._run_id, parent_version=parent, step=manifest.step, state_root=manifest.state_root)
-        return Cursor(
+    @property
+    def _is_snapshot_due(self) -> bool:
+        return (self.position.head_version + 1) % self._snapshot_every == 0
+
+    def _encode(self, arena: Weights, step: int) -> Encoded:
+        return encode_version(
+            self.position,
+            arena,
+            directory=self._directory,
             run_id=self._run_id,
-            step=manifest.step,
-            step_id=key,
-            version=manifest.version,
-            parent_version=parent,
-            lineage_version=self.position.lineage_version,
-            state_root=manifest.state_root,
-            manifest=encoded.manifest_bytes,
-            consumed=tuple(consumed),
-            reports=tuple(reports),
+            epoch=self._epoch,
+            step=step,
+            with_snapshot=self._is_snapshot_due,
+            threads=self.threads,
         )
 
     def _request(
@@ -275,10 +282,11 @@ class Publisher:
             flavours=flavours,
         )
 
-    def _advance(self, arena: Arena, encoded: Encoded) -> None:
+    def _advance(self, arena: Weights, encoded: Encoded) -> None:
         old = self.position.shadow
         # The old shadow becomes the next staging arena: two arenas, however many versions.
-        self._spare = old if old is not None and old.layout.layout_id == self._layout.layout_id else None
+        is_spare = isinstance(old, Arena) and old.layout.layout_id == self._layout.layout_id
+        self._spare = old if is_spare else None
         self.position = Position(
             head_version=encoded.manifest.version,
             lineage_version=encoded.manifest.version,

@@ -11,7 +11,8 @@ from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import in_thread
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.backends.backend import TrainBackend
-from heterorl.learner.publish.checkpoint import CheckpointStore, read_all_scales, read_checkpoint, read_published
+from heterorl.learner.backends.versions.weights import Weights, maker_of, read_snapshot
+from heterorl.learner.publish.checkpoint import PUBLISHED_FILE, CheckpointStore, read_all_scales, read_checkpoint
 from heterorl.learner.publish.cursor import Cursor
 from heterorl.learner.publish.flavours import Flavours
 
@@ -50,7 +51,7 @@ class Restorer:
         self.store.keep_unreadable(path)
         return None
 
-    async def restore(self, path: Path, cursor: Cursor) -> Arena:
+    async def restore(self, path: Path, cursor: Cursor) -> Weights:
         """Take a checkpoint's masters and optimizer; returns what was published.
 
         Raises:
@@ -58,13 +59,16 @@ class Restorer:
             OSError: the disk does not give it.
         """
         await in_thread(self.backend.restore, self.store.backend_directory(path))
-        arena = Arena(self.backend.layout)
-        await in_thread(read_published, path, arena)
+        maker = maker_of(self.backend, with_flavours=self.flavours is not None)
+        published = await in_thread(read_snapshot, path / PUBLISHED_FILE, self.backend.layout, maker)
         if self.flavours is not None:
             self.flavours.offer_scales(await in_thread(read_all_scales, path, self.flavours.layouts))
         # On top of what was published, or a dead band could not be told from damage.
-        await in_thread(self.backend.store, arena, published=arena)
-        root = await in_thread(arena.state_root)
+        if isinstance(published, Arena):
+            await in_thread(self.backend.store, published, published=published)
+        elif maker is not None:
+            published = await in_thread(maker.stage, published=published)
+        root = await in_thread(published.state_root)
         if root != cursor.state_root:
             raise CorruptStore(f"{path} restores to state {root[:12]}, not to {cursor.state_root[:12]}")
-        return arena
+        return published

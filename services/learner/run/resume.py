@@ -24,9 +24,9 @@ from heterorl.common.errors import (
 from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import in_thread
 from heterorl.common.types.policy import NO_VERSION
-from heterorl.common.weights.arena import Arena
 from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
 from heterorl.learner.backends.backend import TrainBackend
+from heterorl.learner.backends.versions.weights import Weights, maker_of
 from heterorl.learner.publish.checkpoint import CheckpointStore, find_published
 from heterorl.learner.publish.cursor import Cursor
 from heterorl.learner.publish.encode import Position
@@ -45,7 +45,7 @@ class _Found:
 
     path: Path
     cursor: Cursor
-    arena: Arena
+    arena: Weights
     committed: int | None
     head: int
 
@@ -199,11 +199,13 @@ class Resumption:
         await self.publisher.publish(staged, step=0, saved_by=self.backend)
         return 0
 
-    async def _shadow_of(self, version: int) -> Arena | None:
+    async def _shadow_of(self, version: int) -> Weights | None:
         """What samplers have at a version, so that a delta may start from it; None when nobody has it any more."""
         data = await self.published.manifest(version)
         root = manifest_from_bytes(data).state_root
-        arena = await in_thread(find_published, self.store.paths(), version, root, self.backend.layout)
+        maker = maker_of(self.backend, with_flavours=self.publisher.flavours is not None)
+        paths = self.store.paths()
+        arena = await in_thread(find_published, paths, version, root, self.backend.layout, maker=maker)
         if arena is not None:
             _LOG.info("version %d is taken from its checkpoint", version)
             return arena

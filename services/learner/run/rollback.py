@@ -29,6 +29,7 @@ from heterorl.common.weights.negate import negate
 from heterorl.common.weights.payload import apply_payload
 from heterorl.common.wire.policy import manifest_digest, manifest_from_bytes
 from heterorl.learner.backends.backend import TrainBackend
+from heterorl.learner.backends.versions.weights import whole_of
 from heterorl.learner.publish.publish import Publisher
 from heterorl.learner.run.published import PublishedVersions
 from heterorl.learner.run.restore import Restorer
@@ -132,7 +133,7 @@ class Rollback:
         if shadow is None or target.layout_id != shadow.layout.layout_id:
             return await self._published.rebuild(data)
         try:
-            return await self._undo(target, shadow)
+            return await self._undo(target, await in_thread(whole_of, shadow))
         except (NotReversible, UnknownVersion, UnknownPayload, CorruptData) as error:
             _LOG.info("version %d is rebuilt: %s", target.version, error)
             return await self._published.rebuild(data)
@@ -215,5 +216,5 @@ async def undo(*, publisher: Publisher, backend: TrainBackend, restorer: Restore
         " the optimizer keeps its moments",
         position.head_version,
     )
-    await in_thread(backend.load_published, shadow, keep_optimizer=True)
+    await in_thread(backend.load_published, await in_thread(whole_of, shadow), keep_optimizer=True)
     return manifest_from_bytes(await published.manifest(position.head_version)).step

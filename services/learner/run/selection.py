@@ -15,8 +15,8 @@ from heterorl.common.process.patience import Patience
 from heterorl.common.process.threads import in_thread
 from heterorl.common.types.rollout import DropReason, Group, GroupId, QueuedGroup, Rejection
 from heterorl.common.types.step import LearnerPhase
-from heterorl.common.weights.arena import Arena
 from heterorl.learner.backends.backend import TrainBackend
+from heterorl.learner.backends.versions.weights import Weights, whole_of
 from heterorl.learner.checks.judge import judge_log_ratios
 from heterorl.learner.checks.replay import log_ratios
 from heterorl.learner.checks.uniform import split_uniform
@@ -49,7 +49,7 @@ class Selection:
     _outgrown: list[Group] = field(default_factory=list)
     """Groups that are too old when the version under way is the head, and not before."""
 
-    async def take(self, count: int, *, head: int, weights: Arena) -> list[QueuedGroup]:
+    async def take(self, count: int, *, head: int, weights: Weights) -> list[QueuedGroup]:
         """So many groups for a step on a version, which may be under way, and its weights; none when the inbox closed.
 
         Groups of equal rewards go first: nobody needs to look at their log-ratios.
@@ -115,7 +115,7 @@ class Selection:
             self.notes.abandoned(replaced)
         return kept
 
-    async def _enveloped(self, groups: list[QueuedGroup], weights: Arena) -> list[QueuedGroup]:
+    async def _enveloped(self, groups: list[QueuedGroup], weights: Weights) -> list[QueuedGroup]:
         """Those whose log-ratios under the weights that a step builds on are inside the envelope."""
         config = self.config.verification
         if config.max_log_ratio == 0 or not groups:
@@ -123,8 +123,9 @@ class Selection:
         temperature = self.config.sampling.semantics().logprob_temperature
         model = self.backend.torch_model
         with self.progress.phase(LearnerPhase.EXAMINING):
+            whole = await in_thread(whole_of, weights)
             found = await in_thread(
-                log_ratios, model, [queued.group for queued in groups], weights=weights, temperature=temperature
+                log_ratios, model, [queued.group for queued in groups], weights=whole, temperature=temperature
             )
         findings = [judge_log_ratios(ratios, config) for ratios in found]
         rejected = {

@@ -23,8 +23,8 @@ from heterorl.common.process.threads import in_thread, most_serious
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.rollout import GroupId, QueuedGroup
 from heterorl.common.types.step import LearnerPhase
-from heterorl.common.weights.arena import Arena
 from heterorl.learner.backends.backend import TrainBackend
+from heterorl.learner.backends.versions.weights import Weights, whole_of
 from heterorl.learner.checks.reward_signal import RewardSignal
 from heterorl.learner.config import LearnerConfig
 from heterorl.learner.evaluate import Evaluator
@@ -87,7 +87,7 @@ class Session:
     num_rejected: int = 0
     num_unpublished: int = 0
     """Steps of `step` that are in no version yet."""
-    _parent: tuple[int, Arena] | None = None
+    _parent: tuple[int, Weights] | None = None
     """The version that the next step builds on, and its weights; None: the head."""
 
     async def run(self) -> Outcome:
@@ -157,7 +157,7 @@ class Session:
         self.notes.published(trained.consumed)
         await self.selection.published()
 
-    def _head(self) -> tuple[int, Arena]:
+    def _head(self) -> tuple[int, Weights]:
         """The version that a step builds on, which may be under way, and its weights."""
         if self._parent is not None:
             return self._parent
@@ -213,10 +213,10 @@ class Session:
         every = self.config.evaluation.every_versions
         return self.evaluator is not None and every > 0 and version % every == 0
 
-    async def _evaluate(self, arena: Arena, version: int) -> float | None:
+    async def _evaluate(self, weights: Weights, version: int) -> float | None:
         assert self.evaluator is not None, "asked only when one is due"
         with self.progress.phase(LearnerPhase.EVALUATING):
-            evaluation = await in_thread(self.evaluator.evaluate, arena, version)
+            evaluation = await in_thread(self.evaluator.evaluate, await in_thread(whole_of, weights), version)
         self.notes.evaluated(self.evaluator.last_samples)
         self.journal.note_evaluation(dataclasses.asdict(evaluation))
         if evaluation.accuracy is not None:

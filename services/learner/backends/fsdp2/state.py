@@ -45,20 +45,26 @@ class ShardedState:
         self._locals = {name: nn.Parameter(local_part(parameter)) for name, parameter in parameters.items()}
         for name, piece in own.items():
             assert self._locals[name].numel() == piece.size, f"{name} is cut otherwise"
-        self._pieces = Pieces(own, shapes=self.shapes, ranks=ranks)
+        self.pieces = Pieces(own, shapes=self.shapes, ranks=ranks)
         self._optimizer = self._new_optimizer()
+
+    def read(self, name: str, key: Key, *, start: int, size: int) -> torch.Tensor:
+        """See DividedState."""
+        local = self._locals[name]
+        part = self._optimizer.state[local][key] if key else local.detach()
+        return part.reshape(-1)[start : start + size]
 
     def gather_all(self, key: Key = "") -> Iterator[tuple[str, torch.Tensor | None]]:
         """See DividedState."""
         for name in sorted(self._locals):
             local = self._locals[name]
             part = self._optimizer.state[local][key] if key else local.detach()
-            yield name, self._pieces.gather(name, part.to("cpu", torch.float32).reshape(-1))
+            yield name, self.pieces.gather(name, part.to("cpu", torch.float32).reshape(-1))
 
     @torch.no_grad()
     def put(self, name: str, key: Key, whole: torch.Tensor) -> None:
         """See DividedState."""
-        piece, local = self._pieces.own[name], self._locals[name]
+        piece, local = self.pieces.own[name], self._locals[name]
         target = self._optimizer.state[local][key] if key else local
         target.copy_(whole[piece.start : piece.start + piece.size].view(target.shape))
 

@@ -18,18 +18,20 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from heterorl.common.errors import CorruptStore, HeterorlError, StateMismatch
+from heterorl.common.errors import HeterorlError, StateMismatch
 from heterorl.common.model import tensors
 from heterorl.common.process.clock import Clock, SystemClock
 from heterorl.common.types.common import NO_LORA, LoraSettings, SamplingSemantics, StepReport
 from heterorl.common.types.rollout import Group, QueuedGroup
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.learner import progress
-from heterorl.learner.backends.ranks.checkpoint import read_checkpoint_files, write_checkpoint_files
+from heterorl.learner.backends.ranks.checkpoint import open_together, write_checkpoint_files
 from heterorl.learner.backends.ranks.collectives import Collectives
 from heterorl.learner.backends.ranks.commands import Command, Do, command_from_bytes, command_to_bytes
 from heterorl.learner.backends.ranks.division import Division
 from heterorl.learner.backends.ranks.passes import Passes
+from heterorl.learner.backends.versions.divided import DividedVersions, Source
+from heterorl.learner.backends.versions.engine import DividedArena, VersionEngine
 from heterorl.learner.loss.config import LossConfig
 from heterorl.learner.loss.rule import rule_of
 from heterorl.learner.train.batch import build_batch
@@ -79,6 +81,14 @@ class DividedBackend:
             sharing=config.sequence_parallel,
         )
         division.settle()
+        held = DividedVersions(
+            state=division.state,
+            layout=division.layout,
+            buffers=self._buffers,
+            ranks=ranks,
+            dead_band_ulp=config.dead_band_ulp,
+        )
+        self._versions = VersionEngine(held, tell=self._tell)
         self._applied_steps = 0
         self._last_extras: dict[str, float] = {}
         self._last_log_ratios: LogRatios = {}
@@ -134,6 +144,19 @@ class DividedBackend:
         if problem is not None:
             raise problem
 
+    @property
+    def is_divided(self) -> bool:
+        """See VersionMaker."""
+        return self._ranks.world_size > 1
+
+    def stage(self, *, published: DividedArena | None) -> DividedArena:
+        """See VersionMaker."""
+        return self._versions.stage(published=published)
+
+    def divide(self, source: Source) -> DividedArena:
+        """See VersionMaker."""
+        return self._versions.divide(source)
+
     def load_published(self, arena: Arena, *, keep_optimizer: bool = False) -> None:
         """Take published weights as masters and start the optimizer anew: its moments belong to other weights.
 
@@ -145,14 +168,14 @@ class DividedBackend:
         self._load_published(arena, keep_optimizer=keep_optimizer)
 
     def freeze(self, directory: Path) -> Callable[[], None]:
-        """Write the files at once, with all ranks: rank 0 holds one tensor at a time; see TrainBackend."""
+        """Write the files at once, each rank its pieces; see TrainBackend."""
         self.save(directory)
         return lambda: None
 
     def save(self, directory: Path) -> None:
         """Write weights, optimizer, random state and counters as files; making them durable is the caller's."""
-        self._tell(Command(do=Do.SAVE))
-        write_checkpoint_files(directory, self._state, applied_steps=self._applied_steps, lora=self.lora)
+        directory = self._tell(Command(do=Do.SAVE, directory=directory.absolute())).directory
+        self._save(directory)
 
     def restore(self, directory: Path) -> None:
         """Read what `save` of this or the torch backend wrote, at whatever number of ranks.
@@ -194,9 +217,11 @@ class DividedBackend:
         elif command.do is Do.LOAD_PUBLISHED:
             self._load_published(None, keep_optimizer=command.keep_optimizer)
         elif command.do is Do.SAVE:
-            write_checkpoint_files(None, self._state, applied_steps=self._applied_steps, lora=self.lora)
-        else:
+            self._save(command.directory)
+        elif command.do is Do.RESTORE:
             self._restore(command.directory)
+        else:
+            self._versions.obey(command)
 
     def _train(self, groups: Sequence[Group], head_version: int, step: int) -> StepEnd:
         with self._division.computing():
@@ -225,24 +250,18 @@ class DividedBackend:
             self._ranks.broadcast(whole.view(torch.uint8))
             self._state.put(name, "", whole)
         if arena is not None:
-            self._buffers = {
-                name: torch.from_numpy(arena.view(name))
-                .view(tensors.TORCH_DTYPE[self._layout.spec(name).dtype])
-                .float()
-                for name in self._buffers
-            }
+            for name in self._buffers:
+                bits = torch.from_numpy(arena.view(name))
+                self._buffers[name] = bits.view(tensors.TORCH_DTYPE[self._layout.spec(name).dtype]).float()
         self._division.settle()
         if not keep_optimizer:
             self._state.reset(steps=0)
             self._applied_steps = 0
 
+    def _save(self, directory: Path) -> None:
+        write_checkpoint_files(directory, self._state, self._ranks, applied_steps=self._applied_steps, lora=self.lora)
+
     def _restore(self, directory: Path) -> None:
-        problem: CorruptStore | None = None
-        try:
-            files = read_checkpoint_files(directory, self._state.shapes)
-        except CorruptStore as error:
-            problem = error
-        if not self._ranks.all_agree(problem is None):
-            raise problem or CorruptStore(f"checkpoint {directory} cannot be read by every rank")
+        files = open_together(directory, self._state.shapes, self._ranks)
         self._applied_steps = files.restore(self._state)
         self._division.settle()

@@ -58,6 +58,11 @@ class Collectives:
         )
         self._control = dist.new_group(backend="gloo", timeout=_FOREVER)
 
+    @property
+    def are_on_one_machine(self) -> bool:
+        """Whether all ranks share one machine's memory of files."""
+        return self.place.local_world_size == self.world_size
+
     def broadcast_bytes(self, data: bytes = b"") -> bytes:
         """Rank 0's bytes, on every rank."""
         size = torch.tensor([len(data)])
@@ -85,13 +90,19 @@ class Collectives:
         """Overwrite `values`, on the CPU, with those of rank 0."""
         dist.broadcast(values, src=0, group=self._control)
 
-    def send(self, values: torch.Tensor) -> None:
-        """Send to rank 0, which receives from this rank."""
-        dist.send(values, dst=0, group=self._control)
+    def send(self, values: torch.Tensor, *, rank: int = 0) -> None:
+        """Send to a rank, which receives from this one."""
+        dist.send(values, dst=rank, group=self._control)
 
     def receive(self, values: torch.Tensor, *, rank: int) -> None:
         """Fill `values` with what `rank` sends to this one."""
         dist.recv(values, src=rank, group=self._control)
+
+    def exchange(self, sent: torch.Tensor, sent_sizes: list[int], received_sizes: list[int]) -> torch.Tensor:
+        """Bytes to each rank, by rank, and those that each sends to this one, by rank."""
+        received = torch.empty(sum(received_sizes), dtype=torch.uint8)
+        dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=self._control)
+        return received
 
     def all_agree(self, is_fine: bool) -> bool:
         """Whether it is fine on every rank."""

@@ -18,13 +18,17 @@ from heterorl.common.wire.seal import open_group, read_sealed, seal
 
 
 class Do(Enum):
-    """The methods of TrainBackend that all ranks take part in, and the end."""
+    """The methods of TrainBackend and VersionMaker that all ranks take part in, and the end."""
 
     TRAIN = "train"
     STORE = "store"
     LOAD_PUBLISHED = "load_published"
     SAVE = "save"
     RESTORE = "restore"
+    STAGE = "stage"
+    CODE = "code"
+    DIVIDE = "divide"
+    WHOLE = "whole"
     STOP = "stop"
 
 
@@ -41,6 +45,13 @@ class Command:
     step: int = 0
     directory: Path = Path()
     keep_optimizer: bool = False
+    version: int = -1
+    """Number of divided weights that the command makes or reads; -1 where it does neither."""
+    before: int = -1
+    """Of those that it counts from; -1 for none."""
+    kept: Sequence[int] = ()
+    """Of all that are still needed."""
+    threads: int = 1
 
 
 def command_to_bytes(command: Command) -> bytes:
@@ -52,6 +63,10 @@ def command_to_bytes(command: Command) -> bytes:
         "step": command.step,
         "directory": str(command.directory),
         "keep_optimizer": command.keep_optimizer,
+        "version": command.version,
+        "before": command.before,
+        "kept": list(command.kept),
+        "threads": command.threads,
         "sizes": [len(blob) for blob in blobs],
     }
     text = json.dumps(header).encode()
@@ -73,4 +88,8 @@ def command_from_bytes(data: bytes) -> Command:
         step=header["step"],
         directory=Path(header["directory"]),
         keep_optimizer=header["keep_optimizer"],
+        version=header["version"],
+        before=header["before"],
+        kept=tuple(header["kept"]),
+        threads=header["threads"],
     )

@@ -28,6 +28,15 @@ class DividedState(Protocol):
         """Whole shapes of what is trained, by name."""
         ...
 
+    @property
+    def pieces(self) -> Pieces:
+        """Which rank has which piece of every tensor."""
+        ...
+
+    def read(self, name: str, key: Key, *, start: int, size: int) -> torch.Tensor:
+        """Elements [start, start + size) of this rank's piece, flat, on its device; not to be written to."""
+        ...
+
     def gather_all(self, key: Key = "") -> Iterator[tuple[str, torch.Tensor | None]]:
         """All tensors in fp32 on rank 0's CPU, sorted by name, one at a time; None on the others.
 
@@ -79,9 +88,10 @@ class Pieces:
         self._ranks = ranks
         table = {name: [piece.start, piece.size] for name, piece in own.items()}
         tables = [json.loads(data) for data in ranks.all_gather_bytes(json.dumps(table).encode())]
-        self._senders = [
+        self.tables: list[dict[str, Piece]] = [
             {name: Piece(start=start, size=size) for name, (start, size) in table.items()} for table in tables
         ]
+        """Each rank's pieces, as it speaks for them."""
 
     def gather(self, name: str, values: torch.Tensor) -> torch.Tensor | None:
         """The whole tensor on rank 0's CPU; None on the others, which have sent their `values`."""
@@ -92,7 +102,7 @@ class Pieces:
         whole = torch.empty(self._shapes[name].numel(), dtype=torch.float32)
         whole[self.own[name].start :][: values.numel()] = values
         for rank in range(1, self._ranks.world_size):
-            piece = self._senders[rank][name]
+            piece = self.tables[rank][name]
             if piece.size:
                 self._ranks.receive(whole[piece.start : piece.start + piece.size], rank=rank)
         return whole.reshape(self._shapes[name])

@@ -42,11 +42,16 @@ class ZeroState:
         # In stage 0 every rank has all, and rank 0 needs nothing of the others.
         speaks = stage > 0 or ranks.rank == 0
         own = self._own if speaks else dict.fromkeys(parameters, Piece(start=0, size=0))
-        self._pieces = Pieces(own, shapes=shapes, ranks=ranks)
+        self.pieces = Pieces(own, shapes=shapes, ranks=ranks)
+
+    def read(self, name: str, key: Key, *, start: int, size: int) -> torch.Tensor:
+        """See DividedState."""
+        whole = self._read(name, key) if self._stage == 3 else self._view(name, key).detach()
+        return whole[start : start + size]
 
     def gather(self, name: str, key: Key = "") -> torch.Tensor | None:
         """The whole tensor in fp32 on rank 0's CPU; None on the others, which have sent theirs."""
-        return self._pieces.gather(name, self._read(name, key))
+        return self.pieces.gather(name, self._read(name, key))
 
     def gather_all(self, key: Key = "") -> Iterator[tuple[str, torch.Tensor | None]]:
         """All tensors, sorted by name, one at a time; whoever stops early must let it run to its end."""

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from benchmarks.load_memory import write_model
+from heterorl.common.weights.arena import CHUNK_ELEMENTS
 from heterorl.learner.backends.torch import TorchBackend
 from heterorl.learner.config import LearnerConfig
 from tests.support.rank_jobs import Ranks, run_job
@@ -253,3 +255,31 @@ def test_reference_that_is_not_there_is_refused_by_its_own_key_on_all_ranks(conf
     assert answer["message"].startswith("backend.reference_model_dir: ")
     # And all of them are ready for what comes next.
     assert ranks.ask(config(), STEPS[:1])[0]["is_applied"]
+
+
+@pytest.fixture(scope="module")
+def model_of_two_chunks(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("two-chunks")
+    write_model(directory, hidden_size=32, num_layers=1, vocab_size=CHUNK_ELEMENTS // 32 + 10)
+    return directory
+
+
+@pytest.mark.parametrize("band", [0.0, pytest.param(0.5, marks=pytest.mark.nodes)])
+def test_versions_that_all_ranks_make_are_those_of_one_process_bit_for_bit(
+    config, ranks, tmp_path, model_of_two_chunks, band
+):
+    ours = config(model_dir=model_of_two_chunks, published_dtype="bf16", dead_band_ulp=band)
+    saved = str(tmp_path / "saved")
+    operations = [
+        ["publish", str(tmp_path / "0"), True], *STEPS[:1], ["publish", str(tmp_path / "1"), True], ["save", saved],
+        ["restore", saved], ["divide", str(tmp_path / "1" / "together" / "v00000005.snapshot")],
+    ]  # fmt: skip
+
+    first, _, second, _, _, root = ranks.ask(ours, operations)
+
+    assert first["is_equal"]
+    assert second["is_equal"]
+    assert (first["files"], second["files"]) == (["v00000005.snapshot"], ["v00000005.delta", "v00000005.snapshot"])
+    assert second["num_chunks"] == 2
+    assert second["num_changed"] > 0
+    assert root == second["root"] != first["root"]

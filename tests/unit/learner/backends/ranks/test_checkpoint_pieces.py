@@ -1,0 +1,155 @@
+"""Ranks write one checkpoint together: the files of one process, also where ranks cannot see rank 0's directory."""
+
+import errno
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from heterorl.common.errors import CorruptStore, HeterorlError
+from heterorl.learner.backends.ranks import checkpoint
+from heterorl.learner.backends.ranks.checkpoint import open_together, read_checkpoint_files, write_checkpoint_files
+from heterorl.learner.backends.ranks.state import Piece, Pieces
+from tests.support.thread_ranks import on_all_ranks
+
+SHAPES = {"a": (5, 3), "b": (7,), "c": ()}
+FILES = ("weights.safetensors", "optimizer.safetensors", "state.json")
+
+
+class _State:
+    def __init__(self, ranks, *, steps=3):
+        self.shapes = {name: torch.Size(shape) for name, shape in SHAPES.items()}
+        self._steps = steps
+        self._whole = {
+            (key, name): torch.randn(shape, generator=torch.Generator().manual_seed(len(key) + ord(name)))
+            for key in ("", "exp_avg", "exp_avg_sq")
+            for name, shape in self.shapes.items()
+        }
+        own = {}
+        for name, shape in self.shapes.items():
+            cuts = np.linspace(0, shape.numel(), ranks.world_size + 1).astype(int).tolist()
+            own[name] = Piece(start=cuts[ranks.rank], size=cuts[ranks.rank + 1] - cuts[ranks.rank])
+        self.pieces = Pieces(own, shapes=self.shapes, ranks=ranks)
+
+    def read(self, name, key, *, start, size):
+        begin = self.pieces.own[name].start + start
+        return self._whole[key, name].reshape(-1)[begin : begin + size]
+
+    def gather_all(self, key=""):
+        for name in sorted(self.shapes):
+            yield name, self.pieces.gather(name, self.read(name, key, start=0, size=self.pieces.own[name].size))
+
+    def steps(self):
+        return self._steps
+
+
+def _write(directories, *, world_size, one_machine=True, steps=3):
+    """Each rank into the directory that it takes for the checkpoint's."""
+
+    def work(ranks):
+        ranks.are_on_one_machine = one_machine
+        state = _State(ranks, steps=steps)
+        write_checkpoint_files(directories[ranks.rank], state, ranks, applied_steps=5)
+
+    return on_all_ranks(world_size, work)
+
+
+@pytest.fixture
+def alone(tmp_path):
+    directory = tmp_path / "alone"
+    directory.mkdir()
+    assert _write([directory], world_size=1) == [None]
+    return directory
+
+
+@pytest.mark.parametrize("one_machine", [True, False])
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_files_are_those_of_one_process(alone, tmp_path, monkeypatch, one_machine, is_shared):
+    monkeypatch.setattr(checkpoint, "BLOCK_ELEMENTS", 2)
+    shared, elsewhere = tmp_path / "shared", tmp_path / "elsewhere"
+    shared.mkdir()
+    directories = [shared, shared, shared if is_shared else elsewhere]
+
+    assert _write(directories, world_size=3, one_machine=one_machine) == [None] * 3
+
+    assert sorted(path.name for path in shared.iterdir()) == sorted(FILES)
+    assert all((shared / name).read_bytes() == (alone / name).read_bytes() for name in FILES)
+    assert set(load_file(shared / FILES[1])) == {
+        "random/cpu", *(f"{key}/{name}" for key in ("exp_avg", "exp_avg_sq", "step") for name in SHAPES)
+    }  # fmt: skip
+    shapes = {name: torch.Size(shape) for name, shape in SHAPES.items()}
+    assert read_checkpoint_files(shared, shapes).applied_steps == 5
+
+
+@pytest.mark.parametrize("others", ["the same", "nothing", "another run's"])
+def test_checkpoint_comes_back_on_ranks_that_do_not_see_it(alone, tmp_path, others):
+    """Another machine may have nothing under that name, or what an earlier run left there."""
+    elsewhere = alone if others == "the same" else tmp_path / "elsewhere"
+    if others == "another run's":
+        elsewhere.mkdir()
+        _write([elsewhere], world_size=1, steps=0)
+
+    def work(ranks):
+        state = _State(ranks)
+        files = open_together(elsewhere if ranks.rank else alone, state.shapes, ranks)
+        found = {}
+        state.put = lambda name, key, whole: found.update({(name, key): whole.clone()})
+        state.reset = lambda *, steps: found.update(steps=steps)
+        return files.restore(state), found, state._whole
+
+    for applied_steps, found, whole in on_all_ranks(3, work):
+        assert applied_steps == 5
+        assert found.pop("steps") == 3
+        assert found.keys() == {(name, key) for key, name in whole}
+        assert all(found[name, key].equal(whole[key, name].reshape(-1)) for name, key in found)
+
+
+def test_checkpoint_that_rank_0_cannot_read_is_refused_on_all(alone, tmp_path):
+    def work(ranks):
+        return open_together(alone if ranks.rank else tmp_path, _State(ranks).shapes, ranks)
+
+    assert [type(answer) for answer in on_all_ranks(2, work)] == [CorruptStore, CorruptStore]
+
+
+def test_state_before_the_first_step_has_no_moments(tmp_path):
+    assert _write([tmp_path] * 2, world_size=2, steps=0) == [None, None]
+
+    assert set(load_file(tmp_path / FILES[1])) == {"random/cpu"}
+
+
+def test_rank_0_writes_again_what_it_reads_otherwise_than_it_was_written(alone, tmp_path, monkeypatch):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    own = checkpoint._read_digest
+    monkeypatch.setattr(
+        checkpoint, "_read_digest", lambda *arguments: b"torn" if arguments[-1] == 1 else own(*arguments)
+    )
+    gathered = []
+    write = checkpoint._write_gathered
+    monkeypatch.setattr(
+        checkpoint, "_write_gathered", lambda *args, **named: (gathered.append(1), write(*args, **named))[1]
+    )
+
+    assert _write([shared] * 2, world_size=2, one_machine=False) == [None, None]
+
+    assert len(gathered) == 2
+    assert all((shared / name).read_bytes() == (alone / name).read_bytes() for name in FILES)
+
+
+def test_full_disk_of_one_rank_is_rank_0s_error_and_none_waits(tmp_path, monkeypatch):
+    def work(ranks):
+        state = _State(ranks)
+        if ranks.rank == 1:
+            monkeypatch.setattr(state, "read", _full)
+        write_checkpoint_files(tmp_path, state, ranks, applied_steps=5)
+
+    first, second = on_all_ranks(2, work)
+
+    assert isinstance(first, OSError)
+    assert first.errno == errno.ENOSPC
+    assert isinstance(second, HeterorlError)
+
+
+def _full(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left on device")

@@ -90,6 +90,24 @@ def test_one_part_of_the_tests_runs_without_a_threshold():
     assert "--fail-under=90" in whole
 
 
+def test_check_and_the_whole_run_leave_nothing_out():
+    checks = "\n".join(make("--dry-run", "check"))
+    run = (ROOT / ".ci" / "run").read_text().splitlines()
+    made = [word for line in run if line.startswith("make ") for word in line.split()[1:] if word in TARGETS]
+
+    tools = (
+        "ruff check .",
+        "ruff format --check .",
+        "mypy",
+        "lint-imports",
+        "mkdocs build --strict",
+        "buf lint",
+        "buf breaking",
+    )
+    assert [words for words in tools if f".venv/bin/{words}" not in checks] == []
+    assert made == ["check", "environments", "test", "test-engines", "test-trackers"]
+
+
 def test_the_workflow_runs_what_must_hold():
     check(tool("check-jsonschema"), "--builtin-schema", "vendor.github-workflows", str(WORKFLOW))
 

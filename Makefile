@@ -81,13 +81,20 @@ test-gpu: $(SETUP)  ## Run the tests that need a GPU; where there is none they a
 test-images: $(SETUP)  ## Build the coordinator's image without a container engine and run it; needs a package index
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m image
 
-check: $(SETUP)  ## Check style, types, import layers, documents and protos
+# The types take longest: where two jobs run, they begin first.
+check: types style  ## Check style, types, import layers, documents and protos
+
+style: $(SETUP)  ## Check all of it but the types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	PYTHONPATH=src $(BIN)/lint-imports
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	cd protos && ../$(BIN)/buf lint && ../$(BIN)/buf breaking --against baseline.binpb
+
+types: $(SETUP)  ## Check the types
+	$(BIN)/mypy
+
+environments: $(SETUP) $(ENGINES_SETUP) $(TRACKERS_SETUP)  ## Set up the environments of the services, the engines and the trackers
 
 kills: $(SETUP)  ## Kill real processes N (1000) times during RUNS (1) runs and account for every group
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.kills --kills $(N) --runs $(RUNS) --out runs/kills --json benchmarks/results/kills.json
